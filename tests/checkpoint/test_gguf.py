@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 import torch_pi2
 from torch_pi2.base.tensorfile import Spec, TensorReader, TensorWriter
 from torch_pi2.checkpoint.save_load import load_dense
-from torch_pi2.errors import ArtifactError, ConfigError, NonFiniteError, Pi2Error, UnsupportedModelError
+from torch_pi2.errors import ArtifactError, ConfigError, DtypeError, NonFiniteError, Pi2Error, UnsupportedModelError
 from torch_pi2.store.storefile import StoreReader
 
 GOLDEN = Path(__file__).parents[1] / "data" / "gguf"
@@ -227,14 +227,18 @@ def rewritten(file: Path, target: Path, *, keys: Any = None, without: str = "", 
     ("change", "message"),
     [
         ({"keys": {"general.architecture": "bert"}}, "expected gemma, gemma2, gemma3, llama.*, found 'bert'"),
-        ({"keys": {"llama.block_count": None}}, "llama.block_count in .*: expected a number from 1 to"),
+        ({"keys": {"llama.block_count": None}}, "llama.block_count in .*: expected a whole number from 1 to"),
         ({"keys": {"llama.block_count": 3}}, "block_count in .*: expected 2, as its tensors have it, found 3"),
         (
             {"keys": {"llama.block_count": 1}},
             "block_count in .*: expected 2, as its tensors have it, found 1",
         ),
-        ({"keys": {"llama.block_count": [1, 2]}}, "expected a number from 1 to .*, found a list"),
-        ({"keys": {"llama.attention.head_count": 0}}, "llama.attention.head_count in .*: expected a number from 1"),
+        ({"keys": {"llama.attention.head_count_kv": 0}}, "head_count_kv in .*: expected a whole number from 1 to"),
+        ({"keys": {"llama.block_count": [1, 2]}}, "expected a whole number from 1 to .*, found a list"),
+        (
+            {"keys": {"llama.attention.head_count": 0}},
+            "llama.attention.head_count in .*: expected a whole number from 1",
+        ),
         (
             {"keys": {"llama.attention.head_count": 3}},
             "attention.key_length in .*: expected 256, .*found 192",
@@ -340,6 +344,48 @@ def test_packed(made: Any, tmp_path: Path, neurons: str) -> None:
     wanted = logits(torch_pi2.load(tmp_path / "out", dtype=torch.float32))
     assert torch.equal(logits(torch_pi2.load(tmp_path / "packed", dtype=torch.float32)), wanted)
     assert torch.equal(logits(torch_pi2.load(tmp_path / "packed", dtype=torch.float32, budget="40MB")), wanted)
+
+
+@pytest.mark.parametrize("used", [0, 5])
+def test_more_experts_than_there_are(made: Any, tmp_path: Path, used: int) -> None:
+    _, _, file = made("mixtral")
+    changed = rewritten(file, tmp_path / "a.gguf", keys={"llama.expert_used_count": used})
+    with pytest.raises(ArtifactError, match=rf"expert_used_count in .*: expected from 1 to 4, as .*, found {used}"):
+        torch_pi2.import_gguf(changed, tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.complex64])
+def test_dtypes_that_nothing_computes_in(tmp_path: Path, dtype: torch.dtype) -> None:
+    torch_pi2.import_gguf(GOLDEN / "tiny-llama.q4_k_m.gguf", tmp_path / "out")
+    with pytest.raises(DtypeError, match=r"load\(dtype=...\): expected float32 or bfloat16 or float16, found "):
+        torch_pi2.load(tmp_path / "out", dtype=dtype)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"dtype": "float64"}))
+    with pytest.raises(DtypeError, match=r"dtype of .*out: expected float32 or bfloat16 or float16, found float64"):
+        torch_pi2.load(tmp_path / "out")
+
+
+def test_parts_of_a_model(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split by the package gguf: what the whole file gives, from any of the parts."""
+    _, _, file = made("qwen2")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ggufs.retyped(file, tmp_path / "a.gguf", "Q8_0", split_max_tensors=8)
+    ggufs.retyped(file, tmp_path / "whole.gguf", "Q8_0")
+    parts = sorted(tmp_path.glob("a-*.gguf"))
+    assert len(parts) == 4
+    report = torch_pi2.import_gguf(parts[0], tmp_path / "out")
+    whole = torch_pi2.import_gguf(tmp_path / "whole.gguf", tmp_path / "other")
+    assert (report.types, report.bytes_in, report.tokenizer) == (whole.types, whole.bytes_in, "")
+    names = [path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "other" / name).read_bytes(), name
+    wanted = logits(torch_pi2.load(tmp_path / "other", dtype=torch.float32))
+    for part in parts:
+        assert torch.equal(logits(torch_pi2.load(part, dtype=torch.float32)), wanted)
+    assert len(list((tmp_path / "torch_pi2" / "gguf").iterdir())) == 1
+    parts[2].unlink()
+    with pytest.raises(ArtifactError, match=r"a-00003-of-00004.gguf: expected part 3 of 4 of a model"):
+        torch_pi2.load(parts[0])
 
 
 def test_nothing_to_pack(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from quantised_folders import WAYS, compressed, packed, quantised
 from safetensors.torch import load_file, save_file
 
 import torch_pi2
-from torch_pi2.errors import Pi2Error
+from torch_pi2.errors import Pi2Error, UnsupportedModelError
 
 TOKENS = torch.tensor([[5, 77, 130, 9, 200, 31, 64, 250, 3, 18]])
 
@@ -65,10 +65,10 @@ def test_as_neurons(tmp_path: Path) -> None:
             "of one size, found 256 columns of .* groups of 96",
         ),
         ({"quant_method": "gptq", "bits": 3}, "expected gptq of 2, 4 or 8 bits, found 3"),
-        ({"quant_method": "awq", "version": "gemv"}, "awq of 4 bits, version gemm, found 4 bits, gemv"),
+        ({"quant_method": "awq", "version": "gemv"}, "awq of 4 bits, version gemm, found 4 bits, 'gemv'"),
         (
             compressed("float-quantized", 8),
-            "pack-quantized or int-quantized of 4 or 8 bits, found float-quant",
+            "pack-quantized or int-quantized of 4 or 8 bits, found 'float-quant",
         ),
         ({}, "compressed-tensors, found none"),
     ],
@@ -86,7 +86,16 @@ def test_refused_by_name(tmp_path: Path, change: dict[str, Any], message: str) -
     ("part", "to", "message"),
     [
         ("g_idx", torch.arange(256, dtype=torch.int32) % 2, "columns in another order"),
-        ("scales", torch.zeros(2, 5).half(), "scales of 256 rows of 256"),
+        ("scales", torch.zeros(2, 5).half(), r"scales of 256 rows of 256, found \[5, 2\]"),
+        ("scales", torch.zeros(0, 256).half(), r"scales of 256 rows of 256, found \[256, 0\]"),
+        ("scales", torch.zeros(3, 256).half(), r"scales of 256 rows of 256, found \[256, 3\]"),
+        ("scales", torch.zeros(256).half(), r"scales of 256 rows of 256, found \[256\]"),
+        ("scales", torch.zeros(512, 256).half(), r"scales of 256 rows of 256, found \[256, 512\]"),
+        ("qzeros", torch.zeros(3, 32, dtype=torch.int32), r"zero points for scales of \[256, 2\], found \[256, 3\]"),
+        ("qweight", torch.zeros(32, dtype=torch.int32), r"expected a matrix of int32, found int32 \[32\]"),
+        ("scales", torch.full((2, 256), torch.inf).half(), "scales of .*q_proj in .*: expected numbers, found NaN or"),
+        ("qweight", torch.zeros(32, 256).half(), "q_proj.qweight of .*: expected a matrix of int32, found float16"),
+        ("qzeros", torch.full((2, 32), -1, dtype=torch.int32), "expected zero points from 1 on, .*found 0 in model"),
         ("qzeros", None, "expected a tensor model.layers.0.self_attn.q_proj.qzeros"),
         ("other", torch.zeros(1), "found model.layers.0.self_attn.q_proj.other as well"),
     ],
@@ -100,6 +109,75 @@ def test_damage(tmp_path: Path, part: str, to: torch.Tensor | None, message: str
     with pytest.raises(Pi2Error, match=message):
         torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_other_verbs_name_the_import(tmp_path: Path) -> None:
+    quantised(tmp_path / "in", "gptq")
+    for verb in (torch_pi2.quantize, torch_pi2.pack, torch_pi2.export_gguf):
+        with pytest.raises(UnsupportedModelError, match=r"floats, found what 'gptq' has quantised.*import_quantized"):
+            verb(tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_order_that_no_tensor_says(tmp_path: Path) -> None:
+    quantised(tmp_path / "in", "gptq")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = True
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")  # all of them in order, as g_idx says
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    kept = {name: value for name, value in tensors.items() if not name.endswith("g_idx")}
+    save_file(kept, tmp_path / "in" / "model.safetensors")
+    with pytest.raises(Pi2Error, match=r"columns in an order that no .*q_proj.g_idx says"):
+        torch_pi2.import_quantized(tmp_path / "in", tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("part", "to", "message"),
+    [
+        ("weight_g_idx", torch.arange(256, dtype=torch.int32) % 2, "columns in another order"),
+        ("weight_zero_point", torch.zeros(256, 5, dtype=torch.int8), r"scales of \[256, 2\], found \[256, 5\]"),
+        ("weight_shape", torch.tensor([256]), r"scales of 0 rows of 0, found \[256, 2\]"),
+        (
+            "weight_packed",
+            torch.zeros(256, 32, dtype=torch.int64),
+            "weight_packed of .*: expected a matrix of int32, found int64",
+        ),
+        ("k_scale", torch.ones(1), "found model.layers.0.self_attn.q_proj.k_scale as well"),
+    ],
+)
+def test_damage_of_compressed_tensors(tmp_path: Path, part: str, to: torch.Tensor, message: str) -> None:
+    quantised(tmp_path / "in", "pack-quantized")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    save_file(tensors | {f"model.layers.0.self_attn.q_proj.{part}": to}, tmp_path / "in" / "model.safetensors")
+    with pytest.raises(Pi2Error, match=message):
+        torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
+
+
+def test_weights_that_nobody_has_packed(tmp_path: Path) -> None:
+    """Status frozen: floats beside their scales, which are no integers."""
+    quantised(tmp_path / "in", "int-quantized")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file(tensors | {name: tensors[name].float()}, tmp_path / "in" / "model.safetensors")
+    with pytest.raises(Pi2Error, match=r"q_proj.weight of .*: expected a matrix of int8, found float32"):
+        torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
+
+
+def test_one_scale_for_all(tmp_path: Path) -> None:
+    """Strategy tensor."""
+    model = quantised(tmp_path / "in", "int-quantized")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj"
+    scale = torch.tensor([2.0**-9], dtype=torch.float16)
+    save_file(tensors | {f"{name}.weight_scale": scale}, tmp_path / "in" / "model.safetensors")
+    with torch.no_grad():
+        model.get_parameter(f"{name}.weight").copy_(tensors[f"{name}.weight"].float() * scale.float())
+    report = torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
+    assert report.rounded == {}
+    wanted = logits(model)
+    again = logits(torch_pi2.load(tmp_path / "out", dtype=torch.float32))
+    torch.testing.assert_close(again, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
 def test_beside_compressed_tensors(tmp_path: Path) -> None:

@@ -404,6 +404,34 @@ def test_torchao_weights_are_named() -> None:
         torch_pi2.optimize(model, IDS_NT, EXACT)
 
 
+def attention_of_torchao() -> nn.Module:
+    """Feed-forward layers of floats, and attention that torchao has quantised."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model = tiny("llama-relu")
+
+    def is_attention(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear) and "self_attn" in name
+
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig(), filter_fn=is_attention)
+    return model
+
+
+def test_linears_of_torchao_stay_as_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "torch_pi2")
+    model = attention_of_torchao()
+    with torch.no_grad():
+        wanted = model(IDS_NT).logits
+        torch_pi2.optimize(model, weights="int8")
+        off = (model(IDS_NT).logits - wanted).norm() / wanted.norm()
+    assert off < 0.02
+    assert "self_attn.q_proj stays float: weights of class Int8Tensor, quantised or spread by another" in caplog.text
+    with pytest.raises(
+        UnsupportedModelError, match=r"found model.layers.0.self_attn.q_proj.weight, weights of class I"
+    ):
+        torch_pi2.save(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 # --- what is lossy ---
 
 

@@ -95,15 +95,16 @@ def tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def retyped(
-    source: Path, target: Path, kind: str, seed: int = 0, others: Mapping[str, str] | None = None
+    source: Path, target: Path, kind: str, seed: int = 0, others: Mapping[str, str] | None = None, **how: Any
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Write ``source`` (float32) again with its matrices in another type; name -> the numbers that they stand for.
 
-    ``others``: part of a name -> the type of such matrices instead. Types that the package cannot write get random
-    bytes, with scales that make their numbers about as large.
+    ``others``: part of a name -> the type of such matrices instead. ``how``: of the writer, such as
+    ``split_max_tensors``. Types that the package cannot write get random bytes, with scales that make their numbers
+    about as large.
     """
     reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents(), **how)
     generator = np.random.default_rng(seed)
     for key, found in reader.fields.items():
         if not key.startswith("GGUF.") and key != "general.architecture":

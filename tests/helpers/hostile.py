@@ -16,14 +16,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from gguf_header import file_of, small_document, small_file
 
 from torch_pi2.base.tensorfile import Spec, TensorWriter
+from torch_pi2.checkpoint.gguf.families import configuration
+from torch_pi2.checkpoint.gguf.source import GgufCheckpoint
 from torch_pi2.errors import Pi2Error
 from torch_pi2.machine.device import find_device
 from torch_pi2.machine.device_presets import PRESETS
 from torch_pi2.machine.hardware import Accelerator, Bandwidth, Hardware, Kernel, Line, Rates, ThreadFactor
 from torch_pi2.machine.reads import ReadRate, Reads
 from torch_pi2.observe.accesses import Accesses, StoredLayer
+from torch_pi2.ops import load as load_library
 from torch_pi2.predict.file import FitReport, FittedPredictors, load_predictors, save_predictors
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.predict.signbit import SignBit
@@ -46,7 +50,8 @@ _INSTEAD = {json.dumps(DEEP): "[" * 3000 + "]" * 3000, json.dumps(DIGITS): "9" *
 
 
 class Target(NamedTuple):
-    """A kind of file: its name in a folder, where JSON is in it (None: it is JSON), and who reads it.
+    """A kind of file: its name in a folder, where JSON is in it (None: it is JSON, or made of what JSON could have, by
+    ``gguf_header``), and who reads it.
 
     ``free``: fields whose content is for people, so that anything may stand there.
     """
@@ -66,6 +71,25 @@ def _open(kind: Any) -> Callable[[Path], object]:
     return read
 
 
+def _read_gguf(path: Path) -> None:
+    """What an import reads, but for the model that transformers builds: configuration, and all numbers of tensors."""
+    load_library()
+    with GgufCheckpoint(path) as checkpoint:
+        configuration(checkpoint.file)
+        for name in _GGUF_NAMES:
+            if name in checkpoint:
+                checkpoint.own_format(name)
+                checkpoint.read(name)
+        checkpoint.left()
+
+
+_GGUF_LAYER = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj")
+_GGUF_LAYER += ("mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm")
+_GGUF_NAMES = [f"model.layers.0.{name}.weight" for name in _GGUF_LAYER]
+_GGUF_NAMES += ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+#: Of its fields those that an import does not read, or not as numbers.
+_GGUF_FREE = ("general.name", "tokenizer.ggml.tokens", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+
 #: Of the block of a prefix.
 _BLOCK = ([Spec((2, 4), torch.float32), Spec((2, 4), torch.bfloat16)], HASH, HASH[:32])
 
@@ -83,6 +107,7 @@ TARGETS: dict[str, Target] = {
     "accesses": Target("accesses.safetensors", ("stored", "run", "place_bytes"), Accesses.load, ("engine",)),
     "config": Target("config.json", None, lambda p: read_config(p.parent), ("model_type", "layers")),
     "index": Target("model.safetensors.index.json", None, lambda p: Checkpoint(p.parent).close(), ("metadata",)),
+    "gguf": Target("model.gguf", None, _read_gguf, _GGUF_FREE),
 }
 
 
@@ -128,6 +153,8 @@ def write_sound(root: Path) -> None:
     for name, text in texts.items():
         (root / name).mkdir()
         (root / name / TARGETS[name].file).write_text(text)
+    (root / "gguf").mkdir()
+    path_of(root, "gguf").write_bytes(small_file())
     with TensorWriter(root / "index" / "one.safetensors", {"w": Spec((2,), torch.float32)}, {}) as out:
         out.write("w", torch.zeros(2))
     speed, loss = Speed(9.0, 3.0, 3.0, 2.5, 3.5, "x"), Loss(0.01, 64, "y")
@@ -188,6 +215,9 @@ def dumps(value: Any) -> str:
 def documents(name: str, sound: bytes) -> Iterator[tuple[str, Any, Callable[[Any], bytes]]]:
     """Each JSON text in a file: its name, its value, and the file with another value in its place."""
     target = TARGETS[name]
+    if name == "gguf":
+        yield "", small_document(), file_of
+        return
     if target.texts is None:
         yield "", json.loads(sound), lambda value: dumps(value).encode()
         return

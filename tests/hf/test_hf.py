@@ -39,7 +39,7 @@ from transformers import (
 import torch_pi2
 import torch_pi2.hf
 from torch_pi2.checkpoint.save_load import load_dense
-from torch_pi2.errors import ArtifactError, ConfigError, DeviceError
+from torch_pi2.errors import ArtifactError, ConfigError, DeviceError, DtypeError
 from torch_pi2.hf.register import register
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.store.folder import HF_FILE
@@ -224,6 +224,8 @@ def test_arguments_of_from_pretrained(root: Path) -> None:
         quantizer.update_attn_implementation(config)
     with pytest.raises(ConfigError, match=r"use_kernels=True"):
         opened(folder, use_kernels=True)
+    with pytest.raises(DtypeError, match=r"dtype of .*store: expected float32 or bfloat16 or float16, found float64"):
+        opened(folder, dtype=torch.float64)
     for kind in (AutoModel, MistralForCausalLM):
         with pytest.raises(ConfigError, match=r"expected a LlamaForCausalLM.*found a (LlamaModel|MistralForCausalLM)"):
             kind.from_pretrained(folder)

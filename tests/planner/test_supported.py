@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,35 @@ def test_what_stays_dense_is_told_with_the_reason(caplog: pytest.LogCaptureFixtu
     assert found.refused.startswith("0 linear layers; modules: 1 LayerNorm")
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("[]", "expected a model's configuration, found \\[\\]"),
+        ("nope", "expected a model's configuration, found damage"),
+        ("{}", "found ValueError: Unrecognized model .*Correct its config.json, or update transformers"),
+        ('{"model_type": "nope"}', "model type `nope` but .*Correct its config.json, or update transformers"),
+        ('{"model_type": "llama", "hidden_size": "x"}', "'hidden_size' expected int.*Correct its config.json"),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "found ZeroDivisionError: integer .*Correct its config"),
+        ('{"model_type": "llama", "hidden_act": "zzz"}', "found KeyError: 'zzz'. Correct its config.json"),
+    ],
+)
+def test_odd_configurations(tmp_path: Path, config: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    for ask in (torch_pi2.supported, lambda folder: describe_checkpoint(folder, False, False)):
+        with pytest.raises(ArtifactError, match=message):
+            ask(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["gptq", "torchao", "torch_pi2"])
+def test_weights_that_others_have_quantised(tmp_path: Path, method: str) -> None:
+    checkpoint(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+    found = torch_pi2.supported(tmp_path)
+    reason = "its weights are what 'torchao' has quantised; the float checkpoint can be" if method == "torchao" else ""
+    assert (found.refused, bool(found.layers)) == (reason, not reason)
+
+
 def test_experts_share_a_line_of_what_is_shown(tmp_path: Path) -> None:
     build("Qwen2Moe").save_pretrained(tmp_path)
     shown = render_checkpoint(describe_checkpoint(tmp_path, False, False))
@@ -104,6 +134,8 @@ def test_what_is_left_is_shown() -> None:
 def test_what_cannot_be_told() -> None:
     with pytest.raises(ArtifactError, match="/nowhere"):
         torch_pi2.supported("/nowhere")
+    with pytest.raises(ArtifactError, match=r"found a GGUF file. Import it: torch_pi2.import_gguf\(file, folder\)"):
+        torch_pi2.supported("model.gguf")
     with pytest.raises(CalibrationError, match="args or kwargs for one forward call"):
         torch_pi2.supported(FunctionalBlock())
     with pytest.raises(UnsupportedModelError, match=r"before torch\.compile"):

@@ -15,7 +15,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -152,7 +152,7 @@ def claimed(target: Path, *, keep: bool = False, patience_s: float = 0.0) -> Ite
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     partial, old = (target.with_name(f".{target.name}.{end}") for end in ("partial", "old"))
-    with _locked(target, patience_s):
+    with locked(target, patience_s):
         if old.is_dir() and not os.path.lexists(target):  # killed between the two renames of _swap_in
             old.rename(target)
         _remove(old)
@@ -170,11 +170,22 @@ def claimed(target: Path, *, keep: bool = False, patience_s: float = 0.0) -> Ite
 
 
 @contextmanager
-def _locked(target: Path, patience_s: float) -> Iterator[None]:
-    """The lock of ``target``; it ends with the process, however that ends."""
-    path, until = target.with_name(f".{target.name}.lock"), time.monotonic() + patience_s
+def locked(target: Path, patience_s: float, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """The lock of ``target``; it ends with the process, however that ends.
+
+    Args:
+        on_wait: called once if another process has it.
+
+    Raises:
+        ArtifactError: another has it for longer than ``patience_s``. OSError: its file cannot be written.
+    """
+    path, begun = target.with_name(f".{target.name}.lock"), time.monotonic()
+    waiting = False
     while (file := _lock(path)) is None:
-        if time.monotonic() >= until:
+        if not waiting:
+            waiting = True
+            on_wait()
+        if time.monotonic() >= begun + patience_s:
             raise ArtifactError(
                 f"writing {target}",
                 expected="no other process that writes it",

@@ -30,14 +30,15 @@ def import_quantized(
     Taken are GPTQ (2, 4, 8 bits, groups of neighbouring columns), AWQ (4 bits, ``gemm``) and compressed-tensors
     (``pack-quantized`` and ``int-quantized``, 4 or 8 bits). A matrix whose integers, less their zero points, are from
     -8 to 7 becomes ``int4``, from -127 to 127 ``int8``, with the same scales: nothing is rounded, if float16 has these
-    exactly and a group is a multiple of 32 columns. Any other is rounded to ``int8``, and the report says so.
+    exactly and a group is a multiple of 32 columns. Any other is rounded to ``int8``, and the report says so. What the
+    configuration says of inputs is left out; what changes numbers otherwise (docs/GGUF.md) is refused.
 
     Args:
         neurons: as of :func:`torch_pi2.import_gguf`.
 
     Raises:
         UnsupportedModelError: another method, setting or tensor. ArtifactError: damage, or ``folder_out`` cannot be
-            written. ConfigError: another ``neurons``, or folders in one another.
+            written. NonFiniteError: a scale is no number. ConfigError: another ``neurons``, or folders in one another.
     """
     check_choice("import_quantized(neurons=...)", neurons, IMPORT_NEURONS, "Choose one of these.")
     load_library()

@@ -36,7 +36,15 @@ from torch_pi2.rewrite.skeleton import places, put, skeleton
 from torch_pi2.spec.method import Method
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import FFNSite, LinearRef, check_weights
-from torch_pi2.store.folder import PI2_FOLDER, SMALL_FILES, check_replaceable, check_separate, declare, read_config
+from torch_pi2.store.folder import (
+    PI2_FOLDER,
+    SMALL_FILES,
+    check_float,
+    check_replaceable,
+    check_separate,
+    declare,
+    read_config,
+)
 from torch_pi2.store.names import ExpertMatrix, stored_name
 from torch_pi2.store.source import Checkpoint, Source
 from torch_pi2.store.trust import remember
@@ -122,7 +130,7 @@ def convert(
     load_library()
     check_replaceable(folder)
     start = time.perf_counter()
-    read_config(source)  # raises if there is none
+    check_float(source, read_config(source))
     plan, linears = _layers_of(source, trust_remote_code, with_linears=with_linears)
     with replacing_folder(folder) as staging:
         keep_card(folder, staging)

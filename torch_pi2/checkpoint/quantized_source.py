@@ -11,13 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 
 from torch_pi2.base.tensorfile import Spec
-from torch_pi2.errors import ArtifactError, UnsupportedModelError
+from torch_pi2.checkpoint.quantized_config import Settings, refuse, settings_of
+from torch_pi2.errors import ArtifactError, NonFiniteError, UnsupportedModelError
 from torch_pi2.formats import FORMATS, GROUP
+from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.ops.quantize import pack
 from torch_pi2.store.folder import read_config
 from torch_pi2.store.source import Checkpoint
@@ -27,7 +29,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 #: Parts of a matrix, and those that one is known by.
 _ALL = (
     *("qweight", "qzeros", "scales", "g_idx"),
-    *("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight"),
+    *("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight"),
 )
 _MAIN = ("qweight", "weight_packed", "weight_scale")
 
@@ -80,7 +82,7 @@ class QuantizedCheckpoint:
     """As :class:`torch_pi2.checkpoint.importing.PackedSource`: a folder with ``quantization_config``.
 
     Raises:
-        UnsupportedModelError: another method, or a setting of these that is not known. ArtifactError: damage.
+        UnsupportedModelError: another method, or a setting that is not computed here. ArtifactError: damage.
     """
 
     by_neuron = False
@@ -89,9 +91,8 @@ class QuantizedCheckpoint:
         self.folder = Path(folder)
         self.config = read_config(self.folder)
         self.about = str(self.config.get("model_type"))
-        said = self.config.get("quantization_config") or {}
-        self.method = str(said.get("quant_method", ""))
-        self._unpack, self._group = _ways(self.folder, self.method, said), _group_size(said)
+        settings = settings_of(self.folder, self.config)
+        self.method, self._group, self._unpack = settings.method, settings.group, _way(settings)
         self._files = Checkpoint(self.folder)
         parts = (name.rpartition(".") for name in self._files.names())
         self._packed = {base for base, _, part in parts if part in _MAIN}
@@ -124,7 +125,7 @@ class QuantizedCheckpoint:
             found = self._unpack(self._files, base)
             if self._group > 0 and found.n_NK.shape[1] % self._group:
                 columns = f"{found.n_NK.shape[1]} columns of {base} in groups of {self._group}"
-                raise _refuse(self.folder, "groups of one size", columns)
+                raise refuse(self.folder, "groups of one size", columns)
             self._held = base, found
         self._used |= {f"{base}.{part}" for part in _ALL}
         return self._held[1]
@@ -190,46 +191,26 @@ class QuantizedCheckpoint:
         return sorted(set(self._files.names()) - self._used - known)
 
 
-def _refuse(folder: Path, expected: str, found: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"quantization_config of {folder}",
-        expected=expected,
-        found=found,
-        fix="Take the model's original float checkpoint, and torch_pi2.quantize it.",
-    )
-
-
-def _group_size(said: dict[str, Any]) -> int:
-    """Columns of a group, as the configuration has it; 0: a row is one, or nothing is said."""
-    found = said.get("group_size", said.get("q_group_size"))
-    for group in (said.get("config_groups") or {}).values():
-        found = (group.get("weights") or {}).get("group_size") if isinstance(group, dict) else found
-    return found if isinstance(found, int) and found > 0 else 0
-
-
-def _ways(folder: Path, method: str, said: dict[str, Any]) -> Callable[[Checkpoint, str], _Integers]:
+def _way(settings: Settings) -> Callable[[Checkpoint, str], _Integers]:
     """How a matrix is unpacked."""
-    bits = said.get("bits", said.get("w_bit", 4))
-    if method == "gptq":
-        if bits not in (2, 4, 8):
-            raise _refuse(folder, "gptq of 2, 4 or 8 bits", f"{bits}")
-        # The first version of the format stores zero points less one.
-        offset = 0 if said.get("checkpoint_format") == "gptq_v2" else 1
-        return lambda files, base: _gptq(files, base, bits, offset)
-    if method == "awq":
-        if bits != 4 or str(said.get("version", "gemm")).lower() != "gemm":
-            raise _refuse(folder, "awq of 4 bits, version gemm", f"{bits} bits, {said.get('version')}")
+    if settings.method == "gptq":
+        return lambda files, base: _gptq(files, base, settings)
+    if settings.method == "awq":
         return _awq
-    if method == "compressed-tensors":
-        kind, groups = said.get("format"), list((said.get("config_groups") or {}).values())
-        widths = {(group.get("weights") or {}).get("num_bits") for group in groups if isinstance(group, dict)}
-        if kind not in ("pack-quantized", "int-quantized") or len(widths) != 1 or not widths <= {4, 8}:
-            raise _refuse(
-                folder, "pack-quantized or int-quantized of 4 or 8 bits", f"{kind} of {sorted(map(str, widths))}"
-            )
-        width = 4 if widths == {4} else 8
-        return lambda files, base: _compressed(files, base, width)
-    raise _refuse(folder, "quant_method gptq, awq or compressed-tensors", repr(method) if method else "none")
+    return lambda files, base: _compressed(files, base, settings)
+
+
+def _integers_of(files: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """A matrix of integers. Raises ArtifactError: it is of another dtype, such as floats that nobody has packed."""
+    found = files.read(name)
+    if found.dtype != dtype or found.dim() != 2:
+        raise ArtifactError(
+            f"{name} of {files.folder}",
+            expected=f"a matrix of {dtype_name(dtype)}",
+            found=f"{dtype_name(found.dtype)} {list(found.shape)}",
+            fix="The checkpoint is not what its quantization_config says; get it again.",
+        )
+    return found
 
 
 def _unpacked(packed: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
@@ -240,59 +221,102 @@ def _unpacked(packed: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
     return numbers.flatten(-2).movedim(-1, axis).to(torch.int16)
 
 
-def _gptq(files: Checkpoint, base: str, bits: int, offset: int) -> _Integers:
-    q_KN = _unpacked(files.read(f"{base}.qweight"), bits, 0)
-    z_GN = _unpacked(files.read(f"{base}.qzeros"), bits, 1) + offset
+def _check_order(files: Checkpoint, base: str, name: str, of_K: torch.Tensor, reordered: bool) -> None:
+    """Raises UnsupportedModelError: columns of a group are no neighbours, or nothing says of which group they are."""
+    given = files.read(name).long() if name in files else None
+    if (given is None and not reordered) or (given is not None and torch.equal(given, of_K)):
+        return
+    raise UnsupportedModelError(
+        f"{base} of {files.folder}",
+        expected="groups of neighbouring columns (desc_act false, actorder weight or none)",
+        found="columns in another order" if given is not None else f"columns in an order that no {name} says",
+        fix="Take a checkpoint without act-order, or the float one.",
+    )
+
+
+def _gptq(files: Checkpoint, base: str, settings: Settings) -> _Integers:
+    bits = settings.bits
+    q_KN = _unpacked(_integers_of(files, f"{base}.qweight", torch.int32), bits, 0)
+    z_GN = _unpacked(_integers_of(files, f"{base}.qzeros", torch.int32), bits, 1)[:, : q_KN.shape[1]]
+    if settings.less and bool((z_GN == (1 << bits) - 1).any()):
+        raise refuse(files.folder, "zero points from 1 on, as gptq's first version has them", f"0 in {base}")
     scale_GN = files.read(f"{base}.scales")
-    columns, groups = len(q_KN), len(scale_GN)
-    of_K = torch.arange(columns) // (columns // groups)
-    if f"{base}.g_idx" in files:
-        given = files.read(f"{base}.g_idx").long()
-        if not torch.equal(given, of_K):
-            raise UnsupportedModelError(
-                f"{base} of {files.folder}",
-                expected="groups of neighbouring columns (desc_act false)",
-                found="columns in another order",
-                fix="Take a checkpoint without act-order, or the float one.",
-            )
-    return _checked(files, base, (q_KN - z_GN[of_K, : q_KN.shape[1]]).T, scale_GN.T)
+    _check_groups(files, base, q_KN.T, scale_GN.T if scale_GN.dim() == 2 else scale_GN, z_GN.T)
+    of_K = torch.arange(len(q_KN)) // (len(q_KN) // len(scale_GN))
+    _check_order(files, base, f"{base}.g_idx", of_K, settings.reordered)
+    return _checked(files, base, (q_KN - (z_GN + settings.less)[of_K]).T, scale_GN.T)
 
 
 def _awq(files: Checkpoint, base: str) -> _Integers:
-    def ordered(packed: torch.Tensor) -> torch.Tensor:
+    def ordered(name: str) -> torch.Tensor:
+        packed = _integers_of(files, name, torch.int32)
         numbers: torch.Tensor = _unpacked(packed, 4, 1).unflatten(1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(1)
         return numbers
 
-    q_KN, z_GN = ordered(files.read(f"{base}.qweight")), ordered(files.read(f"{base}.qzeros"))
+    q_KN, z_GN = ordered(f"{base}.qweight"), ordered(f"{base}.qzeros")
     scale_GN = files.read(f"{base}.scales")
+    _check_groups(files, base, q_KN.T, scale_GN.T if scale_GN.dim() == 2 else scale_GN, z_GN.T)
     return _checked(files, base, (q_KN - z_GN.repeat_interleave(len(q_KN) // len(z_GN), 0)).T, scale_GN.T)
 
 
-def _compressed(files: Checkpoint, base: str, bits: int) -> _Integers:
-    scale_NG = files.read(f"{base}.weight_scale")
-    scale_NG = scale_NG[:, None] if scale_NG.dim() == 1 else scale_NG
+def _compressed(files: Checkpoint, base: str, settings: Settings) -> _Integers:
+    bits = settings.bits
     if f"{base}.weight_packed" in files:
-        rows, columns = (int(n) for n in files.read(f"{base}.weight_shape"))
-        n_NK = _unpacked(files.read(f"{base}.weight_packed"), bits, 1)[:rows, :columns] - (1 << (bits - 1))
+        shape = [int(n) for n in files.read(f"{base}.weight_shape").flatten()]
+        rows, columns = shape if len(shape) == 2 else (0, 0)
+        packed = _integers_of(files, f"{base}.weight_packed", torch.int32)
+        n_NK = _unpacked(packed, bits, 1)[:rows, :columns] - (1 << (bits - 1))
     else:
-        n_NK = files.read(f"{base}.weight").to(torch.int16)
+        n_NK = _integers_of(files, f"{base}.weight", torch.int8).to(torch.int16)
+    scale_NG = _by_row(files.read(f"{base}.weight_scale"), len(n_NK))
+    _check_groups(files, base, n_NK, scale_NG)
+    each = n_NK.shape[1] // scale_NG.shape[1]
+    _check_order(files, base, f"{base}.weight_g_idx", torch.arange(n_NK.shape[1]) // each, settings.reordered)
     if f"{base}.weight_zero_point" in files:
         z = files.read(f"{base}.weight_zero_point")
         if z.dtype == torch.int32:  # packed along the rows
             z = _unpacked(z, bits, 0)[: len(n_NK)] - (1 << (bits - 1))
-        z = z[:, None] if z.dim() == 1 else z
-        n_NK = n_NK - z.to(torch.int16).repeat_interleave(n_NK.shape[1] // z.shape[1], 1)
+        z_NG = _by_row(z.to(torch.int16), len(n_NK))
+        _check_groups(files, base, n_NK, scale_NG, z_NG)
+        n_NK = n_NK - z_NG.repeat_interleave(each, 1)
     return _checked(files, base, n_NK, scale_NG)
 
 
-def _checked(files: Checkpoint, base: str, n_NK: torch.Tensor, scale_NG: torch.Tensor) -> _Integers:
+def _by_row(values: torch.Tensor, rows: int) -> torch.Tensor:
+    """``[N, G]`` of what has a number for a row, or one for all."""
+    values = values[:, None] if values.dim() == 1 else values
+    return values.expand(rows, 1) if values.numel() == 1 else values
+
+
+def _check_groups(
+    files: Checkpoint, base: str, n_NK: torch.Tensor, scale_NG: torch.Tensor, z_NG: torch.Tensor | None = None
+) -> None:
     """Raises ArtifactError: shapes that do not go together."""
     rows, columns = n_NK.shape
-    if scale_NG.dim() != 2 or len(scale_NG) != rows or columns % max(1, scale_NG.shape[1]):
+    sound = scale_NG.dim() == 2 and len(scale_NG) == rows > 0 and scale_NG.shape[1] > 0
+    if not sound or columns % scale_NG.shape[1] or columns < scale_NG.shape[1]:
         raise ArtifactError(
             f"{base} of {files.folder}",
             expected=f"scales of {rows} rows of {columns}",
             found=str(list(scale_NG.shape)),
             fix="Get the checkpoint again.",
+        )
+    if z_NG is not None and z_NG.shape != scale_NG.shape:
+        raise ArtifactError(
+            f"{base} of {files.folder}",
+            expected=f"zero points for scales of {list(scale_NG.shape)}",
+            found=str(list(z_NG.shape)),
+            fix="Get the checkpoint again.",
+        )
+
+
+def _checked(files: Checkpoint, base: str, n_NK: torch.Tensor, scale_NG: torch.Tensor) -> _Integers:
+    """Raises NonFiniteError: a scale is no number."""
+    if not bool(scale_NG.float().isfinite().all()):
+        raise NonFiniteError(
+            f"scales of {base} in {files.folder}",
+            expected="numbers",
+            found="NaN or an infinity",
+            fix="The checkpoint is damaged; get it again.",
         )
     return _Integers(n_NK.contiguous(), scale_NG.contiguous())

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from torch_pi2.base.absent import AbsentParameter
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.extras import how_to_install
@@ -29,10 +30,11 @@ from torch_pi2.checkpoint.offloaded import load_offloaded
 from torch_pi2.checkpoint.sparse import load_sparse, save_weights, weights_of
 from torch_pi2.decode.adapt import follow
 from torch_pi2.decode.loop import attach
-from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError, check_choice
+from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError, UnsupportedModelError, check_choice
 from torch_pi2.formats import ACTIVATIONS
 from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.layers.of_model import homes
+from torch_pi2.ops.dtypes import check_computed, stands_for_another
 from torch_pi2.predict.file import FittedPredictors, save_predictors
 from torch_pi2.rewrite.apply import apply
 from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu
@@ -62,7 +64,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
         ConfigError: the model is dense, has PEFT's adapters in it, or ``folder`` is in or contains the one that it was
             loaded from.
         ArtifactError: the folder cannot be written, or holds other files.
-        UnsupportedModelError: a quantised model that could not be loaded again.
+        UnsupportedModelError: a quantised model that could not be loaded again, or weights of another library's.
     """
     stored = [home for home in homes(model) if not home.in_memory]
     if stored:
@@ -84,6 +86,14 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
             found=f"adapters in it ({adapters[0] or 'the model itself'})",
             fix="model = model.merge_and_unload() first.",
         )
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, AbsentParameter) and (reason := stands_for_another(parameter)):
+            raise UnsupportedModelError(
+                f"saving a {type(model).__name__}",
+                expected="floats, and what torch_pi2 has quantised",
+                found=f"{name}, {reason.partition(':')[0]}",
+                fix="Optimise the float model; torch_pi2.optimize(weights='int8') quantises its linear layers.",
+            )
     quantised = weights_of(model) != "float"
     if quantised:
         check_known_experts(f"saving a quantised {type(model).__name__}", model)
@@ -184,7 +194,7 @@ def load(
 
     Args:
         folder: a Hugging Face checkpoint with a ``pi2/`` folder in it; or a GGUF file, which is imported (with
-            ``budget`` also packed) into the folder of caches first, once. Nothing is downloaded.
+            ``budget`` also packed) into the folder of caches first, once (docs/GGUF.md). Nothing is downloaded.
         model: an instance to load into, for models that transformers cannot build (float weights only).
         trust_remote_code: passed to transformers, for checkpoints with modelling code of their own. Folders that were
             made on this machine of a model whose code ran then need it no more (:mod:`torch_pi2.store.trust`).
@@ -215,6 +225,7 @@ def load(
     Raises:
         ArtifactError: something is missing or damaged. StaleArtifactError: plan and weights do not belong together.
         UnsupportedModelError: experts of an unknown form. ConfigError: a setting that this folder cannot have.
+        DtypeError: no kernel computes in ``dtype``.
         DeviceError: no GPU that has kernels. OutOfMemoryError: ``gpu_memory`` is too little.
     """
     gpu_bytes = None if gpu_memory is None else checked_memory(gpu_memory)
@@ -259,6 +270,8 @@ def read_model(
     """
     pi2 = folder / PI2_FOLDER
     argument(context, "load(context=...)").whole(1, 1 << 31)
+    if dtype is not None:
+        check_computed("load(dtype=...)", dtype)
     if (offload is not None or strict_budget) and budget is None:
         raise ConfigError(
             f"load({folder}, {'strict_budget' if strict_budget else 'offload'}=...)",

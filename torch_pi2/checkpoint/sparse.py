@@ -23,7 +23,7 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear, wants_blocks
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
-from torch_pi2.ops.dtypes import DTYPES, format_name
+from torch_pi2.ops.dtypes import DTYPES, check_computed, format_name
 from torch_pi2.ops.memory import new_tensor
 from torch_pi2.rewrite.place import place, place_experts, way_taken
 from torch_pi2.rewrite.rewrite import check_names, predictor_tensors
@@ -147,6 +147,7 @@ def load_sparse(
         check_names(model, plan)
         weights.check_linears(model)
         kind = next(model.parameters()).dtype
+        check_computed(f"dtype of {folder}", kind)
         groups = places(model)
         refs = [r for y in plan.layers for r in (y.site.gate, y.site.up, y.site.down) if r is not None]
         ours = {name for ref in refs for name in (ref.weight, ref.bias) if name}

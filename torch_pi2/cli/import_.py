@@ -52,7 +52,10 @@ def render(result: dict[str, Any]) -> str:
         off = f"what was rounded {common.percent(worst, 2)} off at most"
         lines.append(f"{result['neurons']} layers are neurons now ({result['weights']}), {off}")
     if result["predictors"]:
-        lines.append(f"{result['predictors']} tensors of PowerInfer's predictors left out: they see another input")
+        lines.append(
+            f"{result['predictors']} tensors of PowerInfer's predictors left out: they see what comes before the norm, "
+            "and nothing says how good they are; torch-pi2 fit makes others"
+        )
     if result["tokenizer"]:
         lines.append(f"no tokenizer: {result['tokenizer']}")
     sizes = f"{common.size(result['bytes_in'])} -> {common.size(result['bytes_out'])}"

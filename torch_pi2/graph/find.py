@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from torch_pi2.base.arguments import checked
@@ -26,6 +25,7 @@ from torch_pi2.graph.experts import all_experts, expert_sites, known_experts, un
 from torch_pi2.graph.left import left_dense, not_reached
 from torch_pi2.graph.match import Match, Projection, Seen, match_ffns
 from torch_pi2.ops.activations import ACTIVATIONS, scaled
+from torch_pi2.ops.dtypes import stands_for_another
 from torch_pi2.spec.site import ExpertsForm, FFNSite
 
 _log = logging.getLogger("torch_pi2")
@@ -168,9 +168,8 @@ def _unusable(model: nn.Module, sites: Sequence[FFNSite]) -> dict[str, str]:
     for site in sites:
         mine: set[tuple[str | None, tuple[int, ...] | None]] = set()
         for ref in (site.gate, site.up, site.down):
-            kind = type(model.get_parameter(ref.weight).detach()) if ref is not None else torch.Tensor
-            if kind is not torch.Tensor:
-                found[site.owner] = f"weights of class {kind.__name__}, quantised or spread by another library"
+            if ref is not None and (reason := stands_for_another(model.get_parameter(ref.weight))):
+                found[site.owner] = reason
             if ref is not None and ref.expert is None:
                 for name in (ref.weight, ref.bias):
                     if name and (name, ref.rows) in mine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_pi2.errors import DeviceError
+from torch_pi2.errors import DeviceError, DtypeError
 from torch_pi2.formats import FLOAT, FLOATS
 
 #: The dtypes that kernels have, by the name of the format.
@@ -19,6 +19,28 @@ def dtype_name(dtype: torch.dtype) -> str:
 def format_name(weights: str, dtype: torch.dtype) -> str:
     """The format that an operator's ``weights`` over a tensor of ``dtype`` mean."""
     return dtype_name(dtype) if weights == FLOAT else weights
+
+
+def check_computed(what: str, dtype: torch.dtype) -> None:
+    """Raises DtypeError: no kernel computes in ``dtype``."""
+    if dtype not in DTYPES.values():
+        raise DtypeError(
+            what,
+            expected=" or ".join(DTYPES),
+            found=dtype_name(dtype),
+            fix="Choose one of these.",
+        )
+
+
+def stands_for_another(tensor: torch.Tensor) -> str:
+    """Why a parameter's numbers are not its own to read: it is of a class of torchao or the like; empty: they are."""
+    kind = type(tensor.detach())
+    if kind is torch.Tensor:
+        return ""
+    return (
+        f"weights of class {kind.__name__}, quantised or spread by another library: give the float model, "
+        "which weights='int4' or 'int8' quantises"
+    )
 
 
 def check_on_cpu(what: str, device: torch.device) -> None:

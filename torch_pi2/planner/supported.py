@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,11 +12,18 @@ import torch
 from torch import nn
 
 from torch_pi2.base.arguments import checked
+from torch_pi2.base.fields import shown
+from torch_pi2.errors import ArtifactError
 from torch_pi2.graph.find import Found, look
 from torch_pi2.planner.greedy import gate_method
 from torch_pi2.rewrite.skeleton import skeleton
 from torch_pi2.spec.method import Method
 from torch_pi2.spec.site import FFNSite
+from torch_pi2.store.folder import quantised_by, read_config
+from torch_pi2.store.gguf import SUFFIX as GGUF
+
+#: Checkpoints of others that :func:`torch_pi2.import_quantized` takes.
+_IMPORTED = ("gptq", "awq", "compressed-tensors")
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,8 @@ class Supported:
         model: its class. parameters: how many numbers it has; of tied ones each counts once.
         layers: in order of execution.
         left: layers that look feed-forward and stay dense: name -> reason.
-        refused: why no layer can be made sparse; empty if some can.
+        refused: why no layer can be made sparse (of a checkpoint also: what other libraries have quantised and no
+            import takes); empty if some can.
     """
 
     model: str
@@ -86,9 +95,21 @@ def supported(
         ArtifactError: no model can be built of the folder. CalibrationError: inputs are missing or wrong.
         UnsupportedModelError: Dynamo cannot capture it. ConfigError: it is in its sparse form already.
     """
+    others = ""
     if not isinstance(model, nn.Module):
+        if Path(model).suffix == GGUF and not os.path.isdir(model):
+            raise ArtifactError(
+                f"supported({model})",
+                expected="a model, or the folder of a Hugging Face checkpoint",
+                found="a GGUF file",
+                fix="Import it: torch_pi2.import_gguf(file, folder), and ask of that folder.",
+            )
         with torch.device("meta"):
-            model = skeleton(model, trust_remote_code=trust_remote_code)
+            folder, model = Path(model), skeleton(model, trust_remote_code=trust_remote_code)
+        others = quantised_by(read_config(folder)) if os.path.isdir(folder) else ""
+    if others and others not in _IMPORTED:
+        refused_by = f"its weights are what {shown(others)} has quantised; the float checkpoint can be"
+        return Supported(type(model).__name__, sum(p.numel() for p in model.parameters()), [], {}, refused_by)
     found, refused = look(model, args, kwargs, on_meta=all(p.is_meta for p in model.parameters()))
     return Supported(
         type(model).__name__,

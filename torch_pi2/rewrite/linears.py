@@ -18,6 +18,7 @@ from torch_pi2.base.progress import bar
 from torch_pi2.graph.capture import capture, example_inputs
 from torch_pi2.graph.experts import all_experts, known_experts, without_experts
 from torch_pi2.layers.linear import QuantLinear
+from torch_pi2.ops.dtypes import stands_for_another
 from torch_pi2.ops.quantized import check_importance, check_quantizable
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.inputs import InputStats
@@ -98,6 +99,8 @@ def find_linears(
             continue
         if type(module) is not nn.Linear:
             skipped[name] = f"a {type(module).__name__}"
+        elif reason := stands_for_another(module.weight):
+            skipped[name] = reason
         elif own_forward({name: module}):
             skipped[name] = "a forward of its own (accelerate, or a patch)"
         elif module.in_features < MIN_INPUTS or module.out_features < MIN_OUTPUTS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from torch.overrides import TorchFunctionMode
 
 from torch_pi2.base.extras import missing_package
 from torch_pi2.errors import ArtifactError
-from torch_pi2.store.folder import HF_METHOD
+from torch_pi2.store.folder import HF_METHOD, read_config
 from torch_pi2.store.trust import how_to_trust, trusted
 
+#: In messages of transformers about modelling code that comes with a checkpoint.
+_TRUST = "trust_remote_code"
 #: Tensors of at least as many numbers are weights, to be read later; smaller ones (rotary frequencies) are computed.
 _LARGE = 1 << 10
 
@@ -43,6 +46,8 @@ def model_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
         from transformers import AutoConfig
     except ImportError as error:
         raise missing_package("transformers", "hf", error) from error
+    if os.path.lexists(Path(folder) / "config.json"):
+        read_config(Path(folder))  # transformers says less of a damaged one
     try:
         trust = trusted(folder, trust_remote_code)
         found = AutoConfig.from_pretrained(folder, trust_remote_code=trust, local_files_only=True)
@@ -114,11 +119,15 @@ def skeleton(
 
 
 def _not_built(folder: str | Path, error: Exception) -> ArtifactError:
+    said, there = " ".join(str(error).split())[:300], os.path.isdir(folder)
+    fix = "Correct its config.json, or update transformers if it is newer." if there else "Check the folder's name."
+    if _TRUST in said or (there and any(Path(folder).glob("*.py"))):
+        fix = how_to_trust(folder)
     return ArtifactError(
         f"loading {folder}",
         expected="a model that transformers can build",
-        found=" ".join(str(error).split())[:300],
-        fix=how_to_trust(folder),
+        found=f"{type(error).__name__}: {said}",
+        fix=fix,
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.base.fields import Field
+from torch_pi2.base.fields import Field, shown
 from torch_pi2.base.files import atomic_write, check_not_current
 from torch_pi2.base.reading import parse, read_bytes
-from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
 from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.predict.file import PREDICTORS_FILE
 from torch_pi2.spec.stats import STATS_FILE
@@ -106,6 +107,24 @@ def declare(folder: Path) -> None:
             said["dtype"] = dtype_name(weights.float_dtype)
     atomic_write(folder / "config.json", json.dumps(config | {"quantization_config": said}, indent=2) + "\n")
     atomic_write(folder / HF_FILE, _CONTENT)
+
+
+def quantised_by(config: Mapping[str, Any]) -> str:
+    """The method of others that has quantised a checkpoint, by its ``config``; empty: none has."""
+    said = config.get("quantization_config")
+    method = said.get("quant_method") if isinstance(said, dict) else said
+    return str(method) if method and method != HF_METHOD else ""
+
+
+def check_float(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises UnsupportedModelError: by its ``config`` the checkpoint in ``folder`` was quantised by others."""
+    if method := quantised_by(config):
+        raise UnsupportedModelError(
+            f"weights of {folder}",
+            expected="floats",
+            found=f"what {shown(method)} has quantised",
+            fix="Take the float checkpoint, or torch_pi2.import_quantized (gptq, awq, compressed-tensors).",
+        )
 
 
 def read_config(folder: Path) -> dict[str, Any]:

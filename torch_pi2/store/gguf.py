@@ -87,6 +87,7 @@ _MOST_DIMENSIONS = 4
 _LARGEST = 1 << 60
 #: Read at a time while the header is walked.
 _PIECE = 1 << 20
+_PAGE = 4096
 
 
 @dataclass(frozen=True)
@@ -327,6 +328,16 @@ class GgufFile:
                 fix="The file is not whole, or of a model that is not what its metadata says.",
             )
         return self.tensors[name]
+
+    def ends_of(self, name: str) -> bytes:
+        """The first and the last bytes of a tensor, a page of each: what tells files apart. Raises ArtifactError."""
+        tensor = self.tensor(name)
+        size = min(tensor.nbytes, _PAGE)
+        try:
+            first, last = (os.pread(self._file, size, at) for at in (tensor.start, tensor.start + tensor.nbytes - size))
+        except OSError as error:
+            self._damaged(str(error.strerror or error))
+        return first + last
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows ``[start, stop)`` of a tensor as they are stored: uint8 ``[rows, row bytes]``. Raises ArtifactError."""

@@ -26,6 +26,7 @@ from torch_pi2.errors import ArtifactError, UnsupportedModelError, check_choice
 from torch_pi2.formats import GGUF_TYPES
 from torch_pi2.ops.quantized import check_quantizable
 from torch_pi2.rewrite.skeleton import model_config, places, skeleton
+from torch_pi2.store.folder import check_float, read_config
 from torch_pi2.store.gguf import GgufFile
 from torch_pi2.store.names import expert_matrix, stored_name
 from torch_pi2.store.source import Checkpoint
@@ -89,6 +90,7 @@ def export_gguf(
     check_choice("export_gguf(type=...)", type, GGUF_TYPES, "Choose one of these.")
     gguf = gguf_package()
     folder, file = Path(folder), Path(file)
+    check_float(folder, read_config(folder))
     start, report = time.perf_counter(), GgufReport(type)
     config = model_config(folder, trust_remote_code=trust_remote_code)
     family = family_for(config.model_type)

@@ -38,6 +38,15 @@ _ELSEWHERE = {
     "expert_count",
     "expert_used_count",
 }
+#: Token of transformers' configuration -> what files call it.
+_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
+#: Keys of what there is one of at least; the first five have to be there, but for the last of them among experts.
+_COUNTS = (
+    *("context_length", "embedding_length", "block_count", "attention.head_count", "feed_forward_length"),
+    *("attention.head_count_kv", "attention.key_length", "vocab_size"),
+)
+#: Ends of keys whose numbers need not be whole.
+_FRACTIONS = ("epsilon", "softcapping", "rope.freq_base", "rope.scaling.factor")
 _SLIDING = {"attention.sliding_window": "sliding_window"}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _EXPERTS |= {"expert_feed_forward_length": "moe_intermediate_size"}
@@ -151,17 +160,21 @@ class Said:
         self.left = {key[len(arch) + 1 :] for key in file.metadata if key.startswith(self._prefix)}
 
     def number(self, key: str, default: Any = None, *, least: float = 0, most: float = 1 << 31) -> Any:
-        """A number from ``least`` to ``most``. Raises ArtifactError: something else, or nothing and no ``default``."""
+        """A number from ``least`` to ``most``, whole unless it is one of ``_FRACTIONS``.
+
+        Raises ArtifactError: something else, or nothing and no ``default``.
+        """
         self.left.discard(key)
         found = self._file.metadata.get(self._prefix + key, default)
-        if isinstance(found, bool) or not isinstance(found, int | float) or not least <= found <= most:
+        kinds, whole = ((int, float), "") if key.endswith(_FRACTIONS) else ((int,), "whole ")
+        if type(found) not in kinds or not least <= found <= most:
             if found is None and default is None:
                 found = "nothing"
             elif found is default:
                 return default
             raise ArtifactError(
                 f"{self._prefix}{key} in {self._file.path}",
-                expected=f"a number from {least:g} to {most:g}",
+                expected=f"a {whole}number from {least:g} to {most:g}",
                 found="a list" if isinstance(found, GgufArray) else shown(found),
                 fix="Get the file again, or convert the model with a current llama.cpp.",
             )
@@ -192,9 +205,9 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     config: dict[str, Any] = {"model_type": family.model_type, **family.fixed}
     for key, attribute in family.all_keys.items():
         if said.has(key):
-            config[attribute] = said.number(key, most=1 << 31 if "epsilon" not in key else 1)
+            config[attribute] = said.number(key, least=key in _COUNTS, most=1 << 31 if "epsilon" not in key else 1)
     said.number("attention.layer_norm_rms_epsilon", most=1)
-    for needed in ("context_length", "embedding_length", "block_count", "attention.head_count", "feed_forward_length"):
+    for needed in _COUNTS[:5]:
         if needed != "feed_forward_length" or "expert_feed_forward_length" not in family.keys:
             said.number(needed, least=1)
     config.setdefault("vocab_size", _vocabulary(file))
@@ -208,23 +221,25 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["rope_parameters"] = _rope(file, said, family)
     _special(file, family, config, said)
-    config |= {
-        f"{name}_token_id": file.metadata[f"tokenizer.ggml.{key}_token_id"]
-        for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
-        if isinstance(file.metadata.get(f"tokenizer.ggml.{key}_token_id"), int)
-    }
+    known = _tokens(file, config["vocab_size"])
+    config |= {f"{name}_token_id": known[key] for name, key in _TOKENS.items() if key in known}
     if file.metadata.get(f"{arch}.attention.causal", True) is not True:
         _unsupported(file, "a model that sees what was before", f"{arch}.attention.causal false")
-    ends = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    known = list(dict.fromkeys(end for end in ends if isinstance(end, int) and end < config["vocab_size"]))
-    if len(known) > 1:  # of a turn, too, which is where answers of chats end
-        config["eos_token_id"] = known
+    ends = list(dict.fromkeys(known[key] for key in ("eos", "eot", "eom") if key in known))
+    if len(ends) > 1:  # of a turn, too, which is where answers of chats end
+        config["eos_token_id"] = ends
     for key in ("expert_group_count", "expert_group_used_count"):
         if said.number(key, 0) > 1:
             _unsupported(file, "experts without groups", f"{key} {said.number(key)}")
     if unknown := sorted(said.left - _ELSEWHERE):
         _unsupported(file, "metadata that is known", f"{arch}.{shown(unknown[0])}")
     return config
+
+
+def _tokens(file: GgufFile, vocabulary: int) -> dict[str, int]:
+    """Those that a file names, by its name for them; one that is not in the vocabulary is none, as for llama.cpp."""
+    said = {key: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in (*_TOKENS.values(), "eot", "eom")}
+    return {key: token for key, token in said.items() if type(token) is int and 0 <= token < vocabulary}
 
 
 def _check_sizes(file: GgufFile, config: Mapping[str, Any], said: Said) -> None:
@@ -251,6 +266,14 @@ def _check_sizes(file: GgufFile, config: Mapping[str, Any], said: Said) -> None:
                 found=str(claimed),
                 fix="The file's metadata is of another model, or tensors are missing; get it again.",
             )
+    experts, used = said.number("expert_count", 0), said.number("expert_used_count", 0)
+    if experts and not 1 <= used <= experts:
+        raise ArtifactError(
+            f"expert_used_count in {file.path}",
+            expected=f"from 1 to {experts}, as many as there are experts",
+            found=str(used),
+            fix="The file's metadata is of another model; get it again.",
+        )
 
 
 def _unsupported(file: GgufFile, expected: str, found: str) -> None:

@@ -40,6 +40,7 @@ def import_gguf(
     int4 if the file has fewer than six bits a weight there, else to int8. Rows are read some at a time.
 
     Args:
+        file: of a model in several (``model-00001-of-00003.gguf``) any of them, with the others beside it.
         neurons: ``auto``: experts, and layers whose activation gives zeros (ReLU); none of other layers. ``all``: all
             layers, as a neuron store and thresholds need them; ``int4`` or ``int8``: all, in this format throughout.
             ``none``: none; experts are refused then.

@@ -4,42 +4,89 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
+import re
 import shutil
 from pathlib import Path
 
-from torch_pi2.base.files import cache_folder
-from torch_pi2.base.reading import open_file
+from torch_pi2.base.files import cache_folder, locked, not_written
 from torch_pi2.base.version import __version__
 from torch_pi2.checkpoint.gguf.importing import import_gguf
 from torch_pi2.checkpoint.pack import pack
-from torch_pi2.store.folder import PI2_FOLDER
-from torch_pi2.store.storefile import weights_path
+from torch_pi2.errors import Pi2Error
+from torch_pi2.store.folder import PI2_FOLDER, read_config
+from torch_pi2.store.gguf_parts import GgufModel
+from torch_pi2.store.parts import Parts
+from torch_pi2.store.storefile import open_weights
 
 _log = logging.getLogger("torch_pi2")
-#: Of the file's beginning: metadata and vocabulary, which tell files of one size apart.
+#: Of a file's beginning: metadata and vocabulary, which tell files of one size apart.
 _HEAD_BYTES = 1 << 20
+#: Of a file's name in its folder's: names in a folder have at most 255, of which locks and so on need some.
+_NAME_BYTES = 100
 
 
 def kept_import(file: Path, *, packed: bool, progress: bool = False) -> Path:
     """The folder that ``file`` was imported to, now or earlier; ``packed``: with a neuron store of all layers.
 
+    Who asks while another process imports it waits for that. A folder that is damaged is made anew.
+
     Raises: as :func:`import_gguf`, and ``pack``.
     """
-    with open(open_file(file, "a GGUF file", "Check the file's name."), "rb") as opened:
-        about = file.stat()
-        told = f"{__version__} {about.st_size} {about.st_mtime_ns} {packed}".encode()
-        key = hashlib.sha256(told + opened.read(_HEAD_BYTES)).hexdigest()[:16]
-    folder = cache_folder() / "gguf" / f"{file.stem}-{key}"
-    if weights_path(folder / PI2_FOLDER) is None:
+    with GgufModel(file) as model:
+        name = re.sub(r"[^\w.-]", "_", model.path.stem).encode()[:_NAME_BYTES].decode(errors="ignore")
+        folder = cache_folder() / "gguf" / f"{name}-{_key(model, packed)}"
+    if _is_whole(folder):
+        return folder
+    try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _log.info("%s is imported to %s, once", file, folder)
-        if not packed:
-            import_gguf(file, folder, progress=progress)
-            return folder
-        between = folder.with_name(f"{folder.name}-unpacked")
-        try:
-            import_gguf(file, between, neurons="all", progress=progress)
-            pack(between, folder, progress=progress)
-        finally:
-            shutil.rmtree(between, ignore_errors=True)
+        with locked(folder.with_name(f"{folder.name}-import"), math.inf, lambda: _log.warning(_WAITS, file)):
+            if not _is_whole(folder):
+                _import(file, folder, packed, progress)
+    except OSError as error:
+        raise not_written(folder, error) from error
     return folder
+
+
+_WAITS = "another process imports %s; this one waits for it"
+
+
+def _import(file: Path, folder: Path, packed: bool, progress: bool) -> None:
+    between = folder.with_name(f"{folder.name}-unpacked")
+    for left in (folder, between):  # damaged, or of a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    _log.info("%s is imported to %s, once", file, folder)
+    if not packed:
+        import_gguf(file, folder, progress=progress)
+        return
+    try:
+        import_gguf(file, between, neurons="all", progress=progress)
+        pack(between, folder, progress=progress)
+    finally:
+        shutil.rmtree(between, ignore_errors=True)
+
+
+def _key(model: GgufModel, packed: bool) -> str:
+    """What tells files apart without reading them whole: sizes, times, beginnings, and the ends of every tensor."""
+    found = hashlib.sha256(f"{__version__} {packed}".encode())
+    for path in model.paths:
+        with open(path, "rb") as opened:
+            about = path.stat()
+            found.update(f" {about.st_size} {about.st_mtime_ns} ".encode() + opened.read(_HEAD_BYTES))
+    for name in model.tensors:
+        found.update(model.ends_of(name))
+    return found.hexdigest()[:16]
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether there is an import in ``folder``, with all of its files, as far as their headers tell."""
+    if not folder.is_dir():
+        return False
+    try:
+        read_config(folder)
+        with Parts(folder / PI2_FOLDER) as parts, open_weights(folder / PI2_FOLDER):
+            parts.plan()
+    except Pi2Error as error:
+        _log.warning("%s is imported again: %s", folder, error)
+        return False
+    return True

@@ -14,7 +14,8 @@ from torch_pi2.base.tensorfile import Spec
 from torch_pi2.checkpoint.gguf.families import Family, family_of, rows_in_file, said_number
 from torch_pi2.errors import ArtifactError, NonFiniteError
 from torch_pi2.formats import ROWS
-from torch_pi2.store.gguf import GgufFile, GgufTensor
+from torch_pi2.store.gguf import GgufTensor
+from torch_pi2.store.gguf_parts import GgufModel
 from torch_pi2.store.names import expert_matrix
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -62,7 +63,7 @@ class GgufCheckpoint:
     """The tensors of a GGUF file, in the shape in which :class:`torch_pi2.store.source.Checkpoint` gives them.
 
     Attributes:
-        folder: of messages: the file. file: its header and rows. family: its architecture.
+        folder: of messages: the file, or any of its parts. file: its header and rows. family: its architecture.
 
     Raises:
         ArtifactError: damage. UnsupportedModelError: an architecture that is not known.
@@ -70,7 +71,7 @@ class GgufCheckpoint:
 
     def __init__(self, path: str | Path) -> None:
         self.folder = Path(path)
-        self.file = GgufFile(path)
+        self.file = GgufModel(path)
         try:
             self.family = family_of(self.file)
             blocks = said_number(self.file, self.family, "block_count")

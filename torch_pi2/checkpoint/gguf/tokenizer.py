@@ -13,6 +13,8 @@ from torch_pi2.store.gguf import GgufArray, GgufFile
 _GPT2 = "gpt-2"
 #: Kinds of tokens.
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+#: A space in the tokens of SentencePiece.
+_SPACE = "\u2581"
 _IDS = ("bos", "eos", "unk", "pad")
 
 
@@ -33,18 +35,33 @@ def write_tokenizer(file: GgufFile, folder: Path) -> str:
     if model not in ("llama", "gpt2") or (model == "gpt2" and pre not in (_GPT2, *_splits())):
         return f"of a kind that transformers does not know, {shown(str(model))} {shown(str(pre))}"
     gemma = str(file.metadata.get("general.architecture")).startswith("gemma")
-    if model == "llama" and not gemma and file.metadata.get("tokenizer.ggml.add_space_prefix") is False:
-        return "without a space before texts, which transformers' reader would add"
     try:
         from transformers import PreTrainedTokenizerFast
         from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 
         arch, said, about = get_gguf_tokenizer(str(file.path))
         made, more = convert_gguf_tokenizer(arch, said)
+        if model == "llama" and not gemma:
+            _as_llama_cpp_splits(made, file.metadata.get("tokenizer.ggml.add_space_prefix") is not False)
         PreTrainedTokenizerFast(tokenizer_object=made, **about, **more).save_pretrained(folder)
     except Exception as error:  # transformers and tokenizers raise many types
         return f"transformers cannot read it: {' '.join(str(error).split())[:200]}"
     return ""
+
+
+def _as_llama_cpp_splits(tokenizer: Any, prefix: bool) -> None:
+    """A SentencePiece vocabulary over a text whole, as llama.cpp takes it: ``prefix``: with a space before it.
+
+    The space goes before every text between special tokens, whatever that begins with; answers lose the first one.
+    transformers' own reader has it before the first text only, and only where there is none.
+    """
+    from tokenizers import decoders, normalizers
+
+    spaces: list[Any] = [normalizers.Prepend(_SPACE)] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", _SPACE)])
+    tokenizer.pre_tokenizer = None
+    steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
 
 
 def add_tokenizer(writer: Any, folder: Path, vocabulary: int) -> str:

@@ -1,0 +1,121 @@
+"""Imports of GGUF files that ``load`` keeps: one for each state of a file, by one process, made anew if damaged."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+
+import torch_pi2
+from torch_pi2.base.files import locked
+from torch_pi2.checkpoint.gguf.kept import kept_import
+from torch_pi2.errors import ArtifactError
+
+GOLDEN = Path(__file__).parents[1] / "data" / "gguf" / "tiny-llama.q4_k_m.gguf"
+KEEP = "from torch_pi2.checkpoint.gguf.kept import kept_import; from pathlib import Path; import sys\n"
+KEEP += "print(kept_import(Path(sys.argv[1]), packed=False))"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "torch_pi2" / "gguf"
+
+
+def names(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.iterdir())
+
+
+def test_the_second_waits_for_the_first(cache: Path) -> None:
+    folder = kept_import(GOLDEN, packed=False)
+    made = folder.rename(cache.parent / "made")
+    with locked(folder.with_name(f"{folder.name}-import"), 0.0):
+        second = subprocess.Popen(
+            [sys.executable, "-c", KEEP, str(GOLDEN)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert second.stderr is not None
+        said = next((line for line in second.stderr if "another process imports" in line), None)
+        assert said is not None
+        assert f"{GOLDEN}; this one waits for it" in said
+        assert second.poll() is None
+        made.rename(folder)
+        before = (folder / "config.json").stat().st_ino
+    out, _ = second.communicate(timeout=120)
+    assert (second.returncode, out.strip()) == (0, str(folder))
+    assert (folder / "config.json").stat().st_ino == before
+    assert names(cache) == [folder.name]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_a_killed_one_leaves(cache: Path, packed: bool) -> None:
+    kill = "import os, signal, torch_pi2.checkpoint.gguf.importing as at\n"
+    kill += "at.write_imported = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+    code = kill + KEEP.replace("packed=False", f"packed={packed}")
+    killed = subprocess.run([sys.executable, "-c", code, str(GOLDEN)], capture_output=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    assert any(name.endswith(".partial") for name in names(cache))
+    folder = kept_import(GOLDEN, packed=packed)
+    assert names(cache) == [folder.name]
+    torch_pi2.load(folder)
+
+
+def test_another_file_of_the_same_size_and_time(tmp_path: Path) -> None:
+    """As ``cp -p`` puts it in the place of the first: a matrix differs, far behind the beginning."""
+    path = tmp_path / "a.gguf"
+    shutil.copy(GOLDEN, path)
+    first, about = kept_import(path, packed=False), path.stat()
+    assert kept_import(path, packed=False) == first
+    tensor = next(one for one in gguf.GGUFReader(path).tensors if one.name == "blk.0.ffn_up.weight")
+    with path.open("r+b") as file:
+        file.seek(int(tensor.data_offset) + 8)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 0x11]))
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+    second = kept_import(path, packed=False)
+    assert second != first
+    name = "model.layers.0.mlp.up_proj"
+    rows = [torch_pi2.load(folder).get_submodule(name).dequantized() for folder in (first, second)]
+    assert not torch.equal(*rows)
+
+
+@pytest.mark.parametrize("damage", ["weights", "plan", "config", "all"])
+def test_a_damaged_import_is_made_again(cache: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    folder = kept_import(GOLDEN, packed=False)
+    files = {"weights": "pi2/weights.safetensors", "plan": "pi2/plan.json", "config": "config.json"}
+    if damage == "all":
+        shutil.rmtree(folder / "pi2")
+        (folder / "pi2").mkdir()
+    else:
+        os.truncate(folder / files[damage], (folder / files[damage]).stat().st_size // 2)
+    caplog.set_level(logging.WARNING, "torch_pi2")
+    torch_pi2.load(GOLDEN)
+    assert f"{folder} is imported again: " in caplog.text
+    caplog.clear()
+    torch_pi2.load(GOLDEN)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("name", ["n" * 250, "ü" * 125, "a b\n$(c)"])
+def test_names_of_files(tmp_path: Path, cache: Path, name: str) -> None:
+    path = tmp_path / f"{name}.gguf"
+    path.symlink_to(GOLDEN)
+    folder = kept_import(path, packed=True)
+    assert len(os.fsencode(folder.name)) < 130
+    assert not set(folder.name) & set(" \n$()")
+    assert names(cache) == [folder.name]
+
+
+def test_a_cache_that_cannot_be_written(cache: Path) -> None:
+    cache.parent.mkdir(parents=True)
+    cache.write_text("a file")
+    with pytest.raises(ArtifactError, match=r"writing .*tiny-llama.q4_k_m-\w+: expected a folder that can be written"):
+        kept_import(GOLDEN, packed=False)
