@@ -298,8 +298,8 @@ def test_operators_say_what_is_wrong(folders: dict[str, Path]) -> None:
         (lambda: ops.firing_start([neuron_rows], [], []), r"cuts: expected 1, one for each layer, found 0"),
         (lambda: ops.firing_start([neuron_rows], [-1.0], []), r"cuts: expected 0 or more, found -1"),
         (
-            lambda: ops.firing_start([neuron_rows[0]], [0.0], []),
-            r"expected contiguous \[neurons, rows, hidden\], found \[3, 8",
+            lambda: ops.firing_start([neuron_rows[0, 0]], [0.0], []),
+            r"expected contiguous \[neurons, rows, hidden\] or \[neurons, bytes\], found \[8",
         ),
         (
             lambda: ops.firing_start([neuron_rows], [0.0], [4, 2]),

@@ -203,9 +203,8 @@ class _Kernel:
                     yield Case(f"{self.name} dense", n, size, call)
 
     def _products(self, x_TH: torch.Tensor, neurons: int, act: str) -> Ready:
-        site = SimpleNamespace(
-            hidden=self.hidden, intermediate=neurons, activation=act, gated=True, activation_on_up=False
-        )
+        sizes = {"hidden": self.hidden, "intermediate": neurons, "rows_per_neuron": 3}
+        site = SimpleNamespace(**sizes, activation=act, gated=True, activation_on_up=False)
         nothing = {"bias_gate": None, "bias_up": None, "bias_down": None, "threshold": 0.0, "n_hot": 0}
         layer: Any = SimpleNamespace(
             site=site, weights=self.kind, neuron_rows=None, **nothing
