@@ -117,6 +117,11 @@ def row_bytes(name: str, columns: int) -> int:
     return FORMATS[name].row_bytes(columns)
 
 
+def has_two_formats(neurons: str) -> bool:
+    """Whether ``neurons`` (``FIRST+DOWN``) says another format of down rows than of gate and up rows."""
+    return "+" in neurons
+
+
 def formats_of(neurons: str) -> tuple[str, str]:
     """Of neurons in the format ``neurons``, or in two (``FIRST+DOWN``): that of gate and up rows, that of down rows."""
     first, plus, down = neurons.partition("+")
@@ -130,6 +135,6 @@ def neuron_shape(neurons: str, rows: int, hidden: int) -> tuple[int, ...]:
         ShapeError: ``hidden`` is no whole number of a format's blocks.
     """
     first, down = formats_of(neurons)
-    if "+" in neurons:
+    if has_two_formats(neurons):
         return ((rows - 1) * row_bytes(first, hidden) + row_bytes(down, hidden),)
     return rows, row_bytes(first, hidden)

@@ -23,7 +23,7 @@ from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.base.version import __version__
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.export.blob import NUMBERS, PREDICTORS, TENSORS, Blob
-from torch_pi2.formats import FORMATS
+from torch_pi2.formats import FORMATS, has_two_formats
 from torch_pi2.layers.cold import PREDICTOR_TENSORS
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
@@ -130,7 +130,7 @@ def check_exportable(home: SparseLayer) -> None:
     biases of experts.
     """
     check_plain(home.site.activation, "bundles")
-    if "+" in home.weights:
+    if has_two_formats(home.weights):
         raise UnsupportedModelError(
             f"export of {home.site.key}",
             expected="neurons of one format: a blob has no room for a second",

@@ -11,6 +11,7 @@ from torch import nn
 from torch_pi2.base.absent import AbsentParameter
 from torch_pi2.base.extras import how_to_install
 from torch_pi2.errors import DeviceError
+from torch_pi2.formats import has_two_formats
 
 #: The oldest architecture that Triton compiles for (Volta), as torch has it.
 LEAST_CAPABILITY = (7, 0)
@@ -101,7 +102,7 @@ def stays(what: str) -> DeviceError:
 
 def check_gpu_has_format(key: str, weights: str) -> None:
     """Raises DeviceError for neurons of two formats, which no kernel on a GPU reads."""
-    if "+" in weights:
+    if has_two_formats(weights):
         raise stays(f"{key}, whose neurons are {weights}")
 
 

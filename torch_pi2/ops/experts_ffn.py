@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torch_pi2.errors import ShapeError
+from torch_pi2.formats import has_two_formats
 from torch_pi2.ops.call import arguments_of
 from torch_pi2.ops.predicted_ffn import predicted_ffn
 from torch_pi2.ops.sparse_ffn import ffn_output, sparse_ffn
@@ -72,7 +73,7 @@ def experts_ffn(
 
 def fake(*args: Any) -> torch.Tensor:
     call = arguments_of(experts_ffn, args)
-    two = "+" in call.weights
+    two = has_two_formats(call.weights)
     if call.neuron_rows.dim() != (3 if two else 4):
         raise ShapeError(
             "neuron_rows",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_pi2.formats import FORMATS, GGML, GROUP, formats_of, row_bytes
+from torch_pi2.formats import FORMATS, GGML, GROUP, formats_of, has_two_formats, row_bytes
 from torch_pi2.ops import ggml
 
 
@@ -39,7 +39,7 @@ def row_of_neurons(neuron_rows: torch.Tensor, row: int, weights: str, hidden: in
     Args:
         neuron_rows, weights: as :func:`torch_pi2.ops.sparse_ffn.sparse_ffn` takes them. row: 0 to R - 1.
     """
-    if "+" not in weights:
+    if not has_two_formats(weights):
         return neuron_rows[:, row], weights
     first, down = formats_of(weights)
     start, stop = row * row_bytes(first, hidden), neuron_rows.shape[1]

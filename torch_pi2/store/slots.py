@@ -8,11 +8,10 @@ import torch
 
 from torch_pi2.base.crc32c import crc32c
 from torch_pi2.base.tensorfile import TensorWriter
-from torch_pi2.formats import FORMATS, formats_of, row_bytes
 from torch_pi2.spec.method import PREDICTED
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.site import FFNSite
-from torch_pi2.store.storefile import PIECE, check_bytes
+from torch_pi2.store.storefile import PIECE, check_bytes, format_fields
 from torch_pi2.store.superblock import MOST_CLUSTER, LayerEntry
 
 #: Of a slot of clusters, at most: from here on devices read at full speed.
@@ -29,22 +28,17 @@ def cluster_size(plan: Plan, neuron_bytes: int) -> int:
 
 def layer_entry(site: FFNSite, n_hot: int, kind: str, cluster: int, slot: int, out: TensorWriter) -> LayerEntry:
     """The superblock's entry of a layer, whose slots of ``slot`` bytes and checksums ``out`` declares."""
-    first, down = formats_of(kind)
-    other = down != first
     return LayerEntry(
         slots=out.offset(f"{site.key}.bundles"),
         checks=out.offset(f"{site.key}.checks"),
         neurons=site.intermediate,
         hidden=site.hidden,
         rows=site.rows_per_neuron,
-        weights=FORMATS[first].code,
         slot_bytes=slot,
-        row_bytes=row_bytes(first, site.hidden),
         n_hot=n_hot,
         layer=site.layer,
         cluster=cluster,
-        down=FORMATS[down].code if other else 0,
-        down_row_bytes=row_bytes(down, site.hidden) if other else 0,
+        **format_fields(kind, site.hidden),
     )
 
 

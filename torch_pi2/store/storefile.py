@@ -64,6 +64,15 @@ def store_version(weights: Mapping[str, str]) -> str:
     return _STORE_VERSIONS_OF[found] if weights["pi2_format"] != STORE_FORMAT else max(found, "2")
 
 
+def format_fields(kind: str, hidden: int) -> dict[str, int]:
+    """The fields of a :class:`LayerEntry` that say in which format, or two, neurons are."""
+    first, down = formats_of(kind)
+    found = {"weights": FORMATS[first].code, "row_bytes": row_bytes(first, hidden), "down": 0, "down_row_bytes": 0}
+    if down != first:
+        found |= {"down": FORMATS[down].code, "down_row_bytes": row_bytes(down, hidden)}
+    return found
+
+
 def hot_neurons(layer: LayerPlan) -> int:
     """What the superblock says of a layer: all of them where it is computed densely, as ``SparseFFN`` does."""
     return layer.site.intermediate if layer.method == Method.DENSE else layer.n_hot
@@ -172,15 +181,11 @@ class StoreReader(QuantizedWeights):
 
     def _check_entry(self, key: str, entry: LayerEntry) -> None:
         """Raises KeyError or ValueError unless ``entry`` makes sense and is what the header says."""
-        first, down = formats_of(self.format_of(key))
-        other = down != first
+        formats = format_fields(self.format_of(key), entry.hidden)
         wanted = {
             "rows": entry.rows in (2, 3),
             "neurons": entry.neurons >= 1 and entry.hidden >= 1,
-            "weights": entry.weights == FORMATS[first].code,
-            "row_bytes": entry.row_bytes == row_bytes(first, entry.hidden),
-            "down": entry.down == (FORMATS[down].code if other else 0),
-            "down_row_bytes": entry.down_row_bytes == (row_bytes(down, entry.hidden) if other else 0),
+            **{name: getattr(entry, name) == value for name, value in formats.items()},
             "slot_bytes": entry.slot_bytes >= entry.cluster * entry.neuron_bytes and entry.slot_bytes % SECTOR == 0,
             "n_hot": entry.n_hot <= entry.neurons,
             "slots": entry.slots == self.offset(f"{key}.bundles") and entry.slots % PAGE == 0,

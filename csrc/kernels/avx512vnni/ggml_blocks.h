@@ -2,8 +2,8 @@
 // read from memory as it is stored, for few tokens.
 #pragma once
 
+#include "kernels/avx512/ggml.h"
 #include "kernels/avx512vnni/blocks.h"
-#include "kernels/ggml.h"
 
 // Unnamed: functions that are compiled with other flags elsewhere must stay apart (the linker would keep one of them).
 namespace pi2::avx512vnni {
@@ -11,9 +11,7 @@ namespace {
 
 // Four bytes of each row.
 inline __m512i word(const char* w, int i) { return _mm512_loadu_si512(w + 64 * i); }
-inline __m512i low_bits(__m512i v, int bits) {
-  return _mm512_and_si512(v, _mm512_set1_epi8(static_cast<char>((1 << bits) - 1)));
-}
+inline __m512i low_bits(__m512i v, int bits) { return avx512::GgmlSimd::low_bits(v, bits); }
 inline __m512 widened(__m512i halves) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(halves)); }
 
 // For each format: kDType, scale and minimum of a group (of q6_k: of half a one), and four(w, g, s): the columns 4 s..
@@ -79,7 +77,7 @@ struct GgmlBlocks {
   static constexpr int kParts = kHalves ? 2 : 1, kSteps = kStepsOfGroup / kParts;  // of a group, each with a scale
   static constexpr GgmlBlock kBlock = ggml_block(Format::kDType);
   static constexpr std::int64_t kGroups = kBlock.numbers / kGroup, kBytes = kPanelRows * kBlock.bytes;
-  static constexpr std::int64_t kUnpackedFrom = 8;  // tokens, which then share what unpacking costs
+  static constexpr std::int64_t kMostAsStored = 8;  // tokens; more share what unpacking costs
 
   // Sums go on from what is in `out` unless these are the first columns.
   template <int kTokens>
@@ -164,7 +162,7 @@ struct GgmlBlocks {
   static void dot(PI2_DOT_BLOCKS_ARGS) {
     const std::int64_t bytes = n / kBlock.numbers * kBytes;
     constexpr std::int64_t kStep = kChunkColumns / kGroup;
-    if (tokens > kUnpackedFrom) {
+    if (tokens > kMostAsStored) {
       for (std::int64_t g = 0; g < groups(n); g += kStep)
         (count == 1 ? unpacked<1, 8> : unpacked<2, 6>)(static_cast<const char*>(blocks), bytes, x_T, tokens, n, g,
                                                        std::min(groups(n), g + kStep), out, ldo);
