@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.arguments import add_activations, list_of
 from benchmarks.decode import measure
+from benchmarks.figures import spread
 from benchmarks.gguf import write_gguf
 from benchmarks.peer import Peer
 from benchmarks.subject import WORK
@@ -36,6 +37,12 @@ _IMPORT = (
     "process.reset_peak(); before = process.peak_rss_bytes(); "
     "report = torch_pi2.import_gguf(sys.argv[1], sys.argv[2]).to_json(); "
     "print(json.dumps(report | {'before_bytes': before, 'peak_bytes': process.peak_rss_bytes()}))"
+)
+#: How transformers opens a folder or a store: the model alone, packages imported before.
+_OPEN = (
+    "import json, sys, time, transformers, torch_pi2.hf; from torch_pi2.ops import load; load(); "
+    "started = time.perf_counter(); transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1]); "
+    "print(json.dumps(time.perf_counter() - started))"
 )
 
 
@@ -63,7 +70,8 @@ def run(
     """Make files of ``types``, import them, and measure each beside llama.cpp on torch's current number of threads.
 
     Returns:
-        ``types``: a row each with ``file_bytes``, ``import`` (its report, and ``peak_bytes`` of that process), and what
+        ``types``: a row each with ``file_bytes``, ``import`` (its report, and ``peak_bytes`` of that process),
+        ``opened_s`` (the least and the most seconds of transformers' ``from_pretrained``, in a process each), and what
         :func:`benchmarks.decode.measure` gives.
 
     Raises:
@@ -78,17 +86,15 @@ def run(
     for name in types:
         file = _quantised(base, name, threads)
         folder = WORK / f"{shape}-{name}-imported"
-        done = subprocess.run(
-            [sys.executable, "-c", _IMPORT, str(file), str(folder)], check=True, stdout=subprocess.PIPE, text=True
-        )
-        report = json.loads(done.stdout.splitlines()[-1])
+        report = _run(_IMPORT, file, folder)
         model: Any = torch_pi2.load(folder, activations=activations)
         settings = {"gguf": str(file), "threads": threads, "batches": [1]}
         peer = {"llama.cpp": lambda context, of=settings: Peer("benchmarks.peer_llama", {**of, "context": context})}
         measured = measure(model, prompt=prompt, tokens=tokens, rounds=rounds, peers=peer, seed=seed)
         kept = {key: report[key] for key in ("seconds", "types", "rounded", "bytes_out", "before_bytes", "peak_bytes")}
-        rows[name] = {"file_bytes": file.stat().st_size, "import": kept, **measured}
         del model
+        opened = spread([_run(_OPEN, folder) for _ in range(rounds)], 2)
+        rows[name] = {"file_bytes": file.stat().st_size, "import": kept, "opened_s": opened, **measured}
     return {
         "what": "imported",
         "shape": shape,
@@ -96,6 +102,13 @@ def run(
         "synthetic": "random weights",
         "types": rows,
     }
+
+
+def _run(code: str, *arguments: Path) -> Any:
+    """What a Python process prints last, as JSON."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _quantised(base: Path, name: str, threads: int) -> Path:
@@ -147,8 +160,17 @@ def render(result: dict[str, Any]) -> str:
         f"{name} in {row['import']['seconds']:.0f} s with {size_of(row['import']['peak_bytes'])} at most"
         for name, row in result["types"].items()
     )
+    opened = ", ".join(
+        "{} in {:.1f} to {:.1f} s".format(name, *row["opened_s"]) for name, row in result["types"].items()
+    )
     machine = next(iter(result["types"].values()))["machine"]
-    return f"{common.table(head, rows)}\nimported: {memory}\n{result['shape']}, random weights; {machine['cpu']}"
+    lines = [
+        common.table(head, rows),
+        f"imported: {memory}",
+        f"opened by transformers: {opened}",
+        f"{result['shape']}, random weights; {machine['cpu']}",
+    ]
+    return "\n".join(lines)
 
 
 def _spreads(row: dict[str, Any]) -> list[tuple[str, tuple[float, float]]]:
