@@ -73,6 +73,7 @@ std::int64_t NeuronCache::insert(std::int64_t key, bool fixed) {
   if (!fixed) policy_->inserted(slot);
   fixed_ += fixed;
   ++used_;
+  ++changes_;
   return slot;
 }
 
@@ -123,6 +124,7 @@ void NeuronCache::empty(std::int64_t slot) {
   fixed_ -= e.fixed;
   free_.push_back(static_cast<std::int32_t>(slot));
   --used_;
+  ++changes_;
 }
 
 std::vector<NeuronCache::Move> NeuronCache::resize(std::int64_t slots) {
@@ -137,6 +139,7 @@ std::vector<NeuronCache::Move> NeuronCache::resize(std::int64_t slots) {
   CacheEntries kept;
   kept.reserve(static_cast<std::size_t>(slots));
   begin();
+  ++changes_;
   for (std::int64_t last = before - 1; used_ > slots; ++evictions_) {
     std::int32_t slot = policy_->victim(now_);
     if (slot >= 0) {

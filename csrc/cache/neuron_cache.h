@@ -83,11 +83,14 @@ class NeuronCache {
   bool is_fixed(std::int64_t key) const {
     return contains(key) && entries_[static_cast<std::size_t>(slot_of(key))].fixed;
   }
+  std::int64_t keys() const { return static_cast<std::int64_t>(slot_of_.size()); }
   std::int64_t slots() const { return static_cast<std::int64_t>(entries_.size()); }
   std::int64_t used() const { return used_; }
   std::int64_t fixed() const { return fixed_; }
   std::int64_t evictions() const { return evictions_; }
   std::int64_t now() const { return now_; }
+  // Grows whenever a key comes, goes or moves.
+  std::int64_t changes() const { return changes_; }
 
  private:
   CacheEntry& entry(std::int64_t slot) { return entries_[static_cast<std::size_t>(slot)]; }
@@ -99,7 +102,7 @@ class NeuronCache {
   std::unique_ptr<EvictionPolicy> policy_;
   bool evicts_;
   std::vector<std::int32_t> free_;
-  std::int64_t now_ = 1, used_ = 0, fixed_ = 0, evictions_ = 0;
+  std::int64_t now_ = 1, used_ = 0, fixed_ = 0, evictions_ = 0, changes_ = 0;
   std::int64_t full_at_ = 0;  // the time at which every slot was found pinned
 };
 

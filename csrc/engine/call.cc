@@ -21,6 +21,7 @@ constexpr std::chrono::milliseconds kSpin{4};
 void Call::set_up() {
   const Layout& layout = common_.layout;
   last_calls_.resize(static_cast<std::size_t>(layout.count()));
+  rest_.resize(static_cast<std::size_t>(layout.count()));
   for (const StoreLayer& l : layout.layers()) {
     where_.emplace_back(static_cast<std::size_t>(l.neurons), nullptr);
     for (std::int64_t i = 0; layout.mapped() != nullptr && i < l.neurons; ++i)
@@ -96,9 +97,13 @@ void Call::begin(const std::int64_t* ids, const std::int64_t* counts, std::int64
   const std::int64_t hits_before = common_.sums.hits;
   NeuronCache& cache = common_.places.cache();
   cache.begin();
+  const bool known = common_.layout.mapped() != nullptr, resting = !known && rests();
   // What is there is pinned before room is made for what is not.
   for (std::int64_t c = 0; c < n_chunks; ++c) {
-    if (common_.layout.mapped() == nullptr) look_up(c);
+    if (resting)
+      count(&CallStats::hits, chunks_[c].count);
+    else if (!known)
+      look_up(c);
     if (!chunks_[c].missing.empty())
       chunks_.waiting.push_back(c);
     else if (chunks_[c].there())
@@ -126,6 +131,26 @@ void Call::note_uses(std::int64_t hits) {
     for (const Chunk& chunk : chunks)
       for (std::int64_t k = 0; k < chunk.count; ++k) use(chunk.ids[k]);
   });
+}
+
+// Whether the layer's neurons are all there, in places that they keep: a cache that has every key evicts nothing, and
+// looking each of them up costs as much as a tenth of what is computed with them. Until a neuron moves, where_ has them.
+bool Call::rests() {
+  Places& places = common_.places;
+  const NeuronCache& cache = places.cache();
+  if (cache.used() < cache.keys() || common_.options.window > 0 || common_.recording.on()) return false;
+  Rest& rest = rest_[static_cast<std::size_t>(layer_)];
+  if (rest.changes == cache.changes()) return rest.whole;
+  if (reads_.under_way() > 0) return false;
+  rest = {cache.changes(), true};
+  const StoreLayer& l = about();
+  const char** at = where_[static_cast<std::size_t>(layer_)].data();
+  for (std::int64_t id = 0; id < l.neurons; ++id) {
+    const std::int64_t place = cache.slot_of(key() + id / l.cluster);
+    rest.whole = rest.whole && !places.guessed(place);  // what is wanted of guesses is counted
+    at[id] = places.at(place) + id % l.cluster * l.neuron_bytes();
+  }
+  return rest.whole;
 }
 
 void Call::look_up(std::int64_t c) {

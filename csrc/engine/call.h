@@ -56,6 +56,7 @@ class Call {
   bool wants_places_of(std::int64_t layer) const PI2_REQUIRES(kLock) { return layer == layer_ && wants_places(); }
 
  private:
+  bool rests() PI2_REQUIRES(kLock);
   void look_up(std::int64_t c) PI2_REQUIRES(kLock);
   std::int64_t take_ahead(std::int64_t in_file, Chunk* chunk) PI2_REQUIRES(kLock);
   bool keeps(std::int64_t in_file) const PI2_REQUIRES(kLock);
@@ -77,6 +78,11 @@ class Call {
   ReadAhead& ahead_;
   const Residents& residents_;
   std::vector<std::vector<const char*>> where_;                             // [layers][neurons], of the last call
+  struct Rest {
+    std::int64_t changes = -1;  // of the cache, when it was looked at
+    bool whole = false;
+  };
+  std::vector<Rest> rest_ PI2_GUARDED_BY(kLock);                            // by layer
   std::vector<std::deque<std::int64_t>> last_calls_ PI2_GUARDED_BY(kLock);  // by layer: when, if there is a window
   std::int64_t layer_ = 0;                                                  // changes between calls
   Chunks chunks_ PI2_GUARDED_BY(kLock);

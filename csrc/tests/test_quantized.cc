@@ -249,6 +249,19 @@ std::vector<char> blocks_of(const Product& product) {
     for (const char byte : block_of(product.rows + p * kPanelRows, product.dtype, product.n)) made.push_back(byte);
   PI2_CHECK(static_cast<std::int64_t>(made.size()) == product.kRows * row_bytes(product.dtype, product.n),
             "blocks have other bytes than their rows");
+  if (is_ggml(product.dtype)) return made;
+  // to_blocks makes the same of rows one behind the other, and of rows that do not fill the last block.
+  const auto bytes = static_cast<std::size_t>(row_bytes(product.dtype, product.n));
+  std::vector<char> rows, all(made.size()), some(made.size(), 1);
+  for (const void* row : product.rows)
+    rows.insert(rows.end(), static_cast<const char*>(row), static_cast<const char*>(row) + bytes);
+  to_blocks(rows.data(), product.dtype, product.kRows, product.n, all.data());
+  PI2_CHECK(all == made, "dtype %d n %ld: to_blocks", product.index(), static_cast<long>(product.n));
+  to_blocks(rows.data(), product.dtype, product.kRows - 5, product.n, some.data());
+  const std::size_t whole = made.size() / 2;
+  PI2_CHECK(std::memcmp(some.data(), made.data(), whole) == 0, "to_blocks: the block before the last one");
+  for (std::size_t at = whole; at < some.size(); ++at)
+    PI2_CHECK(some[at] == made[at] || some[at] == 0, "to_blocks: byte %zu beyond the rows", at);
   return made;
 }
 

@@ -4,11 +4,25 @@
 #include <limits>
 #include <string_view>
 
+#include "pi2/kernels.h"
+#include "pi2/linear.h"
+
 namespace pi2::et {
 namespace {
 
 const char* data(const std::shared_ptr<const Bytes>& bytes) {
   return bytes == nullptr ? nullptr : bytes->memory.data();
+}
+
+DType dtype_of(PredictorForm form) {
+  return form == PredictorForm::kLowrank ? DType::kI8 : form == PredictorForm::kLowrankInt4 ? DType::kQ4 : DType::kQ8;
+}
+
+// Whether the kernels of this CPU prefer the predictor in blocks. Those of experts are one behind the other.
+bool in_blocks(const Blob& blob) {
+  const bool grouped = blob.predictor == PredictorForm::kLowrankInt4 || blob.predictor == PredictorForm::kLowrankInt8;
+  return grouped && blob.predictor_int8_activations && blob.experts == 0 && takes_blocks(dtype_of(blob.predictor)) &&
+         pi2::in_blocks(blob.rank, blob.hidden) && pi2::in_blocks(kPanelRows, blob.rank);
 }
 
 Predictor predictor_of(const Blob& blob, const std::shared_ptr<const Bytes>* tensors) {
@@ -24,9 +38,7 @@ Predictor predictor_of(const Blob& blob, const std::shared_ptr<const Bytes>* ten
   }
   made.kind = Predictor::Kind::kLowrank;
   LowrankArgs& args = made.lowrank;
-  args.dtype = blob.predictor == PredictorForm::kLowrank       ? DType::kI8
-               : blob.predictor == PredictorForm::kLowrankInt4 ? DType::kQ4
-                                                               : DType::kQ8;
+  args.dtype = dtype_of(blob.predictor);
   args.hidden = blob.hidden;
   args.rank = blob.rank;
   args.cold = blob.cold();
@@ -36,6 +48,7 @@ Predictor predictor_of(const Blob& blob, const std::shared_ptr<const Bytes>* ten
   args.b_scale = reinterpret_cast<const float*>(data(tensors[kBScale]));
   args.b_bias = reinterpret_cast<const float*>(data(tensors[kBBias]));
   args.int8_activations = blob.predictor_int8_activations;
+  args.blocks = in_blocks(blob);
   args.threshold = static_cast<float>(blob.cut);
   return made;
 }
@@ -57,8 +70,11 @@ Layer::~Layer() { store_->remove(blob_); }
 
 std::shared_ptr<Layer> Layer::load(std::shared_ptr<Store> store, const Blob& blob, Problem* problem) {
   std::shared_ptr<Layer> made(new Layer(std::move(store), blob));
+  const DType quantized = dtype_of(blob.predictor);
+  const Store::Rows a{quantized, blob.rank, blob.hidden}, b{quantized, blob.cold(), blob.rank};
   for (std::size_t i = 0; i < kTensorNames; ++i) {
-    made->tensors_[i] = made->store_->tensor(blob.tensors[i], kTensorText[i], problem);
+    const Store::Rows* blocks = !in_blocks(blob) ? nullptr : i == kA ? &a : i == kB ? &b : nullptr;
+    made->tensors_[i] = made->store_->tensor(blob.tensors[i], kTensorText[i], problem, blocks);
     if (*problem) return nullptr;
   }
   FfnArgs& args = made->stack_.layer;

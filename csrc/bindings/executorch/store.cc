@@ -12,6 +12,8 @@
 #include "base/crc32c.h"
 #include "bindings/executorch/trace_file.h"
 #include "io/read_fully.h"
+#include "pi2/kernels.h"
+#include "pi2/linear.h"
 #include "store/store_file.h"
 
 namespace pi2::et {
@@ -205,13 +207,15 @@ Problem Store::identify(const Blob& blob) const {
                  sizes(found.neurons, found.rows, found.hidden, found.w_dtype), kOther);
 }
 
-std::shared_ptr<const Bytes> Store::tensor(const Place& place, const char* name, Problem* problem) {
+std::shared_ptr<const Bytes> Store::tensor(const Place& place, const char* name, Problem* problem, const Rows* blocks) {
   if (place.bytes == 0) return nullptr;
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::weak_ptr<const Bytes>& known = tensors_[place.offset];
+  std::weak_ptr<const Bytes>& known = tensors_[{place.offset, blocks != nullptr}];
   std::shared_ptr<const Bytes> found = known.lock();
   const auto bytes = static_cast<std::int64_t>(place.bytes);
-  if (found != nullptr && found->size == bytes) return found;
+  const std::int64_t rows = blocks == nullptr ? 0 : (blocks->count + kPanelRows - 1) / kPanelRows * kPanelRows;
+  const std::int64_t size = blocks == nullptr ? bytes : rows * row_bytes(blocks->dtype, blocks->columns);
+  if (found != nullptr && found->size == size) return found;
   const std::string what = "neuron store " + path_ + ", " + name + " at " + std::to_string(place.offset);
   auto made = std::make_shared<Bytes>();
   made->size = bytes;
@@ -227,6 +231,16 @@ std::shared_ptr<const Bytes> Store::tensor(const Place& place, const char* name,
   if (crc32c(made->memory.data(), static_cast<std::size_t>(bytes)) != place.checksum) {
     *problem = et::problem(Fault::kAccess, what, "the bytes that were packed", "another checksum", kAgain);
     return nullptr;
+  }
+  if (blocks != nullptr) {
+    auto in_blocks = std::make_shared<Bytes>();
+    in_blocks->size = size;
+    if (!in_blocks->memory.allocate(size + 64, false)) {
+      *problem = no_memory(what);
+      return nullptr;
+    }
+    to_blocks(made->memory.data(), blocks->dtype, blocks->count, blocks->columns, in_blocks->memory.data());
+    made = std::move(in_blocks);
   }
   known = made;
   return made;

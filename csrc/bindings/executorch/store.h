@@ -7,6 +7,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/arena.h"
@@ -34,8 +35,15 @@ class Store {
   Offload& offload() { return *offload_; }
   const std::string& path() const { return path_; }
 
-  // Where a blob says that it lies, checked; the same memory for all who ask. Null for a place without bytes.
-  std::shared_ptr<const Bytes> tensor(const Place& place, const char* name, Problem* problem);
+  // Quantised rows, as the kernels of this CPU like them best.
+  struct Rows {
+    DType dtype = DType::kQ4;
+    std::int64_t count = 0, columns = 0;
+  };
+  // Where a blob says that it lies, checked; the same memory for all who ask. Null for a place without bytes. With
+  // `blocks`, which are its rows then, in blocks (pi2/kernels.h).
+  std::shared_ptr<const Bytes> tensor(const Place& place, const char* name, Problem* problem,
+                                      const Rows* blocks = nullptr);
 
   // Whoever computes a layer says from which neuron on decoding wants it: what nobody wants is not preloaded.
   void add(const Blob& blob);
@@ -68,7 +76,7 @@ class Store {
   bool warm_ = false;
 
   std::mutex mutex_;  // of everything below
-  std::map<std::uint64_t, std::weak_ptr<const Bytes>> tensors_;
+  std::map<std::pair<std::uint64_t, bool>, std::weak_ptr<const Bytes>> tensors_;  // by offset; in blocks?
   std::map<std::int64_t, std::multiset<std::int64_t>> first_;  // by layer
   std::unique_ptr<Engine> engine_;                             // first to go: its thread computes with what is above
   std::int64_t submit_wait_ns_ = 0;
