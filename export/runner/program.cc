@@ -7,15 +7,19 @@
 #include <pi2/executorch.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
+#include <map>
 #include <mutex>
-#include <set>
+#include <vector>
 
 #ifdef PI2_HAVE_ETDUMP
 #include <executorch/devtools/etdump/etdump_flatcc.h>
 #endif
 
+#include "base/arena.h"
 #include "output.h"
 
 // Of ExecuTorch's library; the executorch package has no header of it.
@@ -37,6 +41,7 @@ using executorch::extension::Module;
 using executorch::extension::TensorPtr;
 using executorch::runtime::Error;
 using executorch::runtime::EValue;
+using executorch::runtime::HierarchicalAllocator;
 using executorch::runtime::Result;
 using executorch::runtime::TensorInfo;
 using Verification = executorch::runtime::Program::Verification;
@@ -148,14 +153,24 @@ int threads() {
 }
 
 struct Program::State {
+  // What is planned for a method, in memory that all methods have: they share one KV cache.
+  struct Planned {
+    std::vector<executorch::runtime::Span<std::uint8_t>> spans;
+    HierarchicalAllocator allocator;
+    explicit Planned(std::vector<executorch::runtime::Span<std::uint8_t>> all)
+        : spans(std::move(all)), allocator({spans.data(), spans.size()}) {}
+  };
+
   std::string file;
   std::int64_t vocab;
+  std::deque<Arena> arenas;
+  std::map<std::string, Planned> loaded;  // both outlive the module's methods
   executorch::runtime::EventTracer* dump = nullptr;  // the module's
   std::unique_ptr<Module> module;
-  std::set<std::string> loaded;
   std::vector<EValue> outputs;
 
   void check(const Manifest& manifest);
+  void allocate();
 
   const EValue& run(const std::string& method, const std::vector<EValue>& inputs) {
     clear_errors();
@@ -206,6 +221,25 @@ void Program::State::check(const Manifest& manifest) {
   if (manifest.lanes > 1) check("fork", {manifest.lanes}, 0);
 }
 
+// Arenas as large as any method's. In huge pages where there are any: of a long context keys and values are as much as
+// the weights. Memory that no token has come to is not taken.
+void Program::State::allocate() {
+  std::vector<std::int64_t> most;
+  const auto names = module->method_names();  // check() has seen them
+  for (const std::string& method : *names) {
+    const auto about = module->method_meta(method);
+    for (std::size_t i = 0; about.ok() && i < about->num_memory_planned_buffers(); ++i) {
+      most.resize(std::max(most.size(), i + 1));
+      most[i] = std::max(most[i], about->memory_planned_buffer_size(i).get());
+    }
+  }
+  for (const std::int64_t bytes : most)
+    if (!arenas.emplace_back().allocate(bytes, true)) {
+      throw Problem(file, std::to_string(bytes) + " bytes of memory for its methods", "no more memory",
+                    "Export the bundle again with a smaller max_tokens, or with kv=\"int8\".");
+    }
+}
+
 Program::Program(const std::filesystem::path& file, const Manifest& manifest, bool dump) : state_(new State) {
   state_->file = file.string();
   state_->vocab = manifest.vocab;
@@ -227,14 +261,14 @@ Program::Program(const std::filesystem::path& file, const Manifest& manifest, bo
 #endif
   }
   state_->dump = recorder.get();
-  // Mapped: weights are read from the file's pages instead of being copied. Shared: the methods have one KV cache.
-  state_->module = std::make_unique<Module>(state_->file, Module::LoadMode::Mmap, std::move(recorder), nullptr, nullptr,
-                                            /*share_memory_arenas=*/true);
+  // Mapped: weights are read from the file's pages instead of being copied.
+  state_->module = std::make_unique<Module>(state_->file, Module::LoadMode::Mmap, std::move(recorder));
   clear_errors();
   if (const Error error = state_->module->load(Verification::InternalConsistency); error != Error::Ok) {
     failed(state_->file, "a program of ExecuTorch", error);
   }
   state_->check(manifest);
+  state_->allocate();
 }
 
 Program::~Program() = default;
@@ -242,10 +276,16 @@ Program::~Program() = default;
 void Program::load(const std::string& method) {
   if (state_->loaded.contains(method)) return;
   clear_errors();
-  if (const Error error = state_->module->load_method(method); error != Error::Ok) {
+  const auto about = state_->module->method_meta(method);
+  std::vector<executorch::runtime::Span<std::uint8_t>> spans;
+  for (std::size_t i = 0; about.ok() && i < about->num_memory_planned_buffers(); ++i)
+    spans.emplace_back(reinterpret_cast<std::uint8_t*>(state_->arenas[i].data()),
+                       static_cast<std::size_t>(about->memory_planned_buffer_size(i).get()));
+  State::Planned& planned = state_->loaded.try_emplace(method, std::move(spans)).first->second;
+  if (const Error error = state_->module->load_method(method, &planned.allocator); error != Error::Ok) {
+    state_->loaded.erase(method);
     failed(state_->file + ", " + method, "a method that ExecuTorch loads", error);
   }
-  state_->loaded.insert(method);
 }
 
 const float* Program::read(const std::string& method, const std::int64_t* ids, std::int64_t count, std::int64_t start,
