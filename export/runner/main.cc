@@ -92,8 +92,8 @@ int main(int argc, char** argv) {
   if (!o.http.empty()) server.emplace(o.http);
   std::optional<Lines> lines;  // opened before signals are noted, as what opens a FIFO waits for who writes there
   if (o.talks || !o.requests.empty()) lines.emplace(o.talks ? "-" : o.requests);
+  Interruptible signals;  // before files are begun, and until they are whole
   Session session(o);
-  Interruptible signals;
   if (server) {
     serve_http(session, o, *server, [&](const std::string& text) { say(o, text); });
     server.reset();

@@ -20,6 +20,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "vocab_size": 32000,
         "sliding_window": None,
+        "max_position_embeddings": 32768,
     },
     "llama-1b": {
         "model_type": "llama",
