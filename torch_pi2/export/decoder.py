@@ -49,9 +49,8 @@ class Lanes(nn.Module):
             width = max(self._widths[i])
             for kind, one in (("key", layer.keys), ("value", layer.values)):
                 if self.ours:
-                    cache = cached_attention.packed(
-                        torch.zeros(lanes, one.shape[1], max_tokens, width), cached_attention.KV_DTYPES[kv]
-                    )
+                    row = cached_attention.packed(torch.zeros(width), cached_attention.KV_DTYPES[kv])
+                    cache = row.new_zeros(lanes, one.shape[1], max_tokens, len(row))  # zeros are bytes that are zero
                 else:
                     cache = torch.zeros(lanes * max_tokens, one.shape[1], one.shape[3])
                 self.register_buffer(f"{kind}_{i}", cache, persistent=False)
