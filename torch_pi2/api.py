@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any, TypeVar, Unpack
 
@@ -40,7 +40,7 @@ from torch_pi2.planner.for_machine import plan_for
 from torch_pi2.planner.gpu import accelerator_room
 from torch_pi2.planner.greedy import greedy_plan, hot_cut, plan_without_data
 from torch_pi2.predict.file import AnyPredictor, FittedPredictors
-from torch_pi2.profiling.data import MIN_TOKENS, Batch, batches
+from torch_pi2.profiling.data import MIN_TOKENS, Batch, batches, calibration_batches
 from torch_pi2.profiling.run import profile as profile_sites
 from torch_pi2.profiling.samples import bytes_per_token, samples_bytes
 from torch_pi2.rewrite.apply import apply
@@ -53,7 +53,6 @@ from torch_pi2.spec.method import LOSSY, PREDICTED, Method
 from torch_pi2.spec.plan import Plan, lossy_methods, weights_hash
 from torch_pi2.spec.site import FFNSite
 from torch_pi2.spec.stats import ActivationStats
-from torch_pi2.store.tokenizer import tokenizer_of
 
 _log = logging.getLogger("torch_pi2")
 
@@ -64,27 +63,6 @@ Model = TypeVar("Model", bound=nn.Module)
 _FIT_TOKENS = 20_000
 _SIGNBIT_TOKENS = 8192
 _FIT_BYTES = 2 << 30
-
-
-def _calibration(model: nn.Module, data: Any, tokenizer: Any, config: Config) -> list[Batch]:
-    """About ``config.calibration_tokens`` tokens of ``data``, as batches that can be read more than once.
-
-    A batch whose tokens cannot be told counts as a full one, so that an endless stream ends.
-    """
-    if tokenizer is None and (isinstance(data, str) or (isinstance(data, list | tuple) and _has_text(data))):
-        tokenizer = tokenizer_of(model, None, "calibration text", CalibrationError)
-    kept: list[Batch] = []
-    tokens = 0
-    for batch in batches(data, tokenizer=tokenizer, batch_size=config.batch_size, seq_len=config.seq_len):
-        kept.append(batch)
-        tokens += batch.n_tokens or config.batch_size * config.seq_len
-        if tokens >= config.calibration_tokens:
-            break
-    return kept
-
-
-def _has_text(data: Sequence[Any]) -> bool:
-    return bool(data) and isinstance(data[0], str)
 
 
 def _sites(model: nn.Module, data: list[Batch] | None) -> list[FFNSite]:
@@ -151,7 +129,7 @@ def profile(
     """
     config = configured(config, fields)
     with on_the_cpu(model):
-        kept = _calibration(model, data, tokenizer, config)
+        kept = calibration_batches(model, data, tokenizer, config)
         return _profile(model, kept, _sites(model, kept), config, progress)
 
 
@@ -224,7 +202,7 @@ def fit(
     """
     config = configured(config, fields)
     with on_the_cpu(model):
-        kept = _calibration(model, data, tokenizer, config)
+        kept = calibration_batches(model, data, tokenizer, config)
         return _fit(model, kept, _search_of_stats(model, kept, stats).sites, stats, config, progress)
 
 
@@ -394,7 +372,7 @@ def _optimize(
     if calibration is None and stats is None:
         _optimize_without_data(model, config, progress)
         return
-    data = None if calibration is None else _calibration(model, calibration, tokenizer, config)
+    data = None if calibration is None else calibration_batches(model, calibration, tokenizer, config)
     found = replaceable(model, _search(model, data))
     if stats is None:
         assert data is not None
@@ -514,7 +492,7 @@ def quantize_(
     config = Config(method="dense", weights=weights, activations=activations, quantization=quantization)
     load_library()
     with on_the_cpu(model):
-        data = None if calibration is None else _calibration(model, calibration, tokenizer, config)
+        data = None if calibration is None else calibration_batches(model, calibration, tokenizer, config)
         return _optimize_without_data(model, config, progress, data)
 
 

@@ -100,8 +100,8 @@ FLOATS = tuple(name for name, one in FORMATS.items() if not one.quantized)
 GGML = tuple(name for name, one in FORMATS.items() if one.block)
 #: How neurons can be stored in one format.
 OF_NEURONS = (*FLOATS, *QUANTIZED)
-#: Neurons in two: gate and up rows as a GGUF file has them, down rows, which none has by neuron, in int8.
-PAIRS = tuple(f"{name}+int8" for name in GGML)
+#: Neurons in two: gate and up rows as a checkpoint has them, down rows, which hardly any has by neuron, in int8.
+PAIRS = tuple(f"{name}+int8" for name in ("int4", *GGML))
 #: What rows of linear layers and embeddings may be in.
 ROWS = tuple(name for name in FORMATS if name not in FLOATS)
 #: What matrices of a GGUF file can be written in.

@@ -36,7 +36,8 @@ std::string text(std::uint64_t value) { return std::to_string(value); }
 std::string parse_formats(std::uint32_t code, std::uint32_t down, std::uint64_t hidden, StoreLayer* layer) {
   const auto kinds = static_cast<std::uint32_t>(kDTypes);
   const auto dtype = static_cast<DType>(code), down_dtype = static_cast<DType>(down);
-  const bool pair = code < kinds && is_ggml(dtype) && down < kinds && is_quantized(down_dtype);
+  const bool pair = code < kinds && (is_ggml(dtype) || is_quantized(dtype)) && down < kinds &&
+                    is_quantized(down_dtype) && down != code;
   if (down == 0 ? !is_dtype_of_neurons(code) : !pair)
     return "weights of kind " + text(code) + (down == 0 ? "" : " and " + text(down));
   if (pair && hidden % static_cast<std::uint64_t>(ggml_block(dtype).numbers) != 0)

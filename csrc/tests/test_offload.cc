@@ -401,6 +401,7 @@ int main() {
   cases += check_bits(rng, 70, 3, 256, DType::kQ4K, 5, 1, &int8);
   cases += check_bits(rng, 75, 3, 256, DType::kQ6K, 0, 8, &int8);
   cases += check_bits(rng, 70, 2, 96, DType::kQ5_0, 0, 1, &int4);
+  cases += check_bits(rng, 75, 3, 100, DType::kQ4, 5, 4, &int8);
   cases += check_ahead(rng);
   cases += check_ahead_and_resize(rng);
   cases += check_faults(rng);

@@ -49,15 +49,17 @@ long check_sound(std::mt19937& rng) {
     }
   }
   const DType int8 = DType::kQ8;
-  const StoreFixture pairs(rng, 2, 70, 3, 256, DType::kQ6K, 0, 4, &int8);
-  StoreFile file;
-  const std::string wrong = file.open(pairs.path, false);
-  PI2_CHECK(wrong.empty(), "%s", wrong.c_str());
-  for (const StoreLayer& found : file.layers())
-    PI2_CHECK(found.w_dtype == DType::kQ6K && found.other_down && found.down_dtype == DType::kQ8 &&
-                  found.neuron_bytes() == 2 * 210 + 272 && found.cluster == 4,
-              "two formats");
-  return 7;
+  for (const DType first : {DType::kQ4, DType::kQ6K}) {
+    const StoreFixture pairs(rng, 2, 70, 3, 256, first, 0, 4, &int8);
+    StoreFile file;
+    const std::string wrong = file.open(pairs.path, false);
+    PI2_CHECK(wrong.empty(), "%s", wrong.c_str());
+    for (const StoreLayer& found : file.layers())
+      PI2_CHECK(found.w_dtype == first && found.other_down && found.down_dtype == DType::kQ8 &&
+                    found.neuron_bytes() == 2 * row_bytes(first, 256) + 272 && found.cluster == 4,
+                "two formats");
+  }
+  return 8;
 }
 
 struct Damage {
@@ -113,7 +115,9 @@ long check_damage(std::mt19937& rng) {
       {"layer 0: weights of kind 8", [](StoreFixture* s) { number(s, 8, 2, 4); }},
       {"layer 0: weights of kind 8 and 1", [](StoreFixture* s) { number(s, 128 + 52, 1, 4); }},
       {"layer 1: weights of kind 8 and 9", [](StoreFixture* s) { number(s, 256 + 52, 9, 4); }},
-      {"layer 0: weights of kind 4 and 5", [](StoreFixture* s) { number(s, 128 + 28, 4, 4); }},
+      {"layer 0: weights of kind 5 and 5", [](StoreFixture* s) { number(s, 128 + 28, 5, 4); }},
+      {"layer 0: weights of kind 2 and 5", [](StoreFixture* s) { number(s, 128 + 28, 2, 4); }},
+      {"layer 0: rows of 72 bytes for 96 numbers", [](StoreFixture* s) { number(s, 128 + 28, 4, 4); }},
       {"layer 0: weights of kind 12 and 5", [](StoreFixture* s) { number(s, 128 + 28, 12, 4); }},
       {"layer 0: weights of kind 8", [](StoreFixture* s) { number(s, 128 + 52, 0, 4); }},
       {"layer 0: rows of 96 numbers in blocks of 256", [](StoreFixture* s) { number(s, 128 + 28, 9, 4); }},

@@ -72,6 +72,7 @@ def test_there_and_back(made: Any, tmp_path: Path, name: str) -> None:
         ("gemma2", "Q5_0"),
         ("gemma3", "Q6_K"),
         ("phi3", "Q4_K"),
+        ("qwen3", "IQ4_NL"),
         ("phi3", "Q5_1"),
     ],
 )
@@ -86,7 +87,7 @@ def test_rows_are_kept(made: Any, tmp_path: Path, name: str, kind: str) -> None:
     torch.testing.assert_close(logits(again), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_NL"])
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_XS"])
 def test_rounded_again(made: Any, tmp_path: Path, kind: str) -> None:
     """To what the report says, and as far off as it says."""
     _, _, file = made("llama")
@@ -109,7 +110,7 @@ def test_experts_keep_gate_and_up(made: Any, tmp_path: Path) -> None:
     typed = tmp_path / "typed.gguf"
     values = ggufs.retyped(file, typed, "Q4_0")
     report = torch_pi2.import_gguf(typed, tmp_path / "out")
-    assert (report.weights, report.neurons) == ("int4", 8)
+    assert (report.weights, report.neurons) == ("int4+int8", 8)
     assert set(report.rounded) == {
         f"model.layers.{i}.mlp.experts.{e}.down_proj.weight" for i in range(2) for e in range(4)
     }
@@ -122,27 +123,13 @@ def test_experts_keep_gate_and_up(made: Any, tmp_path: Path) -> None:
 def test_powerinfer(made: Any, tmp_path: Path) -> None:
     """ReLU instead of SiLU, down neuron by neuron, predictors: nothing is rounded of Q4_0, and zeros are skipped."""
     model, _, file = made("llama")
-    typed, turned = tmp_path / "typed.gguf", tmp_path / "powerinfer.gguf"
-    reader = gguf.GGUFReader(file)
-    writer = gguf.GGUFWriter(turned, "llama")
-    for key, found in reader.fields.items():
-        if key.startswith("llama."):
-            writer.add_key_value(key, found.contents(), found.types[0])
-    writer.add_key_value("powerinfer.sparse_threshold", 0.0, gguf.GGUFValueType.FLOAT32)
-    for tensor in reader.tensors:
-        down = tensor.name.endswith("ffn_down.weight")
-        data = tensor.data.T.copy() if down else tensor.data
-        writer.add_tensor(tensor.name.replace("ffn_down.", "ffn_down_t.") if down else tensor.name, data)
-        if down:
-            for name, shape in (("fc1", (32, 256)), ("fc2", (512, 32))):
-                writer.add_tensor(tensor.name.replace("ffn_down", name), torch.randn(shape).numpy())
-    for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file"):
-        getattr(writer, step)()
-    writer.close()
-    values = ggufs.retyped(turned, typed, "Q4_0")
-    values |= {
-        name.replace("_t.", "."): value.T.copy() for name, value in values.items() if name.endswith("ffn_down_t.weight")
+    typed = tmp_path / "typed.gguf"
+    predictors = {
+        f"blk.{i}.{name}.weight": torch.randn(shape)
+        for i in range(2)
+        for name, shape in (("fc1", (32, 256)), ("fc2", (512, 32)))
     }
+    values = ggufs.powerinfer(file, typed, "Q4_0", predictors)
     report = torch_pi2.import_gguf(typed, tmp_path / "out")
     assert (report.rounded, report.neurons, report.predictors, report.weights) == ({}, 2, 4, "int4")
     again = torch_pi2.load(tmp_path / "out", dtype=torch.float32)
@@ -171,6 +158,23 @@ def test_load_of_a_file(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
     wanted = logits(torch_pi2.load(typed, dtype=torch.float32))
     assert float((first - wanted).abs().max() / wanted.abs().max()) < (0.02 if budget else 1e-6)
+
+
+def test_load_of_a_folder_with_a_file_in_capitals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was downloaded; several are refused."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "model" / "TINY.Q4_K_M.GGUF"
+    file.write_bytes((GOLDEN / "tiny-llama.q4_k_m.gguf").read_bytes())
+    torch_pi2.import_gguf(tmp_path / "model", tmp_path / "out")
+    wanted = logits(torch_pi2.load(tmp_path / "out"))
+    for given in (file, tmp_path / "model"):
+        assert torch.equal(logits(torch_pi2.load(given)), wanted)
+    with pytest.raises(ArtifactError, match=r"supported\(.*found a GGUF file"):
+        torch_pi2.supported(tmp_path / "model")
+    file.with_name("other.gguf").write_bytes(file.read_bytes())
+    with pytest.raises(ArtifactError, match=r"expected one GGUF model, found TINY.Q4_K_M.GGUF, other.gguf"):
+        torch_pi2.load(tmp_path / "model")
 
 
 def test_saved_again_and_as_floats(tmp_path: Path) -> None:

@@ -21,8 +21,14 @@ from torch_pi2.export.store import check_exportable
 from torch_pi2.formats import GGML, PAIRS, formats_of, neuron_shape, row_bytes
 from torch_pi2.layers.of_model import homes, sparse_layers
 from torch_pi2.layers.prompt import sparse_only
+from torch_pi2.machine.find import find_hardware
+from torch_pi2.machine.hardware import timed_as
 from torch_pi2.ops import reference
 from torch_pi2.ops.rows import row_of_neurons
+from torch_pi2.planner.for_machine import free
+from torch_pi2.planner.layer_cost import expert_use, layer_curve, sums
+from torch_pi2.planner.model_shape import ModelShape
+from torch_pi2.rewrite.handle import parts_of
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.store.superblock import LayerEntry, Superblock
 from torch_pi2.store.weights import QuantizedWeights
@@ -74,13 +80,22 @@ def tokens_of(model: Any) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("kind", GGML)
+def rows_of(blocks: torch.Tensor, kind: str) -> torch.Tensor:
+    """Rows of a file as ours: the scales of Q4_0 go to their end."""
+    if kind != "int4":
+        return blocks
+    blocks = blocks.unflatten(1, (-1, 18))
+    return torch.cat((blocks[..., 2:].flatten(1), blocks[..., :2].flatten(1)), 1)
+
+
+@pytest.mark.parametrize("kind", ["int4", *GGML])
 def test_gate_and_up_are_the_files_bytes(typed: Typed, kind: str) -> None:
     """The bytes of the file, its numbers in float32, and a model near the one of these numbers."""
-    folder, file, values = typed("llama", kind.upper())
+    theirs = "Q4_0" if kind == "int4" else kind.upper()
+    folder, file, values = typed("llama", theirs)
     report = torch_pi2.import_gguf(file, folder, neurons="all")
     downs = {f"model.layers.{i}.mlp.down_proj.weight" for i in range(2)}
-    assert report.rounded == dict.fromkeys(downs, f"{kind.upper()} to int8")
+    assert report.rounded == dict.fromkeys(downs, f"{theirs} to int8")
     assert (report.weights, report.neurons) == (f"{kind}+int8", 2)
     assert all(0 < report.errors[f"model.layers.{i}.mlp"] < 0.01 for i in range(2))
     stored = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in gguf.GGUFReader(file).tensors}
@@ -90,7 +105,7 @@ def test_gate_and_up_are_the_files_bytes(typed: Typed, kind: str) -> None:
         for row, role in enumerate(("gate", "up")):
             found, of = row_of_neurons(layer.neuron_rows, row, layer.weights, 256)
             assert of == kind
-            assert torch.equal(found, stored[f"blk.{i}.ffn_{role}.weight"].view(torch.uint8))
+            assert torch.equal(found, rows_of(stored[f"blk.{i}.ffn_{role}.weight"].view(torch.uint8), kind))
     state = model.state_dict()
     for role in ("gate", "up", "down"):
         wanted = torch.from_numpy(values[f"blk.1.ffn_{role}.weight"])
@@ -131,13 +146,15 @@ def test_a_file_of_llama_cpp(tmp_path: Path) -> None:
         ("gemma2", "Q5_0", "int8"),
         ("mixtral", "Q4_K", "float"),
         ("qwen3_moe", "Q6_K", "int8"),
+        ("llama", "Q4_0", "int8"),
+        ("qwen2_moe", "Q4_0", "float"),
     ],
 )
 def test_over_flash_the_same_bits(typed: Typed, tmp_path: Path, name: str, kind: str, activations: str) -> None:
     """Under any budget what the model in memory gives, bit for bit; the budget is obeyed."""
     folder, file, _ = typed(name, kind)
     report = torch_pi2.import_gguf(file, folder, neurons="all")
-    assert report.weights == f"{kind.lower()}+int8"
+    assert report.weights == f"{'int4' if kind == 'Q4_0' else kind.lower()}+int8"
     torch_pi2.pack(folder, tmp_path / "packed")
     model = loaded(folder, activations=activations)
     wanted, tokens, prompt = logits(model), tokens_of(model), TOKENS.repeat(1, 4)
@@ -224,8 +241,58 @@ def test_compiled_and_watched(tmp_path: Path) -> None:
         logits(model)
     stats = watched.stats()
     assert stats.tokens == TOKENS.shape[1]
-    with pytest.raises(UnsupportedModelError, match=r"a plan for a machine.*one format.*found q4_k\+int8\. Use the"):
-        torch_pi2.plan_for(model, "sm8650-ufs4.0", stats=stats)
+    plan = torch_pi2.plan_for(model, "sm8650-ufs4.0", stats=stats)
+    assert plan.hardware is not None
+    torch_pi2.follow(model, plan)
+    assert torch.equal(logits(model), wanted)
+    message = r"accelerator memory for model.layers.0.mlp: expected neurons of one format, found q4_k\+int8\. Leave"
+    with pytest.raises(UnsupportedModelError, match=message):
+        torch_pi2.plan_for(model, "sm8650-ufs4.0", stats=stats, accelerator_memory="1MB")
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
+def test_plans_over_a_store(typed: Typed, tmp_path: Path, kind: str) -> None:
+    """A plan's sizes are the store's; what a step reads is a neuron's bytes, gate rows apart; no bit changes."""
+    folder, file, _ = typed("mixtral", kind)
+    torch_pi2.import_gguf(file, folder)
+    torch_pi2.pack(folder, tmp_path / "packed")
+    model = loaded(tmp_path / "packed", budget="1GB")
+    wanted = logits(model)
+    with torch_pi2.watch(model) as watched:
+        logits(model)
+    stats = watched.stats()
+    plan = torch_pi2.plan_for(model, "sm8650-ufs4.0", stats=stats, budget="40MB", context=64)
+    assert plan.hardware is not None
+    shape = ModelShape.of(model, stats, free(parts_of(model).plan))
+    with StoreReader(tmp_path / "packed" / "pi2" / "model.pi2") as store:
+        for layer, (made, entry) in enumerate(zip(shape.layers, store.entries, strict=True)):
+            assert made.entry(entry.layer) == replace(entry, slots=0, checks=0)
+            first = {"Q4_0": 144, "Q6_K": 210}[kind]
+            assert (made.first_row_bytes, made.neuron_bytes) == (first, 2 * first + 272)
+            every = sums(made, 1)
+            used = layer_curve(made, find_hardware("sm8650-ufs4.0"), 1, [0, made.intermediate])["cpu_bytes"]
+            share, _ = expert_use(made, 1)
+            exact = made.intermediate * first + every.computed[0] * (first + 272)
+            assert used.tolist() == pytest.approx([share * exact, share * made.intermediate * made.neuron_bytes]), layer
+    plan.save(tmp_path / "plan")
+    again = loaded(tmp_path / "packed", budget="40MB", context=64, plan=tmp_path / "plan")
+    assert torch.equal(logits(again), wanted)
+
+
+def test_timed_as_the_nearest() -> None:
+    for kernel, wanted in (
+        ("q4_k/float", "int4/float"),
+        ("q5_1+int8/int8", "int4/int8"),
+        ("q6_k+int8/float", "int8/float"),
+        ("int4+int8/float", "int4/float"),
+        ("bfloat16/float", "bfloat16/float"),
+    ):
+        assert timed_as(kernel) == wanted
+    hardware = find_hardware("sm8650-ufs4.0")
+    how: dict[str, Any] = {"tokens": 1, "nbytes": 1 << 20, "macs": 1 << 20}
+    assert hardware.linear_us("q4_k/float", **how) == hardware.linear_us("int4/float", **how)
+    with pytest.raises(ConfigError, match=r"kernels of hardware .*found 'int3/float'"):
+        hardware.linear_us("int3/float", **how)
 
 
 def test_refused_by_name(typed: Typed, tmp_path: Path) -> None:
@@ -264,7 +331,7 @@ def changed(path: Path, change: Callable[[dict[str, str]], dict[str, str]], drop
 @pytest.mark.parametrize(
     ("formats", "more", "drop", "message"),
     [
-        ({"model.layers.0.mlp": "q4_k"}, {}, 0, "expected int4 or int8 or q4_1[+]int8.*found 'q4_k'"),
+        ({"model.layers.0.mlp": "q4_k"}, {}, 0, "expected int4 or int8 or int4[+]int8.*found 'q4_k'"),
         ({"model.layers.0.mlp": "q4_k+q4_k"}, {}, 0, "found 'q4_k[+]q4_k'"),
         ({"model.layers.0.mlp": "int8"}, {}, 0, r"bundles as uint8 \[256, 3, 272\], found uint8 \[256, 560\]"),
         ({"model.layers.0.mlp": "q5_k+int8"}, {}, 0, r"bundles as uint8 \[256, 624\], found uint8 \[256, 560\]"),
@@ -344,7 +411,7 @@ def test_superblock_of_two_formats() -> None:
 
 
 def test_sizes_of_pairs() -> None:
-    assert tuple(f"{first}+int8" for first in GGML) == PAIRS
+    assert tuple(f"{first}+int8" for first in ("int4", *GGML)) == PAIRS
     assert formats_of("q4_k+int8") == ("q4_k", "int8")
     assert formats_of("int4") == ("int4", "int4")
     assert neuron_shape("q5_0+int8", 2, 96) == (66 + 102,)

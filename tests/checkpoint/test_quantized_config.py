@@ -33,6 +33,19 @@ AWQ = {
     "version": "GEMM",
     "modules_to_not_convert": ["lm_head"],
 }
+TORCHAO: dict[str, Any] = {
+    "quant_method": "torchao",
+    "include_input_output_embeddings": False,
+    "modules_to_not_convert": ["lm_head"],
+    "quant_type": {
+        "default": {
+            "_type": "Int8WeightOnlyConfig",
+            "_version": 2,
+            "_data": {"granularity": {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}, "group_size": None},
+        }
+    },
+}
+OF_TORCHAO = "torchao's Int8WeightOnlyConfig or Int8DynamicActivationInt8WeightConfig for all, found "
 COMPRESSED: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -121,8 +134,11 @@ def test_known(config: dict[str, Any], settings: Settings) -> None:
         (COMPRESSED, (*WEIGHTS[:2], "output_activations"), {"num_bits": 8}, "expected output_activations none"),
         (COMPRESSED, (*WEIGHTS[:2], "format"), "nvfp4-pack-quantized", "expected format pack-quantized, found 'nvfp4"),
         (COMPRESSED, ("config_groups", "group_1"), {"weights": {"num_bits": 8}}, "as many bits everywhere, found 4"),
-        ({}, ("quant_method",), "torchao", "quant_method gptq, awq or compressed-tensors, found 'torchao'"),
-        ({}, ("quant_method",), ["gptq"], "quant_method gptq, awq or compressed-tensors, found"),
+        ({}, ("quant_method",), "hqq", "quant_method gptq, awq, compressed-tensors or torchao, found 'hqq'"),
+        ({}, ("quant_method",), ["gptq"], "quant_method gptq, awq, compressed-tensors or torchao, found"),
+        (TORCHAO, ("quant_type",), {"default": {"_type": "Int4WeightOnlyConfig"}}, OF_TORCHAO + "'Int4"),
+        (TORCHAO, ("quant_type",), {"default": {}, "model.embed_tokens": None}, OF_TORCHAO + "{'default'"),
+        (TORCHAO, ("quant_type",), "int8_weight_only", OF_TORCHAO + "'int8_weight_only'"),
     ],
 )  # fmt: skip
 def test_refused_by_name(config: dict[str, Any], way: tuple[str, ...], value: Any, message: str) -> None:
@@ -132,5 +148,5 @@ def test_refused_by_name(config: dict[str, Any], way: tuple[str, ...], value: An
 
 @pytest.mark.parametrize("said", [3, "gptq", [1], None])
 def test_no_settings_at_all(said: Any) -> None:
-    with pytest.raises(UnsupportedModelError, match="quant_method gptq, awq or compressed-tensors, found "):
+    with pytest.raises(UnsupportedModelError, match="quant_method gptq, awq, compressed-tensors or torchao, found "):
         settings_of(Path("x"), {"quantization_config": said})

@@ -62,6 +62,22 @@ def test_mistakes(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture
     assert "expected a GGUF file, found nothing" in capfd.readouterr().err
 
 
+def test_a_folder_with_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "model" / "TINY.GGUF"
+    file.write_bytes(GOLDEN.read_bytes())
+    for given in (file, tmp_path / "model"):
+        assert cli.main(["generate", str(given), "--prompt", "the cat", "--max-new-tokens", "4", "--json"]) == 0
+        assert json.loads(capfd.readouterr().out)["new_tokens"] == 4
+        assert cli.main(["inspect", str(given)]) == 2
+        assert f"found a GGUF file. Use: torch-pi2 import {file} --out DIR" in capfd.readouterr().err
+    assert cli.main(["import", str(tmp_path / "model"), "--out", str(tmp_path / "out"), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["types"] == {"Q4_K": 5, "Q6_K": 3}
+
+
 def test_a_file_as_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for _ in range(2):

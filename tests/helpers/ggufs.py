@@ -104,12 +104,8 @@ def retyped(
     about as large.
     """
     reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents(), **how)
+    writer = _writer_of(reader, target, **how)
     generator = np.random.default_rng(seed)
-    for key, found in reader.fields.items():
-        if not key.startswith("GGUF.") and key != "general.architecture":
-            sub = found.types[1] if len(found.types) > 1 else None
-            writer.add_key_value(key, found.contents(), found.types[0], sub_type=sub)
     values: dict[str, np.ndarray[Any, Any]] = {}
     for tensor in reader.tensors:
         shape = tuple(int(n) for n in reversed(tensor.shape))
@@ -123,11 +119,55 @@ def retyped(
         made = _typed(data, as_type, generator)
         writer.add_tensor(tensor.name, made, raw_dtype=as_type)
         values[tensor.name] = gguf.quants.dequantize(made, as_type).reshape(shape)
+    _write(writer)
+    return values
+
+
+def _writer_of(reader: Any, target: Path, **how: Any) -> Any:
+    """A writer of another file with the metadata of ``reader``'s."""
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents(), **how)
+    for key, found in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            sub = found.types[1] if len(found.types) > 1 else None
+            writer.add_key_value(key, found.contents(), found.types[0], sub_type=sub)
+    return writer
+
+
+def _write(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return values
+
+
+def powerinfer(
+    source: Path,
+    target: Path,
+    kind: str,
+    predictors: Mapping[str, torch.Tensor],
+    *,
+    threshold: float = 0.0,
+    change: Mapping[str, np.ndarray[Any, Any]] | None = None,
+) -> dict[str, np.ndarray[Any, Any]]:
+    """``source`` (float32, llama) as PowerInfer's files are, in the type ``kind``; name -> numbers, down as usual.
+
+    Down lies neuron by neuron, there are ``predictors`` (``blk.0.fc1.weight``), and the file begins in another way.
+    ``change``: tensors that have other numbers than in ``source``.
+    """
+    reader, between = gguf.GGUFReader(source), target.with_suffix(".between")
+    writer = _writer_of(reader, between)
+    writer.add_key_value("powerinfer.sparse_threshold", threshold, gguf.GGUFValueType.FLOAT32)
+    for tensor in reader.tensors:
+        data = (change or {}).get(tensor.name, tensor.data)
+        down = tensor.name.endswith("ffn_down.weight")
+        writer.add_tensor(tensor.name.replace("ffn_down.", "ffn_down_t."), data.T.copy() if down else data)
+    for name, matrix in predictors.items():
+        writer.add_tensor(name, matrix.numpy())
+    _write(writer)
+    values = retyped(between, target, kind)
+    with open(target, "rb+") as made:
+        made.write(b"PWRI")
+    return {name.replace("_t.", "."): v.T.copy() if "_t." in name else v for name, v in values.items()}
 
 
 #: Type -> where in a block its float16 scales are, and how much larger than a step a typical number is.

@@ -1,4 +1,4 @@
-"""Tiny models in folders as GPTQ, AWQ and compressed-tensors write them, packed by code of the tests' own."""
+"""Tiny models in folders as GPTQ, AWQ, compressed-tensors and torchao write them, packed by code of the tests' own."""
 
 from __future__ import annotations
 
@@ -64,6 +64,14 @@ def int_quantized(q_NK: torch.Tensor, scale_NG: torch.Tensor, z_NG: torch.Tensor
     }
 
 
+def torchao(q_NK: torch.Tensor, scale_NG: torch.Tensor, z_NG: torch.Tensor) -> Tensors:
+    z_NG = z_NG - 128  # theirs are signed
+    return {"_weight_qdata": (q_NK - 128).to(torch.int8), "_weight_scale": scale_NG, "_weight_zero_point": z_NG.char()}
+
+
+INT8_OF_TORCHAO = {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}
+
+
 def compressed(kind: str, bits: int) -> dict[str, Any]:
     groups = {"group_0": {"weights": {"num_bits": bits, "group_size": GROUP}, "targets": ["Linear"]}}
     return {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups}
@@ -81,6 +89,7 @@ WAYS: dict[str, tuple[dict[str, Any], Packer, int, tuple[int, int], str]] = {
     "pack-quantized": (compressed("pack-quantized", 4), pack_quantized, 4, (8, 8), "int4"),
     "pack-quantized asymmetric": (compressed("pack-quantized", 4), pack_quantized, 4, (4, 11), "int8"),
     "int-quantized": (compressed("int-quantized", 8), int_quantized, 8, (128, 128), "int8"),
+    "torchao": ({"quant_method": "torchao", "quant_type": INT8_OF_TORCHAO}, torchao, 8, (128, 128), "int8"),
 }
 
 
@@ -96,10 +105,9 @@ def quantised(folder: Path, way: str, *, scales: torch.dtype = torch.float16, mo
             tensors[name] = value
             continue
         rows, columns = value.shape
-        groups = columns // GROUP if way != "int-quantized" else 1
+        groups = columns // GROUP if way not in ("int-quantized", "torchao") else 1
         z_NG = torch.randint(low, high + 1, (rows, groups), generator=generator)
-        least = 1 if bits == 8 else 0  # -128 is no number of ours
-        q_NK = torch.randint(least, 1 << bits, (rows, columns), generator=generator)
+        q_NK = torch.randint(0, 1 << bits, (rows, columns), generator=generator)
         scale_NG = (torch.rand((rows, groups), generator=generator) + 0.5) / (1 << bits) / columns**0.5
         scale_NG = scale_NG.to(scales)
         base = name.removesuffix(".weight")

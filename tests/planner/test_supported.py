@@ -97,13 +97,13 @@ def test_odd_configurations(tmp_path: Path, config: str, message: str) -> None:
             ask(tmp_path)
 
 
-@pytest.mark.parametrize("method", ["gptq", "torchao", "torch_pi2"])
+@pytest.mark.parametrize("method", ["gptq", "torchao", "hqq", "torch_pi2"])
 def test_weights_that_others_have_quantised(tmp_path: Path, method: str) -> None:
     checkpoint(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
     found = torch_pi2.supported(tmp_path)
-    reason = "its weights are what 'torchao' has quantised; the float checkpoint can be" if method == "torchao" else ""
+    reason = "its weights are what 'hqq' has quantised; the float checkpoint can be" if method == "hqq" else ""
     assert (found.refused, bool(found.layers)) == (reason, not reason)
 
 

@@ -25,6 +25,13 @@ def text(value: str) -> bytes:
     return struct.pack("<Q", len(value)) + value.encode()
 
 
+def test_the_other_beginning(tmp_path: Path) -> None:
+    """PowerInfer's files."""
+    data = header(count=1, tensors=tensor())
+    with GgufFile(written(tmp_path / "a.gguf", b"PWRI" + data[4:])) as file:
+        assert list(file.tensors) == ["w"]
+
+
 def header(*, kv: bytes = b"", kvs: int = 0, tensors: bytes = b"", count: int = 0, version: int = 3) -> bytes:
     return b"GGUF" + struct.pack("<IQQ", version, count, kvs) + kv + tensors
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from torch_pi2.errors import ArtifactError
-from torch_pi2.store.gguf_parts import GgufModel
+from torch_pi2.store.gguf_parts import GgufModel, gguf_in
 
 TENSORS = {f"w{i}": np.arange(i, i + 64, dtype=np.float32).reshape(2, 32) for i in range(5)}
 
@@ -47,6 +47,33 @@ def test_any_part_is_the_model(parts: list[Path], given: int) -> None:
             assert rows.tolist() == values[1].tolist()
             assert model.ends_of(name) == 2 * values.tobytes()
     assert {file._file for file in (model, *model._others)} == {-1}
+
+
+def test_parts_in_capitals(parts: list[Path]) -> None:
+    capitals = [path.rename(path.with_suffix(".GGUF")) for path in parts]
+    with GgufModel(capitals[1]) as model:
+        assert (model.paths, list(model.tensors)) == (capitals, list(TENSORS))
+
+
+def test_the_file_that_is_meant(tmp_path: Path, parts: list[Path]) -> None:
+    """By its suffix, in any case; or the only model of a folder, of which parts are one. What is not there, too."""
+    assert gguf_in(tmp_path / "none.GGUF") == tmp_path / "none.GGUF"
+    assert gguf_in(str(parts[2])) == parts[2]
+    assert gguf_in(tmp_path / "none") is None
+    (tmp_path / "README.md").write_text("about")
+    (tmp_path / "folder.gguf").mkdir()
+    assert gguf_in(tmp_path) == parts[0]
+    assert gguf_in(tmp_path / "folder.gguf") is None
+    other = parts[0].with_name("other.Gguf")
+    shutil.copyfile(parts[0], other)
+    with pytest.raises(ArtifactError, match=r"expected one GGUF model, found m-00001-of-00003.gguf, other.Gguf\. Name"):
+        gguf_in(tmp_path)
+    for i in range(3):
+        shutil.copyfile(parts[0], tmp_path / f"z{i}.gguf")
+    with pytest.raises(ArtifactError, match=r"other.Gguf, z0.gguf and 2 others\. Name the file that is meant"):
+        gguf_in(tmp_path)
+    (tmp_path / "config.json").write_text("{}")  # a checkpoint, beside which files may lie
+    assert gguf_in(tmp_path) is None
 
 
 def test_a_first_part_of_no_tensors(tmp_path: Path) -> None:

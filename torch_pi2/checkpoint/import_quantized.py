@@ -1,4 +1,4 @@
-"""``torch_pi2.import_quantized``: a folder of GPTQ, AWQ or compressed-tensors becomes one of ours."""
+"""``torch_pi2.import_quantized``: a folder of GPTQ, AWQ, compressed-tensors or torchao becomes one of ours."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ def import_quantized(
 ) -> ImportReport:
     """Write the quantised checkpoint in ``folder_in`` to ``folder_out``, for :func:`torch_pi2.load` and the rest.
 
-    Taken are GPTQ (2, 4, 8 bits, groups of neighbouring columns), AWQ (4 bits, ``gemm``) and compressed-tensors
-    (``pack-quantized`` and ``int-quantized``, 4 or 8 bits). A matrix whose integers, less their zero points, are from
-    -8 to 7 becomes ``int4``, from -127 to 127 ``int8``, with the same scales: nothing is rounded, if float16 has these
-    exactly and a group is a multiple of 32 columns. Any other is rounded to ``int8``, and the report says so. What the
-    configuration says of inputs is left out; what changes numbers otherwise (docs/GGUF.md) is refused.
+    Taken are GPTQ (2, 4, 8 bits, groups of neighbouring columns), AWQ (4 bits, ``gemm``), compressed-tensors
+    (``pack-quantized`` and ``int-quantized``, 4 or 8 bits) and torchao (``Int8WeightOnlyConfig`` and
+    ``Int8DynamicActivationInt8WeightConfig``, as transformers saves them). A matrix whose integers, less their zero
+    points, are from -8 to 7 becomes ``int4``, from -128 to 127 ``int8``, with the same scales: nothing is rounded, if
+    float16 has these exactly and a group is a multiple of 32 columns. Any other is rounded to ``int8``, and the report
+    says so. What the configuration says of inputs is left out; what changes numbers otherwise (docs/GGUF.md) is
+    refused.
 
     Args:
         neurons: as of :func:`torch_pi2.import_gguf`.

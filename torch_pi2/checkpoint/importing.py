@@ -77,7 +77,8 @@ class ImportReport(QuantizeReport):
         weights: the formats of the neurons, ``q4_k+int8`` where gate and up have one and down another; without neurons
             the main format.
         neurons: layers (experts one by one) that became neurons. tokenizer: why there is none; empty: there is.
-        predictors: tensors of PowerInfer's predictors that were left out: they see what comes before the norm.
+        predictors: tensors of PowerInfer's predictors that were left out. recall: of those that were taken, key of a
+            layer -> share of its firing neurons that they predict, on the text that was passed.
         errors: of what was rounded again, and 0 for the rest.
     """
 
@@ -86,6 +87,7 @@ class ImportReport(QuantizeReport):
     neurons: int = 0
     tokenizer: str = ""
     predictors: int = 0
+    recall: dict[str, float] = field(default_factory=dict)
 
 
 def write_imported(checkpoint: PackedSource, folder: Path, neurons: str, progress: bool) -> ImportReport:
@@ -110,7 +112,7 @@ def _what_becomes(
     """The plan of the layers that become neurons; columns of linears and of embeddings; the main format."""
     with torch.device("meta"):
         model = skeleton(folder)
-    sites = _sites(model, neurons)
+    sites = _sites(model, neurons, checkpoint.by_neuron)
     found, _ = find_linears(model, sites, on_meta=True)
     tied = {name: group for group in places(model) for name in group}
     linears = {
@@ -131,7 +133,7 @@ def _is_packed(checkpoint: PackedSource, parameter: str) -> bool:
     return parameter in checkpoint and bool(checkpoint.type_of(parameter))
 
 
-def _sites(model: nn.Module, neurons: str) -> list[FFNSite]:
+def _sites(model: nn.Module, neurons: str, by_neuron: bool) -> list[FFNSite]:
     try:
         sites = find_sites(model, strict=False, on_meta=True)
     except NoFFNFoundError:
@@ -139,12 +141,12 @@ def _sites(model: nn.Module, neurons: str) -> list[FFNSite]:
     if neurons in ("all", *QUANTIZED):
         return sites
     wanted = [site for site in sites if site.experts is not None]
-    if wanted and neurons == "none":
+    if neurons == "none" and (wanted or by_neuron):
         raise UnsupportedModelError(
             "an import with neurons='none'",
-            expected="a model without experts",
-            found=f"{len(wanted)} of them",
-            fix="Leave it out: experts are always neurons.",
+            expected="a model without experts" if wanted else "down matrices that lie row by row",
+            found=f"{len(wanted)} of them" if wanted else "PowerInfer's, which lie neuron by neuron",
+            fix="Leave it out: these are always neurons.",
         )
     sparse = [site for site in sites if site.experts is None and exact_zeros(site.activation)]
     return [*wanted, *sparse] if neurons == "auto" else []
@@ -188,10 +190,11 @@ class _Importer(Quantizer):
         self.rounded: dict[str, str] = {}
         formats: dict[str, str] = {}
         super().__init__(model, checkpoint, plan, linears, kind, formats=formats, embeddings=embeddings)
-        pairs = {layer.site.key: self._pair_of(layer.site) for layer in plan.layers} if in_pairs else {}
-        formats |= {key: pair for key, pair in pairs.items() if pair}
-        if formats:
-            kind = self._kind = "int8"  # of the few others as well: their columns of down lose no more than these
+        if in_pairs:
+            kept = {layer.site.key: self._kept_format(layer.site) for layer in plan.layers}
+            if any(kept.values()):  # the few others lose no more in int8 than columns of down do
+                kind = self._kind = "int4" if set(kept.values()) == {"int4"} else "int8"
+                formats |= {key: made for key, made in kept.items() if made not in (None, kind)}
         for name in (*linears, *embeddings):
             stored = self._stored(f"{name}.weight")
             made = checkpoint.own_format(stored) or checkpoint.rounded_format(stored)
@@ -205,12 +208,18 @@ class _Importer(Quantizer):
         """Those of all layers; without neurons the main format."""
         return ", ".join(dict.fromkeys(self._format_of(layer.site) for layer in self._plan.layers)) or self._kind
 
-    def _pair_of(self, site: FFNSite) -> str | None:
-        """The two formats of neurons that keep the rows of gate and up as they are; None: no two have them."""
-        firsts = [(ref, self._name_of(site, ref, role)) for role, ref in refs_of(site) if role != "down"]
-        if any(ref.transposed and ref.expert is None for ref, _ in firsts):
+    def _kept_format(self, site: FFNSite) -> str | None:
+        """The two formats of neurons that keep the rows of gate and up as they are, or the one that keeps down as well.
+
+        None: there are none, or it is int8, which is for :func:`_kind_of_neurons` to say.
+        """
+        refs = {role: (ref, self._name_of(site, ref, role)) for role, ref in refs_of(site)}
+        down = refs.pop("down")[1]
+        if any(ref.transposed and ref.expert is None for ref, _ in refs.values()):
             return None
-        found = {self._packed.own_format(stored) for _, stored in firsts}
+        found = {self._packed.own_format(stored) for _, stored in refs.values()}
+        if found == {"int4"} and self._packed.by_neuron and self._packed.own_format(down) == "int4":
+            return "int4"
         return next((pair for pair in PAIRS if found == {formats_of(pair)[0]}), None)
 
     def _name_of(self, site: FFNSite, ref: LinearRef, role: str) -> str:

@@ -1,4 +1,4 @@
-"""``quantization_config`` of GPTQ, AWQ and compressed-tensors: how its matrices are read, and what is refused by name.
+"""``quantization_config`` of GPTQ, AWQ, compressed-tensors and torchao: how matrices are read, what is refused by name.
 
 Whatever changes the numbers that a checkpoint stands for, and is not computed here, is refused. What it says of inputs
 (``input_activations``) is not: inputs are floats here, and are rounded by ``load(activations="int8")``.
@@ -23,6 +23,8 @@ _WEIGHTS = (
     *("num_bits", "type", "symmetric", "group_size", "strategy", "dynamic", "actorder", "block_structure"),
     *("scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
 )
+#: Of torchao: weights are int8 with a scale for a row, a group or all of them.
+_INT8_OF_TORCHAO = ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig")
 #: What ``dynamic`` of GPTQ may say of some modules: how they were made, not how they are read.
 _OF_MODULES = ("group_size", "sym", "desc_act", "damp_percent", "damp_auto_increment", "mse", "static_groups")
 
@@ -31,9 +33,9 @@ class Settings(NamedTuple):
     """How matrices are stored.
 
     Attributes:
-        method: ``gptq``, ``awq`` or ``compressed-tensors``. bits: of an integer. group: columns with one scale; 0: a
-            row is one, or nothing is said. less: what zero points are stored less by. reordered: columns may be in
-            another order, which their tensors have to say.
+        method: ``gptq``, ``awq``, ``compressed-tensors`` or ``torchao``. bits: of an integer. group: columns with one
+            scale; 0: a row is one, or nothing is said. less: what zero points are stored less by. reordered: columns
+            may be in another order, which their tensors have to say.
     """
 
     method: str
@@ -47,10 +49,10 @@ def settings_of(folder: Path, config: Mapping[str, Any]) -> Settings:
     """Of the checkpoint with this config.json. Raises UnsupportedModelError: another method, or a setting of it."""
     said = config.get("quantization_config") or {}
     method = said.get("quant_method") if isinstance(said, dict) else said
-    of = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed}.get(str(method))
+    of = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "torchao": _torchao}.get(str(method))
     if of is None or method is said:
         found = shown(method) if method else "none"
-        raise refuse(folder, "quant_method gptq, awq or compressed-tensors", found)
+        raise refuse(folder, "quant_method gptq, awq, compressed-tensors or torchao", found)
     return of(folder, said)
 
 
@@ -112,6 +114,15 @@ def _awq(folder: Path, said: Mapping[str, Any]) -> Settings:
     for name in ("rotation", "adapter"):
         _only(folder, said, name)
     return Settings("awq", 4, _group_of(said, "group_size", "q_group_size"))
+
+
+def _torchao(folder: Path, said: Mapping[str, Any]) -> Settings:
+    kinds = said.get("quant_type") or {}
+    kind = kinds.get("default") if isinstance(kinds, dict) and len(kinds) == 1 else kinds
+    name = kind.get("_type") if isinstance(kind, dict) else kind
+    if name not in _INT8_OF_TORCHAO:
+        raise refuse(folder, f"torchao's {' or '.join(_INT8_OF_TORCHAO)} for all", shown(name))
+    return Settings("torchao", 8, 0)
 
 
 def _compressed(folder: Path, said: Mapping[str, Any]) -> Settings:

@@ -1,4 +1,4 @@
-"""Checkpoints that GPTQ, AWQ or compressed-tensors have quantised: integers with a scale, in the rows of ours.
+"""Checkpoints that GPTQ, AWQ, compressed-tensors or torchao have quantised: integers with a scale, in the rows of ours.
 
 Each says of a matrix: integers q, for every group of columns a scale s and a zero point z; a weight is s (q - z). Where
 q - z fits into a format of ours, and its float16 scales are s exactly, nothing is rounded: ours have one per 32
@@ -18,9 +18,9 @@ import torch
 from torch_pi2.base.tensorfile import Spec
 from torch_pi2.checkpoint.quantized_config import Settings, refuse, settings_of
 from torch_pi2.errors import ArtifactError, NonFiniteError, UnsupportedModelError
-from torch_pi2.formats import FORMATS, GROUP
+from torch_pi2.formats import GROUP
 from torch_pi2.ops.dtypes import dtype_name
-from torch_pi2.ops.quantize import pack
+from torch_pi2.ops.quantize import pack_integers
 from torch_pi2.store.folder import read_config
 from torch_pi2.store.source import Checkpoint
 
@@ -30,8 +30,9 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _ALL = (
     *("qweight", "qzeros", "scales", "g_idx"),
     *("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight"),
+    *("_weight_qdata", "_weight_scale", "_weight_zero_point"),
 )
-_MAIN = ("qweight", "weight_packed", "weight_scale")
+_MAIN = ("qweight", "weight_packed", "weight_scale", "_weight_qdata")
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,12 @@ class _Integers:
         if not exact or self.group % GROUP or self.n_NK.shape[1] % GROUP:
             return None
         least, most = (int(end) for end in self.n_NK.aminmax())
-        fits = (name for name in ("int4", "int8") if FORMATS[name].least <= least and most <= FORMATS[name].most)
+        fits = (name for name, end in (("int4", 8), ("int8", 128)) if -end <= least and most < end)
         return next(fits, None)
 
     def rows(self, kind: str) -> torch.Tensor:
         scale_NG1 = self.scale_NG.float().repeat_interleave(self.group // GROUP, 1)[..., None]
-        return pack(self.n_NK.float().unflatten(1, (-1, GROUP)) * scale_NG1, scale_NG1, kind)
+        return pack_integers(self.n_NK.to(torch.int8).unflatten(1, (-1, GROUP)), scale_NG1, kind)
 
 
 class _About(NamedTuple):
@@ -195,8 +196,8 @@ def _way(settings: Settings) -> Callable[[Checkpoint, str], _Integers]:
     """How a matrix is unpacked."""
     if settings.method == "gptq":
         return lambda files, base: _gptq(files, base, settings)
-    if settings.method == "awq":
-        return _awq
+    if settings.method in ("awq", "torchao"):
+        return _awq if settings.method == "awq" else _torchao
     return lambda files, base: _compressed(files, base, settings)
 
 
@@ -279,6 +280,17 @@ def _compressed(files: Checkpoint, base: str, settings: Settings) -> _Integers:
         z_NG = _by_row(z.to(torch.int16), len(n_NK))
         _check_groups(files, base, n_NK, scale_NG, z_NG)
         n_NK = n_NK - z_NG.repeat_interleave(each, 1)
+    return _checked(files, base, n_NK, scale_NG)
+
+
+def _torchao(files: Checkpoint, base: str) -> _Integers:
+    n_NK = _integers_of(files, f"{base}._weight_qdata", torch.int8).to(torch.int16)
+    scale_NG = _by_row(files.read(f"{base}._weight_scale"), len(n_NK))
+    _check_groups(files, base, n_NK, scale_NG)
+    if f"{base}._weight_zero_point" in files:  # zeros, unless somebody has made others
+        z_NG = _by_row(files.read(f"{base}._weight_zero_point").to(torch.int16), len(n_NK))
+        _check_groups(files, base, n_NK, scale_NG, z_NG)
+        n_NK = n_NK - z_NG.repeat_interleave(n_NK.shape[1] // z_NG.shape[1], 1)
     return _checked(files, base, n_NK, scale_NG)
 
 

@@ -44,7 +44,7 @@ from torch_pi2.spec.method import LOSSY
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import Plan, weights_hash
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, declare, read_config
-from torch_pi2.store.gguf import SUFFIX as GGUF
+from torch_pi2.store.gguf_parts import gguf_in
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import weights_path
 from torch_pi2.store.trust import how_to_trust, remember, trusted
@@ -193,8 +193,9 @@ def load(
     read once, into the memory that they are computed from.
 
     Args:
-        folder: a Hugging Face checkpoint with a ``pi2/`` folder in it; or a GGUF file, which is imported (with
-            ``budget`` also packed) into the folder of caches first, once (docs/GGUF.md). Nothing is downloaded.
+        folder: a Hugging Face checkpoint with a ``pi2/`` folder in it; or a GGUF file, or a folder
+            with one, which is imported (with ``budget`` also packed) into the folder of caches first, once
+            (docs/GGUF.md). Nothing is downloaded.
         model: an instance to load into, for models that transformers cannot build (float weights only).
         trust_remote_code: passed to transformers, for checkpoints with modelling code of their own. Folders that were
             made on this machine of a model whose code ran then need it no more (:mod:`torch_pi2.store.trust`).
@@ -230,8 +231,8 @@ def load(
     """
     gpu_bytes = None if gpu_memory is None else checked_memory(gpu_memory)
     folder = Path(folder)
-    if folder.suffix == GGUF and not folder.is_dir():
-        folder = kept_import(folder, packed=budget is not None, progress=progress)
+    if (file := gguf_in(folder)) is not None:
+        folder = kept_import(file, packed=budget is not None, progress=progress)
     made = read_model(
         folder,
         model=model,

@@ -225,12 +225,17 @@ def text_of(args: argparse.Namespace, tokenizer: Any, tokens: int) -> str:
     """The text that ``--text`` names: a file, or ``stdlib`` and ``stdlib-heldout``, of which enough is taken."""
     if args.text in ("stdlib", "stdlib-heldout"):
         return stdlib_sample("train" if args.text == "stdlib" else "heldout", tokenizer, tokens)
+    return text_in(args.text, "--text")
+
+
+def text_in(path: str, option: str) -> str:
+    """Of the file that ``option`` names. Raises ConfigError."""
     try:
-        return Path(args.text).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         found = getattr(error, "strerror", None) or "bytes that are not UTF-8"
         raise ConfigError(
-            f"--text {args.text}", expected="a UTF-8 text file", found=found, fix="Check its name and encoding."
+            f"{option} {path}", expected="a UTF-8 text file", found=found, fix="Check its name and encoding."
         ) from error
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch_pi2.errors import ArtifactError
 from torch_pi2.export.manifest import MANIFEST_FILE
-from torch_pi2.store.gguf import SUFFIX as GGUF
+from torch_pi2.store.gguf_parts import gguf_in
 from torch_pi2.store.storefile import STORE_FILE
 from torch_pi2.store.weights import WEIGHTS_FILE
 
@@ -86,12 +86,12 @@ def check(args: argparse.Namespace) -> None:
     for path in given if isinstance(given, list) else [given]:
         if path is None:
             continue
-        if str(path).lower().endswith(GGUF) and os.path.isfile(path):
+        if (file := gguf_in(path)) is not None and file.is_file():
             raise ArtifactError(
                 f"torch-pi2 {verb} {path}",
                 expected=taken,
                 found="a GGUF file",
-                fix=f"Use: torch-pi2 import {path} --out DIR",
+                fix=f"Use: torch-pi2 import {file} --out DIR",
             )
         folder, kind, of = Path(path), kind_of(Path(path)), ""
         if kind is None and verb != "inspect":  # which takes a store's file
@@ -112,12 +112,13 @@ def _import(args: argparse.Namespace, name: str) -> None:
     """A GGUF file in the place of a folder: its import, made now or earlier."""
 
     def folder_of(given: str) -> str:
-        if not given.endswith(GGUF) or not os.path.isfile(given):
+        file = gguf_in(given)
+        if file is None or not file.is_file():
             return given
         from torch_pi2.checkpoint.gguf.kept import kept_import
 
         packed = getattr(args, "budget", None) is not None
-        return str(kept_import(Path(given), packed=packed, progress=not args.quiet))
+        return str(kept_import(file, packed=packed, progress=not args.quiet))
 
     given = getattr(args, name)
     setattr(args, name, [folder_of(one) for one in given] if isinstance(given, list) else folder_of(given))

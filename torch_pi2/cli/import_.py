@@ -1,9 +1,10 @@
-"""Import a quantised model, a GGUF file or a folder of GPTQ, AWQ or compressed-tensors, for every other command.
+"""Import a quantised model, a GGUF file or a folder, for every other command.
 
-Matrices keep their own precision, bit for bit, where a format of ours has it (of GGUF Q4_0, Q8_0, Q4_1, Q5_0, Q5_1,
-Q4_K, Q5_K, Q6_K); others are rounded again, and listed. The tokenizer and its chat template come along. Layers that can
-be sparse (ReLU) and experts become neurons; --neurons all makes all layers so, for `torch-pi2 pack` and models larger
-than memory.
+Folders are of GPTQ, AWQ, compressed-tensors or torchao (int8). Matrices keep their own precision, bit for bit, where a
+format of ours has it (of GGUF Q4_0, Q8_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, IQ4_NL); others are rounded again, and
+listed. The tokenizer and its chat template come along. Layers that can be sparse (ReLU) and experts become neurons;
+--neurons all makes all layers so, for `torch-pi2 pack` and models larger than memory. --predictors takes those of
+PowerInfer's files, and measures how much they find.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common
+from torch_pi2.errors import ConfigError
 from torch_pi2.formats import IMPORT_NEURONS
 
 EXAMPLE = "torch-pi2 import model-q4_k_m.gguf --out my-model"
+#: Of the standard library: more than the tokens that are read.
+_TEXT_BYTES = 1 << 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,15 +31,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="which feed-forward layers become neurons, and in what; auto: experts, and those that can be sparse",
     )
+    parser.add_argument(
+        "--predictors",
+        metavar="FILE|stdlib",
+        help="take the predictors of a PowerInfer file, too (lossy), measured on this UTF-8 text",
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2 import import_gguf, import_quantized
+    from torch_pi2.store.gguf_parts import gguf_in
 
     common.check_out(args.out)
-    of = import_quantized if args.source.is_dir() else import_gguf
-    report = of(args.source, args.out, neurons=args.neurons, progress=not args.quiet)
+    how = {"neurons": args.neurons, "progress": not args.quiet}
+    if not args.source.is_dir() or gguf_in(args.source) is not None:
+        report = import_gguf(args.source, args.out, predictors=_text(args.predictors), **how)
+    elif args.predictors is None:
+        report = import_quantized(args.source, args.out, **how)
+    else:
+        raise ConfigError("--predictors", expected="a GGUF file", found=f"folder {args.source}", fix="Leave it out.")
     return {"out": str(args.out), **report.to_json()}
+
+
+def _text(named: str | None) -> str | None:
+    from torch_pi2.profiling.text import stdlib_text
+
+    if named == "stdlib":
+        return stdlib_text("train", max_bytes=_TEXT_BYTES)
+    return None if named is None else common.text_in(named, "--predictors")
 
 
 def render(result: dict[str, Any]) -> str:
@@ -53,8 +76,13 @@ def render(result: dict[str, Any]) -> str:
         lines.append(f"{result['neurons']} layers are neurons now ({result['weights']}), {off}")
     if result["predictors"]:
         lines.append(
-            f"{result['predictors']} tensors of PowerInfer's predictors left out: they see what comes before the norm, "
-            "and nothing says how good they are; torch-pi2 fit makes others"
+            f"{result['predictors']} tensors of PowerInfer's predictors left out, as nothing says what they miss: the "
+            "exact gate misses nothing; --predictors TEXT takes them, and measures it"
+        )
+    if recall := result["recall"].values():
+        lines.append(
+            f"predictors of {len(recall)} layers (lossy) find {common.percent(sum(recall) / len(recall), 1)} of the "
+            f"neurons that fire, {common.percent(min(recall), 1)} in the worst layer; torch-pi2 inspect lists them"
         )
     if result["tokenizer"]:
         lines.append(f"no tokenizer: {result['tokenizer']}")

@@ -25,7 +25,7 @@ from typing import Any
 
 from torch_pi2.base.files import atomic_write, parse_json, read_text
 from torch_pi2.errors import ConfigError
-from torch_pi2.formats import FLOATS
+from torch_pi2.formats import FLOATS, FORMATS, GGML, formats_of
 from torch_pi2.machine.json import from_plain, later, limited, to_plain, wrong
 from torch_pi2.machine.reads import Reads, check_reads
 
@@ -241,7 +241,7 @@ class Hardware:
         """Microseconds of ``calls`` sparse FFN calls for ``batch`` tokens each, over so many bytes in all.
 
         Args:
-            kernel: one of ``KERNELS``.
+            kernel: one of ``KERNELS``; of other formats, those of GGUF files and neurons of two, see :func:`timed_as`.
             hot_bytes: of neurons that are neighbours. cold_bytes: of predicted ones, once
                 each however many tokens want it (exact gate: the rows after the gate of those that fire).
             macs: H for each row and token that wants it: gate and up of every token for which a neuron is hot or
@@ -391,6 +391,7 @@ class Hardware:
         return self._memo[key]
 
     def _lines(self, part: str, name: str, path: str, in_cache: bool) -> tuple[Line, ...]:
+        name = timed_as(name) if part == "kernels" else name
         for rates in (self.cached if in_cache else None, self.rates):
             found = getattr(rates, part).get(name) if rates is not None else None
             if found is not None:
@@ -403,6 +404,19 @@ class Hardware:
             found=repr(name),
             fix="Choose one of these, or measure again with this version: torch-pi2 doctor --measure.",
         )
+
+
+def timed_as(kernel: str) -> str:
+    """The kernel of :data:`KERNELS` whose time for a byte and a multiply-add is taken for that of ``kernel``.
+
+    Blocks of GGUF files are read at int4's speed for each byte (docs/RESULTS.md); those of more than five bits are
+    taken as int8. Of neurons of two formats gate and up decide.
+    """
+    weights, slash, activations = kernel.partition("/")
+    first = formats_of(weights)[0]
+    if first in GGML:
+        first = "int4" if FORMATS[first].bits <= 5 else "int8"
+    return first + slash + activations
 
 
 def _at(lines: Sequence[Line], tokens: float) -> Line:

@@ -66,7 +66,11 @@ def integers(w_NGk: torch.Tensor, scale_NG1: torch.Tensor, weights: str) -> torc
 
 def pack(w_NGk: torch.Tensor, scale_NG1: torch.Tensor, weights: str) -> torch.Tensor:
     """Quantised rows ``[N, row_bytes]`` of groups ``[N, G, 32]`` with the given scales, which float16 can hold."""
-    stored = integers(w_NGk, scale_NG1, weights).to(torch.int8)
+    return pack_integers(integers(w_NGk, scale_NG1, weights).to(torch.int8), scale_NG1, weights)
+
+
+def pack_integers(stored: torch.Tensor, scale_NG1: torch.Tensor, weights: str) -> torch.Tensor:
+    """As :func:`pack`, of the stored integers themselves, int8 ``[N, G, 32]``."""
     if weights == "int4":
         low, high = (stored + 8).view(torch.uint8).chunk(2, -1)
         stored_bytes = low | high << 4

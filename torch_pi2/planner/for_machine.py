@@ -69,7 +69,7 @@ def plan_for(
         CalibrationError: there are no statistics.
         ConfigError: the model is dense, no such hardware, a budget that cannot be met (the least that can is named), or
             settings that make no sense, ``min_recall`` with statistics that do not see what predictors miss among them.
-        UnsupportedModelError: neurons of two formats, of which no profile has kernels.
+        UnsupportedModelError: memory of an accelerator for neurons of two formats, which it cannot have.
     """
     parts = parts_of(model)
     found = stats or parts.stats or stored_stats(model)

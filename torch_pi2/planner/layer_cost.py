@@ -180,7 +180,7 @@ def layer_curve(
     theirs = hardware.accelerator
     if theirs is not None and (first_N.any() or theirs.holds_rest):
         bits = 8 * layer.neuron_bytes / (layer.rows * layer.hidden)
-        if theirs.holds_rest and tokens >= DENSE_FROM and layer.kernel.partition("/")[0] in QUANTIZED:
+        if theirs.holds_rest and tokens >= DENSE_FROM and layer.weights in QUANTIZED:
             bits += _DEQUANTISED_BITS
 
         def their_us(neurons: int) -> float:
@@ -227,7 +227,7 @@ class _Work(NamedTuple):
     @staticmethod
     def of(layer: LayerShape, tokens: float, hot_N: np.ndarray, first_N: np.ndarray) -> _Work:
         """See :func:`layer_curve`."""
-        of_h, size, row = sums(layer, tokens), layer.intermediate, layer.neuron_bytes / layer.rows
+        of_h, size, row = sums(layer, tokens), layer.intermediate, layer.first_row_bytes
         ours_N, cold_N = hot_N - first_N, (size - hot_N).astype(float)
         firsts = layer.rows - 1  # gate and up; up of a plain layer
         pairs_N = tokens * ours_N * firsts + of_h.hot_pairs_used[first_N] - of_h.hot_pairs_used[hot_N]
@@ -235,7 +235,7 @@ class _Work(NamedTuple):
             cold_bytes_N, gate_bytes_N = of_h.predicted[hot_N] * layer.neuron_bytes, np.zeros(len(hot_N))
             pairs_N = pairs_N + firsts * of_h.pairs_predicted[hot_N] + of_h.pairs_used[hot_N]
         else:
-            cold_bytes_N, gate_bytes_N = of_h.computed[hot_N] * firsts * row, cold_N * row
+            cold_bytes_N, gate_bytes_N = of_h.computed[hot_N] * (layer.neuron_bytes - row), cold_N * row
             rest_N = (firsts - 1) * of_h.pairs_computed[hot_N] + of_h.pairs_used[hot_N]
             pairs_N = pairs_N + of_h.pairs_predicted[hot_N] + rest_N
         numbers_N = np.zeros(len(hot_N))  # of the predictor

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from torch_pi2.decode.budget import activation_bytes, activation_sizes
-from torch_pi2.errors import ConfigError, UnsupportedModelError, check_made_from
-from torch_pi2.formats import FORMATS, OF_NEURONS
+from torch_pi2.errors import ConfigError, check_made_from
+from torch_pi2.formats import FORMATS, formats_of, has_two_formats, row_bytes
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
@@ -28,7 +28,7 @@ from torch_pi2.spec.method import PREDICTED, Method
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.store.budget import Budget, engine_bytes, kv_bytes, piece_tokens, place_bytes
-from torch_pi2.store.storefile import StoreReader
+from torch_pi2.store.storefile import StoreReader, format_fields
 from torch_pi2.store.superblock import LayerEntry, slot_bytes
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class LayerShape:
         key: of the site. hidden, intermediate, rows: H, I, and rows of H numbers a neuron (3 gated, 2 plain).
         neuron_bytes: of a neuron in memory. slot_bytes: of ``cluster`` of them in the cache of a store, which is what
             is read for them. stored_bytes: from one slot to the next in the file (0: as ``pack`` aligns them).
-        kernel: ``weights/activations``, such as ``int4/int8`` or ``bfloat16/float``.
+        kernel: ``weights/activations``, such as ``int4/int8``, ``bfloat16/float`` or ``q4_k+int8/float``.
         method: of ``spec.method.METHODS``. exact_zeros: what does not fire adds exactly zero, and its down
             row is not read (activations of the ReLU family).
         predictor: of :data:`torch_pi2.machine.hardware.PREDICTORS`, or None. rank: of a low-rank one.
@@ -97,6 +97,18 @@ class LayerShape:
         return self._kept[name]
 
     @property
+    def weights(self) -> str:
+        """Their format, or the two."""
+        return self.kernel.partition("/")[0]
+
+    @property
+    def first_row_bytes(self) -> int:
+        """Of a gate row (of a plain layer, of an up row)."""
+        if has_two_formats(self.weights):
+            return row_bytes(formats_of(self.weights)[0], self.hidden)
+        return self.neuron_bytes // self.rows
+
+    @property
     def slots(self) -> int:
         """Of a store."""
         return -(-self.intermediate // self.cluster)
@@ -113,12 +125,10 @@ class LayerShape:
 
     def entry(self, layer: int) -> LayerEntry:
         """What a store's superblock says of it (offsets are 0)."""
-        row = self.neuron_bytes // self.rows
-        code = FORMATS[self.kernel.partition("/")[0]].code
-        return LayerEntry(
-            0, 0, self.intermediate, self.hidden, self.rows, code, self.file_slot_bytes, row, self.base_hot, layer,
-            self.cluster,
-        )  # fmt: skip
+        fields = format_fields(self.weights, self.hidden) | {"row_bytes": self.first_row_bytes}
+        place = {"slots": 0, "checks": 0, "slot_bytes": self.file_slot_bytes, "cluster": self.cluster}
+        sizes = {"neurons": self.intermediate, "hidden": self.hidden, "rows": self.rows}
+        return LayerEntry(**place, **sizes, **fields, n_hot=self.base_hot, layer=layer)
 
     def frequency(self, batch: float = 1) -> np.ndarray:
         """Float64 ``[I]``: how often a neuron fires for at least one of ``batch`` tokens of different sequences.
@@ -212,7 +222,8 @@ class ModelShape:
     def of(model: nn.Module, stats: ActivationStats, plan: Plan, *, compiled: bool = True) -> ModelShape:
         """The shape of an optimised model, in memory or over a store.
 
-        Linear layers other than FFNs and the head are divided evenly among its blocks.
+        Linear layers other than FFNs and the head are divided evenly among its blocks. What a profile has no kernels
+        for is timed as :func:`torch_pi2.machine.hardware.timed_as` says.
 
         Args:
             stats: of the model (profiled, or watched while it ran).
@@ -221,8 +232,7 @@ class ModelShape:
 
         Raises:
             ConfigError: no optimised model, or not with this plan; no statistics of a layer.
-            StaleArtifactError: statistics of other weights. UnsupportedModelError: neurons of two formats, of which no
-                hardware profile has kernels.
+            StaleArtifactError: statistics of other weights.
         """
         check_made_from(
             "statistics to plan with", stats.model_hash, plan.model_hash, "those of FFN weights", "Profile this model."
@@ -318,13 +328,6 @@ class _Reading:
     def _layer(self, layer: LayerPlan, chosen: float) -> LayerShape:
         site, part = layer.site, self.parts[layer.site.key]
         kind = format_name(part.weights, part.dtype)
-        if kind not in OF_NEURONS:
-            raise UnsupportedModelError(
-                f"a plan for a machine, of {site.key}",
-                expected=f"neurons of one format, whose kernels a hardware profile has: {', '.join(OF_NEURONS)}",
-                found=kind,
-                fix="Use the model without such a plan, or import its file with neurons='int8'.",
-            )
         entry = self.entries.get(site.key)
         neuron_bytes = (
             entry.neuron_bytes if entry else part.neuron_rows[0].nbytes if not part.neuron_rows.is_meta else 0

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch_pi2.errors import ConfigError
+from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.formats import has_two_formats
 from torch_pi2.planner.choices import Choice, resident_counts
 from torch_pi2.planner.cost import Cost, step_cost
 from torch_pi2.planner.drive import offload_settings
@@ -130,7 +131,7 @@ class Task:
 
 
 def check(task: Task) -> None:
-    """Raises ConfigError: nothing that is planned for could run, or no setting meets it."""
+    """Raises ConfigError: nothing that is planned for could run, or no setting meets it. UnsupportedModelError."""
     _check_numbers(task)
     if task.budget_bytes is not None and task.budget_bytes < task.smallest():
         least = task.smallest()
@@ -147,6 +148,14 @@ def check(task: Task) -> None:
             expected=f"at most {theirs.memory_bytes} bytes, which {theirs.name} has" if theirs else "0 bytes",
             found="more" if theirs else f"{task.hardware.name}, which has no accelerator",
             fix="Give it less, or leave it out.",
+        )
+    two = next((layer for layer in task.shape.layers if has_two_formats(layer.weights)), None)
+    if task.accelerator_bytes and two is not None:
+        raise UnsupportedModelError(
+            f"accelerator memory for {two.key}",
+            expected="neurons of one format",
+            found=two.weights,
+            fix="Leave it out, or import the model's file with neurons='int8'.",
         )
     _check_memory(task)
 

@@ -83,7 +83,8 @@ def solve(
 
     Raises:
         ConfigError: a budget that cannot be met, with the smallest that can; a recall that cannot be reached, with the
-            highest that can; or settings that make no sense.
+            highest that can; or settings that make no sense. UnsupportedModelError: an accelerator for neurons of two
+            formats.
     """
     best: tuple[float, Task, HardwarePlan] | None = None
     for cluster in clusters or (shape.layers[0].cluster,):

@@ -20,10 +20,10 @@ from torch_pi2.rewrite.skeleton import skeleton
 from torch_pi2.spec.method import Method
 from torch_pi2.spec.site import FFNSite
 from torch_pi2.store.folder import quantised_by, read_config
-from torch_pi2.store.gguf import SUFFIX as GGUF
+from torch_pi2.store.gguf_parts import gguf_in
 
 #: Checkpoints of others that :func:`torch_pi2.import_quantized` takes.
-_IMPORTED = ("gptq", "awq", "compressed-tensors")
+_IMPORTED = ("gptq", "awq", "compressed-tensors", "torchao")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def supported(
     """
     others = ""
     if not isinstance(model, nn.Module):
-        if Path(model).suffix == GGUF and not os.path.isdir(model):
+        if gguf_in(model) is not None:
             raise ArtifactError(
                 f"supported({model})",
                 expected="a model, or the folder of a Hugging Face checkpoint",

@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_map_only
 from torch_pi2.base.fields import argument
 from torch_pi2.errors import CalibrationError
 from torch_pi2.ops.dtypes import dtype_name
+from torch_pi2.spec.config import Config
+from torch_pi2.store.tokenizer import tokenizer_of
 
 #: Fewer real tokens than this say nothing about a neuron's frequency; calibration refuses them.
 MIN_TOKENS = 64
@@ -127,6 +129,25 @@ def batches(
             found=f"{total} tokens" if total else "none",
             fix="Pass more text; torch_pi2.profiling.text.stdlib_text('train') needs no download.",
         )
+
+
+def calibration_batches(model: nn.Module, data: Any, tokenizer: Any, config: Config) -> list[Batch]:
+    """About ``config.calibration_tokens`` tokens of ``data``, as batches that can be read more than once.
+
+    A batch whose tokens cannot be told counts as a full one, so that an endless stream ends. Text without ``tokenizer``
+    is read with the one beside the model's weights.
+    """
+    text = data[0] if isinstance(data, list | tuple) and data else data
+    if tokenizer is None and isinstance(text, str):
+        tokenizer = tokenizer_of(model, None, "calibration text", CalibrationError)
+    kept: list[Batch] = []
+    tokens = 0
+    for batch in batches(data, tokenizer=tokenizer, batch_size=config.batch_size, seq_len=config.seq_len):
+        kept.append(batch)
+        tokens += batch.n_tokens or config.batch_size * config.seq_len
+        if tokens >= config.calibration_tokens:
+            break
+    return kept
 
 
 def _normalise(data: Any, tokenizer: Any, batch_size: int, seq_len: int) -> Iterator[Batch]:

@@ -123,7 +123,7 @@ def check_float(folder: Path, config: Mapping[str, Any]) -> None:
             f"weights of {folder}",
             expected="floats",
             found=f"what {shown(method)} has quantised",
-            fix="Take the float checkpoint, or torch_pi2.import_quantized (gptq, awq, compressed-tensors).",
+            fix="Take the float checkpoint, or torch_pi2.import_quantized (gptq, awq, compressed-tensors, torchao).",
         )
 
 

@@ -23,6 +23,9 @@ from torch_pi2.base.units import size as shown_size
 from torch_pi2.errors import ArtifactError
 
 SUFFIX = ".gguf"
+MAGIC = b"GGUF"
+#: PowerInfer's, of files that are the same but for it.
+_POWERINFER = b"PWRI"
 _EXPECTED, _FIX = "a whole GGUF file", "Get it again from where it comes from."
 
 
@@ -128,7 +131,7 @@ class GgufFile:
     """A GGUF file, open: its header, checked, and its tensors by row. Close it, or use it as a context manager.
 
     Attributes:
-        path: of the file. version: 2 or 3. size: bytes of the file.
+        path: of the file. magic: its first bytes. version: 2 or 3. size: bytes of the file.
         metadata: name -> number, bool, text, or :class:`GgufArray`.
         tensors: name -> :class:`GgufTensor`.
 
@@ -230,12 +233,12 @@ class GgufFile:
             self._damaged(f"{what} that is not UTF-8")
 
     def _read_header(self) -> None:
-        magic = self._take(min(4, self.size))
-        if magic != b"GGUF":
+        self.magic = self._take(min(4, self.size))
+        if self.magic not in (MAGIC, _POWERINFER):
             raise ArtifactError(
                 str(self.path),
                 expected="a GGUF file",
-                found=f"one that begins with {magic!r}",
+                found=f"one that begins with {self.magic!r}",
                 fix="Check the file's name.",
             )
         self.version = self._u32()

@@ -10,12 +10,34 @@ import torch
 
 from torch_pi2.base.fields import shown
 from torch_pi2.errors import ArtifactError
-from torch_pi2.store.gguf import GgufFile
+from torch_pi2.store.gguf import SUFFIX, GgufFile
 
-_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.DOTALL | re.IGNORECASE)
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 #: Of a name: five digits.
 _MOST_PARTS = 99_999
+
+
+def gguf_in(path: str | Path) -> Path | None:
+    """The GGUF file that ``path`` names, or that is in a folder of no other checkpoint (of parts the first).
+
+    None: there is none. Raises ArtifactError: several models are in the folder.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return path if path.suffix.lower() == SUFFIX else None
+    found: dict[str, Path] = {}
+    for file in [] if (path / "config.json").exists() else sorted(path.glob("*")):
+        if file.suffix.lower() == SUFFIX and file.is_file():
+            part = _NAME.fullmatch(file.name)
+            found.setdefault(part["stem"] if part else file.name, file)
+    if len(found) > 1:
+        names = [file.name for file in found.values()]
+        more = f" and {len(names) - 3} others" if len(names) > 3 else ""
+        raise ArtifactError(
+            str(path), expected="one GGUF model", found=", ".join(names[:3]) + more, fix="Name the file that is meant."
+        )
+    return next(iter(found.values()), None)
 
 
 class GgufModel(GgufFile):
@@ -86,7 +108,8 @@ class GgufModel(GgufFile):
                 "others are found",
                 self.path.name,
             )
-        return [self.path.with_name(f"{found['stem']}-{one:05}-of-{count:05}.gguf") for one in range(1, count + 1)]
+        stem, suffix = found["stem"], found["suffix"]
+        return [self.path.with_name(f"{stem}-{one:05}-of-{count:05}{suffix}") for one in range(1, count + 1)]
 
     def _open(self, path: Path, number: int) -> GgufFile:
         if not path.exists():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.gguf.families import configuration
+from torch_pi2.checkpoint.gguf.predictors import take_predictors
 from torch_pi2.checkpoint.gguf.source import GgufCheckpoint
 from torch_pi2.checkpoint.gguf.tokenizer import write_tokenizer
 from torch_pi2.checkpoint.importing import ImportReport, write_imported
@@ -17,6 +19,7 @@ from torch_pi2.errors import UnsupportedModelError, check_choice
 from torch_pi2.formats import IMPORT_NEURONS
 from torch_pi2.ops import load as load_library
 from torch_pi2.store.folder import check_replaceable
+from torch_pi2.store.gguf_parts import gguf_in
 
 
 @checked
@@ -26,32 +29,40 @@ def import_gguf(
     folder: str | Path,
     *,
     neurons: str = "auto",
+    predictors: Any = None,
     progress: bool = False,
 ) -> ImportReport:
     """Write the model of a GGUF file to ``folder``, for :func:`torch_pi2.load`, ``pack`` and the rest.
 
     Linear layers and the embedding keep the file's rows bit for bit where the type is Q4_0, Q8_0, Q4_1, Q5_0, Q5_1,
-    Q4_K, Q5_K or Q6_K; other types are rounded again, to int4 if they have fewer than four bits a weight, else to int8,
-    and the report says so. Feed-forward layers are such linear layers, too, unless they become neurons, which have a
-    row of gate and up and a column of down together: gate and up are then kept as well (Q4_1 to Q6_K: down is int8
-    then; Q4_0, Q8_0: it has their format), down is always rounded again, but of PowerInfer's files, where it lies
-    neuron by neuron (their predictors are left out: the exact gate needs none, :func:`torch_pi2.fit` makes others).
-    Where gate and up have no such type in common, they are rounded, too: to int8 if other layers keep theirs, else to
-    int4 if the file has fewer than six bits a weight there, else to int8. Rows are read some at a time.
+    Q4_K, Q5_K or Q6_K, and its numbers where it is IQ4_NL; other types are rounded again, to int4 if they have fewer
+    than four bits a weight, else to int8, and the report says so. Feed-forward layers are such linear layers, too,
+    unless they become neurons, which have a row of gate and up and a column of down together: gate and up are then kept
+    as well where they are Q4_0 to Q6_K (``int4+int8``, ``q4_k+int8``) or Q8_0 (``int8``); down is always rounded again,
+    to int8, but of PowerInfer's files, where it lies neuron by neuron. Where gate and up have no such type in common,
+    they are rounded, too: to int8 if other layers keep theirs, else to int4 if the file has fewer than six bits a
+    weight there, else to int8. Rows are read some at a time.
 
     Args:
-        file: of a model in several (``model-00001-of-00003.gguf``) any of them, with the others beside it.
+        file: of a model in several (``model-00001-of-00003.gguf``) any of them, with the others beside it; or a folder
+            with one model.
         neurons: ``auto``: experts, and layers whose activation gives zeros (ReLU); none of other layers. ``all``: all
-            layers, as a neuron store and thresholds need them; ``int4`` or ``int8``: all, in this format throughout.
+            layers, as a neuron store and thresholds need them; ``int4`` or ``int8``: all, in this format throughout
+            (GPUs and bundles read no other; ``int4`` of a Q4_0 file is smaller, and rounds down by some 8 %).
             ``none``: none; experts are refused then.
+        predictors: text (a str, a list of them, or token ids ``[N, T]``) on which the recall of a PowerInfer file's
+            predictors is measured, some 2,000 tokens. They decide then which neurons are computed (lossy). None: they
+            are left out, and the exact gate, which misses nothing, decides.
 
     Raises:
         ArtifactError: damage, or ``folder`` cannot be written. UnsupportedModelError: an architecture, or something in
-            it, that is not known. ConfigError: another ``neurons``. LibraryMissingError: no transformers, or no gguf.
+            it, that is not known; or no predictors of which ours can say the same (docs/GGUF.md). ConfigError: another
+            ``neurons``. CalibrationError: too little text, or no tokenizer to read it with. LibraryMissingError: no
+            transformers, or no gguf.
     """
     check_choice("import_gguf(neurons=...)", neurons, IMPORT_NEURONS, "Choose one of these.")
     load_library()
-    file, folder = Path(file), Path(folder).resolve()
+    file, folder = gguf_in(file) or Path(file), Path(folder).resolve()
     check_replaceable(folder)
     start = time.perf_counter()
     with GgufCheckpoint(file) as checkpoint, replacing_folder(folder) as staging:
@@ -59,7 +70,11 @@ def import_gguf(
         _write_config(checkpoint, staging)
         tokenizer = write_tokenizer(checkpoint.file, staging)
         report = write_imported(checkpoint, staging, neurons, progress)
-        report.tokenizer, report.predictors = tokenizer, len(checkpoint.predictors())
+        report.tokenizer = tokenizer
+        if predictors is None:
+            report.predictors = len(checkpoint.predictors())
+        else:
+            report.recall = take_predictors(checkpoint, staging, predictors, progress)
     report.seconds = time.perf_counter() - start
     return report
 

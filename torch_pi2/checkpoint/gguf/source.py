@@ -14,13 +14,15 @@ from torch_pi2.base.tensorfile import Spec
 from torch_pi2.checkpoint.gguf.families import Family, family_of, rows_in_file, said_number
 from torch_pi2.errors import ArtifactError, NonFiniteError
 from torch_pi2.formats import ROWS
-from torch_pi2.store.gguf import GgufTensor
+from torch_pi2.store.gguf import GgufTensor, TensorType
 from torch_pi2.store.gguf_parts import GgufModel
 from torch_pi2.store.names import expert_matrix
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-#: Types whose rows are ours but for the place of the scales.
-_SPLIT = {"Q4_0": "int4", "Q8_0": "int8"}
+#: Types whose numbers are ours: rows too, but for the place of the scales, or integers that nibbles stand for.
+_SPLIT = {"Q4_0": "int4", "Q8_0": "int8", "IQ4_NL": "int8"}
+#: What the sixteen nibbles of IQ4_NL stand for.
+_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 #: What a file may have that no model has under a name of its own.
 _USED_ELSEWHERE = ("rope_freqs.weight",)
 _SCALE_BYTES = 2
@@ -32,10 +34,16 @@ def own_format(type_name: str) -> str | None:
     return found if found in ROWS else None
 
 
-def split_scales(rows: torch.Tensor, block_bytes: int) -> torch.Tensor:
-    """Blocks of a float16 scale and integers as a row of ours: all integers, then all scales. Moves bytes only."""
-    blocks = rows.unflatten(1, (-1, block_bytes))
-    return torch.cat((blocks[..., _SCALE_BYTES:].flatten(1), blocks[..., :_SCALE_BYTES].flatten(1)), 1)
+def own_rows(rows: torch.Tensor, of: TensorType) -> torch.Tensor:
+    """Rows of a type that has an :func:`own_format`, in that: of blocks all integers, then all scales."""
+    if of.name not in _SPLIT:
+        return rows
+    blocks = rows.unflatten(1, (-1, of.block_bytes))
+    scales, integers = blocks[..., :_SCALE_BYTES], blocks[..., _SCALE_BYTES:]
+    if of.name == "IQ4_NL":
+        nibbles = torch.cat((integers & 15, integers >> 4), -1)
+        integers = torch.tensor(_LEVELS, dtype=torch.int8)[nibbles.int()].view(torch.uint8)
+    return torch.cat((integers.flatten(1), scales.flatten(1)), 1)
 
 
 def gguf_package() -> Any:
@@ -173,7 +181,7 @@ class GgufCheckpoint:
         tensor, _, _ = self._tensor(name)
         rows = self.rows(name, start, stop)
         _check_scales(rows, tensor)
-        return split_scales(rows, tensor.type.block_bytes) if tensor.type.name in _SPLIT else rows
+        return own_rows(rows, tensor.type)
 
     def _order(self, tensor: GgufTensor) -> torch.Tensor | None:
         """Which row of the file each row of the model is; None: the same."""
@@ -233,6 +241,12 @@ class GgufCheckpoint:
         """Tensors that nobody has asked for."""
         return sorted(set(self.file.tensors) - self.used - set(self.predictors()))
 
+    def predictor(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The matrices of a block's predictor, float32: ``[r, H]`` and ``[I, r]``. Raises ArtifactError: not there."""
+        found = [self.file.tensor(f"blk.{block}.fc{part}.weight") for part in (1, 2)]
+        first, second = (_values(self.file.read_rows(t.name, 0, t.rows), t).float() for t in found)
+        return first, second
+
     def predictors(self) -> list[str]:
         """Tensors of PowerInfer's predictors, which see another input than ours (before the norm)."""
         found = [name for name in self.file.tensors if re.fullmatch(r"blk\.\d+\.fc[12]\.weight", name)]
@@ -240,7 +254,7 @@ class GgufCheckpoint:
 
 
 #: Type -> where the float16 scales are in a block.
-_SCALES = {"Q4_0": (0, 2), "Q8_0": (0, 2), "Q5_0": (0, 2), "Q4_1": (0, 4), "Q5_1": (0, 4)}
+_SCALES = dict.fromkeys(("Q4_0", "Q8_0", "IQ4_NL", "Q5_0"), (0, 2)) | {"Q4_1": (0, 4), "Q5_1": (0, 4)}
 _SCALES |= {"Q4_K": (0, 4), "Q5_K": (0, 4), "Q6_K": (208, 210)}
 
 
@@ -268,8 +282,7 @@ def _values(rows: torch.Tensor, tensor: GgufTensor) -> torch.Tensor:
     if name in _FLOATS:
         return _check_finite(rows.view(_FLOATS[name]), tensor.name)
     if (own := own_format(name)) is not None:
-        mine = split_scales(rows, tensor.type.block_bytes) if name in _SPLIT else rows
-        values: torch.Tensor = torch.ops.pi2.dequantize(mine, own, tensor.columns, torch.float32)
+        values: torch.Tensor = torch.ops.pi2.dequantize(own_rows(rows, tensor.type), own, tensor.columns, torch.float32)
         return values
     gguf = gguf_package()
     try:

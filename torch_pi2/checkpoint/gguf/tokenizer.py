@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.fields import shown
 from torch_pi2.base.reading import parse, read_bytes
-from torch_pi2.store.gguf import GgufArray, GgufFile
+from torch_pi2.store.gguf import MAGIC, GgufArray, GgufFile
 
 #: ``tokenizer.ggml.pre`` of byte-level vocabularies that are split as GPT-2 does.
 _GPT2 = "gpt-2"
@@ -39,7 +42,8 @@ def write_tokenizer(file: GgufFile, folder: Path) -> str:
         from transformers import PreTrainedTokenizerFast
         from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 
-        arch, said, about = get_gguf_tokenizer(str(file.path))
+        with _readable(file, folder) as path:
+            arch, said, about = get_gguf_tokenizer(str(path))
         made, more = convert_gguf_tokenizer(arch, said)
         if model == "llama" and not gemma:
             _as_llama_cpp_splits(made, file.metadata.get("tokenizer.ggml.add_space_prefix") is not False)
@@ -47,6 +51,23 @@ def write_tokenizer(file: GgufFile, folder: Path) -> str:
     except Exception as error:  # transformers and tokenizers raise many types
         return f"transformers cannot read it: {' '.join(str(error).split())[:200]}"
     return ""
+
+
+@contextmanager
+def _readable(file: GgufFile, folder: Path) -> Iterator[Path]:
+    """What transformers reads: the file, or of one that begins otherwise its header in ``folder``, before nothing."""
+    if file.magic == MAGIC:
+        yield file.path
+        return
+    copy = folder / "header.gguf"
+    with open(file.path, "rb") as whole:
+        header = whole.read(min(tensor.start for tensor in file.tensors.values()))
+    copy.write_bytes(MAGIC + header[len(MAGIC) :])
+    os.truncate(copy, file.size)  # tensors are holes, which take no room
+    try:
+        yield copy
+    finally:
+        copy.unlink()
 
 
 def _as_llama_cpp_splits(tokenizer: Any, prefix: bool) -> None:

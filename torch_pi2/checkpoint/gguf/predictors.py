@@ -1,0 +1,139 @@
+"""PowerInfer's predictors in a GGUF file, as low-rank ones of ours, with a recall that was measured on the user's text.
+
+A block has two matrices, ``fc1`` and ``fc2``: neuron i is computed if ``(fc2 relu(fc1 x))_i`` is at least
+``powerinfer.sparse_threshold`` (https://github.com/SJTU-IPADS/PowerInfer, ``llm_build_ffn_sparse`` in llama.cpp). x is
+the hidden state *before* the norm of the feed-forward layer, which ours do not see: they see ``norm.weight * x /
+rms(x)``. With ``fc1 / norm.weight`` in place of ``fc1`` their score is the other divided by ``rms(x)``, as ReLU leaves
+positive factors alone: the same neurons where the threshold is 0. Where it is not, ours cannot say the same.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_pi2.base.evaluating import evaluating
+from torch_pi2.base.progress import bar
+from torch_pi2.checkpoint.gguf.source import GgufCheckpoint
+from torch_pi2.checkpoint.sparse import load_sparse
+from torch_pi2.errors import ArtifactError, UnsupportedModelError
+from torch_pi2.fitting.train import measure
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.ops.quantized import quantize
+from torch_pi2.ops.rows import row_of_neurons
+from torch_pi2.predict.file import save_predictors
+from torch_pi2.predict.lowrank_rows import LowRankRows
+from torch_pi2.profiling.data import Batch, calibration_batches
+from torch_pi2.profiling.firing import real_tokens
+from torch_pi2.profiling.samples import Samples
+from torch_pi2.spec.config import Config
+from torch_pi2.spec.method import Method
+from torch_pi2.spec.plan import Plan
+from torch_pi2.spec.site import FFNSite
+from torch_pi2.spec.stats import pack_bits
+from torch_pi2.store.folder import PI2_FOLDER
+
+#: On which recall is measured: thousands of pairs of a token and a neuron for each of a layer's.
+_TOKENS = 2048
+_FORMAT = "int8"
+
+
+def take_predictors(checkpoint: GgufCheckpoint, folder: Path, data: Any, progress: bool) -> dict[str, float]:
+    """Write the file's predictors into ``folder``, where it was imported to, and a plan whose layers ask them.
+
+    Args:
+        data: of :func:`torch_pi2.profiling.data.batches`; text is read with the folder's tokenizer. What fires on it
+            is compared with what they say.
+
+    Returns:
+        Key of a layer -> recall: the share of its firing neurons that are predicted.
+
+    Raises:
+        UnsupportedModelError: there are none, or ours cannot say the same. ArtifactError: some are missing, or of other
+            sizes. CalibrationError: ``data`` is too little, or text without a tokenizer.
+    """
+    pi2 = folder / PI2_FOLDER
+    plan = Plan.load(pi2)
+    _check_there(checkpoint, plan)
+    predictors = {layer.site.key: _predictor(checkpoint, layer.site) for layer in plan.layers}
+    how: dict[str, Any] = {"dtype": None, "trust_remote_code": False, "int8_activations": False, "progress": progress}
+    model = load_sparse(folder, pi2, plan, {}, **how)
+    text = calibration_batches(model, data, None, Config(calibration_tokens=_TOKENS))
+    samples = _samples(model, text, progress)
+    layers = []
+    for layer in plan.layers:
+        predictor = predictors[layer.site.key]
+        predictor.card = measure(predictor, samples[layer.site.key], layer.site)
+        layers.append(replace(layer, method=Method.LOWRANK, expected_active=predictor.card.predicted_active))
+    save_predictors(pi2, predictors, plan.model_hash)
+    replace(plan, layers=layers).save(pi2)
+    return {key: predictor.card.recall for key, predictor in predictors.items() if predictor.card}
+
+
+def _check_there(checkpoint: GgufCheckpoint, plan: Plan) -> None:
+    """Raises UnsupportedModelError."""
+    threshold = checkpoint.file.metadata.get("powerinfer.sparse_threshold", 0)
+    found = ""
+    if not checkpoint.predictors():
+        found = "no blk.0.fc1.weight"
+    elif threshold != 0:
+        found = f"powerinfer.sparse_threshold {threshold}, which is for the input before the norm"
+    if found:
+        raise UnsupportedModelError(
+            f"import_gguf(predictors=...) of {checkpoint.folder}",
+            expected="PowerInfer's predictors, with a threshold of 0",
+            found=found,
+            fix="Leave predictors out: the exact gate needs none.",
+        )
+
+
+def _predictor(checkpoint: GgufCheckpoint, site: FFNSite) -> LowRankRows:
+    fc1_rH, fc2_Ir = checkpoint.predictor(site.layer)
+    if fc1_rH.shape[1] != site.hidden or fc2_Ir.shape != (site.intermediate, len(fc1_rH)):
+        raise ArtifactError(
+            f"predictor of block {site.layer} in {checkpoint.folder}",
+            expected=f"fc1 [r, {site.hidden}] and fc2 [{site.intermediate}, r]",
+            found=f"{list(fc1_rH.shape)} and {list(fc2_Ir.shape)}",
+            fix="Get the file again.",
+        )
+    norm_H = checkpoint.read(f"model.layers.{site.layer}.post_attention_layernorm.weight").float()
+    if zeros := int((norm_H == 0).sum()):
+        raise UnsupportedModelError(
+            f"predictor of block {site.layer} in {checkpoint.folder}",
+            expected="a norm that lets every number through",
+            found=f"{zeros} of its {site.hidden} weights are 0, and what the predictor saw there is lost",
+            fix="Leave predictors out: the exact gate needs none.",
+        )
+    a, b = (quantize(f"predictor of block {site.layer}", w, _FORMAT) for w in (fc1_rH / norm_H, fc2_Ir))
+    return LowRankRows(a, b, torch.zeros(site.intermediate), _FORMAT, site.hidden)
+
+
+def _samples(model: Any, text: list[Batch], progress: bool) -> dict[str, Samples]:
+    """What each layer sees of ``text``, and which of its neurons fire: their gates are computed again, all of them."""
+    seen: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+    batch = text[0]
+
+    def look(layer: SparseFFN, args: tuple[torch.Tensor, ...]) -> None:
+        site = layer.site
+        x_TH = args[0].reshape(-1, site.hidden)
+        x_TH = x_TH[real_tokens(site.key, batch, len(x_TH))[0]]
+        rows, kind = row_of_neurons(layer.neuron_rows, 0, layer.weights, site.hidden)
+        gate_TI = torch.ops.pi2.linear(x_TH.float(), rows.contiguous(), None, kind, False)
+        seen[site.key].append((x_TH, pack_bits(ACTIVATIONS[site.activation](gate_TI) != 0)))
+
+    sizes = {layer.site.key: layer.site.intermediate for layer in sparse_layers(model)}
+    for layer in sparse_layers(model):
+        layer.register_forward_pre_hook(look)
+    with evaluating(model):
+        for batch in bar(text, "predictors", progress, unit="batch"):
+            batch.call(model)
+    return {
+        key: Samples(torch.cat([x for x, _ in parts]), torch.cat([bits for _, bits in parts]), sizes[key])
+        for key, parts in seen.items()
+    }
