@@ -441,6 +441,15 @@ def test_what_is_refused(make: Any, settings: Any, error: type[Pi2Error], messag
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_of_a_generation_config_is_not_applied_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = optimized()
+    model.generation_config.no_repeat_ngram_size = 2
+    model.generation_config.repetition_penalty = 1.5  # is
+    torch_pi2.export(model, tmp_path / "b", max_tokens=8, batches=(1,))
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("export: ")]
+    assert said == ["export: generation_config.json has no_repeat_ngram_size, which bundles do not apply"]
+
+
 def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"name": "my web page"}')
     (tmp_path / "letter.txt").write_text("dear")
