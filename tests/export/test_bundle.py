@@ -541,6 +541,8 @@ def test_a_module_runs_over_its_store(module: Path, layer: pte.Layer) -> None:
                 opened(wrong)
         with pytest.raises(ShapeError, match=r"forward: expected 1 inputs, found 2"):
             opened(x, x)
+        with pytest.raises(DtypeError, match=r"forward, input 0: expected a tensor, found list\. "):
+            opened(x.tolist())
         with pytest.raises(ConfigError, match=r"generate of .*: expected a bundle of kind decoder, found module"):
             opened.generate([1])
         assert torch.equal(opened(x), layer(x))

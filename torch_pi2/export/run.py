@@ -210,8 +210,10 @@ class Bundle:
             self._tokenizer = load_tokenizer(self.folder)
         return self._tokenizer
 
-    def __call__(self, *args: torch.Tensor) -> Any:
+    def __call__(self, *args: torch.Tensor | float) -> Any:
         """Of kind "module": outputs for these inputs, one tensor or a tuple.
+
+        Numbers of the example are inputs, too, and have to be the same.
 
         Raises:
             ConfigError: the bundle is a decoder. ShapeError, DtypeError: the inputs are not as when it was exported.
@@ -475,7 +477,7 @@ class Bundle:
         logits_N1V = self._call(f"decode_b{batch}", ids_N1.contiguous(), positions_N1.contiguous())[0]
         return _finite(logits_N1V[:, 0], list(lanes))
 
-    def _call(self, name: str, *args: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _call(self, name: str, *args: torch.Tensor | float) -> Sequence[torch.Tensor]:
         """Outputs of a method. Raises ShapeError, DtypeError: for what it does not take; ArtifactError: it fails."""
         with self._using:
             method = self._load(name)
@@ -594,14 +596,20 @@ def _check_count(name: str, count: object, lanes: int) -> None:
         raise ConfigError(name, expected=expected, found=str(count), fix="Correct it.")
 
 
-def _check_inputs(where: str, metadata: Any, args: Sequence[torch.Tensor]) -> None:
+def _check_inputs(where: str, metadata: Any, args: Sequence[torch.Tensor | float]) -> None:
     """ExecuTorch's own message for wrong inputs is a number."""
     if len(args) != metadata.num_inputs():
         raise ShapeError(
             where, expected=f"{metadata.num_inputs()} inputs", found=str(len(args)), fix="Pass what was exported."
         )
     for i, given in enumerate(args):
-        about = metadata.input_tensor_meta(i)
+        try:
+            about = metadata.input_tensor_meta(i)
+        except IndexError:  # a number of the example, which ExecuTorch compares
+            continue
+        if not isinstance(given, torch.Tensor):
+            found = type(given).__name__
+            raise DtypeError(f"{where}, input {i}", expected="a tensor", found=found, fix="Convert it.")
         most, dtype = tuple(about.sizes()), _DTYPES.get(about.dtype())
         if dtype is not None and given.dtype != dtype:
             raise DtypeError(f"{where}, input {i}", expected=str(dtype), found=str(given.dtype), fix="Convert it.")
