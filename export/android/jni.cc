@@ -115,7 +115,7 @@ JNIEXPORT jbyteArray JNICALL Java_org_torchpi2_Bundle_generate(JNIEnv* env, jcla
   return guarded<jbyteArray>(env, bundle, nullptr, [&]() -> jbyteArray {
     const auto* open = reinterpret_cast<const Open*>(handle);
     const Listener listener(env, object);
-    const Json line = pi2::runner::parse_json(bytes_of(env, request), "request", pi2::runner::kCorrectRequest);
+    const Json line = pi2::runner::parse_request(bytes_of(env, request));
     Options options = pi2::runner::request_of(line, open->options);
     bool stopped = false;
     options.request.stopped = [&] { return stopped = listener.stops(); };

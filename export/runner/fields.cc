@@ -15,9 +15,10 @@ constexpr std::int64_t kMost = std::int64_t{1} << 53;
 
 constexpr int kDeepest = 64;
 
-// No deeper than kDeepest. Of text that is no JSON any answer will do: the parser refuses it.
-bool is_shallow(std::string_view text) {
-  int depth = 0;
+// What JSON is to be that has more than it may; "": it has not. Of text that is no JSON any answer will do: the parser
+// refuses it.
+std::string too_much(std::string_view text, std::int64_t most_values) {
+  std::int64_t depth = 0, values = 1;
   bool quoted = false;
   for (std::size_t i = 0; i < text.size(); ++i) {
     const char c = text[i];
@@ -27,22 +28,25 @@ bool is_shallow(std::string_view text) {
     } else if (c == '"') {
       quoted = true;
     } else if (c == '[' || c == '{') {
-      if (++depth > kDeepest) return false;
+      if (++depth > kDeepest) return std::to_string(kDeepest) + " levels";
+      ++values;
     } else if (c == ']' || c == '}') {
       --depth;
+    } else if (c == ',') {
+      ++values;
     }
   }
-  return true;
+  return values <= most_values ? "" : std::to_string(most_values) + " values";
 }
 
 bool is_whole(const Json& value) { return value.is_number_unsigned() && value.get<std::uint64_t>() <= kMost; }
 
 }  // namespace
 
-Json parse_json(std::string_view text, const std::string& where, const char* fix) {
+Json parse_json(std::string_view text, const std::string& where, const char* fix, std::int64_t most_values) {
   if (fix == nullptr) fix = kFix;
-  if (!is_shallow(text)) {
-    throw Problem(where, "JSON of at most " + std::to_string(kDeepest) + " levels", "more", fix);
+  if (const std::string most = too_much(text, most_values); !most.empty()) {
+    throw Problem(where, "JSON of at most " + most, "more", fix);
   }
   try {
     return Json::parse(text);

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
@@ -17,9 +18,10 @@ using Json = nlohmann::json;
 // Of manifest.json and chat.json, which have a few thousand: JSON in memory takes up to 22 times its text.
 constexpr std::int64_t kMostSmall = 1 << 20;
 
-// `where` begins messages, `fix` says what to do (by default to get a sound bundle). Throws Problem: it is no JSON, or
-// nested too deeply for what walks through it by recursion.
-Json parse_json(std::string_view text, const std::string& where, const char* fix = nullptr);
+// `where` begins messages, `fix` says what to do (by default to get a sound bundle). Throws Problem: it is no JSON, of
+// more values than it may have, or nested too deeply for what walks through it by recursion.
+Json parse_json(std::string_view text, const std::string& where, const char* fix = nullptr,
+                std::int64_t most_values = std::numeric_limits<std::int64_t>::max());
 // The whole file. Throws Problem: it cannot be read, has more than `most` bytes, or as parse_json.
 Json read_json(const std::filesystem::path& file, std::int64_t most);
 

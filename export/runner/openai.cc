@@ -101,8 +101,8 @@ Json usage_of(const Run& run) {
 
 }  // namespace
 
-Asked asked_of(const std::string& body, bool chat) {
-  const Json json = parse_json(body, "request", kFix);
+Asked asked_of(const std::string& body, bool chat, int lanes) {
+  const Json json = parse_request(body);
   const Fields fields(json, "request", kFix);
   check_not_done(fields);
   Asked asked;
@@ -126,6 +126,17 @@ Asked asked_of(const std::string& body, bool chat) {
   const std::int64_t choices = fields.has("n") ? fields.number("n") : 1;
   if (fields.has("best_of") && fields.number("best_of") != choices) {
     throw Problem(fields.where() + ", best_of", "none, or n: this is not supported", shown(json["best_of"]), kFix);
+  }
+  const std::size_t texts = chat || !line.contains("prompts") ? 1 : line["prompts"].size();
+  if (texts > static_cast<std::size_t>(lanes)) {
+    throw Problem(fields.where() + ", prompt", "at most " + std::to_string(lanes) + " texts, the lanes of the bundle",
+                  std::to_string(texts), kFix);
+  }
+  if (choices < 1 || choices > (texts > 1 ? 1 : lanes)) {
+    throw Problem(
+        fields.where() + ", n",
+        texts > 1 ? "1, as prompt has several texts" : "1 to " + std::to_string(lanes) + ", the lanes of the bundle",
+        shown(json["n"]), kFix);
   }
   if (choices != 1) line["num_return_sequences"] = json["n"];
   if (fields.has("stream_options")) {

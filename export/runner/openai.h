@@ -18,8 +18,9 @@ struct Asked {
   std::string model;   // empty: any
 };
 
-// Throws Problem: a field is wrong, or asks for what is not done. Fields that nobody knows are left out of account.
-Asked asked_of(const std::string& body, bool chat);
+// Throws Problem: a field is wrong, or asks for what is not done, or for more choices than there are lanes. Fields that
+// nobody knows are left out of account.
+Asked asked_of(const std::string& body, bool chat, int lanes);
 
 // Answers to one request, by name of the model.
 class OpenAiAnswer {

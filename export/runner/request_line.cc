@@ -41,6 +41,8 @@ std::vector<Message> messages_of(const Json& list) {
 
 }  // namespace
 
+Json parse_request(std::string_view text) { return parse_json(text, "request", kFix, 1 << 18); }
+
 Options request_of(const Json& line, const Options& base) {
   const Fields fields(line, "request", kFix);
   for (const auto& [name, value] : line.items()) {

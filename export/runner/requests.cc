@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <utility>
@@ -81,8 +82,12 @@ void answer_requests(Session& session, const Options& o, Lines& lines, const Pri
     Json id;
     Json said;
     const std::string wrong = problem_of([&] {
-      const Json json = parse_json(line, "request", kCorrectRequest);
+      const Json json = parse_request(line);
       if (json.is_object()) id = json.value("id", Json());
+      if (id.is_number_float() && std::fabs(id.get<double>()) >= 0x1p63) {  // as which JSON's long numbers come here
+        throw Problem("request, id", "a number of at most 64 bits, or a text", shown(std::exchange(id, Json())),
+                      kCorrectRequest);
+      }
       const Options asked = request_of(json, o);
       const auto stream = [&](int sequence, const std::string& text) {
         print(line_of({{"id", id}, {"sequence", sequence}, {"text", text}}));

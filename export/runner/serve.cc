@@ -3,9 +3,11 @@
 #include <arpa/inet.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cstdio>
 #include <ctime>
 #include <filesystem>
+#include <string_view>
 #include <utility>
 
 #include "openai.h"
@@ -36,6 +38,20 @@ bool is_ours(const std::string& header, const HttpServer& server) {
   unsigned char bytes[16];
   return host.empty() || host == "localhost" || host == server.host() || inet_pton(AF_INET, host.c_str(), bytes) == 1 ||
          inet_pton(AF_INET6, host.c_str(), bytes) == 1;
+}
+
+// A part of a path, as clients write what is no plain letter: %C3%A9.
+std::string unescaped(std::string_view text) {
+  std::string plain;
+  for (std::size_t at = 0; at < text.size(); ++at) {
+    unsigned byte = 0;
+    const char* const digits = text.data() + at + 1;
+    const bool escaped =
+        text[at] == '%' && text.size() - at > 2 && std::from_chars(digits, digits + 2, byte, 16).ptr == digits + 2;
+    plain += escaped ? static_cast<char>(byte) : text[at];
+    if (escaped) at += 2;
+  }
+  return plain;
 }
 
 Reply allowed(const HttpRequest& request, const std::string& methods) {
@@ -74,7 +90,7 @@ std::optional<Reply> at_once(const HttpRequest& request, const HttpServer& serve
   if (path == "/health") return Reply{200, line_of({{"status", "ok"}})};
   const Json about = {{"id", name}, {"object", "model"}, {"created", created}, {"owned_by", "torch_pi2"}};
   if (path == kModels) return Reply{200, line_of({{"object", "list"}, {"data", Json::array({about})}})};
-  const std::string asked = path.substr(std::string(kModels).size() + 1);
+  const std::string asked = unescaped(std::string_view(path).substr(std::string_view(kModels).size() + 1));
   return asked == name ? Reply{200, line_of(about)} : no_model(name, asked);
 }
 
@@ -93,7 +109,7 @@ class Served {
     exchange_ = &exchange;
     path_ = exchange.request().path;
     try {
-      answer(asked_of(exchange.request().body, path_ == kChat));
+      answer(asked_of(exchange.request().body, path_ == kChat, session_.lanes()));
     } catch (const NoRoom& problem) {
       refuse(refusal(400, problem.what(), "context_length_exceeded"), problem.what());
     } catch (const Broken& problem) {

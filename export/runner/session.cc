@@ -84,6 +84,21 @@ std::string chat(const Options& o, const Manifest& manifest) {
   return chat_text(read_json(file, kMostSmall), file.string(), messages);
 }
 
+// Of one token, on average: none has as many.
+constexpr std::int64_t kTokenBytes = 256;
+
+// What cannot have room is made no tokens of: that takes time, and many times its size.
+std::vector<std::int64_t> tokens_of(const std::string& text, bool special, const Tokenizer& tokenizer,
+                                    const Manifest& manifest) {
+  if (std::ssize(text) / kTokenBytes >= manifest.max_tokens) {
+    throw NoRoom("prompt",
+                 "at most " + std::to_string(manifest.max_tokens - 1) + " tokens: the bundle has room for " +
+                     std::to_string(manifest.max_tokens) + ", answer included",
+                 std::to_string(text.size()) + " bytes of text", "Shorten it, or export with a larger max_tokens.");
+  }
+  return tokenizer.encode(text, special);
+}
+
 std::vector<std::int64_t> checked(std::vector<std::int64_t> ids, const Manifest& manifest) {
   const std::int64_t vocab = manifest.vocab;
   const auto wrong = std::find_if(ids.begin(), ids.end(), [&](std::int64_t id) { return id < 0 || id >= vocab; });
@@ -98,7 +113,8 @@ std::vector<std::int64_t> checked(std::vector<std::int64_t> ids, const Manifest&
 std::vector<std::int64_t> prompt_ids(const Options& o, const Tokenizer* tokenizer, const Manifest& manifest) {
   std::vector<std::int64_t> ids = o.request.prompt;
   if (ids.empty() && tokenizer != nullptr) {
-    ids = o.chat ? tokenizer->encode(chat(o, manifest), false) : tokenizer->encode(o.prompt, true);
+    ids = o.chat ? tokens_of(chat(o, manifest), false, *tokenizer, manifest)
+                 : tokens_of(o.prompt, true, *tokenizer, manifest);
   }
   return checked(std::move(ids), manifest);
 }
@@ -156,7 +172,8 @@ Run Session::generate(const Options& o, const Stream& stream) {
   Run run{o, manifest_, {}, 0, cache_bytes_, 0, threads(), cpus_, {}};
   Request& request = run.options.request;
   for (const std::string& text : o.prompts) {
-    const std::vector<std::int64_t> ids = tokenizer == nullptr ? request.prompt : tokenizer->encode(text, true);
+    const std::vector<std::int64_t> ids =
+        tokenizer == nullptr ? request.prompt : tokens_of(text, true, *tokenizer, manifest_);
     request.prompts.push_back(checked(ids, manifest_));
     run.prompt_tokens += std::ssize(request.prompts.back());
   }

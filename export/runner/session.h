@@ -18,6 +18,7 @@ class Session {
   explicit Session(const Options& options);
 
   bool has_tokenizer() const { return tokenizer_.has_value(); }
+  int lanes() const { return manifest_.lanes; }
   // One prompt of `options`, whose bundle and engine are those of the session. Throws Problem.
   Run generate(const Options& options, const Stream& stream);
   // Binds threads that read or wait for clients, and have come since it was opened, to their CPUs. Throws Problem.

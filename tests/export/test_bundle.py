@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +248,22 @@ def test_chat(bundle: Bundle) -> None:
             bundle.generate(messages, 2)
     finally:
         bundle.tokenizer.chat_template = template
+
+
+def test_a_stream_cannot_call_its_bundle(folder: Path) -> None:
+    """Another answer would be written over the keys and values of this one."""
+    with Bundle(folder) as opened:
+        wanted = opened.generate([5, 6, 7], 9).sequences
+        calls: list[Callable[[], object]] = [
+            lambda: opened.generate([9, 8], 3),
+            lambda: opened.generate_batch([[9, 8]], 3),
+            lambda: opened.logits([9, 8]),
+            opened.close,
+        ]
+        for call in calls:
+            with pytest.raises(ConfigError, match=r"expected one call at a time: .*, found a call within the stream"):
+                opened.generate([5, 6, 7], 9, stream=lambda *_, call=call: call())
+            assert opened.generate([5, 6, 7], 9, stream=lambda *_: opened.stats()).sequences == wanted
 
 
 def test_wrong_arguments_are_refused(bundle: Bundle) -> None:
@@ -525,6 +541,8 @@ def test_a_module_runs_over_its_store(module: Path, layer: pte.Layer) -> None:
                 opened(wrong)
         with pytest.raises(ShapeError, match=r"forward: expected 1 inputs, found 2"):
             opened(x, x)
+        with pytest.raises(DtypeError, match=r"forward, input 0: expected a tensor, found list\. "):
+            opened(x.tolist())
         with pytest.raises(ConfigError, match=r"generate of .*: expected a bundle of kind decoder, found module"):
             opened.generate([1])
         assert torch.equal(opened(x), layer(x))
@@ -542,6 +560,18 @@ def test_a_budget_is_what_the_cache_gets(module: Path, layer: pte.Layer, caplog:
     with Bundle(module) as opened:  # options of one bundle are not those of the next
         opened(x)
         assert opened.stats()["cache_bytes"] >= 96 * 3 * 32 * 4
+
+
+def test_figures_are_of_all_that_have_a_store_open(module: Path, layer: pte.Layer, tmp_path: Path) -> None:
+    """Whatever their settings, and whatever name they know it by."""
+    x = torch.randn(1, 32, generator=torch.Generator().manual_seed(2))
+    (tmp_path / "link").symlink_to(module)
+    with Bundle(module) as one, Bundle(tmp_path / "link", policy="lru") as other:
+        one.stats(reset=True)
+        for count, opened in enumerate((one, other, one), 1):
+            opened(x)
+            assert [each.stats()["calls"] for each in (one, other)] == [count] * 2
+            assert one.stats()["hit_rate"] == 1
 
 
 def test_the_store_elsewhere_and_what_is_wrong_with_it(module: Path, layer: pte.Layer, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPar
 from executorch.exir import ExecutorchBackendConfig, to_edge, to_edge_transform_and_lower
 from executorch.exir.pass_base import ExportPass
 from lowered import CONFIG, IDS, backends, dense, exact, experts, exported, int4, quantised, signbit
-from tiny_models import tiny
+from tiny_models import _hf, tiny
 from torch import nn
 
 import torch_pi2
@@ -128,6 +128,17 @@ def test_what_is_refused(tmp_path: Path) -> None:
     other = torch_pi2.optimize(tiny("opt"), method="exact")
     with pytest.raises(ConfigError, match=r"found a layer of another one \(.*neuron_rows\)"):
         to_edge_transform_and_lower(exported(other), partitioner=[ours], compile_config=CONFIG)
+
+    torch.manual_seed(1)
+    others = [torch_pi2.optimize(_hf("Llama", hidden_act="relu", num_hidden_layers=1).eval(), method="exact"), exact()]
+    for ffn in sparse_layers(others[1]):
+        ffn.threshold = 0.25  # type: ignore[union-attr]
+    for model, name in zip(others, ("inner.model.layers.0.mlp.neuron_rows", "threshold")):
+        for order in (1, -1):
+            with pytest.raises(ConfigError, match=rf"a program of the model .*found a layer of another one \({name}\)"):
+                to_edge_transform_and_lower(
+                    exported(model), partitioner=[ours, XnnpackPartitioner()][::order], compile_config=CONFIG
+                )
 
     class Twice(nn.Module):
         def __init__(self) -> None:

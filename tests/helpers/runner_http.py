@@ -30,6 +30,10 @@ class Raw:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=30)
         self.send, self.close = self._socket.sendall, self._socket.close
 
+    def half_close(self) -> None:
+        """It sends nothing more, and reads."""
+        self._socket.shutdown(socket.SHUT_WR)
+
     def ask(self, head: str, body: str = "") -> None:
         """``head``: the first line and headers but those of the host and the body."""
         length = f"\r\nContent-Type: application/json\r\nContent-Length: {len(body)}" if body else ""

@@ -45,7 +45,11 @@ _NOT_DONE: dict[str, tuple[Any, ...]] = {
     "min_length": (None, 0),
     "min_new_tokens": (None, 0),
     "bad_words_ids": (None,),
+    "sequence_bias": (None,),
     "suppress_tokens": (None,),
+    "begin_suppress_tokens": (None,),
+    "exponential_decay_length_penalty": (None,),
+    "guidance_scale": (None, 1.0),
     "forced_bos_token_id": (None,),
     "forced_eos_token_id": (None,),
     "num_beams": (None, 1),
@@ -310,10 +314,14 @@ def end_tokens(model: nn.Module, given: int | list[int] | None) -> set[int]:
     return {argument(token, "generate(eos_token_id)").whole() for token in ends}
 
 
-def _say_what_is_not_done(model: nn.Module) -> None:
+def not_done(model: nn.Module) -> list[str]:
+    """What the model's generation configuration asks for, and :func:`generate` does not do: names of its settings."""
     config = getattr(model, "generation_config", None)
-    asked = [name for name, none in _NOT_DONE.items() if getattr(config, name, None) not in none]
-    if asked:
+    return [name for name, none in _NOT_DONE.items() if getattr(config, name, None) not in none]
+
+
+def _say_what_is_not_done(model: nn.Module) -> None:
+    if asked := not_done(model):
         _log.warning("generate: the model's generation configuration has %s, which is not applied", ", ".join(asked))
 
 

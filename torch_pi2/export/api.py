@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from torch import nn
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.files import atomic_write, replacing_folder
 from torch_pi2.checkpoint.card import keep_card
+from torch_pi2.decode.generate import not_done
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export.chat import write_chat
 from torch_pi2.export.describe import manifest_of, runner_constants
@@ -29,6 +31,8 @@ from torch_pi2.export.store import StoreFacts, blob_of, check_exportable, write_
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.of_model import SparseLayer
 from torch_pi2.rewrite.handle import parts_of
+
+_log = logging.getLogger("torch_pi2")
 
 
 @checked
@@ -213,6 +217,8 @@ def _save_small(model: nn.Module, tokenizer: Any, staging: Path) -> None:
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         generation.to_json_file(staging / "generation_config.json")
+        if asked := [name for name in not_done(model) if name != "repetition_penalty"]:
+            _log.warning("export: generation_config.json has %s, which bundles do not apply", ", ".join(asked))
     if tokenizer is None:
         return
     if not hasattr(tokenizer, "save_pretrained"):

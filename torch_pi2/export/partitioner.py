@@ -6,7 +6,7 @@ bytes per call (:mod:`torch_pi2.export.blob`), which travels in the compile spec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -23,14 +23,23 @@ from torch_pi2.export.markers import ROLES
 from torch_pi2.export.standins import exported_layers
 from torch_pi2.export.store import blob_of, write_store
 from torch_pi2.layers.of_model import SparseLayer
+from torch_pi2.ops.call import arguments_of
+from torch_pi2.ops.reference import experts_ffn, predicted_ffn, sparse_ffn
 from torch_pi2.rewrite.handle import parts_of
 
 BACKEND = "Pi2Backend"
 _BLOB = "blob"
 #: Of a node of a program: its blob, or None if it is none of ours.
 BlobOf = Callable[[torch.export.ExportedProgram, torch.fx.Node], "bytes | None"]
-#: Whole layers in programs of :func:`torch_pi2.export_program`, and which of their arguments is the neurons.
-_WHOLE = {"pi2.sparse_ffn": 1, "pi2.predicted_ffn": 1, "pi2.experts_ffn": 3}
+#: Whole layers in programs of :func:`torch_pi2.export_program`, and their references.
+_WHOLE: Mapping[str, Callable[..., Any]] = {
+    "pi2.sparse_ffn": sparse_ffn,
+    "pi2.predicted_ffn": predicted_ffn,
+    "pi2.experts_ffn": experts_ffn,
+}
+#: Of their arguments those that tell one model from another: tensors; numbers, and where a layer has them.
+_WEIGHTS = ("neuron_rows", "bias_gate", "bias_up", "bias_down")
+_THRESHOLDS = {"threshold": "threshold", "cut": "predictor_threshold", "thresholds": "thresholds", "cuts": "cuts"}
 
 
 def role_of(node: torch.fx.Node) -> int | None:
@@ -50,6 +59,33 @@ def _is_constant(program: torch.export.ExportedProgram, node: torch.fx.Node) -> 
     signature = program.graph_signature
     kinds = signature.inputs_to_parameters, signature.inputs_to_buffers, signature.inputs_to_lifted_tensor_constants
     return any(node.name in names for names in kinds)
+
+
+def _what_is_of_another(
+    program: torch.export.ExportedProgram, node: torch.fx.Node, home: SparseLayer, known: Mapping[str, str]
+) -> str:
+    """What a call of a layer with the name of ``home`` has that is not as there: weights, or a threshold. "": nothing.
+
+    Predictors are not compared, whose rows may be in another order in a program. known: names of parameters and
+    buffers, by those of the program's inputs.
+    """
+    for data in node.all_input_nodes:
+        name = known.get(data.name, "")
+        theirs = program.state_dict.get(name, program.constants.get(name))
+        ours = getattr(home, name.rpartition(".")[2], None) if name.endswith(_WEIGHTS) else None
+        known_bytes = type(theirs) in (torch.Tensor, nn.Parameter)  # once some of it is lowered there are stand-ins
+        if theirs is not None and ours is not None and known_bytes and not _is_same(theirs.detach(), ours.detach()):
+            return name
+    call = vars(arguments_of(_WHOLE[_operator(node)], node.args))
+    asked = [name for name in _THRESHOLDS if name in call and call[name] != getattr(home, _THRESHOLDS[name])]
+    return asked[0] if asked else ""
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit: numbers that are none are the same, too."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return a.data_ptr() == b.data_ptr() or torch.equal(*(x.contiguous().flatten().view(torch.uint8) for x in (a, b)))
 
 
 def _ask_for_no_gradients(program: torch.export.ExportedProgram) -> None:
@@ -143,6 +179,7 @@ class Pi2Partitioner(BlobPartitioner):
         layers = exported_layers(model)
         names = {id(module): name for name, module in model.named_modules() if isinstance(module, SparseLayer)}
         facts = write_store(Path(store), layers, parts_of(model).plan)
+        self._layers = layers
         self._places = {f"{names[id(ffn)]}.neuron_rows": i for i, ffn in enumerate(layers)}
 
         def blob(program: torch.export.ExportedProgram, node: torch.fx.Node) -> bytes | None:
@@ -166,15 +203,19 @@ class Pi2Partitioner(BlobPartitioner):
         """The layer that a node is; None if it is no layer of ours."""
         if _operator(node) not in _WHOLE:
             return None
-        signature, rows = program.graph_signature, node.args[_WHOLE[_operator(node)]]
+        rows = arguments_of(_WHOLE[_operator(node)], node.args).neuron_rows
+        signature = program.graph_signature
         known = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         name = known.get(getattr(rows, "name", ""), "")
         found = [layer for place, layer in self._places.items() if name == place or name.endswith(f".{place}")]
-        if len(found) != 1:
+        other = name or node.name
+        if len(found) == 1:
+            other = _what_is_of_another(program, node, self._layers[found[0]], known)
+        if other:
             raise ConfigError(
                 "Pi2Partitioner",
                 expected="a program of the model that it was made with",
-                found=f"a layer of another one ({name or node.name})",
+                found=f"a layer of another one ({other})",
                 fix="Make it with the model that the program was exported from.",
             )
         return found[0]

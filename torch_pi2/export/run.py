@@ -6,8 +6,8 @@ import importlib.metadata
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -156,6 +156,7 @@ class Bundle:
         self._fed: list[int] = []  # what the first lane has read and said, but for its last token
         self._methods: dict[str, Any] = {}
         self._using = threading.RLock()
+        self._answering = False
         self.load_seconds = 0.0
         _check_executorch(self.manifest, self.folder)
         backend.load_library()
@@ -190,10 +191,10 @@ class Bundle:
         """Release the program; the store is closed when no other bundle uses it. A closed bundle cannot be used.
 
         Raises:
-            ConfigError: the trace cannot be written.
+            ConfigError: the trace cannot be written; or this is within ``stream`` of an answer.
         """
         trace = self._options["trace"]
-        with self._using, _OPENING if trace else nullcontext():
+        with self._alone("close"), _OPENING if trace else nullcontext():
             if trace:
                 backend.clear_error()
             self._methods.clear()
@@ -209,8 +210,10 @@ class Bundle:
             self._tokenizer = load_tokenizer(self.folder)
         return self._tokenizer
 
-    def __call__(self, *args: torch.Tensor) -> Any:
+    def __call__(self, *args: torch.Tensor | float) -> Any:
         """Of kind "module": outputs for these inputs, one tensor or a tuple.
+
+        Numbers of the example are inputs, too, and have to be the same.
 
         Raises:
             ConfigError: the bundle is a decoder. ShapeError, DtypeError: the inputs are not as when it was exported.
@@ -253,18 +256,19 @@ class Bundle:
             reuse: do not read again what prompt and last call (with one sequence) begin with: the next question of a
                 talk. Keys and values of what was said are those of steps, and the rest is read as a short prompt: where
                 neurons are predicted it misses what steps miss, which a long prompt read whole does not.
-            stream: called for every token, in order of sequences within a step.
+            stream: called for every token, in order of sequences within a step. What it raises ends the answer; another
+                one it cannot ask for, as keys and values of this one are in the lanes.
 
         Raises:
-            ConfigError: the bundle is no decoder, or an argument makes no sense. ShapeError: no room for the prompt.
+            ConfigError: the bundle is no decoder, an argument makes no sense, or this is within ``stream``.
+            ShapeError: no room for the prompt.
             ArtifactError: a tokenizer is needed and there is none, or the store cannot be read.
             NonFiniteError: logits are not finite.
         """
-        self._require("decoder", "generate")
-        _check_count("num_return_sequences", num_return_sequences, self.manifest.lanes)
-        argument(reuse, "reuse").flag()
-        how = Choosing(temperature, top_k, top_p, min_p, repetition_penalty, stop)
-        with self._using:
+        with self._alone("generate"):
+            _check_count("num_return_sequences", num_return_sequences, self.manifest.lanes)
+            argument(reuse, "reuse").flag()
+            how = Choosing(temperature, top_k, top_p, min_p, repetition_penalty, stop)
             answers, timing = self._answer([prompt] * num_return_sequences, max_new_tokens, how, seed, stream, reuse)
         return Generated(answers[0].prompt, [answer.result() for answer in answers], *timing)
 
@@ -297,14 +301,32 @@ class Bundle:
         Raises:
             As :meth:`generate`.
         """
-        self._require("decoder", "generate_batch")
-        if isinstance(prompts, str):
-            argument(prompts, "prompts").wrong("a list of prompts")
-        _check_count("prompts", len(prompts), self.manifest.lanes)
-        how = Choosing(temperature, top_k, top_p, min_p, repetition_penalty, stop)
-        with self._using:
+        with self._alone("generate_batch"):
+            if isinstance(prompts, str):
+                argument(prompts, "prompts").wrong("a list of prompts")
+            _check_count("prompts", len(prompts), self.manifest.lanes)
+            how = Choosing(temperature, top_k, top_p, min_p, repetition_penalty, stop)
             answers, timing = self._answer([*prompts], max_new_tokens, how, seed, stream, False)
         return [Generated(answer.prompt, [answer.result()], *timing) for answer in answers]
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """One call at a time: other threads wait, and ``stream``, which is called within one, is refused."""
+        with self._using:
+            if self._answering:
+                raise ConfigError(
+                    f"{what} of {self.folder}",
+                    expected="one call at a time: keys and values of an answer are in the lanes",
+                    found="a call within the stream of an answer",
+                    fix="Call it later, or open the bundle once more; to end the answer raise an error in stream.",
+                )
+            if what != "close":
+                self._require("decoder", what)
+            self._answering = True
+            try:
+                yield
+            finally:
+                self._answering = False
 
     def _answer(
         self, prompts: list[Any], most: int | None, how: Choosing, seed: int, stream: Stream | None, reuse: bool
@@ -363,10 +385,9 @@ class Bundle:
         The first ``prompt`` tokens are read at once (``forward``), the others one by one (``decode``).
 
         Raises:
-            ConfigError: the bundle is no decoder. ShapeError: too many tokens, or none.
+            ConfigError: the bundle is no decoder, or this is within ``stream``. ShapeError: too many tokens, or none.
         """
-        self._require("decoder", "logits")
-        with self._using:
+        with self._alone("logits"):
             tokens = encode(ids, lambda: self.tokenizer, self.manifest.model.vocab or 0)
             self._room(tokens[:-1])
             if not 1 <= prompt <= len(tokens):
@@ -386,9 +407,10 @@ class Bundle:
             are None before anything was computed.
         """
         every = backend.stats(reset=reset)
-        mine: dict[str, Any] = next(
-            (s for s in every["stores"] if Path(s["path"]) in (self.store, self.store.resolve())), {}
-        )
+        place = self.store.resolve()
+        of_each = [store for store in every["stores"] if Path(store["path"]).resolve() == place]  # by their settings
+        mine = {**of_each[0]} if of_each else {}
+        mine |= {name: sum(each[name] for each in of_each) for name, one in mine.items() if isinstance(one, int)}
         wanted, busy = mine.get("wanted", 0), mine.get("busy_ns", 0)
         return {
             **mine,
@@ -455,7 +477,7 @@ class Bundle:
         logits_N1V = self._call(f"decode_b{batch}", ids_N1.contiguous(), positions_N1.contiguous())[0]
         return _finite(logits_N1V[:, 0], list(lanes))
 
-    def _call(self, name: str, *args: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _call(self, name: str, *args: torch.Tensor | float) -> Sequence[torch.Tensor]:
         """Outputs of a method. Raises ShapeError, DtypeError: for what it does not take; ArtifactError: it fails."""
         with self._using:
             method = self._load(name)
@@ -574,14 +596,20 @@ def _check_count(name: str, count: object, lanes: int) -> None:
         raise ConfigError(name, expected=expected, found=str(count), fix="Correct it.")
 
 
-def _check_inputs(where: str, metadata: Any, args: Sequence[torch.Tensor]) -> None:
+def _check_inputs(where: str, metadata: Any, args: Sequence[torch.Tensor | float]) -> None:
     """ExecuTorch's own message for wrong inputs is a number."""
     if len(args) != metadata.num_inputs():
         raise ShapeError(
             where, expected=f"{metadata.num_inputs()} inputs", found=str(len(args)), fix="Pass what was exported."
         )
     for i, given in enumerate(args):
-        about = metadata.input_tensor_meta(i)
+        try:
+            about = metadata.input_tensor_meta(i)
+        except IndexError:  # a number of the example, which ExecuTorch compares
+            continue
+        if not isinstance(given, torch.Tensor):
+            found = type(given).__name__
+            raise DtypeError(f"{where}, input {i}", expected="a tensor", found=found, fix="Convert it.")
         most, dtype = tuple(about.sizes()), _DTYPES.get(about.dtype())
         if dtype is not None and given.dtype != dtype:
             raise DtypeError(f"{where}, input {i}", expected=str(dtype), found=str(given.dtype), fix="Convert it.")

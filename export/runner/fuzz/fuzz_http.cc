@@ -54,7 +54,7 @@ std::vector<std::string> read(std::string_view bytes, std::size_t most) {
 
 void ask(const std::string& body, bool chat) {
   try {
-    const Options o = request_of(asked_of(body, chat).line, Options());
+    const Options o = request_of(asked_of(body, chat, 4).line, Options());
     must(chat == o.chat && o.messages.empty() == !chat, "a talk");
     must(o.request.max_new_tokens >= 0 && o.request.sequences >= 0, "counts");
   } catch (const Problem& problem) {

@@ -56,7 +56,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   std::string text(reinterpret_cast<const char*>(data) + 1, size - 1);
   try {
     if ((data[0] & kRequest) != 0) {
-      const Json json = parse_json(text, "request", kCorrectRequest);
+      const Json json = parse_request(text);
       if ((data[0] & kChat) != 0) return check(generation_config(json, "generation_config.json")), 0;
       return check(request_of(json, Options())), 0;
     }

@@ -36,7 +36,7 @@ int HttpReader::header() {
   const std::string name = lower(std::exchange(name_, "")), value = std::exchange(value_, "");
   std::string* const to = name == "host" ? &request_.host : name == "content-type" ? &request_.content_type : nullptr;
   if (to != nullptr && !to->empty()) return fail(400, name + ": expected one header, found several. Send one.");
-  if (to != nullptr) *to = value.substr(0, value.find_last_not_of(" \t") + 1);
+  if (to != nullptr) *to = lower(value.substr(0, value.find_last_not_of(" \t") + 1));
   if (name == "expect" && lower(value) == "100-continue") waits_ = true;
   header_bytes_ += 4;  // what is between and behind them
   return add(name_, "", 0);

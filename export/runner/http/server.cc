@@ -33,7 +33,8 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kLinger{2'000};  // for what a client still sends that is not read: else it loses the answer
 constexpr std::size_t kMostBehind = 4 << 20;  // bytes of a stream that its client has not taken
-constexpr milliseconds kNoFiles{200};         // until another client is let in, if there was no descriptor for one
+constexpr const char* kContinue = "HTTP/1.1 100 Continue\r\n\r\n";
+constexpr milliseconds kNoFiles{200};  // until another client is let in, if there was no descriptor for one
 
 class Fd {
  public:
@@ -101,7 +102,9 @@ struct Exchange::Connection {
   std::unique_ptr<HttpReader> reader = std::make_unique<HttpReader>();
   std::string behind;  // what came with the request that is answered, of the next one
   std::string out;     // to write
-  bool last = false;   // all of the answer is in `out`
+  bool said = false;   // something of the answer has been in `out`
+  bool last = false;   // all of it
+  bool half = false;   // the client sends nothing any more, and may still read
   bool keeps_alive = false;
   Clock::time_point since = Clock::now();  // it is as it is: silent, reading, not written to
   std::atomic<bool> gone{false};
@@ -149,7 +152,7 @@ struct HttpServer::State {
   }
 
   short events(const Connection& c) const {
-    short wanted = POLLRDHUP;
+    short wanted = c.half ? 0 : POLLRDHUP;
     if (c.stage != Stage::kAnswers) wanted |= POLLIN;
     if (!c.out.empty()) wanted |= POLLOUT;
     return wanted;
@@ -209,10 +212,21 @@ struct HttpServer::State {
   // What has happened to it.
   void serve(Connection& c, short what) {
     if ((what & (POLLERR | POLLNVAL)) != 0) c.gone = true;
-    if (c.stage == Stage::kAnswers && (what & (POLLRDHUP | POLLHUP)) != 0) c.gone = true;
+    if (c.stage == Stage::kAnswers && (what & POLLHUP) != 0) c.gone = true;
+    if (c.stage == Stage::kAnswers && (what & POLLRDHUP) != 0) half_closed(c);
     if (!c.gone && (what & (POLLIN | POLLHUP)) != 0 && c.stage != Stage::kAnswers) read_some(c);
     if (!c.gone) write_some(c);
     if (!c.gone && Clock::now() >= due(c)) c.gone = true;
+  }
+
+  // Or wholly: then what is written to it comes back as an error. Where an answer is long in coming this is written,
+  // which clients of HTTP/1.1 pass over.
+  void half_closed(Connection& c) {
+    c.half = true;
+    if (c.said) return;
+    c.gone = !c.reader->request().chunks;
+    c.out += kContinue;
+    c.since = Clock::now();
   }
 
   void read_some(Connection& c) {
@@ -230,7 +244,7 @@ struct HttpServer::State {
     const bool begun = c.reader->begun();
     const std::size_t taken = c.reader->take(bytes);
     if (!begun && c.reader->begun()) c.since = Clock::now();
-    if (c.reader->take_continue()) c.out += "HTTP/1.1 100 Continue\r\n\r\n";
+    if (c.reader->take_continue()) c.out += kContinue;
     std::size_t bodies = 0;
     for (const auto& each : connections) bodies += each->reader->body_bytes();
     HttpRequest& request = c.reader->request();
@@ -265,7 +279,7 @@ struct HttpServer::State {
   void reply(Connection& c, const Reply& reply) {
     c.stage = Stage::kAnswers;
     c.out += written(reply, c.reader->request());
-    c.last = true;
+    c.said = c.last = true;
     c.since = Clock::now();
   }
 
@@ -285,7 +299,7 @@ struct HttpServer::State {
   void ended(Connection& c) {
     const bool goes_on = c.reader->request().keeps_alive && !end;
     c.stage = goes_on ? Stage::kReads : Stage::kLingers;
-    c.last = false;
+    c.said = c.last = false;
     c.since = Clock::now();
     c.reader = std::make_unique<HttpReader>();
     if (!goes_on) {
@@ -322,6 +336,7 @@ void Exchange::say(std::string text, bool last) {
   if (begun_ && c.out.size() > kMostBehind) c.gone = true;
   if (c.out.empty()) c.since = Clock::now();
   c.out += text;
+  c.said = true;
   c.last = last;
   server_.state_->awake();
 }

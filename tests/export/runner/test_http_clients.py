@@ -208,6 +208,36 @@ def test_an_answer_ends_when_its_client_goes(server: Server) -> None:
     until(lambda: server.said().count("\n") == 3)  # this client, too, is gone as soon as it has its answer
 
 
+def test_who_only_sends_nothing_more_is_answered(server: Server) -> None:
+    """As `nc -N` and others do: whether it waits for its turn, is answered already, or has asked for several things."""
+    held, waits, stream, two = (server.raw() for _ in range(4))
+    held.ask("POST /hold HTTP/1.1", "x")
+    waits.ask("POST /echo HTTP/1.1", "y")
+    for raw in (held, waits):
+        raw.half_close()
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    time.sleep(0.2)
+    httpx.get(f"{server.url}/release")
+    for raw, body in ((held, "x"), (waits, "y")):
+        interim, _, answer = raw.all().partition(b"\r\n\r\n")
+        assert interim == b"HTTP/1.1 100 Continue"  # had it gone, this would have come back
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["body"] == body
+    stream.ask("POST /stream HTTP/1.1", "100")
+    stream.half_close()
+    assert stream.all().count(b"data: x") == 100
+    two.ask("POST /first HTTP/1.1", "x")
+    two.ask("POST /second HTTP/1.1", "x")
+    two.half_close()
+    found = two.all()
+    assert found.index(b"/first") < found.index(b"/second")
+    old = server.raw()
+    old.send(b"POST /hold HTTP/1.0\r\nContent-Length: 1\r\n\r\nx")
+    old.half_close()
+    assert old.all() == b""  # nothing can be sent to it that would tell whether it is there
+    assert is_well(server)
+
+
 def test_more_than_may_wait_are_told(server: Server) -> None:
     raws = list[Raw]()
     for _ in range(6):

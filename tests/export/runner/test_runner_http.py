@@ -89,6 +89,21 @@ def test_health_and_models(ask: openai.OpenAI, server: Server, talking: Path) ->
         assert told.value.code == "model_not_found"
 
 
+def test_names_of_models_and_headers_as_clients_write_them(bundle: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(bundle, tmp_path / "ein Bündel, 100%"))
+    with served(folder) as made:
+        assert client(made).models.retrieve(folder.name).id == folder.name
+        assert (
+            httpx.get(f"{made.url}/v1/models/ein%20B%2")
+            .json()["error"]["message"]
+            .endswith("found ein B%2. Name the one that is there.")
+        )
+        head = "POST /v1/completions HTTP/1.1\r\nHost: LocalHost\r\nContent-Type: Application/JSON; charset=UTF-8"
+        raw = made.raw()
+        raw.send(f'{head}\r\nConnection: close\r\nContent-Length: 14\r\n\r\n{{"prompt":"d"}}'.encode())
+        assert raw.all().startswith(b"HTTP/1.1 200 ")
+
+
 def test_a_completion_is_that_of_the_command_line_and_of_pytorch(ask: openai.OpenAI, talking: Path) -> None:
     with Bundle(talking) as twin:
         for prompt in PROMPTS:
@@ -191,14 +206,17 @@ def test_many_clients_at_once_have_the_text_of_each_alone(ask: openai.OpenAI, ta
         ({"temperature": -1}, "temperature: expected 0 (greedy) or more, found -1"),
         ({"temperature": "warm"}, 'request, temperature: expected a number, found "warm"'),
         ({"top_p": 0}, "top_p: expected more than 0, at most 1, found 0"),
-        ({"n": 0}, f"num_return_sequences: expected 1 to {LANES}, the lanes of the bundle, found 0"),
-        ({"n": 5}, f"num_return_sequences: expected 1 to {LANES}, the lanes of the bundle, found 5"),
+        ({"n": 0}, f"request, n: expected 1 to {LANES}, the lanes of the bundle, found 0"),
+        ({"n": LANES + 1}, f"request, n: expected 1 to {LANES}, the lanes of the bundle, found {LANES + 1}"),
+        ({"n": 1 << 40}, f"request, n: expected 1 to {LANES}, the lanes of the bundle, found {1 << 40}"),
         ({"stop": [""]}, "request, stop: expected text, or a list of texts, none of them empty"),
         ({"prompt": ""}, "prompt: expected tokens of one sequence below 300, found no tokens"),
         ({"prompt": [999]}, "prompt: expected tokens of one sequence below 300, found the token 999"),
         ({"prompt": [[1]]}, "request, prompt: expected a text, token ids, or a list of texts, found [[1]]"),
         ({"prompt": "d" * 99}, f"prompt: expected at most {ROOM - 1} tokens"),
-        ({"prompt": ["a", "b"], "n": 2}, "request, prompts: expected no num_return_sequences beside it"),
+        ({"prompt": ["a", "b"], "n": 2}, "request, n: expected 1, as prompt has several texts, found 2"),
+        ({"prompt": ["a"] * (LANES + 1)}, f"request, prompt: expected at most {LANES} texts, the lanes of the bundle"),
+        ({"best_of": 3, "n": 2}, "request, best_of: expected none, or n: this is not supported, found 3"),
         ({"best_of": 2}, "request, best_of: expected none, or n: this is not supported, found 2"),
         ({"suffix": "y"}, 'request, suffix: expected none: this is not supported, found "y". Leave it out.'),
         ({"logprobs": 2}, "request, logprobs: expected none: this is not supported, found 2"),
@@ -215,7 +233,7 @@ def test_what_is_wrong_is_said_as_openai_does(
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", None)
     assert error["message"].startswith(message)
-    assert error["code"] == ("context_length_exceeded" if "at most" in message and "prompt:" in message else None)
+    assert error["code"] == ("context_length_exceeded" if message.startswith("prompt: expected at most") else None)
     assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "d", "max_tokens": 1}).status_code == 200
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -107,3 +108,25 @@ def test_the_runner_survives_what_is_sent_to_it(bundle: Path) -> None:
 
         until(lambda: ask().status_code == 200)  # those that still wait fill the queue
         assert ask().json()["choices"][0]["text"] == wanted
+
+
+def test_memory_of_what_is_sent_is_bounded(bundle: Path) -> None:
+    """Whatever is sent: texts without spaces are the most for a tokenizer, and small values the most for JSON."""
+    size = (16 << 20) - 99
+    sent = [
+        (json.dumps({"prompt": "d" * size}), "prompt: expected at most 39 tokens: the bundle has room for 40, "),
+        (json.dumps({"prompt": ["def f(x): " * (size // 10)]}), "prompt: expected at most 39 tokens: the bundle has "),
+        ('{"prompt": [1' + ",1" * (size // 2) + "]}", "request: expected JSON of at most 262144 values, found more."),
+        ('{"x": [[]' + ",[]" * (size // 3) + "]}", "request: expected JSON of at most 262144 values, found more."),
+        ('{"x": [{}' + ',{"a":1}' * (1 << 16) + "]}", "request, prompt: expected a text, token ids, or a list of "),
+    ]
+    with served(bundle) as made:
+        for body, message in sent:
+            answer = httpx.post(
+                f"{made.url}/v1/completions", content=body, headers={"Content-Type": "application/json"}, timeout=60
+            )
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"].startswith(message)
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{made.process.pid}/status").read_text())
+        assert found is not None
+        assert int(found[1]) << 10 < 9 * len(sent[0][0]) + (20 << 20)

@@ -284,6 +284,9 @@ def test_what_is_wrong_with_a_request_is_said_and_the_others_are_answered(talkin
         ({"ids": [1], "chat": True}, "request, chat: expected prompt beside it, found none. "),
         ({"ids": [1], "stream": "yes"}, 'request, stream: expected true or false, found "yes". '),
         ({"ids": [1], "system": "x"}, "request, system: expected chat and prompt beside it, found none. "),
+        ({"ids": [1], "id": 1 << 64}, "request, id: expected a number of at most 64 bits, or a text, found 1.8"),
+        ({"prompt": "d" * (256 * ROOM)}, f"prompt: expected at most {ROOM - 1} tokens: the bundle has room for {ROOM}"),
+        ({"ids": [1] * (1 << 18)}, "request: expected JSON of at most 262144 values, found more. Correct the request."),
     ]
     requests = [part for request, _ in wrong for part in (request, {"id": "sound", "ids": [5], "max_new_tokens": 1})]
     found = asked(talking, *requests)
