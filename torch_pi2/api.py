@@ -70,14 +70,14 @@ def _sites(model: nn.Module, data: list[Batch] | None) -> list[FFNSite]:
     return _search(model, data).sites
 
 
-def _search(model: nn.Module, data: list[Batch] | None) -> Found:
+def _search(model: nn.Module, data: list[Batch] | None, needed: bool = True) -> Found:
     """FFN sites of ``model``, captured on an example of its inputs, and what is left dense.
 
     Raises:
         DtypeError: the model does not run, and its matrices are of several dtypes.
     """
     try:
-        return _find(model, data)
+        return _find(model, data, needed)
     except CalibrationError as error:
         matrices = {dtype_name(p.dtype): name for name, p in model.named_parameters() if p.dim() == 2}
         if len(matrices) < 2:
@@ -90,15 +90,15 @@ def _search(model: nn.Module, data: list[Batch] | None) -> Found:
         ) from error
 
 
-def _find(model: nn.Module, data: list[Batch] | None) -> Found:
+def _find(model: nn.Module, data: list[Batch] | None, needed: bool) -> Found:
     if data and (data[0].input_ids is None or data[0].kwargs):  # it needs more than ids
         args, kwargs = data[0].arguments(model)
-        return search(model, args, kwargs)
+        return search(model, args, kwargs, needed=needed)
     if data and not hasattr(model, "config"):
         ids = data[0].input_ids
         assert ids is not None
-        return search(model, (ids[:2, :8],))
-    return search(model)
+        return search(model, (ids[:2, :8],), needed=needed)
+    return search(model, needed=needed)
 
 
 @checked
@@ -373,7 +373,7 @@ def _optimize(
         _optimize_without_data(model, config, progress)
         return
     data = None if calibration is None else calibration_batches(model, calibration, tokenizer, config)
-    found = replaceable(model, _search(model, data))
+    found, ways = replaceable(model, _search(model, data))
     if stats is None:
         assert data is not None
         stats = _profile(model, data, found.sites, config, progress)
@@ -388,7 +388,7 @@ def _optimize(
         predictors = _fit(model, data, found.sites, stats, config, progress)
     fitted = predictors if isinstance(predictors, FittedPredictors) else FittedPredictors(predictors or {})
     made = _plan(model, found, stats, fitted, config)
-    apply(model, Optimized(made, fitted, stats), progress, config, data)
+    apply(model, Optimized(made, fitted, stats), progress, config, data, ways)
     loop.attach(model)
     _say_lossy(parts_of(model), config, progress)
 
@@ -443,7 +443,8 @@ def _can_fit(model: nn.Module, data: list[Batch] | None) -> bool:
 
 
 def _optimize_without_data(model: Model, config: Config, progress: bool, data: list[Batch] | None = None) -> Model:
-    found = replaceable(model, _search(model, data))
+    needed = config.method != Method.DENSE or config.weights == "float"  # else there are linear layers, too
+    found, ways = replaceable(model, _search(model, data, needed), needed)
     sites = found.sites
     smooth = sorted({site.activation for site in sites if not exact_zeros(site.activation)})
     if config.method in LOSSY or (smooth and config.method == "auto"):
@@ -456,7 +457,7 @@ def _optimize_without_data(model: Model, config: Config, progress: bool, data: l
         )
     made = plan_without_data(sites, weights_hash(model, sites), config)
     made.made_by["left"] = found.left
-    apply(model, Optimized(made, FittedPredictors(), None), progress, config, data)
+    apply(model, Optimized(made, FittedPredictors(), None), progress, config, data, ways)
     loop.attach(model)
     return model
 
@@ -478,7 +479,8 @@ def quantize_(
     Nothing becomes sparse: every neuron is computed. Embeddings, norms and small layers stay as they are, and
     ``model.torch_pi2.quantization`` has every layer's error. It is :func:`optimize` with ``method="dense"``, so that
     :func:`torch_pi2.save`, ``generate`` and ``Decoder`` take the result; :func:`restore` cannot undo it. A checkpoint
-    too large for memory is quantised from folder to folder by :func:`torch_pi2.quantize`.
+    too large for memory is quantised from folder to folder by :func:`torch_pi2.quantize`. Feed-forward layers
+    of no form that is known are linear layers like others; there need not be any other.
 
     Args:
         weights: ``int4`` or ``int8``, groups of 32 with a float16 scale: 4.5 and 8.5 bits per weight.

@@ -422,6 +422,36 @@ def test_slices_of_tokens_are_no_part_of_an_ffn(cut):
         find_sites(MLP(lambda h: F.relu(cut(h))), (X_BTH,))
 
 
+def halves(h):
+    """As Moshi has gate and up: two dimensions in the place of the last."""
+    return h.view(*h.shape[:-1], 2, -1)
+
+
+@pytest.mark.parametrize(
+    "gated",
+    [
+        lambda h: F.silu(halves(h)[..., 0, :]) * halves(h)[..., 1, :],
+        lambda h: F.silu(halves(h)[:, :, 0]) * halves(h)[:, :, 1],
+        lambda h: F.silu(h.unflatten(-1, (2, -1))[..., 0, :]) * h.unflatten(-1, (2, -1))[..., 1, :],
+    ],
+    ids=["ellipsis", "colons", "unflatten"],
+)
+def test_gate_and_up_as_a_dimension_of_their_own(gated):
+    site = only_site(MLP(gated, width=2 * INTERMEDIATE))
+    assert site.form == "silu(gate)*up"
+    assert (site.gate.rows, site.up.rows) == ((0, INTERMEDIATE), (INTERMEDIATE, 2 * INTERMEDIATE))
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [lambda h: halves(h)[:2, :, 0], lambda h: halves(h)[:, :5, 0], lambda h: halves(h)[0:2, ..., 0, :]],
+    ids=["batch", "tokens", "ellipsis"],
+)
+def test_slices_of_tokens_are_none_there_either(cut):
+    with pytest.raises(NoFFNFoundError, match="of tokens"):
+        find_sites(MLP(lambda h: F.relu(cut(h)), width=2 * INTERMEDIATE), (X_BTH,))
+
+
 def test_slices_that_keep_all_tokens_are():
     for cut in (lambda h: h[:], lambda h: h[:, :, :INTERMEDIATE], lambda h: h.narrow(-1, 0, INTERMEDIATE)):
         assert only_site(MLP(lambda h, cut=cut: F.relu(cut(h)))).activation == "relu"

@@ -125,6 +125,21 @@ class Adapted(Normed):
         return self.down(F.relu(self.up(x) + 2 * self.b(self.a(x))))
 
 
+class AdaptedBehindANorm(nn.Module):
+    """As in Zamba 2: of a layer with gate and up in one linear, whose norm comes after another linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o, self.n = nn.Linear(HIDDEN, HIDDEN), nn.RMSNorm(HIDDEN)
+        self.gate_up, self.down = nn.Linear(HIDDEN, 2 * INTERMEDIATE), nn.Linear(INTERMEDIATE, HIDDEN)
+        self.adapter = nn.Sequential(nn.Linear(HIDDEN, 4, bias=False), nn.Linear(4, 2 * INTERMEDIATE, bias=False))
+
+    def forward(self, x):
+        x = self.n(self.o(x))
+        gate, up = (self.gate_up(x) + self.adapter(x)).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
 class Three(Normed):
     def __init__(self) -> None:
         super().__init__()
@@ -187,6 +202,7 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "learned": (Learned, "1", "an activation with parameters of its own between its matmuls"),
     "topk": (TopK, "1", "topk between its matmuls"),
     "adapter": (Adapted, "1", "more matmuls than gate, up and down"),
+    "adapter behind a norm": (AdaptedBehindANorm, "1", "more matmuls than gate, up and down"),
     "three matmuls": (Three, "1", "more matmuls than gate, up and down"),
     "cast": (Rounded, "1", "a cast to torch.bfloat16 between its projections"),
     "cat": (Joined, "1", "cat between its matmuls"),

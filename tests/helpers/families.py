@@ -62,9 +62,39 @@ _SIZES: dict[str, Any] = {
     "sliding_window|attention_window|local_attention|attention_window_size": 16,
 }
 _PATTERNS = [(re.compile(pattern), value) for pattern, value in _SIZES.items()]
+_QSA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "indexed_attention"],
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 4,
+    "indexer_compress_ratio": 2,
+}
+_SWA: dict[str, Any] = {
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 16,
+    "swa_kv_lora_rank": 16,
+    "swa_head_dim": 16,
+    "swa_qk_nope_head_dim": 8,
+    "swa_v_head_dim": 8,
+}
 #: What the names of fields do not say, by family.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
+    "blt": {
+        "encoder_hash_byte_group_vocab": 64,
+        "use_cache": False,
+        "encoder_config": {"hidden_size_global": HIDDEN},
+        "decoder_config": {"hidden_size_global": HIDDEN},
+    },
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+        },
+    },
+    "convnext": {"num_stages": 2, "hidden_sizes": [16, HIDDEN], "depths": [1, 1]},
+    "convnextv2": {"num_stages": 2, "hidden_sizes": [16, HIDDEN], "depths": [1, 1]},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}, "ffn_config": {"hidden_size": HIDDEN}},
     "dots1": {
         "num_key_value_heads": 2,
@@ -74,6 +104,21 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "n_shared_experts": 1,
     },
+    "dia": {
+        "decoder_config": {
+            "cross_hidden_size": HIDDEN,
+            "cross_head_dim": 8,
+            "cross_num_attention_heads": 4,
+            "cross_num_key_value_heads": 4,
+        }
+    },
+    "dots3_note": {
+        "text_config": _SWA,
+        "vision_config": {"adapter_in_dim": HIDDEN, "adapter_out_dim": HIDDEN},
+        "audio_config": {"adapter_input_size": HIDDEN, "adapter_out_dim": HIDDEN},
+    },
+    "dots3_note_text": _SWA,
+    "donut-swin": {"num_heads": [2, 4], "depths": [1, 1], "embed_dim": 16, "window_size": 2, "patch_size": 4},
     "esm": {"vocab_size": VOCAB, "pad_token_id": 1, "mask_token_id": 2},
     "esmc": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 64, "mlp_multipliers": [0.7, 0.3]},
@@ -86,15 +131,39 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm3": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "nemotron": {"num_key_value_heads": 2},
+    "musicgen": {"decoder": {"num_codebooks": 2}},
+    "musicgen_melody": {"decoder": {"num_codebooks": 2}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"qk_head_dim": 16},
     "nemotron_h": {"layers_block_type": ["mlp", "attention"], "hybrid_override_pattern": None},
+    "ministral": {"head_dim": 8},
+    "neomme": {"head_dim": 16},
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "perceiver": {"d_latents": HIDDEN, "num_latents": 8, "num_blocks": 1, "num_self_attends_per_block": 2},
+    "qwen4_exp": {"text_config": _QSA},
+    "qwen4_exp_text": _QSA,
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 16]},
+    "segformer": {
+        "num_encoder_blocks": 2,
+        "depths": [1, 1],
+        "sr_ratios": [2, 1],
+        "hidden_sizes": [16, HIDDEN],
+        "patch_sizes": [7, 3],
+        "strides": [4, 2],
+        "num_attention_heads": [1, 2],
+        "mlp_ratios": [2, 2],
+    },
     "swin": {"num_heads": [2, 4], "depths": [1, 1], "embed_dim": 16, "window_size": 2, "patch_size": 4},
     "swinv2": {"num_heads": [2, 4], "depths": [1, 1], "embed_dim": 16, "window_size": 2, "patch_size": 4},
+    "xlstm": {"hidden_size": 4 * HIDDEN, "embedding_dim": 4 * HIDDEN},  # whose heads are multiples of 64 in all
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "zamba": {
+        "attention_hidden_size": 2 * HIDDEN,
+        "attention_head_dim": 16,
+        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+    },
     "zamba2": {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 16, "layers_block_type": ["mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -173,7 +242,7 @@ def tiny_family(family: str) -> nn.Module:
     torch.manual_seed(0)
     model_class: Any = getattr(transformers, class_name)
     if not isinstance(config, model_class.config_class):  # the language model of something larger
-        config = config.get_text_config()
+        config = config.get_text_config(decoder=True)
     model: nn.Module = model_class._from_config(config, dtype=torch.float32).eval()
     large = sum(p.numel() for p in model.parameters())
     assert large < 20_000_000, f"a tiny model of {family} has {large} parameters"
@@ -203,7 +272,8 @@ def inputs_of(model: Any) -> dict[str, torch.Tensor]:
     else:
         found = {name: ids_BT}
     if getattr(config, "is_encoder_decoder", False):
-        found["decoder_input_ids"] = ids_BT.clone()
+        channels = getattr(getattr(config, "decoder_config", None), "num_channels", None)  # Dia's codes are several
+        found["decoder_input_ids"] = ids_BT.clone() if channels is None else ids_BT[..., None].repeat(1, 1, channels)
     return found
 
 
@@ -236,10 +306,10 @@ def judge(family: str, make: Callable[[str], nn.Module] = tiny_family) -> Row:
             return Row(family, task, "0", reason=_reasons(found.left))
         if refused is not None:
             raise refused
-        found = replaceable(model, found)
+        found, ways = replaceable(model, found)
         order = {site.key: torch.randperm(site.intermediate).int() for site in found.sites}
         layers = [LayerPlan(site, "exact", 0, order[site.key]) for site in found.sites]
-        rewrite(model, Plan(layers, weights_hash(model, found.sites)))
+        rewrite(model, Plan(layers, weights_hash(model, found.sites)), ways=ways)
     except Pi2Error as error:
         return Row(family, task, "0", reason=_plain(error))
     with torch.no_grad():

@@ -116,6 +116,19 @@ def test_what_only_looks_alike_stays_as_it_is(change: str, caplog: pytest.LogCap
     assert left + ("parameters " if change == "another parameter" else "activation ") in caplog.text
 
 
+def test_experts_whose_matrices_lie_in_a_module_within_are_named() -> None:
+    """DBRX's: all experts of a block below each other in matrices of two dimensions."""
+    from transformers import DbrxConfig, DbrxForCausalLM
+
+    sizes = {"d_model": 64, "n_heads": 4, "n_layers": 1, "vocab_size": 96, "max_seq_len": 64}
+    ffn = {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64}
+    attention = {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}
+    model = DbrxForCausalLM(DbrxConfig(**sizes, ffn_config=ffn, attn_config=attention))
+    text = "DbrxExperts: experts of an unknown form; parameters mlp.v1, mlp.w1, mlp.w2"
+    with pytest.raises(NoFFNFoundError, match=rf"transformer\.blocks\.0\.ffn\.experts \({text}"):
+        find_sites(model)
+
+
 def test_parameters_of_which_one_is_transposed_are_no_form(mixtral: nn.Module) -> None:
     experts: Any = copy.deepcopy(mixtral.model.layers[0].mlp.experts)
     experts.down_proj = nn.Parameter(experts.down_proj.detach().transpose(1, 2).contiguous())

@@ -21,7 +21,7 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.checkpoint import float_neurons
-from torch_pi2.checkpoint.quantize import Quantizer
+from torch_pi2.checkpoint.placing import Stored
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.cli import main
 from torch_pi2.errors import ArtifactError, ConfigError, NonFiniteError, StaleArtifactError
@@ -62,7 +62,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """LLaMA's modules are seen to compute the layer without being traced, which takes longer than all the rest."""
-    monkeypatch.setattr(Quantizer, "_try_ways", lambda _self, _model, _site: "owner")
+    monkeypatch.setattr(Stored, "_try", lambda _self, _group: "owner")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.memory import new_tensor
 from torch_pi2.ops.rows import row_of_neurons
@@ -33,7 +32,6 @@ def load_dense(
     with open_weights(pi2) as weights:
         weights.check_plan(plan)
         model = skeleton(folder, dtype=dtype, stored=weights.float_dtype, trust_remote_code=trust_remote_code)
-        check_known_experts(str(folder), model)
         check_names(model, plan)
         weights.check_linears(model)
         kind = next(model.parameters()).dtype

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,22 +12,22 @@ import torch
 from torch import nn
 
 from torch_pi2.base.tensorfile import TensorWriter
+from torch_pi2.checkpoint.placing import Stored, placed, refs_of
 from torch_pi2.checkpoint.quantize import (
     Quantizer,
     QuantizeReport,
     RelativeError,
+    linears_beside,
     new_plan,
-    refs_of,
     row_chunks,
     update_digest,
 )
-from torch_pi2.errors import ArtifactError, NoFFNFoundError, UnsupportedModelError
+from torch_pi2.errors import ArtifactError, UnsupportedModelError
 from torch_pi2.formats import PAIRS, QUANTIZED, formats_of
-from torch_pi2.graph.find import find_sites
+from torch_pi2.graph.find import Found, search
 from torch_pi2.layers.embedding import can_stand_for
 from torch_pi2.ops.activations import exact_zeros
-from torch_pi2.rewrite.linears import find_linears
-from torch_pi2.rewrite.skeleton import places, skeleton
+from torch_pi2.rewrite.skeleton import skeleton
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.site import FFNSite, LinearRef
 from torch_pi2.store.folder import PI2_FOLDER, declare
@@ -93,11 +94,18 @@ class ImportReport(QuantizeReport):
 def write_imported(checkpoint: PackedSource, folder: Path, neurons: str, progress: bool) -> ImportReport:
     """Write ``pi2/`` into ``folder``, where the configuration is. Raises as :func:`torch_pi2.import_gguf`."""
     (folder / PI2_FOLDER).mkdir()
-    plan, linears, embeddings, kind = _what_becomes(checkpoint, folder, neurons)
-    writer = _Importer(skeleton(folder), checkpoint, plan, linears, kind, embeddings, neurons not in QUANTIZED)
+    with torch.device("meta"):
+        empty = skeleton(folder)
+    model, plan = skeleton(folder), new_plan(_found(empty, neurons, checkpoint.by_neuron))
+    stored = Stored(model, checkpoint)
+    ways, left = stored.place_layers(plan, needed=False)
+    linears, embeddings = _what_is_packed(checkpoint, stored, empty, linears_beside(empty, plan, ways))
+    kind = neurons if neurons in QUANTIZED else _kind_of_neurons(checkpoint, ways)
+    writer = _Importer(model, checkpoint, plan, ways, linears, kind, embeddings, neurons not in QUANTIZED)
     made, found_hash = writer.write(folder / PI2_FOLDER, progress)
     _check_used(checkpoint)
-    replace(plan, model_hash=found_hash).save(folder / PI2_FOLDER)
+    plan = placed(plan, ways, left, found_hash)
+    plan.save(folder / PI2_FOLDER)
     declare(folder)
     report = ImportReport(**vars(made), types=dict(writer.kept), rounded=writer.rounded, neurons=len(plan.layers))
     report.weights = writer.neuron_formats
@@ -106,41 +114,33 @@ def write_imported(checkpoint: PackedSource, folder: Path, neurons: str, progres
     return report
 
 
-def _what_becomes(
-    checkpoint: PackedSource, folder: Path, neurons: str
-) -> tuple[Plan, dict[str, int], dict[str, int], str]:
-    """The plan of the layers that become neurons; columns of linears and of embeddings; the main format."""
-    with torch.device("meta"):
-        model = skeleton(folder)
-    sites = _sites(model, neurons, checkpoint.by_neuron)
-    found, _ = find_linears(model, sites, on_meta=True)
-    tied = {name: group for group in places(model) for name in group}
+def _what_is_packed(
+    checkpoint: PackedSource, stored: Stored, model: nn.Module, found: dict[str, nn.Linear]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Columns of the linears in ``found``, and of the embeddings of ``model``, that the checkpoint has in few bits."""
     linears = {
         name: module.in_features
         for name, module in found.items()
-        if any(_is_packed(checkpoint, other) for other in tied.get(f"{name}.weight", ()))
+        if any(_is_packed(checkpoint, other) for other in stored.alias.get(f"{name}.weight", ()))
     }
     embeddings = {
         name: module.embedding_dim
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding) and can_stand_for(module) and _is_packed(checkpoint, f"{name}.weight")
     }
-    kind = neurons if neurons in QUANTIZED else _kind_of_neurons(checkpoint, sites)
-    return new_plan(sites), linears, embeddings, kind
+    return linears, embeddings
 
 
 def _is_packed(checkpoint: PackedSource, parameter: str) -> bool:
     return parameter in checkpoint and bool(checkpoint.type_of(parameter))
 
 
-def _sites(model: nn.Module, neurons: str, by_neuron: bool) -> list[FFNSite]:
-    try:
-        sites = find_sites(model, strict=False, on_meta=True)
-    except NoFFNFoundError:
-        sites = []
+def _found(model: nn.Module, neurons: str, by_neuron: bool) -> Found:
+    """The layers that become neurons."""
+    found = search(model, on_meta=True, needed=False)
     if neurons in ("all", *QUANTIZED):
-        return sites
-    wanted = [site for site in sites if site.experts is not None]
+        return found
+    wanted = [site for site in found.sites if site.experts is not None]
     if neurons == "none" and (wanted or by_neuron):
         raise UnsupportedModelError(
             "an import with neurons='none'",
@@ -148,13 +148,13 @@ def _sites(model: nn.Module, neurons: str, by_neuron: bool) -> list[FFNSite]:
             found=f"{len(wanted)} of them" if wanted else "PowerInfer's, which lie neuron by neuron",
             fix="Leave it out: these are always neurons.",
         )
-    sparse = [site for site in sites if site.experts is None and exact_zeros(site.activation)]
-    return [*wanted, *sparse] if neurons == "auto" else []
+    sparse = [site for site in found.sites if site.experts is None and exact_zeros(site.activation)]
+    return Found([*wanted, *sparse] if neurons == "auto" else [], found.left)
 
 
-def _kind_of_neurons(checkpoint: PackedSource, sites: list[FFNSite]) -> str:
+def _kind_of_neurons(checkpoint: PackedSource, ways: Collection[str]) -> str:
     """The nearest format that is not much smaller than what the checkpoint has."""
-    return "int4" if not sites or checkpoint.ffn_bits() < 6 else "int8"
+    return "int4" if not ways or checkpoint.ffn_bits() < 6 else "int8"
 
 
 def _check_used(checkpoint: PackedSource) -> None:
@@ -180,6 +180,7 @@ class _Importer(Quantizer):
         model: nn.Module,
         checkpoint: PackedSource,
         plan: Plan,
+        ways: dict[str, str],
         linears: dict[str, int],
         kind: str,
         embeddings: dict[str, int],
@@ -189,9 +190,9 @@ class _Importer(Quantizer):
         self.kept: Counter[str] = Counter()
         self.rounded: dict[str, str] = {}
         formats: dict[str, str] = {}
-        super().__init__(model, checkpoint, plan, linears, kind, formats=formats, embeddings=embeddings)
+        super().__init__(model, checkpoint, plan, ways, linears, kind, formats=formats, embeddings=embeddings)
         if in_pairs:
-            kept = {layer.site.key: self._kept_format(layer.site) for layer in plan.layers}
+            kept = {layer.site.key: self._kept_format(layer.site) for layer in self._layers}
             if any(kept.values()):  # the few others lose no more in int8 than columns of down do
                 kind = self._kind = "int4" if set(kept.values()) == {"int4"} else "int8"
                 formats |= {key: made for key, made in kept.items() if made not in (None, kind)}
@@ -206,7 +207,7 @@ class _Importer(Quantizer):
     @property
     def neuron_formats(self) -> str:
         """Those of all layers; without neurons the main format."""
-        return ", ".join(dict.fromkeys(self._format_of(layer.site) for layer in self._plan.layers)) or self._kind
+        return ", ".join(dict.fromkeys(self._format_of(layer.site) for layer in self._layers)) or self._kind
 
     def _kept_format(self, site: FFNSite) -> str | None:
         """The two formats of neurons that keep the rows of gate and up as they are, or the one that keeps down as well.

@@ -6,8 +6,8 @@ import hashlib
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +19,22 @@ from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.card import keep_card
+from torch_pi2.checkpoint.placing import Stored, placed, refs_of
 from torch_pi2.errors import ArtifactError, ConfigError, NonFiniteError, StaleArtifactError, check_choice
 from torch_pi2.formats import QUANTIZED, row_bytes
 from torch_pi2.graph.experts import check_known_experts
-from torch_pi2.graph.find import find_sites
-from torch_pi2.layers.experts import expert_groups
+from torch_pi2.graph.find import Found, search
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.ops.quantized import quantize as quantize_rows
 from torch_pi2.ops.rows import row_of_neurons
-from torch_pi2.rewrite.linears import find_linears
-from torch_pi2.rewrite.place import TRIED_EXPERTS, find_experts_way, find_way
+from torch_pi2.rewrite.linears import check_some, find_linears
 from torch_pi2.rewrite.rewrite import check_names
-from torch_pi2.rewrite.skeleton import places, put, skeleton
+from torch_pi2.rewrite.skeleton import skeleton
 from torch_pi2.spec.method import Method
 from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.site import FFNSite, LinearRef, check_weights
+from torch_pi2.spec.site import FFNSite, LinearRef
 from torch_pi2.store.folder import (
     PI2_FOLDER,
     SMALL_FILES,
@@ -45,7 +44,7 @@ from torch_pi2.store.folder import (
     declare,
     read_config,
 )
-from torch_pi2.store.names import ExpertMatrix, stored_name
+from torch_pi2.store.names import ExpertMatrix
 from torch_pi2.store.source import Checkpoint, Source
 from torch_pi2.store.trust import remember
 from torch_pi2.store.weights import NO_EMBEDDINGS, NO_FORMATS, WEIGHTS_FILE, metadata, neuron_specs
@@ -89,7 +88,9 @@ def quantize(
     """Quantise the Hugging Face checkpoint in ``folder_in`` (float safetensors) to ``folder_out``. Lossy.
 
     Feed-forward layers become neurons, other linear layers rows; embeddings, norms and small layers stay as they are:
-    what ``optimize(model, weights=...)`` and ``save`` would write. A folder written by :func:`torch_pi2.save` keeps its
+    what ``optimize(model, weights=...)`` and ``save`` would write. A feed-forward layer that cannot be made sparse, or
+    not be put into a model without its weights, is linear layers like others, and a warning, the plan and the loaded
+    model's ``torch_pi2.left`` say why; there may be no other. A folder written by :func:`torch_pi2.save` keeps its
     plan and predictors; of any other, neurons stay in the model's order with the exact gate (smooth activations: all of
     them computed). Weights are read matrix by matrix.
 
@@ -105,8 +106,10 @@ def quantize(
     source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
     _check(source, folder, weights, quantization)
 
-    def make(model: nn.Module, checkpoint: Checkpoint, plan: Plan, linears: dict[str, int]) -> Quantizer:
-        return Quantizer(model, checkpoint, plan, linears, weights)
+    def make(
+        model: nn.Module, checkpoint: Checkpoint, plan: Plan, ways: dict[str, str], linears: dict[str, int]
+    ) -> Quantizer:
+        return Quantizer(model, checkpoint, plan, ways, linears, weights)
 
     return convert(source, folder, make, trust_remote_code=trust_remote_code, progress=progress)
 
@@ -131,17 +134,23 @@ def convert(
     check_replaceable(folder)
     start = time.perf_counter()
     check_float(source, read_config(source))
-    plan, linears = _layers_of(source, trust_remote_code, with_linears=with_linears)
+    with torch.device("meta"):
+        empty = skeleton(source, trust_remote_code=trust_remote_code)
+    check_known_experts(f"quantize({source})", empty)
+    plan = _plan_of(source, empty, needed=not with_linears)
     with replacing_folder(folder) as staging:
         keep_card(folder, staging)
         (staging / PI2_FOLDER).mkdir()
         copy_small_files(source, staging)
         model = skeleton(source, trust_remote_code=trust_remote_code)
         with Checkpoint(source) as checkpoint:
-            writer = make(model, checkpoint, plan, linears)
+            ways, left = Stored(model, checkpoint).place_layers(plan, needed=not with_linears)
+            linears = linears_beside(empty, plan, ways) if with_linears else {}
+            check_some(f"quantize({source})", ways, linears)
+            writer = make(model, checkpoint, plan, ways, {name: m.in_features for name, m in linears.items()})
             report, found_hash = writer.write(staging / PI2_FOLDER, progress)
             report.bytes_in = checkpoint.nbytes
-        replace(plan, model_hash=found_hash).save(staging / PI2_FOLDER)
+        placed(plan, ways, left, found_hash).save(staging / PI2_FOLDER)
         for name in ("predictors.safetensors", "stats.safetensors"):
             if (source / PI2_FOLDER / name).exists():
                 shutil.copyfile(source / PI2_FOLDER / name, staging / PI2_FOLDER / name)
@@ -178,32 +187,30 @@ def _check(source: Path, folder: Path, weights: str, quantization: str) -> None:
     check_separate("quantize", source, folder)
 
 
-def _layers_of(source: Path, trust_remote_code: bool, *, with_linears: bool) -> tuple[Plan, dict[str, int]]:
-    """The plan of a checkpoint, and name -> inputs of the linears to quantise: from the structure of its model."""
-    with torch.device("meta"):
-        model = skeleton(source, trust_remote_code=trust_remote_code)
-    check_known_experts(f"quantize({source})", model)
-    plan = (
-        Plan.load(source / PI2_FOLDER)
-        if (source / PI2_FOLDER / "plan.json").exists()
-        else new_plan(find_sites(model, strict=False, on_meta=True))
-    )
-    check_names(model, plan)
-    if not with_linears:
-        return plan, {}
-    linears, _ = find_linears(model, [layer.site for layer in plan.layers], on_meta=True)
-    return plan, {name: linear.in_features for name, linear in linears.items()}
+def _plan_of(source: Path, model: nn.Module, *, needed: bool) -> Plan:
+    """The plan that a checkpoint has, or one of the layers of its ``model``, which is on ``meta``."""
+    if (source / PI2_FOLDER / "plan.json").exists():
+        plan = Plan.load(source / PI2_FOLDER)
+        check_names(model, plan)
+        return plan
+    return new_plan(search(model, on_meta=True, needed=needed))
 
 
-def new_plan(sites: Iterable[FFNSite]) -> Plan:
+def new_plan(found: Found) -> Plan:
     """Neurons in the model's order: the exact gate where that skips any, else all of them computed."""
     layers = []
-    for site in sites:
+    for site in found.sites:
         order = torch.arange(site.intermediate, dtype=torch.int32)
         exact = exact_zeros(site.activation) or site.experts is not None  # nothing of an expert is hot
         method = Method.EXACT if exact else Method.DENSE
         layers.append(LayerPlan(site, method, 0 if exact else site.intermediate, order))
-    return Plan(layers, NO_HASH, {"planner": "none"})
+    return Plan(layers, NO_HASH, {"planner": "none", "left": found.left})
+
+
+def linears_beside(model: nn.Module, plan: Plan, ways: Mapping[str, str]) -> dict[str, nn.Linear]:
+    """Linear layers of ``model``, on ``meta``, to quantise beside the layers of ``plan`` that are in ``ways``."""
+    sites = [layer.site for layer in plan.layers if layer.site.key in ways]
+    return find_linears(model, sites, on_meta=True)[0]
 
 
 class Quantizer:
@@ -211,6 +218,7 @@ class Quantizer:
 
     Args:
         model: its skeleton. plan: with ``model_hash`` of the checkpoint, or ``NO_HASH``.
+        ways: of its layers those that become neurons, by key, as :meth:`Stored.place_layers` finds them.
         linears: name -> inputs of the linears to quantise beside the plan's layers. kind: the format.
         formats: of linears, embeddings and sites' keys that are of another. embeddings: name -> width of those to
             quantise.
@@ -221,6 +229,7 @@ class Quantizer:
         model: nn.Module,
         checkpoint: Source,
         plan: Plan,
+        ways: Mapping[str, str],
         linears: dict[str, int],
         kind: str,
         *,
@@ -228,119 +237,18 @@ class Quantizer:
         embeddings: Mapping[str, int] = NO_EMBEDDINGS,
     ) -> None:
         self._checkpoint, self._plan, self._kind, self._linears = checkpoint, plan, kind, linears
-        self._formats, self._embeddings = formats, embeddings
-        refs = [r for y in plan.layers for r in (y.site.gate, y.site.up, y.site.down) if r is not None]
+        self._formats, self._embeddings, self._ways = formats, embeddings, ways
+        self._layers = [layer for layer in plan.layers if layer.site.key in ways]
+        refs = [ref for layer in self._layers for _, ref in refs_of(layer.site)]
         in_sites = {name for ref in refs for name in (ref.weight, ref.bias) if name}
-        groups = places(model)
-        self._alias = {name: names for names in groups for name in names}
+        stored = Stored(model, checkpoint)
+        self._stored, self._alias = stored.name, stored.alias
         biases = {f"{name}.bias" for name in linears if getattr(model.get_submodule(name), "bias", None) is not None}
         elsewhere = in_sites | biases | {f"{name}.weight" for name in (*linears, *embeddings)}
         self._biases = sorted(biases)
         # of the names of a tied tensor the first: a quantised output layer leaves it to the embedding
-        self._floats = [left[0] for names in groups if (left := [n for n in names if n not in elsewhere])]
-        for layer in plan.layers:
-            self._check_site(layer.site)
-        self._how = self._ways(model)
+        self._floats = [left[0] for names in stored.groups if (left := [n for n in names if n not in elsewhere])]
         self._held: dict[torch.dtype, torch.Tensor] = {}
-
-    def _check_site(self, site: FFNSite) -> None:
-        """Raises ArtifactError or DtypeError if the checkpoint's tensors cannot be those of ``site``."""
-        for ref, rows, columns in (
-            (site.gate, site.intermediate, site.hidden),
-            (site.up, site.intermediate, site.hidden),
-            (site.down, site.hidden, site.intermediate),
-        ):
-            for name in () if ref is None or site.experts is not None else (ref.weight, ref.bias):
-                if ref is None or name is None:
-                    continue
-                stored = self._stored(name)
-                self._checkpoint.check_float(stored)
-                shape = self._checkpoint.spec(stored).shape
-                own = shape[::-1] if ref.transposed else shape
-                fits = ref.rows is None and own[:1] == (rows,)
-                fits |= ref.rows is not None and ref.rows[1] - ref.rows[0] == rows and own[:1] >= (ref.rows[1],)
-                if not fits or own[1:] != ((columns,) if name == ref.weight else ()):
-                    raise ArtifactError(
-                        f"{stored} in {self._checkpoint.folder}",
-                        expected=f"{rows} {'columns' if ref.transposed and name == ref.weight else 'rows'}"
-                        + (f" of {columns}" if name == ref.weight else ""),
-                        found=str(list(shape)),
-                        fix="The plan, or config.json, is of another model.",
-                    )
-
-        if site.experts is not None:
-            self._check_expert(site)
-
-    def _check_expert(self, site: FFNSite) -> None:
-        """As :meth:`_check_site`."""
-        for role, ref in refs_of(site):
-            found = ExpertMatrix(self._checkpoint, site, ref, role)
-            if not found.fits:
-                raise ArtifactError(
-                    f"{found.name} in {self._checkpoint.folder}",
-                    expected=f"{role} {list(found.shape)} of {site.key}",
-                    found=str(list(self._checkpoint.spec(found.name).shape)),
-                    fix="The plan, or config.json, is of another model.",
-                )
-            self._checkpoint.check_float(found.name)
-
-    def _ways(self, model: nn.Module) -> dict[str, str]:
-        """How each layer's modules can be replaced: tried with the weights of one layer of every form."""
-        by_form: dict[Any, str] = {}
-        ways: dict[str, str] = {}
-        for group in expert_groups(self._plan.layers):
-            site = group[0].site
-            if site.experts is not None:
-                experts = (site.owner_class, site.activation, site.intermediate, len(group))
-                if experts not in by_form:
-                    by_form[experts] = self._try_experts(model, group)
-                ways |= dict.fromkeys((layer.site.key for layer in group), by_form[experts])
-                continue
-            inner = tuple(name.rpartition(".")[2] for name in site.inner)
-            form = (site.owner_class, site.activation, site.activation_on_up, site.intermediate, site.owner_runs, inner)
-            if form not in by_form:
-                by_form[form] = self._try_ways(model, site)
-            ways[site.key] = by_form[form]
-        return ways
-
-    def _try_ways(self, model: nn.Module, site: FFNSite) -> str:
-        names = {name for ref in (site.gate, site.up, site.down) if ref for name in (ref.weight, ref.bias) if name}
-        empty = {name: model.get_parameter(name) for name in names}
-        try:
-            for name in names:
-                put(model, [name], self._checkpoint.read(self._stored(name)))
-            check_weights(site, site.weights(model))
-            return find_way(model, site)
-        finally:
-            for name, parameter in empty.items():
-                put(model, [name], parameter)
-
-    def _try_experts(self, model: nn.Module, group: list[LayerPlan]) -> str:
-        """Tried with some of the experts: all of a layer may be more than there is memory for."""
-        first = group[0].site
-        names = [name for ref in (first.up, first.down) for name in (ref.weight, ref.bias) if name]
-        empty = {name: model.get_parameter(name) for name in names}
-        dtype = self._checkpoint.spec(ExpertMatrix(self._checkpoint, first, first.up, "up").name).dtype
-        try:
-            for name, parameter in empty.items():
-                put(model, [name], torch.empty(parameter.shape, dtype=dtype))  # the system gives what is written to
-            for layer in group[:TRIED_EXPERTS]:
-                for role, ref in refs_of(layer.site):
-                    found = ExpertMatrix(self._checkpoint, layer.site, ref, role)
-                    found.read_into(matrix := torch.empty(found.shape, dtype=dtype))
-                    ref.take(model.get_parameter(ref.weight).detach()).copy_(matrix)
-                    if ref.bias is not None:
-                        model.get_parameter(ref.bias).detach().copy_(self._checkpoint.read(self._stored(ref.bias)))
-                check_weights(layer.site, layer.site.weights(model))
-            return find_experts_way(model, group)
-        finally:
-            for name, parameter in empty.items():
-                put(model, [name], parameter)
-
-    def _stored(self, name: str) -> str:
-        """The checkpoint's name of parameter ``name``, which may be tied to another."""
-        aliases = self._alias.get(name, [name])
-        return next((n for n in (name, *aliases) if n in self._checkpoint), stored_name(self._checkpoint, name))
 
     def write(self, folder: Path, progress: bool) -> tuple[QuantizeReport, str]:
         """Write the file into ``folder``; the report, and the hash of the float feed-forward weights."""
@@ -349,12 +257,12 @@ class Quantizer:
         for name, columns in self._in_rows.items():
             rows = self._rows_of(f"{name}.weight", columns)
             specs[f"{name}.weight"] = Spec((rows, row_bytes(self._formats.get(name, self._kind), columns)), torch.uint8)
-        for layer in self._plan.layers:
+        for layer in self._layers:
             specs |= neuron_specs(layer.site, self._format_of(layer.site))
         report = QuantizeReport(self._kind)
         digest = hashlib.sha256()
         meta = metadata(
-            self._kind, NO_HASH, self._linears, self._how, formats=self._formats, embeddings=self._embeddings
+            self._kind, NO_HASH, self._linears, self._ways, formats=self._formats, embeddings=self._embeddings
         )
         with TensorWriter(folder / WEIGHTS_FILE, specs, meta, progress=progress) as out:
             for name in self._floats:
@@ -368,7 +276,10 @@ class Quantizer:
             for name in self._in_rows:
                 report.errors[name] = self._write_linear(name, out, digest)
             for layer in self._plan.layers:
-                report.errors[layer.site.key] = self._write_site(layer, out, digest)
+                if layer.site.key in self._ways:
+                    report.errors[layer.site.key] = self._write_site(layer, out, digest)
+                else:  # in the hash all the same, as where it is replaced in memory
+                    self._add_to(digest, layer.site)
             found = digest.hexdigest()
             if self._plan.model_hash not in (found, NO_HASH):
                 raise StaleArtifactError(
@@ -379,6 +290,13 @@ class Quantizer:
                 )
             out.set_metadata("model_hash", found)
         return report, found
+
+    def _add_to(self, digest: Any, site: FFNSite) -> None:
+        for role, ref in refs_of(site):
+            update_digest(digest, self._matrix(site, ref, role))
+        for _, ref in refs_of(site):
+            if ref.bias is not None:
+                update_digest(digest, ref.take_bias(self._checkpoint.read(self._stored(ref.bias))))
 
     def _rows_of(self, name: str, columns: int) -> int:
         """Rows of a linear's weight. Raises ArtifactError or DtypeError if the checkpoint's cannot be it."""
@@ -501,14 +419,8 @@ def converted(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tens
     )
 
 
-def refs_of(site: FFNSite) -> list[tuple[str, LinearRef]]:
-    """The site's matrices, in the order of a neuron's rows."""
-    gate = [] if site.gate is None else [("gate", site.gate)]
-    return [*gate, ("up", site.up), ("down", site.down)]
-
-
-#: Skeleton, checkpoint, plan and linears to quantise -> what writes the weights.
-MakeWriter = Callable[[nn.Module, Checkpoint, Plan, dict[str, int]], Quantizer]
+#: Skeleton, checkpoint, plan, ways and linears to quantise -> what writes the weights.
+MakeWriter = Callable[[nn.Module, Checkpoint, Plan, dict[str, str], dict[str, int]], Quantizer]
 
 
 class RelativeError:

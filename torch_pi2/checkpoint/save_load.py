@@ -32,7 +32,6 @@ from torch_pi2.decode.adapt import follow
 from torch_pi2.decode.loop import attach
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError, UnsupportedModelError, check_choice
 from torch_pi2.formats import ACTIVATIONS
-from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.layers.of_model import homes
 from torch_pi2.ops.dtypes import check_computed, stands_for_another
 from torch_pi2.predict.file import FittedPredictors, save_predictors
@@ -95,12 +94,10 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
                 fix="Optimise the float model; torch_pi2.optimize(weights='int8') quantises its linear layers.",
             )
     quantised = weights_of(model) != "float"
-    if quantised:
-        check_known_experts(f"saving a quantised {type(model).__name__}", model)
     with replacing_folder(folder) as staging:
         keep_card(folder, staging)
         if quantised:
-            save_weights(model, parts.plan, staging / PI2_FOLDER)
+            parts = replace(parts, plan=save_weights(model, parts.plan, staging / PI2_FOLDER))
             save_outside(model, staging)
         elif hasattr(model, "save_pretrained"):
             model.save_pretrained(staging)  # type: ignore[operator]
@@ -225,7 +222,7 @@ def load(
 
     Raises:
         ArtifactError: something is missing or damaged. StaleArtifactError: plan and weights do not belong together.
-        UnsupportedModelError: experts of an unknown form. ConfigError: a setting that this folder cannot have.
+        ConfigError: a setting that this folder cannot have.
         DtypeError: no kernel computes in ``dtype``.
         DeviceError: no GPU that has kernels. OutOfMemoryError: ``gpu_memory`` is too little.
     """

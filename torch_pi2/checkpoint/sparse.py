@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from torch_pi2.base.heap import trim
 from torch_pi2.base.progress import bar
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.dense import untie
+from torch_pi2.checkpoint.placing import placed
 from torch_pi2.errors import ArtifactError, UnsupportedModelError
 from torch_pi2.formats import FLOAT, QUANTIZED, formats_of
-from torch_pi2.graph.experts import check_known_experts
+from torch_pi2.graph.find import named
 from torch_pi2.layers.embedding import QuantEmbedding, can_stand_for
 from torch_pi2.layers.experts import SparseExperts, expert_groups
 from torch_pi2.layers.ffn import SparseFFN
@@ -31,6 +33,8 @@ from torch_pi2.rewrite.skeleton import check_filled, fill, places, put, skeleton
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.store.storefile import open_weights
 from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights, metadata, neuron_specs
+
+_log = logging.getLogger("torch_pi2")
 
 _BIASES = ("bias_gate", "bias_up", "bias_down")
 
@@ -56,11 +60,14 @@ def _kind_of_file(model: nn.Module) -> str:
     return found if found in QUANTIZED else QUANTIZED[0]
 
 
-def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
+def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
     """Write ``weights.safetensors`` of a ``model`` into ``folder``, with neurons of floats if it is not quantised.
 
+    Layers that were rewritten in a way that needs weights to be found are saved dense, in floats, which is said; what
+    is returned is the plan of the others.
+
     Raises:
-        UnsupportedModelError: not a Hugging Face model, or rewritten in a way that needs weights to be found.
+        UnsupportedModelError: not a Hugging Face model, or there are no other layers.
     """
     if not hasattr(model, "save_pretrained"):
         raise UnsupportedModelError(
@@ -69,7 +76,6 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
             found="another module",
             fix="Save the float model, and quantise it again after loading.",
         )
-    layers = sparse_layers(model)
     kind = _kind_of_file(model)
     linears = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
     tensors: dict[str, torch.Tensor] = {}
@@ -80,12 +86,23 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
     for name, linear in linears.items():
         if linear.bias is not None:
             tensors[f"{name}.bias"] = linear.bias
+    layers: list[SparseFFN] = []
+    ways: dict[str, str] = {}
+    left: dict[str, str] = {}
+    for layer in sparse_layers(model):
+        if (way := way_taken(model, layer)) is None:
+            left[layer.site.key] = "it exchanges lazy tensors with code of its block"
+            tensors |= layer.dense_values()
+        else:
+            ways[layer.site.key] = way
+            layers.append(layer)
+    if left:
+        _check_left(model, left, ways)
     for layer in layers:
         tensors[f"{layer.site.key}.bundles"] = layer.neuron_rows.view(torch.uint8)
         biases = {name: getattr(layer, name) for name in _BIASES}
         tensors |= {f"{layer.site.key}.{name}": bias for name, bias in biases.items() if bias is not None}
     tensors |= _floats(model)
-    ways = {layer.site.key: way_taken(model, layer) for layer in layers}
     about = metadata(
         kind,
         plan.model_hash,
@@ -99,6 +116,19 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> None:
     with TensorWriter(folder / WEIGHTS_FILE, specs, about) as out:
         for name, tensor in tensors.items():
             out.write(name, rows_of[name].in_row_order() if name in rows_of else tensor)
+    return placed(plan, ways, left, plan.model_hash)
+
+
+def _check_left(model: nn.Module, left: Mapping[str, str], others: Mapping[str, str]) -> None:
+    """Say which layers are ``left``. Raises UnsupportedModelError: all are."""
+    if not others:
+        raise UnsupportedModelError(
+            f"saving a quantised {type(model).__name__}",
+            expected="modules that compute a feed-forward layer, or chains of modules",
+            found=named(left),
+            fix="Move the FFN into a module of its own, or save the float model.",
+        )
+    _log.warning("left dense in the folder, as floats: %s", named(left))
 
 
 def _floats(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -143,7 +173,6 @@ def load_sparse(
         weights.check_plan(plan)
         kinds: dict[str, Any] = {"dtype": dtype, "stored": weights.float_dtype}
         model = skeleton(folder, trust_remote_code=trust_remote_code, config=config, **kinds)
-        check_known_experts(str(folder), model)
         check_names(model, plan)
         weights.check_linears(model)
         kind = next(model.parameters()).dtype

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_pi2.cli import common, verdict
 from torch_pi2.cli.inspect_bundle import describe_bundle, render_bundle
-from torch_pi2.cli.inspect_checkpoint import describe_checkpoint, nothing_to_verify, render_checkpoint
+from torch_pi2.cli.inspect_checkpoint import describe_checkpoint, nothing_to_verify, render_checkpoint, stays_dense
 from torch_pi2.errors import ArtifactError, Pi2Error
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
         "files": files,
         "bytes": sum(files.values()),
         "layers": list(layers.values()),
+        "left": plan.made_by.get("left", {}) if plan else {},
         "store": store,
         "budget": _budget(folder, inner / STORE_FILE, plan, predictors) if has_store and plan else None,
         "matrices": _matrices(inner),
@@ -121,6 +122,7 @@ def _describe_file(path: Path, verify: bool, progress: bool) -> dict[str, Any]:
         "files": {path.name: store["bytes"]},
         "bytes": store["bytes"],
         "layers": list(layers.values()),
+        "left": {},
         "store": store,
         "budget": None,
         "matrices": {},
@@ -252,6 +254,7 @@ def render(result: dict[str, Any]) -> str:
     ]
     files = ", ".join(f"{name} {common.size(count)}" for name, count in result["files"].items())
     shown = common.table(["layer", *(_COLUMNS[c][0] for c in columns)], rows) if rows else "no layers of neurons"
+    shown += "".join(f"\n{line}" for line in stays_dense(result["left"]))
     kinds = ", ".join(f"{count} {kind}" for kind, count in result["matrices"].items())
     shown += f"\nlinear layers and embeddings: {kinds}" if kinds else ""
     fit = result["fit"]

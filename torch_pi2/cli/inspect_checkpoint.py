@@ -48,13 +48,19 @@ def render_checkpoint(result: dict[str, Any]) -> str:
         lines += [common.table(header, rows), f"{share} of {result['parameters']:,} parameters are in these layers"]
     if result["refused"]:
         lines.append(f"nothing can be made sparse: {result['refused']}")
+    return "\n".join(lines + stays_dense(result["left"]))
+
+
+def stays_dense(left: dict[str, str]) -> list[str]:
+    """Lines that say which layers stay dense, and why."""
     by_reason: dict[str, list[str]] = {}
-    for name, reason in result["left"].items():
+    for name, reason in left.items():
         by_reason.setdefault(reason, []).append(name)
+    lines = []
     for reason, names in by_reason.items():
         which = names[0] if len(names) == 1 else f"{len(names)} layers, {names[0]} to {names[-1]}"
         lines.append(f"stays dense: {which}: {reason}")
-    return "\n".join(lines)
+    return lines
 
 
 def _alike(layer: dict[str, Any]) -> tuple[Any, ...]:

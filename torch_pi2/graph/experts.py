@@ -42,12 +42,29 @@ _SMALL_H, _SMALL_I, _SMALL_EXPERTS = 16, 24, 4
 def looks_like_experts(module: nn.Module) -> bool:
     """Whether ``module`` has a parameter of several matrices, and is called something with experts or chooses some.
 
-    Heads of attention and block-diagonal gates have such parameters, too.
+    Heads of attention and block-diagonal gates have such parameters, too. Also a module that is called as experts are,
+    and whose parameters are within it, but not in linear layers (DBRX).
     """
     own = dict(module.named_parameters(recurse=False))
     several = any(p.dim() == 3 and p.shape[0] > 1 for p in own.values())
-    names = (type(module).__name__, *own, *inspect.signature(type(module).forward).parameters)
-    return {_GATE_UP, _DOWN} <= set(own) or (several and any(_ABOUT_EXPERTS.search(name) for name in names))
+    arguments = _arguments(module)
+    names = (type(module).__name__, *own, *arguments)
+    if {_GATE_UP, _DOWN} <= set(own) or (several and any(_ABOUT_EXPERTS.search(name) for name in names)):
+        return True
+    within = [p for p in module.parameters() if p.dim() > 1]
+    return not own and _is_routed(arguments) and len(within) > 1 and not any(map(_is_linear, module.modules()))
+
+
+def _arguments(module: nn.Module) -> tuple[str, ...]:
+    return tuple(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def _is_routed(arguments: Sequence[str]) -> bool:
+    return len(arguments) == len(ARGUMENTS) and all(a in names for a, names in zip(arguments, ARGUMENTS))
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
 
 
 def experts_form(module: nn.Module, tried: dict[Any, str] | None = None) -> ExpertsForm | str:
@@ -60,7 +77,7 @@ def experts_form(module: nn.Module, tried: dict[Any, str] | None = None) -> Expe
     first_name = _GATE_UP if _GATE_UP in own else _UP
     biases = {f"{first_name}_bias", f"{_DOWN}_bias"}
     if not {first_name, _DOWN} <= set(own) <= {first_name, _DOWN} | biases or len(biases & set(own)) == 1:
-        return f"parameters {', '.join(sorted(own))}"
+        return f"parameters {', '.join(sorted(own or dict(module.named_parameters())))}"
     more = [n for n, _ in (*module.named_parameters(), *module.named_buffers()) if n not in own]
     if more:
         return f"{more[0]} besides the experts"
@@ -73,9 +90,8 @@ def experts_form(module: nn.Module, tried: dict[Any, str] | None = None) -> Expe
     shapes = [tuple(own[name].shape) for name in (f"{first_name}_bias", f"{_DOWN}_bias") if has_biases]
     if has_biases and shapes != [(experts, (1 + gated) * intermediate), (experts, hidden)]:
         return f"biases {shapes[0]} and {shapes[1]}"
-    arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
-    routed = len(arguments) == len(ARGUMENTS) and all(a in names for a, names in zip(arguments, ARGUMENTS))
-    if not routed and (arguments != ("hidden_states",) or has_biases or not gated):
+    arguments = _arguments(module)
+    if not _is_routed(arguments) and (arguments != ("hidden_states",) or has_biases or not gated):
         return f"forward({', '.join(arguments)})"
     found = _formula(module, gated)
     if found is None or cuts(found[0].activation):
@@ -119,7 +135,7 @@ def parameter_shapes(form: ExpertsForm) -> dict[str, tuple[int, ...]]:
 
 def is_sorted(module: nn.Module) -> bool:
     """Whether a module of experts is called with rows sorted by expert, and no router's choice."""
-    return tuple(inspect.signature(type(module).forward).parameters)[1:] == ("hidden_states",)
+    return _arguments(module) == ("hidden_states",)
 
 
 def _settings(module: nn.Module) -> Any:

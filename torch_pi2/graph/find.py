@@ -80,10 +80,11 @@ def search(
     *,
     strict: bool = False,
     on_meta: bool = False,
+    needed: bool = True,
 ) -> Found:
-    """As :func:`find_sites`, with what is left dense."""
+    """As :func:`find_sites`, with what is left dense; no layer at all is an error only if one is ``needed``."""
     found, refused = look(model, args, kwargs, strict=strict, on_meta=on_meta)
-    if refused is not None:
+    if refused is not None and needed:
         raise refused
     if found.left:
         _log.warning("left dense: %s", named(found.left))

@@ -116,7 +116,10 @@ def _firsts(
         one = len({first.x for first in firsts}) == 1 and all(first.n_in == down.n_out for first in firsts)
         if one and any(first.n_out >= down.n_in for first in firsts):
             return firsts
-        behind = {first: walk[0] for first in firsts if (walk := _walk(first, linears, tensors)) is not None}
+        order = {node: number for number, node in enumerate(down.node.graph.nodes)}
+        earliest = min(order[first.x] for first in firsts)  # of an adapter beside the layer the layer's, which stays
+        late = [first for first in firsts if order[first.x] > earliest] or firsts
+        behind = {first: walk[0] for first in late if (walk := _walk(first, linears, tensors)) is not None}
         if not behind:
             break
         firsts = list(dict.fromkeys(source for first in firsts for source in behind.get(first, [first])))

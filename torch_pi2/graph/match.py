@@ -393,14 +393,24 @@ def _cuts_tokens(node: fx.Node) -> bool:
     name, last = op_name(node.target), example.dim() - 1
     if name == "getitem":
         index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        whole = [part is Ellipsis or part == slice(None) for part in index]
-        reaches_last = any(part is Ellipsis for part in index) or len(index) == last + 1
-        return not all(whole[:-1] if reaches_last else whole)
+        where = next((i for i, part in enumerate(index) if part is Ellipsis), len(index))
+        given = len(index) - (where < len(index))
+        of_dims = [*index[:where], *[slice(None)] * (last + 1 - given), *index[where + 1 :]]
+        tokens = last - 1 if _halves_last(source) else last
+        return any(part != slice(None) for part in of_dims[:tokens])
     places = {"chunk": 2, "split": 2, "tensor_split": 2, "narrow": 1}
     if name not in places:
         return False
     dim = node.kwargs.get("dim", node.args[places[name]] if len(node.args) > places[name] else 0)
     return dim not in (-1, last)
+
+
+def _halves_last(node: Any) -> bool:
+    """Whether it makes two dimensions of the last one, gate and up: ``h.view(batch, tokens, 2, -1)``."""
+    if op_name(node.target) not in ("view", "reshape", "unflatten"):
+        return False
+    before, after = (getattr(n.meta.get("example_value"), "shape", ()) for n in (node.args[0], node))
+    return len(after) == len(before) + 1 > 2 and after[: len(before) - 1] == before[:-1]
 
 
 def _is_tensor(node: fx.Node) -> bool:

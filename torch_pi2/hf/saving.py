@@ -6,6 +6,7 @@ import functools
 import inspect
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,7 @@ def _write(model: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with replacing_folder(folder / PI2_FOLDER) as staging:
         if store is None:
-            save_weights(model, parts.plan, staging)
-            save_parts(parts, staging)
+            save_parts(replace(parts, plan=save_weights(model, parts.plan, staging)), staging)
         else:
             for path in store.path.parent.iterdir():
                 if path.is_file():

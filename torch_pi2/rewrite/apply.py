@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from torch_pi2.errors import CalibrationError
@@ -9,7 +11,7 @@ from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.inputs import InputStats, gather_inputs
 from torch_pi2.rewrite.handle import Optimized
-from torch_pi2.rewrite.linears import LayerError, Storage, check_linears, find_linears, quantize_linears
+from torch_pi2.rewrite.linears import LayerError, Storage, check_linears, check_some, find_linears, quantize_linears
 from torch_pi2.rewrite.rewrite import abandon, rewrite
 from torch_pi2.spec.config import Config
 
@@ -20,20 +22,26 @@ def apply(
     progress: bool,
     config: Config | None = None,
     data: list[Batch] | None = None,
+    ways: Mapping[str, str] | None = None,
 ) -> nn.Module:
-    """Rewrite ``model`` as ``parts`` and ``config`` say, and attach them to it."""
+    """Rewrite ``model`` as ``parts`` and ``config`` say, and attach them to it; ``ways``: see :func:`rewrite`."""
     config = config or Config()
     if config.weights == "float":
-        rewrite(model, parts.plan, parts.predictors, progress=progress)
+        rewrite(model, parts.plan, parts.predictors, progress=progress, ways=ways)
     else:
-        _apply_quantised(model, parts, progress, config, data)
+        _apply_quantised(model, parts, progress, config, data, ways)
         parts.weights = config.weights
     parts.attach(model)
     return model
 
 
 def _apply_quantised(
-    model: nn.Module, parts: Optimized, progress: bool, config: Config, data: list[Batch] | None
+    model: nn.Module,
+    parts: Optimized,
+    progress: bool,
+    config: Config,
+    data: list[Batch] | None,
+    ways: Mapping[str, str] | None,
 ) -> None:
     sites = [layer.site for layer in parts.plan.layers]
     weighted = config.quantization == "weighted"
@@ -45,6 +53,7 @@ def _apply_quantised(
             fix="Pass calibration=..., or leave quantization out.",
         )
     linears, _ = find_linears(model, sites, data[0] if data else None)
+    check_some(f"quantising {type(model).__name__}", sites, linears)
     check_linears(linears, config.weights)
     inputs: dict[str, InputStats] = {}
     if data:
@@ -52,7 +61,7 @@ def _apply_quantised(
         inputs = gather_inputs(model, some, sites, linears, progress=progress)
     storage = Storage(config.weights, config.activations == "int8", inputs, weighted)
     check_linears(linears, config.weights, storage)  # what can be refused, before anything is replaced
-    rewrite(model, parts.plan, parts.predictors, progress=progress, storage=storage)
+    rewrite(model, parts.plan, parts.predictors, progress=progress, storage=storage, ways=ways)
     try:
         for layer in sparse_layers(model):
             parts.quantization[layer.site.key] = LayerError(layer.error, layer.output_error)

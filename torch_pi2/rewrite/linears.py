@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -15,6 +15,7 @@ from torch_pi2.base.absent import take
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.hooks import own_forward, share_hooks
 from torch_pi2.base.progress import bar
+from torch_pi2.errors import NoFFNFoundError
 from torch_pi2.graph.capture import capture, example_inputs
 from torch_pi2.graph.experts import all_experts, known_experts, without_experts
 from torch_pi2.layers.linear import QuantLinear
@@ -135,6 +136,19 @@ def _run(model: nn.Module, example: Batch | None, on_meta: bool) -> None:
                     model(**inputs, use_cache=False)
                 except Exception:  # code that looks at values, which Dynamo does not run
                     capture(model, on_meta=True)
+
+
+def check_some(what: str, layers: Collection[object], linears: Mapping[str, nn.Linear]) -> None:
+    """Raises NoFFNFoundError: a model with neither feed-forward ``layers`` nor ``linears`` to quantise; says which."""
+    if not layers and not linears:
+        raise NoFFNFoundError(
+            what,
+            expected=f"feed-forward layers, or linear layers of at least {MIN_INPUTS} inputs and {MIN_OUTPUTS} outputs",
+            found="neither",
+            fix="Keep the float weights.",
+        )
+    if not layers:
+        _log.warning("%s: no feed-forward layer becomes neurons, %d linear layers are quantised", what, len(linears))
 
 
 def check_linears(linears: Mapping[str, nn.Linear], weights: str, storage: Storage | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,16 +11,15 @@ from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.standin import Absorbed
+from torch_pi2.rewrite import ways
 from torch_pi2.rewrite.install import install
 from torch_pi2.rewrite.skeleton import put
-from torch_pi2.rewrite.ways import chain_way, experts_way, owner_way, probes_of
 from torch_pi2.spec.plan import LayerPlan
 from torch_pi2.spec.site import FFNSite
 from torch_pi2.store.weights import WAYS
 
 #: Experts of a module whose weights are read to see what it computes.
 TRIED_EXPERTS = 2
-_TRY: dict[str, Any] = {"owner": owner_way, "chain": chain_way}
 
 
 def find_way(model: nn.Module, site: FFNSite) -> str:
@@ -30,40 +28,26 @@ def find_way(model: nn.Module, site: FFNSite) -> str:
     Raises:
         UnsupportedModelError: none does.
     """
-    with torch.no_grad():
-        probes = probes_of(site, site.weights(model))
-        reasons = []
-        for way in WAYS:
-            swaps = _TRY[way](model, site, None, probes)
-            if not isinstance(swaps, str):
-                return way
-            reasons.append(swaps)
-    raise _refused(site, "; ".join(reasons))
+    try:
+        with torch.no_grad():
+            return ways.find_way(model, site, None, ways.probes_of(site, site.weights(model)), WAYS)[0]
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"weights of {site.key or 'the FFN'} ({site.owner_class}) in a folder",
+            expected="a module that computes the feed-forward layer, or a chain of modules",
+            found=error.found,
+            fix="Move the FFN into a module of its own; in memory, optimize(model, weights=...) runs it as it is.",
+        ) from None
 
 
-def way_taken(model: nn.Module, layer: SparseFFN) -> str:
-    """The way by which ``layer`` came into ``model``.
-
-    Raises:
-        UnsupportedModelError: one that cannot be taken without weights.
-    """
+def way_taken(model: nn.Module, layer: SparseFFN) -> str | None:
+    """The way by which ``layer`` came into ``model``; None: one that cannot be taken without weights."""
     if layer.site.experts is not None:
         return "owner"
     mine = {name: m for name, m in model.named_modules() if getattr(m, "_home", ()) == (layer,)}
     if all(module is layer for module in mine.values()):
         return "owner"
-    if all(module is layer or isinstance(module, Absorbed) for module in mine.values()):
-        return "chain"
-    raise _refused(layer.site, "it exchanges lazy tensors with code of its block")
-
-
-def _refused(site: FFNSite, found: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"quantised weights of {site.key or 'the FFN'} ({site.owner_class})",
-        expected="a module that computes the feed-forward layer, or a chain of modules",
-        found=found,
-        fix="Move the FFN into a module of its own; in memory, optimize(model, weights=...) runs it as it is.",
-    )
+    return "chain" if all(module is layer or isinstance(module, Absorbed) for module in mine.values()) else None
 
 
 def place(model: nn.Module, site: FFNSite, ffn: SparseFFN, way: str) -> None:
@@ -73,22 +57,20 @@ def place(model: nn.Module, site: FFNSite, ffn: SparseFFN, way: str) -> None:
             if name is not None and model.get_parameter(name).numel():
                 put(model, [name], torch.empty(0, dtype=model.get_parameter(name).dtype))
     with torch.no_grad():
-        swaps = _TRY[way](model, site, ffn, [])  # nothing to try it with
-    if isinstance(swaps, str):
-        raise _refused(site, swaps)
+        _, swaps = ways.find_way(model, site, ffn, [], [way])  # nothing to try it with
     install(model, ffn, swaps)
 
 
 def find_experts_way(model: nn.Module, group: Sequence[LayerPlan]) -> str:
     """As :func:`find_way`, for the experts of one module, of which the first ``TRIED_EXPERTS`` have values."""
     with torch.no_grad():
-        experts_way(model, group, None, tried=TRIED_EXPERTS)
+        ways.experts_way(model, group, None, tried=TRIED_EXPERTS)
     return "owner"
 
 
 def place_experts(model: nn.Module, group: Sequence[LayerPlan], sparse: SparseExperts) -> None:
     """Put ``sparse`` in the place of the module of experts that ``group`` names, whose parameters need no values."""
-    swap = experts_way(model, group, sparse, tried=0)
+    swap = ways.experts_way(model, group, sparse, tried=0)
     site = group[0].site
     for ref in (site.up, site.down):
         for name in (ref.weight, ref.bias):

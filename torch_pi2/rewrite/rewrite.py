@@ -5,7 +5,6 @@ Where they stand is decided in :mod:`torch_pi2.rewrite.ways`; :mod:`torch_pi2.re
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ from torch_pi2.base.hooks import refuse_global_hooks
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import ConfigError, StaleArtifactError, UnsupportedModelError
 from torch_pi2.graph.experts import probe_experts
-from torch_pi2.graph.find import Found, named
+from torch_pi2.graph.find import Found
 from torch_pi2.graph.reach import same_tokens
 from torch_pi2.layers.experts import SparseExperts, expert_groups
 from torch_pi2.layers.ffn import SparseFFN
@@ -30,13 +29,11 @@ from torch_pi2.ops.quantized import check_quantizable
 from torch_pi2.rewrite.gpu import refuse_split
 from torch_pi2.rewrite.install import Swap, install, put_back
 from torch_pi2.rewrite.linears import Storage, relative
-from torch_pi2.rewrite.ways import Probe, experts_way, find_way, no_way, plain_reason, probes_of
+from torch_pi2.rewrite.ways import Probe, experts_way, find_way, left_of, no_way, probes_of
 from torch_pi2.spec.formula import dense_reference
 from torch_pi2.spec.method import Method
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import FFNSite, FFNWeights, check_weights
-
-_log = logging.getLogger("torch_pi2")
 
 
 @fresh_settings()
@@ -48,6 +45,7 @@ def rewrite(
     check_hash: bool = True,
     progress: bool = False,
     storage: Storage | None = None,
+    ways: Mapping[str, str] | None = None,
 ) -> nn.Module:
     """Replace every FFN of ``plan`` in ``model`` by its sparse form, in place; returns ``model``.
 
@@ -62,6 +60,7 @@ def rewrite(
         storage: how the weights are to be stored (None: float). Quantised layers cannot be restored; what can be
             refused is refused before the first of them is made. Should one fail all the same, the model is put
             together again from what its rows stand for, and the error says so.
+        ways: what :func:`replaceable` has found of these layers, which is not tried again.
 
     Raises:
         StaleArtifactError: the plan is for other weights. ConfigError: already rewritten, predictors missing, or there
@@ -80,16 +79,17 @@ def rewrite(
     check_names(model, plan)
     if check_hash:
         plan.check_model(model)
-    storage, groups = storage or Storage(), expert_groups(plan.layers)
+    storage, groups, known = storage or Storage(), expert_groups(plan.layers), dict(ways or {})
     if storage.quantised:
         for group in groups:
-            _check_group(model, group, predictors or {}, storage)
+            known[group[0].site.key] = _check_group(model, group, predictors or {}, storage, known)
     try:
         for group in bar(groups, "rewrite", progress):
+            way = known.get(group[0].site.key)
             if group[0].site.experts is not None:
-                _rewrite_experts(model, group, predictors or {}, storage)
+                _rewrite_experts(model, group, predictors or {}, storage, way)
             else:
-                _rewrite_layer(model, group[0], (predictors or {}).get(group[0].site.key), storage)
+                _rewrite_layer(model, group[0], (predictors or {}).get(group[0].site.key), storage, way)
     except BaseException as error:
         abandon(model, error)
         raise
@@ -123,29 +123,26 @@ def restore(model: nn.Module) -> nn.Module:
 
 
 @fresh_settings()
-def replaceable(model: nn.Module, found: Found) -> Found:
-    """``found`` without layers that no way can replace where they stand: these stay dense, and none stops the others.
+def replaceable(model: nn.Module, found: Found, needed: bool = True) -> tuple[Found, dict[str, str]]:
+    """``found`` without layers that no way can replace where they stand, which stay dense and stop no other.
 
-    Tried as rewriting tries it, before anything that takes long.
+    Also the way of each of the others (of experts: of the first), for :func:`rewrite`. Tried as rewriting tries it,
+    before anything that takes long.
 
     Raises:
-        UnsupportedModelError: there is no other layer.
+        UnsupportedModelError: there is no other layer, and one is ``needed``.
         DeviceError, DtypeError, NonFiniteError: weights that cannot be used.
     """
     layers = [LayerPlan(site, Method.EXACT, 0, torch.arange(site.intermediate).int()) for site in found.sites]
+    ways: dict[str, str] = {}
     refused: dict[str, UnsupportedModelError] = {}
     for group in expert_groups(layers):
         try:
-            _check_group(model, group, {}, Storage())
+            ways[group[0].site.key] = _check_group(model, group, {}, Storage(), {})
         except UnsupportedModelError as error:
             refused |= dict.fromkeys((layer.site.key for layer in group), error)
-    if not refused:
-        return found
-    if len(refused) == len(found.sites):
-        raise next(iter(refused.values()))
-    left = {key: plain_reason(error.found.split("; ")) for key, error in refused.items()}
-    _log.warning("left dense: %s", named(left))
-    return Found([site for site in found.sites if site.key not in refused], found.left | left)
+    left = found.left | left_of(refused, bool(ways) or not needed)
+    return Found([site for site in found.sites if site.key not in refused], left), ways
 
 
 def check_names(model: nn.Module, plan: Plan) -> None:
@@ -192,12 +189,12 @@ def _make_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: Sto
 
 
 def _rewrite_experts(
-    model: nn.Module, group: Sequence[LayerPlan], predictors: Mapping[str, Any], storage: Storage
+    model: nn.Module, group: Sequence[LayerPlan], predictors: Mapping[str, Any], storage: Storage, way: str | None
 ) -> None:
     parts = (_make_layer(model, layer, predictors.get(layer.site.key), storage) for layer in group)
     with torch.no_grad():
         sparse = SparseExperts(parts, len(group)).eval()
-        swap = experts_way(model, group, sparse)
+        swap = experts_way(model, group, sparse, tried=0 if way else None)
         if storage.quantised:
             x_TH = torch.randn((8, sparse.site.hidden), generator=torch.Generator().manual_seed(0))
             _check_quantised(sparse.expert(0), x_TH)
@@ -208,7 +205,7 @@ def _rewrite_experts(
         install(model, sparse, [swap])
 
 
-def _rewrite_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: Storage) -> None:
+def _rewrite_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: Storage, way: str | None) -> None:
     site = layer.site
     with torch.no_grad():
         ffn = _make_layer(model, layer, predictor, storage)
@@ -217,7 +214,7 @@ def _rewrite_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: 
             _check_quantised(ffn, probes[0][0])
         elif not all(same_tokens(ffn.forward_dense(x), _as_computed(model, site, x, y)) for x, y in probes):
             raise no_way(site, ["the sparse operator does not reproduce the layer (a damaged build?)"])
-        swaps = find_way(model, site, ffn, probes)
+        _, swaps = find_way(model, site, ffn, probes) if way is None else find_way(model, site, ffn, [], [way])
         if swaps[0].stand_in is ffn and _varies_in_training(swaps, probes[0]):
             layer.site = ffn.site = replace(site, drops="inside")
         install(model, ffn, swaps)
@@ -243,15 +240,25 @@ def _as_computed(model: nn.Module, site: FFNSite, x: torch.Tensor, y: torch.Tens
     return dense_reference(site, FFNWeights(*wide), x.float()).to(x.dtype)
 
 
-def _check_group(model: nn.Module, group: Sequence[LayerPlan], predictors: Mapping[str, Any], storage: Storage) -> None:
-    """Refuse what rewriting would refuse, without changing anything."""
+def _check_group(
+    model: nn.Module,
+    group: Sequence[LayerPlan],
+    predictors: Mapping[str, Any],
+    storage: Storage,
+    ways: Mapping[str, str],
+) -> str:
+    """Refuse what rewriting would refuse, without changing anything; the way that it would take, if not in ``ways``."""
     empty = [_check_layer(model, layer, predictors.get(layer.site.key), storage) for layer in group]
+    site = group[0].site
+    if site.experts is not None:
+        SparseExperts(empty, len(group))
+    if site.key in ways:
+        return ways[site.key]
     with torch.no_grad():
-        if group[0].site.experts is not None:
-            SparseExperts(empty, len(group))
+        if site.experts is not None:
             experts_way(model, group, None)
-        else:
-            find_way(model, group[0].site, empty[0], probes_of(group[0].site, group[0].site.weights(model)))
+            return "owner"
+        return find_way(model, site, empty[0], probes_of(site, site.weights(model)))[0]
 
 
 def _check_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: Storage) -> SparseFFN:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.hooks import has_hooks, hooks_inside, own_forward
 from torch_pi2.errors import StaleArtifactError, UnsupportedModelError
 from torch_pi2.graph.experts import parameter_shapes, probe_experts
+from torch_pi2.graph.find import named
 from torch_pi2.graph.reach import Reach, same_tokens, token_magnitudes
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
@@ -48,14 +49,24 @@ _SILENT = "which would not run"
 Probe = tuple[torch.Tensor, torch.Tensor]
 
 
-def find_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Swap]:
+def find_way(
+    model: nn.Module, site: FFNSite, ffn: Any, probes: Sequence[Probe], ways: Iterable[str] = ("owner", "chain", "lazy")
+) -> tuple[str, list[Swap]]:
+    """The first of ``ways`` that computes the same, and its swaps.
+
+    Args:
+        ffn: what is to stand there, or an empty layer. probes: none, if the way is known; then nothing is tried.
+
+    Raises:
+        UnsupportedModelError: none of them does.
+    """
     reasons: list[str] = []
-    for way in (owner_way, chain_way, lazy_way):
-        swaps = way(model, site, ffn, probes)
+    for way in ways:
+        swaps = _TRY[way](model, site, ffn, probes)
         if not isinstance(swaps, str):
             if any(reason.endswith(_SILENT) for reason in reasons):
                 _log.warning("%s runs through lazy tensors, which is slower: %s", site.key, "; ".join(reasons))
-            return swaps
+            return way, swaps
         reasons.append(swaps)
     raise no_way(site, reasons)
 
@@ -63,6 +74,16 @@ def find_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[P
 def plain_reason(reasons: Sequence[str]) -> str:
     """Of why each way cannot be taken what says most: a hook, or else what is wrong with the last and most general."""
     return next((r for r in reasons if r.endswith(_SILENT)), reasons[-1]).partition(": ")[2]
+
+
+def left_of(refused: Mapping[str, UnsupportedModelError], others: bool) -> dict[str, str]:
+    """Layers that no way can replace -> why, which is said. Raises the first error if there must be ``others``."""
+    if refused and not others:
+        raise next(iter(refused.values()))
+    left = {key: plain_reason(error.found.split("; ")) for key, error in refused.items()}
+    if left:
+        _log.warning("left dense: %s", named(left))
+    return left
 
 
 def experts_way(
@@ -199,6 +220,8 @@ def lazy_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[P
                 return f"lazy: its weights are no linear layers', but parameters of {kind}, which computes more"
             return f"lazy: {kind} holds more than one matmul ({min(more)})"
         w_OI = by_module[name].matrix(parameters["weight"])
+        if not probes:
+            continue
         probe = torch.randn((1, 11, w_OI.shape[1]), generator=torch.Generator().manual_seed(1))
         probe = (probe * token_magnitudes(w_OI.dtype, (1, 11))).to(w_OI.dtype)
         wanted = nn.functional.linear(probe, w_OI, parameters.get("bias"))
@@ -217,11 +240,19 @@ def lazy_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[P
     for stand_in in (*lazy, down):
         stand_in.stand_for(nn.Identity(), ffn, {})
     with evaluating(ffn):
-        outputs = [source(probes[0][0]) for source in lazy]
+        x_BTH = torch.zeros((*_PROBE_SHAPES[0], site.hidden), dtype=site.weights(model).up.dtype)
+        outputs = [source(x_BTH) for source in lazy]
         streams = list(outputs[0].chunk(len(roles), -1)) if len(lazy) < len(roles) else outputs
         if down._input_of(apply_formula(formula, streams)) is None:  # type: ignore[arg-type]
             return "lazy: its own formula is not recognised"
     return [Swap(modules[name], s) for name, s in zip(sources, lazy)] + [Swap(modules[down_name], down)]
+
+
+_TRY: dict[str, Callable[[nn.Module, FFNSite, Any, Sequence[Probe]], list[Swap] | str]] = {
+    "owner": owner_way,
+    "chain": chain_way,
+    "lazy": lazy_way,
+}
 
 
 def _module_name(parameter: str) -> str:

@@ -1,0 +1,233 @@
+"""A layer that cannot be replaced without its weights stops no folder: it stays dense there, and that is said."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rewriting import close, predictor
+from tiny_models import randomise
+from torch import nn
+
+import torch_pi2
+from torch_pi2.checkpoint.save_load import load_dense
+from torch_pi2.cli import main
+from torch_pi2.errors import ConfigError, NoFFNFoundError, UnsupportedModelError
+from torch_pi2.graph.find import find_sites
+from torch_pi2.layers.linear import QuantLinear
+from torch_pi2.predict.file import FittedPredictors
+from torch_pi2.predict.lowrank import LowRank
+from torch_pi2.rewrite import ways
+from torch_pi2.spec.plan import Plan
+from torch_pi2.spec.predictor import PredictorCard
+
+IDS = torch.arange(3, 19).view(2, 8)
+KEYS = ["model.layers.0.mlp", "model.layers.1.mlp"]
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(IDS).logits
+    return found
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes LLaMAs in whose layers of these numbers the module of the FFN adds its input: one that does more."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama import modeling_llama
+
+    class Inline(modeling_llama.LlamaMLP):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + super().forward(x)
+
+    init, numbers = modeling_llama.LlamaDecoderLayer.__init__, [1]
+
+    def with_inline(self: Any, config: Any, layer_idx: int) -> None:
+        init(self, config, layer_idx)
+        if layer_idx in numbers:
+            self.mlp.__class__ = Inline
+
+    monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "__init__", with_inline)
+
+    def make(*chosen: int) -> nn.Module:
+        numbers[:] = [*chosen]
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 96}
+        config = LlamaConfig(**sizes, num_hidden_layers=2, num_key_value_heads=2, hidden_act="relu", pad_token_id=0)
+        return randomise(LlamaForCausalLM(config).eval())
+
+    return make
+
+
+def check(model: nn.Module) -> None:
+    """Layer 0 is sparse alone, and it is said why layer 1 is not."""
+    parts: Any = model.torch_pi2
+    assert [layer.site.key for layer in parts.plan.layers] == KEYS[:1]
+    assert parts.left.keys() == {KEYS[1]}
+
+
+def test_a_quantised_folder(inline: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dense = inline(1)
+    dense.save_pretrained(tmp_path / "float")
+    report = torch_pi2.quantize(tmp_path / "float", tmp_path / "int8", "int8")
+    assert f"left dense: {KEYS[1]} (part of it is code of its owner)" in caplog.text
+    matrices = [f"{KEYS[1]}.{name}_proj" for name in ("gate", "up", "down")]
+    assert {KEYS[0], *matrices} < report.errors.keys()
+    model = torch_pi2.load(tmp_path / "int8")
+    check(model)
+    assert all(isinstance(model.get_submodule(name), QuantLinear) for name in matrices)
+    found = logits(model)
+    assert close(found, logits(load_dense(tmp_path / "int8")), 1e-4)
+    assert 0 < (found - logits(dense)).norm() / logits(dense).norm() < 0.05
+    torch_pi2.pack(tmp_path / "int8", tmp_path / "store")
+    over = torch_pi2.load(tmp_path / "store", budget="1GiB", context=16)
+    check(over)
+    assert torch.equal(logits(over), found)
+
+
+@pytest.mark.parametrize("weights", [None, "int4"])
+def test_a_store_of_floats_or_of_what_is_quantised_then(inline: Any, weights: str | None, tmp_path: Path) -> None:
+    dense = inline(1)
+    dense.save_pretrained(tmp_path / "float")
+    torch_pi2.pack(tmp_path / "float", tmp_path / "store", weights=weights)
+    over = torch_pi2.load(tmp_path / "store", budget="1GiB", context=16)
+    check(over)
+    wanted = dense if weights is None else load_dense(tmp_path / "store")
+    assert close(logits(over), logits(wanted), 1e-5 if weights is None else 1e-4)
+
+
+def test_saved_after_it_was_quantised_in_memory(inline: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """There the layer is sparse, by lazy tensors; in the folder it is dense, with the numbers of its rows."""
+    sparse = torch_pi2.optimize(inline(1), method="exact", weights="int4")
+    assert [layer.site.key for layer in sparse.torch_pi2.plan.layers] == KEYS
+    assert "left dense" not in caplog.text
+    torch_pi2.save(sparse, tmp_path / "saved")
+    reason = "it exchanges lazy tensors with code of its block"
+    assert f"left dense in the folder, as floats: {KEYS[1]} ({reason})" in caplog.text
+    model = torch_pi2.load(tmp_path / "saved")
+    check(model)
+    assert model.torch_pi2.left == {KEYS[1]: reason}
+    assert close(logits(model), logits(sparse), 1e-4)
+    assert close(logits(load_dense(tmp_path / "saved")), logits(sparse), 1e-4)
+    torch_pi2.pack(tmp_path / "saved", tmp_path / "store")
+    assert torch.equal(logits(torch_pi2.load(tmp_path / "store", budget="1GiB", context=16)), logits(model))
+    torch_pi2.save(model, tmp_path / "again")
+    assert torch.equal(logits(torch_pi2.load(tmp_path / "again")), logits(model))
+
+
+@pytest.mark.parametrize("verb", ["quantize", "pack"])
+def test_an_optimised_folder_keeps_the_rest_of_its_plan(inline: Any, verb: str, tmp_path: Path) -> None:
+    """Predictors and statistics are bound to the hash of all layers, which stays."""
+    model = inline(1)
+    ids = torch.randint(3, 96, (16, 32), generator=torch.Generator().manual_seed(0))
+    config = torch_pi2.Config(method="lowrank", calibration_tokens=512, seq_len=32)
+    stats = torch_pi2.profile(model, ids, config=config)
+    predictors = FittedPredictors()
+    for site in find_sites(model):
+        made = predictor(64, 96)
+        predictors[site.key] = LowRank.from_tensors(made, -1e9, PredictorCard(0.9, 0.5, 0.2, 100, 0.1, 4))
+    saved = torch_pi2.save(torch_pi2.optimize(model, config=config, stats=stats, predictors=predictors), tmp_path / "a")
+    if verb == "quantize":
+        torch_pi2.quantize(saved, tmp_path / "b")
+        made = torch_pi2.load(tmp_path / "b")
+    else:
+        torch_pi2.pack(saved, tmp_path / "b")
+        made = torch_pi2.load(tmp_path / "b", budget="1GiB", context=16)
+    check(made)
+    before, after = Plan.load(saved / "pi2"), made.torch_pi2.plan
+    assert after.model_hash == before.model_hash
+    assert torch.equal(after.layers[0].order, before.layers[0].order)
+    assert after.layers[0].method == "lowrank"
+    assert close(logits(made), logits(load_dense(tmp_path / "b")), 1e-4)
+
+
+def test_where_no_layer_is_left_stores_and_saving_are_refused(inline: Any, tmp_path: Path) -> None:
+    model = inline(0, 1)
+    model.save_pretrained(tmp_path / "float")
+    text = rf"weights of {KEYS[0]} \(Inline\) in a folder: expected a module that computes.*code of its owner"
+    with pytest.raises(UnsupportedModelError, match=text):
+        torch_pi2.pack(tmp_path / "float", tmp_path / "out")
+    torch_pi2.quantize(tmp_path / "float", tmp_path / "int8", "int8")  # linear layers alone
+    made = torch_pi2.load(tmp_path / "int8")
+    assert made.torch_pi2.plan.layers == []
+    assert made.torch_pi2.left.keys() == {*KEYS}
+    assert 0 < (logits(made) - logits(model)).norm() / logits(model).norm() < 0.05
+    sparse = torch_pi2.optimize(model, method="exact", weights="int4")
+    with pytest.raises(UnsupportedModelError, match=rf"saving a quantised Llama.*{KEYS[0]}, {KEYS[1]} \(it exchanges"):
+        torch_pi2.save(sparse, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("weights", ["float", "int4"])
+def test_a_layer_is_tried_once(inline: Any, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What optimize has found before it profiles is what rewriting does: nothing runs the modules again."""
+    tried: list[int] = []
+    runs_to = ways._runs_to
+    monkeypatch.setattr(ways, "_runs_to", lambda call, probes: tried.append(len(probes)) or runs_to(call, probes))
+    model = inline(1)
+    wanted = logits(copy.deepcopy(model))
+    torch_pi2.optimize(model, method="exact", weights=weights)
+    # the owner of layer 0; of layer 1 the owner in vain, and its three linears
+    assert sum(map(bool, tried)) == 5
+    assert weights == "int4" or close(logits(model), wanted)
+
+
+@pytest.fixture(scope="module")
+def bitnet() -> nn.Module:
+    """No layer of it can be made sparse: a norm stands before down."""
+    from transformers import BitNetConfig, BitNetForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 96}
+    config = BitNetConfig(**sizes, num_hidden_layers=2, num_key_value_heads=2, tie_word_embeddings=False)
+    return randomise(BitNetForCausalLM(config).eval())
+
+
+def test_without_any_layer_linears_are_quantised(
+    bitnet: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bitnet.save_pretrained(tmp_path / "float")
+    torch_pi2.quantize(tmp_path / "float", tmp_path / "disk", "int8")
+    said = "no feed-forward layer becomes neurons, 11 linear layers are quantised"
+    assert said in caplog.text
+    on_disk = torch_pi2.load(tmp_path / "disk")
+    reason = "a norm over all its neurons stands before the last matmul"
+    assert on_disk.torch_pi2.left == dict.fromkeys(KEYS, reason)
+    caplog.clear()
+    in_memory = torch_pi2.quantize_(copy.deepcopy(bitnet), "int8")
+    assert said in caplog.text
+    assert in_memory.torch_pi2.left == on_disk.torch_pi2.left
+    assert torch.equal(logits(on_disk), logits(in_memory))
+    assert close(logits(on_disk), logits(load_dense(tmp_path / "disk")), 1e-4)
+    assert 0 < (logits(on_disk) - logits(bitnet)).norm() / logits(bitnet).norm() < 0.05
+    torch_pi2.save(in_memory, tmp_path / "saved")
+    assert torch.equal(logits(torch_pi2.load(tmp_path / "saved")), logits(in_memory))
+    ids = on_disk.generate(IDS[:1], max_new_tokens=4, do_sample=False)
+    assert torch.equal(ids, in_memory.generate(IDS[:1], max_new_tokens=4, do_sample=False))
+
+
+def test_by_the_command(bitnet: nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bitnet.save_pretrained(tmp_path / "float")
+    assert main(["quantize", str(tmp_path / "float"), str(tmp_path / "out"), "--weights", "int8"]) == 0
+    assert "mlp.down_proj" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "no layers of neurons" in said
+    assert f"stays dense: 2 layers, {KEYS[0]} to {KEYS[1]}: a norm over all its neurons" in said
+
+
+def test_what_wants_neurons_is_refused_without_them(bitnet: nn.Module, tmp_path: Path) -> None:
+    bitnet.save_pretrained(tmp_path / "float")
+    with pytest.raises(NoFFNFoundError, match="a norm over all its neurons"):
+        torch_pi2.pack(tmp_path / "float", tmp_path / "store")
+    torch_pi2.quantize(tmp_path / "float", tmp_path / "int4")
+    with pytest.raises(ConfigError, match="expected layers of neurons, found none"):
+        torch_pi2.pack(tmp_path / "int4", tmp_path / "store")
+    with pytest.raises(NoFFNFoundError, match="a norm over all its neurons"):
+        torch_pi2.optimize(copy.deepcopy(bitnet), method="exact", weights="int4")
+    with pytest.raises(NoFFNFoundError, match=r"quantising Sequential: expected feed-forward layers, or linear layers"):
+        torch_pi2.quantize_(nn.Sequential(nn.Linear(8, 8)), "int4", [(torch.randn(2, 64, 8),)])
