@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +25,8 @@ _SPLIT = {"Q4_0": "int4", "Q8_0": "int8"}
 #: What a file may have that no model has under a name of its own.
 _USED_ELSEWHERE = ("rope_freqs.weight",)
 _SCALE_BYTES = 2
+#: Matrices of one row, which llama.cpp's own writer says have one dimension.
+_ONE_ROW = ".ffn_gate_inp_shexp.weight"
 
 
 def own_format(type_name: str) -> str | None:
@@ -77,6 +80,9 @@ class GgufCheckpoint:
             blocks = said_number(self.file, self.family, "block_count")
             self._names = tensor_names(self.family, min(blocks, len(self.file.tensors)))
             self.used: set[str] = set(_USED_ELSEWHERE)
+            for name, tensor in self.file.tensors.items():
+                if name.endswith(_ONE_ROW) and len(tensor.shape) == 1:
+                    self.file.tensors[name] = replace(tensor, shape=(1, *tensor.shape))
         except BaseException:
             self.file.close()
             raise
