@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import ggufs
@@ -39,7 +40,9 @@ def test_import_then_generate(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert (found["neurons"], found["weights"]) == (1, "q4_k+int8")
     assert set(found["rounded"].values()) == {"Q6_K to int8"}
     assert cli.main(["import", str(GOLDEN), "--out", str(out), "--neurons", "int8"]) == 0
-    assert "1 layers are neurons now" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "1 layers are neurons now" in said
+    assert re.search(r"^Q6_K to int8 +1 +0\.\d+ %$", said, re.MULTILINE), said
 
 
 def test_export(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
