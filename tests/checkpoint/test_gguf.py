@@ -19,6 +19,7 @@ import torch_pi2
 from torch_pi2.base.tensorfile import Spec, TensorReader, TensorWriter
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.errors import ArtifactError, ConfigError, DtypeError, NonFiniteError, Pi2Error, UnsupportedModelError
+from torch_pi2.store import gguf as gguf_files
 from torch_pi2.store.storefile import StoreReader
 
 GOLDEN = Path(__file__).parents[1] / "data" / "gguf"
@@ -203,8 +204,9 @@ def test_tokenizer_and_template(made: Any, tmp_path: Path) -> None:
     assert (other.bos_token, other.eos_token) == ("<s>", "</s>")
 
 
-def rewritten(file: Path, target: Path, *, keys: Any = None, without: str = "", more: str = "") -> Path:
-    """``file`` with other metadata (None: without it), without one tensor, or with one more."""
+def rewritten(file: Path, target: Path, *, keys: Any = None, without: str = "", more: str = "", flat: str = "") -> Path:
+    """``file`` with other metadata (None: without it), without one tensor, or with one more; ``flat``: end of the names
+    of tensors that have one dimension then."""
     reader = gguf.GGUFReader(file)
     writer = gguf.GGUFWriter(target, (keys or {}).pop("general.architecture", "llama"))
     for key, found in reader.fields.items():
@@ -215,16 +217,75 @@ def rewritten(file: Path, target: Path, *, keys: Any = None, without: str = "", 
         if value is not None:
             kinds = gguf.GGUFValueType
             kind = {str: kinds.STRING, int: kinds.UINT32, float: kinds.FLOAT32, list: kinds.ARRAY}[type(value)]
-            writer.add_key_value(key, value, kind, sub_type=kinds.UINT32 if kind is kinds.ARRAY else None)
+            sub = {str: kinds.STRING, int: kinds.UINT32}[type(value[0])] if kind is kinds.ARRAY else None
+            writer.add_key_value(key, value, kind, sub_type=sub)
     for tensor in reader.tensors:
         if tensor.name != without:
-            writer.add_tensor(tensor.name, tensor.data)
+            writer.add_tensor(tensor.name, tensor.data.ravel() if flat and tensor.name.endswith(flat) else tensor.data)
     if more:
         writer.add_tensor(more, reader.tensors[0].data)
     for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file"):
         getattr(writer, step)()
     writer.close()
     return target
+
+
+def test_a_matrix_of_one_row_as_llama_cpp_writes_it(made: Any, tmp_path: Path) -> None:
+    """Of what llama-quantize has written, a shared expert's gate is a vector."""
+    _, _, file = made("qwen2_moe")
+    keys = {"general.architecture": "qwen2moe"}
+    changed = rewritten(file, tmp_path / "a.gguf", keys=keys, flat="ffn_gate_inp_shexp.weight")
+    shapes = {tuple(t.shape) for t in gguf.GGUFReader(changed).tensors if "inp_shexp" in t.name}
+    assert shapes == {(256,)}
+    for path, name in ((file, "whole"), (changed, "flat")):
+        torch_pi2.import_gguf(path, tmp_path / name)
+    whole, flat = (torch_pi2.load(tmp_path / name, dtype=torch.float32) for name in ("whole", "flat"))
+    assert torch.equal(logits(flat), logits(whole))
+
+
+@pytest.mark.parametrize("base", [10000.0, 5000.0])
+def test_rotary_base_of_sliding_layers(made: Any, tmp_path: Path, base: float) -> None:
+    """Which converters of today write; older files have none, and mean 10,000."""
+    _, _, file = made("gemma3")
+    keys = {"general.architecture": "gemma3", "gemma3.rope.freq_base_swa": base}
+    torch_pi2.import_gguf(rewritten(file, tmp_path / "a.gguf", keys=keys), tmp_path / "out")
+    torch_pi2.import_gguf(file, tmp_path / "before")
+    found, before = (torch_pi2.load(tmp_path / name, dtype=torch.float32) for name in ("out", "before"))
+    assert found.config.rope_parameters["sliding_attention"]["rope_theta"] == base
+    assert torch.equal(logits(found), logits(before)) == (base == 10000.0)
+
+
+@pytest.mark.parametrize("window", [None, 0])
+def test_gemma3_without_a_window(made: Any, tmp_path: Path, window: int | None) -> None:
+    """llama.cpp has no sliding layers then, nor their rotary base."""
+    model, _, file = made("gemma3")
+    keys = {"general.architecture": "gemma3", "gemma3.attention.sliding_window": window}
+    torch_pi2.import_gguf(rewritten(file, tmp_path / "a.gguf", keys=keys), tmp_path / "out")
+    found = torch_pi2.load(tmp_path / "out", dtype=torch.float32)
+    config = copy.deepcopy(model.config)
+    config.layer_types = ["full_attention"] * config.num_hidden_layers
+    wanted = type(model)._from_config(config, dtype=torch.float32).eval()
+    wanted.load_state_dict(model.state_dict())
+    assert not torch.allclose(logits(wanted), logits(model), rtol=0.01)
+    torch.testing.assert_close(logits(found), logits(wanted), rtol=1e-4, atol=1e-4)
+
+
+def test_ends_of_answers(made: Any, tmp_path: Path) -> None:
+    """Tokens that are ends by their text, whatever else the file names; nothing that the file does not have."""
+    _, _, file = made("llama")
+    tokens = gguf.GGUFReader(file).fields["tokenizer.ggml.tokens"].contents()
+    tokens[7], tokens[9] = "<|end|>", "<|eot_id|>"
+    keys = {"tokenizer.ggml.tokens": tokens}
+    for eos, ends in ((2, [2, 7, 9]), (9, [9, 2, 7]), (None, [2, 7, 9])):
+        changed = rewritten(file, tmp_path / "a.gguf", keys={**keys, "tokenizer.ggml.eos_token_id": eos})
+        torch_pi2.import_gguf(changed, tmp_path / "out")
+        assert torch_pi2.load(tmp_path / "out").generation_config.eos_token_id == ends
+    none = ["<unk>", "<s>", *(f"t{i}" for i in range(len(tokens) - 2))]
+    keys = {"tokenizer.ggml.tokens": none, "tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.eos_token_id": None}
+    keys["tokenizer.ggml.padding_token_id"] = None
+    torch_pi2.import_gguf(rewritten(file, tmp_path / "a.gguf", keys=keys), tmp_path / "out")
+    config = torch_pi2.load(tmp_path / "out").config
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -267,6 +328,17 @@ def test_what_is_refused(made: Any, tmp_path: Path, change: dict[str, Any], mess
     with pytest.raises(Pi2Error, match=message):
         torch_pi2.import_gguf(changed, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["a.gguf"]
+
+
+def test_texts_of_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    with gguf_files.GgufFile(GOLDEN / "tiny-llama.q4_k_m.gguf") as file:
+        name = "tokenizer.ggml.tokens"
+        wanted = gguf.GGUFReader(file.path).fields[name].contents()
+        assert [text.decode() for text in file.texts(name)] == wanted
+        assert file.texts("general.architecture") == file.texts("tokenizer.ggml.token_type") == file.texts("none") == []
+        monkeypatch.setattr(gguf_files, "_MOST_HEADER", 100)
+        with pytest.raises(ArtifactError, match=r"damage \('tokenizer.ggml.tokens' of \d+ bytes\)"):
+            file.texts(name)
 
 
 def test_arguments(made: Any, tmp_path: Path) -> None:

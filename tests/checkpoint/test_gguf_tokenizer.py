@@ -1,8 +1,9 @@
-"""SentencePiece vocabularies of GGUF files: the ids of llama.cpp, whose way of merging is written here once more."""
+"""Vocabularies of GGUF files: the ids of llama.cpp, whose way of merging SentencePiece's is written here once more."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -136,3 +137,85 @@ def test_beside_llama_cpp(tmp_path: Path, prefix: bool) -> None:
     for text in TEXTS:
         found = engine.tokenize(text.encode(), add_bos=True, special=True)
         assert found == reference(text, prefix), text
+
+
+#: Not of ASCII, as DeepSeek's are, nor all of them in use.
+BARS = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<think>", "你好")
+BYTE_TEXTS = (
+    *("", " ", "the cat", " the cat", "xylo", " zzz xylophone", "it's I'M 12345", "a\n\n b", "\r\n\t x", "Grüße 🙂"),
+    *("<｜User｜>the cat<think>\n", "a<｜end▁of▁sentence｜>", "<|endoftext|>", "café 你好!"),
+)
+
+
+def byte_file(path: Path, pre: str, *, add_bos: bool | None = None, arch: str = "llama") -> Path:
+    """Byte-level pairs of ``WORDS`` and, as no pair leads to them, ``xylo`` and `` zzz``."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    made = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[pre]), behavior="isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator([WORDS] * 20, trainer)
+    model = json.loads(made.to_str())["model"]
+    tokens = [*sorted(model["vocab"], key=model["vocab"].get), "xylo", "Ġzzz"]
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([*tokens, *BARS])
+    writer.add_token_types([NORMAL] * len(tokens) + [CONTROL] * 3 + [USER] * 2)
+    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    writer.add_bos_token_id(len(tokens))
+    writer.add_eos_token_id(len(tokens) + 1)
+    if add_bos is not None:
+        writer.add_add_bos_token(add_bos)
+    for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file"):
+        getattr(writer, step)()
+    writer.close()
+    return path
+
+
+def opened(path: Path) -> Any:
+    with GgufFile(path) as file:
+        assert write_tokenizer(file, path.parent) == ""
+        kind = file.metadata["general.architecture"]
+    (path.parent / "config.json").write_text(json.dumps({"model_type": kind}))
+    return AutoTokenizer.from_pretrained(path.parent)
+
+
+@pytest.mark.parametrize(("pre", "arch"), [("llama-bpe", "llama"), ("tekken", "llama"), ("deepseek-r1-qwen", "qwen2")])
+@pytest.mark.parametrize("add_bos", [None, True, False])
+def test_byte_level(tmp_path: Path, pre: str, arch: str, add_bos: bool | None) -> None:
+    """The first token, words that no merges lead to, special tokens of any letters: the ids are the file's."""
+    tokenizer = opened(byte_file(tmp_path / "a.gguf", pre, add_bos=add_bos, arch=arch))
+    like_llama3 = pre != "deepseek-r1-qwen"
+    first = len(tokenizer) - len(BARS)
+    start = [first] if add_bos or (add_bos is None and like_llama3) else []
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (first, first + 1)
+    assert tokenizer("")["input_ids"] == start
+    assert (tokenizer("xylo zzz")["input_ids"] == [*start, first - 2, first - 1]) == like_llama3
+    assert tokenizer("<｜User｜><think>你好<｜end▁of▁sentence｜>")["input_ids"] == [
+        *start,
+        *(first + i for i in (2, 3, 4, 1)),
+    ]
+    for text in BYTE_TEXTS:
+        ids = tokenizer(text)["input_ids"]
+        assert max(ids, default=0) < first + len(BARS), text
+        assert tokenizer.decode(ids[len(start) :]) == text
+    assert (
+        tokenizer.decode([first + 2, *tokenizer("the cat")["input_ids"][len(start) :]], skip_special_tokens=True)
+        == "the cat"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pre", "arch"), [("llama-bpe", "llama"), ("tekken", "llama"), ("deepseek-r1-qwen", "qwen2")])
+def test_byte_level_beside_llama_cpp(tmp_path: Path, pre: str, arch: str) -> None:
+    llama_cpp: Any = pytest.importorskip("llama_cpp")
+    tokenizer = opened(byte_file(tmp_path / "a.gguf", pre, arch=arch))
+    engine = llama_cpp.Llama(str(tmp_path / "a.gguf"), vocab_only=True, verbose=False)
+    for text in BYTE_TEXTS:
+        assert tokenizer(text)["input_ids"] == engine.tokenize(text.encode(), add_bos=True, special=True), text

@@ -13,6 +13,7 @@ from quantised_folders import WAYS, compressed, packed, quantised
 from safetensors.torch import load_file, save_file
 
 import torch_pi2
+from torch_pi2.checkpoint.quantized_source import QuantizedCheckpoint
 from torch_pi2.errors import Pi2Error, UnsupportedModelError
 
 TOKENS = torch.tensor([[5, 77, 130, 9, 200, 31, 64, 250, 3, 18]])
@@ -52,6 +53,26 @@ def test_as_neurons(tmp_path: Path) -> None:
     torch_pi2.pack(tmp_path / "out", tmp_path / "packed")
     again = logits(torch_pi2.load(tmp_path / "packed", dtype=torch.float32, budget="40MB"))
     assert float((again - wanted).norm() / wanted.norm()) < 0.02
+
+
+def test_experts_that_are_floats_lose_no_more_than_8_bits_do(tmp_path: Path) -> None:
+    """Attention alone was quantised."""
+    quantised(tmp_path / "in", "gptq", model="mixtral")
+    report = torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
+    assert (report.weights, report.neurons, set(report.rounded.values())) == ("int8", 8, {"floats to int8"})
+    assert max(report.errors.values()) < 0.01
+
+
+@pytest.mark.parametrize(("way", "bits"), [("gptq", 4.0), ("gptq of 8 bits", 8.0)])
+@pytest.mark.parametrize("name", ["block_sparse_moe.experts.0.w1", "fc1", "mlp.dense_h_to_4h"])
+def test_bits_of_feed_forward_layers(tmp_path: Path, way: str, bits: float, name: str) -> None:
+    """By whatever name."""
+    quantised(tmp_path / "in", way)
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    kept = {key.replace("mlp.up_proj", name): value for key, value in tensors.items() if "mlp.gate" not in key}
+    save_file({key: t for key, t in kept.items() if "down_proj" not in key}, tmp_path / "in" / "model.safetensors")
+    with QuantizedCheckpoint(tmp_path / "in") as checkpoint:
+        assert checkpoint.ffn_bits() == bits
 
 
 @pytest.mark.parametrize(

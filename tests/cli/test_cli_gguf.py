@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import ggufs
 import pytest
 
+import torch_pi2
 from torch_pi2 import cli
 
 GOLDEN = Path(__file__).parents[1] / "data" / "gguf" / "tiny-llama.q4_k_m.gguf"
@@ -38,7 +40,9 @@ def test_import_then_generate(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert (found["neurons"], found["weights"]) == (1, "q4_k+int8")
     assert set(found["rounded"].values()) == {"Q6_K to int8"}
     assert cli.main(["import", str(GOLDEN), "--out", str(out), "--neurons", "int8"]) == 0
-    assert "1 layers are neurons now" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "1 layers are neurons now" in said
+    assert re.search(r"^Q6_K to int8 +1 +0\.\d+ %$", said, re.MULTILINE), said
 
 
 def test_export(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -88,3 +92,17 @@ def test_a_file_as_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capf
         cli.main(["export", str(next((tmp_path / "torch_pi2" / "gguf").iterdir())), "--out", str(tmp_path / "b")]) == 2
     )
     assert "expected linear layers of floats, int4 or int8, found q4_k in" in capfd.readouterr().err
+
+
+def test_a_file_without_a_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """transformers would make one up that knows no words: Qwen's reads nothing in any text."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ggufs.tiny("qwen2").save_pretrained(tmp_path / "float")
+    report = torch_pi2.export_gguf(tmp_path / "float", tmp_path / "a.gguf")
+    assert report.tokenizer == "the checkpoint has no tokenizer.json"
+    assert cli.main(["generate", str(tmp_path / "a.gguf"), "--prompt", "the cat", "--max-new-tokens", "4"]) == 2
+    said = capfd.readouterr().err
+    assert f"no tokenizer of {tmp_path / 'a.gguf'}: the file has none" in said
+    assert "expected files of a Hugging Face tokenizer, found none. Copy those of its model there." in said

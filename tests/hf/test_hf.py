@@ -295,6 +295,15 @@ def test_save_pretrained_keeps_what_it_does_not_write(root: Path, tmp_path: Path
         opened(root / "store", Settings(**BUDGET)).save_pretrained(root / "store")
 
 
+def test_a_store_by_a_relative_name(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is copied from where it was, whatever the current folder is by then."""
+    monkeypatch.chdir(root)
+    model = opened("store", Settings(**BUDGET))
+    monkeypatch.chdir(tmp_path)
+    model.save_pretrained("out")
+    assert tokens(opened("out")) == tokens(copy.deepcopy(model)) == tokens(model)
+
+
 def test_a_restored_model_is_an_ordinary_one(root: Path, tmp_path: Path) -> None:
     model = torch_pi2.restore(opened(root / "saved", Settings()))
     model.save_pretrained(tmp_path / "dense")

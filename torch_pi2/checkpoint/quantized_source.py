@@ -32,7 +32,13 @@ _ALL = (
     *("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight"),
     *("_weight_qdata", "_weight_scale", "_weight_zero_point"),
 )
+<<<<<<< HEAD
 _MAIN = ("qweight", "weight_packed", "weight_scale", "_weight_qdata")
+=======
+_MAIN = ("qweight", "weight_packed", "weight_scale")
+#: Parts of names of matrices that are in no feed-forward layer; those of its own have many names.
+_NO_FFN = ("attn", "attention", "lm_head", "embed")
+>>>>>>> rev21
 
 
 @dataclass(frozen=True)
@@ -184,8 +190,11 @@ class QuantizedCheckpoint:
         return self._integers(base).part(start, stop).rows(kind)
 
     def ffn_bits(self) -> float:
-        name = next((f"{base}.weight" for base in sorted(self._packed) if "down_proj" in base), None)
-        return 4.0 if name is None or self.own_format(name) == "int4" else 8.0
+        inner = (base for base in sorted(self._packed) if not any(part in base for part in _NO_FFN))
+        name = next((f"{base}.weight" for base in inner), None)
+        if name is None:
+            return 16.0
+        return 4.0 if self.own_format(name) == "int4" else 8.0
 
     def left(self) -> list[str]:
         known = {name for name in self._files.names() if name.endswith((".input_scale", "rotary_emb.inv_freq"))}

@@ -413,10 +413,20 @@ def _check_gpu(args: argparse.Namespace, wanted: str, dense: bool) -> None:
 
 
 def load_tokenizer(args: argparse.Namespace) -> Any:
-    settings = Path(args.model) / "tokenizer_config.json"
+    from torch_pi2.store.tokenizer import has_tokenizer
+
+    folder, expected = Path(args.model), "files of a Hugging Face tokenizer"
+    if folder.is_dir() and not has_tokenizer(folder):
+        raise ConfigError(
+            f"tokenizer of {folder}",
+            expected=expected,
+            found="none",
+            fix="Copy those of its model there. Of a GGUF file torch-pi2 import says why there is none.",
+        )
+    settings = folder / "tokenizer_config.json"
     if settings.is_file():
         parse(read_bytes(settings), settings, unique=False)  # transformers says less of a damaged one
-    with _loading(args, "tokenizer of", "files of a Hugging Face tokenizer"):
+    with _loading(args, "tokenizer of", expected):
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(args.model, **_arguments(args))

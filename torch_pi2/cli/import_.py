@@ -66,8 +66,11 @@ def render(result: dict[str, Any]) -> str:
     lines = [f"kept bit for bit: {kept or 'nothing'}"]
     if rounded := result["rounded"]:
         by_way: dict[str, list[float]] = {}
+        errors = result["errors"]
         for name, way in rounded.items():
-            by_way.setdefault(way, []).append(result["errors"].get(name.removesuffix(".weight"), 0.0))
+            linear = name.removesuffix(".weight")
+            error = errors.get(linear, errors.get(linear.rpartition(".")[0], 0.0))  # of a layer that became neurons
+            by_way.setdefault(way, []).append(error)
         rows = [(way, str(len(errors)), _largest(errors)) for way, errors in sorted(by_way.items())]
         lines.append(common.table(("rounded again", "matrices", "largest relative error"), rows))
     if result["neurons"]:

@@ -62,7 +62,7 @@ class Store:
         self, path: str | Path, cache_bytes: int, config: OffloadConfig | None = None, *, token_bytes: int = 0
     ) -> None:
         load()
-        self.path, self.config = Path(path), config or OffloadConfig()
+        self.path, self.config = Path(path).absolute(), config or OffloadConfig()  # the current folder may change
         self.token_bytes, self.opened_bytes = token_bytes, cache_bytes
         #: Tokens of a call whose activations are in a budget; 0: of any. More are a warning, once.
         self.most_tokens = 0

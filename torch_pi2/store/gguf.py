@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -121,10 +121,16 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufArray:
-    """An array of the metadata, which stays in the file: ``kind``, the code of its elements, and how many they are."""
+    """An array of the metadata, which stays in the file: ``kind``, the code of its elements, and how many they are.
+
+    Attributes:
+        start, nbytes: its place in the file.
+    """
 
     kind: int
     count: int
+    start: int = field(default=0, compare=False)
+    nbytes: int = field(default=0, compare=False)
 
 
 class GgufFile:
@@ -277,13 +283,15 @@ class GgufFile:
         if kind in _SCALARS:
             each = struct.calcsize("<" + _SCALARS[kind])
             count = self._length(f"values of {shown(name)}", each)
+            start = self._at
             self._skip(count * each)
         elif kind == _STRING:
             count = self._length(f"texts of {shown(name)}", 8)
+            start = self._at
             self._skip_texts(count, f"a text of {shown(name)}")
         else:
             self._damaged(f"{shown(name)}, an array of kind {kind}")
-        return GgufArray(kind, count)
+        return GgufArray(kind, count, start, self._at - start)
 
     def _tensor(self) -> tuple[str, tuple[int, ...], TensorType, int]:
         name = self._text("a tensor's name", _MOST_NAME)
@@ -318,6 +326,21 @@ class GgufFile:
                 )
             end = offset + tensor.nbytes
             self.tensors[name] = tensor
+
+    def texts(self, name: str) -> list[bytes]:
+        """Those of an array of the metadata; empty: there is none of texts. Raises ArtifactError: it is too long."""
+        array = self.metadata.get(name)
+        if not isinstance(array, GgufArray) or array.kind != _STRING:
+            return []
+        if array.nbytes > _MOST_HEADER:
+            self._damaged(f"{shown(name)} of {array.nbytes} bytes")
+        data = os.pread(self._file, array.nbytes, array.start)
+        found, at = [], 0
+        for _ in range(array.count):
+            size = int.from_bytes(data[at : at + 8], "little")
+            found.append(data[at + 8 : at + 8 + size])
+            at += 8 + size
+        return found
 
     # What follows reads tensors.
 

@@ -55,6 +55,7 @@ class GgufModel(GgufFile):
     def __init__(self, path: str | Path) -> None:
         self._others: list[GgufFile] = []
         self._owners: dict[str, GgufFile] = {}
+        self._first: GgufFile = self
         super().__init__(path)
         try:
             self.paths = [self.path]
@@ -80,6 +81,7 @@ class GgufModel(GgufFile):
                 self._refuse(path, f"part {number + 1} of {len(self.paths)}", said)
             parts.append(part)
         first, tensors = parts[0], {}
+        self._first = first
         for path, part in zip(self.paths, parts, strict=True):
             self._check_same(path, part, first)
             for name, tensor in part.tensors.items():
@@ -136,6 +138,9 @@ class GgufModel(GgufFile):
         raise ArtifactError(
             str(path), expected=expected, found=found, fix="Put all parts of one model into one folder, by their names."
         )
+
+    def texts(self, name: str) -> list[bytes]:
+        return super().texts(name) if self._first is self else self._first.texts(name)
 
     def ends_of(self, name: str) -> bytes:
         owner = self._owners.get(name, self)

@@ -10,7 +10,7 @@ from torch_pi2.errors import ConfigError, Pi2Error
 from torch_pi2.store.trust import trusted
 
 #: Without one of these transformers would make up a tokenizer that knows no words.
-_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 def has_tokenizer(folder: Path) -> bool:

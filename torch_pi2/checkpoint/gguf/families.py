@@ -40,13 +40,23 @@ _ELSEWHERE = {
 }
 #: Token of transformers' configuration -> what files call it.
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
+#: What a SentencePiece vocabulary has unless a file says otherwise.
+_TOKENS_OF_SPM = {"bos": 1, "eos": 2}
+#: Tokens after which llama.cpp generates no more, whatever else a file says: often it names one of several.
+_ENDS = frozenset(
+    text.encode()
+    for text in (
+        *("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>"),
+        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
+    )
+)
 #: Keys of what there is one of at least; the first five have to be there, but for the last of them among experts.
 _COUNTS = (
     *("context_length", "embedding_length", "block_count", "attention.head_count", "feed_forward_length"),
     *("attention.head_count_kv", "attention.key_length", "vocab_size"),
 )
 #: Ends of keys whose numbers need not be whole.
-_FRACTIONS = ("epsilon", "softcapping", "rope.freq_base", "rope.scaling.factor")
+_FRACTIONS = ("epsilon", "softcapping", "rope.freq_base", "rope.freq_base_swa", "rope.scaling.factor")
 _SLIDING = {"attention.sliding_window": "sliding_window"}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _EXPERTS |= {"expert_feed_forward_length": "moe_intermediate_size"}
@@ -222,12 +232,12 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     config["rope_parameters"] = _rope(file, said, family)
     _special(file, family, config, said)
     known = _tokens(file, config["vocab_size"])
-    config |= {f"{name}_token_id": known[key] for name, key in _TOKENS.items() if key in known}
+    config |= {f"{name}_token_id": known.get(key) for name, key in _TOKENS.items()}
     if file.metadata.get(f"{arch}.attention.causal", True) is not True:
         _unsupported(file, "a model that sees what was before", f"{arch}.attention.causal false")
-    ends = list(dict.fromkeys(known[key] for key in ("eos", "eot", "eom") if key in known))
-    if len(ends) > 1:  # of a turn, too, which is where answers of chats end
-        config["eos_token_id"] = ends
+    ends = list(dict.fromkeys([*(known[key] for key in ("eos", "eot", "eom") if key in known), *_ends(file, config)]))
+    if ends:  # of a turn, too, which is where answers of chats end
+        config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     for key in ("expert_group_count", "expert_group_used_count"):
         if said.number(key, 0) > 1:
             _unsupported(file, "experts without groups", f"{key} {said.number(key)}")
@@ -238,8 +248,16 @@ def configuration(file: GgufFile) -> dict[str, Any]:
 
 def _tokens(file: GgufFile, vocabulary: int) -> dict[str, int]:
     """Those that a file names, by its name for them; one that is not in the vocabulary is none, as for llama.cpp."""
-    said = {key: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in (*_TOKENS.values(), "eot", "eom")}
+    usual = _TOKENS_OF_SPM if file.metadata.get("tokenizer.ggml.model") == "llama" else {}
+    keys = (*_TOKENS.values(), "eot", "eom")
+    said = {key: file.metadata.get(f"tokenizer.ggml.{key}_token_id", usual.get(key)) for key in keys}
     return {key: token for key, token in said.items() if type(token) is int and 0 <= token < vocabulary}
+
+
+def _ends(file: GgufFile, config: Mapping[str, Any]) -> list[int]:
+    """Tokens that are ends by their text."""
+    texts = file.texts("tokenizer.ggml.tokens")[: config["vocab_size"]]
+    return [token for token, text in enumerate(texts) if text in _ENDS]
 
 
 def _check_sizes(file: GgufFile, config: Mapping[str, Any], said: Said) -> None:
@@ -306,8 +324,9 @@ def _rope(file: GgufFile, said: Said, family: Family) -> dict[str, Any]:
         _unsupported(file, "rotary positions of type none, linear or yarn", shown(kind))
     if "rope_freqs.weight" in file.tensors:
         rope = _llama3(file, rope)
-    if family.model_type == "gemma3_text":  # sliding layers turn at 10,000 in every model, without scaling
-        return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    if family.model_type == "gemma3_text":  # sliding layers have their own, 10,000 in every model, without scaling
+        sliding = float(said.number("rope.freq_base_swa", 10000.0, least=1, most=1e12))
+        return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": sliding}}
     return rope
 
 
@@ -347,6 +366,9 @@ def _special(file: GgufFile, family: Family, config: dict[str, Any], said: Said)
         config["query_pre_attn_scalar"] = (
             config["hidden_size"] // config["num_attention_heads"] if big else config["head_dim"]
         )
+    if family.model_type == "gemma3_text" and not config.get("sliding_window"):  # then all of its layers see everything
+        config.pop("sliding_window", None)
+        config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
     if family.model_type == "gemma2":
         config.setdefault("attn_logit_softcapping", 50.0)
         config.setdefault("final_logit_softcapping", 30.0)

@@ -56,12 +56,13 @@ def _import(file: Path, folder: Path, packed: bool, progress: bool) -> None:
     for left in (folder, between):  # damaged, or of a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     _log.info("%s is imported to %s, once", file, folder)
-    if not packed:
-        import_gguf(file, folder, progress=progress)
-        return
     try:
-        import_gguf(file, between, neurons="all", progress=progress)
-        pack(between, folder, progress=progress)
+        into = between if packed else folder
+        report = import_gguf(file, into, neurons="all" if packed else "auto", progress=progress)
+        if report.tokenizer:
+            _log.warning("no tokenizer of %s: %s", file, report.tokenizer)
+        if packed:
+            pack(between, folder, progress=progress)
     finally:
         shutil.rmtree(between, ignore_errors=True)
 

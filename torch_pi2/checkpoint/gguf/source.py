@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,6 +27,8 @@ _LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 
 #: What a file may have that no model has under a name of its own.
 _USED_ELSEWHERE = ("rope_freqs.weight",)
 _SCALE_BYTES = 2
+#: Matrices of one row, which llama.cpp's own writer says have one dimension.
+_ONE_ROW = ".ffn_gate_inp_shexp.weight"
 
 
 def own_format(type_name: str) -> str | None:
@@ -85,6 +88,9 @@ class GgufCheckpoint:
             blocks = said_number(self.file, self.family, "block_count")
             self._names = tensor_names(self.family, min(blocks, len(self.file.tensors)))
             self.used: set[str] = set(_USED_ELSEWHERE)
+            for name, tensor in self.file.tensors.items():
+                if name.endswith(_ONE_ROW) and len(tensor.shape) == 1:
+                    self.file.tensors[name] = replace(tensor, shape=(1, *tensor.shape))
         except BaseException:
             self.file.close()
             raise

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+=======
+from collections.abc import Sequence
+>>>>>>> rev21
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,11 @@ from torch_pi2.store.gguf import MAGIC, GgufArray, GgufFile
 
 #: ``tokenizer.ggml.pre`` of byte-level vocabularies that are split as GPT-2 does.
 _GPT2 = "gpt-2"
+#: Those of which llama.cpp takes a word that is a token whole, without its merges, and puts the first token before a
+#: text unless the file says otherwise.
+_LIKE_LLAMA3 = frozenset(
+    ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken")
+)
 #: Kinds of tokens.
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 #: A space in the tokens of SentencePiece.
@@ -42,17 +51,27 @@ def write_tokenizer(file: GgufFile, folder: Path) -> str:
         from transformers import PreTrainedTokenizerFast
         from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 
+<<<<<<< HEAD
         with _readable(file, folder) as path:
             arch, said, about = get_gguf_tokenizer(str(path))
         made, more = convert_gguf_tokenizer(arch, said)
+=======
+        arch, said, about = get_gguf_tokenizer(str(file.path))
+        if model == "gpt2":
+            made = _byte_level(said["tokens"], said.get("token_type", ()), said["merges"], pre)
+            about = {"add_bos_token": pre in _LIKE_LLAMA3, **about}
+        else:
+            made, _ = convert_gguf_tokenizer(arch, said)
+>>>>>>> rev21
         if model == "llama" and not gemma:
             _as_llama_cpp_splits(made, file.metadata.get("tokenizer.ggml.add_space_prefix") is not False)
-        PreTrainedTokenizerFast(tokenizer_object=made, **about, **more).save_pretrained(folder)
+        PreTrainedTokenizerFast(tokenizer_object=made, **about).save_pretrained(folder)
     except Exception as error:  # transformers and tokenizers raise many types
         return f"transformers cannot read it: {' '.join(str(error).split())[:200]}"
     return ""
 
 
+<<<<<<< HEAD
 @contextmanager
 def _readable(file: GgufFile, folder: Path) -> Iterator[Path]:
     """What transformers reads: the file, or of one that begins otherwise its header in ``folder``, before nothing."""
@@ -68,6 +87,27 @@ def _readable(file: GgufFile, folder: Path) -> Iterator[Path]:
         yield copy
     finally:
         copy.unlink()
+=======
+def _byte_level(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[str], pre: str) -> Any:
+    """A byte-level vocabulary with the file's own ids, whatever characters its special tokens have.
+
+    transformers' own reader knows special tokens of ASCII alone, gives others new ids, and adds one that no file has.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    ids = {token: index for index, token in enumerate(tokens)}
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    made = Tokenizer(models.BPE(ids, pairs, ignore_merges=pre in _LIKE_LLAMA3))
+    split = _splits().get(pre)
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+    steps = [bytes_] if split is None else [pre_tokenizers.Split(Regex(split), behavior="isolated"), bytes_]
+    made.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    made.decoder = decoders.ByteLevel()
+    for token, kind in zip(tokens, kinds, strict=False):
+        if kind in (_CONTROL, _USER_DEFINED):
+            made.add_tokens([AddedToken(token, normalized=False, special=kind == _CONTROL)])
+    return made
+>>>>>>> rev21
 
 
 def _as_llama_cpp_splits(tokenizer: Any, prefix: bool) -> None:
@@ -134,7 +174,9 @@ def _pre_of(said: dict[str, Any]) -> str | None:
         return None
     if steps[-1].get("add_prefix_space"):
         return None
+    whole = bool(said["model"].get("ignore_merges"))
     if len(steps) == 1:
-        return _GPT2 if steps[0].get("use_regex", True) else None
+        return _GPT2 if steps[0].get("use_regex", True) and not whole else None
     pattern = steps[0].get("pattern", {}).get("Regex") if len(steps) == 2 else None
-    return next((name for name, split in _splits().items() if split == pattern), None)
+    splits = _splits().items()
+    return next((name for name, split in splits if split == pattern and (name in _LIKE_LLAMA3) == whole), None)
