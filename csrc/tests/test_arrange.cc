@@ -192,6 +192,37 @@ long check_what_stays(std::mt19937& rng) {
   return done;
 }
 
+// A cache that has every neuron, then not, then again: places that neurons no longer have are never read.
+long check_everything_there(std::mt19937& rng) {
+  long cases = 0;
+  for (const std::int64_t cluster : {1, 8}) {
+    const StoreFixture store(rng, 2, 300, 3, 64, DType::kQ4, 0, cluster);
+    const std::int64_t place = place_bytes(store, false), all = 2 * ((300 + cluster - 1) / cluster);
+    OffloadOptions options;
+    options.engine = "pread";
+    options.direct = false;
+    options.cache_bytes = all * place;
+    const std::unique_ptr<Offload> offload = opened(store, options);
+    PI2_CHECK(offload->preload().empty(), "preload");
+    for (const std::int64_t slots : {all, all, all / 2, all / 2, all, all, all - 1, all, all}) {
+      PI2_CHECK(offload->resize(slots * place, 0).empty() && offload->stats(false).slots == slots, "resize");
+      for (int i = 0; i < 6; ++i, ++cases) {
+        Case one(rng, store, i % 2, 1 + i / 2, 2);
+        const bool there = offload->stats(true).resident == all;
+        const std::string wrong = one.run(offload.get(), store);
+        const OffloadStats stats = offload->stats(true);
+        PI2_CHECK(wrong.empty(), "cluster %ld, %ld slots: %s", static_cast<long>(cluster), static_cast<long>(slots),
+                  wrong.c_str());
+        PI2_CHECK(!there || (stats.hits == stats.wanted && stats.wanted > 0 && stats.reads == 0),
+                  "%ld of %ld were there, %ld reads", static_cast<long>(stats.hits), static_cast<long>(stats.wanted),
+                  static_cast<long>(stats.reads));
+      }
+    }
+    PI2_CHECK(offload->preload().empty() && offload->stats(false).resident == all, "all are there at the end");
+  }
+  return cases;
+}
+
 // A slot has eight neurons, the last of a layer has fewer; and a layer's first neurons may be somebody else's.
 long check_slots_and_what_is_left_out(std::mt19937& rng) {
   const StoreFixture store(rng, 2, 150, 3, 64, DType::kQ4, 0, 8);  // 19 slots
@@ -479,7 +510,8 @@ long check_not_whole(std::mt19937& rng) {
 
 int main() {
   std::mt19937 rng(17);
-  long cases = check_pieces(rng) + check_refusals(rng) + check_what_stays(rng) + check_slots_and_what_is_left_out(rng);
+  long cases = check_pieces(rng) + check_refusals(rng) + check_what_stays(rng);
+  cases += check_slots_and_what_is_left_out(rng) + check_everything_there(rng);
   cases += check_sizes(rng) + check_amount(rng) + check_end(rng) + check_company(rng);
   cases += check_replay(rng, 1) + check_replay(rng, 8) + check_not_whole(rng);
   return finish("test_arrange", cases);
