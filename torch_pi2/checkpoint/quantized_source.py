@@ -32,13 +32,9 @@ _ALL = (
     *("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight"),
     *("_weight_qdata", "_weight_scale", "_weight_zero_point"),
 )
-<<<<<<< HEAD
 _MAIN = ("qweight", "weight_packed", "weight_scale", "_weight_qdata")
-=======
-_MAIN = ("qweight", "weight_packed", "weight_scale")
 #: Parts of names of matrices that are in no feed-forward layer; those of its own have many names.
 _NO_FFN = ("attn", "attention", "lm_head", "embed")
->>>>>>> rev21
 
 
 @dataclass(frozen=True)

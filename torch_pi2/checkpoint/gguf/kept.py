@@ -24,6 +24,8 @@ _log = logging.getLogger("torch_pi2")
 _HEAD_BYTES = 1 << 20
 #: Of a file's name in its folder's: names in a folder have at most 255, of which locks and so on need some.
 _NAME_BYTES = 100
+#: Of what imports write; another one, and what is kept is made anew.
+_REVISION = 2
 
 
 def kept_import(file: Path, *, packed: bool, progress: bool = False) -> Path:
@@ -69,7 +71,7 @@ def _import(file: Path, folder: Path, packed: bool, progress: bool) -> None:
 
 def _key(model: GgufModel, packed: bool) -> str:
     """What tells files apart without reading them whole: sizes, times, beginnings, and the ends of every tensor."""
-    found = hashlib.sha256(f"{__version__} {packed}".encode())
+    found = hashlib.sha256(f"{__version__} {_REVISION} {packed}".encode())
     for path in model.paths:
         with open(path, "rb") as opened:
             about = path.stat()

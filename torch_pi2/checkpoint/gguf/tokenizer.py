@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-=======
-from collections.abc import Sequence
->>>>>>> rev21
 from pathlib import Path
 from typing import Any
 
@@ -51,18 +47,13 @@ def write_tokenizer(file: GgufFile, folder: Path) -> str:
         from transformers import PreTrainedTokenizerFast
         from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 
-<<<<<<< HEAD
         with _readable(file, folder) as path:
             arch, said, about = get_gguf_tokenizer(str(path))
-        made, more = convert_gguf_tokenizer(arch, said)
-=======
-        arch, said, about = get_gguf_tokenizer(str(file.path))
         if model == "gpt2":
             made = _byte_level(said["tokens"], said.get("token_type", ()), said["merges"], pre)
             about = {"add_bos_token": pre in _LIKE_LLAMA3, **about}
         else:
             made, _ = convert_gguf_tokenizer(arch, said)
->>>>>>> rev21
         if model == "llama" and not gemma:
             _as_llama_cpp_splits(made, file.metadata.get("tokenizer.ggml.add_space_prefix") is not False)
         PreTrainedTokenizerFast(tokenizer_object=made, **about).save_pretrained(folder)
@@ -71,7 +62,6 @@ def write_tokenizer(file: GgufFile, folder: Path) -> str:
     return ""
 
 
-<<<<<<< HEAD
 @contextmanager
 def _readable(file: GgufFile, folder: Path) -> Iterator[Path]:
     """What transformers reads: the file, or of one that begins otherwise its header in ``folder``, before nothing."""
@@ -87,7 +77,8 @@ def _readable(file: GgufFile, folder: Path) -> Iterator[Path]:
         yield copy
     finally:
         copy.unlink()
-=======
+
+
 def _byte_level(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[str], pre: str) -> Any:
     """A byte-level vocabulary with the file's own ids, whatever characters its special tokens have.
 
@@ -107,7 +98,6 @@ def _byte_level(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[st
         if kind in (_CONTROL, _USER_DEFINED):
             made.add_tokens([AddedToken(token, normalized=False, special=kind == _CONTROL)])
     return made
->>>>>>> rev21
 
 
 def _as_llama_cpp_splits(tokenizer: Any, prefix: bool) -> None:
