@@ -119,7 +119,7 @@ def _awq(folder: Path, said: Mapping[str, Any]) -> Settings:
 def _torchao(folder: Path, said: Mapping[str, Any]) -> Settings:
     kinds = said.get("quant_type") or {}
     kind = kinds.get("default") if isinstance(kinds, dict) and len(kinds) == 1 else kinds
-    name = kind.get("_type") if isinstance(kind, dict) else kind
+    name = kind.get("_type", kind) if isinstance(kind, dict) else kind
     if name not in _INT8_OF_TORCHAO:
         raise refuse(folder, f"torchao's {' or '.join(_INT8_OF_TORCHAO)} for all", shown(name))
     return Settings("torchao", 8, 0)
