@@ -134,7 +134,8 @@ void Call::note_uses(std::int64_t hits) {
 }
 
 // Whether the layer's neurons are all there, in places that they keep: a cache that has every key evicts nothing, and
-// looking each of them up costs as much as a tenth of what is computed with them. Until a neuron moves, where_ has them.
+// looking each of them up costs as much as a tenth of what is computed with them. Until a neuron moves, where_ has
+// them.
 bool Call::rests() {
   Places& places = common_.places;
   const NeuronCache& cache = places.cache();

@@ -77,7 +77,7 @@ class Call {
   Reads& reads_;
   ReadAhead& ahead_;
   const Residents& residents_;
-  std::vector<std::vector<const char*>> where_;                             // [layers][neurons], of the last call
+  std::vector<std::vector<const char*>> where_;  // [layers][neurons], of the last call
   struct Rest {
     std::int64_t changes = -1;  // of the cache, when it was looked at
     bool whole = false;

@@ -164,7 +164,7 @@ struct Program::State {
   std::string file;
   std::int64_t vocab;
   std::deque<Arena> arenas;
-  std::map<std::string, Planned> loaded;  // both outlive the module's methods
+  std::map<std::string, Planned> loaded;             // both outlive the module's methods
   executorch::runtime::EventTracer* dump = nullptr;  // the module's
   std::unique_ptr<Module> module;
   std::vector<EValue> outputs;

@@ -75,10 +75,10 @@ class Store {
   std::mutex warming_;
   bool warm_ = false;
 
-  std::mutex mutex_;  // of everything below
+  std::mutex mutex_;                                                              // of everything below
   std::map<std::pair<std::uint64_t, bool>, std::weak_ptr<const Bytes>> tensors_;  // by offset; in blocks?
-  std::map<std::int64_t, std::multiset<std::int64_t>> first_;  // by layer
-  std::unique_ptr<Engine> engine_;                             // first to go: its thread computes with what is above
+  std::map<std::int64_t, std::multiset<std::int64_t>> first_;                     // by layer
+  std::unique_ptr<Engine> engine_;  // first to go: its thread computes with what is above
   std::int64_t submit_wait_ns_ = 0;
 };
 
