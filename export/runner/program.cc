@@ -171,6 +171,7 @@ struct Program::State {
 
   void check(const Manifest& manifest);
   void allocate();
+  std::vector<std::int64_t> planned_bytes(const std::string& method) const;
 
   const EValue& run(const std::string& method, const std::vector<EValue>& inputs) {
     clear_errors();
@@ -227,17 +228,23 @@ void Program::State::allocate() {
   std::vector<std::int64_t> most;
   const auto names = module->method_names();  // check() has seen them
   for (const std::string& method : *names) {
-    const auto about = module->method_meta(method);
-    for (std::size_t i = 0; about.ok() && i < about->num_memory_planned_buffers(); ++i) {
-      most.resize(std::max(most.size(), i + 1));
-      most[i] = std::max(most[i], about->memory_planned_buffer_size(i).get());
-    }
+    const std::vector<std::int64_t> bytes = planned_bytes(method);
+    most.resize(std::max(most.size(), bytes.size()));
+    for (std::size_t i = 0; i < bytes.size(); ++i) most[i] = std::max(most[i], bytes[i]);
   }
   for (const std::int64_t bytes : most)
     if (!arenas.emplace_back().allocate(bytes, true)) {
       throw Problem(file, std::to_string(bytes) + " bytes of memory for its methods", "no more memory",
                     "Export the bundle again with a smaller max_tokens, or with kv=\"int8\".");
     }
+}
+
+std::vector<std::int64_t> Program::State::planned_bytes(const std::string& method) const {
+  std::vector<std::int64_t> bytes;
+  const auto about = module->method_meta(method);
+  for (std::size_t i = 0; about.ok() && i < about->num_memory_planned_buffers(); ++i)
+    bytes.push_back(about->memory_planned_buffer_size(i).get());
+  return bytes;
 }
 
 Program::Program(const std::filesystem::path& file, const Manifest& manifest, bool dump) : state_(new State) {
@@ -276,11 +283,10 @@ Program::~Program() = default;
 void Program::load(const std::string& method) {
   if (state_->loaded.contains(method)) return;
   clear_errors();
-  const auto about = state_->module->method_meta(method);
   std::vector<executorch::runtime::Span<std::uint8_t>> spans;
-  for (std::size_t i = 0; about.ok() && i < about->num_memory_planned_buffers(); ++i)
-    spans.emplace_back(reinterpret_cast<std::uint8_t*>(state_->arenas[i].data()),
-                       static_cast<std::size_t>(about->memory_planned_buffer_size(i).get()));
+  for (const std::int64_t bytes : state_->planned_bytes(method))
+    spans.emplace_back(reinterpret_cast<std::uint8_t*>(state_->arenas[spans.size()].data()),
+                       static_cast<std::size_t>(bytes));
   State::Planned& planned = state_->loaded.try_emplace(method, std::move(spans)).first->second;
   if (const Error error = state_->module->load_method(method, &planned.allocator); error != Error::Ok) {
     state_->loaded.erase(method);

@@ -69,7 +69,7 @@ std::array<Wanted, kTensorNames> wanted(const Blob& b) {
     return all;
   }
   const bool scaled = b.predictor == PredictorForm::kLowrank;
-  const DType dtype = scaled ? DType::kI8 : b.predictor == PredictorForm::kLowrankInt4 ? DType::kQ4 : DType::kQ8;
+  const DType dtype = matrix_dtype(b.predictor);
   all[kA] = {rows(b.rank, row_bytes(dtype, b.hidden)), true};
   all[kB] = {rows(b.cold(), row_bytes(dtype, b.rank)), true};
   if (scaled) all[kAScale] = {rows(b.rank, 4), true};

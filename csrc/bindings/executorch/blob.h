@@ -17,6 +17,11 @@ constexpr std::size_t kBlobBytes = 512;
 enum class Role : std::uint32_t { kWhole, kSubmit, kCollect };
 enum class PredictorForm : std::uint32_t { kNone, kLowrank, kLowrankInt4, kLowrankInt8, kSignbit };
 
+// Of the matrices of a low-rank predictor.
+constexpr DType matrix_dtype(PredictorForm form) {
+  return form == PredictorForm::kLowrank ? DType::kI8 : form == PredictorForm::kLowrankInt4 ? DType::kQ4 : DType::kQ8;
+}
+
 // Where a tensor lies in the store; of none there are no bytes.
 struct Place {
   std::uint64_t offset = 0, bytes = 0;

@@ -14,15 +14,12 @@ const char* data(const std::shared_ptr<const Bytes>& bytes) {
   return bytes == nullptr ? nullptr : bytes->memory.data();
 }
 
-DType dtype_of(PredictorForm form) {
-  return form == PredictorForm::kLowrank ? DType::kI8 : form == PredictorForm::kLowrankInt4 ? DType::kQ4 : DType::kQ8;
-}
-
 // Whether the kernels of this CPU prefer the predictor in blocks. Those of experts are one behind the other.
 bool in_blocks(const Blob& blob) {
   const bool grouped = blob.predictor == PredictorForm::kLowrankInt4 || blob.predictor == PredictorForm::kLowrankInt8;
-  return grouped && blob.predictor_int8_activations && blob.experts == 0 && takes_blocks(dtype_of(blob.predictor)) &&
-         pi2::in_blocks(blob.rank, blob.hidden) && pi2::in_blocks(kPanelRows, blob.rank);
+  return grouped && blob.predictor_int8_activations && blob.experts == 0 &&
+         takes_blocks(matrix_dtype(blob.predictor)) && pi2::in_blocks(blob.rank, blob.hidden) &&
+         pi2::in_blocks(kPanelRows, blob.rank);
 }
 
 Predictor predictor_of(const Blob& blob, const std::shared_ptr<const Bytes>* tensors) {
@@ -38,7 +35,7 @@ Predictor predictor_of(const Blob& blob, const std::shared_ptr<const Bytes>* ten
   }
   made.kind = Predictor::Kind::kLowrank;
   LowrankArgs& args = made.lowrank;
-  args.dtype = dtype_of(blob.predictor);
+  args.dtype = matrix_dtype(blob.predictor);
   args.hidden = blob.hidden;
   args.rank = blob.rank;
   args.cold = blob.cold();
@@ -70,11 +67,12 @@ Layer::~Layer() { store_->remove(blob_); }
 
 std::shared_ptr<Layer> Layer::load(std::shared_ptr<Store> store, const Blob& blob, Problem* problem) {
   std::shared_ptr<Layer> made(new Layer(std::move(store), blob));
-  const DType quantized = dtype_of(blob.predictor);
-  const Store::Rows a{quantized, blob.rank, blob.hidden}, b{quantized, blob.cold(), blob.rank};
+  const DType dtype = matrix_dtype(blob.predictor);
+  const Store::Rows a{dtype, blob.rank, blob.hidden}, b{dtype, blob.cold(), blob.rank};
+  const bool blocks = in_blocks(blob);
   for (std::size_t i = 0; i < kTensorNames; ++i) {
-    const Store::Rows* blocks = !in_blocks(blob) ? nullptr : i == kA ? &a : i == kB ? &b : nullptr;
-    made->tensors_[i] = made->store_->tensor(blob.tensors[i], kTensorText[i], problem, blocks);
+    const Store::Rows* rows = blocks && i == kA ? &a : blocks && i == kB ? &b : nullptr;
+    made->tensors_[i] = made->store_->tensor(blob.tensors[i], kTensorText[i], problem, rows);
     if (*problem) return nullptr;
   }
   FfnArgs& args = made->stack_.layer;

@@ -217,12 +217,15 @@ std::shared_ptr<const Bytes> Store::tensor(const Place& place, const char* name,
   const std::int64_t size = blocks == nullptr ? bytes : rows * row_bytes(blocks->dtype, blocks->columns);
   if (found != nullptr && found->size == size) return found;
   const std::string what = "neuron store " + path_ + ", " + name + " at " + std::to_string(place.offset);
-  auto made = std::make_shared<Bytes>();
-  made->size = bytes;
-  if (!made->memory.allocate(bytes + 64, false)) {  // kernels may look a little past the end
+  const auto fresh = [&](std::int64_t its_size) -> std::shared_ptr<Bytes> {
+    auto memory = std::make_shared<Bytes>();
+    memory->size = its_size;
+    if (memory->memory.allocate(its_size + 64, false)) return memory;  // kernels may look a little past the end
     *problem = no_memory(what);
     return nullptr;
-  }
+  };
+  std::shared_ptr<Bytes> made = fresh(bytes);
+  if (made == nullptr) return nullptr;
   const int error = read_fully(descriptor_, made->memory.data(), bytes, static_cast<std::int64_t>(place.offset));
   if (error != 0) {
     *problem = et::problem(Fault::kAccess, what, std::to_string(bytes) + " bytes", std::strerror(error), kAgain);
@@ -233,12 +236,8 @@ std::shared_ptr<const Bytes> Store::tensor(const Place& place, const char* name,
     return nullptr;
   }
   if (blocks != nullptr) {
-    auto in_blocks = std::make_shared<Bytes>();
-    in_blocks->size = size;
-    if (!in_blocks->memory.allocate(size + 64, false)) {
-      *problem = no_memory(what);
-      return nullptr;
-    }
+    std::shared_ptr<Bytes> in_blocks = fresh(size);
+    if (in_blocks == nullptr) return nullptr;
     to_blocks(made->memory.data(), blocks->dtype, blocks->count, blocks->columns, in_blocks->memory.data());
     made = std::move(in_blocks);
   }

@@ -35,13 +35,13 @@ class Store {
   Offload& offload() { return *offload_; }
   const std::string& path() const { return path_; }
 
-  // Quantised rows, as the kernels of this CPU like them best.
+  // What quantised rows are.
   struct Rows {
     DType dtype = DType::kQ4;
     std::int64_t count = 0, columns = 0;
   };
   // Where a blob says that it lies, checked; the same memory for all who ask. Null for a place without bytes. With
-  // `blocks`, which are its rows then, in blocks (pi2/kernels.h).
+  // `blocks`, which says what its rows are, in blocks (pi2/kernels.h).
   std::shared_ptr<const Bytes> tensor(const Place& place, const char* name, Problem* problem,
                                       const Rows* blocks = nullptr);
 
