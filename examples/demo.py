@@ -244,7 +244,7 @@ def main() -> None:
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     if not MODEL.joinpath("config.json").is_file():
-        sys.exit(f"no trained model in {MODEL}: make one with examples/train_drelu_lm.py")
+        sys.exit(f"no trained model in {MODEL}: make one with examples/train_lm.py")
     try:
         with said(), lines("demo"):
             run(args)

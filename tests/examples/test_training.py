@@ -11,7 +11,7 @@ import pytest
 import torch
 
 REPO = Path(__file__).resolve().parents[2]
-SCRIPT = REPO / "examples" / "train_drelu_lm.py"
+SCRIPT = REPO / "examples" / "train_lm.py"
 TINY = "--batch 2 --seq 16 --vocab 300 --hidden 32 --intermediate 64 --layers 2 --heads 2 --kv-heads 1 --device cpu"
 LOGGING = "--eval-tokens 200 --log-every 2 --eval-every 4 --save-every 2 --warmup 2"
 SETTINGS = [*TINY.split(), *LOGGING.split()]
@@ -23,7 +23,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import numpy as np
 
     sys.path.insert(0, str(REPO / "examples"))
-    import train_drelu_lm as script
+    import train_lm as script
 
     sys.path.pop(0)
     from torch_pi2.profiling import text
@@ -87,4 +87,33 @@ def test_train_resume_and_load(work: Path, tmp_path: Path) -> None:
     text = "def f(x):\n    return x\n"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     recorded = json.loads((whole / "training.json").read_text())
-    assert recorded["command"].startswith("python examples/train_drelu_lm.py --out")
+    assert recorded["command"].startswith("python examples/train_lm.py --out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ffn", "of_class"), [("reglu", "LlamaForCausalLM"), ("swiglu", "LlamaForCausalLM"), ("experts", "MixtralForCausalLM")]
+)
+def test_other_ffns(work: Path, tmp_path: Path, ffn: str, of_class: str) -> None:
+    """They are models of transformers, need no code of their own, and torch_pi2 finds their FFNs."""
+    from transformers import AutoModelForCausalLM
+
+    import torch_pi2
+
+    train(work, tmp_path / ffn, 4, "--ffn", ffn)
+    rows = [json.loads(line) for line in (tmp_path / ffn / "train_log.jsonl").read_text().splitlines()]
+    assert ("sparsity_per_layer" in rows[-1]) == (ffn != "swiglu")
+    assert ffn == "swiglu" or all(0.2 < share < 0.8 for share in rows[-1]["sparsity_per_layer"])
+    assert not list((tmp_path / ffn).glob("*.py"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / ffn, dtype=torch.float32).eval()
+    assert type(model).__name__ == of_class
+    layers = torch_pi2.supported(model).layers
+    assert len(layers) == (16 if ffn == "experts" else 2)
+    assert all(layer.lossless == (ffn != "swiglu") for layer in layers)
+    if ffn == "swiglu":
+        return
+    ids_1T = torch.arange(12)[None]
+    with torch.no_grad():
+        wanted = model(ids_1T).logits
+        found = torch_pi2.optimize(model)(ids_1T).logits
+    assert torch.allclose(found, wanted, atol=1e-4)

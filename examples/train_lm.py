@@ -1,16 +1,24 @@
-"""Train a small dReLU language model on the source text of Python's own standard library.
+"""Train a small language model on the source text of Python's own standard library.
 
-The result is an ordinary Hugging Face folder (``config.json``, ``model.safetensors``, tokenizer, modelling
-file) that demo and tests load through ``transformers`` like any user's model. Sparsity comes from training:
-dReLU (TurboSparse) plus an L1 penalty on the FFN activations whose weight is steered until the share of
-exact zeros reaches ``--target-sparsity`` (the progressive regularisation of ProSparse, arXiv 2402.13516,
-with a controller in place of its hand-made schedule). No neuron is masked and no threshold is applied.
+The result is an ordinary Hugging Face folder (``config.json``, ``model.safetensors``, tokenizer, and for dReLU a
+modelling file) that demo and tests load through ``transformers`` like any user's model. ``--ffn`` says what its FFNs
+are:
+
+* ``drelu``: ``relu(x Wg) * relu(x Wu)`` (TurboSparse), the committed model;
+* ``reglu``: ``relu(x Wg) * (x Wu)``, as in ReluLLaMA and ProSparse (a Llama of transformers);
+* ``swiglu``: ``silu(x Wg) * (x Wu)``, as in most models that people have: nothing is zero;
+* ``experts``: a mixture of ReGLU experts (a Mixtral of transformers with ``hidden_act="relu"``).
+
+Where activations can be zero, sparsity comes from training: an L1 penalty on the FFN activations whose weight is
+steered until the share of exact zeros reaches ``--target-sparsity`` (the progressive regularisation of ProSparse,
+arXiv 2402.13516, with a controller in place of its hand-made schedule). No neuron is masked, no threshold applied.
 
 The run is deterministic for a given device, corpus and set of flags, and resumable: it may be killed at any
 time and started again with the same command.
 
-    python examples/train_drelu_lm.py --out my-model                # CPU: 0.45 s a step on two Zen 5 cores
-    python examples/train_drelu_lm.py --out my-model --steps 200    # a taste
+    python examples/train_lm.py --out my-model                # CPU: 0.45 s a step on two Zen 5 cores
+    python examples/train_lm.py --out my-model --steps 200    # a taste
+    python examples/train_lm.py --out my-swiglu --ffn swiglu
 """
 
 from __future__ import annotations
@@ -28,7 +36,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 REPO = Path(__file__).resolve().parent.parent
 MODEL_SOURCE = REPO / "examples" / "models" / "drelu-stdlib-5m" / "modeling_drelu_llama.py"
@@ -81,8 +89,31 @@ def prepare(work: Path, vocab_size: int) -> dict:
     return info
 
 
-def model_classes():
-    """The modelling file's classes, imported from the committed folder."""
+def new_model(args: argparse.Namespace) -> torch.nn.Module:
+    """A model at random: the committed folder's own modelling file for dReLU, one of transformers' for all others."""
+    shape = {
+        "vocab_size": args.vocab,
+        "hidden_size": args.hidden,
+        "intermediate_size": args.intermediate,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.heads,
+        "num_key_value_heads": args.kv_heads,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu" if args.ffn == "swiglu" else "relu",
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    if args.ffn == "experts":
+        shape |= {
+            "intermediate_size": args.intermediate // 4,
+            "num_local_experts": args.experts,
+            "num_experts_per_tok": 2,
+            "output_router_logits": True,
+        }
+        return MixtralForCausalLM(MixtralConfig(**shape))
+    if args.ffn != "drelu":
+        return LlamaForCausalLM(LlamaConfig(**shape))
     import importlib.util
 
     spec = importlib.util.spec_from_file_location("modeling_drelu_llama", MODEL_SOURCE)
@@ -90,7 +121,43 @@ def model_classes():
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.DReLULlamaConfig, module.DReLULlamaForCausalLM
+    model = module.DReLULlamaForCausalLM(module.DReLULlamaConfig(**shape))
+    model.config.architectures = ["DReLULlamaForCausalLM"]
+    model.config.auto_map = {
+        "AutoConfig": "modeling_drelu_llama.DReLULlamaConfig",
+        "AutoModelForCausalLM": "modeling_drelu_llama.DReLULlamaForCausalLM",
+    }
+    return model
+
+
+class Zeros:
+    """What a forward pass had in each layer: mean of |activation| (the penalty), share of exact zeros (what it buys).
+
+    Activations are what ``down`` reads; of experts, whose matrices are one parameter, what the gate's activation
+    returns (its zeros are those of the product).
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._layers: list[list[torch.Tensor]] = [[] for _ in model.model.layers]
+        for seen, layer in zip(self._layers, model.model.layers):
+            if hasattr(layer.mlp, "experts"):
+                layer.mlp.experts.act_fn.register_forward_hook(lambda _m, _i, h, seen=seen: self._see(seen, h))
+            else:
+                layer.mlp.down_proj.register_forward_pre_hook(lambda _m, i, seen=seen: self._see(seen, i[0]))
+
+    @staticmethod
+    def _see(seen: list[torch.Tensor], h: torch.Tensor) -> None:
+        if torch.is_grad_enabled():  # not in evaluation
+            seen.append(h)
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Penalty (sum over layers) and shares of zeros ``[layers]``; the next pass begins anew."""
+        size = [sum(h.numel() for h in seen) for seen in self._layers]
+        penalty = sum(h.float().abs().sum() / n for seen, n in zip(self._layers, size) for h in seen)
+        shares = [sum((h == 0).sum() for h in seen) / n for seen, n in zip(self._layers, size)]
+        for seen in self._layers:
+            seen.clear()
+        return penalty, torch.stack(shares)
 
 
 def batch_at(step: int, tokens: torch.Tensor, args: argparse.Namespace) -> torch.Tensor:
@@ -128,21 +195,7 @@ def train(args: argparse.Namespace) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(args.seed)
-    config_class, model_class = model_classes()
-    config = config_class(
-        vocab_size=args.vocab,
-        hidden_size=args.hidden,
-        intermediate_size=args.intermediate,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        num_key_value_heads=args.kv_heads,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        hidden_act="relu",
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    model = model_class(config).to(device)
+    model = new_model(args).to(device)
     model.train()
     decay = [p for p in model.parameters() if p.dim() >= 2]
     other = [p for p in model.parameters() if p.dim() < 2]
@@ -154,18 +207,7 @@ def train(args: argparse.Namespace) -> None:
     train_ids = torch.from_numpy(np.load(work / "train.npy").astype(np.int32))
     heldout_ids = torch.from_numpy(np.load(work / "heldout.npy").astype(np.int32))
 
-    # Per step and layer: mean |activation| (the penalty) and the share of exact zeros (what it buys).
-    penalties: list[torch.Tensor] = []
-    zeros: list[torch.Tensor] = []
-
-    def watch(_module, inputs):
-        h_BTI = inputs[0]
-        penalties.append(h_BTI.float().abs().mean())
-        zeros.append((h_BTI == 0).float().mean().detach())
-
-    for layer in model.model.layers:
-        layer.mlp.down_proj.register_forward_pre_hook(watch)
-
+    zeros = Zeros(model) if args.ffn != "swiglu" else None
     state_path = work / f"{out.name}.state.pt"
     log_path = work / f"{out.name}.log.jsonl"
     step, l1, spent_s = 0, args.l1, 0.0
@@ -189,12 +231,16 @@ def train(args: argparse.Namespace) -> None:
         for group in optimizer.param_groups:
             group["lr"] = args.lr * warm * (0.05 + 0.95 * cosine)
         ids = batch_at(step, train_ids, args).to(device, torch.long)
-        penalties.clear()
-        zeros.clear()
         with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
-            logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-        nll = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
-        loss = nll + l1 * torch.stack(penalties).sum()
+            outputs = model(input_ids=ids[:, :-1], use_cache=False)
+        nll = torch.nn.functional.cross_entropy(outputs.logits.float().flatten(0, 1), ids[:, 1:].flatten())
+        loss = nll
+        if args.ffn == "experts":  # so that the router uses all of them
+            loss = loss + model.router_aux_loss_coef * outputs.aux_loss
+        if zeros is not None:
+            penalty, shares_L = zeros.take()
+            loss = loss + l1 * penalty
+            shares.append(shares_L)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -202,8 +248,7 @@ def train(args: argparse.Namespace) -> None:
         step += 1
         bar.update(1)
         nats.append(nll.detach())
-        shares.append(torch.stack(zeros))
-        if step % args.control_every == 0:
+        if zeros is not None and step % args.control_every == 0:
             # The target rises over the first 60 % of training, so that features form before they are pruned.
             aim = args.target_sparsity * min(1.0, 0.5 + 0.5 * step / (0.6 * args.steps))
             measured = torch.stack(shares[-args.control_every :]).mean().item()
@@ -214,11 +259,12 @@ def train(args: argparse.Namespace) -> None:
                 "step": step,
                 "tokens": step * args.batch * args.seq,
                 "train_nats_per_token": torch.stack(nats).mean().item(),
-                "sparsity_per_layer": [round(v, 4) for v in torch.stack(shares).mean(0).tolist()],
-                "l1": l1,
                 "lr": optimizer.param_groups[0]["lr"],
                 "elapsed_s": round(time.monotonic() - started, 1),
             }
+            if zeros is not None:
+                row["sparsity_per_layer"] = [round(v, 4) for v in torch.stack(shares).mean(0).tolist()]
+                row["l1"] = l1
             nats.clear()
             shares.clear()
             if step % args.eval_every == 0 or last:
@@ -235,11 +281,6 @@ def train(args: argparse.Namespace) -> None:
 
     staging = out.with_name(out.name + ".tmp")
     shutil.rmtree(staging, ignore_errors=True)
-    config.architectures = ["DReLULlamaForCausalLM"]
-    config.auto_map = {
-        "AutoConfig": "modeling_drelu_llama.DReLULlamaConfig",
-        "AutoModelForCausalLM": "modeling_drelu_llama.DReLULlamaForCausalLM",
-    }
     model.to("cpu", torch.bfloat16).save_pretrained(staging)
     PreTrainedTokenizerFast(
         tokenizer_file=str(work / "tokenizer.json"),
@@ -247,10 +288,11 @@ def train(args: argparse.Namespace) -> None:
         pad_token=END_OF_FILE,
         model_input_names=["input_ids", "attention_mask"],
     ).save_pretrained(staging)
-    shutil.copy(MODEL_SOURCE, staging)
+    if args.ffn == "drelu":
+        shutil.copy(MODEL_SOURCE, staging)
     shutil.copy(log_path, staging / "train_log.jsonl")
     recorded = {
-        "command": "python examples/train_drelu_lm.py " + " ".join(sys.argv[1:]),
+        "command": "python examples/train_lm.py " + " ".join(sys.argv[1:]),
         "arguments": vars(args),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
@@ -267,10 +309,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", required=True, help="folder of the finished Hugging Face checkpoint")
-    add("--work", default="work/drelu", help="corpus, resume state and log (default %(default)s)")
+    add("--work", default="work/trained", help="corpus, resume state and log (default %(default)s)")
     add("--device", help="cpu or cuda (default: cuda where there is one)")
     add("--autocast", action=argparse.BooleanOptionalAction, default=True, help="bfloat16 autocast (default: on)")
     add("--prepare-only", action="store_true", help="tokenise the corpus and stop")
+    add("--ffn", choices=("drelu", "reglu", "swiglu", "experts"), default="drelu", help="default: %(default)s")
+    add("--experts", type=int, default=8, help="experts a layer, of a quarter of --intermediate each, two a token")
     add("--steps", type=int, default=6500)
     add("--batch", type=int, default=16)
     add("--seq", type=int, default=256)
