@@ -92,7 +92,8 @@ def test_train_resume_and_load(work: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ffn", "of_class"), [("reglu", "LlamaForCausalLM"), ("swiglu", "LlamaForCausalLM"), ("experts", "MixtralForCausalLM")]
+    ("ffn", "of_class"),
+    [("reglu", "LlamaForCausalLM"), ("swiglu", "LlamaForCausalLM"), ("experts", "MixtralForCausalLM")],
 )
 def test_other_ffns(work: Path, tmp_path: Path, ffn: str, of_class: str) -> None:
     """They are models of transformers, need no code of their own, and torch_pi2 finds their FFNs."""
