@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from torch_pi2.base.heap import trim
 from torch_pi2.decode.kv import cache_name, cache_of
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export.decoder import Lanes
@@ -125,14 +126,14 @@ def _difference(traced: _Traced, length: int) -> float:
         beginning = {cache_name(model): DynamicCache()}  # that keeps what windows do not see
         whole = _run(model, input_ids=ids_1T, **beginning, **({"position_ids": positions_1T} if before > head else {}))
         offs = [_relative(traced.read(ids_1T[:, :head], 0), whole.logits[0, head - 1])]
-        for layer, kept in zip(cache_of(whole).layers, lanes.floats(traced.lane, head)):
-            for found_HKD, wanted_1KTD in zip(kept, (layer.keys, layer.values)):
+        for i, layer in enumerate(cache_of(whole).layers):
+            for found_HKD, wanted_1KTD in zip(lanes.floats(traced.lane, head, i), (layer.keys, layer.values)):
                 offs.append(_relative(found_HKD, wanted_1KTD[0, :, :head].transpose(0, 1)))
         for keys_LKD, values_LKD in lanes.lane(traced.lane):
             _fill(keys_LKD, head, before, 0)
             _fill(values_LKD, head, before, 3)
         if before > head:
-            cache = _cache(model, lanes.floats(traced.lane, before))
+            cache = _cache(lanes, traced.lane, before)
             whole = _run(model, input_ids=ids_1T[:, head:], **{cache_name(model): cache})
         if tail > 1:
             traced.read(ids_1T[:, head:-1], before)
@@ -159,15 +160,44 @@ def _run(model: Any, **inputs: Any) -> Any:
             buffer.copy_(before)
 
 
-def _cache(model: Any, kept: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """The model's own cache, with keys and values ``[tokens, KV heads, width]`` of each layer in it."""
+def _cache(lanes: Lanes, lane: int, tokens: int) -> Any:
+    """The model's own cache, with the first tokens of a lane."""
     from transformers import DynamicCache
 
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    for i, pair in enumerate(kept):
-        keys, values = (rows.transpose(0, 1)[None].clone() for rows in pair)
-        cache.update(keys, values, i)
+    config: Any = lanes.model.config
+    cache = DynamicCache(config=config.get_text_config(decoder=True))
+    for i, layer in enumerate(cache.layers):
+        layer.update = _Lent(layer, lambda i=i: lanes.floats(lane, tokens, i))
     return cache
+
+
+class _Lent:
+    """``update`` of a cache's layer that has its keys and values in float32 only while the model reads them.
+
+    Of all layers at once they are several times what a bundle's cache takes. In between the layer has tensors of the
+    same shapes without memory, for it is asked how long it is.
+    """
+
+    def __init__(self, layer: Any, rows: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._layer, self._rows, self._update = layer, rows, layer.update
+        self._update(*self._lend())
+        self._take_back()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layer = self._layer
+        kept = layer.keys.shape[2]  # a window is shorter than the sequence
+        layer.keys, layer.values = (rows_1KTD[:, :, rows_1KTD.shape[2] - kept :] for rows_1KTD in self._lend())
+        keys_and_values = self._update(*args, **kwargs)
+        self._take_back()
+        return keys_and_values
+
+    def _lend(self) -> list[torch.Tensor]:
+        return [rows_TKD.transpose(0, 1)[None] for rows_TKD in self._rows()]
+
+    def _take_back(self) -> None:
+        layer = self._layer
+        layer.keys, layer.values = (rows.new_zeros(1).expand(rows.shape) for rows in (layer.keys, layer.values))
+        trim()
 
 
 def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -6,9 +6,11 @@ different lengths, and a new prompt simply begins at position 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -16,6 +18,11 @@ from torch_pi2.decode.kv import cache_name, cache_of
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export import cached_attention
 from torch_pi2.export.attention import Select, exportable_attention, lane_layers, reset_rotary, takes_attention
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take memory where they are written: tracing only reads shapes, and long contexts are large."""
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 class Lanes(nn.Module):
@@ -50,9 +57,9 @@ class Lanes(nn.Module):
             for kind, one in (("key", layer.keys), ("value", layer.values)):
                 if self.ours:
                     row = cached_attention.packed(torch.zeros(width), cached_attention.KV_DTYPES[kv])
-                    cache = row.new_zeros(lanes, one.shape[1], max_tokens, len(row))  # zeros are bytes that are zero
+                    cache = _zeros((lanes, one.shape[1], max_tokens, len(row)), row.dtype)
                 else:
-                    cache = torch.zeros(lanes * max_tokens, one.shape[1], one.shape[3])
+                    cache = _zeros((lanes * max_tokens, one.shape[1], one.shape[3]), torch.float32)
                 self.register_buffer(f"{kind}_{i}", cache, persistent=False)
         self.register_buffer("slots", torch.arange(max_tokens), persistent=False)
 
@@ -68,13 +75,13 @@ class Lanes(nn.Module):
 
         return [(rows(keys), rows(values)) for keys, values in self.caches()]
 
-    def floats(self, lane: int, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each layer what the first tokens of a lane left, ``[tokens, KV heads, width]`` in float32."""
-
-        def floats(rows: torch.Tensor, width: int) -> torch.Tensor:
-            return cached_attention.unpacked(rows[:tokens])[..., :width]
-
-        return [(floats(k, wide), floats(v, w)) for (k, v), (wide, w) in zip(self.lane(lane), self._widths)]
+    def floats(self, lane: int, tokens: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that the first tokens of a lane left in a layer, ``[tokens, KV heads, width]`` in float32."""
+        keys, values = (
+            cached_attention.unpacked(rows[:tokens])[..., :width]
+            for rows, width in zip(self.lane(lane)[layer], self._widths[layer])
+        )
+        return keys, values
 
     def forget(self) -> None:
         """All lanes are as they were at first."""
