@@ -163,9 +163,10 @@ struct Work {
   void combine(const Tile& t, const Found& found) const {
     float* out = scratch(Scratch::kScores, ld);
     for (std::int64_t r = 0; r < t.rows; ++r) {
-      float top = kNone;
+      const std::int64_t n = t.head * group + r % group;
+      float top = args.sinks == nullptr ? kNone : args.sinks[n];
       for (std::int64_t s = 0; s < t.splits; ++s) top = std::max(top, found.max[s * t.rows + r]);
-      float total = 0;
+      float total = args.sinks == nullptr ? 0 : std::exp(args.sinks[n] - top);
       std::fill_n(out, ld, 0.0f);
       for (std::int64_t s = 0; s < t.splits; ++s) {
         const std::int64_t at = s * t.rows + r;
@@ -176,7 +177,6 @@ struct Work {
       }
       if (total != 0)
         for (std::int64_t k = 0; k < args.width; ++k) out[k] /= total;
-      const std::int64_t n = t.head * group + r % group;
       const std::int64_t place = (t.b * args.tokens + t.token + r / group) * args.heads + n;
       narrow(out, static_cast<char*>(args.y) + place * row_bytes(args.dtype, args.width), args.dtype, args.width);
     }

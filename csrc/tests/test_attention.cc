@@ -95,7 +95,7 @@ void check_values(const Case& c, const std::vector<char>& y) {
     const std::int64_t bytes = kv_bytes(a.kv_dtype, a.width), used = a.length - 70;
     const std::int64_t kv = (lane * a.key_heads + head) * used * bytes;
     std::vector<double> wanted(static_cast<std::size_t>(a.width));
-    double total = 0;
+    double total = a.sinks == nullptr ? 0 : std::exp(static_cast<double>(a.sinks[n]));
     for (std::int64_t l = 0; l < used; ++l) {
       if (c.mask[(b * a.tokens + t) * a.length + l] == 0) continue;
       const char* keys = c.key.data() + kv + l * bytes;
@@ -166,6 +166,8 @@ int main() {
           Case c(rng, DType::kF32, kv, 2, tokens > 64 ? 3 : 2, 4, tokens, used, 24);
           c.by_position(window);
           c.args.softcap = window == 60 ? 3 : 0;
+          const std::vector<float> sinks = {-30, 0.5f, 2, 9, -1, 0, 1, 40, 3, -2, 0.1f, 5};
+          c.args.sinks = used == 130 ? sinks.data() : nullptr;
           const std::vector<char> y = c.run(pi2::serial());
           check_values(c, y);
           PI2_CHECK(c.run(two.parallel()) == y && c.run(five.parallel()) == y, "threads change bits");

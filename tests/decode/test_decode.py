@@ -201,6 +201,52 @@ def test_a_model_with_another_attention_keeps_it():
         assert model.config._attn_implementation == "eager"
 
 
+def gpt_oss() -> nn.Module:
+    """Attention with sinks; transformers computes it by ``eager``."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 64}
+    config = transformers.GptOssConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        nn.init.normal_(parameter, 1 if name.endswith("sinks") else 0, 0.3)
+    return model
+
+
+def test_sinks_are_in_the_sum():
+    model = gpt_oss()
+    ids_BT = torch.randint(VOCAB, (1, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted = model(ids_BT).logits
+        with packed_attention(model), Recorder() as recorder:
+            found = model(ids_BT).logits
+        sinks = model.model.layers[0].self_attn.sinks
+        sinks += 3
+        with packed_attention(model):
+            assert not torch.allclose(model(ids_BT).logits, wanted, atol=1e-2)
+        sinks -= 3
+    assert [call[0] for call in recorder.calls] == [torch.ops.pi2.attention] * 2
+    assert model.config._attn_implementation == "eager"  # as before
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+    decoder = Decoder(model, max_tokens=48, compiled=False)
+    assert torch.equal(decoded(decoder, ids_BT), expected(model, ids_BT))
+    assert calls(decoder, "pi2::attention") == 2
+
+
+def test_sinks_with_what_the_operator_has_not():
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, n, t, 8, generator=generator) for n, t in ((6, 2), (2, 9), (2, 9)))
+    module, sinks_N = nn.Module(), torch.ones(6)
+    wanted = packed_sdpa(module, query, key, value, None, s_aux=sinks_N)[0]
+    with Recorder() as recorder:  # gradients
+        found = packed_sdpa(module, query.clone().requires_grad_(), key, value, None, s_aux=sinks_N)[0]
+    assert not recorder.calls
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    for more, mask in (({"dropout": 0.1}, None), ({}, torch.zeros(2, 1, 2, 9))):
+        with pytest.raises(ConfigError, match="attention of Module with sinks: expected boolean masks for all heads"):
+            packed_sdpa(module, query, key, value, mask, s_aux=sinks_N, **more)
+
+
 def test_parts_with_another_attention_keep_it():
     text = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     seen = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "image_size": 16, "patch_size": 8}

@@ -50,13 +50,16 @@ def rows_of(size: tuple[int, ...], position: int) -> torch.Tensor:
     return starts[:, None] + torch.arange(tokens)
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [0, 5, 64])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_the_reference_is_torchs_attention(size: tuple[int, ...], window: int) -> None:
+def test_the_reference_is_torchs_attention(size: tuple[int, ...], window: int, sinks: bool) -> None:
+    """A sink is a key of its own score in front of the others, whose value is zero."""
     new, cache = drawn(size, "float32")
+    sinks_N = torch.linspace(-3, 5, size[1]) if sinks else None
     before = [c.clone() for c in cache]
     rows_BT = rows_of(size, 60)
-    found = cached_attention(*new, rows_BT, *cache, 0.3, window, 0.0)
+    found = cached_attention(*new, rows_BT, *cache, 0.3, window, 0.0, sinks_N)
     for b, rows_T in enumerate(rows_BT):
         lane, positions_T = int(rows_T[0]) // LENGTH, rows_T % LENGTH
         for written, old, added in zip(cache, before, new[1:]):
@@ -68,8 +71,12 @@ def test_the_reference_is_torchs_attention(size: tuple[int, ...], window: int) -
         if window:
             seen_TL &= torch.arange(LENGTH) > positions_T[:, None] - window
         keys, values = (c[lane][None] for c in cache)
+        mask_NTL = torch.zeros(size[1], *seen_TL.shape).masked_fill(~seen_TL, -torch.inf)
+        if sinks_N is not None:
+            mask_NTL = torch.cat((sinks_N[:, None, None].expand(-1, len(seen_TL), 1), mask_NTL), -1)
+            keys, values = (F.pad(c, (0, 0, 1, 0)) for c in (keys, values))
         wanted = F.scaled_dot_product_attention(
-            new[0][b : b + 1], keys, values, attn_mask=seen_TL, scale=0.3, enable_gqa=True
+            new[0][b : b + 1], keys, values, attn_mask=mask_NTL[None], scale=0.3, enable_gqa=True
         )
         torch.testing.assert_close(found[b], wanted[0].transpose(0, 1), rtol=0, atol=2e-6)
 
@@ -92,7 +99,9 @@ def test_opcheck() -> None:
     define()
     for size in SIZES[:3]:
         new, cache = drawn(size, "float16")
-        opcheck(torch.ops.pi2.cached_attention.default, (*new, rows_of(size, 3), *cache, 0.3, 0, 0.0))
+        opcheck(
+            torch.ops.pi2.cached_attention.default, (*new, rows_of(size, 3), *cache, 0.3, 0, 0.0, torch.zeros(size[1]))
+        )
 
 
 class Cached(nn.Module):
@@ -100,13 +109,14 @@ class Cached(nn.Module):
 
     def __init__(self, size: tuple[int, ...], kv: str, settings: tuple[Any, ...]) -> None:
         super().__init__()
-        self.settings = settings
+        *self.settings, sinks = settings if len(settings) == 4 else (*settings, None)
+        self.sinks = None if sinks is None else nn.Parameter(sinks)
         for name in ("keys", "values"):
             zeros = packed(torch.zeros(LANES, size[2], LENGTH, size[4]), KV_DTYPES[kv])
             self.register_buffer(name, zeros, persistent=False)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        args = (query, key, value, rows, self.keys, self.values, *self.settings)
+        args = (query, key, value, rows, self.keys, self.values, *self.settings, self.sinks)
         return torch.ops.pi2.cached_attention(*args)
 
 
@@ -134,7 +144,8 @@ def loaded(tmp_path: Path) -> Callable[..., Any]:
 def test_the_kernel_is_the_reference(loaded: Callable[..., Any], size: tuple[int, ...], kv: str, off: float) -> None:
     """Call after call: what it reads is what it wrote."""
     window, softcap = (60, 3.0) if size[3] == 9 else (0, 0.0)
-    method, reference = loaded(size, kv, (0.4, window, softcap)), Cached(size, kv, (0.4, window, softcap))
+    settings = (0.4, window, softcap, torch.linspace(-3, 5, size[1]) if size[4] in (13, 40) else None)
+    method, reference = loaded(size, kv, settings), Cached(size, kv, settings)
     position = 0
     for call in range(5):
         tokens = size[3] if call < 2 or size[3] == 1 else 2

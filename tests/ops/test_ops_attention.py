@@ -59,10 +59,11 @@ def test_attention_equals_the_reference(isa: str, size: tuple[int, ...], dtype: 
     scattered = torch.rand(batch, 1, tokens, length, generator=torch.Generator().manual_seed(0)) < 0.4
     padded = causal(tokens, length, length).expand(batch, -1, -1, -1).clone()
     padded[-1, ..., : length // 3] = False
+    sinks_N = torch.linspace(-4, 6, query.shape[1])
     for mask in (None, causal(tokens, length, max(tokens, length - 2)), scattered, padded):
-        for scale in (width**-0.5, -1.0):
-            found = torch.ops.pi2.attention(query, key, value, mask, scale)
-            wanted = reference.attention(query, key, value, mask, scale)
+        for scale, sinks in ((width**-0.5, None), (-1.0, None), (width**-0.5, sinks_N)):
+            found = torch.ops.pi2.attention(query, key, value, mask, scale, False, sinks)
+            wanted = reference.attention(query, key, value, mask, scale, False, sinks)
             assert found.dtype is dtype
             assert found.shape == (batch, tokens, query.shape[1], width)
             rounding = 1e-5 if dtype is torch.float32 else 2 * torch.finfo(dtype).eps
@@ -204,6 +205,7 @@ def test_opcheck() -> None:
         opcheck(torch.ops.pi2.attention.default, (*args, causal(2, 70, 66), 0.2))
         opcheck(torch.ops.pi2.attention.default, (*args, None, 0.2))
         opcheck(torch.ops.pi2.attention.default, (*args, None, 0.2, True))
+        opcheck(torch.ops.pi2.attention.default, (*args, None, 0.2, True, torch.ones(6)))
 
 
 def test_refusals() -> None:
@@ -226,6 +228,9 @@ def test_refusals() -> None:
             torch.ops.pi2.attention(*args, 1.0)
     with pytest.raises(RuntimeError, match="pi2: mask, causal: expected one of them, found both"):
         torch.ops.pi2.attention(query, key, value, mask, 1.0, True)
+    for sinks in (torch.ones(3), torch.ones(4).half()):
+        with pytest.raises(RuntimeError, match=r"pi2: sinks: expected float32 \[4\], one of each head"):
+            torch.ops.pi2.attention(query, key, value, mask, 1.0, False, sinks)
     with pytest.raises(ShapeError, match=r"query: expected \[batch, heads, tokens, width\], found \[4, 1, 8\]"):
         torch.ops.pi2.attention(query[0].to("meta"), key.to("meta"), value.to("meta"), None, 1.0)
     with pytest.raises(GradientError, match=r"pi2\.attention"):

@@ -14,18 +14,20 @@ from typing import Any
 
 import torch
 
+from torch_pi2.errors import ConfigError
 from torch_pi2.layers.gpu import on_gpu
 from torch_pi2.ops import load
+from torch_pi2.ops.attention import attention as reference
 from torch_pi2.ops.dtypes import DTYPES
 
 #: Under this name transformers finds it, in ``config._attn_implementation``.
 NAME = "pi2_sdpa"
 #: What transformers may ask for besides, and the operator has not.
-_NOT_OURS = ("position_bias", "softcap", "s_aux", "cache")
+_NOT_OURS = ("position_bias", "softcap", "cache")
 
 _lock = threading.Lock()
-#: id of a configuration that is changed -> how many have entered :func:`packed_attention` for it.
-_users: dict[int, int] = {}
+#: id of a configuration that is changed -> how many have entered :func:`packed_attention` for it, and what it had.
+_users: dict[int, tuple[int, str]] = {}
 
 
 def packed_sdpa(
@@ -39,15 +41,26 @@ def packed_sdpa(
     """transformers' attention interface. ``query [B, N, T, D]``, ``key``, ``value [B, K, L, D]`` -> ``[B, T, N, D]``.
 
     ``torch.ops.pi2.attention`` under a boolean mask for all heads, or none. What it has not (dropout, soft caps,
-    biases, sinks, paged caches, masks that are added or of a head, values of another width than keys, gradients, GPUs)
-    goes to transformers' own ``sdpa``.
+    biases, paged caches, masks that are added or of a head, values of another width than keys, gradients, GPUs)
+    goes to transformers' own ``sdpa``; with sinks, which that one has not, to the operator's reference.
+
+    Raises:
+        ConfigError: sinks (``s_aux``), and something that the reference has not.
     """
     mask = attention_mask
     plain = not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _NOT_OURS)
     known = not on_gpu(query) and query.dtype in DTYPES.values() and query.dtype == key.dtype == value.dtype
     known = known and key.shape == value.shape and query.shape[0] == key.shape[0]
     known = known and not any(t.requires_grad for t in (query, key, value))
-    if not (plain and known and _for_all_heads(mask)):
+    sinks: torch.Tensor | None = kwargs.get("s_aux")
+    if sinks is not None and not (plain and _for_all_heads(mask)):
+        raise ConfigError(
+            f"attention of {type(module).__name__} with sinks",
+            expected="boolean masks for all heads, and nothing that is added to scores or dropped",
+            found="a mask of another kind" if plain else "dropout, soft caps, biases or a paged cache",
+            fix="Leave attention_mask out or pass one of [sequences, tokens], and call model.eval().",
+        )
+    if sinks is None and not (plain and known and _for_all_heads(mask)):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
@@ -56,7 +69,11 @@ def packed_sdpa(
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     causal = getattr(module, "is_causal", True) if causal is None else bool(causal)
     causal = causal and mask is None and query.shape[2] > 1  # as transformers has it
-    return torch.ops.pi2.attention(query, key, value, mask, scale, causal), None
+    if not known:
+        return reference(query, key, value, mask, scale, causal, sinks), None
+    return torch.ops.pi2.attention(
+        query, key, value, mask, scale, causal, None if sinks is None else sinks.float()
+    ), None
 
 
 def _for_all_heads(mask: torch.Tensor | None) -> bool:
@@ -68,6 +85,14 @@ def uses_sdpa(config: Any) -> bool:
     return getattr(config, "_attn_implementation", None) in ("sdpa", NAME)
 
 
+def has_sinks(model: torch.nn.Module) -> bool:
+    """Whether attention of a Hugging Face ``model`` has sinks (gpt-oss): scores that are in the softmax's sum alone.
+
+    transformers computes it by ``eager``, as its ``sdpa`` has no sinks.
+    """
+    return any(isinstance(getattr(module, "sinks", None), torch.nn.Parameter) for module in model.modules())
+
+
 def adds_masks(config: Any) -> bool:
     """Whether a model of this configuration adds masks to its scores, as eager attention does (Gemma 2)."""
     return getattr(config, "_attn_implementation", None) == "eager"
@@ -75,7 +100,7 @@ def adds_masks(config: Any) -> bool:
 
 @contextmanager
 def packed_attention(model: torch.nn.Module) -> Iterator[None]:
-    """While this is entered, a Hugging Face ``model`` that uses ``sdpa`` uses :func:`packed_sdpa`.
+    """While this is entered, a Hugging Face ``model`` that uses ``sdpa``, or has sinks, uses :func:`packed_sdpa`.
 
     Parts of it with configurations of their own that use something else go on to do so, and so do classes that do not
     look attention up by its name (Falcon's).
@@ -90,19 +115,22 @@ def packed_attention(model: torch.nn.Module) -> Iterator[None]:
     AttentionInterface.register(NAME, packed_sdpa)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     with _lock:
-        changed = [config for config in configs if uses_sdpa(config)]
+        sinks = has_sinks(model)
+        changed = [config for config in configs if uses_sdpa(config) or (sinks and adds_masks(config))]
         for config in changed:
-            _users[id(config)] = _users.get(id(config), 0) + 1
+            users, before = _users.get(id(config), (0, config._attn_implementation))
+            _users[id(config)] = users + 1, before
             config._attn_implementation = {"": NAME}  # its own alone
     try:
         yield
     finally:
         with _lock:
             for config in changed:
-                _users[id(config)] -= 1
-                if _users[id(config)] == 0:  # the last of several threads
-                    del _users[id(config)]
-                    config._attn_implementation = {"": "sdpa"}
+                users, before = _users.pop(id(config))
+                if users > 1:  # other threads
+                    _users[id(config)] = users - 1, before
+                else:
+                    config._attn_implementation = {"": before}
 
 
 def _configs(config: Any) -> Iterator[Any]:

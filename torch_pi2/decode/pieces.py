@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from torch_pi2.base.absent import AbsentParameter
-from torch_pi2.decode.attention import adds_masks, uses_sdpa
+from torch_pi2.decode.attention import adds_masks, has_sinks, uses_sdpa
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.gpu import DENSE_FROM, device_of
 from torch_pi2.layers.linear import QuantLinear
@@ -60,12 +60,13 @@ def has_our_attention(model: nn.Module) -> bool:
     from transformers import PreTrainedModel
 
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    if not all(p._supports_attention_backend and uses_sdpa(p.config) for p in parts):
+    sinks = has_sinks(model)
+    if not all(p._supports_attention_backend and (sinks or uses_sdpa(p.config)) for p in parts):
         return False
     others = [
         getattr(p.config, name, none) not in (none, None) for p in parts for name, none in _OTHER_ATTENTION.items()
     ]
-    return not any(others) and not any(name.endswith("sinks") for name, _ in model.named_parameters())
+    return not any(others)
 
 
 def same_frequencies_up_to(model: nn.Module) -> int:

@@ -20,7 +20,7 @@ Select = Callable[[torch.Tensor], torch.Tensor]
 #: Under this name transformers finds what is given to it.
 _NAME = "pi2_export"
 #: Arguments of attention that change its result, and are not known here.
-_NOT_HERE = ("s_aux", "position_bias", "head_mask")
+_NOT_HERE = ("position_bias", "head_mask")
 
 
 def takes_attention(model: nn.Module) -> bool:
@@ -38,7 +38,7 @@ def lane_layers(
         ours: attention is given the new tokens alone, and :func:`exportable_attention` knows by them which layer it is;
             or else what ``select`` gives.
 
-    Of each layer, ``caller`` and ``window`` are set by the first attention of ours that reads it.
+    Of each layer, ``caller``, ``window`` and ``has_sinks`` are set by the first attention of ours that reads it.
     """
     from transformers.cache_utils import CacheLayerMixin
 
@@ -52,7 +52,7 @@ def lane_layers(
             self.keys, self.values, self.rows_BT, self.new_key = keys, values, rows_BT, keys
             self.tokens = keys.shape[2] if ours else len(keys) // lanes
             self.caller: nn.Module | None = None
-            self.window = 0
+            self.window, self.has_sinks = 0, False
 
         def before(self) -> tuple[torch.Tensor, torch.Tensor]:
             """What the lanes of the sequences have."""
@@ -148,6 +148,7 @@ def _attention(
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> torch.Tensor:
     """transformers' attention interface. The mask is not looked at: positions and the window say what a token sees."""
@@ -157,13 +158,13 @@ def _attention(
         raise _unsupported(module, f"one with {', '.join(strange)}" if strange else "one that changes them")
     layer = layers[index]
     window = _window(module, config, index, sliding_window, layer.tokens)
-    layer.caller, layer.window = module, window
+    layer.caller, layer.window, layer.has_sinks = module, window, s_aux is not None
     widths = query.shape[-1], value.shape[-1]  # of a cache they are the same
     query, key, value = (
         F.pad(x, (0, max(widths) - x.shape[-1])) if len({*widths}) > 1 else x for x in (query, key, value)
     )
     scale = float(widths[0] ** -0.5 if scaling is None else scaling)
-    settings = (scale, window, float(softcap or 0))
+    settings = (scale, window, float(softcap or 0), None if s_aux is None else s_aux.float())
     y: torch.Tensor = torch.ops.pi2.cached_attention(
         query, key, value, layer.rows_BT, layer.keys, layer.values, *settings
     )

@@ -21,7 +21,7 @@ KV_DTYPES = dict(zip(KV_FORMATS, (torch.float32, torch.float16, torch.uint8)))
 SCALE_BYTES = 4
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor rows, Tensor(a!) keys, Tensor(b!) values, "
-    "float scale, int window, float softcap"
+    "float scale, int window, float softcap, Tensor? sinks=None"
 )
 _WRITE_ARGUMENTS = "Tensor key, Tensor value, Tensor rows, Tensor(a!) keys, Tensor(b!) values"
 _library: torch.library.Library | None = None
@@ -57,6 +57,7 @@ def cached_attention(
     scale: float,
     window: int,
     softcap: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write ``key`` and ``value`` into the cache, then attend to it; N query heads share K key heads in equal groups.
 
@@ -67,6 +68,7 @@ def cached_attention(
             :func:`packed`.
         scale: what scores are multiplied by. softcap: c tanh(scores / c) follows if it is not 0.
         window: a token sees so many positions, itself the last; 0: all before it.
+        sinks: float32 ``[N]``, of each head a score that is in the softmax's sum alone (gpt-oss); None: none.
 
     Returns:
         float32 ``[B, T, N, D]``.
@@ -83,7 +85,10 @@ def cached_attention(
         scores_BNL = scale * (q_BND[:, :, None] @ key_BNLD.mT)[:, :, 0]
         if softcap:
             scores_BNL = softcap * torch.tanh(scores_BNL / softcap)
-        weights_BNL = scores_BNL.masked_fill(~seen_BL[:, None], -torch.inf).softmax(-1)
+        scores_BNL = scores_BNL.masked_fill(~seen_BL[:, None], -torch.inf)
+        if sinks is not None:
+            scores_BNL = torch.cat((scores_BNL, sinks[:, None].expand(len(scores_BNL), -1, 1)), -1)
+        weights_BNL = scores_BNL.softmax(-1)[..., :used]
         y.append((weights_BNL[:, :, None] @ value_BNLD.where(seen_BL[:, None, :, None], 0))[:, :, 0])
     return torch.stack(y, 1)
 

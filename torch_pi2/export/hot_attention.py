@@ -361,6 +361,7 @@ def _calls(lanes: Lanes) -> list[AttentionCall]:
         strange += ["tables of other numbers than float32"] * any(t.dtype != torch.float32 for t in tables)
         strange += ["further results"] * (not isinstance(output, tuple) or any(o is not None for o in output[1:]))
         layer = layers[index]
+        strange += ["sinks"] * layer.has_sinks
         strange += ["values of another width than keys"] * (layer.keys.shape[-1] != layer.values.shape[-1])
         if strange or x.dim() != 3:
             raise _refused(model, f"one with {', '.join(strange)}")

@@ -17,6 +17,7 @@ def attention(
     mask: torch.Tensor | None,
     scale: float,
     causal: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of T tokens over the positions that each of them sees; N query heads share K key heads in equal groups.
 
@@ -31,6 +32,7 @@ def attention(
         mask: bool ``[B or 1, 1, T, L]``, True where a token sees; None: see causal.
         scale: what scores are multiplied by.
         causal: without a mask: token t sees positions 0 to t; else all see everything.
+        sinks: float32 ``[N]``, of each head a score that is in the softmax's sum alone (gpt-oss); None: none.
 
     Returns:
         ``[B, T, N, D]`` in the dtype of query; sums are taken in float32. Zeros for a token that sees nothing.
@@ -43,7 +45,10 @@ def attention(
     if mask is not None:
         scores_BNTL = scores_BNTL.masked_fill(~mask, -torch.inf)
         value_BNLD = value_BNLD.where(mask.any(2).unsqueeze(-1), 0)  # NaN times a weight of zero is NaN
-    weights_BNTL = scores_BNTL.softmax(-1)
+    if sinks is not None:
+        sinks_BNT1 = sinks.to(scores_BNTL)[:, None, None].expand(*scores_BNTL.shape[:3], 1)
+        scores_BNTL = torch.cat((scores_BNTL, sinks_BNT1), -1)
+    weights_BNTL = scores_BNTL.softmax(-1)[..., : key.shape[2]]
     if mask is not None:
         weights_BNTL = weights_BNTL.where(mask.any(-1, keepdim=True), 0)
     return (weights_BNTL @ value_BNLD).transpose(1, 2).contiguous().to(query.dtype)

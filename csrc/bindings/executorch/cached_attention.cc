@@ -112,7 +112,7 @@ Tensor& write_cache_out(KernelRuntimeContext& context, const Tensor& key, const 
 
 Tensor& cached_attention_out(KernelRuntimeContext& context, const Tensor& query, const Tensor& key, const Tensor& value,
                              const Tensor& rows, const Tensor& keys, const Tensor& values, double scale,
-                             std::int64_t window, double softcap, Tensor& out) {
+                             std::int64_t window, double softcap, const MaybeTensor& sinks, Tensor& out) {
   guarded(context, "pi2::cached_attention.out", [&] {
     expect(query.dim() == 4 && keys.dim() == 4, "query, keys", "4 dimensions", shape_of(query) + ", " + shape_of(keys));
     AttentionArgs args;
@@ -124,6 +124,7 @@ Tensor& cached_attention_out(KernelRuntimeContext& context, const Tensor& query,
     args.scale = static_cast<float>(scale);
     args.softcap = static_cast<float>(softcap);
     args.window = window;
+    if (sinks) args.sinks = reinterpret_cast<float*>(data_of(*sinks, "sinks", ScalarType::Float, {args.heads}));
     expect(window >= 0 && softcap >= 0, "window, softcap", "0 or more",
            std::to_string(window) + ", " + std::to_string(softcap));
     expect(args.key_heads > 0 && args.heads % args.key_heads == 0, "keys", "heads of which query's are a multiple",

@@ -15,7 +15,6 @@ namespace pi2::et {
 namespace {
 
 using executorch::aten::ArrayRef;
-using MaybeTensor = std::optional<Tensor>;
 
 DType quantized_dtype(std::string_view weights) {
   expect(weights == "int4" || weights == "int8", "weights", "int4 or int8", std::string(weights));

@@ -5,6 +5,7 @@
 #include <executorch/runtime/core/exec_aten/util/tensor_util.h>
 
 #include <cstring>
+#include <optional>
 #include <string>
 
 #include "bindings/executorch/fault.h"
@@ -16,6 +17,7 @@ using executorch::aten::ScalarType;
 using executorch::aten::Tensor;
 using executorch::runtime::Error;
 using executorch::runtime::KernelRuntimeContext;
+using MaybeTensor = std::optional<Tensor>;
 
 // What a check found; stops the operator.
 struct Refused {

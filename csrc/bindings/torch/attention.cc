@@ -46,7 +46,7 @@ void with_mask(AttentionArgs& args, const Tensor& mask) {
 }
 
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& mask, double scale,
-                 bool causal) {
+                 bool causal, const MaybeTensor& sinks) {
   AttentionArgs args;
   const Tensor q = heads_of(query, "query", args.query_strides), k = heads_of(key, "key", args.key_strides),
                v = heads_of(value, "value", args.value_strides);
@@ -63,6 +63,15 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
   args.value = v.const_data_ptr();
   args.scale = static_cast<float>(scale);
   args.causal = causal;
+  MaybeTensor scores;
+  if (sinks) {
+    check_plain(*sinks, "sinks");
+    STD_TORCH_CHECK(sinks->scalar_type() == ScalarType::Float && sinks->dim() == 1 && sinks->size(0) == args.heads,
+                    "pi2: sinks: expected float32 [", args.heads, "], one of each head, found ", shape_of(*sinks),
+                    " of this or another dtype. Convert them.");
+    scores = dense(*sinks);
+    args.sinks = static_cast<const float*>(scores->const_data_ptr());
+  }
   STD_TORCH_CHECK(!(mask && causal), "pi2: mask, causal: expected one of them, found both. Say what tokens see once.");
   const MaybeTensor seen =
       mask && mask->dim() == 4 && mask->stride(3) != 1 && mask->size(3) > 1 ? MaybeTensor(dense(*mask)) : mask;
@@ -76,7 +85,9 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
-  m.def("attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, bool causal=False) -> Tensor");
+  m.def(
+      "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, bool causal=False, "
+      "Tensor? sinks=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pi2, CPU, m) { m.impl("attention", TORCH_BOX(&attention)); }
