@@ -15,7 +15,7 @@ from torch import nn
 import torch_pi2
 from torch_pi2.decode.attention import packed_attention, packed_sdpa
 from torch_pi2.decode.decode import Decoder
-from torch_pi2.decode.kv import static_cache
+from torch_pi2.decode.masks import masks_of
 from torch_pi2.errors import ConfigError, Pi2Error, ShapeError, UnsupportedModelError
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
@@ -266,28 +266,56 @@ def test_parts_with_another_attention_keep_it():
     assert used() == ["sdpa", "sdpa", "eager"]
 
 
-def test_window_that_is_never_filled_is_no_window():
-    model = tiny("mistral")
-    model.config.sliding_window = 16
-    decoder = Decoder(model, max_tokens=16, compiled=False)
-    assert torch.equal(decoded(decoder, PROMPT_BT), expected(model, PROMPT_BT))
-    with pytest.raises(UnsupportedModelError, match="window of at least 17 tokens, found a sliding window of 16"):
-        Decoder(model, max_tokens=17)
+#: Windows or chunks of 8 positions: in all layers, in some, and as eager attention adds them.
+WINDOWS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 8},
+    "phi3": {"sliding_window": 8, "pad_token_id": 0},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "gemma2": {"sliding_window": 8},
+    "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_oss": {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "llama4_text": {"attention_chunk_size": 8, "intermediate_size_mlp": 48, "num_local_experts": 2},
+}
 
 
-@pytest.mark.parametrize("name", ["Gemma3", "Llama4"])
-def test_windows_that_the_configuration_has_elsewhere(name: str) -> None:
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "intermediate_size_mlp": 48}
-    windows = {"sliding_window": 16} if name == "Gemma3" else {"attention_chunk_size": 16}
-    text = getattr(transformers, f"{name}TextConfig")(**sizes, **heads, **windows)
-    model = getattr(transformers, f"{name}ForCausalLM")(text).eval()
-    model.config = SimpleNamespace(get_text_config=lambda **_: text)  # as that of a model with images, too, has it
-    decoder = Decoder(model, max_tokens=16, compiled=False)
-    with pytest.raises(UnsupportedModelError, match="window of at least 17 tokens, found a sliding window of 16"):
-        static_cache(model, 17)
-    model.config = text
-    assert torch.equal(decoded(decoder, PROMPT_BT), expected(model, PROMPT_BT))
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows(name: str) -> None:
+    """Longer sequences than they are, of several lengths, give the tokens of the model without any cache."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.AutoConfig.for_model(name, **sizes, **heads, **WINDOWS[name])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in (p for p in model.parameters() if p.dim() > 1):
+        nn.init.normal_(parameter, 0, 0.3)
+    prompts = [torch.randint(1, VOCAB, (1, n), generator=torch.Generator().manual_seed(n)) for n in (20, 11)]
+    wanted = [expected(model, ids_1T) for ids_1T in prompts]
+    decoder = Decoder(model, max_tokens=40, compiled=False)
+    assert [decoded(decoder, ids_1T).tolist() for ids_1T in prompts] == [w.tolist() for w in wanted]
+    both = Decoder(model, max_tokens=40, batch=2, compiled=False)
+    for ids_1T in prompts:
+        list(both.joining(ids_1T))
+    fed_B1, steps = torch.cat([ids_1T[:, -1:] for ids_1T in prompts]), []
+    for _ in range(NEW):
+        fed_B1 = both.step(fed_B1)
+        steps.append(fed_B1)
+    assert torch.cat(steps, 1).tolist() == torch.cat(wanted).tolist()
+
+
+def test_masks() -> None:
+    text = transformers.AutoConfig.for_model("gemma2", num_hidden_layers=2, sliding_window=3)
+    config = SimpleNamespace(get_text_config=lambda **_: text)  # that of a model with images, too
+    masks = masks_of(config, torch.tensor([[4, 5], [0, 1]]), 8)
+    assert isinstance(masks, dict)
+    assert sorted(masks) == ["full_attention", "sliding_attention"]
+    rows = {kind: [["".join("01"[s] for s in row) for row in b[0]] for b in seen.int()] for kind, seen in masks.items()}
+    assert rows["full_attention"] == [["11111000", "11111100"], ["10000000", "11000000"]]
+    assert rows["sliding_attention"] == [["00111000", "00011100"], ["10000000", "11000000"]]
+    added = masks_of(config, torch.tensor([[4, 5], [0, 1]]), 8, torch.float16)
+    assert isinstance(added, dict)
+    assert torch.equal(added["sliding_attention"] == 0, masks["sliding_attention"])
+    assert float(added["sliding_attention"].min()) == torch.finfo(torch.float16).min
+    assert isinstance(masks_of(config, torch.tensor([[1]]), 3), torch.Tensor)  # never filled
 
 
 def test_models_whose_cache_cannot_be_static() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from torch_pi2.decode.attention import adds_masks, packed_attention
 from torch_pi2.decode.budget import room_for_compiling
 from torch_pi2.decode.cuda_graph import Forward, captured, on_device
 from torch_pi2.decode.kv import KeyValues, cache_name
+from torch_pi2.decode.masks import masks_of
 from torch_pi2.decode.pieces import LEAST_TOKENS, pieces_without_loss, same_frequencies_up_to, takes_several_lengths
 from torch_pi2.decode.recorded import Replay, State, record
 from torch_pi2.errors import ConfigError, DeviceError, DtypeError, ShapeError, UnsupportedModelError
@@ -133,8 +134,8 @@ class Decoder:
         compiled: whether steps are.
 
     Raises:
-        UnsupportedModelError: the model's cache cannot be static (state-space layers), or has a sliding window shorter
-            than ``max_tokens``; it has an encoder; or (by :meth:`prompt`) it does not use the cache.
+        UnsupportedModelError: the model's cache cannot be static (state-space layers); it has an encoder; or (by
+            :meth:`prompt`) it does not use the cache.
         DeviceError: the model is on several GPUs, or (by what reads a prompt) has been moved since.
         ConfigError: a divided model, compiled; or a setting that makes no sense.
     """
@@ -215,11 +216,9 @@ class Decoder:
         if self._positions:
             batch, tokens = ids_BT.shape
             positions_BT = self._kv.lengths[:batch, None] + torch.arange(tokens, device=self.device)
-            mask_B1TL = torch.arange(self.max_tokens, device=self.device) <= positions_BT[:, None, :, None]
-            if adds_masks(self.model.config):
-                dtype: Any = self.model.dtype
-                mask_B1TL = torch.where(mask_B1TL, 0.0, torch.finfo(dtype).min).to(dtype)
-            inputs |= {"position_ids": positions_BT, "attention_mask": mask_B1TL}
+            config, dtype = self.model.config, cast(torch.dtype, self.model.dtype)
+            masks = masks_of(config, positions_BT, self.max_tokens, dtype if adds_masks(config) else torch.bool)
+            inputs |= {"position_ids": positions_BT, "attention_mask": masks}
         return inputs
 
     def _answer(self, logits_BTV: torch.Tensor) -> torch.Tensor:

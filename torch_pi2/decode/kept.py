@@ -6,7 +6,6 @@ from torch import nn
 
 from torch_pi2.decode.adapt import Engine, engine_of
 from torch_pi2.decode.decode import Decoder
-from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.layers.gpu import device_of
 from torch_pi2.rewrite.handle import store_of
 
@@ -36,10 +35,7 @@ class Kept:
             same = decoder.wake(model) and kind == _kind(model)  # a shallow copy has the decoder of another
             if same and decoder.rows >= sequences and decoder.max_tokens >= tokens:
                 return decoder
-        try:
-            return decoder_for(model, _room(model, tokens), sequences)
-        except UnsupportedModelError:  # perhaps for a sliding window, which so many tokens may fit into
-            return decoder_for(model, tokens, sequences)
+        return decoder_for(model, _room(model, tokens), sequences)
 
     def give_back(self, decoder: Decoder) -> None:
         if store_of(decoder.model) is None:

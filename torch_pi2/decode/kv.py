@@ -127,7 +127,7 @@ class KeyValues:
 
 
 def static_cache(model: nn.Module, max_tokens: int) -> Any:
-    """transformers' ``StaticCache`` for ``model``; windows that ``max_tokens`` never fills are left out (lossless).
+    """transformers' ``StaticCache`` for ``model``; layers with windows keep all tokens, too: masks hide them.
 
     Raises:
         UnsupportedModelError: see :class:`torch_pi2.decode.decode.Decoder`.
@@ -148,14 +148,6 @@ def static_cache(model: nn.Module, max_tokens: int) -> Any:
     cache = StaticCache(config=config, max_cache_len=max_tokens)
     for i, layer in enumerate(cache.layers):
         if type(layer) is not StaticLayer and isinstance(layer, StaticLayer) and layer.is_sliding:
-            window = layer.max_cache_len  # no more than max_tokens
-            if window < max_tokens:
-                raise UnsupportedModelError(
-                    f"KV cache of layer {i}",
-                    expected=f"a window of at least {max_tokens} tokens",
-                    found=f"a sliding window of {window}",
-                    fix="Decode fewer tokens, or use model.generate.",
-                )
             cache.layers[i] = StaticLayer(max_cache_len=max_tokens)
         elif type(layer) is not StaticLayer:
             raise UnsupportedModelError(

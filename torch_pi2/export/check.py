@@ -8,6 +8,7 @@ in between the cache is filled at random, which costs little however large the r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -167,7 +168,7 @@ def _cache(lanes: Lanes, lane: int, tokens: int) -> Any:
     config: Any = lanes.model.config
     cache = DynamicCache(config=config.get_text_config(decoder=True))
     for i, layer in enumerate(cache.layers):
-        layer.update = _Lent(layer, lambda i=i: lanes.floats(lane, tokens, i))
+        layer.update = _Lent(layer, partial(lanes.floats, lane, tokens, i))
     return cache
 
 
