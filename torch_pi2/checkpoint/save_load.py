@@ -42,7 +42,7 @@ from torch_pi2.rewrite.skeleton import model_config, named_class
 from torch_pi2.spec.method import LOSSY
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import Plan, weights_hash
-from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, declare, read_config
+from torch_pi2.store.folder import PI2_FOLDER, check_folder, check_replaceable, check_separate, declare, read_config
 from torch_pi2.store.gguf_parts import gguf_in
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import weights_path
@@ -230,6 +230,7 @@ def load(
     folder = Path(folder)
     if (file := gguf_in(folder)) is not None:
         folder = kept_import(file, packed=budget is not None, progress=progress)
+    check_folder(folder)
     made = read_model(
         folder,
         model=model,
