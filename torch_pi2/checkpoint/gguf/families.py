@@ -150,7 +150,7 @@ def family_for(model_type: str) -> Family:
             return family
     raise UnsupportedModelError(
         f"a GGUF file of a {model_type} model",
-        expected=", ".join(family.model_type for family in FAMILIES),
+        expected=", ".join(dict.fromkeys(family.model_type for family in FAMILIES)),
         found=model_type,
         fix="Convert its checkpoint with llama.cpp's own script.",
     )
