@@ -26,7 +26,8 @@ void check(const Blob& b) {
   must(b.hidden > 0 && b.neurons > 0 && (b.rows == 2 || b.rows == 3), "sizes");
   must(b.n_hot >= 0 && b.n_hot <= b.neurons && b.first >= 0 && b.first <= b.neurons, "hot neurons");
   must(pi2::row_bytes(b.w_dtype, b.hidden) > 0 && b.w_dtype != pi2::DType::kI8, "weights");
-  must(!b.int8_activations || pi2::is_quantized(b.w_dtype), "int8 activations over floats");
+  must(!b.other_down || pi2::is_quantized(b.down_dtype), "down rows");
+  must(!b.int8_activations || b.quantized(), "int8 activations over floats");
   must(b.threshold >= 0, "threshold");
   must(b.predictor == PredictorForm::kNone || (b.cold() > 0 && b.cut == b.cut), "predictor");
   must(b.preload_from >= 0 && b.preload_from <= (b.role == Role::kWhole ? b.neurons : 0), "preloading");
@@ -68,7 +69,7 @@ void bind(std::vector<std::uint8_t>* bytes, const pi2_test::StoreFixture& store)
   std::memcpy(bytes->data() + 384, own.store.data(), own.store.size());
   for (std::size_t i = 0; i < kTensorNames; ++i) {
     std::uint64_t offset = 0, size = 0;
-    if (i >= kCuts && (*bytes)[8] != 2) break;
+    if (i >= kCuts && (*bytes)[8] == 1) break;
     const std::size_t at = pi2_test::place_of(i);
     std::memcpy(&offset, bytes->data() + at, 8);
     std::memcpy(&size, bytes->data() + at + 8, 8);

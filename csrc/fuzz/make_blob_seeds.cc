@@ -75,14 +75,21 @@ int save(const std::string& folder, const std::string& name, std::uint8_t how, c
 int main(int argc, char** argv) {
   if (argc != 2) return 2;
   using namespace pi2_fuzz;
-  constexpr int kForms = 13;  // the last ones of mixtures
-  constexpr PredictorForm kOfMixtures[] = {PredictorForm::kNone, PredictorForm::kLowrankInt4, PredictorForm::kSignbit};
+  constexpr int kForms = 15;  // from the 11th on of mixtures, but for the 14th; the last two of two formats
+  constexpr PredictorForm kOfMixtures[] = {PredictorForm::kNone, PredictorForm::kLowrankInt4, PredictorForm::kSignbit,
+                                           PredictorForm::kNone, PredictorForm::kNone};
   for (const int how : {0, int{kSealed}, int{kLoaded}}) {
     for (int form = 0; form < kForms; ++form) {
       const bool quantized = form < 5 || form >= 10;
       const PredictorForm predictor = form < 10 ? static_cast<PredictorForm>(form % 5) : kOfMixtures[form - 10];
-      const Blob layer = sound(predictor, quantized, how == kLoaded);
-      const std::vector<char> bytes = pi2_test::written(form < 10 ? layer : mixture(layer, form == 11 ? 1 : 2));
+      Blob layer = sound(predictor, quantized, how == kLoaded);
+      if (form >= 13) {
+        layer.w_dtype = pi2::DType::kQ5_0;
+        layer.down_dtype = pi2::DType::kQ8;
+        layer.other_down = true;
+      }
+      const bool mixed = form >= 10 && form != 13;
+      const std::vector<char> bytes = pi2_test::written(mixed ? mixture(layer, form == 11 ? 1 : 2) : layer);
       Blob found;
       const Problem wrong = parse_blob(bytes.data(), bytes.size(), &found);
       if (wrong) {  // what is refused is no beginning

@@ -34,17 +34,13 @@ std::string text(std::uint64_t value) { return std::to_string(value); }
 
 // The formats of a layer's rows: one, or that of gate and up, then that of down.
 std::string parse_formats(std::uint32_t code, std::uint32_t down, std::uint64_t hidden, StoreLayer* layer) {
-  const auto kinds = static_cast<std::uint32_t>(kDTypes);
-  const auto dtype = static_cast<DType>(code), down_dtype = static_cast<DType>(down);
-  const bool pair = code < kinds && (is_ggml(dtype) || is_quantized(dtype)) && down < kinds &&
-                    is_quantized(down_dtype) && down != code;
-  if (down == 0 ? !is_dtype_of_neurons(code) : !pair)
+  if (down == 0 ? !is_dtype_of_neurons(code) : !is_pair_of_neurons(code, down, 0))
     return "weights of kind " + text(code) + (down == 0 ? "" : " and " + text(down));
-  if (pair && hidden % static_cast<std::uint64_t>(ggml_block(dtype).numbers) != 0)
-    return "rows of " + text(hidden) + " numbers in blocks of " + std::to_string(ggml_block(dtype).numbers);
-  layer->w_dtype = dtype;
-  layer->down_dtype = down_dtype;
-  layer->other_down = pair;
+  layer->w_dtype = static_cast<DType>(code);
+  if (down != 0 && !is_pair_of_neurons(code, down, hidden))
+    return "rows of " + text(hidden) + " numbers in blocks of " + std::to_string(ggml_block(layer->w_dtype).numbers);
+  layer->down_dtype = static_cast<DType>(down);
+  layer->other_down = down != 0;
   return "";
 }
 

@@ -12,6 +12,16 @@ namespace pi2 {
 
 constexpr std::int64_t kStorePage = 4096;
 
+// Whether two numbers in a file say how neurons of `hidden` numbers are stored that have two formats: gate and up rows,
+// then down rows.
+constexpr bool is_pair_of_neurons(std::uint32_t code, std::uint32_t down, std::uint64_t hidden) {
+  const auto kinds = static_cast<std::uint32_t>(kDTypes);
+  const auto dtype = static_cast<DType>(code);
+  return code < kinds && (is_ggml(dtype) || is_quantized(dtype)) && down < kinds &&
+         is_quantized(static_cast<DType>(down)) && down != code &&
+         hidden % static_cast<std::uint64_t>(ggml_block(dtype).numbers) == 0;
+}
+
 // A layer's neurons: slots of slot_bytes, one after another, each of `cluster` neurons (of one: `rows` rows of
 // `hidden` numbers; the last slot may have fewer of them) and zeros.
 struct StoreLayer {

@@ -98,13 +98,15 @@ void check_name(const std::string& name, const std::string& where) {
   }
 }
 
-void read_files(const Fields& files, Manifest& m) {
-  for (const char* name : {"model.pte", "model.pi2"}) files.sub(name);
+// A model without neurons has no store.
+void read_files(const Fields& files, bool neurons, Manifest& m) {
+  files.sub("model.pte");
+  if (neurons) files.sub("model.pi2");
   for (const auto& [name, entry] : files.data().items()) {
     check_name(name, files.where());
     m.files[name] = read_entry(Fields(entry, files.where() + ", " + name));
   }
-  m.store_bytes = m.files["model.pi2"].bytes;
+  if (const auto store = m.files.find("model.pi2"); store != m.files.end()) m.store_bytes = store->second.bytes;
 }
 
 }  // namespace
@@ -142,7 +144,7 @@ Manifest read_manifest(std::string_view text, const std::string& where, Verify v
   m.max_tokens = fields.number("max_tokens");
   m.lanes = count(fields, "lanes");
   m.eos = fields.numbers("eos");
-  read_files(fields.sub("files"), m);
+  read_files(fields.sub("files"), model.number("layers") > 0, m);
   m.ffn_bytes = at_most(fields.sub("bytes"), "ffn", m.store_bytes);
   m.fixed_bytes = memory.number("fixed_bytes");
   m.token_bytes = memory.number("token_bytes");

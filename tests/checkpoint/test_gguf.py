@@ -178,6 +178,30 @@ def test_load_of_a_folder_with_a_file_in_capitals(tmp_path: Path, monkeypatch: p
         torch_pi2.load(tmp_path / "model")
 
 
+@pytest.mark.parametrize("magic", [b"GGUF", b"PWRI"])
+def test_a_file_is_known_by_its_first_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, magic: bytes) -> None:
+    """As some programs keep what they have downloaded: under its hash."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    whole = (GOLDEN / "tiny-llama.q4_k_m.gguf").read_bytes()
+    (tmp_path / "sha256-01").write_bytes(magic + whole[4:])
+    torch_pi2.import_gguf(GOLDEN / "tiny-llama.q4_k_m.gguf", tmp_path / "out")
+    assert torch.equal(logits(torch_pi2.load(tmp_path / "sha256-01")), logits(torch_pi2.load(tmp_path / "out")))
+    for read in (torch_pi2.pack, torch_pi2.quantize):
+        with pytest.raises(ArtifactError, match=r"the folder of a model, found a GGUF file\. Import it"):
+            read(tmp_path / "sha256-01", tmp_path / "other")
+    (tmp_path / "text").write_text("GGU")
+    with pytest.raises(ArtifactError, match=r"the folder of a model, found a file, and no GGUF file\. Name"):
+        torch_pi2.load(tmp_path / "text")
+
+
+def test_floats_of_what_was_imported_are_not_there(tmp_path: Path) -> None:
+    torch_pi2.import_gguf(GOLDEN / "tiny-llama.q4_k_m.gguf", tmp_path / "out")
+    for make, out in ((torch_pi2.quantize, "other"), (torch_pi2.export_gguf, "a.gguf")):
+        with pytest.raises(UnsupportedModelError, match=r"expected floats, found weights in torch_pi2's own form"):
+            make(tmp_path / "out", tmp_path / out)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_saved_again_and_as_floats(tmp_path: Path) -> None:
     """The same bits, and the same as the dense model of the rows' numbers."""
     torch_pi2.import_gguf(GOLDEN / "tiny-llama.q4_k_m.gguf", tmp_path / "out")
@@ -268,6 +292,14 @@ def test_gemma3_without_a_window(made: Any, tmp_path: Path, window: int | None) 
     wanted.load_state_dict(model.state_dict())
     assert not torch.allclose(logits(wanted), logits(model), rtol=0.01)
     torch.testing.assert_close(logits(found), logits(wanted), rtol=1e-4, atol=1e-4)
+
+
+def test_gemma2_without_a_window(made: Any, tmp_path: Path) -> None:
+    """Nothing is seen in half of its layers then."""
+    keys = {"general.architecture": "gemma2", "gemma2.attention.sliding_window": 0}
+    file = rewritten(made("gemma2")[2], tmp_path / "a.gguf", keys=keys)
+    with pytest.raises(UnsupportedModelError, match=r"a window of one token or more, found gemma2\.att"):
+        torch_pi2.import_gguf(file, tmp_path / "out")
 
 
 def test_ends_of_answers(made: Any, tmp_path: Path) -> None:

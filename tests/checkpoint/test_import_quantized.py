@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import torch_pi2
 from torch_pi2.checkpoint.quantized_source import QuantizedCheckpoint
-from torch_pi2.errors import Pi2Error, UnsupportedModelError
+from torch_pi2.errors import ArtifactError, Pi2Error, UnsupportedModelError
 
 TOKENS = torch.tensor([[5, 77, 130, 9, 200, 31, 64, 250, 3, 18]])
 
@@ -139,6 +139,16 @@ def test_other_verbs_name_the_import(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedModelError, match=r"floats, found what 'gptq' has quantised.*import_quantized"):
             verb(tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_load_of_a_checkpoint_that_is_not_ours(tmp_path: Path) -> None:
+    quantised(tmp_path / "in", "awq")
+    with pytest.raises(ArtifactError, match=r"folder that torch_pi2 wrote, .* found a checkpoint that 'awq'"):
+        torch_pi2.load(tmp_path / "in")
+    (tmp_path / "float").mkdir()
+    (tmp_path / "float" / "config.json").write_text("{}")
+    with pytest.raises(ArtifactError, match=r"found a checkpoint without one\. Make one: torch_pi2\.quantize"):
+        torch_pi2.load(tmp_path / "float")
 
 
 def test_an_order_that_no_tensor_says(tmp_path: Path) -> None:

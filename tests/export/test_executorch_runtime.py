@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from ggml_rows import random_rows
 from pte import Layer, Store, call, layer, one_call, write_pte
 from torch import nn
 
@@ -342,6 +343,7 @@ class _InProgram(nn.Module):
             for name, tensor in {"neuron_rows": one.neuron_rows, **one.parts()}.items():
                 self.register_buffer(f"{name}_{i}", tensor)
         self.register_buffer("rows", torch.ops.pi2.quantize(torch.randn(50, HIDDEN), "int4"))
+        self.register_buffer("blocks", random_rows("q5_0", 50, HIDDEN))
         self.register_buffer("bias", torch.randn(50))
 
     def _layer(self, i: int) -> Layer:
@@ -358,7 +360,12 @@ class _InProgram(nn.Module):
             x, one.neuron_rows, *one.biases, mask, one.activation, False, 0, 0.0, one.weights, False
         )
         linear = torch.ops.pi2.linear(x, self.rows, self.bias, "int4", True)
-        return (linear, masked, *(self._layer(i)(x) for i in range(4)))
+        blocks = torch.ops.pi2.linear(x, self.blocks, self.bias, "q5_0", False)
+        numbers = (
+            torch.ops.pi2.dequantize(rows.index_select(0, (x[:, 0] > 0).long()), kind, HIDDEN, torch.float32)
+            for kind, rows in (("int4", self.rows), ("q5_0", self.blocks))
+        )
+        return (linear, blocks, *numbers, masked, *(self._layer(i)(x) for i in range(4)))
 
 
 def test_kernels_of_weights_in_the_program(runtime: Any, tmp_path: Path) -> None:

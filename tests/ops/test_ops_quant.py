@@ -193,6 +193,19 @@ def test_opcheck_out_variant() -> None:
         torch.ops.pi2.linear.out(*args, out=torch.empty(5, 3).T)
 
 
+def test_dequantize_into_a_tensor() -> None:
+    rows = torch.ops.pi2.quantize(matrix(5, 40), "int4", None)
+    args, out = (rows, "int4", 40, torch.float32), torch.empty(5, 40)
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    opcheck(torch.ops.pi2.dequantize.out, args, {"out": out}, test_utils=utils)
+    assert torch.ops.pi2.dequantize.out(*args, out=out) is out
+    assert torch.equal(out, torch.ops.pi2.dequantize(*args))
+    wrong = (torch.empty(5, 39), r"\[5, 39\]"), (torch.empty(5, 40).half(), r"another dtype, \[5, 40\]")
+    for to, found in (*wrong, (torch.empty(40, 5).T, r"strided, \[5, 40\]")):
+        with pytest.raises(RuntimeError, match=rf"pi2: out: expected a contiguous tensor of 5 x 40 .*, found {found}"):
+            torch.ops.pi2.dequantize.out(*args, out=to)
+
+
 def test_refusals_of_the_operators() -> None:
     rows = torch.ops.pi2.quantize(matrix(5, 40), "int4", None)
     with pytest.raises(RuntimeError, match=r"weights: expected int4 or int8, found 'int3'"):

@@ -13,7 +13,7 @@ from torch import nn
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.memory import new_tensor
 from torch_pi2.ops.rows import row_of_neurons
-from torch_pi2.rewrite.rewrite import check_names
+from torch_pi2.rewrite.fits import check_fits
 from torch_pi2.rewrite.skeleton import check_filled, fill, places, skeleton
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import LinearRef
@@ -32,7 +32,7 @@ def load_dense(
     with open_weights(pi2) as weights:
         weights.check_plan(plan)
         model = skeleton(folder, dtype=dtype, stored=weights.float_dtype, trust_remote_code=trust_remote_code)
-        check_names(model, plan)
+        check_fits(model, plan)
         weights.check_linears(model)
         kind = next(model.parameters()).dtype
         reader = _Reader(weights, plan, kind)

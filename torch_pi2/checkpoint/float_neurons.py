@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torch_pi2.base.tensorfile import Spec, TensorWriter
-from torch_pi2.checkpoint.placing import refs_of
+from torch_pi2.checkpoint.placing import Stored, refs_of
 from torch_pi2.checkpoint.quantize import Quantizer, QuantizeReport, convert, converted, update_digest
 from torch_pi2.formats import FLOATS, row_bytes
 from torch_pi2.ops.dtypes import DTYPES, dtype_name
@@ -17,7 +17,6 @@ from torch_pi2.rewrite.skeleton import model_config
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import FFNSite, LinearRef
 from torch_pi2.store.names import ExpertMatrix
-from torch_pi2.store.source import Checkpoint
 
 #: Bytes of neurons made at a time: a whole layer of a model of 7 billion parameters in 16 bits. Matrices are read once
 #: for each such group of neurons.
@@ -44,14 +43,12 @@ def float_neurons(
         NonFiniteError: NaN, infinity, or a number that ``weights`` cannot hold. Others: as ``quantize``.
     """
 
-    def make(
-        model: torch.nn.Module, checkpoint: Checkpoint, plan: Plan, ways: dict[str, str], _linears: dict[str, int]
-    ) -> Quantizer:
+    def make(stored: Stored, plan: Plan, ways: dict[str, str], _linears: dict[str, int]) -> Quantizer:
         kind = weights if weights in FLOATS else None
         if kind is None:  # what transformers loads: as the configuration says, or as it is stored
             said = model_config(source, trust_remote_code=trust_remote_code).dtype
             kind = dtype_name(said) if said in DTYPES.values() else None
-        return _FloatQuantizer(model, checkpoint, plan, ways, kind)
+        return _FloatQuantizer(stored, plan, ways, kind)
 
     return convert(source, folder, make, with_linears=False, trust_remote_code=trust_remote_code, progress=progress)
 
@@ -59,14 +56,12 @@ def float_neurons(
 class _FloatQuantizer(Quantizer):
     """As its base, with ``kind`` a name in ``FLOATS`` (None: as in the checkpoint) and no linears."""
 
-    def __init__(
-        self, model: torch.nn.Module, checkpoint: Checkpoint, plan: Plan, ways: dict[str, str], kind: str | None
-    ) -> None:
-        super().__init__(model, checkpoint, plan, ways, {}, kind or "")
+    def __init__(self, stored: Stored, plan: Plan, ways: dict[str, str], kind: str | None) -> None:
+        super().__init__(stored, plan, ways, {}, kind or "")
         if kind is None:
             site = self._layers[0].site
             name, _, _ = self._place(site, site.up, "up")
-            self._kind = dtype_name(checkpoint.spec(name).dtype)
+            self._kind = dtype_name(stored.checkpoint.spec(name).dtype)
 
     def _write_site(self, layer: LayerPlan, out: TensorWriter, digest: Any) -> float:
         site, order = layer.site, layer.order.long()

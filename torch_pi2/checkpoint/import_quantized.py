@@ -6,26 +6,33 @@ import json
 import time
 from pathlib import Path
 
+from torch import nn
+
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.files import atomic_write, replacing_folder
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.importing import ImportReport, write_imported
 from torch_pi2.checkpoint.quantize import copy_small_files
+from torch_pi2.checkpoint.quantized_model import QuantizedModel
 from torch_pi2.checkpoint.quantized_source import QuantizedCheckpoint
+from torch_pi2.checkpoint.save_load import save_outside
 from torch_pi2.errors import check_choice
 from torch_pi2.formats import IMPORT_NEURONS
 from torch_pi2.ops import load as load_library
-from torch_pi2.store.folder import check_replaceable, check_separate
+from torch_pi2.store.folder import check_replaceable, check_separate, read_config
 from torch_pi2.store.tokenizer import has_tokenizer
 
 
 @checked
 @fresh_settings()
 def import_quantized(
-    folder_in: str | Path, folder_out: str | Path, *, neurons: str = "auto", progress: bool = False
+    folder_in: str | Path | nn.Module, folder_out: str | Path, *, neurons: str = "auto", progress: bool = False
 ) -> ImportReport:
     """Write the quantised checkpoint in ``folder_in`` to ``folder_out``, for :func:`torch_pi2.load` and the rest.
+
+    Or a Hugging Face model in memory whose linear layers torchao's ``quantize_`` has quantised
+    (``Int8WeightOnlyConfig``, ``IntxWeightOnlyConfig`` and those with dynamic inputs); it is left as it is.
 
     Taken are GPTQ (2, 4, 8 bits, groups of neighbouring columns), AWQ (4 bits, ``gemm``), compressed-tensors
     (``pack-quantized`` and ``int-quantized``, 4 or 8 bits) and torchao (``Int8WeightOnlyConfig`` and
@@ -44,16 +51,26 @@ def import_quantized(
     """
     check_choice("import_quantized(neurons=...)", neurons, IMPORT_NEURONS, "Choose one of these.")
     load_library()
-    source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
-    check_separate("import_quantized", source, folder)
+    folder, live = Path(folder_out).resolve(), isinstance(folder_in, nn.Module)
+    source = folder_in if isinstance(folder_in, nn.Module) else Path(folder_in).resolve()
+    if isinstance(source, Path):
+        check_separate("import_quantized", source, folder)
     check_replaceable(folder)
     start = time.perf_counter()
-    with QuantizedCheckpoint(source) as checkpoint, replacing_folder(folder) as staging:
+    with _opened(source) as checkpoint, replacing_folder(folder) as staging:
         keep_card(folder, staging)
-        copy_small_files(source, staging)
-        config = {name: value for name, value in checkpoint.config.items() if name != "quantization_config"}
+        if isinstance(source, Path):
+            copy_small_files(source, staging)
+        else:
+            save_outside(source, staging)
+        config = read_config(staging)
+        config.pop("quantization_config", None)
         atomic_write(staging / "config.json", json.dumps(config, indent=2))
         report = write_imported(checkpoint, staging, neurons, progress)
-        report.tokenizer = "" if has_tokenizer(source) else "the folder has none"
+        report.tokenizer = "" if has_tokenizer(staging) else f"the {'model' if live else 'folder'} has none"
     report.seconds = time.perf_counter() - start
     return report
+
+
+def _opened(source: Path | nn.Module) -> QuantizedCheckpoint:
+    return QuantizedModel(source) if isinstance(source, nn.Module) else QuantizedCheckpoint(source)

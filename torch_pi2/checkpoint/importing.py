@@ -96,12 +96,11 @@ def write_imported(checkpoint: PackedSource, folder: Path, neurons: str, progres
     (folder / PI2_FOLDER).mkdir()
     with torch.device("meta"):
         empty = skeleton(folder)
-    model, plan = skeleton(folder), new_plan(_found(empty, neurons, checkpoint.by_neuron))
-    stored = Stored(model, checkpoint)
+    plan, stored = new_plan(_found(empty, neurons, checkpoint.by_neuron)), Stored(skeleton(folder), checkpoint)
     ways, left = stored.place_layers(plan, needed=False)
     linears, embeddings = _what_is_packed(checkpoint, stored, empty, linears_beside(empty, plan, ways))
     kind = neurons if neurons in QUANTIZED else _kind_of_neurons(checkpoint, ways)
-    writer = _Importer(model, checkpoint, plan, ways, linears, kind, embeddings, neurons not in QUANTIZED)
+    writer = _Importer(stored, checkpoint, plan, ways, linears, kind, embeddings, neurons not in QUANTIZED)
     made, found_hash = writer.write(folder / PI2_FOLDER, progress)
     _check_used(checkpoint)
     plan = placed(plan, ways, left, found_hash)
@@ -177,7 +176,7 @@ class _Importer(Quantizer):
 
     def __init__(
         self,
-        model: nn.Module,
+        stored: Stored,
         checkpoint: PackedSource,
         plan: Plan,
         ways: dict[str, str],
@@ -190,19 +189,19 @@ class _Importer(Quantizer):
         self.kept: Counter[str] = Counter()
         self.rounded: dict[str, str] = {}
         formats: dict[str, str] = {}
-        super().__init__(model, checkpoint, plan, ways, linears, kind, formats=formats, embeddings=embeddings)
+        super().__init__(stored, plan, ways, linears, kind, formats=formats, embeddings=embeddings)
         if in_pairs:
             kept = {layer.site.key: self._kept_format(layer.site) for layer in self._layers}
             if any(kept.values()):  # the few others lose no more in int8 than columns of down do
                 kind = self._kind = "int4" if set(kept.values()) == {"int4"} else "int8"
                 formats |= {key: made for key, made in kept.items() if made not in (None, kind)}
         for name in (*linears, *embeddings):
-            stored = self._stored(f"{name}.weight")
-            made = checkpoint.own_format(stored) or checkpoint.rounded_format(stored)
+            own = self._stored(f"{name}.weight")
+            made = checkpoint.own_format(own) or checkpoint.rounded_format(own)
             if made != kind:
                 formats[name] = made
         for name in (*self._floats, *self._biases, *(f"{name}.weight" for name in self._in_rows)):
-            self._check_shape(name, model)
+            self._check_shape(name, stored.model)
 
     @property
     def neuron_formats(self) -> str:

@@ -247,7 +247,7 @@ def _layout(reader: QuantizedWeights, beside: PartFiles, plan: Plan, align: int 
             f"packing {reader.path.parent.parent}",
             expected="layers of neurons",
             found="none",
-            fix="Of a GGUF file: import it with neurons='all' (--neurons all).",
+            fix="Import its file or checkpoint again, with neurons='all' (--neurons all).",
         )
     for layer in plan.layers:
         reader.read_neurons(layer.site, (0, 0))  # refuses what is not there

@@ -41,22 +41,20 @@ def placed(plan: Plan, ways: Mapping[str, str], left: Mapping[str, str], model_h
 class Stored:
     """The parameters of a model as a checkpoint has them.
 
-    Args:
-        model: its skeleton.
-
     Attributes:
+        model: its skeleton. checkpoint: that has them.
         groups: all names of each parameter and buffer. alias: name -> all names of the same.
     """
 
     def __init__(self, model: nn.Module, checkpoint: Source) -> None:
-        self._model, self._checkpoint = model, checkpoint
+        self.model, self.checkpoint = model, checkpoint
         self.groups = places(model)
         self.alias = {name: names for names in self.groups for name in names}
 
     def name(self, parameter: str) -> str:
         """The checkpoint's name of a parameter, which may be tied to another."""
-        known = (n for n in (parameter, *self.alias.get(parameter, ())) if n in self._checkpoint)
-        return next(known, stored_name(self._checkpoint, parameter))
+        known = (n for n in (parameter, *self.alias.get(parameter, ())) if n in self.checkpoint)
+        return next(known, stored_name(self.checkpoint, parameter))
 
     def place_layers(self, plan: Plan, needed: bool) -> tuple[dict[str, str], dict[str, str]]:
         """Site key -> one of ``WAYS``, and why others cannot be replaced and stay dense, which is said.
@@ -94,14 +92,14 @@ class Stored:
                 if name is None:
                     continue
                 stored = self.name(name)
-                self._checkpoint.check_float(stored)
-                shape = self._checkpoint.spec(stored).shape
+                self.checkpoint.check_float(stored)
+                shape = self.checkpoint.spec(stored).shape
                 own = shape[::-1] if ref.transposed else shape
                 fits = ref.rows is None and own[:1] == (rows,)
                 fits |= ref.rows is not None and ref.rows[1] - ref.rows[0] == rows and own[:1] >= (ref.rows[1],)
                 if not fits or own[1:] != ((columns,) if name == ref.weight else ()):
                     raise ArtifactError(
-                        f"{stored} in {self._checkpoint.folder}",
+                        f"{stored} in {self.checkpoint.folder}",
                         expected=f"{rows} {'columns' if ref.transposed and name == ref.weight else 'rows'}"
                         + (f" of {columns}" if name == ref.weight else ""),
                         found=str(list(shape)),
@@ -111,48 +109,48 @@ class Stored:
     def _check_expert(self, site: FFNSite) -> None:
         """As :meth:`_check_site`."""
         for role, ref in refs_of(site):
-            found = ExpertMatrix(self._checkpoint, site, ref, role)
+            found = ExpertMatrix(self.checkpoint, site, ref, role)
             if not found.fits:
                 raise ArtifactError(
-                    f"{found.name} in {self._checkpoint.folder}",
+                    f"{found.name} in {self.checkpoint.folder}",
                     expected=f"{role} {list(found.shape)} of {site.key}",
-                    found=str(list(self._checkpoint.spec(found.name).shape)),
+                    found=str(list(self.checkpoint.spec(found.name).shape)),
                     fix="The plan, or config.json, is of another model.",
                 )
-            self._checkpoint.check_float(found.name)
+            self.checkpoint.check_float(found.name)
 
     def _try(self, group: list[LayerPlan]) -> str | UnsupportedModelError:
         """The way of a layer, or of all experts of one module; or why there is none. Weights are there meanwhile."""
         first = group[0].site
         names = {name for _, ref in refs_of(first) for name in (ref.weight, ref.bias) if name}
-        empty = {name: self._model.get_parameter(name) for name in names}
+        empty = {name: self.model.get_parameter(name) for name in names}
         try:
             if first.experts is not None:
                 self._read_experts(group, empty)
-                return find_experts_way(self._model, group)
+                return find_experts_way(self.model, group)
             for name in names:
-                put(self._model, [name], self._checkpoint.read(self.name(name)))
-            check_weights(first, first.weights(self._model))
-            return find_way(self._model, first)
+                put(self.model, [name], self.checkpoint.read(self.name(name)))
+            check_weights(first, first.weights(self.model))
+            return find_way(self.model, first)
         except UnsupportedModelError as error:
             return error.with_traceback(None)  # which would keep the weights
         finally:
             for name, parameter in empty.items():
-                put(self._model, [name], parameter)
+                put(self.model, [name], parameter)
 
     def _read_experts(self, group: list[LayerPlan], empty: dict[str, nn.Parameter]) -> None:
         """The weights of some of the experts: all of a layer may be more than there is memory for."""
-        first, model = group[0].site, self._model
-        dtype = self._checkpoint.spec(ExpertMatrix(self._checkpoint, first, first.up, "up").name).dtype
+        first, model = group[0].site, self.model
+        dtype = self.checkpoint.spec(ExpertMatrix(self.checkpoint, first, first.up, "up").name).dtype
         for name, parameter in empty.items():
             put(model, [name], torch.empty(parameter.shape, dtype=dtype))  # the system gives what is written to
         for layer in group[:TRIED_EXPERTS]:
             for role, ref in refs_of(layer.site):
-                found = ExpertMatrix(self._checkpoint, layer.site, ref, role)
+                found = ExpertMatrix(self.checkpoint, layer.site, ref, role)
                 found.read_into(matrix := torch.empty(found.shape, dtype=dtype))
                 ref.take(model.get_parameter(ref.weight).detach()).copy_(matrix)
                 if ref.bias is not None:
-                    model.get_parameter(ref.bias).detach().copy_(self._checkpoint.read(self.name(ref.bias)))
+                    model.get_parameter(ref.bias).detach().copy_(self.checkpoint.read(self.name(ref.bias)))
             check_weights(layer.site, layer.site.weights(model))
 
 

@@ -29,8 +29,8 @@ from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.ops.quantized import quantize as quantize_rows
 from torch_pi2.ops.rows import row_of_neurons
+from torch_pi2.rewrite.fits import check_names
 from torch_pi2.rewrite.linears import check_some, find_linears
-from torch_pi2.rewrite.rewrite import check_names
 from torch_pi2.rewrite.skeleton import skeleton
 from torch_pi2.spec.method import Method
 from torch_pi2.spec.plan import LayerPlan, Plan
@@ -45,7 +45,7 @@ from torch_pi2.store.folder import (
     read_config,
 )
 from torch_pi2.store.names import ExpertMatrix
-from torch_pi2.store.source import Checkpoint, Source
+from torch_pi2.store.source import Checkpoint
 from torch_pi2.store.trust import remember
 from torch_pi2.store.weights import NO_EMBEDDINGS, NO_FORMATS, WEIGHTS_FILE, metadata, neuron_specs
 
@@ -106,10 +106,8 @@ def quantize(
     source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
     _check(source, folder, weights, quantization)
 
-    def make(
-        model: nn.Module, checkpoint: Checkpoint, plan: Plan, ways: dict[str, str], linears: dict[str, int]
-    ) -> Quantizer:
-        return Quantizer(model, checkpoint, plan, ways, linears, weights)
+    def make(stored: Stored, plan: Plan, ways: dict[str, str], linears: dict[str, int]) -> Quantizer:
+        return Quantizer(stored, plan, ways, linears, weights)
 
     return convert(source, folder, make, trust_remote_code=trust_remote_code, progress=progress)
 
@@ -144,10 +142,11 @@ def convert(
         copy_small_files(source, staging)
         model = skeleton(source, trust_remote_code=trust_remote_code)
         with Checkpoint(source) as checkpoint:
-            ways, left = Stored(model, checkpoint).place_layers(plan, needed=not with_linears)
+            stored = Stored(model, checkpoint)
+            ways, left = stored.place_layers(plan, needed=not with_linears)
             linears = linears_beside(empty, plan, ways) if with_linears else {}
             check_some(f"quantize({source})", ways, linears)
-            writer = make(model, checkpoint, plan, ways, {name: m.in_features for name, m in linears.items()})
+            writer = make(stored, plan, ways, {name: m.in_features for name, m in linears.items()})
             report, found_hash = writer.write(staging / PI2_FOLDER, progress)
             report.bytes_in = checkpoint.nbytes
         placed(plan, ways, left, found_hash).save(staging / PI2_FOLDER)
@@ -217,7 +216,7 @@ class Quantizer:
     """Writes the weights file of one model.
 
     Args:
-        model: its skeleton. plan: with ``model_hash`` of the checkpoint, or ``NO_HASH``.
+        stored: the model's skeleton and its checkpoint. plan: with ``model_hash`` of the checkpoint, or ``NO_HASH``.
         ways: of its layers those that become neurons, by key, as :meth:`Stored.place_layers` finds them.
         linears: name -> inputs of the linears to quantise beside the plan's layers. kind: the format.
         formats: of linears, embeddings and sites' keys that are of another. embeddings: name -> width of those to
@@ -226,8 +225,7 @@ class Quantizer:
 
     def __init__(
         self,
-        model: nn.Module,
-        checkpoint: Source,
+        stored: Stored,
         plan: Plan,
         ways: Mapping[str, str],
         linears: dict[str, int],
@@ -236,14 +234,13 @@ class Quantizer:
         formats: Mapping[str, str] = NO_FORMATS,
         embeddings: Mapping[str, int] = NO_EMBEDDINGS,
     ) -> None:
-        self._checkpoint, self._plan, self._kind, self._linears = checkpoint, plan, kind, linears
+        self._checkpoint, self._plan, self._kind, self._linears = stored.checkpoint, plan, kind, linears
         self._formats, self._embeddings, self._ways = formats, embeddings, ways
         self._layers = [layer for layer in plan.layers if layer.site.key in ways]
         refs = [ref for layer in self._layers for _, ref in refs_of(layer.site)]
         in_sites = {name for ref in refs for name in (ref.weight, ref.bias) if name}
-        stored = Stored(model, checkpoint)
-        self._stored, self._alias = stored.name, stored.alias
-        biases = {f"{name}.bias" for name in linears if getattr(model.get_submodule(name), "bias", None) is not None}
+        self._stored, self._alias, named = stored.name, stored.alias, stored.model.get_submodule
+        biases = {f"{name}.bias" for name in linears if getattr(named(name), "bias", None) is not None}
         elsewhere = in_sites | biases | {f"{name}.weight" for name in (*linears, *embeddings)}
         self._biases = sorted(biases)
         # of the names of a tied tensor the first: a quantised output layer leaves it to the embedding
@@ -419,8 +416,8 @@ def converted(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tens
     )
 
 
-#: Skeleton, checkpoint, plan, ways and linears to quantise -> what writes the weights.
-MakeWriter = Callable[[nn.Module, Checkpoint, Plan, dict[str, str], dict[str, int]], Quantizer]
+#: Skeleton with checkpoint, plan, ways and linears to quantise -> what writes the weights.
+MakeWriter = Callable[[Stored, Plan, dict[str, str], dict[str, int]], Quantizer]
 
 
 class RelativeError:

@@ -7,11 +7,11 @@ columns, which divide the groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 
@@ -22,7 +22,7 @@ from torch_pi2.formats import GROUP
 from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.ops.quantize import pack_integers
 from torch_pi2.store.folder import read_config
-from torch_pi2.store.source import Checkpoint
+from torch_pi2.store.source import Checkpoint, Source
 
 #: Order of the eight 4-bit numbers in an int32 of AWQ.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -81,6 +81,14 @@ class _About(NamedTuple):
     own_format: str | None
 
 
+class Tensors(Source, Protocol):
+    """What has the parts of matrices under their names."""
+
+    def names(self) -> Collection[str]: ...
+
+    def close(self) -> None: ...
+
+
 class QuantizedCheckpoint:
     """As :class:`torch_pi2.checkpoint.importing.PackedSource`: a folder with ``quantization_config``.
 
@@ -91,12 +99,13 @@ class QuantizedCheckpoint:
     by_neuron = False
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self.config = read_config(self.folder)
-        self.about = str(self.config.get("model_type"))
-        settings = settings_of(self.folder, self.config)
+        self.config = read_config(Path(folder))
+        settings = settings_of(Path(folder), self.config)
+        self._begin(Checkpoint(folder), str(self.config.get("model_type")), settings)
+
+    def _begin(self, files: Tensors, about: str, settings: Settings) -> None:
+        self.folder, self.about, self._files = files.folder, about, files
         self.method, self._group, self._unpack = settings.method, settings.group, _way(settings)
-        self._files = Checkpoint(self.folder)
         parts = (name.rpartition(".") for name in self._files.names())
         self._packed = {base for base, _, part in parts if part in _MAIN}
         self._held: tuple[str, _Integers] | None = None
@@ -197,7 +206,7 @@ class QuantizedCheckpoint:
         return sorted(set(self._files.names()) - self._used - known)
 
 
-def _way(settings: Settings) -> Callable[[Checkpoint, str], _Integers]:
+def _way(settings: Settings) -> Callable[[Tensors, str], _Integers]:
     """How a matrix is unpacked."""
     if settings.method == "gptq":
         return lambda files, base: _gptq(files, base, settings)
@@ -206,7 +215,7 @@ def _way(settings: Settings) -> Callable[[Checkpoint, str], _Integers]:
     return lambda files, base: _compressed(files, base, settings)
 
 
-def _integers_of(files: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
+def _integers_of(files: Tensors, name: str, dtype: torch.dtype) -> torch.Tensor:
     """A matrix of integers. Raises ArtifactError: it is of another dtype, such as floats that nobody has packed."""
     found = files.read(name)
     if found.dtype != dtype or found.dim() != 2:
@@ -227,7 +236,7 @@ def _unpacked(packed: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
     return numbers.flatten(-2).movedim(-1, axis).to(torch.int16)
 
 
-def _check_order(files: Checkpoint, base: str, name: str, of_K: torch.Tensor, reordered: bool) -> None:
+def _check_order(files: Tensors, base: str, name: str, of_K: torch.Tensor, reordered: bool) -> None:
     """Raises UnsupportedModelError: columns of a group are no neighbours, or nothing says of which group they are."""
     given = files.read(name).long() if name in files else None
     if (given is None and not reordered) or (given is not None and torch.equal(given, of_K)):
@@ -240,7 +249,7 @@ def _check_order(files: Checkpoint, base: str, name: str, of_K: torch.Tensor, re
     )
 
 
-def _gptq(files: Checkpoint, base: str, settings: Settings) -> _Integers:
+def _gptq(files: Tensors, base: str, settings: Settings) -> _Integers:
     bits = settings.bits
     q_KN = _unpacked(_integers_of(files, f"{base}.qweight", torch.int32), bits, 0)
     z_GN = _unpacked(_integers_of(files, f"{base}.qzeros", torch.int32), bits, 1)[:, : q_KN.shape[1]]
@@ -253,7 +262,7 @@ def _gptq(files: Checkpoint, base: str, settings: Settings) -> _Integers:
     return _checked(files, base, (q_KN - (z_GN + settings.less)[of_K]).T, scale_GN.T)
 
 
-def _awq(files: Checkpoint, base: str) -> _Integers:
+def _awq(files: Tensors, base: str) -> _Integers:
     def ordered(name: str) -> torch.Tensor:
         packed = _integers_of(files, name, torch.int32)
         numbers: torch.Tensor = _unpacked(packed, 4, 1).unflatten(1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(1)
@@ -265,7 +274,7 @@ def _awq(files: Checkpoint, base: str) -> _Integers:
     return _checked(files, base, (q_KN - z_GN.repeat_interleave(len(q_KN) // len(z_GN), 0)).T, scale_GN.T)
 
 
-def _compressed(files: Checkpoint, base: str, settings: Settings) -> _Integers:
+def _compressed(files: Tensors, base: str, settings: Settings) -> _Integers:
     bits = settings.bits
     if f"{base}.weight_packed" in files:
         shape = [int(n) for n in files.read(f"{base}.weight_shape").flatten()]
@@ -288,7 +297,7 @@ def _compressed(files: Checkpoint, base: str, settings: Settings) -> _Integers:
     return _checked(files, base, n_NK, scale_NG)
 
 
-def _torchao(files: Checkpoint, base: str) -> _Integers:
+def _torchao(files: Tensors, base: str) -> _Integers:
     n_NK = _integers_of(files, f"{base}._weight_qdata", torch.int8).to(torch.int16)
     scale_NG = _by_row(files.read(f"{base}._weight_scale"), len(n_NK))
     _check_groups(files, base, n_NK, scale_NG)
@@ -306,7 +315,7 @@ def _by_row(values: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _check_groups(
-    files: Checkpoint, base: str, n_NK: torch.Tensor, scale_NG: torch.Tensor, z_NG: torch.Tensor | None = None
+    files: Tensors, base: str, n_NK: torch.Tensor, scale_NG: torch.Tensor, z_NG: torch.Tensor | None = None
 ) -> None:
     """Raises ArtifactError: shapes that do not go together."""
     rows, columns = n_NK.shape
@@ -327,7 +336,7 @@ def _check_groups(
         )
 
 
-def _checked(files: Checkpoint, base: str, n_NK: torch.Tensor, scale_NG: torch.Tensor) -> _Integers:
+def _checked(files: Tensors, base: str, n_NK: torch.Tensor, scale_NG: torch.Tensor) -> _Integers:
     """Raises NonFiniteError: a scale is no number."""
     if not bool(scale_NG.float().isfinite().all()):
         raise NonFiniteError(

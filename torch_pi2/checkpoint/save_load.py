@@ -20,7 +20,7 @@ from torch_pi2.base.absent import AbsentParameter
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.extras import how_to_install
-from torch_pi2.base.fields import argument
+from torch_pi2.base.fields import argument, shown
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.checkpoint.card import keep_card
@@ -42,7 +42,15 @@ from torch_pi2.rewrite.skeleton import model_config, named_class
 from torch_pi2.spec.method import LOSSY
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import Plan, weights_hash
-from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, declare, read_config
+from torch_pi2.store.folder import (
+    PI2_FOLDER,
+    check_folder,
+    check_replaceable,
+    check_separate,
+    declare,
+    quantised_by,
+    read_config,
+)
 from torch_pi2.store.gguf_parts import gguf_in
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import weights_path
@@ -230,6 +238,7 @@ def load(
     folder = Path(folder)
     if (file := gguf_in(folder)) is not None:
         folder = kept_import(file, packed=budget is not None, progress=progress)
+    _check_ours(folder)
     made = read_model(
         folder,
         model=model,
@@ -244,6 +253,22 @@ def load(
         progress=progress,
     )
     return set_going(made, gpu_bytes)
+
+
+def _check_ours(folder: Path) -> None:
+    """Raises ArtifactError: a file, or a checkpoint that nothing of ours was made of."""
+    check_folder(folder)
+    if (folder / PI2_FOLDER).exists() or not (folder / "config.json").is_file():
+        return
+    by = quantised_by(read_config(folder))
+    raise ArtifactError(
+        str(folder),
+        expected=f"a folder that torch_pi2 wrote, with {PI2_FOLDER}/ in it",
+        found=f"a checkpoint that {shown(by)} has quantised" if by else "a checkpoint without one",
+        fix="Import it: torch_pi2.import_quantized(folder, other)."
+        if by
+        else "Make one: torch_pi2.quantize(folder, other), or load it with transformers and torch_pi2.optimize it.",
+    )
 
 
 def read_model(

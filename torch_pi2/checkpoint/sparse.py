@@ -27,8 +27,9 @@ from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.dtypes import DTYPES, check_computed, format_name
 from torch_pi2.ops.memory import new_tensor
+from torch_pi2.rewrite.fits import check_fits
 from torch_pi2.rewrite.place import place, place_experts, way_taken
-from torch_pi2.rewrite.rewrite import check_names, predictor_tensors
+from torch_pi2.rewrite.rewrite import predictor_tensors
 from torch_pi2.rewrite.skeleton import check_filled, fill, places, put, skeleton
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.store.storefile import open_weights
@@ -173,7 +174,7 @@ def load_sparse(
         weights.check_plan(plan)
         kinds: dict[str, Any] = {"dtype": dtype, "stored": weights.float_dtype}
         model = skeleton(folder, trust_remote_code=trust_remote_code, config=config, **kinds)
-        check_names(model, plan)
+        check_fits(model, plan)
         weights.check_linears(model)
         kind = next(model.parameters()).dtype
         check_computed(f"dtype of {folder}", kind)

@@ -37,7 +37,9 @@ def describe_bundle(folder: Path, verify: bool, progress: bool = True) -> dict[s
         program, unknown = {"methods": {}, "bytes": {}}, str(error)
     files = {name: entry.bytes for name, entry in manifest.files.items()}
     others = {name: size for name, size in files.items() if name not in (PROGRAM_FILE, STORE_FILE)}
-    parts = _program_parts(program["bytes"], files[PROGRAM_FILE]) | _store_parts(folder / STORE_FILE)
+    parts = _program_parts(program["bytes"], files[PROGRAM_FILE])
+    if STORE_FILE in files:
+        parts |= _store_parts(folder / STORE_FILE)
     return {
         "contains": ["bundle"],
         "files": files,

@@ -27,7 +27,7 @@ from torch_pi2.export.markers import registered
 from torch_pi2.export.methods import Methods, Source, decoder_methods_of, module_methods
 from torch_pi2.export.request import Request, check_bundle_folder, check_request, sorted_sizes
 from torch_pi2.export.standins import delegated_copy, exported_layers
-from torch_pi2.export.store import StoreFacts, blob_of, check_exportable, write_store
+from torch_pi2.export.store import NO_STORE, StoreFacts, blob_of, check_exportable, write_store
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.of_model import SparseLayer
 from torch_pi2.rewrite.handle import parts_of
@@ -76,7 +76,7 @@ def export(
         max_tokens: of a sequence, prompt and answer together. max_prompt: that one call of ``forward`` takes; memory is
             planned for as many, and longer prompts go in pieces.
         linears: layers outside feed-forward ones in a float model: ``float32``, ``int8`` or ``int4`` (lossy; XNNPACK's
-            8-bit activations). Those of a model with int4 or int8 weights stay as they are.
+            8-bit activations). Quantised ones, also as a GGUF file had them, stay as they are.
         kv: keys and values of a decoder: ``float32``, ``float16`` or ``int8`` (with a scale for each token and head;
             both are lossy, and a half and a quarter of the memory).
         hot: batch size -> chunks of 512 neurons that the accelerator computes in each layer. Default: from the
@@ -126,7 +126,7 @@ def export(
         staging = stack.enter_context(replacing_folder(folder))
         name = stack.enter_context(registered(layers))
         _save_small(model, tokenizer, staging)
-        facts = write_store(staging / STORE_FILE, layers, parts.plan, progress=progress)
+        facts = write_store(staging / STORE_FILE, layers, parts.plan, progress=progress) if layers else NO_STORE
         source = Source(model, layers, parts, linears_of(model, linears), decoder, tokenizer, calibration)
         with named_failures(f"export of {source.name}", "a model that torch can copy and run with a cache"):
             private = delegated_copy(model, layers, name)
@@ -179,6 +179,13 @@ def _check_model(
             expected="a Hugging Face decoder, whose batch sizes are known",
             found="another module",
             fix="Export it with target='xnnpack' and without hot.",
+        )
+    if request.splits and not layers:
+        raise UnsupportedModelError(
+            f"{what} with hot parts",
+            expected="feed-forward layers of neurons",
+            found="none",
+            fix="Import the file with neurons='all', or export with target='xnnpack' and without hot.",
         )
     mixtures = [layer.site.key for layer in layers if isinstance(layer, SparseExperts)]
     if request.splits and mixtures:

@@ -11,8 +11,8 @@ import torch
 from torch_pi2.base.crc32c import crc32c
 
 MAGIC, BYTES = b"PI2BLOB\0", 512
-#: Of a layer, and of a mixture of experts.
-VERSIONS = (1, 2)
+#: Of a layer, of a mixture of experts, and of either with neurons of two formats.
+VERSIONS = (1, 2, 3)
 #: In the order of the blob; of a sign-bit predictor ``a`` is the signs. Of a mixture: those of all experts, stacked.
 TENSORS = ("bias_gate", "bias_up", "bias_down", "a", "a_scale", "b", "b_scale", "b_bias")
 #: Predictor kind and format of its rows -> code.
@@ -28,7 +28,7 @@ _LAYER = struct.Struct("<IIIIIIIIfIdII")
 _TENSOR = struct.Struct("<QQII")
 #: Of a mixture besides, float64: the predictors' thresholds or margins, and the gates' thresholds.
 NUMBERS = ("cuts", "thresholds")
-_NAME, _NAME_BYTES = 384, 128
+_EXPERTS, _NAME, _NAME_BYTES = 376, 384, 128
 
 
 #: What a call is in profiles, by its role.
@@ -37,15 +37,17 @@ _EVENTS = ("pi2_ffn", "pi2_submit", "pi2_collect")
 
 def event_of(blob: bytes) -> str:
     """The name of a call in profiles, as the delegate gives it: ``pi2_ffn.LAYER`` for instance, LAYER of the store."""
-    _, version, _, _, role, _, _, layer, _ = _HEAD.unpack_from(blob)
-    return f"{'pi2_experts' if version == VERSIONS[1] else _EVENTS[role]}.{layer}"
+    _, _, _, _, role, _, _, layer, _ = _HEAD.unpack_from(blob)
+    (experts,) = struct.unpack_from("<I", blob, _EXPERTS)
+    return f"{'pi2_experts' if experts else _EVENTS[role]}.{layer}"
 
 
 @dataclass(frozen=True)
 class Blob:
     """One delegate call. Fields as in the blob; ``tensors``: name -> (file offset, bytes, CRC32C).
 
-    Of a mixture ``layer`` is that of the first of its ``experts``, which follow each other.
+    Of a mixture ``layer`` is that of the first of its ``experts``, which follow each other. ``down``: the format of
+    down rows, where it is another than that of gate and up; else 0.
     """
 
     role: int
@@ -73,6 +75,7 @@ class Blob:
     store: str
     tensors: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
     experts: int = 0
+    down: int = 0
 
     def pack(self) -> bytes:
         """Its ``BYTES`` bytes."""
@@ -85,12 +88,13 @@ class Blob:
         )
 
         def with_checksum(checksum: int) -> bytes:
+            version = VERSIONS[2 if self.down else self.experts > 0]
             head = _HEAD.pack(
-                MAGIC, VERSIONS[self.experts > 0], checksum, BYTES, self.role, self.store_bytes, self.header_crc,
-                self.layer, self.model_hash,
+                MAGIC, version, checksum, BYTES, self.role, self.store_bytes, self.header_crc, self.layer,
+                self.model_hash,
             )  # fmt: skip
             body = head + layer + places + struct.pack("<II", self.queue, self.preload_from) + more
-            body += struct.pack("<II", self.experts, 0)
+            body += struct.pack("<II", self.experts, self.down)
             return body + self.store.encode().ljust(_NAME_BYTES, b"\0")
 
         data = bytearray(with_checksum(0))

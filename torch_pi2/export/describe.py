@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ from torch_pi2.export.manifest import CONTEXT_METHOD, PROGRAM_FILE, STORE_FILE, 
 from torch_pi2.export.memory import fixed_bytes
 from torch_pi2.export.methods import Methods, Source
 from torch_pi2.export.request import Request
-from torch_pi2.export.store import StoreFacts, kind_of
-from torch_pi2.formats import QUANTIZED
+from torch_pi2.export.store import StoreFacts, kind_of, kinds_of
+from torch_pi2.formats import FLOATS
 from torch_pi2.graph.routed import chosen_shares
+from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.spec.method import LOSSY
 from torch_pi2.store.storefile import StoreReader
+from torch_pi2.store.superblock import LayerEntry
 
 
 def manifest_of(
@@ -50,8 +52,10 @@ def manifest_of(
         if max(request.batches) > 1:
             methods["fork"] = Method("fork", 1, 1)
     pte = files[PROGRAM_FILE].bytes
-    with StoreReader(staging / STORE_FILE) as store:
-        entries = store.entries
+    entries: Sequence[LayerEntry] = ()
+    if layers:
+        with StoreReader(staging / STORE_FILE) as store:
+            entries = store.entries
     tokenizer_file = files.get("tokenizer.json")
     chosen = chosen_shares(config, [layer.site for layer in source.parts.plan.layers])
     return Manifest(
@@ -63,10 +67,10 @@ def manifest_of(
             class_name=source.name,
             model_type=getattr(config, "model_type", None),
             model_hash=source.parts.plan.model_hash,
-            weights=kind_of(layers[0]),
+            weights=kinds_of(layers),
             linears=source.rest,
             layers=len(facts.neuron_bytes),
-            hidden=layers[0].site.hidden,
+            hidden=layers[0].site.hidden if layers else config.get_text_config(decoder=True).hidden_size,
             vocab=config.get_text_config(decoder=True).vocab_size if decoder else None,
         ),
         methods=methods,
@@ -141,13 +145,13 @@ def _lossy(source: Source, request: Request, methods: Mapping[str, Method], hot_
     lossy = sorted({layer.method for layer in source.parts.plan.layers} & {*LOSSY})
     if lossy:
         found.append(f"cold neurons chosen by {' and '.join(lossy)}")
-    if kind_of(layers[0]) in QUANTIZED:
-        found.append(f"neurons in {kind_of(layers[0])}")
+    if any(kind_of(layer) not in FLOATS for layer in layers):
+        found.append(f"neurons in {kinds_of(layers)}")
     if rest != "float32":
         found.append(f"linear layers in {rest}")
     if source.decoder and request.kv != "float32":
         found.append(f"keys and values in {request.kv}")
-    if layers[0].int8_activations:
+    if any(m.int8_activations for m in (*layers, *(m for m in source.model.modules() if isinstance(m, QuantLinear)))):
         found.append("inputs of layers in int8")
     if request.soc is not None:
         pieces = f"all neurons there in pieces of {' and '.join(map(str, prompts))}" if prompts else "by the CPU"

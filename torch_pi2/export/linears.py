@@ -11,7 +11,8 @@ from torch import nn
 from torch_pi2.base.absent import AbsentParameter
 from torch_pi2.base.extras import missing_package
 from torch_pi2.errors import ConfigError
-from torch_pi2.layers.linear import QuantLinear, refuse_ggml
+from torch_pi2.layers.embedding import QuantEmbedding
+from torch_pi2.layers.linear import QuantLinear
 
 #: Columns that have a scale in common.
 _GROUP = 32
@@ -33,13 +34,11 @@ def linears_of(model: nn.Module, asked: str) -> str:
 
     Raises:
         ConfigError: ``asked`` for another form than that in which they are quantised already.
-        UnsupportedModelError: they are in blocks of GGUF's.
     """
-    refuse_ggml(model, "exporting")
-    kinds = {module.weights for module in model.modules() if isinstance(module, QuantLinear)}
+    kinds = dict.fromkeys(module.weights for module in model.modules() if isinstance(module, QuantLinear))
     if not kinds:
         return asked
-    kind = kinds.pop()
+    kind = ", ".join(kinds)
     if asked not in ("float32", kind):
         raise ConfigError(
             "export(linears=...)",
@@ -59,6 +58,8 @@ def prepare_rest(model: nn.Module, linears: str) -> None:
     for module in model.modules():
         if isinstance(module, QuantLinear):
             module.leave_blocks()  # the kernels of this CPU are not those of a phone
+        if isinstance(module, QuantEmbedding):
+            module.dtype = torch.float32
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if type(child) is nn.Embedding and child.weight.dtype in (torch.bfloat16, torch.float16):

@@ -14,7 +14,7 @@ from torch_pi2.base.crc32c import continue_crc32c
 from torch_pi2.base.files import atomic_write, parse_json, read_text
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import ArtifactError
-from torch_pi2.formats import OF_NEURONS
+from torch_pi2.formats import OF_NEURONS, PAIRS
 from torch_pi2.spec.verdict import VERDICT_FILE
 from torch_pi2.store.folder import CARD_FILE
 
@@ -94,7 +94,8 @@ class Model:
 
     Attributes:
         class_name: ``class`` in the file. model_type: Hugging Face's, or None. model_hash: of the FFN weights, as in
-            plan.json. weights: the store's. linears: of all other linear layers. layers: FFNs. hidden: input size.
+            plan.json. weights: the store's. linears: of all other linear layers. layers: FFNs that are neurons;
+            without any there is no store, and weights are ``none``. hidden: input size.
         vocab: tokens that logits are of, or None.
     """
 
@@ -283,7 +284,7 @@ class Manifest:
         """
         folder = Path(folder)
         paths = {name: folder / name for name in self.files}
-        if store is not None:
+        if store is not None and STORE_FILE in paths:
             paths[STORE_FILE] = store
         for name, entry in self.files.items():
             _check_size(paths[name], entry)
@@ -450,7 +451,8 @@ def _check(m: Manifest) -> None:
         require(plain, "files", "names of files without folders", name)
         require(_CRC.fullmatch(entry.crc32c) is not None, f"files.{name}.crc32c", "8 hex digits", entry.crc32c)
         require(_HEX.fullmatch(entry.sha256) is not None, f"files.{name}.sha256", "64 hex digits", entry.sha256)
-    for name, size, what in ((PROGRAM_FILE, m.pte_bytes, "pte"), (STORE_FILE, m.store_bytes, "store")):
+    files = [(PROGRAM_FILE, m.pte_bytes, "pte"), (STORE_FILE, m.store_bytes, "store")]
+    for name, size, what in files if m.model.layers else files[:1]:
         require(name in m.files, "files", f"an entry of {name}", ", ".join(m.files) or "none")
         require(size == m.files[name].bytes, f"bytes.{what}", f"{m.files[name].bytes}, the size of {name}", size)
     require(
@@ -458,8 +460,8 @@ def _check(m: Manifest) -> None:
     )
     model = m.model
     require(_HEX.fullmatch(model.model_hash) is not None, "model.model_hash", "64 hex digits", model.model_hash)
-    require(model.weights in OF_NEURONS, "model.weights", "one of " + ", ".join(OF_NEURONS), model.weights)
-    require(model.layers > 0, "model.layers", "1 or more", model.layers)
+    known = (*OF_NEURONS, *PAIRS) if model.layers else ("none",)
+    require({*model.weights.split(", ")} <= {*known}, "model.weights", "one of " + ", ".join(known), model.weights)
     require(model.hidden > 0, "model.hidden", "1 or more", model.hidden)
     require(m.chunk_neurons == CHUNK_NEURONS, "chunk_neurons", str(CHUNK_NEURONS), m.chunk_neurons)
     _check_methods(m, require)

@@ -46,7 +46,9 @@ def fixed_bytes(
         tokenizer: of its file.
     """
     program = pte + (copies - 1) * packed + planned + workspace
-    engine = predictors + sum(engine_bytes(entries, OffloadConfig())) + max(scratch_bytes(e, tokens) for e in entries)
+    engine = predictors
+    if entries:
+        engine += sum(engine_bytes(entries, OffloadConfig())) + max(scratch_bytes(e, tokens) for e in entries)
     return _PROCESS_BYTES + max(_TOKENIZER_KEPT * tokenizer + program + engine, _TOKENIZER_READ * tokenizer)
 
 

@@ -177,6 +177,13 @@ class Pi2Partitioner(BlobPartitioner):
 
     def __init__(self, model: nn.Module, store: str | Path, rest: Partitioner | None = None) -> None:
         layers = exported_layers(model)
+        if not layers:
+            raise UnsupportedModelError(
+                "Pi2Partitioner",
+                expected="a model with neurons",
+                found=f"a {type(model).__name__} without any",
+                fix="Import it with neurons='all', or lower it without this partitioner.",
+            )
         names = {id(module): name for name, module in model.named_modules() if isinstance(module, SparseLayer)}
         facts = write_store(Path(store), layers, parts_of(model).plan)
         self._layers = layers

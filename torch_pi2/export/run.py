@@ -135,6 +135,14 @@ class Bundle:
             check_not_standard_output(trace, "Bundle(trace)")
         self.folder = Path(folder)
         self.manifest = Manifest.load(self.folder, verify is not False)
+        for name, given in (("store", store), ("trace", trace)):
+            if given is not None and not self.manifest.model.layers:
+                raise ConfigError(
+                    f"Bundle({self.folder}, {name}=...)",
+                    expected="a bundle with neurons",
+                    found="one without, all of whose weights are in its program",
+                    fix="Leave it out.",
+                )
         place = Path(self.folder if store is None else store).absolute()
         self.store = place / STORE_FILE if place.is_dir() else place
         self.manifest.verify(

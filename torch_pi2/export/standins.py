@@ -15,8 +15,7 @@ from torch import nn
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.lazy import LazyDown, LazySource
-from torch_pi2.layers.linear import refuse_ggml
-from torch_pi2.layers.of_model import SparseLayer, is_optimized
+from torch_pi2.layers.of_model import SparseLayer
 from torch_pi2.layers.standin import StandIn
 from torch_pi2.rewrite.handle import Handle
 from torch_pi2.rewrite.install import everywhere, exchange
@@ -77,11 +76,12 @@ class SplitFFN(nn.Module):
 def exported_layers(model: nn.Module) -> list[SparseLayer]:
     """What holds the sparse layers of ``model``, in the order of its plan, if all can be delegate operators.
 
+    There are none in what was imported without neurons.
+
     Raises:
         ConfigError: a dense model. UnsupportedModelError: layers whose activation is code of a bigger block.
     """
-    refuse_ggml(model, "exporting")
-    if not is_optimized(model):
+    if Handle.of(model) is None:
         raise ConfigError(
             f"export of {type(model).__name__}",
             expected="a model that torch_pi2.optimize or load gave",

@@ -23,7 +23,7 @@ from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.base.version import __version__
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.export.blob import NUMBERS, PREDICTORS, TENSORS, Blob
-from torch_pi2.formats import FORMATS, has_two_formats
+from torch_pi2.formats import formats_of
 from torch_pi2.layers.cold import PREDICTOR_TENSORS
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
@@ -38,6 +38,7 @@ from torch_pi2.store.slots import write_slots
 from torch_pi2.store.storefile import (
     StoreReader,
     block_checks,
+    format_fields,
     tensor_check,
 )
 from torch_pi2.store.weights import metadata
@@ -66,9 +67,18 @@ class StoreFacts:
     predictor_bytes: int
 
 
+#: Of a model without neurons, which has no such file.
+NO_STORE = StoreFacts("", 0, 0, b"", (), (), 0, (), 0)
+
+
 def kind_of(ffn: SparseLayer) -> str:
-    """The format in which its neurons are stored."""
+    """The format in which its neurons are stored, or the two."""
     return format_name(ffn.weights, ffn.neuron_rows.dtype)
+
+
+def kinds_of(homes: Sequence[SparseLayer]) -> str:
+    """Those of all of them, for people; ``none`` of none."""
+    return ", ".join(dict.fromkeys(map(kind_of, homes))) or "none"
 
 
 def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progress: bool = False) -> StoreFacts:
@@ -79,9 +89,8 @@ def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progres
     """
     of_home = [layers_of(home) for home in homes]
     layers = [ffn for some in of_home for ffn in some]
-    kinds = {kind_of(ffn) for ffn in layers}
-    assert len(kinds) == 1, kinds  # optimize and load give every layer the same
-    kind = kinds.pop()
+    kinds = {ffn.site.key: kind_of(ffn) for ffn in layers}
+    kind = formats_of(next(iter(kinds.values())))[1]  # of all that say no other
     small = [_small_tensors(home) for home in homes]
     text = torch.frombuffer(bytearray(plan.to_json().encode()), dtype=torch.uint8)
     others = {"pi2.plan": text} | {f"pi2.plan.{name}": order for name, order in plan.orders.items()}
@@ -89,10 +98,11 @@ def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progres
         others |= {_name(home.site.key, role): tensor for role, tensor in tensors.items()}
     specs = {name: Spec.of(tensor) for name, tensor in others.items()}
     ours = {name: spec for name, spec in specs.items() if name.startswith("pi2.")}
-    sites = [(ffn.site, ffn.n_hot, kind) for ffn in layers]
+    sites = [(ffn.site, ffn.n_hot, kinds[ffn.site.key]) for ffn in layers]
     layout = Layout(plan, sites, [ours, {n: spec for n, spec in specs.items() if n not in ours}])
-    provenance = json.dumps({"torch_pi2": __version__, "from": "torch_pi2.export", "weights": kind})
-    weights = metadata(kind, plan.model_hash, {}, {ffn.site.key: "owner" for ffn in layers})
+    provenance = json.dumps({"torch_pi2": __version__, "from": "torch_pi2.export", "weights": kinds_of(homes)})
+    others_of = {key: other for key, other in kinds.items() if other != kind}
+    weights = metadata(kind, plan.model_hash, {}, dict.fromkeys(kinds, "owner"), formats=others_of)
     about = layout.metadata(weights, provenance)
     with TensorWriter(path, layout.specs, about, progress=progress, order=list(layout.specs)) as out:
         block = layout.superblock(out)
@@ -126,17 +136,8 @@ def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progres
 
 
 def check_exportable(home: SparseLayer) -> None:
-    """Raises UnsupportedModelError: a blob has no room for numbers of an activation, a second format of neurons, or
-    biases of experts.
-    """
+    """Raises UnsupportedModelError: a blob has no room for numbers of an activation, or biases of experts."""
     check_plain(home.site.activation, "bundles")
-    if has_two_formats(home.weights):
-        raise UnsupportedModelError(
-            f"export of {home.site.key}",
-            expected="neurons of one format: a blob has no room for a second",
-            found=home.weights,
-            fix="Import the file with neurons='int8', or export a float checkpoint.",
-        )
     if isinstance(home, SparseExperts) and any(bias is not None for bias in home.biases()):
         raise UnsupportedModelError(
             f"export of {home.site.key}",
@@ -159,6 +160,7 @@ def blob_of(
     ffn = homes[call]
     check_exportable(ffn)
     a = ffn._buffers["predictor_a"]
+    fields = format_fields(kind_of(ffn), ffn.site.hidden)
     return Blob(
         role=role,
         store_bytes=facts.file_bytes,
@@ -168,7 +170,8 @@ def blob_of(
         hidden=ffn.site.hidden,
         neurons=ffn.site.intermediate,
         rows=ffn.site.rows_per_neuron,
-        weights=FORMATS[kind_of(ffn)].code,
+        weights=fields["weights"],
+        down=fields["down"],
         activation=list(ACTIVATIONS).index(ffn.site.activation),
         activation_on_up=ffn.site.activation_on_up,
         int8_activations=ffn.int8_activations,

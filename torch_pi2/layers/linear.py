@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from torch_pi2.base.absent import AbsentParameter, Holder, ListedParameters
-from torch_pi2.errors import ConfigError, GradientError, ShapeError, UnsupportedModelError
-from torch_pi2.formats import FORMATS, GGML, QUANTIZED, row_bytes
+from torch_pi2.errors import ConfigError, GradientError, ShapeError
+from torch_pi2.formats import FORMATS, GGML, row_bytes
 from torch_pi2.layers.checks import result_dtype
 from torch_pi2.layers.gpu import goes_to_gpu
 from torch_pi2.ops import load
@@ -28,18 +28,6 @@ CHUNK_BYTES = 32 << 20
 def wants_blocks(weights: str, rows: int, columns: int, int8_activations: bool) -> bool:
     """Whether such a layer has its rows in blocks here (:mod:`torch_pi2.ops.linear_blocks`)."""
     return int8_activations and bool(constants().blocks >> FORMATS[weights].code & 1) and fits(rows, columns)
-
-
-def refuse_ggml(model: nn.Module, doing: str) -> None:
-    """Raise UnsupportedModelError if a linear layer of ``model`` is in ggml's blocks."""
-    for name, module in model.named_modules():
-        if isinstance(module, QuantLinear) and module.weights in GGML:
-            raise UnsupportedModelError(
-                f"{doing} {type(model).__name__}",
-                expected=f"linear layers of floats, {' or '.join(QUANTIZED)}",
-                found=f"{module.weights} in {name}",
-                fix="Export a float checkpoint, or one of torch_pi2.quantize.",
-            )
 
 
 class QuantLinear(Holder):

@@ -91,6 +91,7 @@ _FAKES: dict[str, Callable[..., torch.Tensor]] = {
     "linear_blocks": linear_blocks.fake,
     "quantize": quantize.fake_quantize,
     "dequantize": quantize.fake_dequantize,
+    "dequantize.out": _out(quantize.fake_dequantize),
     "stored_ffn": stored_ffn.fake,
     "crc32c": crc32c.fake,
     "experts_ffn": experts_ffn.fake,

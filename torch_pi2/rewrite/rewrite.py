@@ -15,7 +15,7 @@ from torch import nn
 from torch_pi2.base.evaluating import evaluating, fresh_settings
 from torch_pi2.base.hooks import refuse_global_hooks
 from torch_pi2.base.progress import bar
-from torch_pi2.errors import ConfigError, StaleArtifactError, UnsupportedModelError
+from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.graph.experts import probe_experts
 from torch_pi2.graph.find import Found
 from torch_pi2.graph.reach import same_tokens
@@ -26,6 +26,7 @@ from torch_pi2.layers.of_model import is_optimized, sparse_layers
 from torch_pi2.ops import reference
 from torch_pi2.ops.activations import cuts
 from torch_pi2.ops.quantized import check_quantizable
+from torch_pi2.rewrite.fits import check_names
 from torch_pi2.rewrite.gpu import refuse_split
 from torch_pi2.rewrite.install import Swap, install, put_back
 from torch_pi2.rewrite.linears import Storage, relative
@@ -143,21 +144,6 @@ def replaceable(model: nn.Module, found: Found, needed: bool = True) -> tuple[Fo
             refused |= dict.fromkeys((layer.site.key for layer in group), error)
     left = found.left | left_of(refused, bool(ways) or not needed)
     return Found([site for site in found.sites if site.key not in refused], left), ways
-
-
-def check_names(model: nn.Module, plan: Plan) -> None:
-    """Raises StaleArtifactError if ``plan`` names parameters that ``model`` does not have."""
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for layer in plan.layers:
-        for ref in (layer.site.gate, layer.site.up, layer.site.down):
-            for name in (ref.weight, ref.bias) if ref else ():
-                if name is not None and name not in names:
-                    raise StaleArtifactError(
-                        "plan",
-                        expected=f"a model with a parameter {name}",
-                        found=f"{type(model).__name__} without one",
-                        fix="Make a new plan for this model.",
-                    )
 
 
 def predictor_tensors(predictor: Any) -> tuple[Mapping[str, torch.Tensor] | None, float]:

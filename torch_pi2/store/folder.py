@@ -16,7 +16,8 @@ from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.predict.file import PREDICTORS_FILE
 from torch_pi2.spec.stats import STATS_FILE
 from torch_pi2.spec.verdict import VERDICT_FILE
-from torch_pi2.store.storefile import STORE_FILE, open_weights
+from torch_pi2.store.gguf import is_gguf
+from torch_pi2.store.storefile import STORE_FILE, open_weights, weights_path
 from torch_pi2.store.weights import WEIGHTS_FILE
 
 PI2_FOLDER = "pi2"
@@ -117,7 +118,14 @@ def quantised_by(config: Mapping[str, Any]) -> str:
 
 
 def check_float(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError: by its ``config`` the checkpoint in ``folder`` was quantised by others."""
+    """Raises UnsupportedModelError: others have quantised the checkpoint in ``folder``, or we have."""
+    if weights_path(folder / PI2_FOLDER) is not None:
+        raise UnsupportedModelError(
+            f"weights of {folder}",
+            expected="floats",
+            found=f"weights in torch_pi2's own form ({PI2_FOLDER}/)",
+            fix="Take the checkpoint that it was made of; torch_pi2.load, pack and export take this folder as it is.",
+        )
     if method := quantised_by(config):
         raise UnsupportedModelError(
             f"weights of {folder}",
@@ -127,8 +135,21 @@ def check_float(folder: Path, config: Mapping[str, Any]) -> None:
         )
 
 
+def check_folder(folder: Path) -> None:
+    """Raises ArtifactError: it is a file."""
+    if folder.is_file():
+        of_gguf = is_gguf(folder)
+        raise ArtifactError(
+            str(folder),
+            expected="the folder of a model",
+            found="a GGUF file" if of_gguf else "a file, and no GGUF file",
+            fix="Import it: torch_pi2.import_gguf(file, folder)." if of_gguf else "Name the folder that it is in.",
+        )
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a checkpoint. Raises ArtifactError if it is missing or damaged."""
+    check_folder(folder)
     path, expected, fix = folder / "config.json", "a model's configuration", "Check the folder's name."
     found = parse(read_bytes(path, expected, fix), path, expected=expected, fix=fix, unique=False)
     if not isinstance(found, dict):

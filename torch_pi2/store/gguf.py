@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import struct
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -27,6 +28,17 @@ MAGIC = b"GGUF"
 #: PowerInfer's, of files that are the same but for it.
 _POWERINFER = b"PWRI"
 _EXPECTED, _FIX = "a whole GGUF file", "Get it again from where it comes from."
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file is one by its name, or by its first bytes: of what has been downloaded only these may tell."""
+    if path.suffix.lower() == SUFFIX:
+        return True
+    try:
+        with open(path, "rb") if path.is_file() else nullcontext() as file:  # a FIFO would be waited for
+            return file is not None and file.read(len(MAGIC)) in (MAGIC, _POWERINFER)
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 from torch_pi2.base.fields import shown
 from torch_pi2.errors import ArtifactError
-from torch_pi2.store.gguf import SUFFIX, GgufFile
+from torch_pi2.store.gguf import SUFFIX, GgufFile, is_gguf
 
 _NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.DOTALL | re.IGNORECASE)
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
@@ -25,7 +25,7 @@ def gguf_in(path: str | Path) -> Path | None:
     """
     path = Path(path)
     if not path.is_dir():
-        return path if path.suffix.lower() == SUFFIX else None
+        return path if is_gguf(path) else None
     found: dict[str, Path] = {}
     for file in [] if (path / "config.json").exists() else sorted(path.glob("*")):
         if file.suffix.lower() == SUFFIX and file.is_file():

@@ -6,6 +6,7 @@
 
 #include "base/crc32c.h"
 #include "pi2/predict.h"
+#include "store/store_file.h"
 
 namespace pi2::et {
 
@@ -15,9 +16,9 @@ const char* const kTensorText[kTensorNames] = {"bias_gate", "bias_up", "bias_dow
 namespace {
 
 constexpr char kMagic[8] = {'P', 'I', '2', 'B', 'L', 'O', 'B', '\0'};
-constexpr std::uint32_t kLayerVersion = 1, kMixtureVersion = 2;
-constexpr std::size_t kPlaces = 128, kQueue = 320, kPreload = 324, kMorePlaces = 328, kExperts = 376, kZero = 380,
-                      kName = 384;
+constexpr std::uint32_t kLayerVersion = 1, kMixtureVersion = 2, kPairVersion = 3;
+constexpr std::size_t kVersion = 8, kPlaces = 128, kQueue = 320, kPreload = 324, kMorePlaces = 328, kExperts = 376,
+                      kDown = 380, kName = 384;
 constexpr std::uint32_t kOnUp = 1, kInt8 = 2, kPredictorInt8 = 4;
 constexpr const char* kFix = "The .pte is damaged, or of another version of torch_pi2: export it again.";
 
@@ -55,7 +56,7 @@ std::array<Wanted, kTensorNames> wanted(const Blob& b) {
   const auto rows = [&b](std::int64_t count, std::int64_t bytes) {
     return static_cast<std::uint64_t>(b.layers() * count * bytes);
   };
-  const std::int64_t bias = b.experts > 0 ? 0 : row_bytes(is_quantized(b.w_dtype) ? DType::kF32 : b.w_dtype, 1);
+  const std::int64_t bias = b.experts > 0 ? 0 : row_bytes(b.quantized() ? DType::kF32 : b.w_dtype, 1);
   std::array<Wanted, kTensorNames> all{};
   if (b.rows == 3) all[kBiasGate].bytes = rows(b.neurons, bias);
   all[kBiasUp].bytes = rows(b.neurons, bias);
@@ -110,7 +111,10 @@ Problem parse_layer(const Reader& in, Blob* b) {
   const std::uint32_t hidden = in.u32(72), neurons = in.u32(76), rows = in.u32(80), w_dtype = in.u32(84);
   if (hidden == 0 || hidden > kMost || neurons == 0 || neurons > kMost || (rows != 2 && rows != 3))
     return damaged("sizes", "neurons of 2 or 3 rows", text(neurons) + " of " + text(rows) + " rows of " + text(hidden));
-  if (!is_dtype_of_neurons(w_dtype)) return damaged("weights", "a kind that stores have", text(w_dtype));
+  const std::uint32_t down = in.u32(kDown);
+  b->other_down = in.u32(kVersion) == kPairVersion;
+  if (b->other_down ? !is_pair_of_neurons(w_dtype, down, hidden) : down != 0 || !is_dtype_of_neurons(w_dtype))
+    return damaged("weights", "a kind that stores have", text(w_dtype) + (down == 0 ? "" : " and " + text(down)));
   const std::uint32_t activation = in.u32(88), flags = in.u32(92);
   if (activation >= kActivationCount)
     return damaged("activation", "0 to " + text(kActivationCount - 1), text(activation));
@@ -118,6 +122,7 @@ Problem parse_layer(const Reader& in, Blob* b) {
   b->neurons = neurons;
   b->rows = rows;
   b->w_dtype = static_cast<DType>(w_dtype);
+  b->down_dtype = static_cast<DType>(down);
   b->activation = static_cast<Activation>(activation);
   b->activation_on_up = (flags & kOnUp) != 0;
   b->int8_activations = (flags & kInt8) != 0;
@@ -134,15 +139,14 @@ Problem parse_layer(const Reader& in, Blob* b) {
   b->rank = rank;
   b->dense_from = in.u32(124);
   if (b->experts > 0 && (n_hot != 0 || b->role != Role::kWhole || b->preload_from != 0 || b->dense_from != 0 ||
-                         b->threshold != 0 || b->cut != 0 || in.u32(kZero) != 0))
+                         b->threshold != 0 || b->cut != 0))
     return damaged("experts", "a whole layer without hot neurons and numbers of its own", "others");
   const std::uint64_t most = kMost / static_cast<std::uint64_t>(b->layers());
   if (neurons > most || rank > most)
     return damaged("experts", "at most " + text(kMost) + " neurons", text(in.u32(kExperts)));
   const bool lowrank = form != 0 && b->predictor != PredictorForm::kSignbit;
   const bool grouped = lowrank && b->predictor != PredictorForm::kLowrank;
-  const std::uint32_t known =
-      (rows == 3 ? kOnUp : 0) | (is_quantized(b->w_dtype) ? kInt8 : 0) | (grouped ? kPredictorInt8 : 0);
+  const std::uint32_t known = (rows == 3 ? kOnUp : 0) | (b->quantized() ? kInt8 : 0) | (grouped ? kPredictorInt8 : 0);
   if ((flags & ~known) != 0) return damaged("flags", "those of " + text(known), text(flags));
   if (!(b->threshold >= 0)) return damaged("threshold", "0 or more", std::to_string(b->threshold));
   if (form == 0) return parse_tensors(in, b);
@@ -161,9 +165,9 @@ Problem parse_blob(const void* data, std::size_t bytes, Blob* blob) {
   if (bytes != kBlobBytes) return damaged("size", text(kBlobBytes) + " bytes", text(bytes));
   const Reader in{p};
   if (std::memcmp(p, kMagic, sizeof(kMagic)) != 0) return damaged("magic", "PI2BLOB", "other bytes");
-  const std::uint32_t version = in.u32(8);
-  if (version != kLayerVersion && version != kMixtureVersion)
-    return problem(Fault::kIncompatible, "delegate blob, version", "1 or 2", text(version),
+  const std::uint32_t version = in.u32(kVersion);
+  if (version < kLayerVersion || version > kPairVersion)
+    return problem(Fault::kIncompatible, "delegate blob, version", "1 to 3", text(version),
                    "Run it with the torch_pi2 that exported it, or export it again.");
   std::vector<unsigned char> copy(p, p + bytes);
   std::memset(copy.data() + 12, 0, 4);
@@ -181,11 +185,10 @@ Problem parse_blob(const void* data, std::size_t bytes, Blob* blob) {
   if (blob->role == Role::kWhole ? blob->queue != 0 || in.u32(100) != 0 : false)
     return damaged("role", "no queue and no accelerator for a whole layer",
                    "queue " + text(blob->queue) + ", neurons from " + text(in.u32(100)));
-  if (version == kMixtureVersion) {
-    if (in.u32(kExperts) == 0) return damaged("experts", "1 or more", "0");
-    blob->experts = in.u32(kExperts);
-  }
-  for (std::size_t i = kMorePlaces; i < kName && version == kLayerVersion; ++i)
+  if (version != kLayerVersion) blob->experts = in.u32(kExperts);
+  if (version == kMixtureVersion && blob->experts == 0) return damaged("experts", "1 or more", "0");
+  const std::size_t end = version == kPairVersion ? kDown : kName;
+  for (std::size_t i = kMorePlaces; i < end && blob->experts == 0; ++i)
     if (p[i] != 0) return damaged("byte " + text(i), "0", text(p[i]));
   blob->preload_from = in.u32(kPreload);
   if (blob->preload_from > in.u32(76) || (blob->role != Role::kWhole && blob->preload_from != 0))

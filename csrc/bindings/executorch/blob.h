@@ -40,7 +40,8 @@ struct Blob {
   std::int64_t layer = 0;
   std::array<unsigned char, 32> model_hash{};
   std::int64_t hidden = 0, neurons = 0, rows = 0;
-  DType w_dtype = DType::kF32;
+  DType w_dtype = DType::kF32, down_dtype = DType::kF32;  // the second with other_down
+  bool other_down = false;
   Activation activation = Activation::kRelu;
   bool activation_on_up = false, int8_activations = false, predictor_int8_activations = false;
   std::int64_t n_hot = 0, first = 0;
@@ -57,6 +58,7 @@ struct Blob {
 
   std::int64_t cold() const { return neurons - n_hot; }
   std::int64_t layers() const { return experts == 0 ? 1 : experts; }
+  bool quantized() const { return other_down || is_quantized(w_dtype); }
 };
 
 // Any bytes may be given: what comes out makes sense in itself, and every place is within `store_bytes`.

@@ -1,5 +1,5 @@
-// pi2::linear.out, sparse_ffn.out and predicted_ffn.out for ExecuTorch: weights that are in the .pte itself. The
-// schemas are those of csrc/bindings/torch.
+// pi2::linear.out, dequantize.out, sparse_ffn.out and predicted_ffn.out for ExecuTorch: weights that are in the .pte
+// itself. The schemas are those of csrc/bindings/torch.
 #include <cmath>
 #include <string>
 #include <string_view>
@@ -7,6 +7,7 @@
 #include "bindings/activations.h"
 #include "bindings/executorch/operators.h"
 #include "bindings/executorch/threads.h"
+#include "bindings/formats.h"
 #include "pi2/ffn.h"
 #include "pi2/linear.h"
 #include "pi2/predict.h"
@@ -19,6 +20,15 @@ using executorch::aten::ArrayRef;
 DType quantized_dtype(std::string_view weights) {
   expect(weights == "int4" || weights == "int8", "weights", "int4 or int8", std::string(weights));
   return weights == "int4" ? DType::kQ4 : DType::kQ8;
+}
+
+// Those and ggml's blocks, of which `columns` has to be a whole number.
+DType rows_dtype(std::string_view weights, std::int64_t columns) {
+  const DType dtype = binding::ggml_dtype(std::string(weights));
+  if (!is_ggml(dtype)) return quantized_dtype(weights);
+  const std::int64_t numbers = ggml_block(dtype).numbers;
+  expect(columns % numbers == 0, "columns", "a multiple of " + std::to_string(numbers), std::to_string(columns));
+  return dtype;
 }
 
 // Contiguous, of this dtype and these sizes; its data.
@@ -134,7 +144,7 @@ Tensor& linear_out(KernelRuntimeContext& context, const Tensor& x, const Tensor&
     LinearArgs args;
     args.columns = hidden_of(x);
     args.x_dtype = float_dtype(x, "x");
-    args.w_dtype = quantized_dtype(weights);
+    args.w_dtype = rows_dtype(weights, args.columns);
     expect(rows.dim() == 2, "rows", "[rows, bytes]", shape_of(rows));
     args.rows = rows.size(0);
     args.weights = typed(rows, "rows", ScalarType::Byte, args.rows, row_bytes(args.w_dtype, args.columns));
@@ -145,6 +155,24 @@ Tensor& linear_out(KernelRuntimeContext& context, const Tensor& x, const Tensor&
     args.x = x.const_data_ptr();
     args.y = out.mutable_data_ptr();
     if (args.tokens > 0 && args.rows > 0) pi2::linear(args, executorch_threads());
+  });
+  return out;
+}
+
+Tensor& dequantize_out(KernelRuntimeContext& context, const Tensor& rows, std::string_view weights,
+                       std::int64_t columns, ScalarType dtype, Tensor& out) {
+  guarded(context, "pi2::dequantize.out", [&] {
+    expect(columns > 0 && rows.dim() == 2, "rows", "[rows, bytes]", shape_of(rows));
+    const DType from = rows_dtype(weights, columns);
+    const std::int64_t bytes = row_bytes(from, columns);
+    const void* data = typed(rows, "rows", ScalarType::Byte, rows.size(0), bytes);
+    expect(out.scalar_type() == dtype, "out", "the dtype that was asked for", "another");
+    const executorch::aten::SizesType sizes[] = {static_cast<executorch::aten::SizesType>(rows.size(0)),
+                                                 static_cast<executorch::aten::SizesType>(columns)};
+    expect(executorch::runtime::resize_tensor(out, {sizes, 2}) == Error::Ok, "out",
+           "room for " + std::to_string(rows.size(0)) + " rows", shape_of(out));
+    pi2::dequantize(data, from, rows.size(0), columns, bytes, out.mutable_data_ptr(), float_dtype(out, "out"),
+                    executorch_threads());
   });
   return out;
 }
@@ -191,10 +219,11 @@ Tensor& predicted_ffn_out(KernelRuntimeContext& context, const Tensor& x, const 
   return out;
 }
 
-constexpr char kLinear[] = "pi2::linear.out", kSparse[] = "pi2::sparse_ffn.out",
+constexpr char kLinear[] = "pi2::linear.out", kDequantize[] = "pi2::dequantize.out", kSparse[] = "pi2::sparse_ffn.out",
                kPredicted[] = "pi2::predicted_ffn.out";
 [[maybe_unused]] const Error added[] = {
     add(kLinear, EXECUTORCH_FN(linear_out, kLinear)),
+    add(kDequantize, EXECUTORCH_FN(dequantize_out, kDequantize)),
     add(kSparse, EXECUTORCH_FN(sparse_ffn_out, kSparse)),
     add(kPredicted, EXECUTORCH_FN(predicted_ffn_out, kPredicted)),
 };

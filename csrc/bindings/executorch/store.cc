@@ -193,18 +193,18 @@ Problem Store::identify(const Blob& blob) const {
   std::int64_t layer = blob.layer;
   const auto fits = [&blob](const FfnArgs& found) {
     return found.hidden == blob.hidden && found.neurons == blob.neurons && found.rows == blob.rows &&
-           found.w_dtype == blob.w_dtype && !found.other_down;  // a blob has no room for a second format
+           found.w_dtype == blob.w_dtype && found.other_down == blob.other_down &&
+           (!blob.other_down || found.down_dtype == blob.down_dtype);
   };
   while (layer <= last && fits(offload_->shape(layer))) ++layer;
   if (layer > last) return {};
   const FfnArgs found = offload_->shape(layer);
-  const auto sizes = [](std::int64_t neurons, std::int64_t rows, std::int64_t hidden, DType dtype) {
-    return std::to_string(neurons) + " neurons of " + std::to_string(rows) + " rows of " + std::to_string(hidden) +
-           " (weights " + std::to_string(static_cast<int>(dtype)) + ")";
+  const auto sizes = [](const auto& of) {
+    return std::to_string(of.neurons) + " neurons of " + std::to_string(of.rows) + " rows of " +
+           std::to_string(of.hidden) + " (weights " + std::to_string(static_cast<int>(of.w_dtype)) +
+           (of.other_down ? " and " + std::to_string(static_cast<int>(of.down_dtype)) : "") + ")";
   };
-  return problem(Fault::kIncompatible, what + ", layer " + std::to_string(layer),
-                 sizes(blob.neurons, blob.rows, blob.hidden, blob.w_dtype),
-                 sizes(found.neurons, found.rows, found.hidden, found.w_dtype), kOther);
+  return problem(Fault::kIncompatible, what + ", layer " + std::to_string(layer), sizes(blob), sizes(found), kOther);
 }
 
 std::shared_ptr<const Bytes> Store::tensor(const Place& place, const char* name, Problem* problem, const Rows* blocks) {

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings/formats.h"
 #include "pi2/types.h"
 
 namespace pi2::binding {
@@ -48,19 +49,6 @@ inline DType float_dtype(const Tensor& tensor, const char* name) {
   }
   STD_TORCH_CHECK(false, "pi2: dtype of ", name,
                   ": expected float32, bfloat16 or float16, found another. Convert it first.");
-  return DType::kF32;
-}
-
-inline const char* name_of(DType dtype) {
-  static const char* const names[kDTypes] = {"float32", "bfloat16", "float16", "int8 rows", "int4", "int8",
-                                             "q4_1",    "q5_0",     "q5_1",    "q4_k",      "q5_k", "q6_k"};
-  return names[static_cast<int>(dtype)];
-}
-
-// The format of ggml's blocks of this name, or kF32.
-inline DType ggml_dtype(const std::string& weights) {
-  for (int d = 0; d < kDTypes; ++d)
-    if (is_ggml(static_cast<DType>(d)) && weights == name_of(static_cast<DType>(d))) return static_cast<DType>(d);
   return DType::kF32;
 }
 

@@ -109,8 +109,9 @@ Tensor quantize(const Tensor& w, const Text& weights, const MaybeTensor& importa
   return rows;
 }
 
-Tensor dequantize(const Tensor& rows, const Text& weights, int64_t columns, ScalarType dtype) {
+Tensor dequantize_out(const Tensor& rows, const Text& weights, int64_t columns, ScalarType dtype, const Tensor& out) {
   check_plain(rows, "rows");
+  check_plain(out, "out");
   const DType from = rows_dtype(weights, columns);
   STD_TORCH_CHECK(columns > 0 && rows.dim() == 2 && rows.scalar_type() == ScalarType::Byte &&
                       rows.size(1) == row_bytes(from, columns) &&
@@ -118,10 +119,21 @@ Tensor dequantize(const Tensor& rows, const Text& weights, int64_t columns, Scal
                   "pi2: rows: expected uint8 [rows, ", columns > 0 ? row_bytes(from, columns) : 0, "] for ", columns,
                   " columns of ", weights, ", found ", rows.dim(), " dimensions of ", rows.numel(),
                   " elements in all or another dtype. Pass the columns and the format it was quantised with.");
-  Tensor out = torch::stable::new_empty(rows, {rows.size(0), columns}, dtype);
+  STD_TORCH_CHECK(out.dim() == 2 && out.size(0) == rows.size(0) && out.size(1) == columns &&
+                      out.scalar_type() == dtype && out.is_contiguous(),
+                  "pi2: out: expected a contiguous tensor of ", rows.size(0), " x ", columns,
+                  " with the dtype that was asked for, found ", out.scalar_type() == dtype ? "" : "another dtype, ",
+                  out.is_contiguous() ? "" : "strided, ", shape_of(out), ". Make it with torch.empty.");
   pi2::dequantize(rows.const_data_ptr(), from, rows.size(0), columns, rows.stride(0), out.mutable_data_ptr(),
                   float_dtype(out, "dtype"), torch_threads());
   return out;
+}
+
+Tensor dequantize(const Tensor& rows, const Text& weights, int64_t columns, ScalarType dtype) {
+  check_plain(rows, "rows");
+  const int64_t count = rows.dim() == 2 ? rows.size(0) : 0;
+  return dequantize_out(rows, weights, columns, dtype,
+                        torch::stable::new_empty(rows, {count, columns > 0 ? columns : 0}, dtype));
 }
 
 }  // namespace
@@ -132,7 +144,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   m.def(("linear.out(" + linear + ", *, Tensor(a!) out) -> Tensor(a!)").c_str());
   m.def("linear_blocks(Tensor x, Tensor blocks, Tensor? bias, str weights) -> Tensor");
   m.def("quantize(Tensor w, str weights, Tensor? importance=None) -> Tensor");
-  m.def("dequantize(Tensor rows, str weights, int columns, ScalarType dtype) -> Tensor");
+  const std::string dequantize = "Tensor rows, str weights, int columns, ScalarType dtype";
+  m.def(("dequantize(" + dequantize + ") -> Tensor").c_str());
+  m.def(("dequantize.out(" + dequantize + ", *, Tensor(a!) out) -> Tensor(a!)").c_str());
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pi2, CPU, m) {
@@ -141,6 +155,7 @@ STABLE_TORCH_LIBRARY_IMPL(pi2, CPU, m) {
   m.impl("linear_blocks", TORCH_BOX(&linear_blocks));
   m.impl("quantize", TORCH_BOX(&quantize));
   m.impl("dequantize", TORCH_BOX(&dequantize));
+  m.impl("dequantize.out", TORCH_BOX(&dequantize_out));
 }
 
 }  // namespace pi2::binding

@@ -32,7 +32,7 @@ inline Bytes512 written(const pi2::et::Blob& blob) {
   Bytes512 out(pi2::et::kBlobBytes, 0);
   std::memcpy(out.data(), "PI2BLOB", 8);
   const auto u32 = [&](std::size_t at, std::int64_t value) { put(&out, at, static_cast<std::uint64_t>(value), 4); };
-  u32(8, blob.experts > 0 ? 2 : 1);
+  u32(8, blob.other_down ? 3 : blob.experts > 0 ? 2 : 1);
   u32(16, 512);
   u32(20, static_cast<std::int64_t>(blob.role));
   put(&out, 24, blob.store_bytes, 8);
@@ -61,6 +61,7 @@ inline Bytes512 written(const pi2::et::Blob& blob) {
     put(&out, at + 16, blob.tensors[i].checksum, 4);
   }
   u32(376, blob.experts);
+  if (blob.other_down) u32(380, static_cast<std::int64_t>(blob.down_dtype));
   u32(320, blob.queue);
   u32(324, blob.preload_from);
   std::memcpy(&out[384], blob.store.data(), blob.store.size());
@@ -80,6 +81,8 @@ inline pi2::et::Blob blob_of(const StoreFixture& store, std::size_t layer) {
   blob.neurons = l.neurons;
   blob.rows = l.rows;
   blob.w_dtype = l.w_dtype;
+  blob.down_dtype = l.down_dtype;
+  blob.other_down = l.other_down;
   blob.store = store.path.substr(store.path.rfind('/') + 1);
   return blob;
 }

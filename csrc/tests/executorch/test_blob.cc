@@ -60,6 +60,14 @@ Blob mixture() {
   return b;
 }
 
+// The same in two formats.
+Blob pair(Blob b) {
+  b.w_dtype = DType::kQ5_0;
+  b.down_dtype = DType::kQ8;
+  b.other_down = true;
+  return b;
+}
+
 bool same(const Blob& a, const Blob& b) { return written(a) == written(b); }
 
 long check_sound() {
@@ -109,7 +117,12 @@ long check_sound() {
   for (const TensorName name : {kA, kB, kBBias, kCuts, kThresholds}) gates.tensors[name] = {};
   wrong = parse_blob(written(gates).data(), kBlobBytes, &found);
   PI2_CHECK(!wrong && same(found, gates), "%s", wrong.text.c_str());
-  return 6;
+  for (const Blob& one : {pair(sound()), pair(mixture())}) {
+    wrong = parse_blob(written(one).data(), kBlobBytes, &found);
+    PI2_CHECK(!wrong && same(found, one) && found.other_down && found.down_dtype == DType::kQ8, "%s",
+              wrong.text.c_str());
+  }
+  return 8;
 }
 
 struct Damage {
@@ -130,7 +143,7 @@ long check_refused() {
       {"size: expected 512 bytes, found 0", [](Bytes512* b) { b->clear(); }, false},
       {"size: expected 512 bytes, found 513", [](Bytes512* b) { b->push_back(0); }, false},
       {"magic: expected PI2BLOB, found other bytes", [](Bytes512* b) { (*b)[0] = 'p'; }},
-      {"version: expected 1 or 2, found 3", number(8, 3), true, Fault::kIncompatible},
+      {"version: expected 1 to 3, found 4", number(8, 4), true, Fault::kIncompatible},
       {"checksum: expected that of its bytes, found another", [](Bytes512* b) { (*b)[75] ^= 4; }, false},
       {"size: expected 512, found 256", number(16, 256)},
       {"role: expected 0 to 2, found 3", number(20, 3)},
@@ -142,7 +155,7 @@ long check_refused() {
       {"sizes", number(80, 4)},
       {"weights: expected a kind that stores have, found 3", number(84, 3)},
       {"weights: expected a kind that stores have, found 6", number(84, 6)},
-      {"weights", number(84, 6)},
+      {"weights: expected a kind that stores have, found 4", number(8, 3)},
       {"activation: expected 0 to 5, found 6", number(88, 6)},
       {"flags: expected those of 7, found 8", number(92, 8)},
       {"hot neurons: expected 0 to 300, found 301 and 64", number(96, 301)},
@@ -179,13 +192,24 @@ long check_refused() {
       {"experts: expected a whole layer without hot neurons", number(124, 33)},
       {"experts: expected a whole layer without hot neurons", number(104, bits(0.5f))},
       {"experts: expected a whole layer without hot neurons", number(112, bits(0.5), 8)},
-      {"experts: expected a whole layer without hot neurons", number(380, 1)},
+      {"weights: expected a kind that stores have, found 4 and 1", number(380, 1)},
       {"experts: expected at most 1073741824 neurons, found 4294967295", number(376, 0xffffffff)},
       {"a: expected 15120 bytes, found 12960", number(376, 7)},
       {"bias_up: expected 0 bytes, found 1200", number(136 + 24, 1200, 8)},
       {"cuts: expected 48 bytes, found 0", number(328 + 8, 0, 8)},
       {"thresholds: expected 48 bytes, found 40", number(352 + 8, 40, 8)},
       {"byte 329: expected 0, found 1", number(8, 1)},
+  };
+  const Damage of_pairs[] = {
+      {"weights: expected a kind that stores have, found 7", number(380, 0)},
+      {"weights: expected a kind that stores have, found 7 and 7", number(380, 7)},
+      {"weights: expected a kind that stores have, found 7 and 12", number(380, 12)},
+      {"weights: expected a kind that stores have, found 5 and 5", number(84, 5)},
+      {"weights: expected a kind that stores have, found 1 and 5", number(84, 1)},
+      {"weights: expected a kind that stores have, found 9 and 5", number(84, 9)},  // 96 numbers are no block of 256
+      {"byte 380: expected 0, found 5", number(8, 1)},
+      {"byte 328: expected 0, found 1", number(328, 1)},
+      {"bias_gate: expected 1200 bytes, found 600", number(136, 600, 8)},
   };
   const auto refused = [](const Blob& blob, const Damage& damage) {
     Bytes512 bytes = written(blob);
@@ -200,12 +224,13 @@ long check_refused() {
   };
   for (const Damage& damage : all) refused(sound(), damage);
   for (const Damage& damage : of_mixtures) refused(mixture(), damage);
-  return static_cast<long>(std::size(all) + std::size(of_mixtures));
+  for (const Damage& damage : of_pairs) refused(pair(sound()), damage);
+  return static_cast<long>(std::size(all) + std::size(of_mixtures) + std::size(of_pairs));
 }
 
 // Every byte says something: of a change, sealed again, what is taken is what was written, and not what was there.
 long check_every_byte() {
-  for (const Bytes512& whole : {written(sound()), written(mixture())})
+  for (const Bytes512& whole : {written(sound()), written(mixture()), written(pair(mixture()))})
     for (std::size_t i = 0; i < whole.size(); ++i) {
       Bytes512 bytes = whole;
       bytes[i] = static_cast<char>(bytes[i] ^ 0x10);
@@ -215,7 +240,7 @@ long check_every_byte() {
       if (i >= 12 && i < 16) continue;  // the checksum is right again
       PI2_CHECK(parse_blob(bytes.data(), bytes.size(), &found) || written(found) == bytes, "byte %zu is not read", i);
     }
-  return 1024;
+  return 1536;
 }
 
 }  // namespace

@@ -31,7 +31,9 @@ void check(const Manifest& m) {
   must(m.vocab >= 0 && m.vocab < std::int64_t{1} << 31, "vocabulary");
   must(m.lanes > 0 && !m.batches.empty() && m.batches.front() > 0 && m.batches.back() == m.lanes, "batches");
   must(m.prompt_tokens > 0 && m.max_tokens >= 0, "tokens");
-  must(m.ffn_bytes <= m.store_bytes && m.files.contains("model.pte") && m.files.contains("model.pi2"), "files");
+  must(m.ffn_bytes <= m.store_bytes && m.files.contains("model.pte") &&
+           (m.store_bytes == 0 || m.files.contains("model.pi2")),
+       "files");
   for (const auto& [name, entry] : m.files) {
     must(!name.empty() && name != "." && name != ".." && name.find_first_of("/\\\n") == std::string::npos, "a name");
     must(entry.bytes >= 0, "bytes");

@@ -150,7 +150,7 @@ def family_for(model_type: str) -> Family:
             return family
     raise UnsupportedModelError(
         f"a GGUF file of a {model_type} model",
-        expected=", ".join(family.model_type for family in FAMILIES),
+        expected=", ".join(dict.fromkeys(family.model_type for family in FAMILIES)),
         found=model_type,
         fix="Convert its checkpoint with llama.cpp's own script.",
     )
@@ -223,6 +223,8 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     config.setdefault("vocab_size", _vocabulary(file))
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     if not config.get("sliding_window", 1):
+        if family.model_type == "gemma2":  # llama.cpp then sees nothing in every other layer
+            _unsupported(file, "a window of one token or more", f"{arch}.attention.sliding_window 0")
         config["sliding_window"] = None
     width = config.setdefault("head_dim", config["hidden_size"] // max(1, config["num_attention_heads"]))
     if said.number("attention.value_length", width) != width or said.number("rope.dimension_count", width) != width:

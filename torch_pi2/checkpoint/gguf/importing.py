@@ -48,7 +48,7 @@ def import_gguf(
             with one model.
         neurons: ``auto``: experts, and layers whose activation gives zeros (ReLU); none of other layers. ``all``: all
             layers, as a neuron store and thresholds need them; ``int4`` or ``int8``: all, in this format throughout
-            (GPUs and bundles read no other; ``int4`` of a Q4_0 file is smaller, and rounds down by some 8 %).
+            (GPUs read no other; ``int4`` of a Q4_0 file is smaller, and rounds down by some 8 %).
             ``none``: none; experts are refused then.
         predictors: text (a str, a list of them, or token ids ``[N, T]``) on which the recall of a PowerInfer file's
             predictors is measured, some 2,000 tokens. They decide then which neurons are computed (lossy). None: they
