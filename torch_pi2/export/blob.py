@@ -11,8 +11,8 @@ import torch
 from torch_pi2.base.crc32c import crc32c
 
 MAGIC, BYTES = b"PI2BLOB\0", 512
-#: Of a layer, and of a mixture of experts.
-VERSIONS = (1, 2)
+#: Of a layer, of a mixture of experts, and of a layer whose neurons have their own thresholds.
+VERSIONS = (1, 2, 3)
 #: In the order of the blob; of a sign-bit predictor ``a`` is the signs. Of a mixture: those of all experts, stacked.
 TENSORS = ("bias_gate", "bias_up", "bias_down", "a", "a_scale", "b", "b_scale", "b_bias")
 #: Predictor kind and format of its rows -> code.
@@ -26,7 +26,8 @@ PREDICTORS = {
 _HEAD = struct.Struct("<8sIIIIQII32s")
 _LAYER = struct.Struct("<IIIIIIIIfIdII")
 _TENSOR = struct.Struct("<QQII")
-#: Of a mixture besides, float64: the predictors' thresholds or margins, and the gates' thresholds.
+#: Of a mixture besides, float64: the predictors' thresholds or margins, and the gates' thresholds. Of a layer the
+#: latter alone, float32 and one for each neuron.
 NUMBERS = ("cuts", "thresholds")
 _NAME, _NAME_BYTES = 384, 128
 
@@ -84,9 +85,11 @@ class Blob:
             for names in (TENSORS, NUMBERS)
         )
 
+        version = VERSIONS[1] if self.experts else VERSIONS[2 if "thresholds" in self.tensors else 0]
+
         def with_checksum(checksum: int) -> bytes:
             head = _HEAD.pack(
-                MAGIC, VERSIONS[self.experts > 0], checksum, BYTES, self.role, self.store_bytes, self.header_crc,
+                MAGIC, version, checksum, BYTES, self.role, self.store_bytes, self.header_crc,
                 self.layer, self.model_hash,
             )  # fmt: skip
             body = head + layer + places + struct.pack("<II", self.queue, self.preload_from) + more

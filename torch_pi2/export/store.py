@@ -213,7 +213,7 @@ def _small_tensors(home: SparseLayer) -> dict[str, torch.Tensor]:
         }
     else:
         predictor = home.predictor_rows()
-        found = {role: getattr(home, role) for role in TENSORS[:3]}
+        found = {role: getattr(home, role) for role in (*TENSORS[:3], "thresholds")}
     roles = {"signs": "a", "bias": "b_bias"}
     found |= {roles.get(name, name): tensor for name, tensor in predictor.items()}
     return {role: tensor.detach().contiguous() for role, tensor in found.items() if tensor is not None}

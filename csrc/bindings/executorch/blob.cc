@@ -15,7 +15,7 @@ const char* const kTensorText[kTensorNames] = {"bias_gate", "bias_up", "bias_dow
 namespace {
 
 constexpr char kMagic[8] = {'P', 'I', '2', 'B', 'L', 'O', 'B', '\0'};
-constexpr std::uint32_t kLayerVersion = 1, kMixtureVersion = 2;
+constexpr std::uint32_t kLayerVersion = 1, kMixtureVersion = 2, kThresholdsVersion = 3;
 constexpr std::size_t kPlaces = 128, kQueue = 320, kPreload = 324, kMorePlaces = 328, kExperts = 376, kZero = 380,
                       kName = 384;
 constexpr std::uint32_t kOnUp = 1, kInt8 = 2, kPredictorInt8 = 4;
@@ -61,7 +61,7 @@ std::array<Wanted, kTensorNames> wanted(const Blob& b) {
   all[kBiasUp].bytes = rows(b.neurons, bias);
   all[kBiasDown].bytes = rows(b.hidden, bias);
   const std::int64_t number = b.experts > 0 ? sizeof(double) : 0;
-  all[kThresholds].bytes = rows(1, number);
+  all[kThresholds] = {b.own_thresholds ? rows(b.neurons, 4) : rows(1, number), b.own_thresholds};
   if (b.predictor != PredictorForm::kNone) all[kCuts] = {rows(1, number), number > 0};
   if (b.predictor == PredictorForm::kNone) return all;
   if (b.predictor == PredictorForm::kSignbit) {
@@ -162,8 +162,8 @@ Problem parse_blob(const void* data, std::size_t bytes, Blob* blob) {
   const Reader in{p};
   if (std::memcmp(p, kMagic, sizeof(kMagic)) != 0) return damaged("magic", "PI2BLOB", "other bytes");
   const std::uint32_t version = in.u32(8);
-  if (version != kLayerVersion && version != kMixtureVersion)
-    return problem(Fault::kIncompatible, "delegate blob, version", "1 or 2", text(version),
+  if (version < kLayerVersion || version > kThresholdsVersion)
+    return problem(Fault::kIncompatible, "delegate blob, version", "1 to 3", text(version),
                    "Run it with the torch_pi2 that exported it, or export it again.");
   std::vector<unsigned char> copy(p, p + bytes);
   std::memset(copy.data() + 12, 0, 4);
@@ -185,7 +185,9 @@ Problem parse_blob(const void* data, std::size_t bytes, Blob* blob) {
     if (in.u32(kExperts) == 0) return damaged("experts", "1 or more", "0");
     blob->experts = in.u32(kExperts);
   }
-  for (std::size_t i = kMorePlaces; i < kName && version == kLayerVersion; ++i)
+  blob->own_thresholds = version == kThresholdsVersion;
+  const std::size_t zeros = version == kMixtureVersion ? kName : blob->own_thresholds ? kExperts : kMorePlaces;
+  for (std::size_t i = zeros; i < kName; ++i)
     if (p[i] != 0) return damaged("byte " + text(i), "0", text(p[i]));
   blob->preload_from = in.u32(kPreload);
   if (blob->preload_from > in.u32(76) || (blob->role != Role::kWhole && blob->preload_from != 0))

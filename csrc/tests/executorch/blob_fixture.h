@@ -32,7 +32,7 @@ inline Bytes512 written(const pi2::et::Blob& blob) {
   Bytes512 out(pi2::et::kBlobBytes, 0);
   std::memcpy(out.data(), "PI2BLOB", 8);
   const auto u32 = [&](std::size_t at, std::int64_t value) { put(&out, at, static_cast<std::uint64_t>(value), 4); };
-  u32(8, blob.experts > 0 ? 2 : 1);
+  u32(8, blob.experts > 0 ? 2 : blob.tensors[pi2::et::kThresholds].bytes > 0 ? 3 : 1);
   u32(16, 512);
   u32(20, static_cast<std::int64_t>(blob.role));
   put(&out, 24, blob.store_bytes, 8);

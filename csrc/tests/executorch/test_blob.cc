@@ -60,6 +60,18 @@ Blob mixture() {
   return b;
 }
 
+// A layer whose neurons have their own thresholds.
+Blob thresholds() {
+  Blob b = sound();
+  b.predictor = PredictorForm::kNone;
+  b.predictor_int8_activations = false;
+  b.cut = 0;
+  b.rank = 0;
+  b.tensors = {};
+  b.tensors[kThresholds] = {512, 1200, 0};
+  return b;
+}
+
 bool same(const Blob& a, const Blob& b) { return written(a) == written(b); }
 
 long check_sound() {
@@ -109,7 +121,9 @@ long check_sound() {
   for (const TensorName name : {kA, kB, kBBias, kCuts, kThresholds}) gates.tensors[name] = {};
   wrong = parse_blob(written(gates).data(), kBlobBytes, &found);
   PI2_CHECK(!wrong && same(found, gates), "%s", wrong.text.c_str());
-  return 6;
+  wrong = parse_blob(written(thresholds()).data(), kBlobBytes, &found);
+  PI2_CHECK(!wrong && same(found, thresholds()) && found.own_thresholds, "%s", wrong.text.c_str());
+  return 7;
 }
 
 struct Damage {
@@ -130,7 +144,7 @@ long check_refused() {
       {"size: expected 512 bytes, found 0", [](Bytes512* b) { b->clear(); }, false},
       {"size: expected 512 bytes, found 513", [](Bytes512* b) { b->push_back(0); }, false},
       {"magic: expected PI2BLOB, found other bytes", [](Bytes512* b) { (*b)[0] = 'p'; }},
-      {"version: expected 1 or 2, found 3", number(8, 3), true, Fault::kIncompatible},
+      {"version: expected 1 to 3, found 4", number(8, 4), true, Fault::kIncompatible},
       {"checksum: expected that of its bytes, found another", [](Bytes512* b) { (*b)[75] ^= 4; }, false},
       {"size: expected 512, found 256", number(16, 256)},
       {"role: expected 0 to 2, found 3", number(20, 3)},
@@ -187,6 +201,14 @@ long check_refused() {
       {"thresholds: expected 48 bytes, found 40", number(352 + 8, 40, 8)},
       {"byte 329: expected 0, found 1", number(8, 1)},
   };
+  const Damage of_thresholds[] = {
+      {"thresholds: expected 1200 bytes, found 0", number(352 + 8, 0, 8)},
+      {"thresholds: expected 1200 bytes, found 300", number(352 + 8, 300, 8)},
+      {"cuts: expected 0 bytes, found 8", number(328 + 8, 8, 8)},
+      {"byte 376: expected 0, found 1", number(376, 1)},
+      {"byte 353: expected 0, found 2", number(8, 1)},
+      {"experts: expected 1 or more, found 0", number(8, 2)},
+  };
   const auto refused = [](const Blob& blob, const Damage& damage) {
     Bytes512 bytes = written(blob);
     damage.make(&bytes);
@@ -200,12 +222,13 @@ long check_refused() {
   };
   for (const Damage& damage : all) refused(sound(), damage);
   for (const Damage& damage : of_mixtures) refused(mixture(), damage);
-  return static_cast<long>(std::size(all) + std::size(of_mixtures));
+  for (const Damage& damage : of_thresholds) refused(thresholds(), damage);
+  return static_cast<long>(std::size(all) + std::size(of_mixtures) + std::size(of_thresholds));
 }
 
 // Every byte says something: of a change, sealed again, what is taken is what was written, and not what was there.
 long check_every_byte() {
-  for (const Bytes512& whole : {written(sound()), written(mixture())})
+  for (const Bytes512& whole : {written(sound()), written(mixture()), written(thresholds())})
     for (std::size_t i = 0; i < whole.size(); ++i) {
       Bytes512 bytes = whole;
       bytes[i] = static_cast<char>(bytes[i] ^ 0x10);
@@ -215,7 +238,7 @@ long check_every_byte() {
       if (i >= 12 && i < 16) continue;  // the checksum is right again
       PI2_CHECK(parse_blob(bytes.data(), bytes.size(), &found) || written(found) == bytes, "byte %zu is not read", i);
     }
-  return 1024;
+  return 1536;
 }
 
 }  // namespace
