@@ -1,9 +1,9 @@
 """What ``|act(gate)|`` of a neuron is multiplied by, so that what it adds to the layer's output can be compared.
 
-A neuron adds ``act(gate) * up * down row``; its gate alone is known before up and down are read. CATS (arXiv 2404.08763)
-compares ``|act(gate)|``; a neuron whose down row is ten times as long counts no more there. The rest is known beforehand
-but for up, of which weights or calibration text tell the usual size (WINA, arXiv 2505.19427, weights inputs of matrices
-likewise).
+A neuron adds ``act(gate) * up * down row``, of which the gate alone is known before the other rows are read. CATS
+(arXiv 2404.08763) compares ``|act(gate)|``: a neuron whose down row is ten times as long counts no more there. That
+length is known beforehand, and the usual size of up is what weights or calibration text say (WINA, arXiv 2505.19427,
+weights the inputs of matrices likewise).
 """
 
 from __future__ import annotations

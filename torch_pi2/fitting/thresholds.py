@@ -42,10 +42,13 @@ _EVAL_TOKENS = 16_384
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Site key -> the threshold on its score; scales: see :func:`~torch_pi2.fitting.scores.score_scales`.
+    """What was chosen, and how.
 
-    ``made_by``: ``score``, and with a budget ``max_loss``, ``loss_change`` (of what was chosen, on calibration sequences
-    that thresholds were not taken from) and ``loss_curve``: points of ``skipped``, the share of neurons, and ``change``.
+    Attributes:
+        cuts: site key -> the threshold on its score. scales: see :func:`~torch_pi2.fitting.scores.score_scales`.
+        made_by: ``score``; with a budget ``max_loss``, ``loss_change``, of what was chosen, on calibration sequences
+            that thresholds were not taken from, and ``loss_curve``, points of ``skipped``, a share of all neurons, and
+            ``change``.
     """
 
     cuts: dict[str, float] = field(default_factory=dict)

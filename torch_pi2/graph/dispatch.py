@@ -168,7 +168,7 @@ class _Layer:
 
     site: FFNSite
     hot_I: torch.Tensor
-    threshold: float
+    threshold_I: torch.Tensor
     predictor: Scorer | None
 
 
@@ -247,7 +247,9 @@ class NeuronClusterMode(TorchDispatchMode):
             hot_I = torch.zeros(layer.site.intermediate, dtype=torch.bool)
             hot_I[layer.order[: layer.n_hot].long()] = True
             scorer = predictors[key] if predicted else None
-            self._layers[key] = _Layer(layer.site, hot_I, layer.threshold, scorer)
+            own_I = layer.thresholds
+            threshold_I = torch.full(hot_I.shape, layer.threshold) if own_I is None else own_I
+            self._layers[key] = _Layer(layer.site, hot_I, threshold_I, scorer)
         sites = [y.site for y in self._layers.values()]
         self._params = site_tensors(sites, plan.parameters().__getitem__)
         self._index = MatmulIndex(sites, self._params)
@@ -351,7 +353,7 @@ class NeuronClusterMode(TorchDispatchMode):
             if hit.bias is None and ref.bias is not None:
                 own = self._params[ref.bias]
                 z = values + (own if len(own) == site.intermediate else own[member.start : member.stop])[index]
-            fires_TA = ACTIVATIONS[site.activation](z.float()).abs() > layer.threshold
+            fires_TA = ACTIVATIONS[site.activation](z.float()).abs() > layer.threshold_I[index]
             call.fires_TI = call.wanted_TI.clone()
             call.fires_TI[:, index] &= fires_TA | layer.hot_I[index]
         self._count(site, len(x_TH), len(index))

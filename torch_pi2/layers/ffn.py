@@ -49,9 +49,9 @@ class SparseFFN(DenseForm):
         ConfigError: unknown method, hot neurons out of range, or a predictor is missing.
 
     Buffers (none of them in ``state_dict``): ``neuron_rows [I, R, H]`` contiguous in plan order, ``bias_gate``,
-    ``bias_up [I]`` in plan order, ``bias_down [H]``, ``thresholds [I]`` float32 in plan order where neurons have their own,
-    and the predictor's rows of cold neurons in plan order, in blocks
-    where kernels like that (:mod:`torch_pi2.ops.linear_blocks`).
+    ``bias_up [I]`` in plan order, ``bias_down [H]``, ``thresholds [I]`` float32 in plan order or None, and the
+    predictor's rows of cold neurons in plan order, in blocks where kernels like that
+    (:mod:`torch_pi2.ops.linear_blocks`).
     Quantised: ``neuron_rows [I, R, row_bytes(H)]`` uint8 (of two formats ``[I, bytes]``) and float32 biases. What was
     rounded away is gone, so the original cannot be restored, ``state_dict`` has the numbers that the rows stand for,
     and other weights cannot be loaded.

@@ -45,7 +45,7 @@ class Config:
         sparsity: share of neurons that ``threshold`` skips in every layer that has no exact zeros (lossy).
         score: what decides which (lossy). ``gate``: ``|act(gate)|`` (CATS); ``norms``: times the norms of the neuron's
             down and up rows; ``output``: times the norm of its down row and the usual size of its up on calibration
-            text. But for ``gate``, each neuron has a threshold of its own then; experts of a mixture know ``gate`` alone.
+            text. But for ``gate`` each neuron has its own threshold then; experts of a mixture know ``gate`` alone.
         max_loss: relative increase of the model's loss that thresholds may cause, 0.01 = 1 % (lossy): in the place of
             ``sparsity``, as much is skipped as that bears, each layer its own share. None: ``sparsity``.
         weights: how weights of FFNs and other linear layers are stored. ``float``: as they are (lossless); ``int4``,
