@@ -1,4 +1,4 @@
-"""Scores and loss budgets for layers without exact zeros, on a SwiGLU model that is right about its calibration text."""
+"""Scores and loss budgets for layers without exact zeros, on a SwiGLU model that is right about its own text."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from tiny_models import INTERMEDIATE
 
 import torch_pi2
 from torch_pi2 import errors
+from torch_pi2.cli.inspect import describe, render
+from torch_pi2.fitting import thresholds
 from torch_pi2.fitting.loss import causal_lm_loss
 from torch_pi2.fitting.scores import score_scales
 from torch_pi2.fitting.sets import split
@@ -27,6 +29,9 @@ from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.observe import counters
 from torch_pi2.profiling.data import batches
+from torch_pi2.report.collect import collect
+from torch_pi2.report.page import plots
+from torch_pi2.spec.loss_curve import LossCurve
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.stats import ActivationStats
 
@@ -145,15 +150,52 @@ def test_layers_get_their_own_shares() -> None:
     assert second < first - 0.1
 
 
+def test_the_curve_is_in_the_folder_and_shown(tmp_path: Path) -> None:
+    model = optimised(score="output", max_loss=0.05)
+    torch_pi2.save(model, tmp_path / "m")
+    curve = LossCurve.of(model.torch_pi2.stats.made_by, "here")
+    assert curve.loss_change == model.torch_pi2.loss_change
+    found = describe(tmp_path / "m")
+    assert found["thresholds"] == curve.to_json()
+    shown = render(found)
+    assert f"thresholds on the score 'output': loss {curve.loss_change:+.2%} (max_loss 5.0%)" in shown
+    assert f"{curve.points[0][0]:.0%} {curve.points[0][1]:+.2%}" in shown
+    (drawn,) = [plot for plot in plots(collect(tmp_path / "m"))["Plan"] if plot.name == "loss-curve"]
+    assert drawn.figure["data"][0]["x"] == [skipped for skipped, _ in curve.points]
+    assert drawn.figure["data"][0]["y"] == [change for _, change in curve.points]
+    assert f"the loss is {curve.loss_change:+.2%} there" in drawn.read
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"loss_curve": []}, "here, loss_curve: expected a list of 1 or more"),
+        (
+            {"loss_curve": [{"skipped": 2, "change": 0}]},
+            "loss_curve, 0, skipped: expected a number, 0 or more, at most 1",
+        ),
+        ({"max_loss": "much"}, "here, max_loss: expected a number"),
+        ({"score": 1}, "here, score: expected text"),
+    ],
+)
+def test_damaged_curves(wrong: dict, message: str) -> None:
+    made = LossCurve("gate", 0.01, 0.009, ((0.5, 0.009),)).to_json()
+    assert LossCurve.of({"tokens": 5}, "here") is None
+    assert LossCurve.of(made, "here").to_json() == made
+    with pytest.raises(errors.ArtifactError, match=message):
+        LossCurve.of(made | wrong, "here")
+
+
 def test_it_says_that_it_is_lossy(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "torch_pi2"):
         change = optimised(score="output", max_loss=0.02).torch_pi2.loss_change
     assert f"lossy: 2 of 2 layers threshold (loss {change:+.2%} on held-out data)" in caplog.text
 
 
-def test_no_budget_for_anything(caplog: pytest.LogCaptureFixture) -> None:
-    model = optimised(max_loss=1e-9)
-    assert "no neuron can be skipped within max_loss=1e-09: thresholds are 0" in caplog.text
+def test_no_budget_for_anything(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thresholds, "mean_loss", lambda *args: (2.0 if args[3] else 1.0, 0.5))
+    model = optimised(max_loss=0.5)
+    assert "no neuron can be skipped within max_loss=0.5: thresholds are 0" in caplog.text
     assert not model.torch_pi2.lossy
     assert torch.allclose(logits(model, own_text()), logits(tiny_models.tiny("llama"), own_text()), atol=1e-4)
 
@@ -209,7 +251,7 @@ def test_watching_counts_what_is_above_a_neurons_own_threshold() -> None:
         assert torch.equal(ours.thresholds, theirs.thresholds)
         assert theirs.active_share == pytest.approx(ours.active_share, abs=0.01)
     key = next(iter(made)).key
-    with pytest.raises(errors.ConfigError, match="its neurons have thresholds of their own.*Leave thresholds out"):
+    with pytest.raises(errors.ConfigError, match=r"its neurons have thresholds of their own.*Leave thresholds out"):
         torch_pi2.watch(model, thresholds={key: 0.5})
 
 
@@ -234,7 +276,7 @@ def test_statistics_of_another_score_are_refused() -> None:
 
 def test_experts_know_one_threshold() -> None:
     model = tiny_experts.build("Mixtral", hidden_act="silu")
-    with pytest.raises(errors.ConfigError, match="score of .*expected 'gate': an expert has one threshold"):
+    with pytest.raises(errors.ConfigError, match=r"score of .*expected 'gate': an expert has one threshold"):
         torch_pi2.optimize(model, own_text(), method="threshold", score="norms", **QUICK)
 
 

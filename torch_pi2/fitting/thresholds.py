@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,9 @@ from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.run import profile
 from torch_pi2.spec.config import Config
+from torch_pi2.spec.loss_curve import LossCurve
 from torch_pi2.spec.site import FFNSite
-from torch_pi2.spec.stats import ActivationStats, LayerStats, bin_edge
+from torch_pi2.spec.stats import LayerStats, bin_edge
 
 _log = logging.getLogger("torch_pi2")
 
@@ -46,9 +47,7 @@ class Thresholds:
 
     Attributes:
         cuts: site key -> the threshold on its score. scales: see :func:`~torch_pi2.fitting.scores.score_scales`.
-        made_by: ``score``; with a budget ``max_loss``, ``loss_change``, of what was chosen, on calibration sequences
-            that thresholds were not taken from, and ``loss_curve``, points of ``skipped``, a share of all neurons, and
-            ``change``.
+        made_by: ``score``; with a budget what a :class:`~torch_pi2.spec.loss_curve.LossCurve` says.
     """
 
     cuts: dict[str, float] = field(default_factory=dict)
@@ -71,55 +70,58 @@ def choose_thresholds(
         stats = profile(model, data, sites, scales=scales, progress=progress, **settings)
         cuts = {site.key: stats.threshold_for(site.key, config.sparsity) for site in sites}
         return Thresholds(cuts, scales, {"score": config.score})
-    parts = split(data, config.batch_size)
-    seen, held = [*parts["fit"], *parts["calibrate"]], at_most(parts["evaluate"], _EVAL_TOKENS)
-    scales = score_scales(model, seen, sites, config.score, progress=progress)
-    stats = profile(model, seen, sites, scales=scales, progress=progress, **settings)
-    dense, _ = mean_loss(model, held, causal_lm_loss, None)
-
-    def change(cuts: Mapping[str, float]) -> tuple[float, float]:
-        """Relative increase of the loss, and the share of neurons that were skipped."""
-        chosen = [site for site in sites if cuts.get(site.key, 0.0) > 0]
-        own = {key: cuts[key] if key not in scales else cuts[key] / scales[key] for key in (s.key for s in chosen)}
-        mode = PredictedMaskMode(model, chosen, dict.fromkeys(own), thresholds=own)
-        loss, skipped = mean_loss(model, held, causal_lm_loss, mode)
-        every, here = (sum(site.intermediate for site in some) for some in (sites, chosen))
-        return loss / dense - 1, skipped * here / every
-
-    total = len(sites) + len(_CURVE) + _HALVINGS
-    with bar(None, "thresholds", progress, total=total, unit="step") as shown:
-        walk = _Walk(stats, sites, change, shown.update)
-        cuts, found = walk.within(config.max_loss)
-    if not found:
+    walk = Walk(model, data, sites, config, progress=progress)
+    cuts, found = walk.within(config.max_loss)
+    if not any(cuts.values()):
         _log.warning("no neuron can be skipped within max_loss=%g: thresholds are 0", config.max_loss)
-    made_by = {"score": config.score, "max_loss": config.max_loss, "loss_change": found, "loss_curve": walk.curve()}
-    return Thresholds(cuts, scales, made_by)
+    curve = LossCurve(config.score, config.max_loss, found, walk.points)
+    return Thresholds(cuts, walk.scales, curve.to_json())
 
 
-class _Walk:
-    """Along the price of a skipped neuron, the same for all layers."""
+class Walk:
+    """Along the price of a skipped neuron, the same for all layers: thresholds for shares of all neurons.
+
+    Args: as of :func:`choose_thresholds`; ``max_loss`` and ``sparsity`` are not read.
+
+    Attributes:
+        scales: see :func:`~torch_pi2.fitting.scores.score_scales`. stats: of the sequences that thresholds are from.
+    """
 
     def __init__(
-        self,
-        stats: ActivationStats,
-        sites: Sequence[FFNSite],
-        change: Callable[[Mapping[str, float]], tuple[float, float]],
-        advance: Callable[[], object],
+        self, model: nn.Module, data: list[Batch], sites: Sequence[FFNSite], config: Config, *, progress: bool = False
     ) -> None:
-        self._stats, self._change, self._advance = stats, change, advance
+        parts = split(data, config.batch_size)
+        seen, self._held = [*parts["fit"], *parts["calibrate"]], at_most(parts["evaluate"], _EVAL_TOKENS)
+        self._model, self._sites = model, sites
+        self.scales = score_scales(model, seen, sites, config.score, progress=progress)
+        settings: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
+        self.stats = profile(model, seen, sites, scales=self.scales, progress=progress, **settings)
         self._weights = {site.key: site.intermediate for site in sites}
-        self._shares = {site.key: _Skipped(stats[site.key]) for site in sites}
+        self._shares = {site.key: _Skipped(self.stats[site.key]) for site in sites}
         self._points: dict[float, tuple[float, float]] = {}
-        tried = {key: stats.threshold_for(key, _TRIED) for key in self._weights}
-        factors = {key: self._factor(key, cut) for key, cut in tried.items()}
+        self._dense, _ = mean_loss(model, self._held, causal_lm_loss, None)
+        with bar(sites, "thresholds of layers", progress, unit="layer") as shown:
+            factors = {site.key: self._factor(site.key) for site in shown}
         least = max(*factors.values(), 0.0) * _LEAST_FACTOR or 1.0
         self._factors = {key: max(factor, least) for key, factor in factors.items()}
+        self._progress = progress
 
-    def _factor(self, key: str, cut: float) -> float:
+    def masked(self, cuts: Mapping[str, float]) -> PredictedMaskMode:
+        """A context inside which the model skips what is not above ``cuts``, thresholds on the score by key."""
+        chosen = [site for site in self._sites if cuts.get(site.key, 0.0) > 0]
+        own = {s.key: cuts[s.key] / self.scales[s.key] if s.key in self.scales else cuts[s.key] for s in chosen}
+        return PredictedMaskMode(self._model, chosen, dict.fromkeys(own), thresholds=own)
+
+    def _change(self, cuts: Mapping[str, float]) -> tuple[float, float]:
+        """Relative increase of the loss, and the share of neurons that were skipped."""
+        loss, skipped = mean_loss(self._model, self._held, causal_lm_loss, self.masked(cuts))
+        here = sum(self._weights[key] for key, cut in cuts.items() if cut > 0)
+        return loss / self._dense - 1, skipped * here / sum(self._weights.values())
+
+    def _factor(self, key: str) -> float:
+        cut = self.stats.threshold_for(key, _TRIED)
         missing = self._shares[key].missing(cut)
-        change, _ = self._change({key: cut})
-        self._advance()
-        return change / missing if missing else 0.0
+        return self._change({key: cut})[0] / missing if missing else 0.0
 
     def cuts(self, share: float) -> dict[str, float]:
         """Thresholds at one price, with which ``share`` of all neurons is skipped."""
@@ -138,24 +140,28 @@ class _Walk:
     def _evaluate(self, share: float) -> float:
         change, skipped = self._change(self.cuts(share))
         self._points[share] = skipped, change
-        self._advance()
         return change
 
     def within(self, max_loss: float) -> tuple[dict[str, float], float]:
         """The thresholds that skip most before the loss has risen by ``max_loss``, and by how much it has."""
         low, high = 0.0, 1.0
-        for share in _CURVE:
-            if self._evaluate(share) > max_loss:
-                high = min(high, share)
-            elif high == 1.0:
-                low = share
-        for _ in range(_HALVINGS if high < 1.0 else 0):
-            share = (low + high) / 2
-            low, high = (low, share) if self._evaluate(share) > max_loss else (share, high)
+        with bar(None, "loss curve", self._progress, total=len(_CURVE) + _HALVINGS, unit="step") as shown:
+            for share in _CURVE:
+                if self._evaluate(share) > max_loss:
+                    high = min(high, share)
+                elif high == 1.0:
+                    low = share
+                shown.update()
+            for _ in range(_HALVINGS if high < 1.0 else 0):
+                share = (low + high) / 2
+                low, high = (low, share) if self._evaluate(share) > max_loss else (share, high)
+                shown.update()
         return (self.cuts(low), self._points[low][1]) if low else (dict.fromkeys(self._weights, 0.0), 0.0)
 
-    def curve(self) -> list[dict[str, float]]:
-        return [{"skipped": skipped, "change": change} for skipped, change in sorted(self._points.values())]
+    @property
+    def points(self) -> tuple[tuple[float, float], ...]:
+        """Shares that have been tried, ascending, and what they did to the loss."""
+        return tuple(sorted(self._points.values()))
 
 
 class _Skipped:
