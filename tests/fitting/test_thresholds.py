@@ -172,7 +172,7 @@ def test_the_curve_is_in_the_folder_and_shown(tmp_path: Path) -> None:
         ({"loss_curve": []}, "here, loss_curve: expected a list of 1 or more"),
         (
             {"loss_curve": [{"skipped": 2, "change": 0}]},
-            "loss_curve, 0, skipped: expected a number, 0 or more, at most 1",
+            "0, skipped: expected a number, 0 or more, at most 1",
         ),
         ({"max_loss": "much"}, "here, max_loss: expected a number"),
         ({"score": 1}, "here, score: expected text"),

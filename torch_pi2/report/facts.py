@@ -108,8 +108,8 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan: ``rows`` in order of execution, ``buckets`` ascending. ``planner``: who made it. ``curve``: of thresholds
-    that were chosen by what the loss bears.
+    """The plan: ``rows`` in order of execution, ``buckets`` ascending. ``planner``: who made it. ``curve``: of
+    thresholds that were chosen by what the loss bears.
     """
 
     planner: str

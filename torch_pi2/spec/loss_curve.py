@@ -34,7 +34,7 @@ class LossCurve:
 
     @staticmethod
     def of(made_by: Mapping[str, Any], where: str) -> LossCurve | None:
-        """That in ``made_by``, which is from ``where``; None: thresholds had no budget. Raises ArtifactError: damaged."""
+        """That in ``made_by``, from ``where``; None: thresholds had no budget. Raises ArtifactError: it is damaged."""
         if "loss_curve" not in made_by:
             return None
         found = Field(dict(made_by), where, _FIX)
