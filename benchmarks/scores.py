@@ -103,7 +103,7 @@ def run(
         "tokens": sum(part.numel() for part in windows),
         "calibration_tokens": sum(batch.n_tokens for batch in data),
         "cases": cases,
-        "machine": machine.describe()["machine"],
+        **machine.describe(),
     }
 
 
