@@ -90,12 +90,12 @@ def _command(args: argparse.Namespace) -> str:
         value = getattr(args, action.dest, None)
         if value is None or (action.nargs == 0 and value is not action.const):
             continue
-        flag = action.option_strings[-1]
+        flag = action.option_strings[-1:]
         if action.nargs == 0:
-            words.append(flag)
+            words += flag
         else:
             repeated = value if isinstance(action, argparse._AppendAction) else [value]
-            words += [word for each in repeated for word in (flag, text(each))]
+            words += [word for each in repeated for word in (*flag, text(each))]
     return shlex.join(words)
 
 

@@ -8,7 +8,7 @@ not skipped (:func:`torch_pi2.planner.greedy.gate_share`). Nothing is timed.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch_pi2.cli import common
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.eval.loss import logits_of
 from torch_pi2.fitting.thresholds import Walk
+from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.graph.find import find_sites
 from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.planner.greedy import gate_share
@@ -32,8 +33,6 @@ from torch_pi2.profiling.data import calibration_batches
 from torch_pi2.spec.config import SCORES, Config
 from torch_pi2.spec.site import FFNSite
 
-#: Of a score: the same share of every layer, or spread by what the loss bears. CATS is the gate, the same share.
-HOW = ("same", "spread")
 _SHARES = [0.4, 0.5, 0.6, 0.7, 0.8]
 
 
@@ -61,7 +60,9 @@ def run(
     trust_remote_code: bool = False,
     allow_download: bool = False,
 ) -> dict[str, Any]:
-    """Score every case; see :func:`measure`. ``tokens`` of held-out text are taken in windows of 256.
+    """Every score, each layer skipping the same share, or shares spread by what the loss bears; see :func:`measure`.
+
+    CATS is the gate, the same share. ``tokens`` of held-out text are taken in windows of 256.
 
     Raises:
         UnsupportedModelError: every layer has exact zeros, which thresholds are not for.
@@ -83,16 +84,14 @@ def run(
             found="none",
             fix="Nothing need be skipped there that is not zero: method='exact' loses nothing.",
         )
-    cases: dict[str, list[dict[str, float]]] = {}
-    with bar(None, "scores", True, total=len(SCORES) * len(HOW) * len(shares), unit="case") as shown:
-        for score in SCORES:
-            walk = Walk(dense, data, sites, Config(calibration_tokens=calibration_tokens, score=score))
-            for how in HOW:
-                points = cases[f"{score}, {how}"] = []
-                for share in shares:
-                    same = {site.key: walk.stats.threshold_for(site.key, share) for site in sites}
-                    points.append(measure(dense, windows, sites, walk, walk.cuts(share) if how == "spread" else same))
-                    shown.update()
+    modes: dict[str, list[PredictedMaskMode]] = {}
+    for score in SCORES:
+        walk = Walk(dense, data, sites, Config(calibration_tokens=calibration_tokens, score=score), progress=True)
+        same = [{site.key: walk.stats.threshold_for(site.key, share) for site in sites} for share in shares]
+        modes[f"{score}, same"] = [walk.masked(cuts) for cuts in same]
+        modes[f"{score}, spread"] = [walk.masked(walk.cuts(share)) for share in shares]
+    found = iter(measure(dense, windows, [mode for some in modes.values() for mode in some]))
+    cases = {name: [_with_bytes(next(found), sites[0], mode) for mode in some] for name, some in modes.items()}
     sizes = {"layers": len(sites), "hidden": sites[0].hidden, "neurons": sites[0].intermediate}
     return {
         "what": "scores",
@@ -109,40 +108,35 @@ def run(
 
 @torch.no_grad()
 def measure(
-    model: nn.Module,
-    windows: Sequence[torch.Tensor],
-    sites: Sequence[FFNSite],
-    walk: Walk,
-    cuts: Mapping[str, float],
-) -> dict[str, float]:
-    """The model with what ``cuts`` skip, beside the dense one, on ``windows``, ``[B, T]`` ids each.
+    model: nn.Module, windows: Sequence[torch.Tensor], modes: Sequence[PredictedMaskMode]
+) -> list[dict[str, float]]:
+    """For each of ``modes`` the model inside it, beside the dense one, on ``windows``, ``[B, T]`` ids each.
 
     Returns:
-        ``skipped``: share of (token, neuron) pairs; ``read``: share of the bytes of these layers; ``loss``: relative
-        increase of the loss; ``kl``: mean divergence of the next token's distribution from the dense model's, in nats;
-        ``agreement``: share of tokens with the same most likely next token.
+        ``loss``: relative increase of the loss; ``kl``: mean divergence of the next token's distribution from the dense
+        model's, in nats; ``agreement``: share of tokens with the same most likely next token.
     """
-    sums = dict.fromkeys(("dense", "sparse", "kl", "agree", "tokens"), 0.0)
-    mode = walk.masked(cuts)
+    dense, tokens = 0.0, 0
+    sums = [dict.fromkeys(("loss", "kl", "agreement"), 0.0) for _ in modes]
     with evaluating(model):
-        for ids_BT in windows:
-            wanted = F.log_softmax(logits_of(model, ids_BT).float(), -1)
-            with mode:
-                found = F.log_softmax(logits_of(model, ids_BT).float(), -1)
-            next_BT = ids_BT[:, 1:, None]
-            sums["dense"] -= float(wanted[:, :-1].gather(-1, next_BT).sum())
-            sums["sparse"] -= float(found[:, :-1].gather(-1, next_BT).sum())
-            sums["kl"] += float((wanted.exp() * (wanted - found)).sum())
-            sums["agree"] += float((wanted.argmax(-1) == found.argmax(-1)).sum())
-            sums["tokens"] += ids_BT.numel()
-    active = mode.cold_share if cuts else 1.0
-    return {
-        "skipped": 1 - active,
-        "read": gate_share(sites[0], active),
-        "loss": sums["sparse"] / sums["dense"] - 1,
-        "kl": sums["kl"] / sums["tokens"],
-        "agreement": sums["agree"] / sums["tokens"],
-    }
+        for ids_BT in bar(windows, "scores", True, unit="batch"):
+            wanted, next_BT = F.log_softmax(logits_of(model, ids_BT).float(), -1), ids_BT[:, 1:, None]
+            dense -= float(wanted[:, :-1].gather(-1, next_BT).sum())
+            tokens += ids_BT.numel()
+            for mode, of in zip(modes, sums, strict=True):
+                with mode:
+                    found = F.log_softmax(logits_of(model, ids_BT).float(), -1)
+                of["loss"] -= float(found[:, :-1].gather(-1, next_BT).sum())
+                of["kl"] += float((wanted.exp() * (wanted - found)).sum())
+                of["agreement"] += float((wanted.argmax(-1) == found.argmax(-1)).sum())
+    return [
+        {"loss": of["loss"] / dense - 1, "kl": of["kl"] / tokens, "agreement": of["agreement"] / tokens} for of in sums
+    ]
+
+
+def _with_bytes(point: dict[str, float], site: FFNSite, mode: PredictedMaskMode) -> dict[str, float]:
+    """``point`` with the share of neurons that ``mode`` has skipped, and that of the layers' bytes that are read."""
+    return {"skipped": 1 - mode.cold_share, "read": gate_share(site, mode.cold_share)} | point
 
 
 def render(result: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from tiny_tokenizers import TEXT, byte_tokenizer
 from benchmarks import drawings, scores, table
 from benchmarks.__main__ import main, render
 from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.spec.config import SCORES
 
 
 def folder(path: Path, **config: object) -> Path:
@@ -24,7 +25,7 @@ def test_every_score_at_every_share(tmp_path: Path) -> None:
     path = folder(tmp_path / "swiglu")
     result = scores.run(path, shares=(0.3, 0.7), calibration_tokens=3000, tokens=600)
     assert (result["what"], result["folder"], result["tokens"]) == ("scores", "swiglu", 512)
-    assert list(result["cases"]) == [f"{score}, {how}" for score in ("gate", "norms", "output") for how in scores.HOW]
+    assert list(result["cases"]) == [f"{s}, {how}" for s in SCORES for how in ("same", "spread")]
     for name, (few, many) in result["cases"].items():
         for point, share in ((few, 0.3), (many, 0.7)):
             assert point["skipped"] == pytest.approx(share, abs=0.08), name
@@ -41,6 +42,15 @@ def test_every_score_at_every_share(tmp_path: Path) -> None:
     drawn = drawings.DRAWINGS["scores"](drawings.read(tmp_path / "results"))
     ours = result["cases"]["output, spread"]
     assert drawn.data()[drawings.OURS_SCORE] == [[100 * (1 - p["read"]), *[100 * p["loss"]] * 3] for p in ours]
+
+
+def test_its_command_names_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder(tmp_path / "swiglu")
+    sizes = ["--shares", "0.5", "--tokens", "300", "--calibration-tokens", "2000"]
+    assert main(["scores", str(path), *sizes, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["command"]
+    assert found.startswith("python -m benchmarks scores swiglu")
+    assert "--shares 0.5" in found
 
 
 def test_a_relu_model_has_nothing_to_be_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
