@@ -29,7 +29,7 @@ from torch_pi2.spec.site import FFNSite
 
 #: 1 had no ``hardware`` part and is read, too. Plans in which neurons have thresholds of their own are of 3.
 PLAN_VERSION, _WITH_THRESHOLDS = 2, 3
-_VERSIONS = (1, PLAN_VERSION, _WITH_THRESHOLDS)
+_VERSIONS = (1, _WITH_THRESHOLDS, PLAN_VERSION)
 
 _FIX = "Make the plan again."
 
