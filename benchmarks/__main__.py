@@ -2,7 +2,7 @@
 
 `ffn`, `layer` and `gpu` are one feed-forward layer, `attention` is attention alone; `decode`, `imported`, `bundle`,
 `bundle-offload`, `offload`, `best-of`, `speculate`, `plan` and `gpu-model` are whole models; `serve` and `prefix` are
-servers of one; `phone` is simulated.
+servers of one; `phone` is simulated; `scores` times nothing.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ BENCHMARKS = {
     "offload": "a model larger than memory, step by step from mmap to the pipeline",
     "best-of": "several sequences of which one ends every few steps, under plans that follow or not",
     "speculate": "guessed next tokens, verified together, against plain decoding",
+    "scores": "what thresholds skip of a model without exact zeros, and what that costs, by score and share",
     "serve": "servers under load, and how long clients wait, optionally against llama-cpp-python's own",
     "prefix": "the first text of an answer whose prompt begins as one before did",
     "phone": "a phone of published figures, simulated: prompts and decoding beside PowerInfer-2's own",
@@ -89,12 +90,12 @@ def _command(args: argparse.Namespace) -> str:
         value = getattr(args, action.dest, None)
         if value is None or (action.nargs == 0 and value is not action.const):
             continue
-        flag = action.option_strings[-1]
+        flag = action.option_strings[-1:]
         if action.nargs == 0:
-            words.append(flag)
+            words += flag
         else:
             repeated = value if isinstance(action, argparse._AppendAction) else [value]
-            words += [word for each in repeated for word in (flag, text(each))]
+            words += [word for each in repeated for word in (*flag, text(each))]
     return shlex.join(words)
 
 

@@ -22,9 +22,11 @@ from torch_pi2.report.style import THEMES
 
 RESULTS = Path(__file__).parent / "results"
 OURS, PEER = "torch_pi2", "llama.cpp"
+OURS_SCORE, PEER_SCORE = "size of what a neuron adds, shares of layers by loss (ours)", "gate, equal shares (CATS)"
 #: Of a light page and of a dark one; told apart by most eyes.
 _COLOURS = {OURS: ("#0072b2", "#56b4e9"), PEER: ("#b34700", "#ff9e4a"), "prompt": ("#00785a", "#3fc79a")}
 _MARKS = {OURS: "o", PEER: "s", "prompt": "^"}
+_AS = {OURS_SCORE: OURS, PEER_SCORE: PEER}
 
 Results = Mapping[str, Mapping[str, Any]]
 
@@ -40,7 +42,9 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Drawing:
-    """``lines``: points by name. ``level``: a height worth a line of its own. ``sources``: files without ``.json``."""
+    """``lines``: points by name. ``level``: a height worth a line of its own. ``sources``: files without ``.json``.
+    ``about``: what figures are of.
+    """
 
     title: str
     x_label: str
@@ -49,6 +53,7 @@ class Drawing:
     sources: Sequence[str]
     level: float | None = None
     log_x: bool = False
+    about: str = "synthetic weights; {cpu}, {kernels}; medians, slowest to fastest round"
 
     def data(self) -> dict[str, list[list[float | str]]]:
         return {name: [list(point) for point in points] for name, points in self.lines.items()}
@@ -121,8 +126,26 @@ def batches(results: Results) -> Drawing:
     )
 
 
+def scores(results: Results) -> Drawing:
+    """Loss against the bytes that are saved, of a SwiGLU model."""
+    name = "scores-swiglu-stdlib"
+    result = results[name]
+    wanted = {PEER_SCORE: "gate, same", OURS_SCORE: "output, spread"}
+    return Drawing(
+        "A trained SwiGLU model: what skipping neurons costs",
+        "bytes of feed-forward layers saved, %",
+        "loss on held-out text, % higher",
+        {
+            label: [Point(100 * (1 - p["read"]), *[100 * p["loss"]] * 3) for p in result["cases"][case]]
+            for label, case in wanted.items()
+        },
+        [name],
+        about=f"{result['tokens']:,} held-out tokens of Python source; lossy",
+    )
+
+
 DRAWINGS: dict[str, Callable[[Results], Drawing]] = {
-    "memory": memory, "modes": modes, "active": active, "batches": batches,
+    "memory": memory, "modes": modes, "active": active, "batches": batches, "scores": scores,
 }  # fmt: skip
 
 
@@ -211,6 +234,7 @@ def _is_bars(drawing: Drawing) -> bool:
 
 def _look(index: int, name: str) -> tuple[str, str]:
     """Colour and mark of the line ``name``, which is the ``index``-th."""
+    name = _AS.get(name, name)
     kind = name if name in _COLOURS else (OURS, "prompt")[index]
     return _COLOURS[kind][0], _MARKS[kind]
 
@@ -258,7 +282,7 @@ def _bars(axes: Any, drawing: Drawing) -> None:
 
 def _machine(drawing: Drawing, results: Results) -> str:
     machine = results[drawing.sources[0]]["machine"]
-    return f"synthetic weights; {machine['cpu']}, {machine['kernels']}; medians, slowest to fastest round"
+    return drawing.about.format(cpu=machine["cpu"], kernels=machine["kernels"])
 
 
 def _with_dark(svg: str) -> str:

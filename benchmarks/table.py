@@ -421,6 +421,32 @@ def _generate_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
+_SCORES = ("run", "score, shares of layers", "skipped", "bytes read", "loss", "KL, nats", "same token")
+_SCORES_NOTE = """
+A model without exact zeros, of which neurons below thresholds are skipped, beside the dense model on held-out text:
+loss, divergence of the next token's distribution, and how often the most likely token is the same. *Bytes* are those of
+feed-forward layers, every gate row among them. *Same*: each layer skips the same share; *spread*: shares by what the
+loss bears. CATS is the gate, the same share. Quality, not speed: nothing is timed.
+"""
+
+
+def _scores_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    real = ", real model" if result["synthetic"] is False else ""
+    return [
+        [
+            f"{name}: {result['tokens']:,} tokens{real}",
+            case,
+            percent(point["skipped"]),
+            percent(point["read"]),
+            f"{point['loss']:+.2%}",
+            _number(point["kl"], 4),
+            percent(point["agreement"]),
+        ]
+        for case, points in result["cases"].items()
+        for point in points
+    ]
+
+
 #: Of which benchmark, title with a note, header, and rows of a result by its name.
 _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]], list[list[str]]]], ...] = (
     ("decode", "## Whole models", _DECODE, _decode_rows),
@@ -434,6 +460,7 @@ _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]
     ("offload", f"## Larger than memory\n{_OFFLOAD_NOTE}", _OFFLOAD, _offload_rows),
     ("plan", f"## Planned against fixed plans\n{_PLAN_NOTE}", _PLAN, _plan_rows),
     ("best-of", f"## A batch that shrinks\n{_BEST_NOTE}", _BEST, _best_rows),
+    ("scores", f"## What skipping neurons costs\n{_SCORES_NOTE}", _SCORES, _scores_rows),
     ("layer", "## One feed-forward layer", _LAYERS, _layer_rows),
     ("layer", "## Dense linears and predictors", _LINEARS, _linear_rows),
     ("attention", f"## Attention\n{_ATTENTION_NOTE}", _ATTENTION, _attention_rows),

@@ -29,6 +29,7 @@ from torch_pi2.fitting.loss import causal_lm_loss
 from torch_pi2.fitting.search import FitSettings
 from torch_pi2.fitting.sets import MIN_SEQUENCES, rows_of
 from torch_pi2.fitting.signbit_fit import fit_signbit
+from torch_pi2.fitting.thresholds import Thresholds, choose_thresholds
 from torch_pi2.formats import QUANTIZED
 from torch_pi2.graph.find import Found, search
 from torch_pi2.machine.find import find_hardware
@@ -116,7 +117,8 @@ def profile(
 
     ReLU-family neurons fire when they are not exactly zero. In other layers a neuron fires when its gate exceeds
     the magnitude below which ``config.sparsity`` of all gate values lie (CATS), which takes a first pass over the
-    data to find.
+    data to find; or, with ``config.score`` and ``config.max_loss``, its own threshold
+    (:mod:`torch_pi2.fitting.thresholds`).
 
     Args:
         model: any ``nn.Module``; it is run in evaluation mode, on the CPU, and left as and where it was.
@@ -143,12 +145,11 @@ def _profile(
         "progress": progress,
     }
     dense = [site for site in sites if not exact_zeros(site.activation)]
-    thresholds: dict[str, float] = {}
-    if dense and config.sparsity > 0 and config.method not in ("dense", "exact"):
-        first = profile_sites(model, data, dense, **settings)
-        thresholds = {site.key: first.threshold_for(site.key, config.sparsity) for site in dense}
-    cuts = {site.key: thresholds.get(site.key, 0.0) for site in sites}
-    found = profile_sites(model, data, sites, thresholds=cuts, **settings)
+    chosen = Thresholds()
+    if dense and (config.sparsity > 0 or config.max_loss is not None) and config.method not in ("dense", "exact"):
+        chosen = choose_thresholds(model, data, dense, config, progress=progress)
+    found = profile_sites(model, data, sites, thresholds=chosen.cuts, scales=chosen.scales, **settings)
+    found.made_by |= chosen.made_by
     _warn_of_few(found)
     return found
 
@@ -215,7 +216,7 @@ def _fit(
     progress: bool,
 ) -> FittedPredictors:
     # Samples of all layers are held at once: fewer tokens for large models (7B: about 6,000).
-    cold = {s.key: cold_neurons(stats, s.key, hot_cut(s, config)) for s in sites}
+    cold = {s.key: cold_neurons(stats, s.key, hot_cut(s, stats[s.key], config)) for s in sites}
     cold |= {s.key: torch.empty(0, dtype=torch.int64) for s in sites if cuts(s.activation)}  # needs its gates
     if config.method == "auto":
         # One for every expert takes as many trainings; the router has left out most neurons already.
@@ -288,6 +289,8 @@ def _plan(
     report = getattr(predictors, "report", None)
     if report is not None and lossy_methods(made).keys() <= set(PREDICTED):
         made.made_by["loss_change"] = report.change
+    elif lossy_methods(made).keys() == {Method.THRESHOLD} and "loss_change" in stats.made_by:
+        made.made_by["loss_change"] = stats.made_by["loss_change"]
     return made
 
 

@@ -359,7 +359,7 @@ def _pack(
         layer_plan = (
             LayerPlan(site, Method.EXACT, 0, order)
             if layer is None
-            else LayerPlan(site, layer.method, layer.n_hot, order, layer.threshold)
+            else LayerPlan(site, layer.method, layer.n_hot, order, layer.threshold, thresholds=layer.thresholds)
         )
         model = _holder(dict(zip(nodes, (p.detach().cpu() if on_gpu(p) else p for p in parameters))))
         ffn = SparseFFN(site, site.weights(model), layer_plan, *predictor_tensors(predictor)).eval()
@@ -408,8 +408,10 @@ def _replace(gm: fx.GraphModule, match: Match, ffn: SparseFFN, replaced: dict[fx
         arguments += [[given(t) for t in tensors], *how]
     else:
         arguments.append(None)  # no mask
+    *settings, own = ffn.settings(ffn.n_hot, ffn.threshold)
+    arguments += [*settings, given(own)]
     with gm.graph.inserting_before(match.down.nodes[0]):
-        node = gm.graph.call_function(operator, (*arguments, *ffn.settings(ffn.n_hot, ffn.threshold)))
+        node = gm.graph.call_function(operator, tuple(arguments))
     node.meta = dict(result.meta)
     replaced[result] = node
     result.replace_all_uses_with(node)

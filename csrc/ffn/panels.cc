@@ -206,7 +206,7 @@ struct PromptPass {
     TileBits fired_N[kPair], scored_N[kPair];
     for (std::int64_t r = 0; r < count; ++r) {
       bias_N[r] = bias(args.rows == 3 ? args.bias_gate : args.bias_up, first + r);
-      threshold_N[r] = first + r < args.n_hot ? 0.0f : args.threshold;
+      threshold_N[r] = args.threshold_of(first + r);
     }
     for (std::int64_t t = 0; t < tokens; ++t, out += kPair) {
       float* h_N = h(t) + first - begin;

@@ -231,8 +231,7 @@ struct Contributions {
 void fire(const Pass& pass, std::int64_t neuron, const Tokens& who, float* gate, Tokens* fired, Counters* done) {
   const FfnArgs& args = pass.args;
   const float bias = pass.bias(args.rows == 3 ? args.bias_gate : args.bias_up, neuron);
-  // Hot neurons know no threshold, but an exact zero contributes nothing wherever it is.
-  const float threshold = neuron < args.n_hot ? 0.0f : args.threshold;
+  const float threshold = args.threshold_of(neuron);  // an exact zero contributes nothing wherever it is
   if (pass.cut_T == nullptr) done->gate_rows += who.n;
   const bool counted = pass.firing != nullptr && !pass.scores_h();
   std::uint64_t bits = 0;

@@ -29,6 +29,7 @@ void check(const Blob& b) {
   must(!b.other_down || pi2::is_quantized(b.down_dtype), "down rows");
   must(!b.int8_activations || b.quantized(), "int8 activations over floats");
   must(b.threshold >= 0, "threshold");
+  must(b.shaping.limit > 0 && b.shaping.in - b.shaping.in == 0, "numbers of the activation");
   must(b.predictor == PredictorForm::kNone || (b.cold() > 0 && b.cut == b.cut), "predictor");
   must(b.preload_from >= 0 && b.preload_from <= (b.role == Role::kWhole ? b.neurons : 0), "preloading");
   must(b.role != Role::kWhole || (b.queue == 0 && b.first == 0), "a whole layer in a queue");

@@ -75,7 +75,7 @@ int save(const std::string& folder, const std::string& name, std::uint8_t how, c
 int main(int argc, char** argv) {
   if (argc != 2) return 2;
   using namespace pi2_fuzz;
-  constexpr int kForms = 15;  // from the 11th on of mixtures, but for the 14th; the last two of two formats
+  constexpr int kForms = 15;  // from the 11th on of mixtures, but for the 14th; the last two with all else
   constexpr PredictorForm kOfMixtures[] = {PredictorForm::kNone, PredictorForm::kLowrankInt4, PredictorForm::kSignbit,
                                            PredictorForm::kNone, PredictorForm::kNone};
   for (const int how : {0, int{kSealed}, int{kLoaded}}) {
@@ -87,9 +87,14 @@ int main(int argc, char** argv) {
         layer.w_dtype = pi2::DType::kQ5_0;
         layer.down_dtype = pi2::DType::kQ8;
         layer.other_down = true;
+        layer.shaping.plain = false;
+        layer.shaping.limit = 7;
       }
       const bool mixed = form >= 10 && form != 13;
-      const std::vector<char> bytes = pi2_test::written(mixed ? mixture(layer, form == 11 ? 1 : 2) : layer);
+      if (mixed) layer = mixture(layer, form == 11 ? 1 : 2);
+      if (form == 13) layer.tensors[kThresholds] = {64, static_cast<std::uint64_t>(4 * layer.neurons), 0};
+      if (form == 14) layer.tensors[kBiasDown] = {64, static_cast<std::uint64_t>(4 * 2 * layer.hidden), 0};
+      const std::vector<char> bytes = pi2_test::written(layer);
       Blob found;
       const Problem wrong = parse_blob(bytes.data(), bytes.size(), &found);
       if (wrong) {  // what is refused is no beginning

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cli_calls import Ran
-from tiny_models import drelu_module
+from tiny_models import _hf, drelu_module, randomise
 from tiny_tokenizers import byte_tokenizer
 
 from torch_pi2 import cli
@@ -157,6 +157,31 @@ def test_optimize_takes_what_profile_and_fit_wrote(command, model_dir, text_file
     found = command("optimize", model_dir, "--trust-remote-code", *argv, "--out", tmp_path / "m", "--json").json
     fitted = command("inspect", made["predictors"], "--json").json
     assert [layer["rank"] for layer in found["layers"]] == [layer["rank"] for layer in fitted["layers"]]
+
+
+def test_scores_and_loss_budgets(command, text_file, tmp_path) -> None:
+    randomise(_hf("Llama", vocab_size=300)).save_pretrained(tmp_path / "swiglu")
+    byte_tokenizer(TEXT).save_pretrained(tmp_path / "swiglu")
+    base = [tmp_path / "swiglu", "--text", text_file, "--tokens", "2048", "--method", "threshold", "--score", "output"]
+    found = command("optimize", *base, "--max-loss", "0.3", "--out", tmp_path / "m", "--no-verdict", "--json").json
+    assert (found["thresholds"]["score"], found["thresholds"]["max_loss"]) == ("output", 0.3)
+    assert found["thresholds"]["loss_change"] <= 0.3
+    assert "thresholds on the score 'output': loss" in command("inspect", tmp_path / "m").out
+    command("profile", *base, "--out", tmp_path / "stats", "--json")
+    argv = [
+        "plan",
+        tmp_path / "swiglu",
+        "--stats",
+        tmp_path / "stats",
+        "--method",
+        "threshold",
+        "--out",
+        tmp_path / "p",
+    ]
+    planned = command(*argv, "--score", "output", "--json").json
+    assert all(layer["expected_active"] == pytest.approx(0.5, abs=0.02) for layer in planned["layers"])
+    error = _error(command(*argv, "--json", ok=False))
+    assert error["found"] == "score='output' and max_loss=None"
 
 
 def test_predictors_without_their_statistics_are_refused(command, model_dir, made, tmp_path) -> None:

@@ -191,6 +191,20 @@ def test_models_of_a_gpu_are_compiled_from_copies_of_their_weights(monkeypatch):
 
 @pytest.mark.usefixtures("captured_alone")
 @torch.no_grad()
+def test_neurons_with_thresholds_of_their_own():
+    model = plain(GatedBlock())
+    plan = make_plan(model, (X_BTH,), method="threshold", hot=0.0, threshold=0.3)
+    for layer in plan.layers:
+        layer.thresholds = torch.rand(layer.site.intermediate, generator=torch.Generator().manual_seed(0)) * 0.6
+    wanted = rewrite(copy.deepcopy(model), plan)(X_BTH)
+    assert not close(model(X_BTH), wanted, 1e-3)  # they do drop something
+    fast = compiled(model, plan=plan)
+    assert close(fast(X_BTH), wanted)
+    for layer in plan.layers:
+        layer.thresholds = None
+    assert not close(wanted, rewrite(copy.deepcopy(model), plan)(X_BTH), 1e-3)
+
+
 def test_wrong_options_and_stale_plans_are_errors():
     model = relu_model()
     with pytest.raises(Exception, match="only plan, predictors, found speed"):

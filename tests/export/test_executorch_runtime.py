@@ -35,6 +35,7 @@ HIDDEN = 32
 LAYERS: dict[str, dict[str, Any]] = {
     "plain": {"rows": 2, "biased": True},
     "exact": {"threshold": 0.02, "n_hot": 10, "activation": "silu", "activation_on_up": True},
+    "own thresholds": {"own_thresholds": True, "n_hot": 10, "activation": "silu", "biased": True},
     "bfloat16": {"weights": "bfloat16", "biased": True, "kind": "signbit", "cut": 1.1, "n_hot": 30},
     "lowrank": {"kind": "lowrank", "n_hot": 20, "biased": True},
     "int4": {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from exported import HIDDEN, NEURONS, ROOM, bundle_of, one_layer
+from exported import HIDDEN, NEURONS, ROOM, bundle_of, drawn_model, one_layer
 from tiny_models import _hf, randomise, tiny
 from torch import nn
 
@@ -62,6 +62,20 @@ def int4() -> nn.Module:
     return torch_pi2.optimize(one_layer(), weights="int4", activations="int8")
 
 
+@pytest.fixture(scope="module")
+def thresholds(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    """SwiGLU, of which half of the neurons are below thresholds of their own, in 4 bit."""
+    return bundle_of(tmp_path_factory, "thresholds", with_thresholds, batches=(1,))
+
+
+def with_thresholds() -> nn.Module:
+    text = torch.randint(3, 250, (64, 24), generator=torch.Generator().manual_seed(0))
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": NEURONS, "num_hidden_layers": 1, "vocab_size": 256}
+    model = drawn_model("Llama", **sizes, pad_token_id=None)
+    config = {"score": "output", "weights": "int4", "activations": "int8", "calibration_tokens": 1500}
+    return torch_pi2.optimize(model, text, torch_pi2.Config(method="threshold", **config))
+
+
 def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
     found = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0)
     return found[0, len(prompt) :].tolist()
@@ -102,7 +116,7 @@ def test_an_accelerator_may_have_predicted_neurons(predicted: tuple[nn.Module, P
     assert not torch.allclose(found, whole, rtol=0, atol=1e-3 * float(wanted.abs().max()))  # the predictor misses some
 
 
-@pytest.mark.parametrize("kind", ["split", "whole", "plain"])
+@pytest.mark.parametrize("kind", ["split", "whole", "plain", "thresholds"])
 def test_greedy_text_and_logits_are_the_models(kind: str, request: pytest.FixtureRequest) -> None:
     model, folder = request.getfixturevalue(kind)
     expected = greedy(model, PROMPT, 30)

@@ -35,6 +35,8 @@ def optimized(name: str, method: str = "exact", settings: dict[str, Any] | None 
     return torch_pi2.optimize(model, TEXT, torch_pi2.Config(method=method, calibration_tokens=700, **config))
 
 
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 16}
+
 #: Every form of what a blob of a mixture has.
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "Mixtral": lambda: optimized("Mixtral", settings={"intermediate_size": 1024}),
@@ -43,12 +45,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         "Mixtral", "lowrank", {"num_local_experts": 2, "num_experts_per_tok": 1}, target_recall=0.7
     ),
     "Olmoe threshold": lambda: optimized("Olmoe", "threshold", {"num_experts": 6}, sparsity=0.6),
+    # experts with biases and numbers in their activation, attention with sinks, a window of fewer tokens than are read
+    "GptOss": lambda: optimized("GptOss", settings=GPT_OSS),
     # a shared expert, which is a layer, beside the others
     "Qwen2Moe": lambda: optimized("Qwen2Moe", settings={"mlp_only_layers": [], "hidden_act": "relu"}),
 }
 
 
-QUICK = ("Mixtral", "Mixtral signbit int4")
+QUICK = ("Mixtral", "Mixtral signbit int4", "GptOss")
 
 
 @pytest.fixture(scope="module", params=[n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])

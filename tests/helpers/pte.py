@@ -35,6 +35,7 @@ class Layer:
     int8_activations: bool = False
     n_hot: int = 0
     threshold: float = 0.0
+    thresholds: torch.Tensor | None = None  # neurons' own
     biases: tuple[torch.Tensor | None, ...] = (None, None, None)
     kind: str = ""  # of the predictor
     predictor: tuple[torch.Tensor, ...] = ()
@@ -44,7 +45,8 @@ class Layer:
     def __call__(self, x: torch.Tensor, dense: bool = False) -> torch.Tensor:
         """What the operators in PyTorch compute of it."""
         weights = "float" if self.weights not in ("int4", "int8") else self.weights
-        settings = (self.activation, self.activation_on_up, self.n_hot, self.threshold, weights, self.int8_activations)
+        form = (self.activation, self.activation_on_up)
+        settings = (*form, self.n_hot, self.threshold, weights, self.int8_activations, self.thresholds)
         if dense or not self.kind:
             return torch.ops.pi2.sparse_ffn(x, self.neuron_rows, *self.biases, None, *settings)
         int8 = self.int8_activations and bool(self.predictor_weights)
@@ -53,7 +55,7 @@ class Layer:
 
     def parts(self) -> dict[str, torch.Tensor]:
         """Tensors by their names in the blob."""
-        found = dict(zip(("bias_gate", "bias_up", "bias_down"), self.biases))
+        found = dict(zip(("bias_gate", "bias_up", "bias_down"), self.biases)) | {"thresholds": self.thresholds}
         names = {
             "lowrank": ("a", "a_scale", "b", "b_scale", "b_bias"),
             "lowrank_q": ("a", "b", "b_bias"),
@@ -66,7 +68,9 @@ class Layer:
 def layer(
     hidden: int = 32, neurons: int = 100, rows: int = 3, weights: str = "float32", seed: int = 0, **rest: Any
 ) -> Layer:
-    """Random weights; ``biased=True``: biases, too; ``kind``: a random predictor of the cold neurons."""
+    """Random weights; ``biased=True``: biases, too; ``own_thresholds=True``: one for each neuron; ``kind``: a random
+    predictor of the cold neurons.
+    """
     load()
     g = torch.Generator().manual_seed(seed)
 
@@ -84,6 +88,8 @@ def layer(
         dtype = neuron_rows.dtype if weights not in ("int4", "int8") else torch.float32
         gate = random(neurons).to(dtype) if rows == 3 else None
         made.biases = (gate, random(neurons).to(dtype), random(hidden).to(dtype))
+    if rest.pop("own_thresholds", False):
+        made.thresholds = random(neurons).abs() / 4
     made = replace(made, **rest)
     cold, rank = neurons - made.n_hot, 16
     if made.kind == "lowrank":
@@ -151,7 +157,7 @@ class Store:
             n_hot=one.n_hot, first=0, threshold=one.threshold, predictor=form, cut=one.cut, rank=rank, dense_from=0,
             queue=0, preload_from=0, store=self.path.name, tensors=self.places[number],
         )  # fmt: skip
-        assert set(made.tensors) <= set(TENSORS)
+        assert set(made.tensors) <= {*TENSORS, "thresholds"}
         return replace(made, **changes)
 
 

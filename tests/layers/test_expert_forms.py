@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ from torch_pi2.checkpoint.quantize import quantize
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.errors import CalibrationError, DeviceError, UnsupportedModelError
 from torch_pi2.export.program import export_program
-from torch_pi2.export.store import blob_of
 from torch_pi2.graph import FFNSite, find_sites
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 
@@ -213,15 +211,9 @@ def test_compiled_and_exported(models: dict[str, nn.Module], name: str) -> None:
         assert torch.equal(program.module()(input_ids=IDS, use_cache=False).logits, wanted)
 
 
-def test_bundles_and_gpus_have_no_biases_of_experts(models: dict[str, nn.Module]) -> None:
+def test_gpus_have_no_numbers_of_activations(models: dict[str, nn.Module]) -> None:
     experts = experts_of(optimised(models["gpt-oss"]))[0]
     with pytest.raises(UnsupportedModelError, match=r"activation silu\[in=1\.702.*kernels on a GPU have no others"):
         experts.split_off([True] * 5, SimpleNamespace(device="cpu"))
-    facts: Any = SimpleNamespace()
-    with pytest.raises(UnsupportedModelError, match=r"activation silu\[in=1\.702.*bundles have no others"):
-        blob_of(facts, [experts], 0, 0)
-    experts.site = replace(experts.site, activation="silu")
-    with pytest.raises(UnsupportedModelError, match=r"export of .*experts: expected experts without biases"):
-        blob_of(facts, [experts], 0, 0)
     with pytest.raises(DeviceError, match=r"experts, whose experts have biases: expected it on the CPU"):
         experts.check_gpu_has_kernels()

@@ -16,7 +16,8 @@ from torch import nn
 
 import torch_pi2
 import torch_pi2.compile as compile_module
-from torch_pi2.errors import GradientError, UnsupportedModelError
+from torch_pi2.errors import GradientError
+from torch_pi2.export.run import Bundle
 from torch_pi2.graph.activation import identify
 from torch_pi2.graph.dispatch import NeuronClusterMode
 from torch_pi2.graph.find import search
@@ -222,6 +223,8 @@ def test_the_mode_leaves_it_as_it_is() -> None:
 
 
 @torch.no_grad()
-def test_bundles_refuse_it_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"gelu_tanh\[sigmas=1\.64.*bundles have no others"):
-        torch_pi2.export(exact(gemma3n()), tmp_path / "bundle", max_tokens=32)
+def test_bundles_have_it(tmp_path: Path) -> None:
+    model, ids = exact(gemma3n()), list(range(3, 14))
+    wanted = logits(model, torch.tensor([ids]))[0, -1]
+    with Bundle(torch_pi2.export(model, tmp_path / "bundle", max_tokens=32, batches=(1,))) as bundle:
+        assert close(bundle.logits(ids, len(ids))[0], wanted)

@@ -19,6 +19,7 @@ from torch_pi2.checkpoint.quantize import quantize
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.errors import GradientError, NoFFNFoundError, UnsupportedModelError
 from torch_pi2.export.program import export_program
+from torch_pi2.export.run import Bundle
 from torch_pi2.graph.dispatch import NeuronClusterMode
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.rewrite.rewrite import restore, rewrite
@@ -224,7 +225,14 @@ def test_other_widths_are_no_layer() -> None:
         torch_pi2.find_sites(nn.Sequential(nn.Linear(HIDDEN, 64), nn.ReLU(), nn.Linear(64, HIDDEN + 8)), (X_BTH,))
 
 
-def test_bundles_refuse_numbers_of_activations(models: dict[str, nn.Module], tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"activation silu\[in=1\.702,.*bundles have no others"):
-        torch_pi2.export(optimised(models["llama-quick-gelu"]), tmp_path / "bundle", max_tokens=32)
-    assert not (tmp_path / "bundle").exists()
+def test_bundles_have_numbers_of_activations(models: dict[str, nn.Module], tmp_path: Path) -> None:
+    model = optimised(models["llama-quick-gelu"])
+    ids = list(range(3, 12))
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids])).logits[0, -1]
+    with Bundle(torch_pi2.export(model, tmp_path / "bundle", max_tokens=32, batches=(1,))) as bundle:
+        torch.testing.assert_close(bundle.logits(ids, len(ids))[0], wanted, rtol=0, atol=1e-5)
+    with pytest.raises(
+        UnsupportedModelError, match=r"silu\[in=1\.702.*hot parts of bundles have no others"
+    ):
+        torch_pi2.export(model, tmp_path / "hot", max_tokens=32, batches=(1,), hot={1: 1})

@@ -87,7 +87,7 @@ def test_fields_out_of_range(folder: Path, field: str, value: object, message: s
 def test_versions_and_hashes(folder: Path) -> None:
     data = json.loads((folder / "plan.json").read_text())
     for change, error, message in (
-        ({"version": 3}, ArtifactError, r"expected torch_pi2\.plan version 2, found torch_pi2\.plan version 3"),
+        ({"version": 4}, ArtifactError, r"expected torch_pi2\.plan version 2, found torch_pi2\.plan version 4"),
         ({"format": "other"}, ArtifactError, "found other version 2"),
         ({"model_hash": "cd" * 32}, StaleArtifactError, "expected model hash cdcdcdcdcdcd"),
     ):

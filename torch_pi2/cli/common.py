@@ -21,7 +21,7 @@ from torch_pi2.base.units import size as size
 from torch_pi2.cli.tables import table as table
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
 from torch_pi2.formats import ACTIVATIONS, FLOATS
-from torch_pi2.spec.config import METHODS, QUANTIZATIONS, WEIGHTS, Config
+from torch_pi2.spec.config import METHODS, QUANTIZATIONS, SCORES, WEIGHTS, Config
 
 if TYPE_CHECKING:
     from torch import nn
@@ -185,6 +185,8 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     add("--target-recall", type=float, metavar="R", help="share of firing neurons that a predictor must find")
     add("--tolerance", type=float, metavar="T", help="relative change of the loss that is accepted")
     add("--sparsity", type=float, metavar="S", help="share of neurons that the threshold method skips")
+    add("--score", choices=SCORES, help="what it compares: the gate, alone or times norms, or times sizes of outputs")
+    add("--max-loss", type=float, metavar="L", help="skip as much as raises the loss by this, instead of --sparsity")
     add("--tokens", type=positive, dest="calibration_tokens", metavar="N", help="calibration tokens")
     add("--seed", type=seed, help="of every random choice")
 

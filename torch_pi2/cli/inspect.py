@@ -20,6 +20,7 @@ from torch_pi2.cli import common, verdict
 from torch_pi2.cli.inspect_bundle import describe_bundle, render_bundle
 from torch_pi2.cli.inspect_checkpoint import describe_checkpoint, nothing_to_verify, render_checkpoint, stays_dense
 from torch_pi2.errors import ArtifactError, Pi2Error
+from torch_pi2.spec.loss_curve import LossCurve
 
 if TYPE_CHECKING:
     from torch_pi2.predict.file import FittedPredictors
@@ -109,6 +110,7 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
         "store": store,
         "budget": _budget(folder, inner / STORE_FILE, plan, predictors) if has_store and plan else None,
         "matrices": _matrices(inner),
+        "thresholds": _budget_of_loss(plan, stats),
         "fit": report and {name: report[name] for name in ("change", "tolerance", "met", "skipped", "tokens")},
         "verdict": None if judged is None else judged.to_json(),
     }
@@ -126,6 +128,7 @@ def _describe_file(path: Path, verify: bool, progress: bool) -> dict[str, Any]:
         "store": store,
         "budget": None,
         "matrices": {},
+        "thresholds": None,
         "fit": None,
         "verdict": None,
     }
@@ -139,6 +142,13 @@ def _matrices(inner: Path) -> dict[str, int]:
         return {}
     with open_weights(inner) as weights:
         return dict(Counter(weights.format_of(name) for name in (*weights.linears, *weights.embeddings)))
+
+
+def _budget_of_loss(plan: Plan | None, stats: ActivationStats | None) -> dict[str, Any] | None:
+    """What is known of how thresholds were spread over layers; None: they were not."""
+    made = stats.made_by if plan is None and stats else plan.made_by.get("stats") if plan else None
+    curve = LossCurve.of(made, "statistics of the plan") if isinstance(made, dict) else None
+    return None if curve is None else curve.to_json()
 
 
 def _stats(stats: ActivationStats | None) -> dict[str, dict[str, Any]]:
@@ -264,10 +274,21 @@ def render(result: dict[str, Any]) -> str:
         if fit
         else ""
     )
+    chosen = result["thresholds"]
+    fitted += f"\n{_render_thresholds(chosen)}" if chosen else ""
     stored = f"\n{_render_store(result['store'])}" if result["store"] else ""
     budget = f"\n{_render_budget(result['budget'])}" if result["budget"] else ""
     judged = verdict.shown(result["verdict"])
     return f"{', '.join(result['contains'])}: {files}\n{shown}{fitted}{stored}{budget}{judged}"
+
+
+def _render_thresholds(chosen: dict[str, Any]) -> str:
+    points = ", ".join(f"{p['skipped']:.0%} {p['change']:+.2%}" for p in chosen["loss_curve"])
+    return (
+        f"thresholds on the score '{chosen['score']}': loss {chosen['loss_change']:+.2%} (max_loss "
+        f"{chosen['max_loss']:.1%}) on calibration text that was held back\nneurons skipped, and what that does to the "
+        f"loss there: {points}"
+    )
 
 
 def _by_block(layers: Sequence[dict[str, Any]], fields: Iterable[str]) -> list[dict[str, Any]]:

@@ -173,7 +173,7 @@ def divide(
         "kv": kv_bytes(model_config, context, dtype),
         "staging": staging,
         "activations": activation_bytes(store.entries, activation_sizes(model_config, dtype), context),
-        "neuron_tables": tables,
+        "neuron_tables": tables + sum(y.thresholds.nbytes for y in plan.layers if y.thresholds is not None),
     }
     left = total - sum(parts.values())
     chosen = chosen_shares(model_config, [layer.site for layer in plan.layers])

@@ -27,9 +27,10 @@ from torch_pi2.export.markers import registered
 from torch_pi2.export.methods import Methods, Source, decoder_methods_of, module_methods
 from torch_pi2.export.request import Request, check_bundle_folder, check_request, sorted_sizes
 from torch_pi2.export.standins import delegated_copy, exported_layers
-from torch_pi2.export.store import NO_STORE, StoreFacts, blob_of, check_exportable, write_store
+from torch_pi2.export.store import NO_STORE, StoreFacts, blob_of, write_store
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.of_model import SparseLayer
+from torch_pi2.ops.activations import check_plain
 from torch_pi2.rewrite.handle import parts_of
 
 _log = logging.getLogger("torch_pi2")
@@ -148,8 +149,8 @@ def _check_model(
 ) -> None:
     """``traced``: example inputs were given, so that ``forward`` is traced whatever the model is."""
     what = f"export of {type(model).__name__}"
-    for home in layers:
-        check_exportable(home)
+    for home in layers if request.splits else ():
+        check_plain(home.site.activation, "hot parts of bundles")
     if dynamic_shapes is not None and not traced:
         raise ConfigError(
             f"{what} with dynamic_shapes",

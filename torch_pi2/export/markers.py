@@ -116,7 +116,7 @@ def cold_part(ffn: SparseFFN, x: torch.Tensor, first: int) -> torch.Tensor:
     if ffn.has_predictor and not (takes_prompt_path(ffn, x) or skips_predictor(ffn, x)):
         predict, settings = ffn.predictor_call()
         active_TC = predict(x, *ffn.predictor(), *settings)[..., max(0, first - ffn.n_hot) :].contiguous()
-    gate, up = (None if b is None else b[first:] for b in (ffn.bias_gate, ffn.bias_up))
+    gate, up, own = (None if b is None else b[first:] for b in (ffn.bias_gate, ffn.bias_up, ffn.thresholds))
     y: torch.Tensor = torch.ops.pi2.sparse_ffn(
         x,
         rows_of(ffn, first, site.intermediate).contiguous(),
@@ -124,6 +124,7 @@ def cold_part(ffn: SparseFFN, x: torch.Tensor, first: int) -> torch.Tensor:
         up,
         ffn.bias_down,
         active_TC,
-        *ffn.settings(max(0, ffn.n_hot - first), ffn.threshold),
+        *ffn.settings(max(0, ffn.n_hot - first), ffn.threshold)[:-1],
+        own,
     )
     return y

@@ -21,7 +21,6 @@ import torch
 from torch_pi2.base.crc32c import crc32c
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.base.version import __version__
-from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.export.blob import NUMBERS, PREDICTORS, TENSORS, Blob
 from torch_pi2.formats import formats_of
 from torch_pi2.layers.cold import PREDICTOR_TENSORS
@@ -30,7 +29,7 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import SparseLayer, layers_of
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.prompt import PREDICTED_SHARE, PROMPT_TOKENS
-from torch_pi2.ops.activations import ACTIVATIONS, check_plain
+from torch_pi2.ops.activations import ACTIVATIONS, Shaped, shaped
 from torch_pi2.ops.dtypes import format_name
 from torch_pi2.spec.plan import Plan
 from torch_pi2.store.layout import Layout
@@ -135,18 +134,6 @@ def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progres
     )
 
 
-def check_exportable(home: SparseLayer) -> None:
-    """Raises UnsupportedModelError: a blob has no room for numbers of an activation, or biases of experts."""
-    check_plain(home.site.activation, "bundles")
-    if isinstance(home, SparseExperts) and any(bias is not None for bias in home.biases()):
-        raise UnsupportedModelError(
-            f"export of {home.site.key}",
-            expected="experts without biases: a blob has no room for those of all of them",
-            found="biases",
-            fix="Run it with PyTorch.",
-        )
-
-
 def blob_of(
     facts: StoreFacts,
     homes: Sequence[SparseLayer],
@@ -158,7 +145,9 @@ def blob_of(
 ) -> Blob:
     """The blob of one call of ``homes[call]``; see :class:`Blob`."""
     ffn = homes[call]
-    check_exportable(ffn)
+    form = shaped(ffn.site.activation)
+    assert form is not None
+    numbers = (form.scale_in, form.scale_out, form.limit, form.plus, form.sigmas)
     a = ffn._buffers["predictor_a"]
     fields = format_fields(kind_of(ffn), ffn.site.hidden)
     return Blob(
@@ -172,7 +161,8 @@ def blob_of(
         rows=ffn.site.rows_per_neuron,
         weights=fields["weights"],
         down=fields["down"],
-        activation=list(ACTIVATIONS).index(ffn.site.activation),
+        activation=list(ACTIVATIONS).index(form.base),
+        shaping=() if form == Shaped(form.base) else numbers,
         activation_on_up=ffn.site.activation_on_up,
         int8_activations=ffn.int8_activations,
         predictor_int8_activations=ffn.int8_activations and bool(ffn.predictor_weights),
@@ -210,13 +200,13 @@ def _small_tensors(home: SparseLayer) -> dict[str, torch.Tensor]:
     if isinstance(home, SparseExperts):
         names = (*PREDICTOR_TENSORS, "signs")
         predictor = {name: rows for name in names if (rows := home._buffers[f"predictor_{name}"]) is not None}
-        found = {
+        found = dict(zip(TENSORS[:3], home.biases())) | {
             "cuts": home.cuts_E if home.cuts else None,
             "thresholds": home.thresholds_E if home.thresholds else None,
         }
     else:
         predictor = home.predictor_rows()
-        found = {role: getattr(home, role) for role in TENSORS[:3]}
+        found = {role: getattr(home, role) for role in (*TENSORS[:3], "thresholds")}
     roles = {"signs": "a", "bias": "b_bias"}
     found |= {roles.get(name, name): tensor for name, tensor in predictor.items()}
     return {role: tensor.detach().contiguous() for role, tensor in found.items() if tensor is not None}

@@ -91,7 +91,7 @@ def fit(
     if cold is None:
         cold = {s.key: cold_neurons(stats, s.key, settings.hot_frequency) for s in sites}
     sites = [s for s in sites if len(cold[s.key])]
-    cuts = {s.key: stats[s.key].threshold for s in sites}
+    cuts = {s.key: stats[s.key].cut for s in sites}
     samples = _samples(model, parts, sites, cuts, settings, progress)
     layers = [
         Layer(
@@ -108,7 +108,8 @@ def fit(
     dense_loss, _ = mean_loss(model, parts["evaluate"], loss_fn, None)
 
     def change(predictors: Mapping[str, LowRank]) -> tuple[float, float]:
-        context = apply(predictors) if apply else PredictedMaskMode(model, sites, predictors, masked, cuts)
+        # What is predicted is computed whole, whatever its gate: thresholds said what predictors had to find.
+        context = apply(predictors) if apply else PredictedMaskMode(model, sites, predictors, masked)
         loss, skipped = mean_loss(model, parts["evaluate"], loss_fn, context)
         return loss / dense_loss - 1, skipped
 
@@ -130,7 +131,7 @@ def _samples(
     model: nn.Module,
     parts: Mapping[str, list[Batch]],
     sites: Sequence[FFNSite],
-    cuts: Mapping[str, float],
+    cuts: Mapping[str, float | torch.Tensor],
     settings: FitSettings,
     progress: bool,
 ) -> dict[str, dict[str, Samples]]:

@@ -49,7 +49,7 @@ def fit_signbit(
     sites = [s for s in sites if len(cold[s.key])]
     if not sites:
         return result
-    cuts = {s.key: stats[s.key].threshold for s in sites}
+    cuts = {s.key: stats[s.key].cut for s in sites}
     groups = sample_groups(model, data, sites, n_tokens, thresholds=cuts, seed=seed, progress=progress)
     by_key = {site.key: site for site in sites}
     for key, mine in (item for samples in groups for item in samples.items()):

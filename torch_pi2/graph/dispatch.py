@@ -60,7 +60,7 @@ def add_bias(z_TI: torch.Tensor, site: FFNSite, role: str, params: Mapping[str, 
 
 
 class PredictedMaskMode(TorchDispatchMode):
-    """Zeroes, before ``down``, every cold neuron that its layer's predictor does not predict.
+    """Zeroes, before ``down``, every cold neuron that its layer's predictor does not predict, or below its threshold.
 
     Experts are computed by code of ours meanwhile (:func:`torch_pi2.graph.routed.masked`), those without a predictor in
     full.
@@ -68,18 +68,18 @@ class PredictedMaskMode(TorchDispatchMode):
     Args:
         model: whose parameters the sites name.
         sites: all FFNs, of a module of experts every one; those without an entry in ``predictors`` stay dense.
-        predictors: site key -> predictor.
+        predictors: site key -> predictor; None: of a layer that has a threshold alone.
         cold: site key -> indices of its cold neurons; None: all are.
-        thresholds: site key -> cut on ``|act(gate)|`` of cold neurons; None: 0 everywhere.
+        thresholds: site key -> cut on ``|act(gate)|`` of cold neurons, one or ``[I]``; None: 0 everywhere.
     """
 
     def __init__(
         self,
         model: nn.Module,
         sites: Sequence[FFNSite],
-        predictors: Mapping[str, Scorer],
+        predictors: Mapping[str, Scorer | None],
         cold: Mapping[str, torch.Tensor] | None = None,
-        thresholds: Mapping[str, float] | None = None,
+        thresholds: Mapping[str, float | torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
         modules = {s.experts for s in sites if s.experts is not None and s.key in predictors}
@@ -89,7 +89,7 @@ class PredictedMaskMode(TorchDispatchMode):
         every, sites = sites, [s for s in sites if s.experts is None]
         self._params = site_tensors(sites, lambda name: model.get_parameter(name).detach())
         self._index = MatmulIndex(sites, self._params)
-        self._thresholds = {k: v for k, v in (thresholds or {}).items() if v > 0}
+        self._thresholds = {k: v for k, v in (thresholds or {}).items() if isinstance(v, torch.Tensor) or v > 0}
         self._predictors = predictors
         self._hot: dict[str, torch.Tensor] = {}
         for s in every:
@@ -101,7 +101,7 @@ class PredictedMaskMode(TorchDispatchMode):
 
     @property
     def cold_share(self) -> float:
-        """Share of (token, cold neuron) pairs that were predicted active, so far."""
+        """Share of (token, cold neuron) pairs that were computed, so far."""
         return self._kept_pairs / max(1, self._cold_pairs)
 
     def __enter__(self) -> PredictedMaskMode:
@@ -122,7 +122,7 @@ class PredictedMaskMode(TorchDispatchMode):
         if site.key in self._thresholds:
             fires_NI = ACTIVATIONS[site.activation](gate_NI).abs() > self._thresholds[site.key]
             keep_NI &= fires_NI | self._hot[site.key]
-        return keep_NI
+        return self._counted(site.key, keep_NI)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -131,7 +131,7 @@ class PredictedMaskMode(TorchDispatchMode):
             return func(*args, **kwargs)
         for member in hit.members:
             if member.role == "down" and member.site.key in self._keep:
-                keep_TI = self._keep.pop(member.site.key)
+                keep_TI = self._counted(member.site.key, self._keep.pop(member.site.key))
                 h = hit.x * keep_TI.view(hit.x.shape)
                 return func(*[h if a is hit.x else a for a in args], **kwargs)
         out = func(*args, **kwargs)
@@ -151,10 +151,15 @@ class PredictedMaskMode(TorchDispatchMode):
 
     def _predict(self, site: FFNSite, x_TH: torch.Tensor) -> torch.Tensor:
         predictor, hot_I = self._predictors[site.key], self._hot[site.key]
-        keep_TI = predictor.scores(x_TH) >= predictor.threshold
-        self._cold_pairs += len(x_TH) * int((~hot_I).sum())
+        if predictor is None:
+            return torch.ones((len(x_TH), len(hot_I)), dtype=torch.bool)
+        return (predictor.scores(x_TH) >= predictor.threshold) | hot_I
+
+    def _counted(self, key: str, keep_TI: torch.Tensor) -> torch.Tensor:
+        hot_I = self._hot[key]
+        self._cold_pairs += len(keep_TI) * int((~hot_I).sum())
         self._kept_pairs += int((keep_TI & ~hot_I).sum())
-        return keep_TI | hot_I
+        return keep_TI
 
 
 @dataclass
@@ -163,7 +168,7 @@ class _Layer:
 
     site: FFNSite
     hot_I: torch.Tensor
-    threshold: float
+    threshold_I: torch.Tensor
     predictor: Scorer | None
 
 
@@ -242,7 +247,9 @@ class NeuronClusterMode(TorchDispatchMode):
             hot_I = torch.zeros(layer.site.intermediate, dtype=torch.bool)
             hot_I[layer.order[: layer.n_hot].long()] = True
             scorer = predictors[key] if predicted else None
-            self._layers[key] = _Layer(layer.site, hot_I, layer.threshold, scorer)
+            own_I = layer.thresholds
+            threshold_I = torch.full(hot_I.shape, layer.threshold) if own_I is None else own_I
+            self._layers[key] = _Layer(layer.site, hot_I, threshold_I, scorer)
         sites = [y.site for y in self._layers.values()]
         self._params = site_tensors(sites, plan.parameters().__getitem__)
         self._index = MatmulIndex(sites, self._params)
@@ -346,7 +353,7 @@ class NeuronClusterMode(TorchDispatchMode):
             if hit.bias is None and ref.bias is not None:
                 own = self._params[ref.bias]
                 z = values + (own if len(own) == site.intermediate else own[member.start : member.stop])[index]
-            fires_TA = ACTIVATIONS[site.activation](z.float()).abs() > layer.threshold
+            fires_TA = ACTIVATIONS[site.activation](z.float()).abs() > layer.threshold_I[index]
             call.fires_TI = call.wanted_TI.clone()
             call.fires_TI[:, index] &= fires_TA | layer.hot_I[index]
         self._count(site, len(x_TH), len(index))

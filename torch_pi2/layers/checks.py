@@ -108,6 +108,15 @@ def check_plan(site: FFNSite, weights: FFNWeights | None, layer_plan: LayerPlan)
             found=repr(layer_plan.method),
             fix="Correct the plan.",
         )
+    if layer_plan.thresholds is not None:
+        check_shape(f"thresholds of {site.key}", layer_plan.thresholds, (intermediate,))
+        if site.experts is not None:
+            raise ConfigError(
+                f"thresholds of {site.key}",
+                expected="one for an expert: the operator of mixtures knows no others",
+                found="one for each neuron",
+                fix="Choose score='gate'.",
+            )
     seen = torch.zeros(intermediate, dtype=torch.bool)
     inside = (layer_plan.order >= 0) & (layer_plan.order < intermediate)
     seen[layer_plan.order[inside].long()] = True

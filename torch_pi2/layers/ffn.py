@@ -49,8 +49,9 @@ class SparseFFN(DenseForm):
         ConfigError: unknown method, hot neurons out of range, or a predictor is missing.
 
     Buffers (none of them in ``state_dict``): ``neuron_rows [I, R, H]`` contiguous in plan order, ``bias_gate``,
-    ``bias_up [I]`` in plan order, ``bias_down [H]``, and the predictor's rows of cold neurons in plan order, in blocks
-    where kernels like that (:mod:`torch_pi2.ops.linear_blocks`).
+    ``bias_up [I]`` in plan order, ``bias_down [H]``, ``thresholds [I]`` float32 in plan order or None, and the
+    predictor's rows of cold neurons in plan order, in blocks where kernels like that
+    (:mod:`torch_pi2.ops.linear_blocks`).
     Quantised: ``neuron_rows [I, R, row_bytes(H)]`` uint8 (of two formats ``[I, bytes]``) and float32 biases. What was
     rounded away is gone, so the original cannot be restored, ``state_dict`` has the numbers that the rows stand for,
     and other weights cannot be loaded.
@@ -81,6 +82,7 @@ class SparseFFN(DenseForm):
     predictor_b: torch.Tensor | None
     predictor_bias: torch.Tensor | None
     predictor_signs: torch.Tensor | None
+    thresholds: torch.Tensor | None
 
     def __init__(
         self,
@@ -179,6 +181,8 @@ class SparseFFN(DenseForm):
         order = layer_plan.order.to(torch.int64)
         self.register_buffer("order", order, persistent=False)
         self.register_buffer("inverse", torch.argsort(order), persistent=False)
+        own = layer_plan.thresholds if self.threshold > 0 else None
+        self.register_buffer("thresholds", None if own is None else own.float()[order], persistent=False)
         cold = cold_part(site, self.method, order[self.n_hot :], lowrank, self.int8_activations)
         for name in (*PREDICTOR_TENSORS, "signs"):
             self.register_buffer(f"predictor_{name}", cold.tensors.get(name), persistent=False)
@@ -350,7 +354,8 @@ class SparseFFN(DenseForm):
     def settings(self, n_hot: int, threshold: float) -> tuple[Any, ...]:
         """And what it takes after the mask of :meth:`predictor_call`."""
         site = self.site
-        return site.activation, site.activation_on_up, n_hot, threshold, self.weights, self.int8_activations
+        form = site.activation, site.activation_on_up
+        return *form, n_hot, threshold, self.weights, self.int8_activations, self.thresholds
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
         """See :meth:`DenseForm.assign`; neurons that are on a GPU have the new weights there, too."""
@@ -371,8 +376,12 @@ class SparseFFN(DenseForm):
         self.split = Split(self, n_gpu, link, neuron_rows)
 
     def check_gpu_has_kernels(self) -> None:
-        """Raises DeviceError or UnsupportedModelError: neurons of two formats, or numbers in the activation."""
+        """Raises DeviceError or UnsupportedModelError: neurons of two formats or with their own thresholds, or numbers
+        in the activation.
+        """
         check_gpu_has_format(self.site.key, self.weights)
+        if self.thresholds is not None:
+            raise stays(f"{self.site.key}, whose neurons have thresholds of their own")
         check_plain(self.site.activation)
 
     def end_split(self) -> None:
@@ -389,7 +398,7 @@ class SparseFFN(DenseForm):
         part.split, part.span = None, (first, last)
         part._original, part._elsewhere, part._names, part._parameters = (), (), {}, {}
         part._buffers = buffers = dict(self._buffers)
-        for name in ("neuron_rows", "bias_gate", "bias_up", "order"):
+        for name in ("neuron_rows", "bias_gate", "bias_up", "order", "thresholds"):
             tensor = buffers[name]
             if tensor is not None:
                 buffers[name] = tensor[first:last]
@@ -436,7 +445,7 @@ class SparseFFN(DenseForm):
                 raise stays(f"{self.site.key}, whose neurons are in a store")
             if self.predictor_in_blocks:
                 self.leave_blocks()
-        names = [f"predictor_{name}" for name in ("a_scale", "b_scale", "bias")]
+        names = [*(f"predictor_{name}" for name in ("a_scale", "b_scale", "bias")), "thresholds"]
         if self.weights != "float" or not self.in_memory:
             names += ["bias_gate", "bias_up", "bias_down"]
             self._dtype = fn(torch.empty(0, dtype=self._dtype, device=self.neuron_rows.device)).dtype

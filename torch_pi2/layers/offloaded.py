@@ -452,6 +452,7 @@ class OffloadedFFN(InStore, SparseFFN):
             threshold,
             self.int8_activations,
             self.first,
+            self.thresholds,
         )
 
     def projection(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -51,6 +51,7 @@ class PromptLayer(Protocol):
     dense_from: int | None
     n_hot: int
     threshold: float
+    thresholds: torch.Tensor | None
     neuron_rows: torch.Tensor
     bias_gate: torch.Tensor | None
     bias_up: torch.Tensor | None
@@ -228,7 +229,8 @@ def _prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
             h_TS = h_TS * factor(up_TS)
         if layer.threshold > 0:
             neuron_S = torch.arange(part.start, part.stop, dtype=torch.int64, device=x.device)
-            dropped_TS = (gate_TS.abs() <= layer.threshold) & (neuron_S >= layer.n_hot)
+            threshold = layer.threshold if layer.thresholds is None else layer.thresholds[part]
+            dropped_TS = (gate_TS.abs() <= threshold) & (neuron_S >= layer.n_hot)
             h_TS = torch.where(dropped_TS, torch.zeros_like(h_TS), h_TS)
         y_TH += h_TS.to(dtype) @ row_of_each(neuron_rows, up_row + 1, kind, site.hidden, dtype)
     if layer.bias_down is not None:

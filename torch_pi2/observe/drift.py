@@ -22,7 +22,7 @@ import torch
 
 from torch_pi2.errors import ConfigError, check_made_from
 from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.stats import ActivationStats, LayerStats
+from torch_pi2.spec.stats import ActivationStats, LayerStats, same_thresholds
 
 #: Standard errors from which on a difference of frequencies counts: one in 700 is larger by accident.
 SIGNIFICANT = 3.0
@@ -171,7 +171,7 @@ def update(stats: ActivationStats, live: ActivationStats, weight: float | None =
             fix="Watch the model that the statistics are of.",
         )
     for ours, theirs in zip(stats, live, strict=True):
-        if (ours.threshold, ours.intermediate) != (theirs.threshold, theirs.intermediate):
+        if not same_thresholds(ours, theirs) or ours.intermediate != theirs.intermediate:
             raise ConfigError(
                 f"live statistics of {ours.key}",
                 expected=f"threshold {ours.threshold}, {ours.intermediate} neurons",
@@ -236,6 +236,7 @@ def _added(ours: LayerStats, theirs: LayerStats, scale: float, scale_live: float
         batch_groups=groups,
         batch_fired=grouped,
         score_hist=ours.score_hist,
+        thresholds=ours.thresholds,
         cofire_bits=ours.cofire_bits,
         experts=ours.experts,
         borrowed=borrowed,

@@ -228,12 +228,14 @@ class _Group:
 
     def start(self) -> None:
         first = self.layers[0]
+        # what is below a neuron's own threshold is zero, and counts as nothing
+        cuts = [cut if layer.thresholds is None else 0.0 for layer, cut in zip(self.layers, self.cuts)]
         if isinstance(first, OffloadedFFN):
             numbers = [layer.store_layer for layer in self.layers if isinstance(layer, OffloadedFFN)]
             with explained(str(first.store.path)):
-                number = torch.ops.pi2.firing_start_stored(first.store.number, numbers, self.cuts, self.sizes)
+                number = torch.ops.pi2.firing_start_stored(first.store.number, numbers, cuts, self.sizes)
         else:
-            number = torch.ops.pi2.firing_start([layer.neuron_rows for layer in self.layers], self.cuts, self.sizes)
+            number = torch.ops.pi2.firing_start([layer.neuron_rows for layer in self.layers], cuts, self.sizes)
         if not number:
             raise _already()
         self._number = number
@@ -287,6 +289,7 @@ class _Group:
             score_hist=torch.zeros(HIST_BINS, dtype=torch.int64),
             cofire_bits=torch.zeros((0, -(-n // 8)), dtype=torch.uint8),
             experts=layer.site.experts,
+            thresholds=None if layer.thresholds is None else layer.thresholds[layer.inverse],
         )
 
 
@@ -360,9 +363,22 @@ def _cuts(
 ) -> dict[str, float]:
     """By key the score above which a neuron fires."""
     if thresholds is not None:
-        return threshold_map([layer.site for layer in layers], thresholds)
+        cuts = threshold_map([layer.site for layer in layers], thresholds)
+        _check_own(layers, cuts)
+        return cuts
     known = _profiled(model)
     return {layer.site.key: known.get(layer.site.key, layer.threshold) for layer in layers}
+
+
+def _check_own(layers: Sequence[SparseFFN], cuts: Mapping[str, float]) -> None:
+    for layer in layers:
+        if layer.thresholds is not None and cuts[layer.site.key] != layer.threshold:
+            raise ConfigError(
+                f"watch(thresholds={{{layer.site.key!r}: ...}})",
+                expected=f"{layer.threshold}: its neurons have thresholds of their own, and what is below them is zero",
+                found=str(cuts[layer.site.key]),
+                fix="Leave thresholds out.",
+            )
 
 
 def _profiled(model: nn.Module) -> dict[str, float]:

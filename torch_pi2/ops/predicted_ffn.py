@@ -30,6 +30,7 @@ def predicted_ffn(
     threshold: float,
     weights: str = "float",
     int8_activations: bool = False,
+    thresholds: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A prediction and :func:`sparse_ffn` with it as ``active``, in one call.
 
@@ -51,7 +52,7 @@ def predicted_ffn(
             x, a, b, bias[0] if bias else None, predictor_weights, predictor_int8_activations, cut
         )
     active = active[..., active.shape[-1] - (neuron_rows.shape[0] - n_hot) :]
-    layer = (active, activation, activation_on_up, n_hot, threshold, weights, int8_activations)
+    layer = (active, activation, activation_on_up, n_hot, threshold, weights, int8_activations, thresholds)
     return sparse_ffn(x, neuron_rows, bias_gate, bias_up, bias_down, *layer)
 
 

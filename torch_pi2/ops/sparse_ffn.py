@@ -26,6 +26,7 @@ def sparse_ffn(
     threshold: float,
     weights: str = "float",
     int8_activations: bool = False,
+    thresholds: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A feed-forward layer over neurons' rows, of which only some are computed.
 
@@ -46,6 +47,7 @@ def sparse_ffn(
         weights: how neurons are stored: ``float``, ``int4`` or ``int8``; or ``FIRST+DOWN``: gate and up rows in FIRST,
             ``int4``, ``int8`` or one of ``GGML``, down rows in DOWN, ``int4`` or ``int8``.
         int8_activations: with quantised weights, gate and up see ``x`` rounded to int8 per group of 32 (lossy).
+        thresholds: ``[I]`` float32, one for each neuron in the place of ``threshold`` (hot ones know none), or None.
 
     Returns:
         ``[..., H]`` in ``x``'s dtype; sums are taken in float32.
@@ -69,7 +71,9 @@ def sparse_ffn(
     else:
         gate_TI = act(project(0, bias_up))
         h_TI = gate_TI
-    fires_TI = ~(gate_TI.abs() <= threshold)  # so that NaN fires and stays visible
+    fires_TI = ~(
+        gate_TI.abs() <= (threshold if thresholds is None else thresholds)
+    )  # so that NaN fires and stays visible
     if active is not None:
         fires_TI[:, n_hot:] &= active.reshape(len(x_TH), intermediate - n_hot).bool()
     fires_TI[:, :n_hot] = True

@@ -28,6 +28,7 @@ def stored_ffn(
     threshold: float,
     int8_activations: bool = False,
     first: int = 0,
+    thresholds: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The feed-forward layer whose neurons are those of ``layer`` in a store: ``x [..., H]`` -> ``[..., H]``.
 
@@ -41,11 +42,11 @@ def stored_ffn(
         The others: see :func:`torch_pi2.ops.predicted_ffn`.
     """
     neuron_rows = reader.as_computed(reader.read_layer(layer))[first:]
-    gate, up = (None if bias is None else bias[first:] for bias in (bias_gate, bias_up))
+    gate, up, own = (None if values is None else values[first:] for values in (bias_gate, bias_up, thresholds))
     biases = (gate, up, bias_down)
     hot = max(0, n_hot - first)
     weights = reader.operand_of(reader.keys[layer])
-    settings: tuple[Any, ...] = (activation, activation_on_up, hot, threshold, weights, int8_activations)
+    settings: tuple[Any, ...] = (activation, activation_on_up, hot, threshold, weights, int8_activations, own)
     if kind == "none":
         return sparse_ffn(x, neuron_rows, *biases, None, *settings)
     how: tuple[Any, ...] = (predictor, kind, cut, predictor_weights, predictor_int8_activations)

@@ -24,7 +24,7 @@ from torch_pi2.spec.site import FFNSite
 
 if TYPE_CHECKING:
     from torch_pi2.predict.file import AnyPredictor
-    from torch_pi2.spec.stats import ActivationStats
+    from torch_pi2.spec.stats import ActivationStats, LayerStats
 
 _log = logging.getLogger("torch_pi2")
 
@@ -41,18 +41,20 @@ def gate_share(site: FFNSite, active: float) -> float:
     return (1 + (rows - 1) * active) / rows
 
 
-def hot_cut(site: FFNSite, config: Config) -> float:
+def hot_cut(site: FFNSite, stats: LayerStats, config: Config) -> float:
     """Firing frequency from which a neuron is hot, when a predictor chooses among the others.
 
     No neuron of an expert is: what an expert computes densely, it computes only of the tokens that it has.
     ``config.hot_frequency`` for ReLU-family layers. Where firing is defined by a threshold, the average neuron fires
-    ``1 - sparsity`` of the time by definition, so the cut lies as far above that as hot_frequency lies above 0.
+    ``1 - sparsity`` of the time by definition, so the cut lies as far above that as hot_frequency lies above 0; with
+    ``max_loss`` as often as ``stats`` say.
     """
     if site.experts is not None:
         return math.inf
     if gate_method(site) == "exact":
         return config.hot_frequency
-    return 1 - (1 - config.hot_frequency) * config.sparsity
+    skipped = config.sparsity if config.max_loss is None else 1 - stats.active_share
+    return 1 - (1 - config.hot_frequency) * skipped
 
 
 def plan_layer(
@@ -76,7 +78,7 @@ def plan_layer(
     gate = gate_method(site) if config.method not in (Method.EXACT, Method.DENSE) else Method.EXACT
     if gate == Method.THRESHOLD:
         _check_threshold(site, all_stats, config)
-    n_hot = int((frequency_I >= hot_cut(site, config)).sum())
+    n_hot = int((frequency_I >= hot_cut(site, stats, config)).sum())
     if n_hot == site.intermediate and not (gate == Method.THRESHOLD and config.method in ("auto", Method.THRESHOLD)):
         _log.warning("%s: every neuron fires too often to be worth choosing; it stays dense", site.key)
         return dense
@@ -84,7 +86,7 @@ def plan_layer(
     active = float(frequency_I.mean())
     if gate == Method.THRESHOLD:
         # Hot neurons would be spared the threshold and gain nothing for it: their gates are computed anyway.
-        gated = LayerPlan(site, gate, 0, order, stats.threshold, active)
+        gated = LayerPlan(site, gate, 0, order, stats.threshold, active, stats.thresholds)
     elif gate_method(site) == "exact":
         cold_I = order[n_hot:].long()
         gated = LayerPlan(site, gate, n_hot, order, 0.0, float(frequency_I[cold_I].mean()))
@@ -157,6 +159,16 @@ def _bytes(predictor: AnyPredictor) -> int:
 
 
 def _check_threshold(site: FFNSite, all_stats: ActivationStats, config: Config) -> None:
+    made = {name: all_stats.made_by.get(name, getattr(Config, name)) for name in ("score", "max_loss")}
+    if made != {name: getattr(config, name) for name in made}:
+        raise ConfigError(
+            f"threshold of {site.key}",
+            expected=f"statistics taken with score={config.score!r} and max_loss={config.max_loss}",
+            found=f"score={made['score']!r} and max_loss={made['max_loss']}",
+            fix="Profile again with this config (torch_pi2.profile(..., config=config)).",
+        )
+    if config.max_loss is not None:
+        return
     found, wanted = all_stats[site.key].threshold, all_stats.threshold_for(site.key, config.sparsity)
     if found != wanted:
         raise ConfigError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.firing import Firing, Sink, real_tokens
 from torch_pi2.profiling.routed import RoutedRecorder
 from torch_pi2.spec.site import FFNSite, check_weights
+
+#: A threshold for all neurons of a layer, or ``[I]``, one for each.
+Cut = TypeVar("Cut", bound=float | torch.Tensor)
 
 
 class ActivationRecorder(TorchDispatchMode):
@@ -162,13 +165,20 @@ def _check_vocabulary(batch: Batch, vocabulary: Any) -> None:
         )
 
 
-def threshold_map(sites: Sequence[FFNSite], thresholds: float | Mapping[str, float] | None) -> dict[str, float]:
+def finite(threshold: float | torch.Tensor) -> bool:
+    """Whether it is a number of 0 or more, or such numbers."""
+    if isinstance(threshold, torch.Tensor):
+        return bool(((threshold >= 0) & (threshold < float("inf"))).all())
+    return 0 <= threshold < float("inf")
+
+
+def threshold_map(sites: Sequence[FFNSite], thresholds: float | Mapping[str, Cut] | None) -> dict[str, float | Cut]:
     """One firing threshold per site; a number means that for all, None means 0 (exact zeros)."""
-    given: Mapping[str, float] = (
+    given: Mapping[str, float | Cut] = (
         {s.key: float(thresholds) for s in sites} if isinstance(thresholds, (int, float)) else dict(thresholds or {})
     )
     unknown = set(given) - {s.key for s in sites}
-    bad = {k: v for k, v in given.items() if not (0 <= v < float("inf"))}
+    bad = {k: v for k, v in given.items() if not finite(v)}
     if unknown or bad:
         raise ConfigError(
             "firing thresholds",

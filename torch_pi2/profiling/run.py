@@ -21,7 +21,16 @@ from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats, Reservo
 class _Counter:
     """Sink that counts one layer's firing."""
 
-    def __init__(self, site: FFNSite, threshold: float, batch_size: int, cofire_tokens: int, seed: int) -> None:
+    def __init__(
+        self,
+        site: FFNSite,
+        threshold: float,
+        batch_size: int,
+        cofire_tokens: int,
+        seed: int,
+        scale_I: torch.Tensor | None = None,
+    ) -> None:
+        self.scale_I = scale_I
         n = site.intermediate
         sizes = tuple(1 << k for k in range(batch_size.bit_length()))
         self.reservoir = Reservoir(cofire_tokens, seed)
@@ -39,13 +48,16 @@ class _Counter:
             score_hist=torch.zeros(HIST_BINS, dtype=torch.int64),
             cofire_bits=torch.zeros(cofire_tokens, -(-n // 8), dtype=torch.uint8),
             experts=site.experts,
+            thresholds=None if scale_I is None or threshold == 0 else threshold / scale_I,
         )
 
     def add(self, firing: Firing) -> None:
         s = self.stats
-        fired_TI = firing.score_TI > s.threshold
+        fired_TI = firing.score_TI > s.cut
         self._count_batches(fired_TI, firing)
         score_NI, fired_NI = firing.score_TI[firing.real_T], fired_TI[firing.real_T]
+        if self.scale_I is not None:
+            score_NI = score_NI * self.scale_I
         s.tokens += len(score_NI)
         s.borrowed += len(score_NI) if firing.borrowed else 0
         s.fired += fired_NI.sum(0)
@@ -82,6 +94,7 @@ def profile(
     *,
     tokenizer: Callable[..., Any] | None = None,
     thresholds: float | Mapping[str, float] | None = None,
+    scales: Mapping[str, torch.Tensor] | None = None,
     batch_size: int = 8,
     seq_len: int = 128,
     cofire_tokens: int = 2048,
@@ -94,6 +107,8 @@ def profile(
         model: any module; its training flags are restored.
         data, tokenizer, batch_size, seq_len: see :func:`torch_pi2.profiling.data.batches`.
         thresholds: a neuron fires iff its score exceeds this (0: exact; a number, or one per site key).
+        scales: site key -> ``[I]`` float32 above 0: the score is ``|act(gate)|`` times that, and so is what exceeds the
+            threshold. Sites without: 1.
         cofire_tokens: S, tokens kept as firing bits per layer (``S * I / 8`` bytes); of an expert its share of them.
         seed: of that sample; same seed and data, same statistics.
         progress: show a bar on a terminal.
@@ -113,6 +128,7 @@ def profile(
             batch_size if s.experts is None else 1,  # which of its tokens were at one place is not known
             routed_tokens(cofire_tokens, shares.get(s.experts, 1.0)),
             seed,
+            (scales or {}).get(s.key),
         )
         for s in sites
     }

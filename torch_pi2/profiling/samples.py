@@ -65,7 +65,7 @@ def routed_tokens(n_tokens: int, share: float) -> int:
 class _Collector:
     """Sink that keeps a uniform sample of one layer's tokens."""
 
-    def __init__(self, site: FFNSite, n_tokens: int, threshold: float, seed: int) -> None:
+    def __init__(self, site: FFNSite, n_tokens: int, threshold: float | torch.Tensor, seed: int) -> None:
         self.site, self.threshold = site, threshold
         self.reservoir = Reservoir(n_tokens, seed)
         self.x: torch.Tensor | None = None
@@ -92,7 +92,7 @@ def collect_samples(
     sites: Sequence[FFNSite],
     n_tokens: int,
     *,
-    thresholds: float | Mapping[str, float] | None = None,
+    thresholds: float | Mapping[str, float | torch.Tensor] | None = None,
     tokenizer: Callable[..., Any] | None = None,
     batch_size: int = 8,
     seq_len: int = 128,
@@ -105,7 +105,7 @@ def collect_samples(
     Args:
         model, data, tokenizer, batch_size, seq_len: see :func:`torch_pi2.profiling.run.profile`.
         n_tokens: of an expert, which has few of all tokens, accordingly fewer (:func:`routed_tokens`).
-        thresholds: a neuron fires iff its score exceeds this (0: exact).
+        thresholds: a neuron fires iff its score exceeds this (0: exact; one for all neurons of a site, or ``[I]``).
         max_bytes: bound on the memory of the result.
 
     Returns:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from torch_pi2.spec.loss_curve import LossCurve
+
 
 @dataclass(frozen=True)
 class Model:
@@ -106,12 +108,15 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan: ``rows`` in order of execution, ``buckets`` ascending. ``planner``: who made it."""
+    """The plan: ``rows`` in order of execution, ``buckets`` ascending. ``planner``: who made it. ``curve``: of
+    thresholds that were chosen by what the loss bears.
+    """
 
     planner: str
     rows: tuple[Row, ...]
     buckets: tuple[Bucket, ...]
     hardware: Hardware | None
+    curve: LossCurve | None = None
 
 
 @dataclass(frozen=True)

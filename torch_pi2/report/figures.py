@@ -11,6 +11,7 @@ import numpy as np
 from torch_pi2.base.units import size
 from torch_pi2.report.facts import Firing, Row
 from torch_pi2.report.looks import LABELS, SCALE, Plot, axis, layer_axis, layer_colour, plot, short, trace
+from torch_pi2.spec.loss_curve import LossCurve
 
 _PERCENT = {"tickformat": ".0%"}
 #: Cells of a heat map in which a number can be read.
@@ -95,6 +96,37 @@ def sparsity(rows: Sequence[Firing]) -> Plot:
         min(500, 280 + 20 * len(rows)),
         xaxis=axis("tokens taken together", type="category", showgrid=False),
         yaxis=layer_axis(rows, autorange="reversed", showgrid=False),
+    )
+
+
+def loss_curve(curve: LossCurve) -> Plot:
+    """What skipping neurons did to the loss, with the budget and what was chosen."""
+    x, y = zip(*curve.points, strict=True)
+    line = {"mode": "lines+markers", "line": {"color": "#4fa8a0", "width": 2}, "showlegend": False}
+    hover = "%{x:.1%} of neurons skipped:<br>%{y:+.2%} of loss<extra></extra>"
+    guide = {"color": "@soft", "width": 1, "dash": "dot"}
+    note = {
+        "text": f"max_loss {curve.max_loss:.1%}",
+        "x": 0,
+        "y": curve.max_loss,
+        "xanchor": "left",
+        "yanchor": "bottom",
+    }
+    read = (
+        f"Neurons are ranked by the score '{curve.score}', and each layer skips its own share. Chosen was the largest "
+        f"share below the dotted line: the loss is {curve.loss_change:+.2%} there, on calibration text that thresholds "
+        "were not taken from. Lossy: measure it on your own text."
+    )
+    return plot(
+        "loss-curve",
+        "What skipping neurons costs",
+        read,
+        [trace("scatter", x, y, "loss", hover, **line)],
+        380,
+        xaxis=axis("neurons skipped", range=[0, 1], **_PERCENT),
+        yaxis=axis("increase of the loss", tickformat=".1%", range=[min(0, *y), 4 * curve.max_loss]),
+        shapes=[{"type": "line", "x0": 0, "x1": 1, "y0": curve.max_loss, "y1": curve.max_loss, "line": guide}],
+        annotations=[note | {"showarrow": False}],
     )
 
 

@@ -44,6 +44,8 @@ def plots(report: Report) -> dict[str, list[Plot]]:
         found["Neurons"].append(figures.sparsity(report.firing))
     if report.plan is not None:
         found["Plan"].append(figures_plan.plan(report.plan))
+        if report.plan.curve is not None:
+            found["Plan"].append(figures.loss_curve(report.plan.curve))
         if any(row.predictor for row in report.plan.rows):
             found["Plan"].append(figures.predictors(report.plan.rows))
     predicted = report.plan is not None and any(bucket.ms for bucket in report.plan.buckets)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torch_pi2.report.facts import Bucket, Hardware, Planned, Predictor, Row
+from torch_pi2.spec.loss_curve import LossCurve
 from torch_pi2.spec.plan import LayerPlan, Plan
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ def planned(plan: Plan, predictors: Mapping[str, AnyPredictor], neuron_bytes: Ma
     rows = tuple(_row(key, list(group), counts, predictors, neuron_bytes) for key, group in groups)
     made_for = hardware.made_for if hardware else {}
     planner = str(made_for.get("planner", plan.made_by.get("planner", "unknown")))
-    return Planned(planner, rows, tuple(buckets), _hardware(hardware) if hardware else None)
+    made = plan.made_by.get("stats")
+    curve = LossCurve.of(made, "statistics of the plan") if isinstance(made, dict) else None
+    return Planned(planner, rows, tuple(buckets), _hardware(hardware) if hardware else None, curve)
 
 
 def _row(

@@ -13,6 +13,9 @@ from torch_pi2.spec.method import Method
 #: ``auto`` picks per layer the cheapest of what the others offer.
 METHODS = ("auto", *(method.value for method in Method))
 
+#: What ``threshold`` compares with thresholds: |act(gate)|, alone or times what is known of the neuron's up and down.
+SCORES = ("gate", "norms", "output")
+
 #: How weights may be stored, and how they are rounded.
 WEIGHTS = (FLOAT, *QUANTIZED)
 QUANTIZATIONS = ("rtn", "weighted")
@@ -39,7 +42,12 @@ class Config:
             predicted (lossless in itself). No neuron of an expert is.
         target_recall: where the search for each layer's recall starts; with ``signbit`` each layer's recall (lossy).
         tolerance: relative increase of the model's loss that predictors may cause, 0.01 = 1 % (lossy).
-        sparsity: share of gate values that ``threshold`` cuts in layers that have no exact zeros (lossy).
+        sparsity: share of neurons that ``threshold`` skips in every layer that has no exact zeros (lossy).
+        score: what decides which (lossy). ``gate``: ``|act(gate)|`` (CATS); ``norms``: times the norms of the neuron's
+            down and up rows; ``output``: times the norm of its down row and the usual size of its up on calibration
+            text. But for ``gate`` each neuron has its own threshold then; experts of a mixture know ``gate`` alone.
+        max_loss: relative increase of the model's loss that thresholds may cause, 0.01 = 1 % (lossy): in the place of
+            ``sparsity``, as much is skipped as that bears, each layer its own share. None: ``sparsity``.
         weights: how weights of FFNs and other linear layers are stored. ``float``: as they are (lossless); ``int4``,
             ``int8``: integers in groups of 32 with a float16 scale, 4.5 and 8.5 bits per weight (lossy). Embeddings,
             norms and small layers stay float. Cannot be restored.
@@ -57,6 +65,8 @@ class Config:
     target_recall: float = 0.9
     tolerance: float = 0.01
     sparsity: float = 0.5
+    score: str = "gate"
+    max_loss: float | None = None
     weights: str = "float"
     activations: str = "float"
     quantization: str = "rtn"
@@ -73,6 +83,8 @@ class Config:
             ("target_recall", 0 < self.target_recall < 1, "between 0 and 1"),
             ("tolerance", self.tolerance > 0, "more than 0 (0.01 is 1 %)"),
             ("sparsity", 0 <= self.sparsity < 1, "from 0 to below 1"),
+            ("score", self.score in SCORES, ", ".join(SCORES)),
+            ("max_loss", self.max_loss is None or self.max_loss > 0, "more than 0 (0.01 is 1 %), or None"),
             ("weights", self.weights in WEIGHTS, ", ".join(WEIGHTS)),
             ("activations", self.activations in ACTIVATIONS, ", ".join(ACTIVATIONS)),
             ("activations", self.activations == "float" or self.weights != "float", "float with weights='float'"),
@@ -96,6 +108,8 @@ class ConfigFields(TypedDict, total=False):
     target_recall: float
     tolerance: float
     sparsity: float
+    score: str
+    max_loss: float | None
     weights: str
     activations: str
     quantization: str

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
@@ -26,9 +27,9 @@ from torch_pi2.spec.machine_plan import HardwarePlan
 from torch_pi2.spec.method import METHODS, PREDICTED
 from torch_pi2.spec.site import FFNSite
 
-#: 1 had no ``hardware`` part and is read, too.
-PLAN_VERSION = 2
-_VERSIONS = (1, PLAN_VERSION)
+#: 1 had no ``hardware`` part and is read, too. Plans in which neurons have thresholds of their own are of 3.
+PLAN_VERSION, _WITH_THRESHOLDS = 2, 3
+_VERSIONS = (1, _WITH_THRESHOLDS, PLAN_VERSION)
 
 _FIX = "Make the plan again."
 
@@ -42,8 +43,10 @@ class LayerPlan:
         method: the text of a :class:`~torch_pi2.spec.method.Method`.
         n_hot: the first ``n_hot`` neurons of ``order`` are computed densely.
         order: ``[I]`` int32, plan position -> original neuron (most frequent first).
-        threshold: cut on |act(gate)| for ``threshold`` (0 otherwise).
+        threshold: cut on the score for ``threshold`` (0 otherwise).
         expected_active: mean share of cold neurons computed per token, measured on calibration data.
+        thresholds: ``[I]`` float32 in *original* order, where the score is more than ``|act(gate)|``: what it comes to
+            for each neuron's ``|act(gate)|``. None: ``threshold`` for all.
     """
 
     site: FFNSite
@@ -52,6 +55,7 @@ class LayerPlan:
     order: torch.Tensor
     threshold: float = 0.0
     expected_active: float = 1.0
+    thresholds: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.method = str(self.method)
@@ -114,7 +118,7 @@ class Plan:
 
     @property
     def orders_hash(self) -> str:
-        """SHA-256 of the neuron orders: what lies in plan order belongs to plans with these alone."""
+        """SHA-256 of :attr:`orders`: what lies in plan order belongs to plans with these alone."""
         return _orders_hash(self.orders)
 
     def by_key(self) -> dict[str, LayerPlan]:
@@ -135,8 +139,13 @@ class Plan:
 
     @property
     def orders(self) -> dict[str, torch.Tensor]:
-        """``KEY.order`` -> int32 ``[I]``, plan position -> original neuron: what :meth:`to_json` leaves out."""
-        return {f"{layer.site.key}.order": layer.order.to(torch.int32) for layer in self.layers}
+        """``KEY.order`` -> int32 ``[I]``, plan position -> original neuron, and where neurons have their own
+        ``KEY.thresholds`` -> float32 ``[I]``: what :meth:`to_json` leaves out.
+        """
+        orders = {f"{layer.site.key}.order": layer.order.to(torch.int32) for layer in self.layers}
+        return orders | {
+            f"{layer.site.key}.thresholds": layer.thresholds for layer in self.layers if layer.thresholds is not None
+        }
 
     def to_json(self) -> str:
         """The text of plan.json: everything but the orders, and their hash."""
@@ -151,7 +160,9 @@ class Plan:
                     "expected_active": layer.expected_active,
                 }
             )
-        head = {"format": "torch_pi2.plan", "version": PLAN_VERSION, "model_hash": self.model_hash}
+        own = any(layer.thresholds is not None for layer in self.layers)
+        version = _WITH_THRESHOLDS if own else PLAN_VERSION
+        head = {"format": "torch_pi2.plan", "version": version, "model_hash": self.model_hash}
         body: dict[str, Any] = {"orders_hash": self.orders_hash, "made_by": self.made_by, "layers": layers}
         if self.hardware is not None:
             body["hardware"] = self.hardware.to_json()
@@ -240,7 +251,24 @@ def _read_layer(entry: Field, orders: dict[str, torch.Tensor], beside: str) -> L
         _order(site, orders, beside),
         entry.at("threshold").number(),
         entry.at("expected_active").number(0, 1),
+        _thresholds(site, orders, beside),
     )
+
+
+def _thresholds(site: FFNSite, orders: dict[str, torch.Tensor], beside: str) -> torch.Tensor | None:
+    """Those of a layer's neurons, if they have their own. Raises ArtifactError: they are none."""
+    found = orders.get(f"{site.key}.thresholds")
+    if found is None:
+        return None
+    right = found.dtype == torch.float32 and tuple(found.shape) == (site.intermediate,)
+    if not right or not bool(((found >= 0) & (found < math.inf)).all()):
+        raise ArtifactError(
+            beside,
+            expected=f"thresholds of {site.key}, {site.intermediate} finite numbers of 0 or more in float32",
+            found=f"others in {dtype_name(found.dtype)} {list(found.shape)}",
+            fix=_FIX,
+        )
+    return found
 
 
 def _order(site: FFNSite, orders: dict[str, torch.Tensor], beside: str) -> torch.Tensor:

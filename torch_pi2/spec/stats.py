@@ -24,7 +24,8 @@ from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError, check_made_from
 from torch_pi2.ops.dtypes import dtype_name
 
-STATS_VERSION = 1
+#: Statistics in which neurons have thresholds of their own are of 2.
+STATS_VERSION, STATS_WITH_THRESHOLDS = 1, 2
 STATS_FILE = "stats.safetensors"
 STATS_FORMAT = "torch_pi2.stats"
 
@@ -46,6 +47,8 @@ _TENSORS: dict[str, tuple[tuple[str, ...], torch.dtype]] = {
     "score_hist": (("BINS",), torch.int64),
     "cofire_bits": (("S", "BYTES"), torch.uint8),
 }
+#: Of layers whose neurons have thresholds of their own, besides.
+_OWN = "thresholds"
 _FIX = "The file is damaged; profile again."
 
 
@@ -93,7 +96,8 @@ class LayerStats:
 
     Attributes:
         key, layer: of the site.
-        threshold: a neuron fired iff score > threshold.
+        threshold: a neuron fired iff score > threshold. The score is ``|act(gate)|``, or with thresholds of their own
+            ``|act(gate)| * threshold / thresholds``.
         tokens: real tokens seen, of an expert those that the router gave it and ``borrowed`` ones.
         fired: ``[I]`` int64 tokens for which the neuron fired.
         zeros: ``[I]`` int64 tokens for which its score was exactly zero; with a threshold above 0, of ``scored`` ones.
@@ -105,6 +109,8 @@ class LayerStats:
         cofire_bits: ``[S, ceil(I/8)]`` uint8, firing vectors of a uniform sample of tokens.
         experts: of an expert, the module that holds it.
         borrowed: of an expert that had few tokens, how many of ``tokens`` the router gave to others of its block.
+        thresholds: ``[I]`` float32, what ``threshold`` comes to for each neuron's ``|act(gate)|``, where the score is
+            more than that; else None.
 
     Tokens that were only watched (:mod:`torch_pi2.observe.watch`) are in no sum of scores, histogram and sample.
     """
@@ -123,10 +129,16 @@ class LayerStats:
     cofire_bits: torch.Tensor
     experts: str | None = None
     borrowed: int = 0
+    thresholds: torch.Tensor | None = None
 
     @property
     def intermediate(self) -> int:
         return len(self.fired)
+
+    @property
+    def cut(self) -> float | torch.Tensor:
+        """What ``|act(gate)|`` of its neurons is compared with: one number, or ``[I]``."""
+        return self.threshold if self.thresholds is None else self.thresholds
 
     @property
     def active_share(self) -> float:
@@ -203,11 +215,8 @@ class LayerStats:
         return f_SI.T @ f_SI / max(1, len(f_SI))
 
     def merged(self, other: LayerStats) -> LayerStats:
-        if (self.threshold, self.batch_sizes, self.intermediate) != (
-            other.threshold,
-            other.batch_sizes,
-            other.intermediate,
-        ):
+        alike = same_thresholds(self, other)
+        if not alike or (self.batch_sizes, self.intermediate) != (other.batch_sizes, other.intermediate):
             raise ConfigError(
                 f"merging statistics of {self.key}",
                 expected=f"threshold {self.threshold}, batch sizes {self.batch_sizes}, {self.intermediate} neurons",
@@ -224,6 +233,7 @@ class LayerStats:
             cofire_bits=self._merged_sample(other),
             experts=self.experts,
             borrowed=self.borrowed + other.borrowed,
+            thresholds=self.thresholds,
             **sums,
         )
 
@@ -243,6 +253,13 @@ class LayerStats:
         k = min(max(k, size - len(theirs)), len(mine))
         pick = (random.permutation(len(mine))[:k], random.permutation(len(theirs))[: size - k])
         return torch.cat([mine[torch.from_numpy(pick[0])], theirs[torch.from_numpy(pick[1])]])
+
+
+def same_thresholds(one: LayerStats, other: LayerStats) -> bool:
+    """Whether a neuron that fired in one would have in the other."""
+    if one.thresholds is None or other.thresholds is None:
+        return one.thresholds is other.thresholds and one.threshold == other.threshold
+    return one.threshold == other.threshold and torch.equal(one.thresholds, other.thresholds)
 
 
 @dataclass
@@ -363,8 +380,9 @@ class ActivationStats:
         tensors: dict[str, torch.Tensor] = {}
         layers = []
         for s in self:
-            for name in (*_COUNTS, "cofire_bits"):
-                tensors[f"{s.key}.{name}"] = getattr(s, name)
+            for name in (*_COUNTS, "cofire_bits", _OWN):
+                if getattr(s, name) is not None:
+                    tensors[f"{s.key}.{name}"] = getattr(s, name)
             layers.append(
                 {
                     "key": s.key,
@@ -377,7 +395,7 @@ class ActivationStats:
             )
         meta = {
             "format": STATS_FORMAT,
-            "version": str(STATS_VERSION),
+            "version": str(STATS_VERSION if all(s.thresholds is None for s in self) else STATS_WITH_THRESHOLDS),
             "model_hash": self.model_hash,
             "made_by": json.dumps(self.made_by),
             "layers": json.dumps(layers),
@@ -402,13 +420,19 @@ class ActivationStats:
         tensors: Mapping[str, torch.Tensor], meta: Mapping[str, str], where: Path | str, *, model_hash: str | None
     ) -> ActivationStats:
         """Statistics from the tensors and metadata of a file, read from ``where``. Raises as :meth:`load`."""
-        check_artifact(where, meta, STATS_FORMAT, STATS_VERSION, model_hash)
+        check_stats_artifact(where, meta, model_hash)
         found = parse_layers(meta, where)
         layers = {layer.key: layer for layer in (_layer(row, tensors, where) for row in found.items())}
         if len(layers) < len(found.value):
             found.wrong("layers of different keys", "one twice")
         made_by = Field(parse(meta.get("made_by", ""), f"{where}, made_by"), f"{where}, made_by", _FIX)
         return ActivationStats(layers, meta["model_hash"], made_by.names(allowed=None))
+
+
+def check_stats_artifact(where: Path | str, meta: Mapping[str, str], model_hash: str | None) -> None:
+    """Raises as :meth:`ActivationStats.load`, as far as the metadata tells."""
+    new = meta.get("version") == str(STATS_WITH_THRESHOLDS)
+    check_artifact(where, meta, STATS_FORMAT, STATS_WITH_THRESHOLDS if new else STATS_VERSION, model_hash)
 
 
 def parse_layers(meta: Mapping[str, str], where: Path | str) -> Field:
@@ -435,6 +459,13 @@ def _layer(row: Field, tensors: Mapping[str, torch.Tensor], where: Path | str) -
         values = found[name]
         if values.numel() and not 0 <= float(values.min()) <= float(values.max()) < math.inf:
             raise ArtifactError(f"{where}, {key}.{name}", expected="numbers of 0 or more", found="others", fix=_FIX)
+    own = tensors.get(f"{key}.{_OWN}")
+    if own is not None:
+        if own.dtype != torch.float32 or tuple(own.shape) != (neurons,):
+            said = f"{dtype_name(own.dtype)} {list(own.shape)}"
+            raise ArtifactError(f"{where}, {key}.{_OWN}", expected=f"float32 [{neurons}]", found=said, fix=_FIX)
+        if not bool(((own >= 0) & (own < math.inf)).all()):
+            raise ArtifactError(f"{where}, {key}.{_OWN}", expected="numbers of 0 or more", found="others", fix=_FIX)
     experts, tokens = row.at("experts", None), row.at("tokens").whole()
     return LayerStats(
         key=key,
@@ -444,6 +475,7 @@ def _layer(row: Field, tensors: Mapping[str, torch.Tensor], where: Path | str) -
         batch_sizes=sizes,
         experts=None if experts.value is None else experts.text(),
         borrowed=row.at("borrowed", 0).whole(0, tokens),
+        thresholds=own,
         **found,
     )
 

@@ -16,7 +16,6 @@ from typing import Any, Self
 
 import torch
 
-from torch_pi2.base.artifact import check_artifact
 from torch_pi2.base.fields import Field
 from torch_pi2.base.files import read_text
 from torch_pi2.base.reading import parse
@@ -32,7 +31,7 @@ from torch_pi2.predict.file import (
 )
 from torch_pi2.spec.method import PREDICTED, Method
 from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.stats import STATS_FILE, STATS_FORMAT, STATS_VERSION, ActivationStats, parse_layers
+from torch_pi2.spec.stats import STATS_FILE, ActivationStats, check_stats_artifact, parse_layers
 from torch_pi2.store.storefile import PIECE, STORE_FILE, StoreReader, block_checks, part_of, tensor_check
 
 #: Part -> the file without which it is not there, and the file of its tensors.
@@ -133,7 +132,7 @@ class Parts:
         where, meta, wanted = self._stats_meta(model_hash)
         if meta is None:
             return {}
-        check_artifact(where, meta, STATS_FORMAT, STATS_VERSION, wanted)
+        check_stats_artifact(where, meta, wanted)
         rows = parse_layers(meta, where).items()
         return {row.at("key").text(empty=True): row.at("threshold").number() for row in rows}
 
@@ -141,7 +140,7 @@ class Parts:
         """As :meth:`stats`, as far as their metadata tells, which may be much less to read."""
         where, meta, wanted = self._stats_meta(model_hash)
         if meta is not None:
-            check_artifact(where, meta, STATS_FORMAT, STATS_VERSION, wanted)
+            check_stats_artifact(where, meta, wanted)
 
     def _stats_meta(self, model_hash: str | None) -> tuple[Path | str, Mapping[str, str] | None, str | None]:
         """Where statistics are, their metadata (None: there are none), and the hash that they must have."""

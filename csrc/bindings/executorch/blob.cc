@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <vector>
 
 #include "base/crc32c.h"
@@ -16,10 +17,10 @@ const char* const kTensorText[kTensorNames] = {"bias_gate", "bias_up", "bias_dow
 namespace {
 
 constexpr char kMagic[8] = {'P', 'I', '2', 'B', 'L', 'O', 'B', '\0'};
-constexpr std::uint32_t kLayerVersion = 1, kMixtureVersion = 2, kPairVersion = 3;
+constexpr std::uint32_t kLayerVersion = 1, kMixtureVersion = 2, kExtendedVersion = 3;
 constexpr std::size_t kVersion = 8, kPlaces = 128, kQueue = 320, kPreload = 324, kMorePlaces = 328, kExperts = 376,
-                      kDown = 380, kName = 384;
-constexpr std::uint32_t kOnUp = 1, kInt8 = 2, kPredictorInt8 = 4;
+                      kDown = 380, kName = 384, kNumbers = 480, kNumbersEnd = 500;
+constexpr std::uint32_t kOnUp = 1, kInt8 = 2, kPredictorInt8 = 4, kShaped = 8;
 constexpr const char* kFix = "The .pte is damaged, or of another version of torch_pi2: export it again.";
 
 Problem damaged(const std::string& what, const std::string& expected, const std::string& found) {
@@ -44,6 +45,8 @@ struct Reader {
   }
 };
 
+bool is_extended(const Reader& in) { return in.u32(kVersion) == kExtendedVersion; }
+
 std::string text(std::uint64_t value) { return std::to_string(value); }
 
 // Bytes that the tensor has if it is there, and whether it has to be.
@@ -52,17 +55,17 @@ struct Wanted {
   bool always = false;
 };
 
-std::array<Wanted, kTensorNames> wanted(const Blob& b) {
+std::array<Wanted, kTensorNames> wanted(const Blob& b, bool extended) {
   const auto rows = [&b](std::int64_t count, std::int64_t bytes) {
     return static_cast<std::uint64_t>(b.layers() * count * bytes);
   };
-  const std::int64_t bias = b.experts > 0 ? 0 : row_bytes(b.quantized() ? DType::kF32 : b.w_dtype, 1);
+  const std::int64_t bias = b.experts > 0 && !extended ? 0 : row_bytes(b.quantized() ? DType::kF32 : b.w_dtype, 1);
   std::array<Wanted, kTensorNames> all{};
   if (b.rows == 3) all[kBiasGate].bytes = rows(b.neurons, bias);
   all[kBiasUp].bytes = rows(b.neurons, bias);
   all[kBiasDown].bytes = rows(b.hidden, bias);
   const std::int64_t number = b.experts > 0 ? sizeof(double) : 0;
-  all[kThresholds].bytes = rows(1, number);
+  all[kThresholds].bytes = b.experts == 0 && extended ? rows(b.neurons, 4) : rows(1, number);
   if (b.predictor != PredictorForm::kNone) all[kCuts] = {rows(1, number), number > 0};
   if (b.predictor == PredictorForm::kNone) return all;
   if (b.predictor == PredictorForm::kSignbit) {
@@ -80,7 +83,7 @@ std::array<Wanted, kTensorNames> wanted(const Blob& b) {
 }
 
 Problem parse_tensors(const Reader& in, Blob* b) {
-  const std::array<Wanted, kTensorNames> all = wanted(*b);
+  const std::array<Wanted, kTensorNames> all = wanted(*b, is_extended(in));
   for (std::size_t i = 0; i < kTensorNames; ++i) {
     const std::size_t at = i < kCuts ? kPlaces + 24 * i : kMorePlaces + 24 * (i - kCuts);
     Place& place = b->tensors[i];
@@ -97,13 +100,30 @@ Problem parse_tensors(const Reader& in, Blob* b) {
   return {};
 }
 
-Problem parse_name(const char* name, std::string* out) {
-  const std::size_t most = kBlobBytes - kName, length = strnlen(name, most);
+Problem parse_name(const char* name, std::size_t most, std::string* out) {
+  const std::size_t length = strnlen(name, most);
   for (std::size_t i = length; i < most; ++i)
     if (name[i] != 0) return damaged("name of the store", "zeros behind it", "other bytes");
   *out = std::string(name, length);
   const bool plain = length > 0 && length < most && out->find('/') == std::string::npos && *out != "." && *out != "..";
   return plain ? Problem() : damaged("name of the store", "that of a file, without folders", "'" + *out + "'");
+}
+
+// Numbers of the activation, and zeros behind them.
+Problem parse_shaping(const Reader& in, bool shaped, Blob* b) {
+  for (std::size_t i = shaped ? kNumbersEnd : kNumbers; i < kBlobBytes; ++i)
+    if (in.p[i] != 0) return damaged("byte " + text(i), "0", text(in.p[i]));
+  if (!shaped) return {};
+  Shaping& s = b->shaping;
+  s.plain = false;
+  float* const numbers[] = {&s.in, &s.out, &s.limit, &s.plus, &s.sigmas};
+  for (std::size_t i = 0; i < std::size(numbers); ++i) *numbers[i] = Reader::as<float>(in.u32(kNumbers + 4 * i));
+  if (!std::isfinite(s.in) || !std::isfinite(s.out) || !(s.limit > 0) || !std::isfinite(s.plus) ||
+      !(s.sigmas < Shaping::kInfinity))
+    return damaged("numbers of the activation", "finite ones, and a limit above 0", "others");
+  if (s.cuts() && (b->experts > 0 || b->first > 0 || b->activation_on_up || b->predictor != PredictorForm::kNone))
+    return damaged("numbers of the activation", "sigmas of a whole layer without predictor, on its gate", "others");
+  return {};
 }
 
 Problem parse_layer(const Reader& in, Blob* b) {
@@ -112,7 +132,7 @@ Problem parse_layer(const Reader& in, Blob* b) {
   if (hidden == 0 || hidden > kMost || neurons == 0 || neurons > kMost || (rows != 2 && rows != 3))
     return damaged("sizes", "neurons of 2 or 3 rows", text(neurons) + " of " + text(rows) + " rows of " + text(hidden));
   const std::uint32_t down = in.u32(kDown);
-  b->other_down = in.u32(kVersion) == kPairVersion;
+  b->other_down = is_extended(in) && down != 0;
   if (b->other_down ? !is_pair_of_neurons(w_dtype, down, hidden) : down != 0 || !is_dtype_of_neurons(w_dtype))
     return damaged("weights", "a kind that stores have", text(w_dtype) + (down == 0 ? "" : " and " + text(down)));
   const std::uint32_t activation = in.u32(88), flags = in.u32(92);
@@ -146,9 +166,13 @@ Problem parse_layer(const Reader& in, Blob* b) {
     return damaged("experts", "at most " + text(kMost) + " neurons", text(in.u32(kExperts)));
   const bool lowrank = form != 0 && b->predictor != PredictorForm::kSignbit;
   const bool grouped = lowrank && b->predictor != PredictorForm::kLowrank;
-  const std::uint32_t known = (rows == 3 ? kOnUp : 0) | (b->quantized() ? kInt8 : 0) | (grouped ? kPredictorInt8 : 0);
+  const bool extended = is_extended(in);
+  const std::uint32_t known = (rows == 3 ? kOnUp : 0) | (b->quantized() ? kInt8 : 0) | (grouped ? kPredictorInt8 : 0) |
+                              (extended ? kShaped : 0);
   if ((flags & ~known) != 0) return damaged("flags", "those of " + text(known), text(flags));
   if (!(b->threshold >= 0)) return damaged("threshold", "0 or more", std::to_string(b->threshold));
+  const Problem numbers = extended ? parse_shaping(in, (flags & kShaped) != 0, b) : Problem();
+  if (numbers) return numbers;
   if (form == 0) return parse_tensors(in, b);
   if (n_hot == neurons) return damaged("predictor", "none where all neurons are hot", text(form));
   if (lowrank ? rank == 0 || rank > kMost : rank != 0) return damaged("rank", "that of the predictor", text(rank));
@@ -166,7 +190,7 @@ Problem parse_blob(const void* data, std::size_t bytes, Blob* blob) {
   const Reader in{p};
   if (std::memcmp(p, kMagic, sizeof(kMagic)) != 0) return damaged("magic", "PI2BLOB", "other bytes");
   const std::uint32_t version = in.u32(kVersion);
-  if (version < kLayerVersion || version > kPairVersion)
+  if (version < kLayerVersion || version > kExtendedVersion)
     return problem(Fault::kIncompatible, "delegate blob, version", "1 to 3", text(version),
                    "Run it with the torch_pi2 that exported it, or export it again.");
   std::vector<unsigned char> copy(p, p + bytes);
@@ -187,14 +211,15 @@ Problem parse_blob(const void* data, std::size_t bytes, Blob* blob) {
                    "queue " + text(blob->queue) + ", neurons from " + text(in.u32(100)));
   if (version != kLayerVersion) blob->experts = in.u32(kExperts);
   if (version == kMixtureVersion && blob->experts == 0) return damaged("experts", "1 or more", "0");
-  const std::size_t end = version == kPairVersion ? kDown : kName;
-  for (std::size_t i = kMorePlaces; i < end && blob->experts == 0; ++i)
+  const std::size_t zeros = version == kLayerVersion ? kName : blob->experts == 0 ? kMorePlaces + 24 : kMorePlaces;
+  for (std::size_t i = kMorePlaces; i < zeros; ++i)
     if (p[i] != 0) return damaged("byte " + text(i), "0", text(p[i]));
   blob->preload_from = in.u32(kPreload);
   if (blob->preload_from > in.u32(76) || (blob->role != Role::kWhole && blob->preload_from != 0))
     return damaged("neurons to preload", "those from 0 to " + text(blob->role == Role::kWhole ? in.u32(76) : 0) + " on",
                    text(blob->preload_from));
-  const Problem name = parse_name(reinterpret_cast<const char*>(p) + kName, &blob->store);
+  const Problem name = parse_name(reinterpret_cast<const char*>(p) + kName,
+                                  (is_extended(in) ? kNumbers : kBlobBytes) - kName, &blob->store);
   return name ? name : parse_layer(in, blob);
 }
 

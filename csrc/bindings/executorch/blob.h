@@ -29,7 +29,8 @@ struct Place {
 };
 
 // In the order of the blob. Of a sign-bit predictor kA is the signs. Of a mixture they are those of all experts, one
-// behind the other; kCuts (of their predictors) and kThresholds (of their gates) are doubles, and of mixtures alone.
+// behind the other; kCuts (of their predictors, of mixtures alone) and kThresholds (of their gates) are doubles. Of a
+// layer kThresholds are floats, one for each neuron, in the place of `threshold`.
 enum TensorName { kBiasGate, kBiasUp, kBiasDown, kA, kAScale, kB, kBScale, kBBias, kCuts, kThresholds, kTensorNames };
 extern const char* const kTensorText[kTensorNames];
 
@@ -47,6 +48,7 @@ struct Blob {
   std::int64_t n_hot = 0, first = 0;
   std::int64_t preload_from = 0;  // of a whole layer: neurons before it are wanted by prompts alone
   float threshold = 0;
+  Shaping shaping;
   PredictorForm predictor = PredictorForm::kNone;
   double cut = 0;
   std::int64_t rank = 0;
@@ -57,6 +59,7 @@ struct Blob {
   std::string store;         // file name
 
   std::int64_t cold() const { return neurons - n_hot; }
+  bool own_thresholds() const { return experts == 0 && tensors[kThresholds].bytes > 0; }  // each neuron its own
   std::int64_t layers() const { return experts == 0 ? 1 : experts; }
   bool quantized() const { return other_down || is_quantized(w_dtype); }
 };

@@ -66,7 +66,7 @@ std::int64_t hidden_of(const Tensor& x) {
 // The layer but for x's and out's data and its mask.
 FfnArgs ffn_args(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
                  const MaybeTensor& bias_down, std::string_view activation, bool activation_on_up, std::int64_t n_hot,
-                 double threshold, std::string_view weights, bool int8_activations) {
+                 double threshold, std::string_view weights, bool int8_activations, const MaybeTensor& thresholds) {
   FfnArgs args;
   args.hidden = hidden_of(x);
   args.x_dtype = float_dtype(x, "x");
@@ -92,6 +92,7 @@ FfnArgs ffn_args(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& 
   args.n_hot = n_hot;
   expect(threshold >= 0, "threshold", "0 or more", std::to_string(threshold));
   args.threshold = static_cast<float>(threshold);
+  args.thresholds = static_cast<const float*>(bias_data(thresholds, "thresholds", args.neurons, ScalarType::Float));
   expect(!int8_activations || quantized, "int8_activations", "false with float weights", "true");
   args.int8_activations = int8_activations;
   args.tokens = x.numel() / args.hidden;
@@ -181,10 +182,10 @@ Tensor& sparse_ffn_out(KernelRuntimeContext& context, const Tensor& x, const Ten
                        const MaybeTensor& bias_gate, const MaybeTensor& bias_up, const MaybeTensor& bias_down,
                        const MaybeTensor& active, std::string_view activation, bool activation_on_up,
                        std::int64_t n_hot, double threshold, std::string_view weights, bool int8_activations,
-                       Tensor& out) {
+                       const MaybeTensor& thresholds, Tensor& out) {
   guarded(context, "pi2::sparse_ffn.out", [&] {
     FfnArgs args = ffn_args(x, neuron_rows, bias_gate, bias_up, bias_down, activation, activation_on_up, n_hot,
-                            threshold, weights, int8_activations);
+                            threshold, weights, int8_activations, thresholds);
     if (active) {
       const std::int64_t cold = args.neurons - n_hot;
       expect(active->scalar_type() == ScalarType::Bool && active->numel() == args.tokens * cold &&
@@ -206,10 +207,10 @@ Tensor& predicted_ffn_out(KernelRuntimeContext& context, const Tensor& x, const 
                           ArrayRef<Tensor> predictor, std::string_view kind, double cut,
                           std::string_view predictor_weights, bool predictor_int8_activations,
                           std::string_view activation, bool activation_on_up, std::int64_t n_hot, double threshold,
-                          std::string_view weights, bool int8_activations, Tensor& out) {
+                          std::string_view weights, bool int8_activations, const MaybeTensor& thresholds, Tensor& out) {
   guarded(context, "pi2::predicted_ffn.out", [&] {
     FfnArgs args = ffn_args(x, neuron_rows, bias_gate, bias_up, bias_down, activation, activation_on_up, n_hot,
-                            threshold, weights, int8_activations);
+                            threshold, weights, int8_activations, thresholds);
     const Predictor any = any_predictor(args, predictor, kind, cut, predictor_weights, predictor_int8_activations);
     resize(out, x, args.hidden);
     args.x = x.const_data_ptr();

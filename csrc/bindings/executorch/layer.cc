@@ -81,13 +81,17 @@ std::shared_ptr<Layer> Layer::load(std::shared_ptr<Store> store, const Blob& blo
   args.first = blob.first;
   args.activation = blob.activation;
   args.activation_on_up = blob.activation_on_up;
+  args.shaping = blob.shaping;
   args.threshold = blob.threshold;
   args.int8_activations = blob.int8_activations;
   args.bias_gate = data(made->tensors_[kBiasGate]);
   args.bias_up = data(made->tensors_[kBiasUp]);
   args.bias_down = data(made->tensors_[kBiasDown]);
   made->stack_.predictor = predictor_of(blob, made->tensors_);
-  if (blob.experts == 0) return made;
+  if (blob.experts == 0) {
+    args.thresholds = reinterpret_cast<const float*>(data(made->tensors_[kThresholds]));
+    return made;
+  }
   made->stack_.cuts = reinterpret_cast<const double*>(data(made->tensors_[kCuts]));
   made->stack_.thresholds = reinterpret_cast<const double*>(data(made->tensors_[kThresholds]));
   const bool margins = blob.predictor == PredictorForm::kSignbit;

@@ -67,7 +67,7 @@ FfnArgs even_neurons(const Tensor& x, const Tensor& neuron_rows, const std::stri
 
 FfnArgs ffn_args(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
                  const MaybeTensor& bias_down, const std::string& activation, bool activation_on_up, int64_t n_hot,
-                 double threshold, const std::string& weights, bool int8_activations) {
+                 double threshold, const std::string& weights, bool int8_activations, const MaybeTensor& thresholds) {
   check_plain(x, "x");
   check_plain(neuron_rows, "neuron_rows");
   FfnArgs args = has_two_formats(weights) ? mixed_neurons(x, neuron_rows, weights)
@@ -78,12 +78,12 @@ FfnArgs ffn_args(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& 
   args.n_hot = n_hot;
   const ScalarType like = is_quantized(args.dtype_of_down()) ? ScalarType::Float : neuron_rows.scalar_type();
   return with_settings(args, x, like, bias_gate, bias_up, bias_down, activation, activation_on_up, threshold,
-                       int8_activations);
+                       int8_activations, thresholds);
 }
 
 FfnArgs with_settings(FfnArgs args, const Tensor& x, ScalarType like, const MaybeTensor& bias_gate,
                       const MaybeTensor& bias_up, const MaybeTensor& bias_down, const std::string& activation,
-                      bool activation_on_up, double threshold, bool int8_activations) {
+                      bool activation_on_up, double threshold, bool int8_activations, const MaybeTensor& thresholds) {
   STD_TORCH_CHECK(threshold >= 0, "pi2: threshold: expected 0 or more, found ", threshold, ". Check the plan.");
   args.x_dtype = float_dtype(x, "x");
   const char* wanted =
@@ -97,6 +97,8 @@ FfnArgs with_settings(FfnArgs args, const Tensor& x, ScalarType like, const Mayb
   STD_TORCH_CHECK(!args.shaping.cuts() || !activation_on_up,
                   "pi2: activation_on_up: expected false with sigmas, which are of the gates, found true. Correct it.");
   args.threshold = static_cast<float>(threshold);
+  args.thresholds = static_cast<const float*>(
+      bias_data(thresholds, "thresholds", args.neurons, ScalarType::Float, "float32, whatever the weights"));
   args.int8_activations = int8_activations;
   return args;
 }
@@ -106,10 +108,10 @@ namespace {
 Tensor sparse_ffn_out(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& bias_gate,
                       const MaybeTensor& bias_up, const MaybeTensor& bias_down, const MaybeTensor& active,
                       const Text& activation, bool activation_on_up, int64_t n_hot, double threshold,
-                      const Text& weights, bool int8_activations, Tensor out) {
+                      const Text& weights, bool int8_activations, const MaybeTensor& thresholds, Tensor out) {
   check_plain(out, "out");
   FfnArgs args = ffn_args(x, neuron_rows, bias_gate, bias_up, bias_down, activation, activation_on_up, n_hot, threshold,
-                          weights, int8_activations);
+                          weights, int8_activations, thresholds);
   STD_TORCH_CHECK(out.scalar_type() == x.scalar_type() && out.numel() == x.numel() && out.is_contiguous(),
                   "pi2: out: expected a contiguous tensor with x's dtype and ", x.numel(), " elements, found ",
                   out.numel(), ". Use torch.empty_like(x).");
@@ -128,10 +130,11 @@ Tensor sparse_ffn_out(const Tensor& x, const Tensor& neuron_rows, const MaybeTen
 
 Tensor sparse_ffn(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
                   const MaybeTensor& bias_down, const MaybeTensor& active, const Text& activation,
-                  bool activation_on_up, int64_t n_hot, double threshold, const Text& weights, bool int8_activations) {
+                  bool activation_on_up, int64_t n_hot, double threshold, const Text& weights, bool int8_activations,
+                  const MaybeTensor& thresholds) {
   Tensor out = torch::stable::new_empty(x, x.sizes());
   sparse_ffn_out(x, neuron_rows, bias_gate, bias_up, bias_down, active, activation, activation_on_up, n_hot, threshold,
-                 weights, int8_activations, out);
+                 weights, int8_activations, thresholds, out);
   return out;
 }
 
@@ -172,7 +175,8 @@ int64_t give_back(const Tensor& tensor) {
 STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   const std::string ffn =
       "Tensor x, Tensor neuron_rows, Tensor? bias_gate, Tensor? bias_up, Tensor? bias_down, Tensor? active, str activation, "
-      "bool activation_on_up, int n_hot, float threshold, str weights=\"float\", bool int8_activations=False";
+      "bool activation_on_up, int n_hot, float threshold, str weights=\"float\", bool int8_activations=False, "
+      "Tensor? thresholds=None";
   m.def(("sparse_ffn(" + ffn + ") -> Tensor").c_str());
   m.def(("sparse_ffn.out(" + ffn + ", *, Tensor(a!) out) -> Tensor(a!)").c_str());
   m.def("plain_read(Tensor neuron_rows, Tensor? index) -> int");

@@ -12,11 +12,13 @@ inline bool has_two_formats(const std::string& weights) { return weights.find('+
 // The arguments of sparse_ffn but for x's and out's data and `active`. The tensors must outlive what is returned.
 FfnArgs ffn_args(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
                  const MaybeTensor& bias_down, const std::string& activation, bool activation_on_up, int64_t n_hot,
-                 double threshold, const std::string& weights, bool int8_activations);
+                 double threshold, const std::string& weights, bool int8_activations,
+                 const MaybeTensor& thresholds = std::nullopt);
 
 // `args`, which has the layer's sizes, with what does not depend on where its neurons are; biases have type `like`.
 FfnArgs with_settings(FfnArgs args, const Tensor& x, ScalarType like, const MaybeTensor& bias_gate,
                       const MaybeTensor& bias_up, const MaybeTensor& bias_down, const std::string& activation,
-                      bool activation_on_up, double threshold, bool int8_activations);
+                      bool activation_on_up, double threshold, bool int8_activations,
+                      const MaybeTensor& thresholds = std::nullopt);
 
 }  // namespace pi2::binding

@@ -175,7 +175,7 @@ Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTens
                   const MaybeTensor& bias_up, const MaybeTensor& bias_down, std::vector<Tensor> predictor,
                   const Text& kind, double cut, const Text& predictor_weights, bool predictor_int8_activations,
                   const Text& activation, bool activation_on_up, int64_t n_hot, double threshold, bool int8_activations,
-                  int64_t first) {
+                  int64_t first, const MaybeTensor& thresholds) {
   std::shared_ptr<Offload> offload;
   std::shared_ptr<const Lookahead> next;
   {
@@ -199,7 +199,7 @@ Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTens
   STD_TORCH_CHECK(!int8_activations || is_quantized(args.dtype_of_down()),
                   "pi2: int8_activations: expected false with float weights, found true. Pack int4 or int8 weights.");
   args = with_settings(args, x, bias_type(args.dtype_of_down()), bias_gate, bias_up, bias_down, activation,
-                       activation_on_up, threshold, int8_activations);
+                       activation_on_up, threshold, int8_activations, thresholds);
   STD_TORCH_CHECK(!args.shaping.cuts() || (first == 0 && kind == "none"),
                   "pi2: activation: expected one without sigmas where a predictor chooses neurons or some are computed "
                   "elsewhere, found ",
@@ -257,7 +257,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
       "stored_ffn(Tensor x, int store, int layer, Tensor? bias_gate, Tensor? bias_up, Tensor? bias_down, "
       "Tensor[] predictor, str kind, float cut, str predictor_weights, bool predictor_int8_activations, "
       "str activation, bool activation_on_up, int n_hot, float threshold, bool int8_activations=False, "
-      "int first=0) -> Tensor");
+      "int first=0, Tensor? thresholds=None) -> Tensor");
   m.def("crc32c(Tensor rows) -> Tensor");
 }
 

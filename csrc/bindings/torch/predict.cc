@@ -189,9 +189,9 @@ Tensor predicted_ffn_out(const Tensor& x, const Tensor& neuron_rows, const Maybe
                          const MaybeTensor& bias_up, const MaybeTensor& bias_down, std::vector<Tensor> predictor,
                          const Text& kind, double cut, const Text& predictor_weights, bool predictor_int8_activations,
                          const Text& activation, bool activation_on_up, int64_t n_hot, double threshold,
-                         const Text& weights, bool int8_activations, const Tensor& out) {
+                         const Text& weights, bool int8_activations, const MaybeTensor& thresholds, const Tensor& out) {
   FfnArgs args = ffn_args(x, neuron_rows, bias_gate, bias_up, bias_down, activation, activation_on_up, n_hot, threshold,
-                          weights, int8_activations);
+                          weights, int8_activations, thresholds);
   const Predictor any = any_predictor(x, args, predictor, kind, cut, predictor_weights, predictor_int8_activations);
   check_out(out, x, std::vector<int64_t>(x.sizes().begin(), x.sizes().end()));
   const Tensor x_dense = dense(x);
@@ -205,11 +205,11 @@ Tensor predicted_ffn(const Tensor& x, const Tensor& neuron_rows, const MaybeTens
                      const MaybeTensor& bias_up, const MaybeTensor& bias_down, std::vector<Tensor> predictor,
                      const Text& kind, double cut, const Text& predictor_weights, bool predictor_int8_activations,
                      const Text& activation, bool activation_on_up, int64_t n_hot, double threshold,
-                     const Text& weights, bool int8_activations) {
+                     const Text& weights, bool int8_activations, const MaybeTensor& thresholds) {
   Tensor out = torch::stable::new_empty(x, x.sizes());
   return predicted_ffn_out(x, neuron_rows, bias_gate, bias_up, bias_down, predictor, kind, cut, predictor_weights,
                            predictor_int8_activations, activation, activation_on_up, n_hot, threshold, weights,
-                           int8_activations, out);
+                           int8_activations, thresholds, out);
 }
 
 }  // namespace
@@ -227,7 +227,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
       "Tensor x, Tensor neuron_rows, Tensor? bias_gate, Tensor? bias_up, Tensor? bias_down, "
       "Tensor[] predictor, str kind, float cut, str predictor_weights, bool predictor_int8_activations, "
       "str activation, bool activation_on_up, int n_hot, float threshold, str weights=\"float\", "
-      "bool int8_activations=False";
+      "bool int8_activations=False, Tensor? thresholds=None";
   m.def(("predicted_ffn(" + ffn + ") -> Tensor").c_str());
   m.def(("predicted_ffn.out(" + ffn + ", *, Tensor(a!) out) -> Tensor(a!)").c_str());
 }

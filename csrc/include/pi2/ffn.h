@@ -57,7 +57,7 @@ class NeuronSource {
 
 // y[t] = sum over computed neurons i of h_i(x[t]) * down_i + bias_down.
 // The first n_hot neurons are always computed. A cold neuron contributes to token t iff active is null or
-// active[t * (n - n_hot) + i - n_hot] != 0, and |act(gate)| > threshold (NaN counts as firing, so it is seen).
+// active[t * (n - n_hot) + i - n_hot] != 0, and |act(gate)| > its threshold (NaN counts as firing, so it is seen).
 // With `first` neurons left out, a multiple of 64, the bits are those of a layer that consists of the others.
 struct FfnArgs {
   const void* x = nullptr;  // [tokens, hidden], x_dtype
@@ -89,7 +89,12 @@ struct FfnArgs {
   Shaping shaping;
   bool activation_on_up = false;
   float threshold = 0;
+  const float* thresholds = nullptr;  // [neurons], in its place
 
+  float threshold_of(std::int64_t neuron) const {  // hot neurons know none
+    if (neuron < n_hot) return 0.0f;
+    return thresholds == nullptr ? threshold : thresholds[neuron];
+  }
   DType dtype_of_down() const { return other_down ? down_dtype : w_dtype; }
   DType bias_dtype() const { return is_quantized(dtype_of_down()) ? DType::kF32 : w_dtype; }
   std::int64_t row_bytes() const { return pi2::row_bytes(w_dtype, hidden); }  // of gate and up

@@ -32,7 +32,10 @@ inline Bytes512 written(const pi2::et::Blob& blob) {
   Bytes512 out(pi2::et::kBlobBytes, 0);
   std::memcpy(out.data(), "PI2BLOB", 8);
   const auto u32 = [&](std::size_t at, std::int64_t value) { put(&out, at, static_cast<std::uint64_t>(value), 4); };
-  u32(8, blob.other_down ? 3 : blob.experts > 0 ? 2 : 1);
+  const bool thresholds = blob.experts == 0 && blob.tensors[pi2::et::kThresholds].bytes > 0;
+  const bool biases = blob.experts > 0 && blob.tensors[pi2::et::kBiasDown].bytes > 0;
+  const bool extended = blob.other_down || thresholds || biases || !blob.shaping.plain;
+  u32(8, extended ? 3 : blob.experts > 0 ? 2 : 1);
   u32(16, 512);
   u32(20, static_cast<std::int64_t>(blob.role));
   put(&out, 24, blob.store_bytes, 8);
@@ -45,7 +48,7 @@ inline Bytes512 written(const pi2::et::Blob& blob) {
       blob.rows,
       static_cast<std::int64_t>(blob.w_dtype),
       static_cast<std::int64_t>(blob.activation),
-      blob.activation_on_up + 2 * blob.int8_activations + 4 * blob.predictor_int8_activations,
+      blob.activation_on_up + 2 * blob.int8_activations + 4 * blob.predictor_int8_activations + 8 * !blob.shaping.plain,
       blob.n_hot,
       blob.first,
       static_cast<std::int64_t>(bits(blob.threshold)),
@@ -64,6 +67,9 @@ inline Bytes512 written(const pi2::et::Blob& blob) {
   if (blob.other_down) u32(380, static_cast<std::int64_t>(blob.down_dtype));
   u32(320, blob.queue);
   u32(324, blob.preload_from);
+  const pi2::Shaping& s = blob.shaping;
+  const float shaping[] = {s.in, s.out, s.limit, s.plus, s.sigmas};
+  for (std::size_t i = 0; i < 5 && !s.plain; ++i) u32(480 + 4 * i, static_cast<std::int64_t>(bits(shaping[i])));
   std::memcpy(&out[384], blob.store.data(), blob.store.size());
   seal_blob(&out);
   return out;

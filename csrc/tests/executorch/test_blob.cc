@@ -68,6 +68,32 @@ Blob pair(Blob b) {
   return b;
 }
 
+// A layer whose neurons have their own thresholds.
+Blob thresholds() {
+  Blob b = sound();
+  b.predictor = PredictorForm::kNone;
+  b.predictor_int8_activations = false;
+  b.cut = 0;
+  b.rank = 0;
+  b.tensors = {};
+  b.tensors[kThresholds] = {512, 1200, 0};
+  return b;
+}
+
+// A mixture of gpt-oss' formula, with biases.
+Blob shaped() {
+  Blob b = mixture();
+  b.shaping.plain = false;
+  b.shaping.in = 1.5f;
+  b.shaping.out = -2;
+  b.shaping.limit = 7;
+  b.shaping.plus = 1;
+  b.tensors[kBiasGate] = {4096, 6 * 1200, 1};
+  b.tensors[kBiasUp] = {16384, 6 * 1200, 2};
+  b.tensors[kBiasDown] = {32768, 6 * 384, 3};
+  return b;
+}
+
 bool same(const Blob& a, const Blob& b) { return written(a) == written(b); }
 
 long check_sound() {
@@ -122,7 +148,24 @@ long check_sound() {
     PI2_CHECK(!wrong && same(found, one) && found.other_down && found.down_dtype == DType::kQ8, "%s",
               wrong.text.c_str());
   }
-  return 8;
+  wrong = parse_blob(written(thresholds()).data(), kBlobBytes, &found);
+  PI2_CHECK(!wrong && same(found, thresholds()) && found.own_thresholds(), "%s", wrong.text.c_str());
+  Blob cut = shaped();  // Gemma 3n's
+  cut.experts = 0;
+  cut.tensors = {};
+  cut.predictor = PredictorForm::kNone;
+  cut.predictor_int8_activations = cut.activation_on_up = false;
+  cut.rank = 0;
+  cut.int8_activations = true;
+  cut.shaping = Shaping();
+  cut.shaping.plain = false;
+  cut.shaping.sigmas = 1.6f;
+  for (const Blob& one : {shaped(), cut}) {
+    wrong = parse_blob(written(one).data(), kBlobBytes, &found);
+    PI2_CHECK(!wrong && same(found, one) && !found.shaping.plain && found.shaping.sigmas == one.shaping.sigmas, "%s",
+              wrong.text.c_str());
+  }
+  return 11;
 }
 
 struct Damage {
@@ -155,7 +198,6 @@ long check_refused() {
       {"sizes", number(80, 4)},
       {"weights: expected a kind that stores have, found 3", number(84, 3)},
       {"weights: expected a kind that stores have, found 6", number(84, 6)},
-      {"weights: expected a kind that stores have, found 4", number(8, 3)},
       {"activation: expected 0 to 5, found 6", number(88, 6)},
       {"flags: expected those of 7, found 8", number(92, 8)},
       {"hot neurons: expected 0 to 300, found 301 and 64", number(96, 301)},
@@ -186,6 +228,7 @@ long check_refused() {
   };
   const Damage of_mixtures[] = {
       {"experts: expected 1 or more, found 0", number(376, 0)},
+      {"flags: expected those of 7, found 15", number(92, 15)},
       {"experts: expected a whole layer without hot neurons", number(96, 1)},
       {"experts: expected a whole layer without hot neurons", number(20, 1)},
       {"experts: expected a whole layer without hot neurons", number(324, 1)},
@@ -211,6 +254,21 @@ long check_refused() {
       {"byte 328: expected 0, found 1", number(328, 1)},
       {"bias_gate: expected 1200 bytes, found 600", number(136, 600, 8)},
   };
+  const Damage of_thresholds[] = {
+      {"thresholds: expected 1200 bytes, found 300", number(352 + 8, 300, 8)},
+      {"byte 336: expected 0, found 8", number(328 + 8, 8, 8)},
+      {"byte 353: expected 0, found 2", number(8, 1)},
+      {"experts: expected 1 or more, found 0", number(8, 2)},
+  };
+  const Damage of_shaped[] = {
+      {"name of the store: expected zeros behind it", number(8, 2)},
+      {"numbers of the activation: expected finite ones, and a limit above 0", number(480, nan32)},
+      {"numbers of the activation", number(488, bits(0.0f))},
+      {"numbers of the activation: expected sigmas of a whole layer without predictor", number(496, bits(1.0f))},
+      {"byte 500: expected 0, found 1", number(500, 1)},
+      {"byte 482: expected 0, found 192", number(92, 7)},
+      {"bias_up: expected 7200 bytes, found 1200", number(136 + 24, 1200, 8)},
+  };
   const auto refused = [](const Blob& blob, const Damage& damage) {
     Bytes512 bytes = written(blob);
     damage.make(&bytes);
@@ -225,12 +283,17 @@ long check_refused() {
   for (const Damage& damage : all) refused(sound(), damage);
   for (const Damage& damage : of_mixtures) refused(mixture(), damage);
   for (const Damage& damage : of_pairs) refused(pair(sound()), damage);
-  return static_cast<long>(std::size(all) + std::size(of_mixtures) + std::size(of_pairs));
+  for (const Damage& damage : of_thresholds) refused(thresholds(), damage);
+  for (const Damage& damage : of_shaped) refused(shaped(), damage);
+  return static_cast<long>(std::size(all) + std::size(of_mixtures) + std::size(of_pairs) + std::size(of_thresholds) +
+                           std::size(of_shaped));
 }
 
 // Every byte says something: of a change, sealed again, what is taken is what was written, and not what was there.
 long check_every_byte() {
-  for (const Bytes512& whole : {written(sound()), written(mixture()), written(pair(mixture()))})
+  const Bytes512 wholes[] = {written(sound()), written(mixture()), written(pair(mixture())), written(thresholds()),
+                             written(shaped())};
+  for (const Bytes512& whole : wholes)
     for (std::size_t i = 0; i < whole.size(); ++i) {
       Bytes512 bytes = whole;
       bytes[i] = static_cast<char>(bytes[i] ^ 0x10);

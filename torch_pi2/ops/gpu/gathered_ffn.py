@@ -10,8 +10,20 @@ from typing import Any
 
 import torch
 
+from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.formats import FLOAT
 from torch_pi2.ops.gpu.listed import NO_PREDICTOR, compute, parts_of
+
+
+def _check_one(thresholds: torch.Tensor | None) -> None:
+    """Raises UnsupportedModelError: neurons have thresholds of their own, which no kernel here compares with."""
+    if thresholds is not None:
+        raise UnsupportedModelError(
+            "thresholds on a GPU",
+            expected="one threshold for a layer",
+            found="one for each neuron",
+            fix="Leave the model on the CPU, or choose score='gate'.",
+        )
 
 
 def launch(
@@ -54,8 +66,10 @@ def sparse_ffn(
     threshold: float,
     weights: str = FLOAT,
     int8_activations: bool = False,
+    thresholds: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``torch.ops.pi2.sparse_ffn`` there."""
+    _check_one(thresholds)
     layer, settings = (x, neuron_rows, bias_gate, bias_up, bias_down), (activation, activation_on_up, n_hot, threshold)
     return launch(*layer, active, [], NO_PREDICTOR, 0.0, "", False, *settings, weights, int8_activations)
 
@@ -77,8 +91,10 @@ def predicted_ffn(
     threshold: float,
     weights: str = FLOAT,
     int8_activations: bool = False,
+    thresholds: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``torch.ops.pi2.predicted_ffn`` there."""
+    _check_one(thresholds)
     layer, settings = (x, neuron_rows, bias_gate, bias_up, bias_down), (activation, activation_on_up, n_hot, threshold)
     how = (predictor, kind, cut, predictor_weights, predictor_int8_activations)
     return launch(*layer, None, *how, *settings, weights, int8_activations)

@@ -1,0 +1,157 @@
+"""What is skipped of a model without exact zeros, and what that costs: scores, and shares spread over layers or not.
+
+The dense model is run once for each case, with the neurons masked that thresholds would skip, on text that no threshold
+was taken from. Bytes are counted as a step of one token reads them: every gate row, and the up and down rows of what is
+not skipped (:func:`torch_pi2.planner.greedy.gate_share`). Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.arguments import list_of
+from benchmarks.figures import at_least
+from torch_pi2.base import process as machine
+from torch_pi2.base.evaluating import evaluating
+from torch_pi2.base.progress import bar
+from torch_pi2.cli import common
+from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.eval.loss import logits_of
+from torch_pi2.fitting.thresholds import Walk
+from torch_pi2.graph.dispatch import PredictedMaskMode
+from torch_pi2.graph.find import find_sites
+from torch_pi2.ops.activations import exact_zeros
+from torch_pi2.planner.greedy import gate_share
+from torch_pi2.profiling.data import calibration_batches
+from torch_pi2.spec.config import SCORES, Config
+from torch_pi2.spec.site import FFNSite
+
+_SHARES = [0.4, 0.5, 0.6, 0.7, 0.8]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    common.add_model(parser)
+    add = parser.add_argument
+    add("--shares", type=list_of(float), default=_SHARES, metavar="S,...", help="of neurons that are skipped")
+    add(
+        "--calibration-tokens",
+        type=common.positive,
+        default=40_000,
+        metavar="N",
+        help="of the standard library's source",
+    )
+    add("--tokens", type=common.positive, default=16_384, metavar="N", help="of other files of it, that are scored")
+
+
+def run(
+    model: str | Path,
+    *,
+    shares: Sequence[float] = _SHARES,
+    calibration_tokens: int = 40_000,
+    tokens: int = 16_384,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    allow_download: bool = False,
+) -> dict[str, Any]:
+    """Every score, each layer skipping the same share, or shares spread by what the loss bears; see :func:`measure`.
+
+    CATS is the gate, the same share. ``tokens`` of held-out text are taken in windows of 256.
+
+    Raises:
+        UnsupportedModelError: every layer has exact zeros, which thresholds are not for.
+    """
+    at_least(257, tokens=tokens)
+    given = argparse.Namespace(
+        model=str(model), dtype=dtype, trust_remote_code=trust_remote_code, allow_download=allow_download
+    )
+    dense, tokenizer = common.load_dense(given), common.load_tokenizer(given)
+    config = Config(calibration_tokens=calibration_tokens)
+    data = calibration_batches(dense, common.stdlib_sample("train", tokenizer, calibration_tokens), tokenizer, config)
+    ids = torch.tensor(tokenizer(common.stdlib_sample("heldout", tokenizer, tokens), verbose=False)["input_ids"])
+    windows = ids[: min(len(ids), tokens) // 256 * 256].view(-1, 256).split(8)
+    sites = [site for site in find_sites(dense) if not exact_zeros(site.activation)]
+    if not sites:
+        raise UnsupportedModelError(
+            f"scores of {Path(model).name}",
+            expected="layers without exact zeros (SwiGLU, GeGLU)",
+            found="none",
+            fix="Nothing need be skipped there that is not zero: method='exact' loses nothing.",
+        )
+    modes: dict[str, list[PredictedMaskMode]] = {}
+    for score in SCORES:
+        walk = Walk(dense, data, sites, Config(calibration_tokens=calibration_tokens, score=score), progress=True)
+        same = [{site.key: walk.stats.threshold_for(site.key, share) for site in sites} for share in shares]
+        modes[f"{score}, same"] = [walk.masked(cuts) for cuts in same]
+        modes[f"{score}, spread"] = [walk.masked(walk.cuts(share)) for share in shares]
+    found = iter(measure(dense, windows, [mode for some in modes.values() for mode in some]))
+    cases = {name: [_with_bytes(next(found), sites[0], mode) for mode in some] for name, some in modes.items()}
+    sizes = {"layers": len(sites), "hidden": sites[0].hidden, "neurons": sites[0].intermediate}
+    return {
+        "what": "scores",
+        "folder": Path(model).resolve().name,
+        "synthetic": getattr(dense.config, "torch_pi2_synthetic", False),
+        "form": sites[0].form,
+        "sizes": sizes,
+        "tokens": sum(part.numel() for part in windows),
+        "calibration_tokens": sum(batch.n_tokens for batch in data),
+        "cases": cases,
+        **machine.describe(),
+    }
+
+
+@torch.no_grad()
+def measure(
+    model: nn.Module, windows: Sequence[torch.Tensor], modes: Sequence[PredictedMaskMode]
+) -> list[dict[str, float]]:
+    """For each of ``modes`` the model inside it, beside the dense one, on ``windows``, ``[B, T]`` ids each.
+
+    Returns:
+        ``loss``: relative increase of the loss; ``kl``: mean divergence of the next token's distribution from the dense
+        model's, in nats; ``agreement``: share of tokens with the same most likely next token.
+    """
+    dense, tokens = 0.0, 0
+    sums = [dict.fromkeys(("loss", "kl", "agreement"), 0.0) for _ in modes]
+    with evaluating(model):
+        for ids_BT in bar(windows, "scores", True, unit="batch"):
+            wanted, next_BT = F.log_softmax(logits_of(model, ids_BT).float(), -1), ids_BT[:, 1:, None]
+            dense -= float(wanted[:, :-1].gather(-1, next_BT).sum())
+            tokens += ids_BT.numel()
+            for mode, of in zip(modes, sums, strict=True):
+                with mode:
+                    found = F.log_softmax(logits_of(model, ids_BT).float(), -1)
+                of["loss"] -= float(found[:, :-1].gather(-1, next_BT).sum())
+                of["kl"] += float((wanted.exp() * (wanted - found)).sum())
+                of["agreement"] += float((wanted.argmax(-1) == found.argmax(-1)).sum())
+    return [
+        {"loss": of["loss"] / dense - 1, "kl": of["kl"] / tokens, "agreement": of["agreement"] / tokens} for of in sums
+    ]
+
+
+def _with_bytes(point: dict[str, float], site: FFNSite, mode: PredictedMaskMode) -> dict[str, float]:
+    """``point`` with the share of neurons that ``mode`` has skipped, and that of the layers' bytes that are read."""
+    return {"skipped": 1 - mode.cold_share, "read": gate_share(site, mode.cold_share)} | point
+
+
+def render(result: dict[str, Any]) -> str:
+    header = ["score, shares of layers", "skipped", "bytes read", "loss", "KL, nats", "same token"]
+    rows = [
+        [
+            name,
+            common.percent(point["skipped"]),
+            common.percent(point["read"]),
+            f"{point['loss']:+.2%}",
+            f"{point['kl']:.4f}",
+            common.percent(point["agreement"]),
+        ]
+        for name, points in result["cases"].items()
+        for point in points
+    ]
+    about = f"{result['folder']}: {result['form']}, {result['tokens']:,} held-out tokens; lossy, beside the dense model"
+    return f"{about}\n{common.table(header, rows)}"

@@ -1,0 +1,325 @@
+"""Scores and loss budgets for layers without exact zeros, on a SwiGLU model that is right about its own text."""
+
+from __future__ import annotations
+
+import json
+import logging
+from functools import cache
+from pathlib import Path
+
+import pytest
+import tiny_experts
+import tiny_models
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_models import INTERMEDIATE
+
+import torch_pi2
+from torch_pi2 import errors
+from torch_pi2.cli.inspect import describe, render
+from torch_pi2.fitting import thresholds
+from torch_pi2.fitting.loss import causal_lm_loss
+from torch_pi2.fitting.scores import score_scales
+from torch_pi2.fitting.sets import split
+from torch_pi2.graph import find_sites
+from torch_pi2.graph.dispatch import NeuronClusterMode
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.layers.prompt import sparse_only
+from torch_pi2.observe import counters
+from torch_pi2.profiling.data import batches
+from torch_pi2.report.collect import collect
+from torch_pi2.report.page import plots
+from torch_pi2.spec.loss_curve import LossCurve
+from torch_pi2.spec.plan import Plan
+from torch_pi2.spec.stats import ActivationStats
+
+QUICK = {"calibration_tokens": 4000, "seq_len": 32}
+
+
+@cache
+def own_text() -> torch.Tensor:
+    """What the model itself would say: whatever is left out of it makes it worse at this."""
+    torch.manual_seed(11)
+    start = torch.randint(0, 64, (120, 1))
+    settings = {"max_new_tokens": 31, "min_new_tokens": 31, "do_sample": True, "top_k": 0, "pad_token_id": 0}
+    return tiny_models.tiny("llama").generate(start, **settings)
+
+
+def optimised(**config: object) -> torch.nn.Module:
+    model = tiny_models.tiny("llama")
+    return torch_pi2.optimize(model, own_text(), torch_pi2.Config(method="threshold", **(QUICK | config)))
+
+
+def held_out() -> list:
+    return split(list(batches(own_text(), batch_size=8, seq_len=32)), 8)["evaluate"]
+
+
+@torch.no_grad()
+def loss(model: torch.nn.Module) -> float:
+    parts = [causal_lm_loss(model, batch) for batch in held_out()]
+    return sum(total for total, _ in parts) / sum(count for _, count in parts)
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
+    return model(ids_BT).logits
+
+
+def test_what_scores_are() -> None:
+    model = tiny_models.tiny("llama")
+    sites, data = find_sites(model), list(batches(own_text(), batch_size=8, seq_len=32))
+    assert score_scales(model, data, sites, "gate") == {}
+    seen: dict[str, list[torch.Tensor]] = {site.key: [] for site in sites}
+    for site in sites:
+        up = model.get_submodule(site.up.weight.removesuffix(".weight"))
+        up.register_forward_hook(lambda _, __, y, key=site.key: seen[key].append(y.detach().flatten(0, 1)))
+    for batch in data:
+        logits(model, batch.input_ids)
+    for score in ("norms", "output"):
+        scales = score_scales(model, data, sites, score)
+        for site in sites:
+            weights = site.weights(model)
+            size_I = torch.cat(seen[site.key]).square().mean(0).sqrt() if score == "output" else weights.up.norm(dim=1)
+            wanted = weights.down.norm(dim=0) * size_I
+            torch.testing.assert_close(scales[site.key], wanted / wanted.mean())
+
+
+@pytest.mark.parametrize("score", ["norms", "output"])
+def test_neurons_are_skipped_where_their_score_is_below_the_threshold(score: str) -> None:
+    model, dense = optimised(score=score, sparsity=0.5), tiny_models.tiny("llama")
+    data = list(batches(own_text(), batch_size=8, seq_len=32))
+    scales = score_scales(dense, data, find_sites(dense), score)
+    for layer in sparse_layers(model):
+        plan = model.torch_pi2.plan.by_key()[layer.site.key]
+        torch.testing.assert_close(
+            plan.thresholds * scales[layer.site.key], torch.full((INTERMEDIATE,), plan.threshold)
+        )
+        weights, x_TH = layer.site.weights(dense), torch.randn(9, layer.site.hidden)
+        gate_TI = F.silu(F.linear(x_TH, weights.gate, weights.bias_gate))
+        h_TI = gate_TI * F.linear(x_TH, weights.up, weights.bias_up)
+        kept_TI = gate_TI.abs() * scales[layer.site.key] > plan.threshold
+        assert 0.2 < float(kept_TI.float().mean()) < 0.9
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x_TH), F.linear(h_TI * kept_TI, weights.down), atol=2e-5, rtol=0)
+    counters.reset()
+    with sparse_only():
+        logits(model, own_text())
+    done = counters.read()
+    assert done["up_rows"] / done["gate_rows"] == pytest.approx(0.5, abs=0.02)
+
+
+def test_without_a_score_of_their_own_neurons_share_a_threshold() -> None:
+    plan = optimised(sparsity=0.5).torch_pi2.plan
+    assert all(layer.threshold > 0 and layer.thresholds is None for layer in plan.layers)
+    assert json.loads(plan.to_json())["version"] == 2
+
+
+@pytest.mark.parametrize("score", ["gate", "output"])
+def test_the_budget_is_obeyed_and_used(score: str) -> None:
+    dense, skipped = loss(tiny_models.tiny("llama")), []
+    for budget in (0.01, 0.05):
+        model = optimised(score=score, max_loss=budget)
+        with sparse_only():
+            change = loss(model) / dense - 1
+        found = model.torch_pi2.loss_change
+        assert found == pytest.approx(change, abs=1e-4)
+        assert 0.5 * budget < found <= budget
+        assert model.torch_pi2.lossy
+        made = model.torch_pi2.stats.made_by
+        assert (made["score"], made["max_loss"]) == (score, budget)
+        shares = [point["skipped"] for point in made["loss_curve"]]
+        assert shares == sorted(shares)
+        assert len(shares) == 14
+        assert made["loss_curve"][0]["change"] < budget < made["loss_curve"][-1]["change"]
+        skipped.append(1 - sum(layer.expected_active for layer in model.torch_pi2.plan.layers) / 2)
+    assert 0.05 < skipped[0] < skipped[1]
+
+
+def test_layers_get_their_own_shares() -> None:
+    """The down matrix of one layer made small: it bears more than the other."""
+    model = tiny_models.tiny("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(0.2)
+    torch.manual_seed(11)
+    settings = {"max_new_tokens": 31, "min_new_tokens": 31, "do_sample": True, "top_k": 0, "pad_token_id": 0}
+    text = model.generate(torch.randint(0, 64, (120, 1)), **settings)
+    torch_pi2.optimize(model, text, method="threshold", max_loss=0.03, **QUICK)
+    first, second = (layer.expected_active for layer in model.torch_pi2.plan.layers)
+    assert second < first - 0.1
+
+
+def test_the_curve_is_in_the_folder_and_shown(tmp_path: Path) -> None:
+    model = optimised(score="output", max_loss=0.05)
+    torch_pi2.save(model, tmp_path / "m")
+    curve = LossCurve.of(model.torch_pi2.stats.made_by, "here")
+    assert curve.loss_change == model.torch_pi2.loss_change
+    found = describe(tmp_path / "m")
+    assert found["thresholds"] == curve.to_json()
+    shown = render(found)
+    assert f"thresholds on the score 'output': loss {curve.loss_change:+.2%} (max_loss 5.0%)" in shown
+    assert f"{curve.points[0][0]:.0%} {curve.points[0][1]:+.2%}" in shown
+    (drawn,) = [plot for plot in plots(collect(tmp_path / "m"))["Plan"] if plot.name == "loss-curve"]
+    assert drawn.figure["data"][0]["x"] == [skipped for skipped, _ in curve.points]
+    assert drawn.figure["data"][0]["y"] == [change for _, change in curve.points]
+    assert f"the loss is {curve.loss_change:+.2%} there" in drawn.read
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"loss_curve": []}, "here, loss_curve: expected a list of 1 or more"),
+        (
+            {"loss_curve": [{"skipped": 2, "change": 0}]},
+            "0, skipped: expected a number, 0 or more, at most 1",
+        ),
+        ({"max_loss": "much"}, "here, max_loss: expected a number"),
+        ({"score": 1}, "here, score: expected text"),
+    ],
+)
+def test_damaged_curves(wrong: dict, message: str) -> None:
+    made = LossCurve("gate", 0.01, 0.009, ((0.5, 0.009),)).to_json()
+    assert LossCurve.of({"tokens": 5}, "here") is None
+    assert LossCurve.of(made, "here").to_json() == made
+    with pytest.raises(errors.ArtifactError, match=message):
+        LossCurve.of(made | wrong, "here")
+
+
+def test_it_says_that_it_is_lossy(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "torch_pi2"):
+        change = optimised(score="output", max_loss=0.02).torch_pi2.loss_change
+    assert f"lossy: 2 of 2 layers threshold (loss {change:+.2%} on held-out data)" in caplog.text
+
+
+def test_no_budget_for_anything(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thresholds, "mean_loss", lambda *args: (2.0 if args[3] else 1.0, 0.5))
+    model = optimised(max_loss=0.5)
+    assert "no neuron can be skipped within max_loss=0.5: thresholds are 0" in caplog.text
+    assert not model.torch_pi2.lossy
+    assert torch.allclose(logits(model, own_text()), logits(tiny_models.tiny("llama"), own_text()), atol=1e-4)
+
+
+def test_the_same_in_memory_in_a_folder_and_over_a_store(tmp_path: Path) -> None:
+    model = optimised(score="output", max_loss=0.05)
+    prompt = own_text()[:2, :5]
+    with sparse_only():
+        wanted = logits(model, own_text()[:3])
+    tokens = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    torch_pi2.save(model, tmp_path / "m")
+    torch_pi2.pack(tmp_path / "m", tmp_path / "store")
+    for folder, how in (("m", {}), ("store", {}), ("store", {"budget": "64MiB"})):
+        other = torch_pi2.load(tmp_path / folder, **how)
+        with sparse_only():
+            assert torch.equal(logits(other, own_text()[:3]), wanted)
+        assert torch.equal(other.generate(prompt, max_new_tokens=8, do_sample=False), tokens)
+        assert other.torch_pi2.loss_change == model.torch_pi2.loss_change
+    assert torch.equal(logits(torch_pi2.restore(model), own_text()), logits(tiny_models.tiny("llama"), own_text()))
+
+
+def test_half_precision_and_prompts_compare_with_the_same_thresholds() -> None:
+    model = optimised(score="output", sparsity=0.6)
+    layer = next(iter(sparse_layers(model)))
+    x = torch.randn(40, layer.site.hidden)
+    with torch.no_grad(), sparse_only():
+        alone = layer(x)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), alone, atol=1e-4, rtol=0)  # a prompt: matrix products
+    wanted = layer.thresholds.clone()
+    model.to(torch.bfloat16)
+    assert layer.thresholds.dtype == torch.float32
+    assert torch.equal(layer.thresholds, wanted)
+
+
+def test_the_dispatch_mode_skips_the_same() -> None:
+    model = optimised(score="output", sparsity=0.6)
+    with sparse_only():
+        wanted = logits(model, own_text()[:2])
+    plan, dense = model.torch_pi2.plan, tiny_models.tiny("llama")
+    plan.bind(dense)
+    with torch.no_grad(), NeuronClusterMode(plan):
+        torch.testing.assert_close(dense(own_text()[:2]).logits, wanted, atol=1e-3, rtol=0)
+
+
+def test_watching_counts_what_is_above_a_neurons_own_threshold() -> None:
+    model = optimised(score="output", sparsity=0.5)
+    made = model.torch_pi2.stats
+    with torch_pi2.watch(model) as watched, sparse_only():
+        logits(model, own_text())
+    found = watched.stats()
+    for ours, theirs in zip(made, found, strict=True):
+        assert torch.equal(ours.thresholds, theirs.thresholds)
+        assert theirs.active_share == pytest.approx(ours.active_share, abs=0.01)
+    key = next(iter(made)).key
+    with pytest.raises(errors.ConfigError, match=r"its neurons have thresholds of their own.*Leave thresholds out"):
+        torch_pi2.watch(model, thresholds={key: 0.5})
+
+
+def test_predictors_are_fitted_to_what_the_score_says() -> None:
+    model = tiny_models.tiny("llama")
+    config = torch_pi2.Config(method="lowrank", score="output", max_loss=0.05, tolerance=0.2, **QUICK)
+    torch_pi2.optimize(model, own_text(), config)
+    assert {layer.method for layer in model.torch_pi2.plan.layers} <= {"lowrank", "dense"}
+    assert model.torch_pi2.loss_change < 0.2
+    assert all(layer.thresholds is None for layer in model.torch_pi2.plan.layers)  # what is predicted is computed
+
+
+def test_statistics_of_another_score_are_refused() -> None:
+    model = tiny_models.tiny("llama")
+    config = torch_pi2.Config(method="threshold", score="norms", **QUICK)
+    stats = torch_pi2.profile(model, own_text(), config=config)
+    with pytest.raises(
+        errors.ConfigError, match=r"score='gate' and max_loss=0\.01, found score='norms'.*Profile again"
+    ):
+        torch_pi2.plan(model, stats, config=torch_pi2.Config(method="threshold", max_loss=0.01))
+
+
+def test_experts_know_one_threshold() -> None:
+    model = tiny_experts.build("Mixtral", hidden_act="silu")
+    with pytest.raises(errors.ConfigError, match=r"score of .*expected 'gate': an expert has one threshold"):
+        torch_pi2.optimize(model, own_text(), method="threshold", score="norms", **QUICK)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"score": "magic"}, "Config.score: expected gate, norms, output, found 'magic'"),
+        ({"max_loss": 0.0}, r"Config.max_loss: expected more than 0 \(0.01 is 1 %\), or None, found 0.0"),
+    ],
+)
+def test_settings(field: dict, message: str) -> None:
+    with pytest.raises(errors.ConfigError, match=message):
+        torch_pi2.Config(**field)
+
+
+def test_files_with_thresholds(tmp_path: Path) -> None:
+    model = optimised(score="output", sparsity=0.5)
+    plan, stats = model.torch_pi2.plan, model.torch_pi2.stats
+    plan.save(tmp_path)
+    stats.save(tmp_path)
+    assert json.loads((tmp_path / "plan.json").read_text())["version"] == 3
+    again, seen = Plan.load(tmp_path), ActivationStats.load(tmp_path)
+    for one, other, counted in zip(plan.layers, again.layers, seen, strict=True):
+        assert torch.equal(one.thresholds, other.thresholds)
+        assert torch.equal(one.thresholds, counted.thresholds)
+    key = plan.layers[0].site.key
+    tensors = load_file(tmp_path / "plan.safetensors")
+    meta = {"model_hash": plan.model_hash}
+    tensors[f"{key}.thresholds"][3] = 0.125
+    save_file(tensors, tmp_path / "plan.safetensors", meta)
+    with pytest.raises(errors.StaleArtifactError, match="from different plans"):
+        Plan.load(tmp_path)
+    for wrong in (torch.full((INTERMEDIATE,), float("nan")), torch.ones(47), torch.ones(INTERMEDIATE).double()):
+        tensors[f"{key}.thresholds"] = wrong
+        save_file(tensors, tmp_path / "plan.safetensors", meta)
+        with pytest.raises(errors.ArtifactError, match=f"thresholds of {key}, 48 finite numbers of 0 or more"):
+            Plan.load(tmp_path)
+    head = stats.save(tmp_path / "again")
+    for wrong, message in ((-torch.ones(INTERMEDIATE), "numbers of 0 or more"), (torch.ones(47), r"float32 \[48\]")):
+        counts = load_file(head)
+        counts[f"{key}.thresholds"] = wrong
+        with safe_open(head, "pt") as file:
+            about = file.metadata()
+        save_file(counts, tmp_path / "stats.safetensors", about)
+        with pytest.raises(errors.ArtifactError, match=message):
+            ActivationStats.load(tmp_path)
