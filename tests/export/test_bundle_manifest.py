@@ -188,7 +188,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "ffn bytes": (lambda d: d["bytes"].update(ffn=5001), r"bytes\.ffn: expected at most 5000"),
     "hash": (lambda d: d["model"].update(model_hash="xyz"), r"model\.model_hash: expected 64 hex digits"),
     "weights": (lambda d: d["model"].update(weights="int3"), r"model\.weights: expected one of float32, .*'int3'"),
-    "layers": (lambda d: d["model"].update(layers=0), r"model\.layers: expected 1 or more"),
+    "layers": (lambda d: d["model"].update(layers=0), r"model\.weights: expected one of none, found 'int4'"),
     "true": (
         lambda d: d["model"].update(layers=True),
         r"model\.layers: expected a whole number, 0 or more, found True",
