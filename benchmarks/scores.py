@@ -1,4 +1,4 @@
-"""What is skipped of a model without exact zeros, and what that costs: scores, and shares spread over layers or not.
+"""What is skipped of a model without exact zeros, and what that costs, by score and share.
 
 The dense model is run once for each case, with the neurons masked that thresholds would skip, on text that no threshold
 was taken from. Bytes are counted as a step of one token reads them: every gate row, and the up and down rows of what is
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch_pi2.base.progress import bar
 from torch_pi2.cli import common
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.eval.loss import logits_of
-from torch_pi2.fitting.thresholds import Walk
+from torch_pi2.fitting.thresholds import Scored
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.graph.find import find_sites
 from torch_pi2.ops.activations import exact_zeros
@@ -60,9 +61,9 @@ def run(
     trust_remote_code: bool = False,
     allow_download: bool = False,
 ) -> dict[str, Any]:
-    """Every score, each layer skipping the same share, or shares spread by what the loss bears; see :func:`measure`.
+    """Every score at every share; see :func:`measure`. CATS is the gate.
 
-    CATS is the gate, the same share. ``tokens`` of held-out text are taken in windows of 256.
+    ``tokens`` of held-out text are taken in windows of 256.
 
     Raises:
         UnsupportedModelError: every layer has exact zeros, which thresholds are not for.
@@ -86,10 +87,8 @@ def run(
         )
     modes: dict[str, list[PredictedMaskMode]] = {}
     for score in SCORES:
-        walk = Walk(dense, data, sites, Config(calibration_tokens=calibration_tokens, score=score), progress=True)
-        same = [{site.key: walk.stats.threshold_for(site.key, share) for site in sites} for share in shares]
-        modes[f"{score}, same"] = [walk.masked(cuts) for cuts in same]
-        modes[f"{score}, spread"] = [walk.masked(walk.cuts(share)) for share in shares]
+        scored = Scored(dense, data, sites, replace(config, score=score), progress=True)
+        modes[score] = [scored.masked(scored.cuts(share)) for share in shares]
     found = iter(measure(dense, windows, [mode for some in modes.values() for mode in some]))
     cases = {name: [_with_bytes(next(found), sites[0], mode) for mode in some] for name, some in modes.items()}
     sizes = {"layers": len(sites), "hidden": sites[0].hidden, "neurons": sites[0].intermediate}
@@ -140,7 +139,7 @@ def _with_bytes(point: dict[str, float], site: FFNSite, mode: PredictedMaskMode)
 
 
 def render(result: dict[str, Any]) -> str:
-    header = ["score, shares of layers", "skipped", "bytes read", "loss", "KL, nats", "same token"]
+    header = ["score", "skipped", "bytes read", "loss", "KL, nats", "same token"]
     rows = [
         [
             name,

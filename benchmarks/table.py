@@ -421,12 +421,12 @@ def _generate_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
-_SCORES = ("run", "score, shares of layers", "skipped", "bytes read", "loss", "KL, nats", "same token")
+_SCORES = ("run", "score", "skipped", "bytes read", "loss", "KL, nats", "same token")
 _SCORES_NOTE = """
 A model without exact zeros, of which neurons below thresholds are skipped, beside the dense model on held-out text:
 loss, divergence of the next token's distribution, and how often the most likely token is the same. *Bytes* are those of
-feed-forward layers, every gate row among them. *Same*: each layer skips the same share; *spread*: shares by what the
-loss bears. CATS is the gate, the same share. Quality, not speed: nothing is timed.
+feed-forward layers, every gate row among them; each layer skips the same share. CATS is the gate. Quality, not speed:
+nothing is timed.
 """
 
 

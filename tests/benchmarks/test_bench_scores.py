@@ -25,7 +25,7 @@ def test_every_score_at_every_share(tmp_path: Path) -> None:
     path = folder(tmp_path / "swiglu")
     result = scores.run(path, shares=(0.3, 0.7), calibration_tokens=3000, tokens=600)
     assert (result["what"], result["folder"], result["tokens"]) == ("scores", "swiglu", 512)
-    assert list(result["cases"]) == [f"{s}, {how}" for s in SCORES for how in ("same", "spread")]
+    assert list(result["cases"]) == list(SCORES)
     for name, (few, many) in result["cases"].items():
         for point, share in ((few, 0.3), (many, 0.7)):
             assert point["skipped"] == pytest.approx(share, abs=0.08), name
@@ -34,13 +34,13 @@ def test_every_score_at_every_share(tmp_path: Path) -> None:
         assert 1 > few["agreement"] > many["agreement"]
     shown = render(result)
     assert "lossy, beside the dense model" in shown
-    assert "gate, same" in shown
+    assert "output" in shown
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "scores-swiglu-stdlib.json").write_text(json.dumps(result))
     page = table.write(tmp_path / "results").read_text()
-    assert "| scores-swiglu-stdlib: 512 tokens, real model | output, spread |" in page
+    assert "| scores-swiglu-stdlib: 512 tokens, real model | output |" in page
     drawn = drawings.DRAWINGS["scores"](drawings.read(tmp_path / "results"))
-    ours = result["cases"]["output, spread"]
+    ours = result["cases"]["output"]
     assert drawn.data()[drawings.OURS_SCORE] == [[100 * (1 - p["read"]), *[100 * p["loss"]] * 3] for p in ours]
 
 

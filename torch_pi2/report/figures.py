@@ -113,7 +113,7 @@ def loss_curve(curve: LossCurve) -> Plot:
         "yanchor": "bottom",
     }
     read = (
-        f"Neurons are ranked by the score '{curve.score}', and each layer skips its own share. Chosen was the largest "
+        f"Neurons are ranked by the score '{curve.score}', every layer skips the same share. Chosen was the largest "
         f"share below the dotted line: the loss is {curve.loss_change:+.2%} there, on calibration text that thresholds "
         "were not taken from. Lossy: measure it on your own text."
     )

@@ -47,7 +47,7 @@ class Config:
             down and up rows; ``output``: times the norm of its down row and the usual size of its up on calibration
             text. But for ``gate`` each neuron has its own threshold then; experts of a mixture know ``gate`` alone.
         max_loss: relative increase of the model's loss that thresholds may cause, 0.01 = 1 % (lossy): in the place of
-            ``sparsity``, as much is skipped as that bears, each layer its own share. None: ``sparsity``.
+            ``sparsity``, the share is the largest that calibration text which was kept back bears. None: ``sparsity``.
         weights: how weights of FFNs and other linear layers are stored. ``float``: as they are (lossless); ``int4``,
             ``int8``: integers in groups of 32 with a float16 scale, 4.5 and 8.5 bits per weight (lossy). Embeddings,
             norms and small layers stay float. Cannot be restored.
