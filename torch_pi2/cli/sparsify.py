@@ -44,7 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help=f"share of zeros (default: {default.target_sparsity})",
     )
-    add("--steps", type=common.count, default=default.steps, metavar="N", help="default: one pass over the text")
+    add(
+        "--steps",
+        type=common.count,
+        default=default.steps,
+        metavar="N",
+        help="of the optimiser (default: 0, one pass over the text)",
+    )
     add(
         "--batch",
         type=common.positive,
@@ -84,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=common.count,
         default=0,
         metavar="N",
-        help="steps between checkpoints (default: ten in all)",
+        help="steps between checkpoints (default: 0, ten in all)",
     )
     add("--seed", type=common.seed, default=0, help="of every random choice (default: 0)")
 
