@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torch_pi2.planner.supported import supported
     from torch_pi2.spec.config import Config
     from torch_pi2.spec.offload import OffloadConfig
+    from torch_pi2.training.sparsify import sparsify
 
 #: Module -> the public names that are its own; each is imported when it is first used (PEP 562).
 _FROM = {
@@ -69,6 +70,7 @@ _FROM = {
     "planner.supported": ("supported",),
     "spec.config": ("Config",),
     "spec.offload": ("OffloadConfig",),
+    "training.sparsify": ("sparsify",),
 }
 _MODULE_OF = {name: f"torch_pi2.{module}" for module, names in _FROM.items() for name in names}
 
@@ -103,6 +105,7 @@ __all__ = [
     "restore",
     "save",
     "set_budget",
+    "sparsify",
     "stats",
     "supported",
     "synthetic",

@@ -85,6 +85,7 @@ def good_calls(root: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
         "restore": (torch_pi2.restore, {"model": tiny("llama-relu")}),
         "save": (torch_pi2.save, {"model": optimised, "folder": out}),
         "set_budget": (torch_pi2.set_budget, {"model": stored, "budget": "1GiB"}),
+        "sparsify": (torch_pi2.sparsify, {"model": model, "out": out, "text": ["a text"]}),
         "stats": (torch_pi2.stats, {"model": stored}),
         "supported": (torch_pi2.supported, {"model": model}),
         "synthetic": (torch_pi2.synthetic, {"folder": out, "shape": "tiny"}),

@@ -366,6 +366,7 @@ PAIRS = [
     ("chat", "bundle", "torch-pi2 run "),
     *((verb, "store", "torch-pi2 generate ") for verb in ("run", "profile", "fit", "optimize", "quantize", "pack")),
     *((verb, "quantised", "torch-pi2 generate ") for verb in ("run", "profile", "fit", "optimize", "quantize")),
+    ("sparsify", "store", "torch-pi2 generate "),
     ("run", "optimised", "torch-pi2 generate "),
     *((verb, "checkpoint", "torch-pi2 optimize ") for verb in ("run", "report")),
     *((verb, "statistics", "torch-pi2 optimize MODEL --stats ") for verb in ("run", "generate", "pack", "report")),
@@ -378,6 +379,7 @@ NEEDS = {
     "generate": ["--prompt", "x"],
     **{key: ["--out", "o"] for key in ("profile", "optimize", "export")},
     "fit": ["--stats", "s", "--out", "o"],
+    "sparsify": ["--out", "o", "--text", "t"],
     **{key: ["o"] for key in ("pack", "quantize")},
 }
 

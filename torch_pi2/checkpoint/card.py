@@ -22,26 +22,37 @@ _COPIED = ("license", "license_name", "license_link", "language", "base_model")
 
 
 def write_card(folder: Path, verdict: Verdict, source: str | Path, run: str) -> Path:
-    """Write or renew our part of the card in ``folder``; whatever else it says is kept, byte by byte.
+    """Write or renew our part of the card in ``folder``, the ``verdict``, as :func:`write_part` does.
+
+    Args:
+        run: the command that uses the folder.
+    """
+    said = "One run on one machine. Sparse is this folder; dense is the model that it was made of."
+    return write_part(folder, section("Verdict", verdict.lines(), said, run), source)
+
+
+def write_part(folder: Path, part: str, source: str | Path, library: str = "torch_pi2", title: str = "") -> Path:
+    """Write or renew our ``part`` of the card in ``folder``; whatever else it says is kept, byte by byte.
 
     A card that is not there yet also gets metadata for the Hub.
 
     Args:
+        part: made by :func:`section`.
         source: what the folder was made of: a folder, whose card's licence and base model are taken over, or a name on
-            the Hub, which is the base model. run: the command that uses the folder.
+            the Hub, which is the base model. library: what opens the folder. title: of a new card; the folder's name.
 
     Raises:
         ArtifactError: it cannot be written.
     """
-    path, ours = folder / CARD_FILE, _section(verdict, run).encode()
+    path, ours = folder / CARD_FILE, f"{BEGIN}\n{part}\n{END}".encode()
     before = path.read_bytes() if path.is_file() else b""
     if _ours(before) is not None:
         text = _with(before, ours)
     elif before:
         text = before.rstrip(b"\n") + b"\n\n" + ours + b"\n"
     else:
-        title = f"# {folder.resolve().name}\n\n"
-        text = (_front_matter(metadata(source)) + title).encode() + ours + b"\n"
+        title = f"# {title or folder.resolve().name}\n\n"
+        text = (_front_matter(metadata(source, library)) + title).encode() + ours + b"\n"
     atomic_write(path, text)
     return path
 
@@ -65,9 +76,9 @@ def _with(text: bytes, ours: bytes) -> bytes:
     return text if found is None else text[: found[0]] + ours + text[found[1] :]
 
 
-def metadata(source: str | Path) -> dict[str, Any]:
+def metadata(source: str | Path, library: str = "torch_pi2") -> dict[str, Any]:
     """What the Hub is told: library, tags, and of ``source`` licence and base model, where these are known."""
-    found: dict[str, Any] = {"library_name": "torch_pi2"}
+    found: dict[str, Any] = {"library_name": library}
     about = _of_source(Path(source))
     found |= {name: about[name] for name in _COPIED if _plain(about.get(name))}
     if not Path(source).is_dir() and _HUB_NAME.fullmatch(str(source)):
@@ -103,13 +114,10 @@ def _front_matter(data: Mapping[str, Any]) -> str:
     return "---\n" + "".join(f"{name}: {json.dumps(value)}\n" for name, value in data.items()) + "---\n\n"
 
 
-def _section(verdict: Verdict, run: str) -> str:
-    rows = "".join(f"| {name} | {_cell(value)} |\n" for name, value in verdict.lines().items())
-    return (
-        f"{BEGIN}\n## Verdict\n\n| | |\n|---|---|\n{rows}\n"
-        "One run on one machine. Sparse is this folder; dense is the model that it was made of.\n\n"
-        f"```\n{run}\n```\n{END}"
-    )
+def section(title: str, lines: Mapping[str, str], said: str, run: str) -> str:
+    """A table of ``lines``, what is to be ``said`` of it, and the command to ``run``."""
+    rows = "".join(f"| {name} | {_cell(value)} |\n" for name, value in lines.items())
+    return f"## {title}\n\n| | |\n|---|---|\n{rows}\n{said}\n\n```\n{run}\n```"
 
 
 def _cell(text: str) -> str:

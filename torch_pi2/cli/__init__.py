@@ -31,6 +31,7 @@ __all__ = ["VERBS", "Parser", "build_parser", "main"]
 
 #: verb -> one line of help, in the order in which they are used.
 VERBS = {
+    "sparsify": "train a dense model on until most of its neurons are zero for most tokens",
     "profile": "record how often each FFN neuron fires on calibration text",
     "fit": "fit low-rank activation predictors",
     "plan": "choose hot and cold neurons per layer",

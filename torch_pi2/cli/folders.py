@@ -38,6 +38,7 @@ _OPTIMISED = ("optimised", "quantised", "store")
 _TALKING = ("checkpoint", *_OPTIMISED, "bundle")
 #: verb -> its argument that is a folder, what it takes, in words, and the kinds of that.
 _TAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "sparsify": ("model", "a checkpoint with float weights", _FLOAT),
     "profile": ("model", "a checkpoint with float weights", _FLOAT),
     "fit": ("model", "a checkpoint with float weights", _FLOAT),
     "optimize": ("model", "a checkpoint with float weights", _FLOAT),

@@ -1,0 +1,288 @@
+"""``torch_pi2.sparsify``: dense models become ordinary checkpoints with zeros, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sparsifying import FEW, TEXTS, dense_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import torch_pi2
+from torch_pi2.errors import ArtifactError, CalibrationError, LibraryMissingError, Pi2Error, StaleArtifactError
+from torch_pi2.training.sparsify import SparsifyReport
+from torch_pi2.training.trainer import Steering
+from torch_pi2.training.windows import windows_of
+from torch_pi2.training.zeros import Zeros, measure
+
+REPO = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return dense_llama(tmp_path_factory.mktemp("dense") / "dense")
+
+
+@pytest.fixture(scope="module")
+def done(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SparsifyReport]:
+    """What the other tests look at: one training that nothing interrupts."""
+    out = tmp_path_factory.mktemp("done") / "relu"
+    return out, torch_pi2.sparsify(dense, out, TEXTS, **FEW)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    return found
+
+
+def test_the_result_is_an_ordinary_checkpoint_with_zeros(dense: Path, done: tuple[Path, SparsifyReport]) -> None:
+    out, report = done
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert (type(model).__name__, model.config.hidden_act, model.config.use_cache) == ("LlamaForCausalLM", "relu", True)
+    assert model.dtype == AutoModelForCausalLM.from_pretrained(dense).dtype
+    assert not out.with_name("relu.training").exists()
+    sites = torch_pi2.find_sites(model)
+    windows = windows_of(TEXTS, AutoTokenizer.from_pretrained(out), 32)
+    zeros = Zeros(model, sites)
+    found = measure(model, zeros, windows[-4:])
+    zeros.remove()
+    assert found.nats_per_token == pytest.approx(report.after.nats_per_token, rel=1e-5)
+    assert found.zeros == pytest.approx(report.after.zeros, abs=1e-3)
+    assert report.before.mean_zeros == 0
+    assert report.after.mean_zeros > report.changed.mean_zeros + 0.1
+    assert report.after.nats_per_token < report.before.nats_per_token - 1
+    # also says that weights which autocast keeps in bfloat16 are those of the last step
+    assert report.curve[-1]["heldout_nats_per_token"] == pytest.approx(report.after.nats_per_token, rel=0.01)
+    plan = torch_pi2.optimize(model).torch_pi2.plan
+    assert {layer.method for layer in plan.layers} == {"exact"}
+
+
+def test_report_and_card_say_what_was_done(done: tuple[Path, SparsifyReport]) -> None:
+    out, report = done
+    said = json.loads((out / "sparsify.json").read_text())
+    assert said == json.loads(json.dumps(report.to_json()))
+    assert (said["format"], said["version"], said["settings"]["steps"]) == ("torch_pi2.sparsify", 1, 40)
+    assert [row["step"] for row in said["curve"]] == [10, 20, 30, 40]
+    assert [row["l1"] for row in said["curve"][1:]] == [row["l1_next"] for row in said["curve"][:-1]]
+    assert [len(row["zeros"]) for row in said["curve"]] == [2] * 4
+    assert (report.tokens, report.text_tokens % 32, report.heldout_tokens) == (40 * 4 * 32, 0, 4 * 32)
+    card = (out / "README.md").read_text()
+    assert 'library_name: "transformers"' in card
+    assert "# relu\n" in card
+    for line in report.lines().values():
+        assert line in card
+
+
+def seed_all() -> None:
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+
+
+def interrupted_at(step: int) -> Callable[..., None]:
+    before = Steering.on_step_end
+
+    def stop(self: Steering, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == step:
+            raise KeyboardInterrupt
+        before(self, args, state, control, **more)
+
+    return stop
+
+
+def test_what_was_interrupted_goes_on_and_ends_bit_for_bit_the_same(
+    dense: Path, done: tuple[Path, SparsifyReport], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, folder = tmp_path / "relu", tmp_path / "relu.training"
+    with monkeypatch.context() as patch:
+        patch.setattr(Steering, "on_step_end", interrupted_at(33))
+        with pytest.raises(KeyboardInterrupt, match=r"the same command goes on with what is in .*relu\.training"):
+            torch_pi2.sparsify(dense, out, TEXTS, **FEW)
+    assert not out.exists()
+    assert sorted(p.name for p in folder.iterdir()) == ["begun.json", "checkpoint-20"]
+    with pytest.raises(
+        StaleArtifactError,
+        match=r"training begun in .*: expected the same model, text and settings, to go on with, "
+        r"found another learning_rate \(0.003, now 0.001\). Use the command that",
+    ):
+        torch_pi2.sparsify(dense, out, TEXTS, **(FEW | {"learning_rate": 1e-3}))
+    with pytest.raises(StaleArtifactError, match="found another text"):
+        torch_pi2.sparsify(dense, out, [*TEXTS[1:], TEXTS[0].upper()], **FEW)
+    begun = (folder / "begun.json").read_text()
+    for damage, message in (
+        (begun[:-9], "damage"),
+        (begun.replace('"version": 1', '"version": 2'), "expected torch_pi2.sparsify.begun version 1, found"),
+        (begun.replace('"nats_per_token"', '"nats"', 1), r"begun\.json.*before.*expected .*nats_per_token"),
+    ):
+        (folder / "begun.json").write_text(damage)
+        with pytest.raises(ArtifactError, match=message):
+            torch_pi2.sparsify(dense, out, TEXTS, **FEW)
+    (folder / "begun.json").write_text(begun)
+    # one that was being written when the process was killed has no state, or part of it
+    (folder / "checkpoint-40").mkdir()
+    (folder / "checkpoint-40" / "trainer_state.json").write_text('{"epoch": 1')
+    report = torch_pi2.sparsify(dense, out, TEXTS, **FEW)
+    whole, there = weights(done[0]), weights(out)
+    assert all(torch.equal(whole[name], there[name]) for name in whole)
+    assert report.after == done[1].after
+    drop = ("grad_norm", "loss", "epoch")
+    assert [{k: v for k, v in row.items() if k not in drop} for row in report.curve] == [
+        {k: v for k, v in row.items() if k not in drop} for row in done[1].curve
+    ]
+    assert os.listdir(tmp_path) == ["relu"]
+
+
+def test_the_model_and_every_generator_are_left_as_they_were(dense: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(dense)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    seed_all()
+    wanted = random.random(), np.random.rand(), torch.rand(1)
+    seed_all()
+    report = torch_pi2.sparsify(model, tmp_path / "o", TEXTS, **(FEW | {"steps": 10, "save_every": 10}), distill=0.5)
+    assert (random.random(), np.random.rand(), torch.rand(1)) == wanted
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert not model.training
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert model.config.hidden_act == "silu"
+    assert report.curve[-1]["divergence"] > 0
+
+
+def test_distilling_keeps_predictions_near_the_dense_ones(dense: Path, tmp_path: Path) -> None:
+    few = FEW | {"bf16": False}
+    found = torch_pi2.sparsify(dense, tmp_path / "all", TEXTS, **few, distill=1.0)
+    # of a model at random, whose predictions are even: it learns them, and nothing of the text
+    assert found.curve[-1]["divergence"] < 0.01
+    assert found.after.nats_per_token == pytest.approx(found.before.nats_per_token, abs=0.1)
+
+
+def test_accumulating_is_the_same_training(dense: Path, tmp_path: Path) -> None:
+    few = FEW | {"bf16": False, "steps": 10, "save_every": 10}
+    whole = torch_pi2.sparsify(dense, tmp_path / "whole", TEXTS, **few)
+    parts = torch_pi2.sparsify(dense, tmp_path / "parts", TEXTS, **few, accumulate=2)
+    assert parts.curve[0]["nats_per_token"] == pytest.approx(whole.curve[0]["nats_per_token"], rel=1e-4)
+    assert parts.after.nats_per_token == pytest.approx(whole.after.nats_per_token, rel=1e-3)
+
+
+def test_adapters_are_merged_and_alone_trained(dense: Path, tmp_path: Path) -> None:
+    report = torch_pi2.sparsify(dense, tmp_path / "lora", TEXTS, **FEW, lora=4)
+    before, after = weights(dense), weights(tmp_path / "lora")
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "proj" in name}
+    assert report.after.nats_per_token < report.before.nats_per_token - 0.3
+
+
+def test_without_peft(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(LibraryMissingError, match=r"peft: expected an installed peft, for lora, found .*pip install"):
+        torch_pi2.sparsify(dense, tmp_path / "lora", TEXTS, **FEW, lora=4)
+
+
+def test_drelu_brings_its_own_code(dense: Path, tmp_path: Path) -> None:
+    out = tmp_path / "drelu"
+    report = torch_pi2.sparsify(dense, out, TEXTS, **FEW, activation="drelu")
+    assert report.changed.mean_zeros == pytest.approx(0.75, abs=0.05)
+    model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
+    assert {site.form for site in torch_pi2.find_sites(model)} == {"relu(gate)*relu(up)"}
+    windows = windows_of(TEXTS, AutoTokenizer.from_pretrained(out), 32)
+    found = measure(model, Zeros(model, torch_pi2.find_sites(model)), windows[-4:])
+    assert found.nats_per_token == pytest.approx(report.after.nats_per_token, rel=1e-5)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        AutoModelForCausalLM.from_pretrained(out)
+    again = torch_pi2.sparsify(
+        out, tmp_path / "more", TEXTS, **(FEW | {"steps": 10, "save_every": 10}), trust_remote_code=True
+    )
+    assert again.changed == again.before
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "more", trust_remote_code=True).config.model_type == (
+        "drelu_llama"
+    )
+
+
+def test_dead_neurons_are_revived(tmp_path: Path) -> None:
+    folder = dense_llama(tmp_path / "dense", mlp_bias=True)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.layers[0].mlp.gate_proj.bias[:7] = -100
+    report = torch_pi2.sparsify(model, tmp_path / "out", TEXTS, **FEW, revive=True)
+    assert report.curve[1]["revived"] >= 7
+    assert "revived" not in report.curve[3]  # that late, nothing would become of them
+    bias = AutoModelForCausalLM.from_pretrained(tmp_path / "out").model.layers[0].mlp.gate_proj.bias
+    assert bias[:7].abs().max() < 1
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_does(dense: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(TEXTS[0] * 4)
+    found = {}
+    for processes in (1, 2):
+        out = tmp_path / f"by-{processes}"
+        argv = ["sparsify", dense, "--out", out, "--text", tmp_path / "text", "--float32", "--json", "--quiet"]
+        argv += ["--steps", 20, "--batch", 4, "--window", 32, "--learning-rate", 3e-3, "--threads", 1, "--revive"]
+        # what `accelerate launch` runs for several processes; on a machine without GPUs they talk by gloo
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "torch_pi2"]
+        ran = subprocess.run(
+            [sys.executable, *launch, *map(str, argv)], capture_output=True, text=True, timeout=500, cwd=REPO
+        )
+        assert ran.returncode == 0, ran.stderr
+        found[processes] = json.loads(ran.stdout)  # one of them tells
+        assert len(list(out.glob("*.safetensors"))) == 1
+    one, two = found[1], found[2]
+    for a, b in zip(one["curve"], two["curve"], strict=True):
+        # the same windows in every step, each once: another one would change the loss by more
+        assert b["nats_per_token"] == pytest.approx(a["nats_per_token"], rel=1e-4)
+        assert b["zeros"] == pytest.approx(a["zeros"], abs=1e-3)
+    assert two["before"]["nats_per_token"] == pytest.approx(one["before"]["nats_per_token"], rel=1e-6)
+    assert two["after"]["nats_per_token"] == pytest.approx(one["after"]["nats_per_token"], rel=1e-3)
+
+
+def test_a_batch_that_processes_cannot_share(dense: Path, tmp_path: Path) -> None:
+    with pytest.raises(Pi2Error, match=r"sparsify\(batch=...\): expected a multiple of accumulate \(3\), found 4"):
+        torch_pi2.sparsify(dense, tmp_path / "o", TEXTS, **FEW, accumulate=3)
+
+
+def test_what_is_refused_before_any_training(dense: Path, tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match=r"text to train on: expected at least 4 windows of 32 tokens, found 0"):
+        torch_pi2.sparsify(dense, tmp_path / "o", ["def f"], **FEW)
+    with pytest.raises(CalibrationError, match=r"held-out text: expected at least 1 windows of 32 tokens, found 0"):
+        torch_pi2.sparsify(dense, tmp_path / "o", TEXTS, heldout=["def f"], **FEW)
+    with pytest.raises(Pi2Error, match=r"sparsify\(text\): expected a list of texts, found other things in it"):
+        torch_pi2.sparsify(dense, tmp_path / "o", [3], **FEW)  # type: ignore[list-item]
+    with pytest.raises(ArtifactError, match=r"writing .*dense: expected a new folder, or one written by sparsify"):
+        torch_pi2.sparsify(dense, dense, TEXTS, **FEW)
+    with pytest.raises(Pi2Error, match=r"sparsify's folders: expected two separate ones"):
+        torch_pi2.sparsify(dense, dense / "inside", TEXTS, **FEW)
+    with pytest.raises(Pi2Error, match=r"sparsify\(model\): expected a causal language model .*, found a Linear"):
+        torch_pi2.sparsify(torch.nn.Linear(2, 2), tmp_path / "o", TEXTS, **FEW)
+    with pytest.raises(Pi2Error, match=r"sparsify\(steps=...\): expected at least 10, .* found 9. Pass more steps"):
+        torch_pi2.sparsify(dense, tmp_path / "o", TEXTS, **(FEW | {"steps": 9}))
+    with pytest.raises(Pi2Error, match=r"expected at least 10, .* found 7, one pass over the text"):
+        torch_pi2.sparsify(dense, tmp_path / "o", TEXTS, **(FEW | {"steps": 0, "batch": 16}))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"activation": "gelu"}, r"sparsify\(activation=...\): expected relu-gate or drelu, found 'gelu'"),
+        ({"target_sparsity": 1.0}, "target_sparsity=...: expected between 0 and 1, found 1.0"),
+        ({"window": 1}, "window=...: expected at least 2, found 1"),
+        ({"distill": 2.0}, "distill=...: expected from 0 to 1, found 2.0"),
+        ({"save_every": 15}, "save_every=...: expected a multiple of 10, found 15"),
+        (
+            {"lora": 4, "revive": True},
+            "revive=...: expected False with lora, which does not train the rows, found True",
+        ),
+    ],
+)
+def test_settings_that_make_no_sense(dense: Path, tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(Pi2Error, match=message.replace("=...:", r"=...\):")):
+        torch_pi2.sparsify(dense, tmp_path / "o", TEXTS, **(FEW | wrong))

@@ -1,0 +1,57 @@
+"""``begun.json``: of which model, text and settings the checkpoints beside it are: no others go on with them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch_pi2.base.files import atomic_write, parse_json, read_text
+from torch_pi2.errors import StaleArtifactError
+from torch_pi2.machine.json import from_plain, to_plain
+from torch_pi2.training.settings import SparsifySettings
+from torch_pi2.training.zeros import Measured
+
+FORMAT, VERSION = "torch_pi2.sparsify.begun", 1
+BEGUN_FILE = "begun.json"
+_FIX = "Remove that folder; the training begins anew."
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A training: settings, hashes of the FFN weights and of the token ids, and what was measured before it."""
+
+    settings: SparsifySettings
+    model: str
+    text: str
+    before: Measured
+    changed: Measured
+
+    def save(self, folder: Path) -> None:
+        """Raises ArtifactError: it cannot be written."""
+        folder.mkdir(parents=True, exist_ok=True)
+        about = {"format": FORMAT, "version": VERSION, **to_plain(self)}
+        atomic_write(folder / BEGUN_FILE, json.dumps(about, indent=1) + "\n")
+
+    @classmethod
+    def find(cls, folder: Path) -> Begun | None:
+        """That of ``folder``; None: nothing was begun there. Raises ArtifactError: it is damaged."""
+        path = folder / BEGUN_FILE
+        if not path.exists():
+            return None
+        data = parse_json(read_text(path), path, FORMAT, VERSION)
+        fields = {name: value for name, value in data.items() if name not in ("format", "version")}
+        return from_plain(cls, fields, str(path), _FIX)
+
+    def check(self, settings: SparsifySettings, model: str, text: str, folder: Path) -> None:
+        """Raises StaleArtifactError: this is another training than that of ``settings``, ``model`` and ``text``."""
+        ours, theirs = asdict(self.settings), asdict(settings)
+        other = [name for name, now in (("model", model), ("text", text)) if getattr(self, name) != now]
+        other += [f"{name} ({ours[name]}, now {now})" for name, now in theirs.items() if ours[name] != now]
+        if other:
+            raise StaleArtifactError(
+                f"training begun in {folder}",
+                expected="the same model, text and settings, to go on with",
+                found=f"another {', another '.join(other)}",
+                fix="Use the command that it was begun with, or remove that folder.",
+            )

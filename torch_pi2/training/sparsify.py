@@ -1,0 +1,305 @@
+"""``torch_pi2.sparsify``: a dense checkpoint becomes one whose FFNs are mostly exact zeros, by continued training."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+
+from torch_pi2.base.arguments import checked
+from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.files import check_not_current, locked, replacing_folder
+from torch_pi2.base.progress import phase
+from torch_pi2.base.units import percent
+from torch_pi2.checkpoint.card import keep_card, section, write_part
+from torch_pi2.checkpoint.save_load import load_dense
+from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
+from torch_pi2.spec.plan import weights_hash
+from torch_pi2.store.folder import check_separate
+from torch_pi2.store.tokenizer import tokenizer_of
+from torch_pi2.training.begun import Begun
+from torch_pi2.training.drelu import Code
+from torch_pi2.training.settings import STEER_EVERY, SparsifyFields, SparsifySettings
+from torch_pi2.training.student import student_of, with_lora
+from torch_pi2.training.trainer import alone, train, training_arguments
+from torch_pi2.training.windows import check_enough, digest, held_back, windows_of
+from torch_pi2.training.zeros import Measured, Zeros, measure
+
+FORMAT, VERSION = "torch_pi2.sparsify", 1
+#: In the folder that is written: settings, measurements, and the curves of training.
+REPORT_FILE = "sparsify.json"
+
+
+@dataclass(frozen=True)
+class SparsifyReport:
+    """What :func:`sparsify` did; also ``sparsify.json`` of the folder.
+
+    Attributes:
+        settings: all of them. tokens: trained on, with repetitions. text_tokens: there were to train on.
+        heldout_tokens: loss and zeros were measured on.
+        before: of the dense model. changed: of the same weights with another activation. after: of the result.
+        curve: every ten steps ``step``, ``nats_per_token`` (of the text trained on), ``zeros`` (by layer), ``l1``,
+            ``magnitude`` (what ``l1`` weighs), ``learning_rate``; and at checkpoints ``heldout_nats_per_token``.
+        seconds: wall time of this call.
+    """
+
+    settings: SparsifySettings
+    steps: int
+    tokens: int
+    text_tokens: int
+    heldout_tokens: int
+    before: Measured
+    changed: Measured
+    after: Measured
+    curve: list[dict[str, Any]]
+    seconds: float
+
+    @property
+    def loss_change(self) -> float:
+        """Relative to the dense model as it was, 0.01: 1 %; training alone may lower it."""
+        return self.after.nats_per_token / self.before.nats_per_token - 1
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+
+    def lines(self) -> dict[str, str]:
+        """In words, for a terminal and the model card."""
+        by_layer = ", ".join(percent(share) for share in self.after.zeros.values())
+        passes = self.tokens / self.text_tokens
+        return {
+            "zeros": f"{percent(self.after.mean_zeros)} of the neurons' values (by layer: {by_layer})",
+            "loss": f"{self.after.nats_per_token:.4f} nats per token on {self.heldout_tokens:,} held-out tokens; the "
+            f"dense model before any of this training: {self.before.nats_per_token:.4f} ({self.loss_change:+.2%})",
+            "training": f"{self.steps:,} steps, {self.tokens:,} tokens ({passes:.2f} passes over the text)",
+            "recipe": _recipe(self.settings),
+        }
+
+
+def _recipe(settings: SparsifySettings) -> str:
+    parts = [
+        f"{settings.activation}, L1 on the neurons' values steered to {percent(settings.target_sparsity)} zeros",
+        f"learning rate {settings.learning_rate:g}",
+        f"LoRA of rank {settings.lora}" if settings.lora else "all weights",
+        f"{percent(settings.distill)} of the loss from the dense model's predictions" if settings.distill else "",
+        "dead neurons revived" if settings.revive else "",
+        "bfloat16" if settings.bf16 else "float32",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+@checked
+@fresh_settings()
+@alone()
+def sparsify(
+    model: nn.Module | str | Path,
+    out: str | Path,
+    text: Sequence[str],
+    *,
+    heldout: Sequence[str] | None = None,
+    tokenizer: Any = None,
+    trust_remote_code: bool = False,
+    progress: bool = False,
+    **settings: Unpack[SparsifyFields],
+) -> SparsifyReport:
+    """Train ``model`` on ``text`` until most values of its FFN neurons are exactly zero; writes the folder ``out``.
+
+    The activation becomes ReLU, and Hugging Face's Trainer goes on with an L1 penalty on what ``down`` reads, whose
+    weight is steered until the share of zeros is the target. Lossy: the result is another model, as good as training
+    makes it; the loss on held-out text before and after is in the report, in ``sparsify.json`` and in the card of the
+    folder. That is an ordinary Hugging Face folder (with ``drelu`` one with modelling code, which needs
+    ``trust_remote_code``), for :func:`torch_pi2.optimize` like any ReLU model.
+
+    Checkpoints are in ``OUT.training`` beside ``out``: the same call goes on after a kill. Under ``accelerate launch``
+    all processes train one model, each on its share of every batch.
+
+    Args:
+        model: of transformers, left as it is; or a folder.
+        text: documents to train on. heldout: others to measure on (None: the last 2 % of ``text``, not trained on).
+        tokenizer: default: that of the folder which the model was loaded from.
+        settings: see :class:`torch_pi2.training.settings.SparsifySettings`.
+
+    Raises:
+        ConfigError, ArtifactError, LibraryMissingError. CalibrationError: too little text. UnsupportedModelError: the
+        activation of its FFNs cannot be changed. StaleArtifactError: what was begun in ``OUT.training`` was another
+        training. NonFiniteError: the loss is.
+    """
+    started, chosen, out = time.perf_counter(), SparsifySettings(**settings), Path(out).resolve()
+    _check_out(out)
+    source = str(getattr(model, "name_or_path", "")) if isinstance(model, nn.Module) else str(model)
+    check_separate("sparsify", source, out)
+    dense: Any = model if isinstance(model, nn.Module) else load_dense(model, trust_remote_code=trust_remote_code)
+    _check_model(dense)
+    tokenizer = tokenizer_of(dense, tokenizer, "sparsify(text)")
+    train_NT, heldout_NT = _windows(text, heldout, tokenizer, chosen)
+    steps = chosen.steps or len(train_NT) // chosen.batch
+    if steps < STEER_EVERY:
+        raise ConfigError(
+            "sparsify(steps=...)",
+            expected=f"at least {STEER_EVERY}, after which the L1 weight is steered for the first time",
+            found=f"{steps}{'' if chosen.steps else ', one pass over the text'}",
+            fix="Pass more steps, or more text.",
+        )
+    student, sites, code = student_of(dense, chosen.activation)
+
+    folder = out.with_name(f"{out.name}.training")
+    arguments = training_arguments(chosen, folder, steps)
+    first = arguments.process_index == 0
+    about = (chosen, weights_hash(student, sites), digest(train_NT, heldout_NT))
+    with ExitStack() as stack:
+        if first:
+            stack.enter_context(locked(folder, 0.0))
+        begun = Begun.find(folder)
+        zeros = Zeros(student, sites)
+        if begun is not None:
+            begun.check(*about, folder)
+        else:
+            if progress and first:
+                phase("measure the dense model on held-out text")
+            begun = Begun(*about, *_measure_before(dense, student, zeros, heldout_NT, arguments))
+            if first:
+                begun.save(folder)
+        trained = with_lora(student, chosen.lora, chosen.seed) if chosen.lora else student
+        place, training = next(dense.parameters()).device, dense.training
+        try:
+            curve = train(
+                trained,
+                zeros,
+                train_NT,
+                heldout_NT,
+                chosen,
+                arguments,
+                teacher=dense.eval() if chosen.distill else None,
+                magnitude=begun.changed.magnitude,
+                progress=progress,
+            )
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"the same command goes on with what is in {folder}") from None
+        finally:
+            dense.to(place).train(training)
+        if chosen.lora:
+            student = trained.merge_and_unload()
+        student.to(next(dense.parameters()).dtype)
+        after = _measured(student, zeros, heldout_NT, arguments)
+        zeros.remove()
+        report = SparsifyReport(
+            chosen,
+            steps,
+            steps * chosen.batch * chosen.window,
+            train_NT.numel(),
+            heldout_NT.numel(),
+            begun.before,
+            begun.changed,
+            after,
+            curve,
+            time.perf_counter() - started,
+        )
+        if first:
+            _write(out, student.to("cpu"), tokenizer, code, report, source)
+            shutil.rmtree(folder, ignore_errors=True)
+    arguments.distributed_state.wait_for_everyone()
+    return report
+
+
+def _check_out(out: Path) -> None:
+    """Raises ArtifactError: there is something else than an earlier result of ours, or it is the current folder."""
+    check_not_current(out)
+    if out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / REPORT_FILE).is_file()):
+        raise ArtifactError(
+            f"writing {out}",
+            expected=f"a new folder, or one written by sparsify (it has {REPORT_FILE}), which is replaced",
+            found="a file" if out.is_file() else f"a folder with {min(p.name for p in out.iterdir())} in it",
+            fix="Choose another folder.",
+        )
+
+
+def _check_model(dense: Any) -> None:
+    from transformers import PreTrainedModel
+
+    if not isinstance(dense, PreTrainedModel) or not hasattr(dense.config, "vocab_size"):
+        raise UnsupportedModelError(
+            "sparsify(model)",
+            expected="a causal language model of transformers, or its folder",
+            found=f"a {type(dense).__name__}",
+            fix="Pass AutoModelForCausalLM.from_pretrained(...).",
+        )
+    if getattr(dense, "quantization_method", None) is not None or not next(dense.parameters()).is_floating_point():
+        raise UnsupportedModelError(
+            "sparsify(model)",
+            expected="float weights, which can be trained",
+            found="quantised ones",
+            fix="Train the float checkpoint, and quantise the result.",
+        )
+
+
+def _windows(
+    text: Sequence[str], heldout: Sequence[str] | None, tokenizer: Any, settings: SparsifySettings
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """To train on, and held out."""
+    for name, texts in (("text", text), ("heldout", heldout or ())):
+        if not all(isinstance(part, str) for part in texts):
+            raise ConfigError(
+                f"sparsify({name})", expected="a list of texts", found="other things in it", fix="Read the files first."
+            )
+    train_NT = windows_of(text, tokenizer, settings.window)
+    if heldout is None:
+        return held_back(train_NT, settings.batch)
+    check_enough(len(train_NT), settings.batch, settings.window)
+    heldout_NT = windows_of(heldout, tokenizer, settings.window)
+    check_enough(len(heldout_NT), 1, settings.window, "held-out text")
+    return train_NT, heldout_NT
+
+
+def _measure_before(
+    dense: Any, student: Any, zeros: Zeros, heldout_NT: torch.Tensor, arguments: Any
+) -> tuple[Measured, Measured]:
+    """The dense model, left where it was, and the same weights with another activation."""
+    place, of_dense = next(dense.parameters()).device, Zeros(dense, zeros.sites)
+    try:
+        before = _measured(dense, of_dense, heldout_NT, arguments)
+    finally:
+        of_dense.remove()
+        dense.to(place)
+    return before, _measured(student, zeros, heldout_NT, arguments)
+
+
+def _measured(model: Any, zeros: Zeros, heldout_NT: torch.Tensor, arguments: Any) -> Measured:
+    """On the device that is trained on, all processes together."""
+    part = (arguments.process_index, arguments.world_size)
+    model.to(arguments.device)
+
+    def reduce(sums: torch.Tensor) -> torch.Tensor:
+        if part[1] > 1:
+            torch.distributed.all_reduce(sums)
+        return sums
+
+    return measure(model, zeros, heldout_NT, part=part, reduce=reduce)
+
+
+def _write(out: Path, student: Any, tokenizer: Any, code: Code | None, report: SparsifyReport, source: str) -> None:
+    with replacing_folder(out) as staging:
+        keep_card(out, staging)
+        student.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+        if code is not None:
+            (staging / code.file_name).write_text(code.text)
+        elif getattr(student.config, "auto_map", None) and Path(source).is_dir():
+            for path in Path(source).glob("*.py"):
+                shutil.copyfile(path, staging / path.name)
+        (staging / REPORT_FILE).write_text(json.dumps(report.to_json(), indent=1) + "\n")
+        write_part(staging, _card(report, out), source, "transformers", out.name)
+
+
+def _card(report: SparsifyReport, out: Path) -> str:
+    said = (
+        "Trained by `torch-pi2 sparsify`; its settings and curves are in `sparsify.json`. An ordinary checkpoint: what "
+        "follows makes use of the zeros."
+    )
+    return section("Sparsified", report.lines(), said, f"torch-pi2 optimize {out.name} --out {out.name}-fast")

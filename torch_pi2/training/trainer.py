@@ -1,0 +1,306 @@
+"""Hugging Face's Trainer with the loss that makes zeros, and what steers its weight while it trains.
+
+The L1 weight is steered (a controller in place of ProSparse's schedule by hand, arXiv 2402.13516): every ten steps it
+grows while there are fewer zeros than aimed at, and shrinks while there are more. The aim rises to the target over the
+first 60 % of the steps, so that the model finds other features before it loses these.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from torch_pi2.base.extras import missing_package
+from torch_pi2.base.progress import bar, phase
+from torch_pi2.base.units import percent
+from torch_pi2.errors import ConfigError
+from torch_pi2.training.settings import STEER_EVERY, SparsifySettings
+from torch_pi2.training.student import revive
+from torch_pi2.training.zeros import Zeros, measure, next_token_loss
+
+#: What the penalty adds to the loss at the beginning, in nats.
+_FIRST_NATS = 0.01
+#: Logarithm of the most by which the L1 weight changes at a time, and how fast it answers to missing zeros.
+_MOST, _GAIN = 0.25, 4.0
+#: The L1 weight stays within this factor of its first value.
+_RANGE = 1e4
+#: Part of the steps after which the aim is the target; it begins at half.
+_RISE = 0.6
+
+
+@dataclass
+class SparseLoss:
+    """Loss of the text, of the dense model's predictions, and L1: what Trainer calls after each forward pass.
+
+    Attributes:
+        l1: weight of the mean of ``|h|`` over neurons, tokens and layers (Sakana's penalty, on the product).
+        sums: of what was seen since the last :meth:`means`: loss of the text, divergence, magnitude, zeros by layer.
+    """
+
+    zeros: Zeros
+    settings: SparsifySettings
+    teacher: Any
+    l1: float
+    sums: torch.Tensor | None = None
+    passes: int = field(default=0)
+
+    def __call__(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        torch.clear_autocast_cache()  # or weights that were cast stay as they were, within a context of our caller
+        nats = next_token_loss(outputs.logits, labels)
+        loss, divergence, share = nats, torch.zeros_like(nats), self.settings.distill
+        if self.teacher is not None:
+            with torch.no_grad():
+                wanted_BTV = self.teacher(input_ids=labels, use_cache=False).logits
+            divergence = _divergence(outputs.logits, wanted_BTV)
+            loss = (1 - share) * nats + share * divergence
+        magnitude, shares_L = self.zeros.take()
+        seen = torch.cat([torch.stack([nats, divergence, magnitude]), shares_L]).detach()
+        self.sums = seen if self.sums is None else self.sums + seen
+        self.passes += 1
+        return (loss + self.l1 * magnitude) / self.settings.accumulate
+
+    def means(self, accelerator: Any) -> list[float]:
+        """Of all processes; the sums begin anew."""
+        assert self.sums is not None
+        found: list[float] = (accelerator.reduce(self.sums, "mean") / self.passes).tolist()
+        self.sums, self.passes = None, 0
+        return found
+
+
+def _divergence(logits_BTV: torch.Tensor, wanted_BTV: torch.Tensor) -> torch.Tensor:
+    """Kullback-Leibler divergence of the predictions from those wanted, in nats per token."""
+    found, wanted = (F.log_softmax(logits[:, :-1].float(), -1) for logits in (logits_BTV, wanted_BTV))
+    return F.kl_div(found, wanted, reduction="none", log_target=True).sum(-1).mean()
+
+
+class Steering:
+    """Callbacks of Trainer: steers, measures held-out loss, revives, shows progress. All it needs to go on after a kill
+    is in the rows of the log, which Trainer keeps in its checkpoints.
+    """
+
+    def __init__(self, loss: SparseLoss, heldout_NT: torch.Tensor, progress: bool) -> None:
+        self.loss, self.heldout_NT, self.progress = loss, heldout_NT, progress
+        self.first_l1 = loss.l1
+        self.trainer: Any = None
+        self._bar: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        rows = [row for row in state.log_history if "l1_next" in row]
+        if rows:
+            self.loss.l1 = rows[-1]["l1_next"]
+        what = f"train from step {state.global_step}" if state.global_step else "train"
+        shown = self.progress and state.is_world_process_zero
+        self._bar = bar(None, what, shown, total=state.max_steps, initial=state.global_step, unit="step")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._bar.update(1)
+        if state.global_step == state.max_steps:  # from a checkpoint of all steps Trainer would go on with one more
+            control.should_save = False
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._bar.close()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if "loss" not in logs:  # the summary at the end
+            return
+        row, zeros, accelerator = state.log_history[-1], self.loss.zeros, self.trainer.accelerator
+        nats, divergence, magnitude, *shares = self.loss.means(accelerator)
+        row |= {"nats_per_token": nats, "magnitude": magnitude, "zeros": shares, "l1": self.loss.l1}
+        if self.loss.teacher is not None:
+            row["divergence"] = divergence
+        self._steer(state.global_step / state.max_steps, sum(shares) / len(shares))
+        row["l1_next"] = self.loss.l1
+        if state.global_step % args.save_steps == 0 or state.global_step == state.max_steps:
+            if self.loss.settings.revive and state.global_step < _RISE * state.max_steps:
+                row["revived"] = self._revive(state.global_step)
+            part = (args.process_index, args.world_size)
+            found = measure(self.trainer.model, zeros, self.heldout_NT, part=part, reduce=accelerator.reduce)
+            torch.clear_autocast_cache()
+            row["heldout_nats_per_token"] = found.nats_per_token
+            if self.progress and state.is_world_process_zero and self._bar.disable:
+                said = f"{percent(found.mean_zeros)} zeros, held-out loss {found.nats_per_token:.4f} nats per token"
+                phase(f"step {state.global_step} of {state.max_steps}: {said}")
+
+    def _steer(self, done: float, zeros: float) -> None:
+        """``done``: part of the steps; ``zeros``: the share there was."""
+        aim = self.loss.settings.target_sparsity * min(1.0, 0.5 + 0.5 * done / _RISE)
+        l1 = self.loss.l1 * math.exp(max(-_MOST, min(_MOST, _GAIN * (aim - zeros))))
+        self.loss.l1 = min(self.first_l1 * _RANGE, max(self.first_l1 / _RANGE, l1))
+
+    def _revive(self, step: int) -> int:
+        """How many neurons that no process has seen fire since the last time were drawn anew, the same in each."""
+        model, zeros, count = self.trainer.model, self.loss.zeros, 0
+        generator = torch.Generator().manual_seed(self.loss.settings.seed * 1_000_003 + step)
+        for site, fired_I in zip(zeros.sites, zeros.fired):
+            assert fired_I is not None
+            dead_I = self.trainer.accelerator.reduce(fired_I.to(torch.int32), "sum") == 0
+            revive(model, site, dead_I, generator)
+            count += int(dead_I.sum())
+        zeros.forget()
+        return count
+
+
+def training_arguments(settings: SparsifySettings, folder: Path, steps: int) -> Any:
+    """Those of Trainer; made first, since they tell the processes of ``accelerate launch`` apart.
+
+    Raises:
+        LibraryMissingError: transformers or accelerate is not installed. ConfigError: the batch cannot be shared by
+            the processes, or this machine cannot compute in bfloat16.
+    """
+    try:
+        import accelerate  # noqa: F401 (transformers' own message has no version)
+        from transformers import TrainingArguments
+    except ImportError as error:
+        name = "accelerate" if "accelerate" in str(error) else "transformers"
+        raise missing_package(name, "train", error, f"an installed {name}, which trains") from error
+    save_every = settings.save_every or max(STEER_EVERY, steps // 10 // STEER_EVERY * STEER_EVERY)
+    try:
+        made = TrainingArguments(
+            output_dir=str(folder),
+            max_steps=steps,
+            per_device_train_batch_size=settings.batch,  # until it is known how many processes there are
+            gradient_accumulation_steps=settings.accumulate,
+            learning_rate=settings.learning_rate,
+            lr_scheduler_type="cosine_with_min_lr",
+            lr_scheduler_kwargs={"min_lr_rate": 0.1},
+            warmup_steps=max(1, steps // 20),
+            weight_decay=0.1,
+            adam_beta2=0.95,
+            max_grad_norm=1.0,
+            bf16=settings.bf16,
+            use_cpu=not torch.accelerator.is_available(),
+            seed=settings.seed,
+            data_seed=settings.seed,
+            logging_steps=STEER_EVERY,
+            logging_nan_inf_filter=False,
+            save_steps=save_every,
+            save_total_limit=1,
+            disable_tqdm=True,
+            report_to="none",
+            average_tokens_across_devices=False,  # of equal windows the mean is the same, and no factor is needed
+            ddp_find_unused_parameters=False,
+            dataloader_drop_last=True,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            "sparsify(bf16=True)",
+            expected="a device that computes in bfloat16",
+            found=str(error),
+            fix="Pass bf16=False.",
+        ) from error
+    shared = settings.accumulate * made.world_size
+    if settings.batch % shared:
+        raise ConfigError(
+            "sparsify(batch=...)",
+            expected=f"a multiple of {shared} ({made.world_size} processes, accumulate={settings.accumulate})",
+            found=str(settings.batch),
+            fix="Change one of them.",
+        )
+    made.per_device_train_batch_size = settings.batch // shared
+    made._n_gpu = min(1, made.n_gpu)  # one process, one GPU: accelerate launch uses more of them
+    return made
+
+
+class _Rows:
+    """Windows as Trainer's dataset; a whole number of batches, so that every pass has each of them once."""
+
+    def __init__(self, windows_NT: torch.Tensor, batch: int) -> None:
+        self._windows = windows_NT[: len(windows_NT) // batch * batch]
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids_T = self._windows[index].long()
+        return {"input_ids": ids_T, "labels": ids_T}
+
+
+def train(
+    student: Any,
+    zeros: Zeros,
+    train_NT: torch.Tensor,
+    heldout_NT: torch.Tensor,
+    settings: SparsifySettings,
+    arguments: Any,
+    *,
+    teacher: Any = None,
+    magnitude: float,
+    progress: bool = False,
+) -> list[dict[str, Any]]:
+    """Train ``student`` in place, from its last checkpoint if there is one; the rows of the log.
+
+    Args:
+        magnitude: mean of ``|h|`` before, which says how large the first L1 weight is.
+    """
+    from transformers import PrinterCallback, Trainer, TrainerCallback
+
+    class Callback(Steering, TrainerCallback):
+        """Trainer asks it for all that can happen."""
+
+    loss = SparseLoss(zeros, settings, teacher, _FIRST_NATS / magnitude)
+    steering = Callback(loss, heldout_NT, progress)
+    use_cache = student.config.use_cache
+    trainer = Trainer(
+        model=student,
+        args=arguments,
+        train_dataset=_Rows(train_NT, settings.batch),
+        compute_loss_func=loss,
+        callbacks=[steering],
+    )
+    trainer.remove_callback(PrinterCallback)
+    steering.trainer = trainer
+    if teacher is not None:
+        teacher.to(arguments.device)
+    with arguments.main_process_first():
+        checkpoint = _last_checkpoint(Path(arguments.output_dir))
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
+    student.config.use_cache = use_cache
+    rows: list[dict[str, Any]] = [row for row in trainer.state.log_history if "l1" in row]
+    return rows
+
+
+def _last_checkpoint(folder: Path) -> str | None:
+    """The last one that is whole: its state is written at its end. What was being written is removed."""
+    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
+    for path in found:
+        try:
+            json.loads((path / "trainer_state.json").read_text())
+            return str(path)
+        except (OSError, ValueError):
+            shutil.rmtree(path, ignore_errors=True)
+    return None
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Trainer seeds every generator there is, and transformers shows bars; generators are as they were afterwards.
+
+    Raises:
+        LibraryMissingError: transformers is not installed.
+    """
+    try:
+        from transformers.utils import logging
+    except ImportError as error:
+        raise missing_package("transformers", "train", error) from error
+    python, arrays, bars = random.getstate(), np.random.get_state(), logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(arrays)
+            if bars:
+                logging.enable_progress_bar()

@@ -1,0 +1,53 @@
+"""Texts as windows of token ids, to train on and to hold out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torch_pi2.errors import CalibrationError
+
+#: Of texts that come without held-out ones, the share that is kept back; at least so many windows.
+_HELD_BACK = 0.02
+_LEAST_HELD_BACK = 4
+
+
+def windows_of(texts: Sequence[str], tokenizer: Any, window: int) -> torch.Tensor:
+    """``[N, window]`` int32: all tokens of ``texts``, one after another, an end of text after each; the rest is cut."""
+    end = tokenizer.eos_token_id
+    ids: list[int] = []
+    for text in texts:
+        ids += tokenizer(text, verbose=False)["input_ids"]
+        if end is not None and (not ids or ids[-1] != end):
+            ids.append(end)
+    whole = len(ids) // window
+    return torch.tensor(ids[: whole * window], dtype=torch.int32).view(whole, window)
+
+
+def held_back(windows_NT: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows to train on and, from the end of the text, the others. Raises CalibrationError: there are too few."""
+    kept = max(_LEAST_HELD_BACK, round(_HELD_BACK * len(windows_NT)))
+    check_enough(len(windows_NT) - kept, batch, windows_NT.shape[1])
+    return windows_NT[:-kept], windows_NT[-kept:]
+
+
+def check_enough(windows: int, batch: int, window: int, what: str = "text to train on") -> None:
+    """Raises CalibrationError: not one batch."""
+    if windows < batch:
+        raise CalibrationError(
+            what,
+            expected=f"at least {batch} windows of {window} tokens",
+            found=f"{max(0, windows)}",
+            fix="Pass more text, or a smaller batch or window.",
+        )
+
+
+def digest(*windows: torch.Tensor) -> str:
+    """A hash of the token ids."""
+    found = hashlib.sha256()
+    for part in windows:
+        found.update(part.contiguous().numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,138 @@
+"""What the neurons of a model did in a forward pass: how large their values were, how many were exactly zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torch_pi2.base.evaluating import evaluating
+from torch_pi2.errors import NonFiniteError, UnsupportedModelError
+from torch_pi2.spec.site import FFNSite
+
+#: Sums a tensor over all processes.
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Zeros:
+    """Hooks on what the ``down`` matmuls of ``model`` read: the values of the neurons, ``[..., I]``.
+
+    Attributes:
+        fired: per layer a mask ``[I]`` of the neurons that were not zero for some token since :meth:`forget`; only of
+            passes with gradients.
+    """
+
+    def __init__(self, model: nn.Module, sites: Sequence[FFNSite]) -> None:
+        self.sites = list(sites)
+        self.fired: list[torch.Tensor | None] = [None] * len(sites)
+        self._values: list[list[torch.Tensor]] = [[] for _ in sites]
+        self._hooks = []
+        for layer, site in enumerate(sites):
+            down = model.get_submodule(site.down.weight.rpartition(".")[0])
+            hook = partial(self._see, layer)
+            self._hooks.append(down.register_forward_pre_hook(hook))
+
+    def remove(self) -> None:
+        """The hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _see(self, layer: int, _module: nn.Module, inputs: Any) -> None:
+        h = inputs[0]
+        self._values[layer].append(h)
+        if torch.is_grad_enabled():
+            fired_I = (h.detach() != 0).flatten(0, -2).any(0)
+            before = self.fired[layer]
+            self.fired[layer] = fired_I if before is None else before | fired_I
+
+    def forget(self) -> None:
+        """Nothing has fired yet."""
+        self.fired = [None] * len(self.sites)
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the pass that is over: mean of ``|h|`` over neurons, tokens and layers, and share of zeros ``[layers]``.
+
+        Raises:
+            UnsupportedModelError: a layer's matmul is no call of a module.
+        """
+        for site, values in zip(self.sites, self._values):
+            if not values:
+                raise UnsupportedModelError(
+                    f"training of {site.key} ({site.owner_class})",
+                    expected=f"a call of {site.down.weight.rpartition('.')[0]}, which reads the neurons' values",
+                    found="none: its weight is used in another way",
+                    fix="Models whose FFNs are three modules, as Llama's, can be trained.",
+                )
+        size = [sum(h.numel() for h in values) for values in self._values]
+        sums = [torch.stack([h.float().abs().sum() for h in values]).sum() for values in self._values]
+        zeros = [torch.stack([(h == 0).sum() for h in values]).sum() for values in self._values]
+        for values in self._values:
+            values.clear()
+        magnitude = torch.stack([total / n for total, n in zip(sums, size)]).mean()
+        return magnitude, torch.stack([count / n for count, n in zip(zeros, size)])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of a model on held-out windows.
+
+    Attributes:
+        nats_per_token: mean negative log likelihood. magnitude: mean of ``|h|``. zeros: share of exact zeros by layer.
+    """
+
+    nats_per_token: float
+    magnitude: float
+    zeros: dict[str, float]
+
+    @property
+    def mean_zeros(self) -> float:
+        """Over layers."""
+        return sum(self.zeros.values()) / len(self.zeros)
+
+
+def next_token_loss(logits_BTV: torch.Tensor, ids_BT: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    """Negative log likelihood in nats of every token but the first of each row."""
+    return F.cross_entropy(logits_BTV[:, :-1].float().flatten(0, 1), ids_BT[:, 1:].flatten(), reduction=reduction)
+
+
+def measure(
+    model: Any,
+    zeros: Zeros,
+    windows_NT: torch.Tensor,
+    *,
+    batch: int = 4,
+    part: tuple[int, int] = (0, 1),
+    reduce: Reduce = lambda sums: sums,
+) -> Measured:
+    """Loss and zeros of ``model``, which has the hooks of ``zeros``, on ``windows_NT``.
+
+    Args:
+        part: index of this process and how many there are, which share the windows. reduce: sums over them.
+
+    Raises:
+        NonFiniteError: the loss is NaN or infinite. UnsupportedModelError: as :meth:`Zeros.take`.
+    """
+    device = next(model.parameters()).device
+    sums = torch.zeros(3 + len(zeros.sites), dtype=torch.float64, device=device)
+    with evaluating(model):
+        for ids_BT in windows_NT[part[0] :: part[1]].split(batch):
+            ids_BT = ids_BT.to(device, torch.long)
+            nats = next_token_loss(model(input_ids=ids_BT, use_cache=False).logits, ids_BT, "sum")
+            magnitude, shares_L = zeros.take()
+            rows = len(ids_BT)
+            sums += torch.cat([torch.stack([nats, magnitude * rows, torch.full_like(nats, rows)]), shares_L * rows])
+    nats, magnitude, rows, *shares = reduce(sums).tolist()
+    if not torch.isfinite(torch.tensor(nats)):
+        raise NonFiniteError(
+            "loss on held-out text",
+            expected="a finite number",
+            found=str(nats),
+            fix="Use a smaller learning rate; check the checkpoint.",
+        )
+    tokens = rows * (windows_NT.shape[1] - 1)
+    return Measured(nats / tokens, magnitude / rows, {s.key: z / rows for s, z in zip(zeros.sites, shares)})
