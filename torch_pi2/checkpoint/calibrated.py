@@ -1,0 +1,146 @@
+"""GPTQ of a checkpoint on disk: its model runs with the weights of the module that is being called, and no others."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.base.files import not_written
+from torch_pi2.checkpoint.placing import Stored, refs_of
+from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.fitting.calibrated import calibrated_rows, say_rounded
+from torch_pi2.graph.routed import modules_of
+from torch_pi2.profiling.data import Batch
+from torch_pi2.rewrite.skeleton import put
+from torch_pi2.spec.site import FFNSite
+from torch_pi2.store.names import ExpertMatrix
+from torch_pi2.store.source import Checkpoint
+
+
+class RowFiles(dict[str, torch.Tensor]):
+    """Rows that are in files, without names, of ``folder``: the system reads them again when they are wanted."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def keep(self, key: str, rows: torch.Tensor) -> None:
+        """Raises ArtifactError: it cannot be written."""
+        try:
+            with tempfile.NamedTemporaryFile(dir=self._folder) as file:
+                rows.numpy().tofile(file)
+                file.flush()
+                os.fsync(file.fileno())
+                mapped = torch.from_file(file.name, shared=False, size=rows.numel(), dtype=torch.uint8)
+        except OSError as error:
+            raise not_written(self._folder, error) from error
+        self[key] = mapped.view(rows.shape)
+
+
+def rows_of_checkpoint(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    data: Sequence[Batch],
+    sites: Sequence[FFNSite],
+    linears: Collection[str],
+    weights: str,
+    folder: Path,
+    *,
+    progress: bool = False,
+) -> RowFiles:
+    """See :func:`torch_pi2.fitting.calibrated.calibrated_rows`; ``model``: the skeleton. Files are in ``folder``.
+
+    Raises:
+        UnsupportedModelError: a module's code reads weights of another one.
+    """
+    found = RowFiles(folder)
+    with _streamed(model, checkpoint, sites):
+        try:
+            left = calibrated_rows(model, data, sites, linears, weights, found.keep, progress=progress)
+        except (NotImplementedError, RuntimeError) as error:  # of a tensor without values
+            if "meta" not in str(error).lower():
+                raise
+            raise UnsupportedModelError(
+                f"running {type(model).__name__} from {checkpoint.folder}",
+                expected="modules that use their own weights",
+                found=str(error).splitlines()[0][:200],
+                fix="Load it, and use torch_pi2.optimize(model, text, weights=..., quantization='gptq').",
+            ) from error
+    say_rounded(left)
+    return found
+
+
+@contextmanager
+def _streamed(model: nn.Module, checkpoint: Checkpoint, sites: Sequence[FFNSite]) -> Iterator[None]:
+    """Modules of the skeleton ``model`` have their weights while they are called."""
+    stored = Stored(model, checkpoint)
+    experts = modules_of(sites)
+    hooks: list[Any] = []
+    empty: dict[str, torch.Tensor] = {}
+
+    def read(names: Collection[str], name: str) -> Any:
+        def hook(*_: Any) -> None:
+            for parameter in names:
+                empty[parameter] = now = _tensor(model, parameter)
+                if stored.name(parameter) in checkpoint:
+                    value = checkpoint.read(stored.name(parameter)).to(now.dtype)
+                else:
+                    value = torch.empty(now.shape, dtype=now.dtype)
+                put(model, [parameter], value)
+            for site in experts.get(name, ()):
+                _read_expert(model, checkpoint, stored, site)
+
+        return hook
+
+    def leave(names: Collection[str]) -> Any:
+        def hook(*_: Any) -> None:
+            for parameter in names:
+                _put_back(model, parameter, empty.pop(parameter))
+
+        return hook
+
+    for name, module in model.named_modules():
+        own = {f"{name}.{local}" if name else local for local, _ in _own(module)} & stored.alias.keys()
+        if own:
+            hooks += [module.register_forward_pre_hook(read(own, name)), module.register_forward_hook(leave(own))]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter, value in empty.items():
+            _put_back(model, parameter, value)
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+
+
+def _tensor(model: nn.Module, name: str) -> torch.Tensor:
+    owner, _, local = name.rpartition(".")
+    tensor: torch.Tensor = getattr(model.get_submodule(owner), local)
+    return tensor
+
+
+def _put_back(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """The same object, so that what was tied is again."""
+    owner_name, _, local = name.rpartition(".")
+    owner = model.get_submodule(owner_name)
+    (owner._buffers if local in owner._buffers else owner._parameters)[local] = value  # type: ignore[index]
+
+
+def _read_expert(model: nn.Module, checkpoint: Checkpoint, stored: Stored, site: FFNSite) -> None:
+    """The weights of one expert, which checkpoints may have alone, into the parameter that has them all."""
+    for role, ref in refs_of(site):
+        found = ExpertMatrix(checkpoint, site, ref, role)
+        if stored.name(ref.weight) not in checkpoint:
+            found.read_into(matrix := torch.empty(found.shape, dtype=checkpoint.spec(found.name).dtype))
+            ref.take(model.get_parameter(ref.weight).detach()).copy_(matrix)
