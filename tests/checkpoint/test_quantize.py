@@ -526,7 +526,7 @@ def test_what_cannot_be_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match=r"quantize\(weights=\.\.\.\): expected int4 or int8, found 'int2'"):
         torch_pi2.quantize(tmp_path / "m", tmp_path / "out", "int2")
     with pytest.raises(
-        ConfigError, match=r"quantization=\.\.\.\): expected rtn, found 'weighted'\. .*optimize\(.* and save"
+        ConfigError, match=r"quantization=\.\.\.\): expected rtn or gptq, found 'weighted'\. .*optimize\(.* and save"
     ):
         torch_pi2.quantize(tmp_path / "m", tmp_path / "out", quantization="weighted")
     with pytest.raises(ConfigError, match="quantize's folders: expected two separate ones"):

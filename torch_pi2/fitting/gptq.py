@@ -116,7 +116,8 @@ class Solver:
         self._check(values_NK, "values")
         by_group = (values_NK.T, scale_NK.T) if self._by_column else (values_NK, scale_NK)
         values_MGk, scale_MGk = (tensor.unflatten(1, (-1, GROUP)) for tensor in by_group)
-        return Solved(pack(values_MGk, scale_MGk[..., :1].contiguous(), self._weights), values_NK[:n, :k])
+        scale_MG1 = scale_MGk[..., :1].clone(memory_format=torch.contiguous_format)
+        return Solved(pack(values_MGk, scale_MG1, self._weights), values_NK[:n, :k])
 
     def _solve(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What stands for ``w_NK``, and its scales, both ``[N, K]``. Within, columns are in the order of solution."""
