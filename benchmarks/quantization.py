@@ -28,8 +28,8 @@ from torch_pi2.profiling.text import stdlib_text
 from torch_pi2.spec.config import QUANTIZATIONS, Config
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "drelu-stdlib-5m"
-#: Bytes of held-out text of which ``--tokens`` are scored, and tokens that see each other.
-_TEXT_BYTES, _WINDOW = 60_000, 256
+#: Tokens that are scored, of so many bytes of held-out text, and how many see each other.
+_TOKENS, _TEXT_BYTES, _WINDOW = 16_384, 60_000, 256
 _WORDS = {"rtn": "to nearest", "weighted": "to nearest, weighted by inputs", "gptq": "GPTQ"}
 PARTS = ("neurons", "attention", "output layer", "all", "int8 activations too")
 
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--folder", type=Path, default=MODEL, metavar="DIR", help="of a decoder in floats (default: the trained model)")
     add("--weights", default="int4", choices=("int4", "int8"))
     add("--quantizations", type=list_of(str), default=list(QUANTIZATIONS), metavar="HOW,...", help="as in Config")
-    add("--tokens", type=common.positive, default=16_384, metavar="N", help="held-out tokens that are scored")
+    add("--tokens", type=common.positive, default=_TOKENS, metavar="N", help="held-out tokens that are scored")
     add("--calibration-tokens", type=common.positive, default=Config.calibration_tokens, metavar="N")
     add("--trust-remote-code", action="store_true", help="run modelling code in the folder")
 
@@ -49,7 +49,7 @@ def run(
     *,
     weights: str = "int4",
     quantizations: Sequence[str] = QUANTIZATIONS,
-    tokens: int = 16_384,
+    tokens: int = _TOKENS,
     calibration_tokens: int = Config.calibration_tokens,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def run(
     trust = trust_remote_code or Path(folder) == MODEL  # our own model brings its code
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
     train = common.stdlib_sample("train", tokenizer, calibration_tokens)
-    heldout = stdlib_text("heldout", max_bytes=max(_TEXT_BYTES, 4 * tokens))
+    heldout = stdlib_text("heldout", max_bytes=_TEXT_BYTES * -(-tokens // _TOKENS))
 
     def make() -> nn.Module:
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust, dtype=torch.float32)

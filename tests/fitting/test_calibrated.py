@@ -23,7 +23,7 @@ from torch_pi2.rewrite.linears import find_linears
 
 IDS = torch.randint(3, 64, (48, 24), generator=torch.Generator().manual_seed(0))
 OTHER = torch.randint(3, 64, (16, 24), generator=torch.Generator().manual_seed(1))
-NAMES = ["llama-relu", "llama", "qwen2", "phi3", "opt", "gemma", "gpt2", "falcon-bias"]
+NAMES = ["llama-relu", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "phi3", "opt", "gpt2"))]
 
 
 def logits(model: nn.Module, ids: torch.Tensor = OTHER) -> torch.Tensor:

@@ -83,17 +83,15 @@ def _streamed(model: nn.Module, checkpoint: Checkpoint, sites: Sequence[FFNSite]
     stored = Stored(model, checkpoint)
     experts = modules_of(sites)
     hooks: list[Any] = []
-    empty: dict[str, torch.Tensor] = {}
+    empty: dict[str, Any] = {}
 
     def read(names: Collection[str], name: str) -> Any:
-        def hook(*_: Any) -> None:
+        def hook(module: nn.Module, *_: Any) -> None:
             for parameter in names:
-                empty[parameter] = now = _tensor(model, parameter)
-                if stored.name(parameter) in checkpoint:
-                    value = checkpoint.read(stored.name(parameter)).to(now.dtype)
-                else:
-                    value = torch.empty(now.shape, dtype=now.dtype)
-                put(model, [parameter], value)
+                now = empty[parameter] = getattr(module, parameter.rpartition(".")[2])
+                alone = name in experts and stored.name(parameter) not in checkpoint
+                value = torch.empty_like(now, device="cpu") if alone else checkpoint.read(stored.name(parameter))
+                put(model, [parameter], value.to(now.dtype))
             for site in experts.get(name, ()):
                 _read_expert(model, checkpoint, stored, site)
 
@@ -102,9 +100,15 @@ def _streamed(model: nn.Module, checkpoint: Checkpoint, sites: Sequence[FFNSite]
     def leave(names: Collection[str]) -> Any:
         def hook(*_: Any) -> None:
             for parameter in names:
-                _put_back(model, parameter, empty.pop(parameter))
+                put_back(parameter, empty.pop(parameter))
 
         return hook
+
+    def put_back(parameter: str, was: Any) -> None:
+        """The same object, so that what was tied is again."""
+        owner_name, _, local = parameter.rpartition(".")
+        owner: Any = model.get_submodule(owner_name)
+        (owner._buffers if local in owner._buffers else owner._parameters)[local] = was
 
     for name, module in model.named_modules():
         own = {f"{name}.{local}" if name else local for local, _ in _own(module)} & stored.alias.keys()
@@ -115,26 +119,13 @@ def _streamed(model: nn.Module, checkpoint: Checkpoint, sites: Sequence[FFNSite]
     finally:
         for hook in hooks:
             hook.remove()
-        for parameter, value in empty.items():
-            _put_back(model, parameter, value)
+        for parameter, was in empty.items():
+            put_back(parameter, was)
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters(recurse=False)
     yield from module.named_buffers(recurse=False)
-
-
-def _tensor(model: nn.Module, name: str) -> torch.Tensor:
-    owner, _, local = name.rpartition(".")
-    tensor: torch.Tensor = getattr(model.get_submodule(owner), local)
-    return tensor
-
-
-def _put_back(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """The same object, so that what was tied is again."""
-    owner_name, _, local = name.rpartition(".")
-    owner = model.get_submodule(owner_name)
-    (owner._buffers if local in owner._buffers else owner._parameters)[local] = value  # type: ignore[index]
 
 
 def _read_expert(model: nn.Module, checkpoint: Checkpoint, stored: Stored, site: FFNSite) -> None:

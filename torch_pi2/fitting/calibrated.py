@@ -79,6 +79,8 @@ def calibrated_rows(
         UnsupportedModelError: the model mixes the sequences of a batch.
     """
     parts, left = _parts(model, sites, linears)
+    if not parts:
+        return left
     batch = _one_batch(model, data, parts)
     with bar(None, "GPTQ", progress, total=len(parts)) as shown, evaluating(model):
         run = _Run(batch, parts, weights, keep, left, shown.update)
@@ -151,10 +153,10 @@ def _one_batch(model: nn.Module, data: Sequence[Batch], names: Collection[str]) 
 
 def _token_bytes(model: nn.Module, names: Collection[str]) -> int:
     """Bytes of what is there of a token while its widest layer, the last excepted, is computed."""
-    shapes = [model.get_submodule(name).weight.shape for name in names]
-    dtype = next(iter(model.parameters())).dtype
-    widest = max((min(shape) if max(shape) > 8 * min(shape) else max(shape)) for shape in shapes)
-    return _AT_A_TIME * widest * dtype.itemsize
+    weights = [model.get_parameter(f"{name}.weight") for name in names]
+    sizes = [(min(w.shape), max(w.shape)) for w in weights]
+    widest = max(short if long > 8 * short else long for short, long in sizes)  # not the vocabulary
+    return _AT_A_TIME * widest * weights[0].dtype.itemsize
 
 
 class _Run:

@@ -32,13 +32,13 @@ class Moments:
     """Sums over the inputs ``x`` of a matrix, from which one knows how much an error costs.
 
     Attributes:
-        tokens: how many were seen. squares_KK: float64, sum of ``x x^T``. drift_KK: of ``(y - x) x^T``, with y the
+        tokens: how many were seen. squares_KK: float32, sum of ``x x^T``. drift_KK: of ``(y - x) x^T``, with y the
             input that the float model has at the same token; zero where no y was given.
     """
 
     def __init__(self, columns: int) -> None:
         self.tokens = 0
-        self.squares_KK = torch.zeros((columns, columns), dtype=torch.float64)
+        self.squares_KK = torch.zeros((columns, columns))
         self.drift_KK = torch.zeros_like(self.squares_KK)
 
     def add(self, x_TK: torch.Tensor, float_TK: torch.Tensor | None = None) -> None:
@@ -62,7 +62,8 @@ class Solver:
 
     Minimised is the sum of ``(w y - w' x)^2`` over tokens and outputs, x as the quantised layers before it make it and
     y as the float model does: what those have lost is made good here, as far as it can be (Li and others,
-    arXiv 2504.02692). With one number of threads the same inputs give the same bytes.
+    arXiv 2504.02692). With one number of threads the same inputs give the same bytes. At most some 36 K^2 bytes are
+    held: 7 GB for the down matrices of a model of 7 billion weights.
 
     Args:
         what: has these inputs, for messages. weights: ``int4`` or ``int8``.
@@ -82,12 +83,11 @@ class Solver:
         mean = float(h_KK.diagonal().mean())
         h_KK.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)
         self._order = self._largest_first(h_KK.diagonal())
-        h_KK = h_KK[self._order][:, self._order]
-        inverse_KK = torch.cholesky_inverse(torch.linalg.cholesky(h_KK))
-        drift_KK = F.pad(moments.drift_KK / max(1, moments.tokens), (0, more, 0, more))
-        self._drift_KK = (drift_KK[self._order][:, self._order] @ inverse_KK).float()
+        self._h_KK = h_KK = h_KK[self._order][:, self._order]
+        inverse_KK = torch.cholesky_inverse(torch.linalg.cholesky(h_KK.double()))
         self._factor_KK = torch.linalg.cholesky(inverse_KK, upper=True).float()
-        self._h_KK = h_KK.float()
+        drift_KK = F.pad(moments.drift_KK / max(1, moments.tokens), (0, more, 0, more))
+        self._drift_KK = drift_KK[self._order][:, self._order] @ inverse_KK.float()
 
     def _check(self, found: torch.Tensor, part: str) -> None:
         if not bool(found.isfinite().all()):
@@ -196,4 +196,5 @@ def best_scales(w_Nk: torch.Tensor, weights: str, counts_k: torch.Tensor | None 
     scale_NE = (extreme_N1 / ends_E).half().float()
     off_NEk = w_Nk[:, None] - scale_NE[..., None] * integers(w_Nk[:, None], scale_NE[..., None], weights)
     error_NE = off_NEk.square_() @ (torch.ones(GROUP) if counts_k is None else counts_k)
-    return scale_NE.gather(1, error_NE.argmin(1, keepdim=True))
+    best_N1: torch.Tensor = scale_NE.gather(1, error_NE.argmin(1, keepdim=True))
+    return best_N1
