@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from benchmarks.arguments import list_of
-from benchmarks.figures import at_least
+from benchmarks.figures import at_least, known
 from torch_pi2.api import quantize_
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
@@ -67,13 +67,14 @@ def run(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     at_least(64, tokens=tokens, calibration_tokens=calibration_tokens)
+    known("quantizations", quantizations, QUANTIZATIONS)
     trust = trust_remote_code or Path(folder) == MODEL  # our own model brings its code
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
     train = common.stdlib_sample("train", tokenizer, calibration_tokens)
     heldout = stdlib_text("heldout", max_bytes=_TEXT_BYTES * -(-tokens // _TOKENS))
 
     def make() -> nn.Module:
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust, dtype=torch.float32)
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust, dtype=torch.float32)
         return model.eval()
 
     def loss(model: nn.Module) -> float:

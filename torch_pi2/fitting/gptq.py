@@ -181,7 +181,8 @@ class Solver:
 
 
 def _sums_of_groups(v_N: torch.Tensor) -> torch.Tensor:
-    return v_N.unflatten(0, (-1, GROUP)).sum(1, keepdim=True).expand(-1, GROUP).flatten()
+    sums_G1: torch.Tensor = v_N.unflatten(0, (-1, GROUP)).sum(1, keepdim=True)
+    return sums_G1.expand(-1, GROUP).flatten()
 
 
 def best_scales(w_Nk: torch.Tensor, weights: str, counts_k: torch.Tensor | None = None) -> torch.Tensor:
