@@ -20,7 +20,7 @@ from torch_pi2.ops.quantize import integers, pack
 #: Added to the mean square of every input, of that of all: what was not seen may come all the same.
 DAMPING = 0.01
 #: Times that scales and integers are tried again.
-SWEEPS = 2
+SWEEPS = 1
 #: int4: where the value of largest magnitude of a group may come to lie, around both ends of -8 to 7.
 _ENDS_INT4 = tuple(end / share for end in (-8.0, 7.0) for share in (1.1, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7))
 _ENDS = {"int4": _ENDS_INT4, "int8": (127.0,)}
@@ -86,7 +86,8 @@ class Solver:
         self._h_KK = h_KK = h_KK[self._order][:, self._order]
         inverse_KK = torch.cholesky_inverse(torch.linalg.cholesky(h_KK.double()))
         self._factor_KK = torch.linalg.cholesky(inverse_KK, upper=True).float()
-        drift_KK = F.pad(moments.drift_KK / max(1, moments.tokens), (0, more, 0, more))
+        # of few tokens for so many columns it is chance
+        drift_KK = F.pad(moments.drift_KK / (moments.tokens + len(moments.drift_KK)), (0, more, 0, more))
         self._drift_KK = drift_KK[self._order][:, self._order] @ inverse_KK.float()
 
     def _check(self, found: torch.Tensor, part: str) -> None:
