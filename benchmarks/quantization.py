@@ -70,7 +70,8 @@ def run(
     known("quantizations", quantizations, QUANTIZATIONS)
     trust = trust_remote_code or Path(folder) == MODEL  # our own model brings its code
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
-    train = common.stdlib_sample("train", tokenizer, calibration_tokens)
+    train = tokenizer(common.stdlib_sample("train", tokenizer, calibration_tokens), verbose=False)["input_ids"]
+    calibration = torch.tensor(train[:calibration_tokens])
     heldout = stdlib_text("heldout", max_bytes=_TEXT_BYTES * -(-tokens // _TOKENS))
 
     def make() -> nn.Module:
@@ -83,8 +84,7 @@ def run(
     before, cases = loss(make()), []
     for how in quantizations:
         start = time.perf_counter()
-        text = {"calibration": train, "tokenizer": tokenizer, "calibration_tokens": calibration_tokens}
-        model = quantize_(make(), weights, quantization=how, **(text if how != "rtn" else {}))
+        model = quantize_(make(), weights, None if how == "rtn" else calibration, quantization=how)
         seconds = time.perf_counter() - start
         changes = {part: loss(mixed) / before - 1 for part, mixed in _parts(model, make)}
         cases.append({"quantization": how, "seconds": seconds, "changes": changes})

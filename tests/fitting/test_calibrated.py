@@ -100,28 +100,45 @@ def test_padding_does_not_count() -> None:
     assert share_of_same(short) > 0.98 > 0.9 > share_of_same(rows_of(model, [Batch(IDS, None)])[0])
 
 
-def test_experts_are_rounded_to_nearest_and_it_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def mixture() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    dense = MixtralForCausalLM(MixtralConfig(**sizes, vocab_size=96, num_local_experts=4, num_key_value_heads=4)).eval()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return MixtralForCausalLM(MixtralConfig(**sizes, vocab_size=64, num_local_experts=4, num_key_value_heads=4)).eval()
+
+
+def test_experts_have_rows_for_the_tokens_that_reach_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dense = mixture()
     dense.save_pretrained(tmp_path / "float")
     with caplog.at_level(logging.WARNING, "torch_pi2"):
         torch_pi2.quantize(tmp_path / "float", tmp_path / "disk", quantization="gptq", calibration=IDS)
-    said = "rounded to nearest, not by GPTQ: model.layers.0.mlp.experts.0.gate, .* and 21 others (an expert)"
-    assert caplog.text.count("rounded to nearest") == 1
-    assert said.replace(".*", "model.layers.0.mlp.experts.0.up, model.layers.0.mlp.experts.0.down") in caplog.text
+    assert "rounded to nearest" not in caplog.text
     made = torch_pi2.quantize_(copy.deepcopy(dense), "int4", IDS, quantization="gptq")
     assert torch.equal(logits(torch_pi2.load(tmp_path / "disk")), logits(made))
     nearest = torch_pi2.quantize_(copy.deepcopy(dense), "int4")
-    experts = "model.layers.1.mlp.experts.gate_up_proj"
-    assert torch.equal(made.state_dict()[experts], nearest.state_dict()[experts])
     wanted = logits(dense)
-    assert (logits(made) - wanted).norm() < (logits(nearest) - wanted).norm()
+    assert (logits(made) - wanted).norm() < 0.8 * (logits(nearest) - wanted).norm()
 
 
-def test_what_no_module_computes_alone_is_rounded() -> None:
+def test_experts_that_few_tokens_reach_are_rounded_to_nearest_and_it_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = mixture()
+    few = Batch(IDS[:4], None)  # 96 tokens, two of four experts each
+    with caplog.at_level(logging.WARNING, "torch_pi2"):
+        found, left = rows_of(model, [few])
+        calibrated.say_rounded(left)
+    rounded = {key.rpartition(".")[0] for key in left}
+    assert rounded
+    assert len(left) == 3 * len(rounded)
+    assert not left.keys() & found.keys()
+    assert set(left.values()) == {"experts that fewer than 64 calibration tokens reach"}
+    assert f"rounded to nearest, not by GPTQ: {next(iter(left))}, " in caplog.text
+    assert "(experts that fewer than 64 calibration tokens reach)" in caplog.text
+
+
+def test_what_is_not_called_is_rounded() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -135,14 +152,13 @@ def test_what_no_module_computes_alone_is_rounded() -> None:
     sites = find_sites(model, (IDS[:2],))
     found: dict[str, torch.Tensor] = {}
     left = calibrated_rows(model, [Batch(IDS, None)], sites, ["head", "unused"], "int4", found.__setitem__)
-    assert set(found) == {"head.weight"}
-    assert left.pop("unused.weight") == "not called as a module"
-    assert set(left.values()) == {"computed by a FunctionalBlock"}
+    assert set(found) == {"head.weight", "block.up", "block.down"}
+    assert left == {"unused.weight": "not called as a module"}
 
 
 def test_few_tokens_where_memory_is_short(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny("llama-relu")
-    monkeypatch.setattr(calibrated, "_MOST_BYTES", 2 * 24 * 16 * 4 * 4 * 64)
+    monkeypatch.setattr(calibrated, "_MOST_BYTES", 2 * 24 * 16 * 4 * 4 * 48)
     with caplog.at_level(logging.WARNING, "torch_pi2"):
         found, _ = rows_of(model, [Batch(IDS, None)])
     assert "GPTQ sees 16 of 48 sequences, to bound memory" in caplog.text
@@ -182,16 +198,26 @@ def test_a_model_that_mixes_sequences_is_refused() -> None:
         calibrated_rows(Mixing().eval(), [Batch(IDS, None)], [], ["head"], "int4", {}.__setitem__)
 
 
-def test_weights_that_another_module_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.models.llama.modeling_llama import LlamaMLP
+@pytest.mark.parametrize("read", ["gate_proj", "norm"])
+def test_weights_that_another_module_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str) -> None:
+    """Large ones are on meta, of small ones the skeleton has initial values: neither may be computed with."""
+    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
     tiny("llama-relu").save_pretrained(tmp_path / "float")
+    of_mlp, of_model = LlamaMLP.forward, LlamaModel.forward
 
-    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        gate = torch.relu(x @ self.gate_proj.weight.T)
-        return self.down_proj(gate * self.up_proj(x))
+    def gate(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(torch.relu(x @ self.gate_proj.weight.T) * self.up_proj(x))
 
-    monkeypatch.setattr(LlamaMLP, "forward", forward)
-    with pytest.raises(UnsupportedModelError, match=r"from .*float: expected modules that use their own"):
+    def norm(self: nn.Module, *args: object, **kwargs: object) -> object:
+        assert self.norm.weight.shape == (HIDDEN,)
+        made = of_model(self, *args, **kwargs)
+        made.last_hidden_state = made.last_hidden_state * self.norm.weight
+        return made
+
+    monkeypatch.setattr(LlamaMLP, "forward", gate if read == "gate_proj" else of_mlp)
+    monkeypatch.setattr(LlamaModel, "forward", norm if read == "norm" else of_model)
+    message = rf"from .*float: expected modules that compute with their own weights, found another that reads .*{read}"
+    with pytest.raises(UnsupportedModelError, match=message):
         torch_pi2.quantize(tmp_path / "float", tmp_path / "out", quantization="gptq", calibration=IDS)
     assert not (tmp_path / "out").exists()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from torch_pi2.base.files import not_written
 from torch_pi2.checkpoint.placing import Stored, refs_of
@@ -62,19 +63,31 @@ def rows_of_checkpoint(
     """
     found = RowFiles(folder)
     with _streamed(model, checkpoint, sites):
-        try:
-            left = calibrated_rows(model, data, sites, linears, weights, found.keep, progress=progress)
-        except (NotImplementedError, RuntimeError) as error:  # of a tensor without values
-            if "meta" not in str(error).lower():
-                raise
-            raise UnsupportedModelError(
-                f"running {type(model).__name__} from {checkpoint.folder}",
-                expected="modules that use their own weights",
-                found=str(error).splitlines()[0][:200],
-                fix="Load it, and use torch_pi2.optimize(model, text, weights=..., quantization='gptq').",
-            ) from error
+        left = calibrated_rows(model, data, sites, linears, weights, found.keep, progress=progress)
     say_rounded(left)
     return found
+
+
+class _OwnWeights(TorchFunctionMode):
+    """Nothing is computed with ``absent`` tensors, by name: weights of modules that are not being called."""
+
+    def __init__(self, absent: Mapping[str, torch.Tensor], where: str) -> None:
+        super().__init__()
+        self._names, self._where = {id(tensor): name for name, tensor in absent.items()}, where
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(id(value) in self._names for value in args):
+            name = next(self._names[id(value)] for value in args if id(value) in self._names)
+            if isinstance(func(*args, **(kwargs or {})), torch.Tensor):  # not its shape or dtype
+                raise UnsupportedModelError(
+                    self._where,
+                    expected="modules that compute with their own weights",
+                    found=f"another that reads {name}",
+                    fix="Load it, and use torch_pi2.optimize(model, text, weights=..., quantization='gptq').",
+                )
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -83,15 +96,18 @@ def _streamed(model: nn.Module, checkpoint: Checkpoint, sites: Sequence[FFNSite]
     stored = Stored(model, checkpoint)
     experts = modules_of(sites)
     hooks: list[Any] = []
-    empty: dict[str, Any] = {}
+    before: dict[str, Any] = {}
+    absent: dict[str, Any] = {}
 
     def read(names: Collection[str], name: str) -> Any:
-        def hook(module: nn.Module, *_: Any) -> None:
+        def hook(*_: Any) -> None:
             for parameter in names:
-                now = empty[parameter] = getattr(module, parameter.rpartition(".")[2])
-                alone = name in experts and stored.name(parameter) not in checkpoint
-                value = torch.empty_like(now, device="cpu") if alone else checkpoint.read(stored.name(parameter))
-                put(model, [parameter], value.to(now.dtype))
+                now = before[parameter]
+                if name in experts and stored.name(parameter) not in checkpoint:
+                    value = torch.empty(now.shape, dtype=now.dtype)
+                else:
+                    value = checkpoint.read(stored.name(parameter)).to(now.dtype)
+                put(model, [parameter], value)
             for site in experts.get(name, ()):
                 _read_expert(model, checkpoint, stored, site)
 
@@ -100,7 +116,7 @@ def _streamed(model: nn.Module, checkpoint: Checkpoint, sites: Sequence[FFNSite]
     def leave(names: Collection[str]) -> Any:
         def hook(*_: Any) -> None:
             for parameter in names:
-                put_back(parameter, empty.pop(parameter))
+                put_back(parameter, absent[parameter])
 
         return hook
 
@@ -111,16 +127,23 @@ def _streamed(model: nn.Module, checkpoint: Checkpoint, sites: Sequence[FFNSite]
         (owner._buffers if local in owner._buffers else owner._parameters)[local] = was
 
     for name, module in model.named_modules():
-        own = {f"{name}.{local}" if name else local for local, _ in _own(module)} & stored.alias.keys()
+        own = {f"{name}.{local}" if name else local: tensor for local, tensor in _own(module)}
+        own = {parameter: tensor for parameter, tensor in own.items() if parameter in stored.alias}
         if own:
+            before |= own
             hooks += [module.register_forward_pre_hook(read(own, name)), module.register_forward_hook(leave(own))]
+    for parameter, tensor in before.items():
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        absent[parameter] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
+        put_back(parameter, absent[parameter])
     try:
-        yield
+        with _OwnWeights(absent, f"running {type(model).__name__} from {checkpoint.folder}"):
+            yield
     finally:
         for hook in hooks:
             hook.remove()
-        for parameter, was in empty.items():
-            put_back(parameter, was)
+        for parameter, tensor in before.items():
+            put_back(parameter, tensor)
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

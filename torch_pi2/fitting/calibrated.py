@@ -20,8 +20,9 @@ from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import CalibrationError, UnsupportedModelError
 from torch_pi2.fitting.gptq import Moments, Solver
-from torch_pi2.profiling.data import Batch
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.graph.routed import Routed, intermediate, modules_of
+from torch_pi2.profiling.data import MIN_TOKENS, Batch
+from torch_pi2.spec.site import FFNSite, FFNWeights
 
 _log = logging.getLogger("torch_pi2")
 
@@ -79,16 +80,21 @@ def calibrated_rows(
         UnsupportedModelError: the model mixes the sequences of a batch.
     """
     parts, left = _parts(model, sites, linears)
-    if not parts:
+    experts = modules_of(sites)
+    if not parts and not experts:
         return left
     batch = _one_batch(model, data, parts)
-    with bar(None, "GPTQ", progress, total=len(parts)) as shown, evaluating(model):
-        run = _Run(batch, parts, weights, keep, left, shown.update)
+    with bar(None, "GPTQ", progress, total=len(parts) + len(experts)) as shown, evaluating(model):
+        run = _Run(batch, parts, experts, weights, keep, left, shown.update)
         hooks = []
         for name in parts:
             module = model.get_submodule(name)
             hooks.append(module.register_forward_pre_hook(run.before(name), with_kwargs=True))
             hooks.append(module.register_forward_hook(run.after(name)))
+        for name, own in experts.items():
+            module = model.get_submodule(name)
+            hooks.append(module.register_forward_pre_hook(run.before_experts(name, own, model), with_kwargs=True))
+            hooks.append(module.register_forward_hook(run.after_experts(name)))
         try:
             Batch(batch.input_ids.repeat(2, 1), batch.mask_BT.repeat(2, 1)).call(model)
         except _DoneError:
@@ -96,7 +102,7 @@ def calibrated_rows(
         finally:
             for hook in hooks:
                 hook.remove()
-    left |= {part.key: "not called as a module" for name in run.waiting for part in parts[name]}
+    left |= {part.key: "not called as a module" for name in run.waiting for part in parts.get(name, ())}
     return left
 
 
@@ -113,7 +119,7 @@ def _parts(
             name, _, local = ref.weight.rpartition(".")
             kind = type(model.get_submodule(name)).__name__
             if ref.expert is not None:
-                left[neuron_key(site, role)] = "an expert"
+                left[neuron_key(site, role)] = "experts that were not called"
             elif local != "weight" or kind not in ("Linear", "Conv1D"):
                 left[neuron_key(site, role)] = f"computed by a {kind}"
             else:
@@ -152,11 +158,11 @@ def _one_batch(model: nn.Module, data: Sequence[Batch], names: Collection[str]) 
 
 
 def _token_bytes(model: nn.Module, names: Collection[str]) -> int:
-    """Bytes of what is there of a token while its widest layer, the last excepted, is computed."""
-    weights = [model.get_parameter(f"{name}.weight") for name in names]
-    sizes = [(min(w.shape), max(w.shape)) for w in weights]
-    widest = max(short if long > 8 * short else long for short, long in sizes)  # not the vocabulary
-    return _AT_A_TIME * widest * weights[0].dtype.itemsize
+    """Bytes of what is there of a token while its widest layer, the output layer excepted, is computed."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    modules: list[Any] = [model.get_submodule(name) for name in names]
+    sizes = [max(module.weight.shape) * module.weight.dtype.itemsize for module in modules if module is not head]
+    return _AT_A_TIME * max(sizes, default=1)
 
 
 class _Run:
@@ -170,6 +176,7 @@ class _Run:
         self,
         tokens: _Tokens,
         parts: Mapping[str, list[_Part]],
+        experts: Collection[str],
         weights: str,
         keep: Callable[[str, torch.Tensor], None],
         left: dict[str, str],
@@ -177,9 +184,10 @@ class _Run:
     ) -> None:
         self._real_T = tokens.mask_BT.flatten()
         self._parts, self._weights, self._keep, self._left, self._step = parts, weights, keep, left, step
-        self.waiting = set(parts)
+        self.waiting = {*parts, *experts}
         self._values: dict[str, torch.Tensor] = {}
         self._second: dict[str, tuple[torch.Tensor, Any]] = {}
+        self._of_experts: dict[str, torch.Tensor] = {}
         self._solvers: tuple[Any, dict[bool, Solver]] = (None, {})
         self._started = False
 
@@ -187,11 +195,8 @@ class _Run:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x = args[0] if args else next(iter(kwargs.values()))
             if name in self.waiting:
-                self.waiting.remove(name)
                 self._solve(name, module, x)
-                self._step()
-                if not self.waiting:
-                    raise _DoneError
+                self._done(name)
             if name not in self._values:
                 return None
             first, second = x.chunk(2)
@@ -199,6 +204,12 @@ class _Run:
             return ((first, *args[1:]), kwargs) if args else (args, dict.fromkeys(kwargs, first))
 
         return hook
+
+    def _done(self, name: str) -> None:
+        self.waiting.remove(name)
+        self._step()
+        if not self.waiting:
+            raise _DoneError
 
     def after(self, name: str) -> Any:
         def hook(_module: nn.Module, _args: Any, y: torch.Tensor) -> Any:
@@ -208,6 +219,67 @@ class _Run:
             return torch.cat((y, F.linear(x, w_NK.to(x.dtype), bias)))
 
         return hook
+
+    def before_experts(self, name: str, sites: Sequence[FFNSite], model: nn.Module) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            routed = Routed.of(args, kwargs, len(sites))
+            if name not in self.waiting:
+                return
+            if len(routed.x_TH) != 2 * len(self._real_T):
+                for site in sites:
+                    self._leave(site, "experts that see rows sorted by expert")
+                self._done(name)
+                return
+            self._check_same(name, *routed.x_TH.chunk(2))
+            y_TH = torch.zeros(routed.x_TH.shape, dtype=torch.float32)
+            for site in sites:
+                tokens = routed.tokens_of(site)
+                tokens = tokens[tokens >= len(self._real_T)]
+                made_NH = self._solve_expert(site, site.weights(model), routed.x_TH, tokens)
+                y_TH.index_add_(0, tokens, made_NH * routed.weight_of(site, tokens)[:, None])
+            self._of_experts[name] = y_TH[len(self._real_T) :]
+            self._done(name)
+
+        return hook
+
+    def after_experts(self, name: str) -> Any:
+        def hook(_module: nn.Module, _args: Any, y_TH: torch.Tensor) -> Any:
+            second_TH = self._of_experts.pop(name, None)
+            return None if second_TH is None else torch.cat((y_TH[: len(second_TH)], second_TH.to(y_TH.dtype)))
+
+        return hook
+
+    def _leave(self, site: FFNSite, why: str) -> None:
+        keys = [neuron_key(site, role) for role in ROLES]
+        self._left |= {key: why for key in keys if key in self._left}
+
+    def _solve_expert(
+        self, site: FFNSite, weights: FFNWeights, x_TH: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Of the given tokens of the second half what ``site`` makes with its rows, ``[N, H]`` float32."""
+        half = len(self._real_T)
+        x_NH, float_NH, real_N = x_TH[tokens], x_TH[tokens - half], self._real_T[tokens - half]
+        if int(real_N.sum()) < MIN_TOKENS:
+            self._leave(site, f"experts that fewer than {MIN_TOKENS} calibration tokens reach")
+            _, h_NI = intermediate(site, weights, x_NH)
+            return F.linear(h_NI.to(x_NH.dtype), weights.down, weights.bias_down).float()
+
+        def solve(role: str, w_NK: torch.Tensor, solver: Solver) -> torch.Tensor:
+            solved = solver.solve(w_NK)
+            self._keep(neuron_key(site, role), solved.rows)
+            self._left.pop(neuron_key(site, role), None)
+            return solved.values_NK.to(w_NK.dtype)
+
+        moments = Moments(site.hidden)
+        moments.add(x_NH[real_N], float_NH[real_N])
+        solver = Solver(site.key, moments, self._weights)
+        gate = None if weights.gate is None else solve("gate", weights.gate, solver)
+        rounded = weights._replace(gate=gate, up=solve("up", weights.up, solver))
+        (_, h_NI), (_, float_NI) = intermediate(site, rounded, x_NH), intermediate(site, weights, float_NH)
+        moments = Moments(site.intermediate)
+        moments.add(h_NI[real_N], float_NI[real_N])
+        down = solve("down", weights.down, Solver(f"down of {site.key}", moments, self._weights, by_column=True))
+        return F.linear(h_NI.to(x_NH.dtype), down, weights.bias_down).float()
 
     def _solve(self, name: str, module: nn.Module, x: torch.Tensor) -> None:
         if x.numel() != 2 * len(self._real_T) * x.shape[-1] or len(x) % 2:
@@ -229,18 +301,22 @@ class _Run:
         solvers = self._solvers[1]
         if by_column not in solvers:
             float_TK, x_TK = (half.reshape(-1, x.shape[-1])[self._real_T] for half in x.chunk(2))
-            if not self._started and not torch.allclose(float_TK, x_TK, rtol=1e-2):
-                raise UnsupportedModelError(
-                    f"input of {name}",
-                    expected="the same for the same sequence, twice in a batch",
-                    found="another",
-                    fix="Use quantization='weighted'.",
-                )
-            self._started = True
+            self._check_same(name, float_TK, x_TK)
             moments = Moments(x.shape[-1])
             moments.add(x_TK, float_TK)
             solvers[by_column] = Solver(name, moments, self._weights, by_column=by_column)
         return solvers[by_column]
+
+    def _check_same(self, name: str, float_TK: torch.Tensor, x_TK: torch.Tensor) -> None:
+        """Before anything is rounded both halves are the same, of a model that computes sequence by sequence."""
+        if not self._started and not torch.allclose(float_TK, x_TK, rtol=1e-2):
+            raise UnsupportedModelError(
+                f"input of {name}",
+                expected="the same for the same sequence, twice in a batch",
+                found="another",
+                fix="Use quantization='weighted'.",
+            )
+        self._started = True
 
 
 def say_rounded(left: Mapping[str, str]) -> None:

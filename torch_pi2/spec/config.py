@@ -48,7 +48,7 @@ class Config:
         quantization: how weights are rounded. ``rtn``: to nearest, with the scale of smallest squared error;
             ``weighted``: errors count as much as the input's mean square on calibration text (int4 only); ``gptq``:
             what a layer's outputs lose on calibration text is made small, one layer after the other (takes minutes;
-            experts are rounded to nearest).
+            experts that hardly any of it reaches are rounded to nearest, which is said).
         calibration_tokens: no further batch is taken once this many tokens are there.
         batch_size, seq_len: shape of calibration batches; batch_size also bounds the batch statistics.
         seed: of every random choice.
