@@ -597,6 +597,19 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "tiny, int4, 10.0 % active" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_command_line_calibrates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").write_text(stdlib_text("train", max_bytes=8_000))
+    arguments = [str(TRAINED), str(tmp_path / "q"), "--trust-remote-code", "--no-verdict", "--json"]
+    how = ["--quantization", "gptq", "--tokens", "1024", "--text", str(tmp_path / "text")]
+    assert main(["quantize", *arguments, *how]) == 0
+    errors = json.loads(capsys.readouterr().out)["errors"]
+    assert len(errors) == 5 + 4 * 5 + 1  # feed-forward layers, q, k, v, o, and the output layer
+    assert all(0.05 < error < 0.2 for error in errors.values())
+    assert main(["quantize", *arguments, "--quantization", "gptq", "--text", str(tmp_path / "no")]) != 0
+    assert "--text" in capsys.readouterr().err
+
+
 _MEMORY_GPTQ = """
 import re, sys, torch, torch_pi2
 def read(name):
