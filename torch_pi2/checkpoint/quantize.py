@@ -120,6 +120,7 @@ def quantize(
         NoFFNFoundError, CalibrationError: on any of them nothing is left half-written.
     """
     source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
+    config = Config(calibration_tokens=calibration_tokens)
     _check(source, folder, weights, quantization, calibration)
 
     def make(
@@ -127,7 +128,7 @@ def quantize(
     ) -> Quantizer:
         rows = NO_ROWS
         if quantization == "gptq":
-            data = calibration_batches(model, calibration, tokenizer, Config(calibration_tokens=calibration_tokens))
+            data = calibration_batches(model, calibration, tokenizer, config)
             sites = [layer.site for layer in plan.layers if layer.site.key in ways]
             about = (sites, linears, weights, folder.parent)
             rows = rows_of_checkpoint(model, checkpoint, data, *about, progress=progress)
