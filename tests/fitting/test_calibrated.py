@@ -118,7 +118,7 @@ def test_experts_have_rows_for_the_tokens_that_reach_them(tmp_path: Path, caplog
     assert torch.equal(logits(torch_pi2.load(tmp_path / "disk")), logits(made))
     nearest = torch_pi2.quantize_(copy.deepcopy(dense), "int4")
     wanted = logits(dense)
-    assert (logits(made) - wanted).norm() < 0.8 * (logits(nearest) - wanted).norm()
+    assert (logits(made) - wanted).norm() < 0.9 * (logits(nearest) - wanted).norm()
 
 
 def test_experts_that_few_tokens_reach_are_rounded_to_nearest_and_it_says_so(

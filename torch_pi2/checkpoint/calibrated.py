@@ -78,16 +78,24 @@ class _OwnWeights(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if any(id(value) in self._names for value in args):
-            name = next(self._names[id(value)] for value in args if id(value) in self._names)
-            if isinstance(func(*args, **(kwargs or {})), torch.Tensor):  # not its shape or dtype
-                raise UnsupportedModelError(
-                    self._where,
-                    expected="modules that compute with their own weights",
-                    found=f"another that reads {name}",
-                    fix="Load it, and use torch_pi2.optimize(model, text, weights=..., quantization='gptq').",
-                )
-        return func(*args, **(kwargs or {}))
+        read = [self._names[id(value)] for value in args if id(value) in self._names]
+        try:
+            made = func(*args, **(kwargs or {}))
+        except RuntimeError as error:  # of some functions, as they are on meta; others give what was in memory
+            if read:
+                raise self._refused(read[0]) from error
+            raise
+        if read and isinstance(made, torch.Tensor):  # not a shape or dtype
+            raise self._refused(read[0])
+        return made
+
+    def _refused(self, name: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            self._where,
+            expected="modules that compute with their own weights",
+            found=f"another that reads {name}",
+            fix="Load it, and use torch_pi2.optimize(model, text, weights=..., quantization='gptq').",
+        )
 
 
 @contextmanager
