@@ -646,7 +646,7 @@ print(read("VmHWM") - before)
 def test_memory_is_bounded_by_a_layer(
     tmp_path: Path, script: str, hidden: int, intermediate: int, layers: int, most: float
 ) -> None:
-    """GPTQ has moments of a layer's inputs as well, 36 bytes for each pair; here less than three quarters of all layers."""
+    """GPTQ has moments of inputs, too, 36 bytes for each pair: here less than three quarters of all layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": 8}
