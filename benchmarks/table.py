@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import quantization
 from torch_pi2.base.files import atomic_write
 from torch_pi2.base.units import percent
 from torch_pi2.errors import ArtifactError
@@ -299,6 +300,22 @@ def _attention_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
+_QUANTIZATION = ("run", "rounded", *quantization.PARTS)
+_QUANTIZATION_NOTE = """
+Relative change of held-out bits per byte where these weights alone are quantised, the others in floats. Trained
+models; calibrated on other text than what is scored.
+"""
+
+
+def _quantization_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    about = f"{name}: {result['model']}, {result['weights']}, {result['bits_per_byte']:.4f} in floats, "
+    about += f"{result['tokens']} tokens"
+    return [
+        [about, case["quantization"], *(f"{case['changes'][part]:+.2%}" for part in quantization.PARTS)]
+        for case in result["cases"]
+    ]
+
+
 _SPECULATE = (
     "run",
     "guesses",
@@ -463,6 +480,7 @@ _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]
     ("scores", f"## What skipping neurons costs\n{_SCORES_NOTE}", _SCORES, _scores_rows),
     ("layer", "## One feed-forward layer", _LAYERS, _layer_rows),
     ("layer", "## Dense linears and predictors", _LINEARS, _linear_rows),
+    ("quantization", f"## Quality\n{_QUANTIZATION_NOTE}", _QUANTIZATION, _quantization_rows),
     ("attention", f"## Attention\n{_ATTENTION_NOTE}", _ATTENTION, _attention_rows),
 )
 _BENCHMARKS = tuple(dict.fromkeys(what for what, *_ in _SECTIONS))

@@ -600,14 +600,13 @@ def test_settings_are_checked() -> None:
         ({"weights": "int3"}, r"Config.weights: expected float, int4, int8, found 'int3'"),
         ({"weights": "int4", "activations": "int4"}, r"Config.activations: expected float, int8, found 'int4'"),
         ({"activations": "int8"}, r"Config.activations: expected float with weights='float', found 'int8'"),
-        ({"quantization": "awq"}, r"Config.quantization: expected rtn, weighted"),
+        ({"quantization": "awq"}, r"Config.quantization: expected rtn, weighted, gptq, found 'awq'"),
     ):
         with pytest.raises(ConfigError, match=message):
             torch_pi2.Config(**config)
-    with pytest.raises(CalibrationError, match=r"quantization='weighted'\): expected calibration data"):
-        torch_pi2.optimize(
-            tiny("drelu"), config=torch_pi2.Config(method="exact", weights="int4", quantization="weighted")
-        )
+    for how in ("weighted", "gptq"):
+        with pytest.raises(CalibrationError, match=rf"quantization='{how}'\): expected calibration data"):
+            torch_pi2.optimize(tiny("drelu"), config=torch_pi2.Config(method="exact", weights="int4", quantization=how))
 
 
 def test_fields_of_the_config_as_keywords() -> None:

@@ -232,7 +232,5 @@ def test_bundles_have_numbers_of_activations(models: dict[str, nn.Module], tmp_p
         wanted = model(torch.tensor([ids])).logits[0, -1]
     with Bundle(torch_pi2.export(model, tmp_path / "bundle", max_tokens=32, batches=(1,))) as bundle:
         torch.testing.assert_close(bundle.logits(ids, len(ids))[0], wanted, rtol=0, atol=1e-5)
-    with pytest.raises(
-        UnsupportedModelError, match=r"silu\[in=1\.702.*hot parts of bundles have no others"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"silu\[in=1\.702.*hot parts of bundles have no others"):
         torch_pi2.export(model, tmp_path / "hot", max_tokens=32, batches=(1,), hot={1: 1})

@@ -18,9 +18,18 @@ from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.tensorfile import Spec, TensorWriter
+from torch_pi2.checkpoint.calibrated import rows_of_checkpoint
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.placing import Stored, placed, refs_of
-from torch_pi2.errors import ArtifactError, ConfigError, NonFiniteError, StaleArtifactError, check_choice
+from torch_pi2.errors import (
+    ArtifactError,
+    CalibrationError,
+    ConfigError,
+    NonFiniteError,
+    StaleArtifactError,
+    check_choice,
+)
+from torch_pi2.fitting.calibrated import neuron_key
 from torch_pi2.formats import QUANTIZED, row_bytes
 from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.graph.find import Found, search
@@ -29,9 +38,11 @@ from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.ops.quantized import quantize as quantize_rows
 from torch_pi2.ops.rows import row_of_neurons
+from torch_pi2.profiling.data import calibration_batches
 from torch_pi2.rewrite.fits import check_names
 from torch_pi2.rewrite.linears import check_some, find_linears
 from torch_pi2.rewrite.skeleton import skeleton
+from torch_pi2.spec.config import Config
 from torch_pi2.spec.method import Method
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import FFNSite, LinearRef
@@ -51,6 +62,7 @@ from torch_pi2.store.weights import NO_EMBEDDINGS, NO_FORMATS, WEIGHTS_FILE, met
 
 #: Float32 bytes of the rows that are quantised at a time.
 _CHUNK = 2 << 20
+NO_ROWS: Mapping[str, torch.Tensor] = {}
 #: Stands in the header until the hash is known.
 NO_HASH = "0" * 64
 
@@ -82,6 +94,9 @@ def quantize(
     weights: str = "int4",
     *,
     quantization: str = "rtn",
+    calibration: Any = None,
+    tokenizer: Any = None,
+    calibration_tokens: int = Config.calibration_tokens,
     trust_remote_code: bool = False,
     progress: bool = False,
 ) -> QuantizeReport:
@@ -95,19 +110,26 @@ def quantize(
     them computed). Weights are read matrix by matrix.
 
     Args:
-        weights: ``int4`` or ``int8``, groups of 32 with one scale, rounded to nearest.
-        quantization: ``rtn``. What ``weighted`` needs, the inputs of layers, only a running model has: see
-            :class:`torch_pi2.Config`.
+        weights: ``int4`` or ``int8``, groups of 32 with one scale.
+        quantization: see :class:`torch_pi2.Config`: ``rtn``, or ``gptq``, which runs the model over ``calibration``
+            with the weights of one module in memory at a time (rows are in files beside ``folder_out`` meanwhile).
+        calibration, tokenizer, calibration_tokens: for ``gptq``, as in :func:`torch_pi2.profile`.
 
     Raises:
         ConfigError, ArtifactError, DtypeError, NonFiniteError, StaleArtifactError, UnsupportedModelError,
         NoFFNFoundError, CalibrationError: on any of them nothing is left half-written.
     """
     source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
-    _check(source, folder, weights, quantization)
+    config = Config(calibration_tokens=calibration_tokens)
+    _check(source, folder, weights, quantization, calibration)
 
     def make(stored: Stored, plan: Plan, ways: dict[str, str], linears: dict[str, int]) -> Quantizer:
-        return Quantizer(stored, plan, ways, linears, weights)
+        rows = NO_ROWS
+        if quantization == "gptq":
+            data = calibration_batches(stored.model, calibration, tokenizer, config)
+            sites = [layer.site for layer in plan.layers if layer.site.key in ways]
+            rows = rows_of_checkpoint(stored, data, sites, linears, weights, folder.parent, progress=progress)
+        return Quantizer(stored, plan, ways, linears, weights, rows=rows)
 
     return convert(source, folder, make, trust_remote_code=trust_remote_code, progress=progress)
 
@@ -173,15 +195,24 @@ def small_files(source: Path) -> list[Path]:
     return sorted(path for path in found if not path.name.endswith(".index.json"))
 
 
-def _check(source: Path, folder: Path, weights: str, quantization: str) -> None:
+def _check(source: Path, folder: Path, weights: str, quantization: str, calibration: Any) -> None:
     check_choice("quantize(weights=...)", weights, QUANTIZED, "Choose one of these.")
-    if quantization != "rtn":
+    if quantization not in ("rtn", "gptq"):
         raise ConfigError(
             "quantize(quantization=...)",
-            expected="rtn",
+            expected="rtn or gptq",
             found=repr(quantization),
             fix="Weighted errors need the running model and text: torch_pi2.optimize(model, text, "
             "weights=..., quantization='weighted') and save, or torch-pi2 optimize with these options.",
+        )
+    if (quantization == "gptq") != (calibration is not None):
+        raise CalibrationError(
+            f"quantize(quantization='{quantization}')",
+            expected="no calibration data, which rounding to nearest does not look at"
+            if quantization == "rtn"
+            else "calibration data",
+            found="some" if quantization == "rtn" else "none",
+            fix="Pass both calibration=... and quantization='gptq', or neither.",
         )
     check_separate("quantize", source, folder)
 
@@ -220,7 +251,8 @@ class Quantizer:
         ways: of its layers those that become neurons, by key, as :meth:`Stored.place_layers` finds them.
         linears: name -> inputs of the linears to quantise beside the plan's layers. kind: the format.
         formats: of linears, embeddings and sites' keys that are of another. embeddings: name -> width of those to
-            quantise.
+            quantise. rows: what is written as it is in the place of weights that are rounded, under the keys of
+            :mod:`torch_pi2.fitting.calibrated`.
     """
 
     def __init__(
@@ -233,9 +265,10 @@ class Quantizer:
         *,
         formats: Mapping[str, str] = NO_FORMATS,
         embeddings: Mapping[str, int] = NO_EMBEDDINGS,
+        rows: Mapping[str, torch.Tensor] = NO_ROWS,
     ) -> None:
         self._checkpoint, self._plan, self._kind, self._linears = stored.checkpoint, plan, kind, linears
-        self._formats, self._embeddings, self._ways = formats, embeddings, ways
+        self._formats, self._embeddings, self._ways, self._given = formats, embeddings, ways, rows
         self._layers = [layer for layer in plan.layers if layer.site.key in ways]
         refs = [ref for layer in self._layers for _, ref in refs_of(layer.site)]
         in_sites = {name for ref in refs for name in (ref.weight, ref.bias) if name}
@@ -323,13 +356,22 @@ class Quantizer:
         error = RelativeError()
         for start, stop in row_chunks(self._checkpoint.spec(stored)):
             values = self._checkpoint.read(stored, (start, stop))
-            out.write(f"{name}.weight", self._rows(values, stored, error), row=start)
+            given = self._given.get(f"{name}.weight")
+            rows = self._rows(values, stored, error, given=None if given is None else given[start:stop])
+            out.write(f"{name}.weight", rows, row=start)
         return error.relative
 
-    def _rows(self, values: torch.Tensor, name: str, error: RelativeError, kind: str = "") -> torch.Tensor:
-        """``values`` in the format ``kind`` (default: the neurons')."""
+    def _rows(
+        self,
+        values: torch.Tensor,
+        name: str,
+        error: RelativeError,
+        kind: str = "",
+        given: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``values`` in the format ``kind`` (default: the neurons'), or what is ``given`` for them."""
         kind = kind or self._kind
-        rows = quantize_rows(name, values, kind)
+        rows = quantize_rows(name, values, kind) if given is None else given
         error.add(values, torch.ops.pi2.dequantize(rows, kind, values.shape[1], torch.float32))
         return rows
 
@@ -345,11 +387,13 @@ class Quantizer:
             update_digest(digest, matrix)
             by_neuron = matrix.T if role == "down" else matrix
             rows, of = row_of_neurons(neuron_rows, row, kind, site.hidden)
+            given = self._given.get(neuron_key(site, role))
             for start in range(0, site.intermediate, step):
                 wanted = order[start : start + step]
                 made = self._as_stored(site, ref, role, wanted, of)
                 if made is None:
-                    made = self._rows(by_neuron[wanted].contiguous(), ref.weight, error, of)
+                    some = None if given is None else given[wanted]
+                    made = self._rows(by_neuron[wanted].contiguous(), ref.weight, error, of, some)
                 rows[start : start + step] = made
             del matrix, by_neuron
         out.write(f"{site.key}.bundles", neuron_rows)

@@ -1,8 +1,9 @@
 """Quantise a float checkpoint to 4 or 8 bits a weight, one matrix in memory at a time. Lossy.
 
 IN is a Hugging Face folder with safetensors, or one written by `torch-pi2 optimize`, whose plan and predictors are
-kept. The error printed is |w' - w| / |w| over all weights of a layer. Weights are rounded to nearest; errors weighted
-by a layer's inputs need the running model: `torch-pi2 optimize MODEL --weights int4 --quantization weighted`.
+kept. The error printed is |w' - w| / |w| over all weights of a layer. Weights are rounded to nearest, or, with
+--quantization gptq, so that a layer's outputs on --text change least: the model runs layer by layer for minutes.
+Errors weighted by inputs: `torch-pi2 optimize MODEL --weights int4 --quantization weighted`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from torch_pi2.cli import common, verdict
 from torch_pi2.formats import QUANTIZED
-from torch_pi2.spec.config import QUANTIZATIONS
+from torch_pi2.spec.config import QUANTIZATIONS, Config
 
 EXAMPLE = "torch-pi2 quantize my-sparse-model my-int4-model --weights int4"
 
@@ -26,7 +27,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quantization",
         choices=QUANTIZATIONS,
         default="rtn",
-        help="rtn: to nearest; weighted is refused here, `torch-pi2 optimize` has it",
+        help="rtn: to nearest; gptq: calibrated on --text; weighted is refused here, `torch-pi2 optimize` has it",
+    )
+    common.add_text(parser)
+    parser.add_argument(
+        "--tokens",
+        type=common.positive,
+        default=Config.calibration_tokens,
+        dest="calibration_tokens",
+        metavar="N",
+        help=f"of --text, for gptq (default: {Config.calibration_tokens})",
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run modelling code in the checkpoint folder")
     verdict.add_arguments(parser)
@@ -37,6 +47,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     common.check_out(args.out)
     how = common.given(args, "weights", "quantization", "trust_remote_code")
+    if args.quantization == "gptq":
+        tokenizer = common.load_tokenizer(verdict.loading(args))
+        how |= {"tokenizer": tokenizer, **common.given(args, "calibration_tokens")}
+        how["calibration"] = common.text_of(args, tokenizer, args.calibration_tokens)
     report = torch_pi2.quantize(args.source, args.out, **how, progress=not args.quiet)
     if not args.no_verdict:
         verdict.of_folder(args, "quantize")

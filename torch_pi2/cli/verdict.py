@@ -93,7 +93,7 @@ def _of_folder(args: argparse.Namespace, made: Sequence[str], lossy: Sequence[st
     from torch_pi2.store.parts import Parts
     from torch_pi2.store.storefile import open_weights, weights_path
 
-    needed, free, loading = weight_bytes(args.out), free_bytes(), _loading(args)
+    needed, free, as_model = weight_bytes(args.out), free_bytes(), loading(args)
     sparse, why = None, ""
     if free is not None and 1.2 * needed > free:
         why = f"it takes {common.size(needed)} in memory, and {common.size(free)} are free"
@@ -107,17 +107,17 @@ def _of_folder(args: argparse.Namespace, made: Sequence[str], lossy: Sequence[st
             about: dict[str, Any] = {"not_measured": {"speed": why, "loss": why}, "made": made, "lossy": lossy}
             return unmeasured(args.out, parts.plan(), weights.neuron_formats, **about)
     if weights_path(args.source / "pi2") is None:
-        dense, missing = dense_of(loading, weight_bytes(args.source))
+        dense, missing = dense_of(as_model, weight_bytes(args.source))
     else:
         dense, missing = None, {"dense": "the folder that it was made of has quantised weights alone"}
     tokenizer = None
     with contextlib.suppress(Pi2Error):  # synthetic models have none
-        tokenizer = common.load_tokenizer(loading)
+        tokenizer = common.load_tokenizer(as_model)
     about = {"tokenizer": tokenizer, "made": made, "not_measured": missing, "lossy": lossy}
     return judge(sparse, dense, args.out, **about, trust_remote_code=args.trust_remote_code)
 
 
-def _loading(args: argparse.Namespace) -> argparse.Namespace:
+def loading(args: argparse.Namespace) -> argparse.Namespace:
     """``args.source`` as the verbs have it that load a MODEL."""
     about = {"trust_remote_code": args.trust_remote_code, "allow_download": False}
     return argparse.Namespace(model=str(args.source), dtype="auto", **about)

@@ -43,6 +43,10 @@ class Routed(NamedTuple):
         """Tokens that ``site`` has, int64 ascending, each once."""
         return torch.nonzero(self.index_TK.eq(site.up.expert or 0).any(-1)).flatten()
 
+    def weight_of(self, site: FFNSite, tokens: torch.Tensor) -> torch.Tensor:
+        """``[N]`` float32: how much ``site`` counts for each of ``tokens``."""
+        return (self.routing_TK[tokens].float() * self.index_TK[tokens].eq(site.up.expert or 0)).sum(-1)
+
 
 def modules_of(sites: Sequence[FFNSite]) -> dict[str, list[FFNSite]]:
     """Module of experts -> those of ``sites`` that are in it; sites that are no experts are left out."""
@@ -78,6 +82,16 @@ def fired_scores(site: FFNSite, weights: FFNWeights, x_TH: torch.Tensor) -> torc
     return (score_TI if up_TI is None else score_TI * act(up_TI)).abs()
 
 
+def intermediate(site: FFNSite, weights: FFNWeights, x_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of an expert the gate, as :func:`first_products`, and the input of its down matrix: ``[N, I]`` float32."""
+    gate_NI, _ = first_products(site, weights, x_NH)
+    h_NI = ACTIVATIONS[site.activation](gate_NI)
+    if site.gated:
+        up_NI = F.linear(x_NH, weights.up, weights.bias_up).float()
+        h_NI = h_NI * on_up(site.activation, site.activation_on_up)(up_NI)
+    return gate_NI, h_NI
+
+
 #: An expert, its input ``[N, H]`` and its gate ``[N, I]`` in float32 -> which neurons count, bool ``[N, I]``.
 Keep = Callable[[FFNSite, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -90,15 +104,10 @@ def masked_experts(model: nn.Module, sites: Sequence[FFNSite], keep: Keep, route
         if not len(tokens):
             continue
         weights, x_NH = site.weights(model), routed.x_TH[tokens]
-        gate_NI, _ = first_products(site, weights, x_NH)
-        h_NI = ACTIVATIONS[site.activation](gate_NI)
-        if site.gated:
-            up_NI = F.linear(x_NH, weights.up, weights.bias_up).float()
-            h_NI = h_NI * on_up(site.activation, site.activation_on_up)(up_NI)
+        gate_NI, h_NI = intermediate(site, weights, x_NH)
         kept_NI = (h_NI * keep(site, x_NH, gate_NI)).to(x_NH.dtype)
         made_NH = F.linear(kept_NI, weights.down, weights.bias_down).float()
-        weight_N = (routed.routing_TK[tokens].float() * routed.index_TK[tokens].eq(site.up.expert or 0)).sum(-1)
-        y_TH.index_add_(0, tokens, made_NH * weight_N[:, None])
+        y_TH.index_add_(0, tokens, made_NH * routed.weight_of(site, tokens)[:, None])
     return y_TH.to(routed.x_TH.dtype)
 
 

@@ -42,6 +42,7 @@ class SparseFFN(DenseForm):
         kind: how neurons are stored: ``float``, ``int4`` or ``int8`` (lossy).
         int8_activations: with quantised neurons, gate and up see ``x`` rounded to int8 (lossy, faster).
         importance: ``[H]``, how much errors of gate's and up's columns count in quantising; None: all the same.
+        given: ``gate``, ``up`` or ``down`` -> quantised rows of all neurons in the model's order, made elsewhere.
 
     Raises:
         DeviceError, DtypeError, NonFiniteError: weights that the kernels cannot use.
@@ -95,6 +96,7 @@ class SparseFFN(DenseForm):
         kind: str = "float",
         int8_activations: bool = False,
         importance: torch.Tensor | None = None,
+        given: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
         load()
@@ -107,7 +109,7 @@ class SparseFFN(DenseForm):
         if kind == "float":
             neuron_rows, self.error = make_rows(weights, self.order), 0.0
         else:
-            neuron_rows, self.error = make_quantized_rows(site, weights, self.order, kind, importance)
+            neuron_rows, self.error = make_quantized_rows(site, weights, self.order, kind, importance, given)
         self._hold(neuron_rows, permuted(weights.bias_gate, self.order), permuted(weights.bias_up, self.order))
         if weights.bias_down is not None:
             self.bias_down = (

@@ -87,12 +87,13 @@ class QuantLinear(Holder):
         int8_activations: bool = False,
         importance: torch.Tensor | None = None,
         name: str = "the linear layer",
+        rows: torch.Tensor | None = None,
     ) -> QuantLinear:
         """Quantise ``linear``, a few rows at a time; it is left as it was.
 
         Args:
             importance: ``[K]``, how much a column's squared error counts (None: all the same).
-            name: for messages.
+            name: for messages. rows: made elsewhere, to be taken as they are.
 
         Raises:
             NonFiniteError, DtypeError, ShapeError, ConfigError: see :func:`torch_pi2.ops.quantized.quantize`.
@@ -102,12 +103,14 @@ class QuantLinear(Holder):
         check_on_cpu(f"device of {name}", w_NK.device)
         check_kind(weights)
         load()
-        rows = new_tensor((w_NK.shape[0], row_bytes(weights, w_NK.shape[1])), torch.uint8)
+        made_rows = new_tensor((w_NK.shape[0], row_bytes(weights, w_NK.shape[1])), torch.uint8)
         step = max(1, CHUNK_BYTES // (4 * w_NK.shape[1]))
-        for start in range(0, len(rows), step):
-            rows[start : start + step] = quantize(f"{name}.weight", w_NK[start : start + step], weights, importance)
+        for start in range(0, len(made_rows), step):
+            some = slice(start, start + step)
+            part = quantize(f"{name}.weight", w_NK[some], weights, importance) if rows is None else rows[some]
+            made_rows[some] = part
         bias = None if linear.bias is None else linear.bias.detach().clone()
-        made = QuantLinear(rows, bias, w_NK.shape[1], weights, int8_activations, name)
+        made = QuantLinear(made_rows, bias, w_NK.shape[1], weights, int8_activations, name)
         made.dtype, made.training = w_NK.dtype, linear.training
         return made
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from torch_pi2.formats import row_bytes
@@ -24,7 +26,12 @@ def make_rows(weights: FFNWeights, order: torch.Tensor) -> torch.Tensor:
 
 
 def make_quantized_rows(
-    site: FFNSite, weights: FFNWeights, order: torch.Tensor, kind: str, importance: torch.Tensor | None = None
+    site: FFNSite,
+    weights: FFNWeights,
+    order: torch.Tensor,
+    kind: str,
+    importance: torch.Tensor | None = None,
+    given: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, float]:
     """As :func:`make_rows`, quantised: uint8 ``[I, R, row_bytes(H)]``, and the relative error of all its weights.
 
@@ -32,6 +39,7 @@ def make_quantized_rows(
         kind: ``int4`` or ``int8``.
         importance: ``[H]`` float32, how much the squared error of a column of gate and up counts (their common input's
             mean square); a down column multiplies one number alone, so its errors count the same.
+        given: role -> rows ``[I, row_bytes(H)]`` in the model's order, to be taken as they are.
 
     Raises:
         NonFiniteError: see :func:`torch_pi2.ops.quantized.quantize`.
@@ -46,7 +54,10 @@ def make_quantized_rows(
         for start in range(0, len(order), step):
             part = w_IH.detach()[order[start : start + step]].contiguous()
             weight = None if role == "down" else importance
-            quantised = quantize(f"{ref.weight} of {site.key}", part, kind, weight)
+            if given is not None and role in given:
+                quantised = given[role][order[start : start + step]]
+            else:
+                quantised = quantize(f"{ref.weight} of {site.key}", part, kind, weight)
             neuron_rows[start : start + step, r] = quantised
             off = torch.ops.pi2.dequantize(quantised, kind, hidden, torch.float32).sub_(part)
             wrong += float(off.square_().sum(dtype=torch.float64))

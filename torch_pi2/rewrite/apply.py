@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from torch_pi2.errors import CalibrationError
+from torch_pi2.fitting.calibrated import calibrated_rows, say_rounded
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.inputs import InputStats, gather_inputs
@@ -45,9 +47,9 @@ def _apply_quantised(
 ) -> None:
     sites = [layer.site for layer in parts.plan.layers]
     weighted = config.quantization == "weighted"
-    if weighted and not data:
+    if config.quantization != "rtn" and not data:
         raise CalibrationError(
-            "optimize(quantization='weighted')",
+            f"optimize(quantization='{config.quantization}')",
             expected="calibration data",
             found="none",
             fix="Pass calibration=..., or leave quantization out.",
@@ -59,7 +61,11 @@ def _apply_quantised(
     if data:
         some = data if weighted else data[:1]  # the first batch is enough to measure errors of outputs
         inputs = gather_inputs(model, some, sites, linears, progress=progress)
-    storage = Storage(config.weights, config.activations == "int8", inputs, weighted)
+    rows: dict[str, torch.Tensor] = {}
+    if data and config.quantization == "gptq":
+        left = calibrated_rows(model, data, sites, linears, config.weights, rows.__setitem__, progress=progress)
+        say_rounded(left)
+    storage = Storage(config.weights, config.activations == "int8", inputs, weighted, rows)
     check_linears(linears, config.weights, storage)  # what can be refused, before anything is replaced
     rewrite(model, parts.plan, parts.predictors, progress=progress, storage=storage, ways=ways)
     try:

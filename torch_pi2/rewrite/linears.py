@@ -55,12 +55,14 @@ class Storage:
         weights: ``float``, ``int4`` or ``int8``. int8_activations: see :class:`torch_pi2.spec.config.Config`.
         inputs: name of a linear or key of a site -> its inputs on calibration text.
         weighted: whether ``inputs`` say how much an error counts, or only how large it is.
+        rows: what is to be taken as it is, under the keys of :mod:`torch_pi2.fitting.calibrated`.
     """
 
     weights: str = "float"
     int8_activations: bool = False
     inputs: Mapping[str, InputStats] = field(default_factory=dict)
     weighted: bool = False
+    rows: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def quantised(self) -> bool:
@@ -185,7 +187,12 @@ def quantize_linears(
     for name in bar(list(linears), "quantise linear layers", progress):
         linear = linears[name]
         made[name] = QuantLinear.from_linear(
-            linear, storage.weights, storage.int8_activations, storage.importance(name), name=name
+            linear,
+            storage.weights,
+            storage.int8_activations,
+            storage.importance(name),
+            name=name,
+            rows=storage.rows.get(f"{name}.weight"),
         )
         error = made[name].relative_error(linear.weight)
         errors[name] = LayerError(error, _output_error(linear, made[name], storage.sample(name)))

@@ -16,6 +16,7 @@ from torch_pi2.base.evaluating import evaluating, fresh_settings
 from torch_pi2.base.hooks import refuse_global_hooks
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.fitting.calibrated import ROLES, neuron_key
 from torch_pi2.graph.experts import probe_experts
 from torch_pi2.graph.find import Found
 from torch_pi2.graph.reach import same_tokens
@@ -167,6 +168,7 @@ def _make_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: Sto
         kind=storage.weights,
         int8_activations=storage.int8_activations,
         importance=storage.importance(site.key),
+        given={r: rows for r in ROLES if (rows := storage.rows.get(neuron_key(site, r))) is not None},
     )
     x_TH = storage.sample(site.key) if storage.quantised else None
     if x_TH is not None:

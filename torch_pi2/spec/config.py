@@ -18,7 +18,7 @@ SCORES = ("gate", "norms", "output")
 
 #: How weights may be stored, and how they are rounded.
 WEIGHTS = (FLOAT, *QUANTIZED)
-QUANTIZATIONS = ("rtn", "weighted")
+QUANTIZATIONS = ("rtn", "weighted", "gptq")
 #: Of linear layers outside FFNs, in a program that was exported.
 LINEARS = ("float32", "int8", "int4")
 #: Of keys and values there.
@@ -54,7 +54,9 @@ class Config:
         activations: with quantised weights, ``int8`` rounds the inputs of linear layers, gate and up to 8 bits in
             groups of 32 (lossy, faster), ``float`` does not.
         quantization: how weights are rounded. ``rtn``: to nearest, with the scale of smallest squared error;
-            ``weighted``: errors count as much as the input's mean square on calibration text (int4 only).
+            ``weighted``: errors count as much as the input's mean square on calibration text (int4 only); ``gptq``:
+            what a layer's outputs lose on calibration text is made small, one layer after the other (takes minutes;
+            experts that hardly any of it reaches are rounded to nearest, which is said).
         calibration_tokens: no further batch is taken once this many tokens are there.
         batch_size, seq_len: shape of calibration batches; batch_size also bounds the batch statistics.
         seed: of every random choice.

@@ -1,0 +1,327 @@
+"""Quantised rows of all linear layers of a model, each for the inputs that the quantised layers before it make.
+
+The model runs once, over all tokens in one call, twice side by side: with its float weights, and with the rows of what
+was called before. Whatever order a model calls its layers in, each is solved when it is called
+(:mod:`torch_pi2.fitting.gptq`) and computes with its rows from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torch_pi2.base.evaluating import evaluating
+from torch_pi2.base.progress import bar
+from torch_pi2.errors import CalibrationError, UnsupportedModelError
+from torch_pi2.fitting.gptq import Moments, Solver
+from torch_pi2.graph.routed import Routed, intermediate, modules_of
+from torch_pi2.profiling.data import MIN_TOKENS, Batch
+from torch_pi2.spec.site import FFNSite, FFNWeights
+
+_log = logging.getLogger("torch_pi2")
+
+#: Bytes that the values between layers may take; more tokens than that are left out.
+_MOST_BYTES = 2 << 30
+#: Values of a layer's width that are there at a time: gate, up, their product, and what it is made of.
+_AT_A_TIME = 4
+
+
+#: A site's matrices.
+ROLES = ("gate", "up", "down")
+
+
+def neuron_key(site: FFNSite, role: str) -> str:
+    """What the rows of a site's ``gate``, ``up`` or ``down`` are called here: one for each neuron, in model order."""
+    return f"{site.key}.{role}"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of a weight that are wanted under ``key``; ``down``: it is a down matrix, whose columns are wanted."""
+
+    key: str
+    rows: slice
+    down: bool
+
+
+class _DoneError(Exception):
+    """Every layer has its rows."""
+
+
+def calibrated_rows(
+    model: nn.Module,
+    data: Sequence[Batch],
+    sites: Sequence[FFNSite],
+    linears: Collection[str],
+    weights: str,
+    keep: Callable[[str, torch.Tensor], None],
+    *,
+    progress: bool = False,
+) -> dict[str, str]:
+    """Give ``keep`` the rows of the matrices of ``sites`` (:func:`neuron_key`) and of ``linears`` (``NAME.weight``).
+
+    The model is as it was afterwards. Tokens whose values would take more than 2 GiB are left out, which is said. A
+    module that is called more than once is solved for its first call.
+
+    Args:
+        data: batches of token ids. linears: names of modules. weights: ``int4`` or ``int8``.
+
+    Returns:
+        Of what cannot be calibrated, and was not given to ``keep``: key -> why.
+
+    Raises:
+        CalibrationError: batches of something else. NonFiniteError: inputs of a layer with NaN or infinity.
+        UnsupportedModelError: the model mixes the sequences of a batch.
+    """
+    parts, left = _parts(model, sites, linears)
+    experts = modules_of(sites)
+    if not parts and not experts:
+        return left
+    batch = _one_batch(model, data, parts)
+    with bar(None, "GPTQ", progress, total=len(parts) + len(experts)) as shown, evaluating(model):
+        run = _Run(batch, parts, experts, weights, keep, left, shown.update)
+        hooks = []
+        for name in parts:
+            module = model.get_submodule(name)
+            hooks.append(module.register_forward_pre_hook(run.before(name), with_kwargs=True))
+            hooks.append(module.register_forward_hook(run.after(name)))
+        for name, own in experts.items():
+            module = model.get_submodule(name)
+            hooks.append(module.register_forward_pre_hook(run.before_experts(name, own, model), with_kwargs=True))
+            hooks.append(module.register_forward_hook(run.after_experts(name)))
+        try:
+            Batch(batch.input_ids.repeat(2, 1), batch.mask_BT.repeat(2, 1)).call(model)
+        except _DoneError:
+            pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+    left |= {part.key: "not called as a module" for name in run.waiting for part in parts.get(name, ())}
+    return left
+
+
+def _parts(
+    model: nn.Module, sites: Sequence[FFNSite], linears: Collection[str]
+) -> tuple[dict[str, list[_Part]], dict[str, str]]:
+    """Module -> what is wanted of its weight, and key -> why of what no module computes alone."""
+    parts = {name: [_Part(f"{name}.weight", slice(None), False)] for name in linears}
+    left: dict[str, str] = {}
+    for site in sites:
+        for role, ref in zip(ROLES, (site.gate, site.up, site.down)):
+            if ref is None:
+                continue
+            name, _, local = ref.weight.rpartition(".")
+            kind = type(model.get_submodule(name)).__name__
+            if ref.expert is not None:
+                left[neuron_key(site, role)] = "experts that were not called"
+            elif local != "weight" or kind not in ("Linear", "Conv1D"):
+                left[neuron_key(site, role)] = f"computed by a {kind}"
+            else:
+                part = _Part(neuron_key(site, role), slice(*(ref.rows or (None,))), role == "down")
+                parts.setdefault(name, []).append(part)
+    return parts, left
+
+
+class _Tokens(NamedTuple):
+    """Token ids, and which of them are no padding."""
+
+    input_ids: torch.Tensor
+    mask_BT: torch.Tensor
+
+
+def _one_batch(model: nn.Module, data: Sequence[Batch], names: Collection[str]) -> _Tokens:
+    """As many batches as there is memory for, in one. Raises CalibrationError."""
+    ids: list[torch.Tensor] = []
+    for batch in data:
+        if batch.input_ids is None or batch.args or batch.kwargs:
+            raise CalibrationError(
+                "calibration data of quantization='gptq'",
+                expected="token ids, or text",
+                found="batches with other arguments of the model",
+                fix="Pass text or ids, or quantization='weighted'.",
+            )
+        mask_BT = torch.ones_like(batch.input_ids) if batch.mask_BT is None else batch.mask_BT
+        ids += [torch.where(mask_BT.bool(), batch.input_ids, -1)[i : i + 1] for i in range(len(mask_BT))]
+    longest = max(row.shape[1] for row in ids)
+    most = max(1, _MOST_BYTES // (2 * longest * _token_bytes(model, names)))
+    if most < len(ids):
+        _log.warning("GPTQ sees %d of %d sequences, to bound memory", most, len(ids))
+        ids = ids[:: -(-len(ids) // most)]
+    ids_BT = torch.cat([F.pad(row, (0, longest - row.shape[1]), value=-1) for row in ids])
+    return _Tokens(ids_BT.clamp(min=0), ids_BT >= 0)
+
+
+def _token_bytes(model: nn.Module, names: Collection[str]) -> int:
+    """Bytes of what is there of a token while its widest layer, the output layer excepted, is computed."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    modules: list[Any] = [model.get_submodule(name) for name in names]
+    sizes = [max(module.weight.shape) * module.weight.dtype.itemsize for module in modules if module is not head]
+    return _AT_A_TIME * max(sizes, default=1)
+
+
+class _Run:
+    """What hooks of the model do while it runs: the first half of every input is the float model's.
+
+    Attributes:
+        waiting: modules that were not called yet.
+    """
+
+    def __init__(
+        self,
+        tokens: _Tokens,
+        parts: Mapping[str, list[_Part]],
+        experts: Collection[str],
+        weights: str,
+        keep: Callable[[str, torch.Tensor], None],
+        left: dict[str, str],
+        step: Callable[[], Any],
+    ) -> None:
+        self._real_T = tokens.mask_BT.flatten()
+        self._parts, self._weights, self._keep, self._left, self._step = parts, weights, keep, left, step
+        self.waiting = {*parts, *experts}
+        self._values: dict[str, torch.Tensor] = {}
+        self._second: dict[str, tuple[torch.Tensor, Any]] = {}
+        self._of_experts: dict[str, torch.Tensor] = {}
+        self._solvers: tuple[Any, dict[bool, Solver]] = (None, {})
+        self._started = False
+
+    def before(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            x = args[0] if args else next(iter(kwargs.values()))
+            if name in self.waiting:
+                self._solve(name, module, x)
+                self._done(name)
+            if name not in self._values:
+                return None
+            first, second = x.chunk(2)
+            self._second[name] = (second, module.bias)
+            return ((first, *args[1:]), kwargs) if args else (args, dict.fromkeys(kwargs, first))
+
+        return hook
+
+    def _done(self, name: str) -> None:
+        self.waiting.remove(name)
+        self._step()
+        if not self.waiting:
+            raise _DoneError
+
+    def after(self, name: str) -> Any:
+        def hook(_module: nn.Module, _args: Any, y: torch.Tensor) -> Any:
+            if name not in self._second:
+                return None
+            (x, bias), w_NK = self._second.pop(name), self._values.pop(name)
+            return torch.cat((y, F.linear(x, w_NK.to(x.dtype), bias)))
+
+        return hook
+
+    def before_experts(self, name: str, sites: Sequence[FFNSite], model: nn.Module) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            routed = Routed.of(args, kwargs, len(sites))
+            if name not in self.waiting:
+                return
+            if len(routed.x_TH) != 2 * len(self._real_T):
+                for site in sites:
+                    self._leave(site, "experts that see rows sorted by expert")
+                self._done(name)
+                return
+            self._check_same(name, *routed.x_TH.chunk(2))
+            y_TH = torch.zeros(routed.x_TH.shape, dtype=torch.float32)
+            for site in sites:
+                tokens = routed.tokens_of(site)
+                tokens = tokens[tokens >= len(self._real_T)]
+                made_NH = self._solve_expert(site, site.weights(model), routed.x_TH, tokens)
+                y_TH.index_add_(0, tokens, made_NH * routed.weight_of(site, tokens)[:, None])
+            self._of_experts[name] = y_TH[len(self._real_T) :]
+            self._done(name)
+
+        return hook
+
+    def after_experts(self, name: str) -> Any:
+        def hook(_module: nn.Module, _args: Any, y_TH: torch.Tensor) -> Any:
+            second_TH = self._of_experts.pop(name, None)
+            return None if second_TH is None else torch.cat((y_TH[: len(second_TH)], second_TH.to(y_TH.dtype)))
+
+        return hook
+
+    def _leave(self, site: FFNSite, why: str) -> None:
+        keys = [neuron_key(site, role) for role in ROLES]
+        self._left |= {key: why for key in keys if key in self._left}
+
+    def _solve_expert(
+        self, site: FFNSite, weights: FFNWeights, x_TH: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Of the given tokens of the second half what ``site`` makes with its rows, ``[N, H]`` float32."""
+        half = len(self._real_T)
+        x_NH, float_NH, real_N = x_TH[tokens], x_TH[tokens - half], self._real_T[tokens - half]
+        if int(real_N.sum()) < MIN_TOKENS:
+            self._leave(site, f"experts that fewer than {MIN_TOKENS} calibration tokens reach")
+            _, h_NI = intermediate(site, weights, x_NH)
+            return F.linear(h_NI.to(x_NH.dtype), weights.down, weights.bias_down).float()
+
+        def solve(role: str, w_NK: torch.Tensor, solver: Solver) -> torch.Tensor:
+            solved = solver.solve(w_NK)
+            self._keep(neuron_key(site, role), solved.rows)
+            self._left.pop(neuron_key(site, role), None)
+            return solved.values_NK.to(w_NK.dtype)
+
+        moments = Moments(site.hidden)
+        moments.add(x_NH[real_N], float_NH[real_N])
+        solver = Solver(site.key, moments, self._weights)
+        gate = None if weights.gate is None else solve("gate", weights.gate, solver)
+        rounded = weights._replace(gate=gate, up=solve("up", weights.up, solver))
+        (_, h_NI), (_, float_NI) = intermediate(site, rounded, x_NH), intermediate(site, weights, float_NH)
+        moments = Moments(site.intermediate)
+        moments.add(h_NI[real_N], float_NI[real_N])
+        down = solve("down", weights.down, Solver(f"down of {site.key}", moments, self._weights, by_column=True))
+        return F.linear(h_NI.to(x_NH.dtype), down, weights.bias_down).float()
+
+    def _solve(self, name: str, module: nn.Module, x: torch.Tensor) -> None:
+        if x.numel() != 2 * len(self._real_T) * x.shape[-1] or len(x) % 2:
+            why = f"sees {x.numel() // x.shape[-1] // 2} rows, which are not the {len(self._real_T)} tokens"
+            self._left |= {part.key: why for part in self._parts[name]}
+            return
+        w_NK: Any = module.weight if isinstance(module, nn.Linear) else module.weight.T
+        values_NK = w_NK.detach().float().clone()
+        for part in self._parts[name]:
+            solved = self._solver(name, x, part.down).solve(w_NK[part.rows])
+            values_NK[part.rows] = solved.values_NK
+            self._keep(part.key, solved.rows)
+        self._values[name] = values_NK
+
+    def _solver(self, name: str, x: torch.Tensor, by_column: bool) -> Solver:
+        """Layers with the same input share one."""
+        if self._solvers[0] is not x:
+            self._solvers = (x, {})
+        solvers = self._solvers[1]
+        if by_column not in solvers:
+            float_TK, x_TK = (half.reshape(-1, x.shape[-1])[self._real_T] for half in x.chunk(2))
+            self._check_same(name, float_TK, x_TK)
+            moments = Moments(x.shape[-1])
+            moments.add(x_TK, float_TK)
+            solvers[by_column] = Solver(name, moments, self._weights, by_column=by_column)
+        return solvers[by_column]
+
+    def _check_same(self, name: str, float_TK: torch.Tensor, x_TK: torch.Tensor) -> None:
+        """Before anything is rounded both halves are the same, of a model that computes sequence by sequence."""
+        if not self._started and bool((float_TK - x_TK).float().norm() > 1e-2 * x_TK.float().norm()):
+            raise UnsupportedModelError(
+                f"input of {name}",
+                expected="the same for the same sequence, twice in a batch",
+                found="another",
+                fix="Use quantization='weighted'.",
+            )
+        self._started = True
+
+
+def say_rounded(left: Mapping[str, str]) -> None:
+    """A warning that names what :func:`calibrated_rows` had to leave to rounding to nearest, and why."""
+    for why in dict.fromkeys(left.values()):
+        keys = [key for key, found in left.items() if found == why]
+        more = f" and {len(keys) - 3} others" if len(keys) > 3 else ""
+        _log.warning("rounded to nearest, not by GPTQ: %s%s (%s)", ", ".join(keys[:3]), more, why)

@@ -1,0 +1,202 @@
+"""GPTQ: integers and scales of a matrix with which its *outputs* change least on inputs that were seen.
+
+Columns are rounded one after the other, and what each loses is made good in those that are not yet rounded, as far as
+their inputs go together (Frantar and others, arXiv 2210.17323). Then scales are fitted to their integers, and every
+integer is tried again with all others as they are, some times over. The bytes are those of rounding to
+nearest: no format knows how its numbers were chosen.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from torch_pi2.errors import NonFiniteError
+from torch_pi2.formats import GROUP
+from torch_pi2.ops.quantize import integers, pack
+
+#: Added to the mean square of every input, of that of all: what was not seen may come all the same.
+DAMPING = 0.01
+#: Times that scales and integers are tried again.
+SWEEPS = 1
+#: int4: where the value of largest magnitude of a group may come to lie, around both ends of -8 to 7.
+_ENDS_INT4 = tuple(end / share for end in (-8.0, 7.0) for share in (1.1, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7))
+_ENDS = {"int4": _ENDS_INT4, "int8": (127.0,)}
+#: Columns whose losses are given to all later ones at once, and rows that are solved at a time.
+_BLOCK, _ROWS = 4 * GROUP, 1024
+
+
+class Moments:
+    """Sums over the inputs ``x`` of a matrix, from which one knows how much an error costs.
+
+    Attributes:
+        tokens: how many were seen. squares_KK: float32, sum of ``x x^T``. drift_KK: of ``(y - x) x^T``, with y the
+            input that the float model has at the same token; zero where no y was given.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self.tokens = 0
+        self.squares_KK = torch.zeros((columns, columns))
+        self.drift_KK = torch.zeros_like(self.squares_KK)
+
+    def add(self, x_TK: torch.Tensor, float_TK: torch.Tensor | None = None) -> None:
+        """Further inputs, and those of the float model."""
+        x_TK = x_TK.float()
+        self.tokens += len(x_TK)
+        self.squares_KK += x_TK.T @ x_TK
+        if float_TK is not None:
+            self.drift_KK += (float_TK.float() - x_TK).T @ x_TK
+
+
+class Solved(NamedTuple):
+    """Quantised rows uint8 ``[N, row_bytes(K)]``, by column ``[K, row_bytes(N)]``; float32, what they stand for."""
+
+    rows: torch.Tensor
+    values_NK: torch.Tensor
+
+
+class Solver:
+    """Finds the rows of matrices that have the inputs of ``moments``, which it factors once for all of them.
+
+    Minimised is the sum of ``(w y - w' x)^2`` over tokens and outputs, x as the quantised layers before it make it and
+    y as the float model does: what those have lost is made good here, as far as it can be (Li and others,
+    arXiv 2504.02692). With one number of threads the same inputs give the same bytes. At most some 36 K^2 bytes are
+    held: 7 GB for the down matrices of a model of 7 billion weights.
+
+    Args:
+        what: has these inputs, for messages. weights: ``int4`` or ``int8``.
+        by_column: groups of 32 run along N within a column, as in neurons' down rows; else along K within a row.
+
+    Raises:
+        NonFiniteError: inputs with NaN or infinity.
+    """
+
+    def __init__(
+        self, what: str, moments: Moments, weights: str, *, by_column: bool = False, sweeps: int = SWEEPS
+    ) -> None:
+        self._what, self._weights, self._by_column, self._sweeps = what, weights, by_column, sweeps
+        more = 0 if by_column else -len(moments.squares_KK) % GROUP
+        h_KK = F.pad(moments.squares_KK / max(1, moments.tokens), (0, more, 0, more))
+        self._check(h_KK, "inputs")
+        mean = float(h_KK.diagonal().mean())
+        h_KK.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)
+        self._order = self._largest_first(h_KK.diagonal())
+        self._h_KK = h_KK = h_KK[self._order][:, self._order]
+        inverse_KK = torch.cholesky_inverse(torch.linalg.cholesky(h_KK.double()))
+        self._factor_KK = torch.linalg.cholesky(inverse_KK, upper=True).float()
+        # of few tokens for so many columns it is chance
+        drift_KK = F.pad(moments.drift_KK / (moments.tokens + len(moments.drift_KK)), (0, more, 0, more))
+        self._drift_KK = drift_KK[self._order][:, self._order] @ inverse_KK.float()
+
+    def _check(self, found: torch.Tensor, part: str) -> None:
+        if not bool(found.isfinite().all()):
+            raise NonFiniteError(
+                f"{part} of {self._what}",
+                expected="finite numbers",
+                found="NaN or infinity",
+                fix="Check the checkpoint and the dtype (float16 overflows at 65504: try bfloat16).",
+            )
+
+    def _largest_first(self, squares_K: torch.Tensor) -> torch.Tensor:
+        """Columns by the size of their inputs, in whole groups where these run along them."""
+        if self._by_column:
+            return torch.argsort(squares_K, descending=True, stable=True)
+        first_G = torch.argsort(squares_K.unflatten(0, (-1, GROUP)).sum(1), descending=True, stable=True)
+        return (first_G[:, None] * GROUP + torch.arange(GROUP)).flatten()
+
+    def solve(self, w_NK: torch.Tensor) -> Solved:
+        """For ``w_NK`` in float32, bfloat16 or float16. Raises NonFiniteError: scales that float16 cannot hold."""
+        n, k = w_NK.shape
+        w_NK = F.pad(w_NK.detach().float(), (0, len(self._order) - k, 0, -n % GROUP if self._by_column else 0))
+        values_NK, scale_NK = torch.empty_like(w_NK), torch.empty_like(w_NK)
+        for start in range(0, len(w_NK), _ROWS):
+            some = slice(start, start + _ROWS)
+            values_NK[some], scale_NK[some] = self._solve(w_NK[some])
+        self._check(values_NK, "values")
+        by_group = (values_NK.T, scale_NK.T) if self._by_column else (values_NK, scale_NK)
+        values_MGk, scale_MGk = (tensor.unflatten(1, (-1, GROUP)) for tensor in by_group)
+        scale_MG1 = scale_MGk[..., :1].clone(memory_format=torch.contiguous_format)
+        return Solved(pack(values_MGk, scale_MG1, self._weights), values_NK[:n, :k])
+
+    def _solve(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What stands for ``w_NK``, and its scales, both ``[N, K]``. Within, columns are in the order of solution."""
+        w_NK = w_NK[:, self._order]
+        w_NK = w_NK + w_NK @ self._drift_KK
+        q_NK, scale_NK = self._round(w_NK.clone())
+        for _ in range(self._sweeps):
+            self._fit_scales(w_NK, q_NK, scale_NK)
+            self._try_again(w_NK, q_NK, scale_NK)
+        back = torch.argsort(self._order)
+        return (q_NK * scale_NK)[:, back], scale_NK[:, back]
+
+    def _round(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Integers and scales; what is lost in a column is given to the later ones of ``w_NK``."""
+        factor_KK, count = self._factor_KK, w_NK.shape[1]
+        q_NK, scale_NK = torch.empty_like(w_NK), torch.empty_like(w_NK)
+        for first in range(0, count, _BLOCK):
+            last = min(first + _BLOCK, count)
+            lost_NB = torch.empty((len(w_NK), last - first))
+            for k in range(first, last):
+                if self._by_column:
+                    found_G1 = best_scales(w_NK[:, k].unflatten(0, (-1, GROUP)), self._weights)
+                    scale_NK[:, k] = found_G1.expand(-1, GROUP).flatten()
+                elif k % GROUP == 0:
+                    group = slice(k, k + GROUP)
+                    counts_k = factor_KK.diagonal()[group].square().reciprocal()
+                    scale_NK[:, group] = best_scales(w_NK[:, group], self._weights, counts_k)
+                q_NK[:, k] = integers(w_NK[:, k], scale_NK[:, k], self._weights)
+                lost_N = (w_NK[:, k] - q_NK[:, k] * scale_NK[:, k]) / factor_KK[k, k]
+                w_NK[:, k + 1 : last] -= lost_N[:, None] * factor_KK[k, k + 1 : last]
+                lost_NB[:, k - first] = lost_N
+            w_NK[:, last:] -= lost_NB @ factor_KK[first:last, last:]
+        return q_NK, scale_NK
+
+    def _fit_scales(self, w_NK: torch.Tensor, q_NK: torch.Tensor, scale_NK: torch.Tensor) -> None:
+        """The best scale of each group for its integers, one after the other; as float16 has it."""
+        slope_NK = (q_NK * scale_NK - w_NK) @ self._h_KK
+        step = 1 if self._by_column else GROUP
+        for k in range(0, w_NK.shape[1], step):
+            part = slice(k, k + step)
+            q_Nk = q_NK[:, part]
+            falls_N, bends_N = (slope_NK[:, part] * q_Nk).sum(1), ((q_Nk @ self._h_KK[part, part]) * q_Nk).sum(1)
+            if self._by_column:  # a group is 32 rows of the column
+                falls_N, bends_N = (_sums_of_groups(v) for v in (falls_N, bends_N))
+            better_N = (scale_NK[:, k] - torch.where(bends_N > 0, falls_N / bends_N, 0.0)).half().float()
+            slope_NK += ((better_N - scale_NK[:, k])[:, None] * q_Nk) @ self._h_KK[part]
+            scale_NK[:, part] = better_N[:, None]
+
+    def _try_again(self, w_NK: torch.Tensor, q_NK: torch.Tensor, scale_NK: torch.Tensor) -> None:
+        """The best integer of each column, all others being as they are."""
+        h_KK = self._h_KK
+        slope_NK = (q_NK * scale_NK - w_NK) @ h_KK
+        for first in range(0, w_NK.shape[1], _BLOCK):
+            block = slice(first, first + _BLOCK)
+            slope_NB, before_NB = slope_NK[:, block].clone(), q_NK[:, block] * scale_NK[:, block]
+            for i in range(before_NB.shape[1]):
+                k = first + i
+                q_NK[:, k] = integers(before_NB[:, i] - slope_NB[:, i] / h_KK[k, k], scale_NK[:, k], self._weights)
+                slope_NB += (q_NK[:, k] * scale_NK[:, k] - before_NB[:, i])[:, None] * h_KK[k, block]
+            slope_NK += (q_NK[:, block] * scale_NK[:, block] - before_NB) @ h_KK[block]
+
+
+def _sums_of_groups(v_N: torch.Tensor) -> torch.Tensor:
+    sums_G1: torch.Tensor = v_N.unflatten(0, (-1, GROUP)).sum(1, keepdim=True)
+    return sums_G1.expand(-1, GROUP).flatten()
+
+
+def best_scales(w_Nk: torch.Tensor, weights: str, counts_k: torch.Tensor | None = None) -> torch.Tensor:
+    """``[N, 1]``: of each group of 32 the scale, of a few, with the smallest squared error; a number of float16.
+
+    Args:
+        counts_k: ``[32]``, how much the error of a column counts; None: all the same.
+    """
+    ends_E = torch.tensor(_ENDS[weights])
+    extreme_N1 = w_Nk.gather(1, w_Nk.abs().argmax(1, keepdim=True)) + 0.0  # -0.0 becomes 0.0
+    extreme_N1 = extreme_N1.abs() if weights == "int8" else extreme_N1
+    scale_NE = (extreme_N1 / ends_E).half().float()
+    off_NEk = w_Nk[:, None] - scale_NE[..., None] * integers(w_Nk[:, None], scale_NE[..., None], weights)
+    error_NE = off_NEk.square_() @ (torch.ones(GROUP) if counts_k is None else counts_k)
+    best_N1: torch.Tensor = scale_NE.gather(1, error_NE.argmin(1, keepdim=True))
+    return best_N1
