@@ -49,7 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_keywords_are_the_fields_of_config() -> None:
     fields = {field.name: field.type for field in dataclasses.fields(torch_pi2.Config)}
-    assert {name: hint.__name__ for name, hint in typing.get_type_hints(ConfigFields).items()} == fields
+    hints = typing.get_type_hints(ConfigFields)
+    assert {name: getattr(hint, "__name__", str(hint)) for name, hint in hints.items()} == fields
 
 
 def test_settings_as_keywords_are_those_of_a_config() -> None:

@@ -96,7 +96,7 @@ def with_lora(student: Any, rank: int, seed: int) -> Any:
     except ImportError as error:
         raise missing_package("peft", "train", error, "an installed peft, for lora") from error
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return get_peft_model(student, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
 
 
