@@ -131,8 +131,9 @@ def test_calls_of_a_step_are_those_of_its_cache():
     model, decoder, next_B1 = stepping("llama")
     calls = attention.calls_of_step(model, decoder, next_B1)
     assert len(calls) == LAYERS
-    for _, (query, key, value, mask, _, causal), kwargs in calls:
+    for _, (query, key, value, mask, _, causal, sinks), kwargs in calls:
         assert not causal
+        assert sinks is None
         assert query.shape == (2, 4, 1, 8)
         assert key.shape == value.shape == (2, 2, decoder.max_tokens, 8)
         assert mask.shape == (2, 1, 1, decoder.max_tokens)
@@ -711,7 +712,7 @@ def test_page_says_what_was_timed_apart():
 def test_page_of_something_else(tmp_path: Path):
     (tmp_path / "x.json").write_text('{"what": "ffn"}')
     with pytest.raises(
-        ArtifactError, match="best-of, layer or attention printed with --json, found a result of bench ffn"
+        ArtifactError, match="quantization or attention printed with --json, found a result of bench ffn"
     ):
         table.write(tmp_path)
     (tmp_path / "x.json").write_text("{")

@@ -205,6 +205,7 @@ def test_neurons_with_thresholds_of_their_own():
     assert not close(wanted, rewrite(copy.deepcopy(model), plan)(X_BTH), 1e-3)
 
 
+@torch.no_grad()
 def test_wrong_options_and_stale_plans_are_errors():
     model = relu_model()
     with pytest.raises(Exception, match="only plan, predictors, found speed"):

@@ -11,8 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import torch_pi2
-from torch_pi2.errors import ConfigError, GradientError, ShapeError, UnsupportedModelError
-from torch_pi2.export.linears import linears_of
+from torch_pi2.errors import ConfigError, GradientError, ShapeError
 from torch_pi2.formats import FORMATS, GGML, row_bytes
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.ops.constants import constants
@@ -81,7 +80,7 @@ def test_what_is_no_such_row_is_refused() -> None:
         torch_pi2.Config(weights="q4_k")
 
 
-def test_saved_as_they_are_but_not_for_phones(tmp_path: Path) -> None:
+def test_saved_as_they_are(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     dense = LlamaForCausalLM(LlamaConfig(vocab_size=72, num_hidden_layers=1, hidden_act="relu", **sizes)).eval()
     model = torch_pi2.optimize(dense, config=torch_pi2.Config(method="exact", weights="int4"))
@@ -89,5 +88,3 @@ def test_saved_as_they_are_but_not_for_phones(tmp_path: Path) -> None:
     torch_pi2.save(model, tmp_path / "out")
     again = torch_pi2.load(tmp_path / "out")
     assert (again.lm_head.weights, torch.equal(again.lm_head.rows, model.lm_head.rows)) == ("q5_0", True)
-    with pytest.raises(UnsupportedModelError, match=r"exporting LlamaForCausalLM: .*found q5_0 in lm_head\. Export"):
-        linears_of(model, "float32")
