@@ -56,7 +56,8 @@ def played(lanes: Lanes) -> list[torch.Tensor]:
     for step in range(3):
         found.append(methods["decode_b2"](ids_2T[:, 26 + step : 27 + step], positions + step))
     found.append(methods["decode_b1"](ids_2T[:1, 29:30], positions[:1] + 3))
-    read = [cache[:, :29] for lane in range(2) for pair in lanes.floats(lane, 29) for cache in pair]
+    kept = [lanes.floats(lane, 29, layer) for lane in range(2) for layer in range(lanes.layers)]
+    read = [cache[:, :29] for pair in kept for cache in pair]
     return [*found, *read]
 
 
