@@ -37,9 +37,9 @@ struct AttentionArgs {
   std::int64_t window = 0;  // with positions: it sees so many, the last included; 0: all
   bool causal = false;      // without either: token t sees positions 0 to t; else everything
   float scale = 1;
-  float softcap = 0;  // c: scores become c tanh(score / c); 0: they stay as they are
+  float softcap = 0;             // c: scores become c tanh(score / c); 0: they stay as they are
   const float* sinks = nullptr;  // [heads]: a score of a position that has no value (gpt-oss); null: none
-  void* y = nullptr;  // [batch, tokens, heads, width]
+  void* y = nullptr;             // [batch, tokens, heads, width]
 };
 
 void attention(const AttentionArgs& args, const ParallelFor& parallel);
