@@ -72,7 +72,7 @@ _EXPORT = """
 import resource, sys, tempfile, torch, torch_pi2
 from transformers import LlamaConfig, LlamaForCausalLM
 torch.manual_seed(0)
-sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=12, num_attention_heads=4)
+sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4)
 model = LlamaForCausalLM(LlamaConfig(**sizes, hidden_act="relu", head_dim=64, max_position_embeddings=1 << 20)).eval()
 with tempfile.TemporaryDirectory() as folder:
     torch_pi2.export(torch_pi2.optimize(model), folder + "/b", max_tokens=int(sys.argv[1]), batches=(1,), kv="float16")
@@ -87,5 +87,5 @@ def test_exporting_a_long_context_takes_its_cache_in_float32_once() -> None:
         int(subprocess.run([sys.executable, "-c", _EXPORT, str(n)], capture_output=True, text=True, check=True).stdout)
         for n in (256, 32768)
     ]
-    cache = 12 * 2 * 32768 * 4 * 64 * 4
-    assert peaks[1] - peaks[0] < 1.5 * cache  # and of one layer what its attention makes of them
+    cache = 6 * 2 * 32768 * 4 * 64 * 4
+    assert peaks[1] - peaks[0] < 1.9 * cache  # and of one layer what its attention makes of them
