@@ -34,6 +34,7 @@ def test_of_a_tiny_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert row["import"]["rounded"] == {}
     assert row["import"]["peak_bytes"] >= row["import"]["before_bytes"]
     peer = row["peers"]["llama.cpp"]
+    # three decimals: on a busy machine llama.cpp is so far ahead of a tiny model that rounding is more than 2 %
     assert peer["ratio"] == pytest.approx(peer["our_tokens_per_s"] / peer["tokens_per_s"], rel=0.02, abs=5e-4)
     text = imported.render(result)
     assert "q4_k_m" in text

@@ -217,9 +217,7 @@ def test_weights_that_another_module_reads(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(LlamaMLP, "forward", gate if read == "gate_proj" else of_mlp)
     monkeypatch.setattr(LlamaModel, "forward", norm if read == "norm" else of_model)
-    message = (
-        rf"from its checkpoint: expected modules that compute with their own weights, found another that reads .*{read}"
-    )
+    message = rf"from .*float: expected modules that compute with their own weights, found another that reads .*{read}"
     with pytest.raises(UnsupportedModelError, match=message):
         torch_pi2.quantize(tmp_path / "float", tmp_path / "out", quantization="gptq", calibration=IDS)
     assert not (tmp_path / "out").exists()

@@ -8,7 +8,7 @@ import numbers
 import os
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache, wraps
 from pathlib import Path
@@ -43,6 +43,18 @@ def check_fields(made: Any) -> None:
     for field in fields(made):
         if field.init:
             _check(hints[field.name], getattr(made, field.name), f"{type(made).__name__}.{field.name}")
+
+
+def check_values(made: Any, checks: Iterable[tuple[str, bool, str]], called: str, fix: str) -> None:
+    """Of a dataclass, in its ``__post_init__``. Raises ConfigError: a field is not good.
+
+    Args:
+        checks: name of a field, whether it is good, what is expected. called: what messages call a field, with ``{}``
+            for its name.
+    """
+    for name, good, expected in checks:
+        if not good:
+            raise ConfigError(called.format(name), expected=expected, found=repr(getattr(made, name)), fix=fix)
 
 
 def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -21,7 +21,6 @@ from torch_pi2.graph.routed import modules_of
 from torch_pi2.profiling.data import Batch
 from torch_pi2.rewrite.skeleton import put
 from torch_pi2.spec.site import FFNSite
-from torch_pi2.store.names import ExpertMatrix
 
 
 class RowFiles(dict[str, torch.Tensor]):
@@ -115,7 +114,9 @@ def _streamed(stored: Stored, sites: Sequence[FFNSite]) -> Iterator[None]:
                     value = checkpoint.read(stored.name(parameter)).to(now.dtype)
                 put(model, [parameter], value)
             for site in experts.get(name, ()):
-                _read_expert(stored, site)
+                for role, ref in refs_of(site):
+                    if stored.name(ref.weight) not in checkpoint:
+                        stored.read_expert(site, role, ref)
 
         return hook
 
@@ -143,7 +144,7 @@ def _streamed(stored: Stored, sites: Sequence[FFNSite]) -> Iterator[None]:
         absent[parameter] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
         put_back(parameter, absent[parameter])
     try:
-        with _OwnWeights(absent, f"running {type(model).__name__} from its checkpoint"):
+        with _OwnWeights(absent, f"running {type(model).__name__} from {checkpoint.folder}"):
             yield
     finally:
         for hook in hooks:
@@ -155,13 +156,3 @@ def _streamed(stored: Stored, sites: Sequence[FFNSite]) -> Iterator[None]:
 def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters(recurse=False)
     yield from module.named_buffers(recurse=False)
-
-
-def _read_expert(stored: Stored, site: FFNSite) -> None:
-    """The weights of one expert, which checkpoints may have alone, into the parameter that has them all."""
-    model, checkpoint = stored.model, stored.checkpoint
-    for role, ref in refs_of(site):
-        found = ExpertMatrix(checkpoint, site, ref, role)
-        if stored.name(ref.weight) not in checkpoint:
-            found.read_into(matrix := torch.empty(found.shape, dtype=checkpoint.spec(found.name).dtype))
-            ref.take(model.get_parameter(ref.weight).detach()).copy_(matrix)

@@ -138,6 +138,12 @@ class Stored:
             for name, parameter in empty.items():
                 put(self.model, [name], parameter)
 
+    def read_expert(self, site: FFNSite, role: str, ref: LinearRef) -> None:
+        """A matrix of one expert, which checkpoints may have alone, into the parameter that has those of all."""
+        found = ExpertMatrix(self.checkpoint, site, ref, role)
+        found.read_into(matrix := torch.empty(found.shape, dtype=self.checkpoint.spec(found.name).dtype))
+        ref.take(self.model.get_parameter(ref.weight).detach()).copy_(matrix)
+
     def _read_experts(self, group: list[LayerPlan], empty: dict[str, nn.Parameter]) -> None:
         """The weights of some of the experts: all of a layer may be more than there is memory for."""
         first, model = group[0].site, self.model
@@ -146,9 +152,7 @@ class Stored:
             put(model, [name], torch.empty(parameter.shape, dtype=dtype))  # the system gives what is written to
         for layer in group[:TRIED_EXPERTS]:
             for role, ref in refs_of(layer.site):
-                found = ExpertMatrix(self.checkpoint, layer.site, ref, role)
-                found.read_into(matrix := torch.empty(found.shape, dtype=dtype))
-                ref.take(model.get_parameter(ref.weight).detach()).copy_(matrix)
+                self.read_expert(layer.site, role, ref)
                 if ref.bias is not None:
                     model.get_parameter(ref.bias).detach().copy_(self.checkpoint.read(self.name(ref.bias)))
             check_weights(layer.site, layer.site.weights(model))

@@ -145,7 +145,7 @@ def _matrices(inner: Path) -> dict[str, int]:
 
 
 def _budget_of_loss(plan: Plan | None, stats: ActivationStats | None) -> dict[str, Any] | None:
-    """What is known of how thresholds were spread over layers; None: they were not."""
+    """What a loss budget made of thresholds, and its curve; None: there was no budget."""
     made = stats.made_by if plan is None and stats else plan.made_by.get("stats") if plan else None
     curve = LossCurve.of(made, "statistics of the plan") if isinstance(made, dict) else None
     return None if curve is None else curve.to_json()

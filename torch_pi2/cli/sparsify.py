@@ -9,6 +9,7 @@ makes it fast.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from torch_pi2.cli import common
@@ -21,6 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
     common.add_out(parser)
     add, default = parser.add_argument, SparsifySettings()
+
+    def number(option: str, kind: Callable[[str], Any], metavar: str, what: str) -> None:
+        usual = getattr(default, option.removeprefix("--").replace("-", "_"))
+        add(option, type=kind, default=usual, metavar=metavar, help=f"{what} (default: {usual:g})")
+
     add(
         "--text",
         nargs="+",
@@ -37,13 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--activation", choices=ACTIVATIONS, default=default.activation, help="drelu: also of up; needs code of its own"
     )
-    add(
-        "--target-sparsity",
-        type=common.probability,
-        default=default.target_sparsity,
-        metavar="S",
-        help=f"share of zeros (default: {default.target_sparsity})",
-    )
+    number("--target-sparsity", common.probability, "S", "share of zeros")
     add(
         "--steps",
         type=common.count,
@@ -51,28 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of the optimiser (default: 0, one pass over the text)",
     )
-    add(
-        "--batch",
-        type=common.positive,
-        default=default.batch,
-        metavar="N",
-        help=f"windows a step (default: {default.batch})",
-    )
-    add(
-        "--window",
-        type=common.positive,
-        default=default.window,
-        metavar="N",
-        help=f"tokens (default: {default.window})",
-    )
+    number("--batch", common.positive, "N", "windows a step")
+    number("--window", common.positive, "N", "tokens")
     add("--accumulate", type=common.positive, default=1, metavar="N", help="forward passes a step (default: 1)")
-    add(
-        "--learning-rate",
-        type=float,
-        default=default.learning_rate,
-        metavar="F",
-        help=f"the highest (default: {default.learning_rate:g})",
-    )
+    number("--learning-rate", float, "F", "the highest")
     add("--lora", type=common.count, default=0, metavar="R", help="train adapters of rank R alone (package peft)")
     add(
         "--distill",

@@ -53,14 +53,15 @@ def packed_sdpa(
     known = known and key.shape == value.shape and query.shape[0] == key.shape[0]
     known = known and not any(t.requires_grad for t in (query, key, value))
     sinks: torch.Tensor | None = kwargs.get("s_aux")
-    if sinks is not None and not (plain and _for_all_heads(mask)):
+    plain_masks = plain and _for_all_heads(mask)
+    if sinks is not None and not plain_masks:
         raise ConfigError(
             f"attention of {type(module).__name__} with sinks",
             expected="boolean masks for all heads, and nothing that is added to scores or dropped",
             found="a mask of another kind" if plain else "dropout, soft caps, biases or a paged cache",
             fix="Leave attention_mask out or pass one of [sequences, tokens], and call model.eval().",
         )
-    if sinks is None and not (plain and known and _for_all_heads(mask)):
+    if sinks is None and not (plain_masks and known):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
@@ -69,11 +70,8 @@ def packed_sdpa(
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     causal = getattr(module, "is_causal", True) if causal is None else bool(causal)
     causal = causal and mask is None and query.shape[2] > 1  # as transformers has it
-    if not known:
-        return reference(query, key, value, mask, scale, causal, sinks), None
-    return torch.ops.pi2.attention(
-        query, key, value, mask, scale, causal, None if sinks is None else sinks.float()
-    ), None
+    attend = torch.ops.pi2.attention if known else reference
+    return attend(query, key, value, mask, scale, causal, None if sinks is None else sinks.float()), None
 
 
 def _for_all_heads(mask: torch.Tensor | None) -> bool:
@@ -90,7 +88,7 @@ def has_sinks(model: torch.nn.Module) -> bool:
 
     transformers computes it by ``eager``, as its ``sdpa`` has no sinks.
     """
-    return any(isinstance(getattr(module, "sinks", None), torch.nn.Parameter) for module in model.modules())
+    return any("sinks" in module._parameters for module in model.modules())
 
 
 def adds_masks(config: Any) -> bool:
@@ -115,7 +113,7 @@ def packed_attention(model: torch.nn.Module) -> Iterator[None]:
     AttentionInterface.register(NAME, packed_sdpa)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     with _lock:
-        sinks = has_sinks(model)
+        sinks = any(map(adds_masks, configs)) and has_sinks(model)  # each step comes by, and a model has many modules
         changed = [config for config in configs if uses_sdpa(config) or (sinks and adds_masks(config))]
         for config in changed:
             users, before = _users.get(id(config), (0, config._attn_implementation))

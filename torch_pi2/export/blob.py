@@ -30,8 +30,8 @@ _TENSOR = struct.Struct("<QQII")
 #: Of a mixture besides, float64: the predictors' thresholds or margins, and the gates' thresholds. Of a layer the
 #: latter alone, float32 and one for each neuron.
 NUMBERS = ("cuts", "thresholds")
-_EXPERTS, _NAME, _NAME_BYTES = 376, 384, 96
-#: Numbers of an activation (in, out, limit, plus, sigmas), and zeros.
+_EXPERTS, _NAME_BYTES = 376, 128
+#: At the end of version 3: numbers of an activation (in, out, limit, plus, sigmas), and zeros.
 _SHAPING = struct.Struct("<5f12x")
 
 
@@ -104,7 +104,9 @@ class Blob:
             )  # fmt: skip
             body = head + layer + places + struct.pack("<II", self.queue, self.preload_from) + more
             body += struct.pack("<II", self.experts, self.down)
-            body += self.store.encode().ljust(_NAME_BYTES, b"\0")
+            if not extended:
+                return body + self.store.encode().ljust(_NAME_BYTES, b"\0")
+            body += self.store.encode().ljust(_NAME_BYTES - _SHAPING.size, b"\0")
             return body + (_SHAPING.pack(*self.shaping) if self.shaping else bytes(_SHAPING.size))
 
         data = bytearray(with_checksum(0))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torch_pi2.errors import ConfigError
+from torch_pi2.base.arguments import check_values
 from torch_pi2.fitting.train import calibrate, train_lowrank
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.profiling.samples import Samples
@@ -48,10 +48,7 @@ class FitSettings(Config):
             ("margin", 0 < self.margin <= 1, "more than 0, at most 1"),
             ("max_rounds", self.max_rounds >= 1, "at least 1"),
         )
-        for name, good, expected in checks:
-            if not good:
-                found = str(getattr(self, name))
-                raise ConfigError(name, expected=expected, found=found, fix="Leave it out for the default.")
+        check_values(self, checks, "{}", "Leave it out for the default.")
 
 
 def initial_rank(site: FFNSite, active_share: float, skew: float) -> int:

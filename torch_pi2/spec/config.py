@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict
 
-from torch_pi2.base.arguments import check_fields
+from torch_pi2.base.arguments import check_fields, check_values
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS, FLOAT, QUANTIZED
 from torch_pi2.spec.method import Method
@@ -96,10 +96,7 @@ class Config:
             ("seq_len", self.seq_len >= 2, "at least 2"),
             ("seed", self.seed >= 0, "0 or more"),
         )
-        for name, good, expected in checks:
-            if not good:
-                fix = "Leave it out for the default."
-                raise ConfigError(f"Config.{name}", expected=expected, found=repr(getattr(self, name)), fix=fix)
+        check_values(self, checks, "Config.{}", "Leave it out for the default.")
 
 
 class ConfigFields(TypedDict, total=False):

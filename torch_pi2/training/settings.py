@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict
 
-from torch_pi2.base.arguments import check_fields
-from torch_pi2.errors import ConfigError
+from torch_pi2.base.arguments import check_fields, check_values
 
 #: ``relu-gate``: ``relu(gate) * up``, or ``relu(up)`` of plain FFNs; ``drelu``: ``relu(gate) * relu(up)``.
 ACTIVATIONS = ("relu-gate", "drelu")
@@ -64,11 +63,7 @@ class SparsifySettings:
             ("save_every", self.save_every >= 0 and self.save_every % STEER_EVERY == 0, "a multiple of 10"),
             ("seed", 0 <= self.seed < 1 << 32, "from 0 to below 2^32"),
         )
-        for name, good, expected in checks:
-            if not good:
-                raise ConfigError(
-                    f"sparsify({name}=...)", expected=expected, found=repr(getattr(self, name)), fix="Correct it."
-                )
+        check_values(self, checks, "sparsify({}=...)", "Correct it.")
 
 
 #: Steps between two looks at the zeros, after which the L1 weight changes.

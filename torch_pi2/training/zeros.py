@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -127,7 +128,7 @@ def measure(
             rows = len(ids_BT)
             sums += torch.cat([torch.stack([nats, magnitude * rows, torch.full_like(nats, rows)]), shares_L * rows])
     nats, magnitude, rows, *shares = reduce(sums).tolist()
-    if not torch.isfinite(torch.tensor(nats)):
+    if not math.isfinite(nats):
         raise NonFiniteError(
             "loss on held-out text",
             expected="a finite number",
