@@ -7,6 +7,7 @@ import kotlinx.coroutines.CancellationException
 import kotlinx.coroutines.Dispatchers
 import kotlinx.coroutines.cancelAndJoin
 import kotlinx.coroutines.delay
+import kotlinx.coroutines.flow.catch
 import kotlinx.coroutines.flow.collect
 import kotlinx.coroutines.flow.launchIn
 import kotlinx.coroutines.flow.onEach
@@ -115,7 +116,9 @@ private fun closing(folder: String) {
 private fun races(folder: String, rounds: Int) = repeat(rounds) { round ->
     runBlocking(Dispatchers.Default) {
         val bundle = Bundle(folder, verify = false)
-        val jobs = List(3) { bundle.stream(ASKED).onEach { delay(0) }.launchIn(this) }
+        val stream = bundle.stream(ASKED).onEach { delay(0) }
+            .catch { if ("found a closed one" !in it.message!!) throw it } // on a busy machine, close() may come first
+        val jobs = List(3) { stream.launchIn(this) }
         val other = thread { said { bundle.generate(ASKED) { if (it.length > 1) bundle.cancel() } } }
         delay((round % 7).toLong())
         jobs.first().cancelAndJoin()
