@@ -61,7 +61,7 @@ def run(
     trust_remote_code: bool = False,
     allow_download: bool = False,
 ) -> dict[str, Any]:
-    """Every score at every share; see :func:`measure`. CATS is the gate.
+    """Every score at every share, the same in all layers and spread over them; see :func:`measure`. CATS is the gate.
 
     ``tokens`` of held-out text are taken in windows of 256.
 
@@ -88,7 +88,9 @@ def run(
     modes: dict[str, list[PredictedMaskMode]] = {}
     for score in SCORES:
         scored = Scored(dense, data, sites, replace(config, score=score), progress=True)
+        spread = scored.spread(data, progress=True)
         modes[score] = [scored.masked(scored.cuts(share)) for share in shares]
+        modes[f"{score}, by layer"] = [scored.masked(scored.cuts(spread.shares(share))) for share in shares]
     found = iter(measure(dense, windows, [mode for some in modes.values() for mode in some]))
     cases = {name: [_with_bytes(next(found), sites[0], mode) for mode in some] for name, some in modes.items()}
     sizes = {"layers": len(sites), "hidden": sites[0].hidden, "neurons": sites[0].intermediate}

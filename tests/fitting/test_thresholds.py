@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import torch_pi2
 from torch_pi2 import errors
 from torch_pi2.cli.inspect import describe, render
 from torch_pi2.fitting import thresholds
-from torch_pi2.fitting.loss import causal_lm_loss
+from torch_pi2.fitting.loss import causal_lm_loss, divergences
 from torch_pi2.fitting.scores import score_scales
 from torch_pi2.fitting.sets import split
 from torch_pi2.graph import find_sites
@@ -28,7 +29,7 @@ from torch_pi2.graph.dispatch import NeuronClusterMode
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.observe import counters
-from torch_pi2.profiling.data import batches
+from torch_pi2.profiling.data import Batch, batches
 from torch_pi2.report.collect import collect
 from torch_pi2.report.page import plots
 from torch_pi2.spec.loss_curve import LossCurve
@@ -65,6 +66,58 @@ def loss(model: torch.nn.Module) -> float:
 @torch.no_grad()
 def logits(model: torch.nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
     return model(ids_BT).logits
+
+
+def spread_of(model: torch.nn.Module, **config: object) -> tuple[thresholds.Scored, thresholds.Spread]:
+    data, settings = list(batches(own_text(), batch_size=8, seq_len=32)), torch_pi2.Config(**(QUICK | config))
+    scored = thresholds.Scored(model, data, find_sites(model), settings)
+    return scored, scored.spread(data)
+
+
+@pytest.mark.parametrize("score", ["gate", "output"])
+def test_layers_that_matter_less_skip_more(score: str) -> None:
+    model = tiny_models.tiny("llama")
+    sites = find_sites(model)
+    with torch.no_grad():
+        sites[0].weights(model).down.mul_(0.05)
+    scored, spread = spread_of(model, score=score)
+    for mean in (0.0, 0.1, 0.35, 0.6, 0.95):
+        shares = spread.shares(mean)
+        assert sum(shares.values()) / len(sites) == pytest.approx(mean)
+        assert shares[sites[0].key] > max(shares.values()) - 1e-9
+    shares = spread.shares(0.5)
+    assert shares[sites[0].key] > shares[sites[1].key] + 0.1
+
+    kl = {}
+    for name, own in (("spread", shares), ("same", dict.fromkeys(shares, 0.5))):
+        (kl[name],) = divergences(model, held_out(), [scored.masked(scored.cuts(own))])
+    assert kl["spread"] < 0.9 * kl["same"]
+
+
+def test_experts_of_a_module_skip_one_share() -> None:
+    model = tiny_experts.build("Mixtral", hidden_act="silu")
+    sites = find_sites(model)
+    data = list(batches(torch.randint(0, 64, (16, 32)), batch_size=8, seq_len=32))
+    shares = thresholds.Scored(model, data, sites, torch_pi2.Config(**QUICK)).spread(data).shares(0.4)
+    assert shares.keys() == {site.key for site in sites}
+    assert len({(site.experts, shares[site.key]) for site in sites}) == len({site.experts for site in sites})
+
+
+def test_divergences_are_means_over_real_tokens() -> None:
+    model = tiny_models.tiny("llama")
+    ids = own_text()[:3, :16]
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[1, :5] = False
+    scored, _ = spread_of(model)
+    skips = scored.masked(scored.cuts(0.7))
+    found = divergences(model, [Batch(ids[:2], mask[:2]), Batch(ids[2:], mask[2:])], [nullcontext(), skips])
+    assert found[0] == 0
+    with torch.no_grad():
+        dense = torch.cat([model(ids[:2], attention_mask=mask[:2].long()).logits, model(ids[2:]).logits])
+        with skips:
+            sparse = torch.cat([model(ids[:2], attention_mask=mask[:2].long()).logits, model(ids[2:]).logits])
+    p, q = dense[mask].double().softmax(-1), sparse[mask].double().softmax(-1)
+    assert found[1] == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-4)
 
 
 def test_what_scores_are() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,9 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from torch_pi2.base.evaluating import evaluating
+from torch_pi2.base.progress import bar
 from torch_pi2.errors import CalibrationError, NonFiniteError
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.profiling.data import Batch
+
+#: Tokens of which logits are float32 at once.
+_AT_ONCE = 256
 
 #: ``(model, batch) -> (sum of losses, number of tokens they are over)``.
 LossFn = Callable[[nn.Module, Batch], tuple[float, int]]
@@ -25,6 +30,14 @@ def causal_lm_loss(model: nn.Module, batch: Batch) -> tuple[float, int]:
     Raises:
         CalibrationError: the batch has no ids, or the model's output has no logits.
     """
+    ids, logits = _ids_and_logits(model, batch)
+    assert batch.mask_BT is not None
+    real = batch.mask_BT[:, 1:] & batch.mask_BT[:, :-1]
+    nll = F.cross_entropy(logits[:, :-1][real].float(), ids[:, 1:][real], reduction="sum")
+    return float(nll), int(real.sum())
+
+
+def _ids_and_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     ids = batch.input_ids
     out = batch.call(model) if ids is not None else None
     logits = getattr(out, "logits", out[0] if isinstance(out, tuple) else out)
@@ -35,10 +48,36 @@ def causal_lm_loss(model: nn.Module, batch: Batch) -> tuple[float, int]:
             found="no ids" if ids is None else f"output {type(out).__name__}",
             fix="Pass loss_fn=(model, batch) -> (sum of losses, count).",
         )
-    assert batch.mask_BT is not None
-    real = batch.mask_BT[:, 1:] & batch.mask_BT[:, :-1]
-    nll = F.cross_entropy(logits[:, :-1][real].float(), ids[:, 1:][real], reduction="sum")
-    return float(nll), int(real.sum())
+    return ids, logits
+
+
+@torch.no_grad()
+def divergences(
+    model: nn.Module, data: Sequence[Batch], contexts: Sequence[AbstractContextManager[Any]], *, progress: bool = False
+) -> list[float]:
+    """For each of ``contexts`` how far the model inside it is from the one outside.
+
+    Returns:
+        Kullback-Leibler divergences of the next token's distribution, in nats, means over the real tokens of ``data``.
+
+    Raises:
+        CalibrationError: as :func:`causal_lm_loss`.
+    """
+    sums, count = [0.0] * len(contexts), 0
+    with evaluating(model):
+        for batch in bar(data, "divergences", progress, unit="batch"):
+            _, logits = _ids_and_logits(model, batch)
+            assert batch.mask_BT is not None
+            real_BT = batch.mask_BT
+            count += int(real_BT.sum())
+            for i, context in enumerate(contexts):
+                with context:
+                    _, found = _ids_and_logits(model, batch)
+                pairs = zip(logits[real_BT].split(_AT_ONCE), found[real_BT].split(_AT_ONCE), strict=True)
+                for dense_NV, found_NV in pairs:
+                    logs = F.log_softmax(found_NV.float(), -1), F.log_softmax(dense_NV.float(), -1)
+                    sums[i] += float(F.kl_div(*logs, reduction="sum", log_target=True))
+    return [one / max(1, count) for one in sums]
 
 
 def mean_loss(model: nn.Module, data: Sequence[Batch], loss_fn: LossFn, context: Any) -> tuple[float, float]:

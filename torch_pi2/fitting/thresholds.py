@@ -1,8 +1,7 @@
 """Thresholds for layers without exact zeros: so that a share of each layer is skipped, or as much as the loss bears.
 
-Every layer skips the same share. Shares of their own, which TEAL (arXiv 2408.14690) gives them greedily, were tried
-with prices from what skipping in one layer alone did to the loss: on a trained SwiGLU model of five layers two scores
-of three did much worse so; CATS's own had a lower loss, but next tokens further from the dense model's.
+With ``sparsity`` every layer skips the same share (CATS, arXiv 2404.08763); with ``max_loss`` each has the share that
+:mod:`~torch_pi2.fitting.spread` gives it.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from torch_pi2.base.progress import bar
 from torch_pi2.fitting.loss import causal_lm_loss, mean_loss
 from torch_pi2.fitting.scores import score_scales
 from torch_pi2.fitting.sets import at_most, split
+from torch_pi2.fitting.spread import Spread
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.run import profile
@@ -61,10 +61,12 @@ def choose_thresholds(
         return Thresholds(scored.cuts(config.sparsity), scored.scales, {"score": config.score})
     parts = split(data, config.batch_size)
     scored = Scored(model, [*parts["fit"], *parts["calibrate"]], sites, config, progress=progress)
-    curve, share = _within(scored, at_most(parts["evaluate"], _EVAL_TOKENS), config, config.max_loss, progress)
+    spread = scored.spread(parts["calibrate"], progress=progress)
+    held = at_most(parts["evaluate"], _EVAL_TOKENS)
+    curve, share = _within(scored, spread, held, config, config.max_loss, progress)
     if not share:
         _log.warning("no neuron can be skipped within max_loss=%g: thresholds are 0", config.max_loss)
-    return Thresholds(scored.cuts(share), scored.scales, curve.to_json())
+    return Thresholds(scored.cuts(spread.shares(share)), scored.scales, curve.to_json())
 
 
 class Scored:
@@ -82,25 +84,36 @@ class Scored:
         settings: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
         self._stats = profile(model, data, sites, scales=self.scales, progress=progress, **settings)
 
-    def cuts(self, share: float) -> dict[str, float]:
-        """Thresholds by key, with which each layer skips ``share`` of its neurons; 0: none."""
-        return {s.key: self._stats.threshold_for(s.key, share) if share else 0.0 for s in self._sites}
+    def cuts(self, shares: float | Mapping[str, float]) -> dict[str, float]:
+        """Thresholds by key, with which layers skip ``shares`` of their neurons, all the same or by key; 0: none."""
+        own = shares if isinstance(shares, Mapping) else dict.fromkeys((s.key for s in self._sites), shares)
+        return {key: self._stats.threshold_for(key, share) if share else 0.0 for key, share in own.items()}
 
     def masked(self, cuts: Mapping[str, float]) -> PredictedMaskMode:
         """A context inside which the model skips what is not above ``cuts``."""
-        own = {key: cut / self.scales[key] if key in self.scales else cut for key, cut in cuts.items()}
+        return self._masked(self._on_gates(cuts))
+
+    def spread(self, data: list[Batch], *, progress: bool = False) -> Spread:
+        """Shares of layers' own, by what skipping does on ``data``."""
+        args = self.model, data, self._sites
+        return Spread(*args, lambda share: self._on_gates(self.cuts(share)), self._masked, progress=progress)
+
+    def _on_gates(self, cuts: Mapping[str, float]) -> dict[str, float | torch.Tensor]:
+        return {key: cut / self.scales[key] if key in self.scales else cut for key, cut in cuts.items()}
+
+    def _masked(self, own: Mapping[str, float | torch.Tensor]) -> PredictedMaskMode:
         return PredictedMaskMode(self.model, self._sites, dict.fromkeys(own), thresholds=own)
 
 
 def _within(
-    scored: Scored, held: list[Batch], config: Config, max_loss: float, progress: bool
+    scored: Scored, spread: Spread, held: list[Batch], config: Config, max_loss: float, progress: bool
 ) -> tuple[LossCurve, float]:
     """The curve on ``held``, and the largest share before the loss has risen by ``max_loss``."""
     model, points = scored.model, dict[float, tuple[float, float]]()
     dense, _ = mean_loss(model, held, causal_lm_loss, None)
 
     def fits(share: float) -> bool:
-        loss, skipped = mean_loss(model, held, causal_lm_loss, scored.masked(scored.cuts(share)))
+        loss, skipped = mean_loss(model, held, causal_lm_loss, scored.masked(scored.cuts(spread.shares(share))))
         points[share] = skipped, loss / dense - 1
         shown.update()
         return points[share][1] <= max_loss
