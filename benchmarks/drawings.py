@@ -22,7 +22,7 @@ from torch_pi2.report.style import THEMES
 
 RESULTS = Path(__file__).parent / "results"
 OURS, PEER = "torch_pi2", "llama.cpp"
-OURS_SCORE, PEER_SCORE = "size of what a neuron adds (ours)", "gate alone (CATS)"
+OURS_SCORE, PEER_SCORE = "size of what a neuron adds, by layer (ours)", "gate alone (CATS)"
 #: Of a light page and of a dark one; told apart by most eyes.
 _COLOURS = {OURS: ("#0072b2", "#56b4e9"), PEER: ("#b34700", "#ff9e4a"), "prompt": ("#00785a", "#3fc79a")}
 _MARKS = {OURS: "o", PEER: "s", "prompt": "^"}
@@ -130,7 +130,7 @@ def scores(results: Results) -> Drawing:
     """Loss against the bytes that are saved, of a SwiGLU model."""
     name = "scores-swiglu-stdlib"
     result = results[name]
-    wanted = {PEER_SCORE: "gate", OURS_SCORE: "output"}
+    wanted = {PEER_SCORE: "gate", OURS_SCORE: "output, by layer"}
     return Drawing(
         "A trained SwiGLU model: what skipping neurons costs",
         "bytes of feed-forward layers saved, %",

@@ -2,7 +2,8 @@
 
 The dense model is run once for each case, with the neurons masked that thresholds would skip, on text that no threshold
 was taken from. Bytes are counted as a step of one token reads them: every gate row, and the up and down rows of what is
-not skipped (:func:`torch_pi2.planner.greedy.gate_share`). Nothing is timed.
+not skipped (:func:`torch_pi2.planner.greedy.gate_share`); with predictors the gate rows of what they let through, and
+the predictors. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import torch_pi2
 from benchmarks.arguments import list_of
 from benchmarks.figures import at_least
 from torch_pi2.base import process as machine
@@ -25,12 +27,13 @@ from torch_pi2.base.progress import bar
 from torch_pi2.cli import common
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.eval.loss import logits_of
+from torch_pi2.fitting.fit import cold_neurons
 from torch_pi2.fitting.thresholds import Scored
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.graph.find import find_sites
 from torch_pi2.ops.activations import exact_zeros
-from torch_pi2.planner.greedy import gate_share
-from torch_pi2.profiling.data import calibration_batches
+from torch_pi2.planner.greedy import gate_share, hot_cut
+from torch_pi2.profiling.data import Batch, calibration_batches
 from torch_pi2.spec.config import SCORES, Config
 from torch_pi2.spec.site import FFNSite
 
@@ -48,6 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of the standard library's source",
     )
+    add(
+        "--predictors",
+        type=list_of(float),
+        default=[],
+        metavar="BUDGET,...",
+        help="low-rank predictors besides, where thresholds may raise the loss by BUDGET and they by as much again",
+    )
     add("--tokens", type=common.positive, default=16_384, metavar="N", help="of other files of it, that are scored")
 
 
@@ -55,6 +65,7 @@ def run(
     model: str | Path,
     *,
     shares: Sequence[float] = _SHARES,
+    predictors: Sequence[float] = (),
     calibration_tokens: int = 40_000,
     tokens: int = 16_384,
     dtype: str = "auto",
@@ -93,6 +104,9 @@ def run(
         modes[f"{score}, by layer"] = [scored.masked(scored.cuts(spread.shares(share))) for share in shares]
     found = iter(measure(dense, windows, [mode for some in modes.values() for mode in some]))
     cases = {name: [_with_bytes(next(found), sites[0], mode) for mode in some] for name, some in modes.items()}
+    if predictors:
+        fits = [replace(config, method="lowrank", score="output", max_loss=loss, tolerance=loss) for loss in predictors]
+        cases["output, low-rank"] = [_predicted(dense, data, windows, sites, fitting) for fitting in fits]
     sizes = {"layers": len(sites), "hidden": sites[0].hidden, "neurons": sites[0].intermediate}
     return {
         "what": "scores",
@@ -138,6 +152,22 @@ def measure(
 def _with_bytes(point: dict[str, float], site: FFNSite, mode: PredictedMaskMode) -> dict[str, float]:
     """``point`` with the share of neurons that ``mode`` has skipped, and that of the layers' bytes that are read."""
     return {"skipped": 1 - mode.cold_share, "read": gate_share(site, mode.cold_share)} | point
+
+
+def _predicted(
+    model: nn.Module, data: list[Batch], windows: Sequence[torch.Tensor], sites: Sequence[FFNSite], config: Config
+) -> dict[str, float]:
+    """As :func:`measure`, with predictors that ``config`` fits: what they let through is computed whole."""
+    stats = torch_pi2.profile(model, data, config=config, progress=True)
+    fitted = torch_pi2.fit(model, data, stats=stats, config=config, progress=True)
+    cold = {site.key: cold_neurons(stats, site.key, hot_cut(site, stats[site.key], config)) for site in sites}
+    mode = PredictedMaskMode(model, sites, fitted, cold)
+    (found,) = measure(model, windows, [mode])
+    neurons = sum(site.intermediate for site in sites)
+    skipped = (1 - mode.cold_share) * sum(map(len, cold.values())) / neurons
+    own = sum(t.nbytes for predictor in fitted.values() for t in predictor.tensors().values())
+    dense = sum(t.nbytes for site in sites for t in site.weights(model)[:3] if t is not None)
+    return {"skipped": skipped, "read": 1 - skipped + own / dense} | found
 
 
 def render(result: dict[str, Any]) -> str:

@@ -442,8 +442,8 @@ _SCORES = ("run", "score", "skipped", "bytes read", "loss", "KL, nats", "same to
 _SCORES_NOTE = """
 A model without exact zeros, of which neurons below thresholds are skipped, beside the dense model on held-out text:
 loss, divergence of the next token's distribution, and how often the most likely token is the same. *Bytes* are those of
-feed-forward layers, every gate row among them; each layer skips the same share. CATS is the gate. Quality, not speed:
-nothing is timed.
+feed-forward layers, every gate row among them; each layer skips the same share, or *by layer* its own. CATS is the
+gate. *low-rank*: predictors, whose bytes count. Quality, not speed: nothing is timed.
 """
 
 

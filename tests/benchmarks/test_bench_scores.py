@@ -23,9 +23,12 @@ def folder(path: Path, **config: object) -> Path:
 
 def test_every_score_at_every_share(tmp_path: Path) -> None:
     path = folder(tmp_path / "swiglu")
-    result = scores.run(path, shares=(0.3, 0.7), calibration_tokens=3000, tokens=600)
+    result = scores.run(path, shares=(0.3, 0.7), predictors=(0.05,), calibration_tokens=3000, tokens=600)
     assert (result["what"], result["folder"], result["tokens"]) == ("scores", "swiglu", 512)
-    assert list(result["cases"]) == list(SCORES)
+    (predicted,) = result["cases"].pop("output, low-rank")
+    assert predicted["skipped"] >= 0
+    assert predicted["read"] > 1 - predicted["skipped"]  # predictors are read, too
+    assert list(result["cases"]) == [name for score in SCORES for name in (score, f"{score}, by layer")]
     for name, (few, many) in result["cases"].items():
         for point, share in ((few, 0.3), (many, 0.7)):
             assert point["skipped"] == pytest.approx(share, abs=0.08), name
@@ -40,7 +43,7 @@ def test_every_score_at_every_share(tmp_path: Path) -> None:
     page = table.write(tmp_path / "results").read_text()
     assert "| scores-swiglu-stdlib: 512 tokens, real model | output |" in page
     drawn = drawings.DRAWINGS["scores"](drawings.read(tmp_path / "results"))
-    ours = result["cases"]["output"]
+    ours = result["cases"]["output, by layer"]
     assert drawn.data()[drawings.OURS_SCORE] == [[100 * (1 - p["read"]), *[100 * p["loss"]] * 3] for p in ours]
 
 

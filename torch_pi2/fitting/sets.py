@@ -72,6 +72,11 @@ def _regroup(rows: list[Batch], batch_size: int) -> list[Batch]:
     return out
 
 
+def evenly(data: list[Batch], n_tokens: int) -> list[Batch]:
+    """Batches from all of ``data``, of about so many tokens together: neighbours are often of one text."""
+    return data[:: max(1, round(sum(batch.n_tokens for batch in data) / n_tokens))]
+
+
 def at_most(data: list[Batch], n_tokens: int) -> list[Batch]:
     """The first batches, of so many tokens together; the first in any case."""
     kept: list[Batch] = []

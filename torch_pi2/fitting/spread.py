@@ -20,16 +20,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from torch_pi2.fitting.loss import divergences
-from torch_pi2.fitting.sets import at_most
+from torch_pi2.fitting.sets import evenly
 from torch_pi2.graph.routed import intermediate
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.firing import Firing
 from torch_pi2.profiling.recorder import record
 from torch_pi2.spec.site import FFNSite
 
-#: Shares at which a layer's error is taken, and that at which the model is run.
+#: Shares at which a layer's error is taken, and that at which the model is run. Tokens of calibration data for both.
 _SHARES, _PRICED = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95), 0.6
-_ERROR_TOKENS, _PRICE_TOKENS = 1024, 2048
+_TOKENS = 2048
 
 #: Share -> the cuts of all sites on their scores, each one or ``[I]``.
 Cuts = Callable[[float], Mapping[str, float | torch.Tensor]]
@@ -58,10 +58,11 @@ class Spread:
         self._groups: dict[str, list[FFNSite]] = {}
         for site in sites:
             self._groups.setdefault(site.experts or site.key, []).append(site)
-        errors = _errors(model, at_most(data, _ERROR_TOKENS), sites, [cuts(share) for share in _SHARES], progress)
+        some = evenly(data, _TOKENS)
+        errors = _errors(model, some, sites, [cuts(share) for share in _SHARES], progress)
         at = cuts(_PRICED)
         contexts = [masked({site.key: at[site.key] for site in own}) for own in self._groups.values()]
-        found = divergences(model, at_most(data, _PRICE_TOKENS), contexts, progress=progress)
+        found = divergences(model, some, contexts, progress=progress)
         self._costs: dict[str, torch.Tensor] = {}
         for (name, own), divergence in zip(self._groups.items(), found, strict=True):
             error = torch.stack([errors[site.key] for site in own]).sum(0)
