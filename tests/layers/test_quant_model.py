@@ -601,6 +601,11 @@ def test_settings_are_checked() -> None:
         ({"weights": "int4", "activations": "int4"}, r"Config.activations: expected float, int8, found 'int4'"),
         ({"activations": "int8"}, r"Config.activations: expected float with weights='float', found 'int8'"),
         ({"quantization": "awq"}, r"Config.quantization: expected rtn, weighted, gptq, found 'awq'"),
+        ({"quantization": "gptq"}, r"Config.quantization: expected rtn with weights='float', found 'gptq'"),
+        (
+            {"quantization": "weighted", "weights": "int8"},
+            r"Config.quantization: expected rtn or gptq with int8, found 'weighted'",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             torch_pi2.Config(**config)

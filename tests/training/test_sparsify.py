@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +19,14 @@ from sparsifying import FEW, TEXTS, dense_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torch_pi2
-from torch_pi2.errors import ArtifactError, CalibrationError, LibraryMissingError, Pi2Error, StaleArtifactError
+from torch_pi2.errors import (
+    ArtifactError,
+    CalibrationError,
+    ConfigError,
+    LibraryMissingError,
+    Pi2Error,
+    StaleArtifactError,
+)
 from torch_pi2.training.sparsify import SparsifyReport
 from torch_pi2.training.trainer import Steering
 from torch_pi2.training.windows import windows_of
@@ -249,6 +257,21 @@ def test_a_batch_that_processes_cannot_share(dense: Path, tmp_path: Path) -> Non
         torch_pi2.sparsify(dense, tmp_path / "o", TEXTS, **FEW, accumulate=3)
 
 
+def test_folders_that_cannot_be_written_are_refused_by_name(dense: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ArtifactError, match=r"writing .*: expected a folder that can be written, found "):
+        torch_pi2.sparsify(dense, tmp_path / "file" / "relu", TEXTS, **FEW)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, hard))  # a longer file cannot be written, as on a full disk
+    try:
+        with pytest.raises(ArtifactError, match=r"writing .*relu\.training: expected a folder that can be written"):
+            torch_pi2.sparsify(dense, tmp_path / "relu", TEXTS, **FEW)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert torch_pi2.sparsify(dense, tmp_path / "relu", TEXTS, **FEW).steps == 40
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "relu"]
+
+
 def test_what_is_refused_before_any_training(dense: Path, tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match=r"text to train on: expected at least 4 windows of 32 tokens, found 0"):
         torch_pi2.sparsify(dense, tmp_path / "o", ["def f"], **FEW)
@@ -266,6 +289,18 @@ def test_what_is_refused_before_any_training(dense: Path, tmp_path: Path) -> Non
         torch_pi2.sparsify(dense, tmp_path / "o", TEXTS, **(FEW | {"steps": 9}))
     with pytest.raises(Pi2Error, match=r"expected at least 10, .* found 7, one pass over the text"):
         torch_pi2.sparsify(dense, tmp_path / "o", TEXTS, **(FEW | {"steps": 0, "batch": 16}))
+    with pytest.raises(
+        ConfigError, match=r"sparsify\(window=...\): expected at most 128, the positions .*, found 129. "
+    ):
+        torch_pi2.sparsify(dense, tmp_path / "o", TEXTS * 4, **(FEW | {"window": 129}))
+    model = AutoModelForCausalLM.from_pretrained(dense)
+    vocabulary = model.config.vocab_size
+    model.resize_token_embeddings(2)
+    expected = (
+        r"sparsify\(tokenizer=...\): expected one that gives tokens of 0 to 1, the model's vocabulary, found the token"
+    )
+    with pytest.raises(ConfigError, match=f"{expected} {vocabulary - 1}. Use the tokenizer of this model"):
+        torch_pi2.sparsify(model, tmp_path / "o", TEXTS, **FEW)
     assert not list(tmp_path.iterdir())
 
 

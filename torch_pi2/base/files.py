@@ -254,7 +254,7 @@ def replacing_folder(folder: Path, *, keep: bool = False) -> Iterator[Path]:
     """
     folder = Path(os.path.realpath(folder))
     check_not_current(folder)
-    try:
+    with writing(folder):
         if os.path.lexists(folder) and not folder.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         with claimed(folder, keep=keep) as staging:
@@ -262,17 +262,27 @@ def replacing_folder(folder: Path, *, keep: bool = False) -> Iterator[Path]:
             yield staging
             _sync_files(staging)
             _swap_in(staging, folder)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises ArtifactError for any OSError of the block, which writes ``path``."""
+    try:
+        yield
     except Exception as error:
         problem = _of_the_system(error)
         if problem is None:
             raise
-        raise not_written(folder, problem) from error
+        raise not_written(path, problem) from error
 
 
 def _of_the_system(error: Exception) -> OSError | None:
-    """``error`` as an OSError, if it is one, or one that a library in Rust (safetensors, tokenizers) wraps in words."""
+    """``error`` as an OSError, if it is one, or one that a library in Rust (safetensors, tokenizers) or ``torch.save``
+    wraps in words."""
     if isinstance(error, OSError):
         return error
+    if "PytorchStreamWriter failed" in str(error):  # which does not say why
+        return OSError(errno.EIO, "a write that failed")
     number = re.search(r"\(os error (\d+)\)", str(error))
     return None if number is None else OSError(int(number[1]), os.strerror(int(number[1])))
 

@@ -203,7 +203,11 @@ def add_storage(parser: argparse.ArgumentParser) -> None:
     add = partial(_add_setting, group)
     add("--weights", choices=WEIGHTS, help="of FFNs and other large linear layers; float: as they are")
     add("--activations", choices=ACTIVATIONS, help="int8: also round the inputs of quantised layers")
-    add("--quantization", choices=QUANTIZATIONS, help="weighted: errors count as much as inputs on --text are large")
+    add(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="on --text. weighted: errors count as much as inputs are large; gptq: minutes",
+    )
 
 
 def config_of(args: argparse.Namespace) -> Config:

@@ -91,6 +91,8 @@ class Config:
             ("activations", self.activations in ACTIVATIONS, ", ".join(ACTIVATIONS)),
             ("activations", self.activations == "float" or self.weights != "float", "float with weights='float'"),
             ("quantization", self.quantization in QUANTIZATIONS, ", ".join(QUANTIZATIONS)),
+            ("quantization", self.quantization == "rtn" or self.weights != "float", "rtn with weights='float'"),
+            ("quantization", self.quantization != "weighted" or self.weights != "int8", "rtn or gptq with int8"),
             ("calibration_tokens", self.calibration_tokens >= 64, "at least 64"),
             ("batch_size", self.batch_size >= 1, "at least 1"),
             ("seq_len", self.seq_len >= 2, "at least 2"),

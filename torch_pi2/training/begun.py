@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torch_pi2.base.files import atomic_write, parse_json, read_text
+from torch_pi2.base.files import atomic_write, parse_json, read_text, writing
 from torch_pi2.errors import StaleArtifactError
 from torch_pi2.machine.json import from_plain, to_plain
 from torch_pi2.training.settings import SparsifySettings
@@ -29,7 +29,8 @@ class Begun:
 
     def save(self, folder: Path) -> None:
         """Raises ArtifactError: it cannot be written."""
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         about = {"format": FORMAT, "version": VERSION, **to_plain(self)}
         atomic_write(folder / BEGUN_FILE, json.dumps(about, indent=1) + "\n")
 

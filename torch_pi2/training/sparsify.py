@@ -16,7 +16,7 @@ from torch import nn
 
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
-from torch_pi2.base.files import check_not_current, locked, replacing_folder
+from torch_pi2.base.files import check_not_current, locked, replacing_folder, writing
 from torch_pi2.base.progress import phase
 from torch_pi2.base.units import percent
 from torch_pi2.checkpoint.card import keep_card, section, write_part
@@ -30,7 +30,7 @@ from torch_pi2.training.drelu import Code
 from torch_pi2.training.settings import STEER_EVERY, SparsifyFields, SparsifySettings
 from torch_pi2.training.student import student_of, with_lora
 from torch_pi2.training.trainer import alone, train, training_arguments
-from torch_pi2.training.windows import check_enough, digest, held_back, windows_of
+from torch_pi2.training.windows import check_enough, check_model_takes, digest, held_back, windows_of
 from torch_pi2.training.zeros import Measured, Zeros, measure
 
 FORMAT, VERSION = "torch_pi2.sparsify", 1
@@ -139,6 +139,7 @@ def sparsify(
     _check_model(dense)
     tokenizer = tokenizer_of(dense, tokenizer, "sparsify(text)")
     train_NT, heldout_NT = _windows(text, heldout, tokenizer, chosen)
+    check_model_takes(dense, train_NT, heldout_NT)
     steps = chosen.steps or len(train_NT) // chosen.batch
     if steps < STEER_EVERY:
         raise ConfigError(
@@ -155,7 +156,9 @@ def sparsify(
     about = (chosen, weights_hash(student, sites), digest(train_NT, heldout_NT))
     with ExitStack() as stack:
         if first:
-            stack.enter_context(locked(folder, 0.0))
+            with writing(folder):
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(folder, 0.0))
         begun = Begun.find(folder)
         zeros = Zeros(student, sites)
         if begun is not None:

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from torch_pi2.base.extras import missing_package
+from torch_pi2.base.files import writing
 from torch_pi2.base.progress import bar, phase
 from torch_pi2.base.units import percent
 from torch_pi2.errors import ConfigError
@@ -242,6 +243,9 @@ def train(
 
     Args:
         magnitude: mean of ``|h|`` before, which says how large the first L1 weight is.
+
+    Raises:
+        ArtifactError: a checkpoint cannot be written (the disk is full); the last whole one is left.
     """
     from transformers import PrinterCallback, Trainer, TrainerCallback
 
@@ -264,7 +268,8 @@ def train(
         teacher.to(arguments.device)
     with arguments.main_process_first():
         checkpoint = _last_checkpoint(Path(arguments.output_dir))
-    trainer.train(resume_from_checkpoint=checkpoint)
+    with writing(Path(arguments.output_dir)):
+        trainer.train(resume_from_checkpoint=checkpoint)
     trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
     student.config.use_cache = use_cache
     rows: list[dict[str, Any]] = [row for row in trainer.state.log_history if "l1" in row]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torch_pi2.errors import CalibrationError
+from torch_pi2.errors import CalibrationError, ConfigError
 
 #: Of texts that come without held-out ones, the share that is kept back; at least so many windows.
 _HELD_BACK = 0.02
@@ -42,6 +42,27 @@ def check_enough(windows: int, batch: int, window: int, what: str = "text to tra
             expected=f"at least {batch} windows of {window} tokens",
             found=f"{max(0, windows)}",
             fix="Pass more text, or a smaller batch or window.",
+        )
+
+
+def check_model_takes(model: Any, *windows: torch.Tensor) -> None:
+    """Raises ConfigError: ``model``, of transformers, has fewer positions than ``windows``, or not all of their ids."""
+    places, window = getattr(model.config.get_text_config(), "max_position_embeddings", None), windows[0].shape[1]
+    if places and window > places:
+        raise ConfigError(
+            "sparsify(window=...)",
+            expected=f"at most {places}, the positions that the model has (max_position_embeddings)",
+            found=str(window),
+            fix="Pass a smaller window.",
+        )
+    vocabulary = model.get_input_embeddings().num_embeddings
+    highest = max(int(part.max()) for part in windows)
+    if highest >= vocabulary:
+        raise ConfigError(
+            "sparsify(tokenizer=...)",
+            expected=f"one that gives tokens of 0 to {vocabulary - 1}, the model's vocabulary",
+            found=f"the token {highest}",
+            fix="Use the tokenizer of this model.",
         )
 
 
