@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import questions
 import torch
 from cli_calls import Ran
 from shared import shared_folder
@@ -221,16 +222,11 @@ def test_serve_takes_what_chat_takes(kinds: dict[str, Path]) -> None:
         folders.check(Namespace(verb="serve", models=[str(kinds[kind]) for kind in (*TALKS, "bundle")]))
 
 
-QUESTIONS = "".join(
-    f"def f{i}(x{i}, y={i}):\n    names = [x{i}, more of it]\n    return names + y\n\n" for i in range(60)
-)
-
-
 def test_eval_has_any_two_models_answer_the_same_questions(
     command: Command, kinds: dict[str, Path], tmp_path: Path
 ) -> None:
     text = tmp_path / "text.py"
-    text.write_text(QUESTIONS)
+    text.write_text(questions.TEXT)
     asked = ["--suite", "--text", text, "--limit", "4", "--json"]
     alone = command("eval", kinds["optimised"], *asked, "--decode-tokens", "2", "--rounds", "1").json
     assert alone["dense"]["bits_per_byte"] > 0

@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from questions import TEXT
 from tiny_models import _hf, randomise
 from tiny_tokenizers import byte_tokenizer
 from torch import nn
@@ -17,14 +18,6 @@ from torch import nn
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError
 from torch_pi2.eval import Answer, Item, answers, differences, make_items
 from torch_pi2.eval.items import TASKS
-
-TEXT = "".join(
-    f"def name{i}(value{i}, other{i % 3}, things):\n"
-    f'    """The sum of numbers that were given. It is kept in a table of results."""\n'
-    f"    table = {{value{i}: [things.first, other{i % 3} * {i}], 'second': name{i}(other{i % 3} + 1, value{i})}}\n"
-    f"    return table[value{i}] + things.last(other{i % 3} + value{i})\n\n\n"
-    for i in range(40)
-)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +28,7 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return randomise(_hf("Llama", vocab_size=300)).eval()
+    return randomise(_hf("Llama", vocab_size=300, max_position_embeddings=512)).eval()
 
 
 def test_items_are_places_of_the_text_and_the_same_each_time() -> None:
@@ -202,6 +195,12 @@ def test_what_is_refused(model, tokenizer) -> None:
         answers(damaged, tokenizer, items)
 
 
+def split_between_tokens(tokenizer, item: Item) -> bool:
+    """Whether no token is of context and ending, which lm-eval puts together from tokens of each."""
+    ids = tokenizer(item.context.rstrip())["input_ids"]
+    return all(tokenizer(item.context + ending)["input_ids"][: len(ids)] == ids for ending in item.endings)
+
+
 @pytest.mark.slow
 def test_lm_eval_has_the_same_accuracy(model, tokenizer, tmp_path, monkeypatch) -> None:
     """Its interface can carry these questions: JSON lines and a task of multiple choice."""
@@ -211,17 +210,14 @@ def test_lm_eval_has_the_same_accuracy(model, tokenizer, tmp_path, monkeypatch) 
     from torch_pi2.eval.harness import harness
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    items = make_items(TEXT, limit=12)
-    tasks = list(dict.fromkeys(item.task for item in items))
-    for task in tasks:
-        rows = [json.dumps(asdict(item)) for item in items if item.task == task]
-        (tmp_path / f"{task}.jsonl").write_text("\n".join(rows))
+    items = [item for item in make_items(TEXT, limit=30) if split_between_tokens(tokenizer, item)]
+    for task in TASKS:  # one at a time: of several, lm-eval mixes up questions whose tokens but the last are the same
+        some = [item for item in items if item.task == task]
+        (tmp_path / f"{task}.jsonl").write_text("\n".join(json.dumps(asdict(item)) for item in some))
         (tmp_path / f"{task}.yaml").write_text(TASK.format(name=task, data=tmp_path / f"{task}.jsonl"))
-    found = harness(model, tokenizer, [str(tmp_path / f"{task}.yaml") for task in tasks])
-    ours = answers(model, tokenizer, items)
-    for task, of in differences(items, ours, ours).items():
-        if task in tasks:
-            assert found[task]["acc"] == of.accuracy[0]
+        found = harness(model, tokenizer, [str(tmp_path / f"{task}.yaml")])
+        ours = answers(model, tokenizer, some)
+        assert found[task]["acc"] == differences(some, ours, ours)[task].accuracy[0]
 
 
 TASK = """
