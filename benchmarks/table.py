@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import quantization
+from benchmarks import quantization, suite
 from torch_pi2.base.files import atomic_write
 from torch_pi2.base.units import percent
 from torch_pi2.errors import ArtifactError
@@ -464,6 +464,16 @@ def _scores_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
+_SUITE_NOTE = """
+Right answers of a dense model to questions about held-out text (`torch-pi2 eval --suite`), and by how many of a hundred
+those of its other forms differ, with 95 % intervals (Bonett and Price 2012, paired). Trained models. Nothing is timed.
+"""
+
+
+def _suite_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    return [[name, *row] for row in suite.rows_of(result)]
+
+
 #: Of which benchmark, title with a note, header, and rows of a result by its name.
 _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]], list[list[str]]]], ...] = (
     ("decode", "## Whole models", _DECODE, _decode_rows),
@@ -481,6 +491,7 @@ _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]
     ("layer", "## One feed-forward layer", _LAYERS, _layer_rows),
     ("layer", "## Dense linears and predictors", _LINEARS, _linear_rows),
     ("quantization", f"## Quality\n{_QUANTIZATION_NOTE}", _QUANTIZATION, _quantization_rows),
+    ("suite", f"### Questions\n{_SUITE_NOTE}", ("run", *suite.HEADER), _suite_rows),
     ("attention", f"## Attention\n{_ATTENTION_NOTE}", _ATTENTION, _attention_rows),
 )
 _BENCHMARKS = tuple(dict.fromkeys(what for what, *_ in _SECTIONS))

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import questions
 import torch
 from cli_calls import Ran
 from shared import shared_folder
-from tiny_bundle import shared_bundle
+from tiny_bundle import ROOM, shared_bundle
 from tiny_models import randomise
 from tiny_tokenizers import TEXT, byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -219,3 +220,52 @@ def test_serve_takes_what_chat_takes(kinds: dict[str, Path]) -> None:
     folders.check(Namespace(verb="serve", models=[str(kinds[kind]) for kind in TALKS]))
     with pytest.raises(ArtifactError, match="a bundle, written by export"):
         folders.check(Namespace(verb="serve", models=[str(kinds[kind]) for kind in (*TALKS, "bundle")]))
+
+
+def test_eval_has_any_two_models_answer_the_same_questions(
+    command: Command, kinds: dict[str, Path], tmp_path: Path
+) -> None:
+    text = tmp_path / "text.py"
+    text.write_text(questions.TEXT)
+    asked = ["--suite", "--text", text, "--limit", "4", "--json"]
+    alone = command("eval", kinds["optimised"], *asked, "--decode-tokens", "2", "--rounds", "1").json
+    assert alone["dense"]["bits_per_byte"] > 0
+    wanted = alone["suite"]["tasks"]
+    assert list(wanted) == ["cloze", "identifiers", "brackets", "copying", "all"]
+    assert (alone["suite"]["models"], wanted["all"]["items"]) == (["dense", "sparse"], 16)
+    budget = ["--budget", "1GB"]
+    for kind in ("optimised", "store"):
+        found = command(
+            "eval", kinds[kind], *asked, "--against", kinds["checkpoint"], *(budget * (kind == "store"))
+        ).json
+        assert "dense" not in found
+        assert found["suite"]["models"] == [str(kinds["checkpoint"]), str(kinds[kind])]
+        assert found["suite"]["tasks"] == wanted  # lossless
+    int8 = command("eval", kinds["quantised"], *asked, "--against", kinds["checkpoint"]).json["suite"]["tasks"]
+    assert int8["all"]["accuracy"][0] == wanted["all"]["accuracy"][0]
+    other = command("eval", kinds["bundle"], *asked, "--against", kinds["checkpoint"]).json["suite"]
+    assert other["window"] == ROOM
+    assert other["tasks"]["all"]["changed"] > 0  # it is another model
+    shown = command("eval", kinds["store"], *asked[:-1], "--against", kinds["checkpoint"]).out
+    header, _, *rows, end = shown.splitlines()
+    assert header.split("  ")[0] == "right answers"
+    assert [row.split()[0] for row in rows] == [*wanted]
+    assert " 0.0 " in rows[-1]
+    assert re.fullmatch(r"\d+ threads", end)
+
+
+def test_what_a_suite_needs(command: Command, kinds: dict[str, Path]) -> None:
+    def said(*argv: object) -> str:
+        ran = command("eval", *argv, ok=False)
+        assert ran.code == 2
+        return ran.err
+
+    for argv in (["store", "--suite"], ["quantised", "--suite"], ["bundle"]):
+        assert "no dense weights in that folder, found no --against. Pass --suite --against" in said(
+            kinds[argv[0]], *argv[1:]
+        )
+    against = ["--against", kinds["checkpoint"]]
+    assert "--against: expected --suite beside it, and no --lm-eval, found no --suite" in said(kinds["store"], *against)
+    assert "found --lm-eval" in said(kinds["store"], *against, "--suite", "--lm-eval", "arc_easy")
+    assert "found statistics, written by profile" in said(kinds["store"], "--suite", "--against", kinds["stats"])
+    assert "task: expected cloze or" in said(kinds["store"], "--suite", "spelling", *against)

@@ -227,10 +227,16 @@ def stdlib_sample(split: str, tokenizer: Any, tokens: int) -> str:
     return stdlib_text(split, max_bytes=math.ceil(1.25 * tokens * bytes_per_token))
 
 
-def text_of(args: argparse.Namespace, tokenizer: Any, tokens: int) -> str:
-    """The text that ``--text`` names: a file, or ``stdlib`` and ``stdlib-heldout``, of which enough is taken."""
+def text_of(args: argparse.Namespace, tokenizer: Any = None, tokens: int | None = None) -> str:
+    """The text that ``--text`` names: a file, or ``stdlib`` and ``stdlib-heldout``, of which enough is taken.
+
+    tokens: that are enough; None: all of it.
+    """
     if args.text in ("stdlib", "stdlib-heldout"):
-        return stdlib_sample("train" if args.text == "stdlib" else "heldout", tokenizer, tokens)
+        from torch_pi2.profiling.text import stdlib_text
+
+        split = "train" if args.text == "stdlib" else "heldout"
+        return stdlib_text(split) if tokens is None else stdlib_sample(split, tokenizer, tokens)
     return text_in(args.text, "--text")
 
 

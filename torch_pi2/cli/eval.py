@@ -1,14 +1,22 @@
-"""Compare an optimised model with its dense form: held-out loss, work done, and time per token."""
+"""Compare an optimised model with its dense form: held-out loss, work done, and time per token.
+
+--suite has both, or any two models, answer questions made of the text: the last word of a line (cloze), an identifier
+that was used before, the closing bracket of the right kind, the next word of a line that is said again. Differences are
+paired, with a 95 % confidence interval.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.progress import phase
 from torch_pi2.cli import common
 
+#: Of each task of the suite, where nobody says how many.
+_ITEMS = 200
 EXAMPLE = "torch-pi2 eval my-sparse-model --max-tokens 20000 --json"
 
 
@@ -27,7 +35,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TASK",
         help="also tasks of lm-eval (extra eval): names, YAML files or folders of them; nothing is downloaded for them",
     )
-    parser.add_argument("--limit", type=common.positive, metavar="N", help="examples of each task (default: all)")
+    parser.add_argument(
+        "--suite",
+        nargs="*",
+        metavar="TASK",
+        help="also questions made of --text, all of it: cloze, identifiers, brackets, copying (default: all four)",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="DIR",
+        help="with --suite alone: the model to compare with, instead of the dense one; both of any kind, bundles too",
+    )
+    parser.add_argument(
+        "--limit",
+        type=common.positive,
+        metavar="N",
+        help=f"examples of each task (default: all of lm-eval's, {_ITEMS} of the suite's)",
+    )
+    parser.add_argument("--seed", type=common.seed, default=0, help="of the suite's questions (default: 0)")
+    parser.add_argument("--budget", metavar="BYTES", help="memory of a packed store, such as 2GiB (default: all)")
     common.add_loading(parser)
 
 
@@ -37,21 +63,77 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.store.parts import Parts
     from torch_pi2.store.storefile import weights_path
 
-    pi2 = Path(args.model) / "pi2"
-    sparse = common.load_sparse(args)
+    args.context = args.window
+    pi2, result = Path(args.model) / "pi2", {"model": args.model, "threads": torch.get_num_threads()}
     # rows of neurons have no dense form to compare with, which is said, unless something else was asked for
-    dense = None if args.lm_eval and weights_path(pi2) is not None else common.load_dense(args)
+    rows = weights_path(pi2) is not None
+    _check_suite(args, rows)
+    if args.against is not None:
+        both = [_of_any_kind(args, args.against, None), _of_any_kind(args, args.model, args.budget)]
+        return result | {"suite": _suite(args, both)}
+    sparse = common.load_sparse(args)
+    dense = None if args.lm_eval and rows else common.load_dense(args)
     tokenizer = common.load_tokenizer(args)
     with Parts(pi2) as parts:
         plan = parts.plan()
-    result: dict[str, Any] = {
-        "model": args.model,
-        "methods": sorted({layer.method for layer in plan.layers}),
-        "threads": torch.get_num_threads(),
-    }
+    result["methods"] = sorted({layer.method for layer in plan.layers})
     if args.lm_eval:
         result["lm_eval"] = _tasks(args, {"dense": dense, "sparse": sparse}, tokenizer)
+    if args.suite is not None:
+        result["suite"] = _suite(args, [("dense", dense, tokenizer), ("sparse", sparse, tokenizer)])
     return result if dense is None else result | _compared(args, dense, sparse, tokenizer, plan)
+
+
+def _check_suite(args: argparse.Namespace, rows: bool) -> None:
+    """Raises ConfigError: there is one model alone (``rows``: without dense weights), or two without a suite."""
+    from torch_pi2.cli.folders import kind_of
+    from torch_pi2.errors import ConfigError
+
+    alone = args.suite is not None and not args.lm_eval
+    if args.against is not None and not alone:
+        raise ConfigError(
+            "--against",
+            expected="--suite beside it, and no --lm-eval",
+            found="--lm-eval" if args.lm_eval else "no --suite",
+            fix="Pass --suite, or leave --against out.",
+        )
+    if args.against is None and (kind_of(Path(args.model)) == "bundle" or (rows and args.suite is not None)):
+        raise ConfigError(
+            f"torch-pi2 eval {args.model}",
+            expected="--suite and a model to compare with: there are no dense weights in that folder",
+            found="no --against",
+            fix="Pass --suite --against CHECKPOINT, the one that it was made of.",
+        )
+
+
+def _of_any_kind(args: argparse.Namespace, folder: str, budget: str | None) -> tuple[str, Any, Any]:
+    """Name, model and tokenizer of a checkpoint, of what optimize, quantize and pack wrote, or of a bundle."""
+    from torch_pi2.cli.folders import kind_of
+
+    of = argparse.Namespace(**vars(args) | {"model": folder, "budget": budget, "gpu_memory": None, "compile": False})
+    if kind_of(Path(folder)) != "bundle":
+        return folder, common.load_any(of), common.load_tokenizer(of)
+    from torch_pi2.export.run import Bundle
+
+    phase(f"load {folder}")
+    bundle = Bundle(folder, budget)
+    return folder, bundle, bundle.tokenizer
+
+
+def _suite(args: argparse.Namespace, models: Sequence[tuple[str, Any, Any]]) -> dict[str, Any]:
+    """Differences by task of two models, each with its name and tokenizer, the one that is compared with first."""
+    from torch_pi2.eval import answers, differences, make_items
+    from torch_pi2.export.run import Bundle
+
+    items = make_items(common.text_of(args), args.suite or (), limit=args.limit or _ITEMS, seed=args.seed)
+    room = [model.manifest.max_tokens for _, model, _ in models if isinstance(model, Bundle)]
+    window, given = min([args.window, *room]), []
+    for name, model, tokenizer in models:
+        phase(f"suite: {name}")
+        given.append(answers(model, tokenizer, items, window=window, progress=not args.quiet))
+    tasks = {task: found.to_json() for task, found in differences(items, *given).items()}
+    names = [name for name, *_ in models]
+    return {"models": names, **common.given(args, "text", "seed"), "window": window, "tasks": tasks}
 
 
 def _tasks(args: argparse.Namespace, models: dict[str, Any], tokenizer: Any) -> dict[str, dict[str, Any]]:
@@ -101,7 +183,7 @@ def _compared(args: argparse.Namespace, dense: Any, sparse: Any, tokenizer: Any,
 
 def render(result: dict[str, Any]) -> str:
     rows: list[tuple[str, ...]] = []
-    told = f"methods: {', '.join(result['methods'])}"
+    told = f"methods: {', '.join(result['methods'])}; " if "methods" in result else ""
     if "dense" in result:
         dense, sparse = result["dense"], result["sparse"]
         rows = [
@@ -113,13 +195,34 @@ def render(result: dict[str, Any]) -> str:
             ("ms per token in all", f"{dense['total_ms']:.3f}", f"{sparse['total_ms']:.3f}"),
         ]
         scored = f"{dense['tokens']} tokens ({common.size(dense['bytes'])}) scored"
-        told += f"; loss {result['loss_change']:+.3%}; {scored}"
+        told += f"loss {result['loss_change']:+.3%}; {scored}; "
     for task, found in result.get("lm_eval", {}).items():
         names = [name for name in found["sparse"] if not name.partition(" ")[0].endswith("_stderr")]
         for name in names:
             figures = (_with_error(found.get(of), name) for of in ("dense", "sparse"))
             rows.append((f"{task}: {name}", *figures))
-    return f"{common.table(('', 'dense', 'sparse'), rows)}\n{told}; {result['threads']} threads"
+    tables = [common.table(("", "dense", "sparse"), rows)] if rows else []
+    if "suite" in result:
+        tables.append(suite_table(result["suite"]["models"], result["suite"]["tasks"]))
+    return "\n".join([*tables, f"{told}{result['threads']} threads"])
+
+
+def suite_table(models: Sequence[str], tasks: dict[str, dict[str, Any]]) -> str:
+    """Of the answers of two models, by names for them."""
+    first, second = (Path(name).name for name in models)
+    header = ("right answers", "items", "by chance", first, second, "difference", "95 % interval", "other answers")
+    rows = [
+        (
+            task,
+            str(of["items"]),
+            *(common.percent(share) for share in (of["chance"], *of["accuracy"])),
+            f"{100 * of['difference']:+.1f}",
+            "{:+.1f} to {:+.1f}".format(*(100 * end for end in of["interval"])),
+            common.percent(of["changed"]),
+        )
+        for task, of in tasks.items()
+    ]
+    return common.table(header, rows)
 
 
 def _with_error(figures: dict[str, float] | None, name: str) -> str:

@@ -1,6 +1,8 @@
-"""How good and how fast: held-out loss (:mod:`.loss`), work (:mod:`.work`), time (:mod:`.timing`), :mod:`.verdict`."""
+"""How good and how fast: held-out loss (:mod:`.loss`), questions (:mod:`.suite`), :mod:`.work`, :mod:`.timing`."""
 
+from torch_pi2.eval.items import Item, make_items
 from torch_pi2.eval.loss import LossReport, bits_per_byte, nats_per_token
+from torch_pi2.eval.suite import Answer, Difference, answers, differences
 from torch_pi2.eval.timing import (
     DecodeComparison,
     DecodeTiming,
@@ -13,14 +15,20 @@ from torch_pi2.eval.verdict import judge
 from torch_pi2.eval.work import Work, work
 
 __all__ = [
+    "Answer",
     "DecodeComparison",
     "DecodeTiming",
+    "Difference",
+    "Item",
     "LossReport",
     "Work",
+    "answers",
     "bits_per_byte",
     "compare_decode",
+    "differences",
     "ffn_modules",
     "judge",
+    "make_items",
     "nats_per_token",
     "time_decode",
     "time_decode_many",

@@ -103,13 +103,18 @@ class _Scored:
     text_bytes: int
 
 
+def bos_of(tokenizer: Any) -> list[int]:
+    """The token that the tokenizer begins texts with, if it does."""
+    return [i for i in list(tokenizer("")["input_ids"])[:1] if i == tokenizer.bos_token_id]
+
+
 def _encode(tokenizer: Any, text: str, max_tokens: int | None) -> _Scored:
     """Token ids of ``text``, cut so that both ends of what is scored lie between characters.
 
     A byte-level token may hold half of a character; were it at either end, "the bytes of the scored
     tokens" would not be bytes of the text.
     """
-    bos = [i for i in list(tokenizer("")["input_ids"])[:1] if i == tokenizer.bos_token_id]
+    bos = bos_of(tokenizer)
     fast = bool(getattr(tokenizer, "is_fast", False))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
     ids = list(encoded["input_ids"])
