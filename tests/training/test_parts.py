@@ -84,15 +84,19 @@ def test_a_loss_that_is_not_finite_is_refused() -> None:
 def test_the_l1_weight_grows_while_there_are_too_few_zeros() -> None:
     model: Any = tiny("llama-relu")
     zeros = Zeros(model, torch_pi2.find_sites(model))
-    steering = Steering(SparseLoss(zeros, SparsifySettings(target_sparsity=0.9), None, 2.0), torch.zeros(0, 2), False)
+    loss = SparseLoss(zeros, SparsifySettings(target_sparsity=0.9), None, 2.0)
 
-    def after(done: float, share: float, times: int = 1) -> float:
-        steering.loss.l1 = 2.0
+    def after(done: float, share: float, times: int = 1, *, first: float = 0.0) -> float:
+        loss.l1 = 2.0
+        steering = Steering(loss, torch.zeros(0, 2), first, False)
         for _ in range(times):
             steering._steer(done, share)
         return steering.loss.l1
 
     assert after(0.0, 0.45) == pytest.approx(2.0)  # half of the target is aimed at in the beginning
+    assert after(0.0, 0.7, first=0.7) == pytest.approx(2.0)  # or what there was
+    assert after(0.3, 0.8, first=0.7) == pytest.approx(2.0)
+    assert after(0.3, 0.95, first=0.95) < 2.0
     assert after(0.6, 0.9) == pytest.approx(2.0)
     assert after(1.0, 0.9) == pytest.approx(2.0)
     assert 2.0 < after(0.6, 0.88) < after(0.6, 0.5)

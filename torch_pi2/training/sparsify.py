@@ -180,7 +180,7 @@ def sparsify(
                 chosen,
                 arguments,
                 teacher=dense.eval() if chosen.distill else None,
-                magnitude=begun.changed.magnitude,
+                begins=begun.changed,
                 progress=progress,
             )
         except KeyboardInterrupt:

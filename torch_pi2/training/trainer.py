@@ -28,7 +28,7 @@ from torch_pi2.base.units import percent
 from torch_pi2.errors import ConfigError
 from torch_pi2.training.settings import STEER_EVERY, SparsifySettings
 from torch_pi2.training.student import revive
-from torch_pi2.training.zeros import Zeros, measure, next_token_loss
+from torch_pi2.training.zeros import Measured, Zeros, measure, next_token_loss
 
 #: What the penalty adds to the loss at the beginning, in nats.
 _FIRST_NATS = 0.01
@@ -36,7 +36,7 @@ _FIRST_NATS = 0.01
 _MOST, _GAIN = 0.25, 4.0
 #: The L1 weight stays within this factor of its first value.
 _RANGE = 1e4
-#: Part of the steps after which the aim is the target; it begins at half.
+#: Part of the steps after which the aim is the target; it begins at half, or at what there is, if that is more.
 _RISE = 0.6
 
 
@@ -90,9 +90,10 @@ class Steering:
     is in the rows of the log, which Trainer keeps in its checkpoints.
     """
 
-    def __init__(self, loss: SparseLoss, heldout_NT: torch.Tensor, progress: bool) -> None:
+    def __init__(self, loss: SparseLoss, heldout_NT: torch.Tensor, zeros: float, progress: bool) -> None:
         self.loss, self.heldout_NT, self.progress = loss, heldout_NT, progress
-        self.first_l1 = loss.l1
+        self.first_l1, target = loss.l1, loss.settings.target_sparsity
+        self.first_aim = min(target, max(target / 2, zeros))
         self.trainer: Any = None
         self._bar: Any = None
 
@@ -135,7 +136,8 @@ class Steering:
 
     def _steer(self, done: float, zeros: float) -> None:
         """``done``: part of the steps; ``zeros``: the share there was."""
-        aim = self.loss.settings.target_sparsity * min(1.0, 0.5 + 0.5 * done / _RISE)
+        risen = (self.loss.settings.target_sparsity - self.first_aim) * min(1.0, done / _RISE)
+        aim = self.first_aim + risen
         l1 = self.loss.l1 * math.exp(max(-_MOST, min(_MOST, _GAIN * (aim - zeros))))
         self.loss.l1 = min(self.first_l1 * _RANGE, max(self.first_l1 / _RANGE, l1))
 
@@ -236,13 +238,13 @@ def train(
     arguments: Any,
     *,
     teacher: Any = None,
-    magnitude: float,
+    begins: Measured,
     progress: bool = False,
 ) -> list[dict[str, Any]]:
     """Train ``student`` in place, from its last checkpoint if there is one; the rows of the log.
 
     Args:
-        magnitude: mean of ``|h|`` before, which says how large the first L1 weight is.
+        begins: the student before, which says how large the first L1 weight is, and what is aimed at first.
 
     Raises:
         ArtifactError: a checkpoint cannot be written (the disk is full); the last whole one is left.
@@ -252,8 +254,8 @@ def train(
     class Callback(Steering, TrainerCallback):
         """Trainer asks it for all that can happen."""
 
-    loss = SparseLoss(zeros, settings, teacher, _FIRST_NATS / magnitude)
-    steering = Callback(loss, heldout_NT, progress)
+    loss = SparseLoss(zeros, settings, teacher, _FIRST_NATS / begins.magnitude)
+    steering = Callback(loss, heldout_NT, begins.mean_zeros, progress)
     use_cache = student.config.use_cache
     trainer = Trainer(
         model=student,
