@@ -35,6 +35,7 @@ BENCHMARKS = {
     "offload": "a model larger than memory, step by step from mmap to the pipeline",
     "best-of": "several sequences of which one ends every few steps, under plans that follow or not",
     "speculate": "guessed next tokens, verified together, against plain decoding",
+    "fit": "predictors of a model that is larger than memory: how much of it that takes",
     "scores": "what thresholds skip of a model without exact zeros, and what that costs, by score and share",
     "serve": "servers under load, and how long clients wait, optionally against llama-cpp-python's own",
     "prefix": "the first text of an answer whose prompt begins as one before did",
