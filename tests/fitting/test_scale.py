@@ -18,6 +18,7 @@ from tiny_tokenizers import byte_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import torch_pi2
+from torch_pi2.base.files import locked
 from torch_pi2.base.mapped import is_mapped
 from torch_pi2.errors import ArtifactError, DtypeError, StaleArtifactError
 from torch_pi2.fitting import search, train
@@ -115,6 +116,20 @@ def test_a_folder_of_another_fit_is_refused(profiled: Any, tmp_path: Path) -> No
     begun.write_text(begun.read_text()[:-20])
     with pytest.raises(ArtifactError, match=r"begun.json: expected .*JSON"):
         fit(model, IDS, sites, stats, FitSettings(**FEW), work=work)
+
+
+def test_a_folder_that_is_in_use_or_none_is_refused(profiled: Any, tmp_path: Path) -> None:
+    model, sites, stats = profiled
+    with (
+        locked(tmp_path / "work", 0.0),
+        pytest.raises(ArtifactError, match=r"work: expected no other process that writes"),
+    ):
+        fit(model, IDS, sites, stats, FitSettings(**FEW), work=tmp_path / "work")
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ArtifactError, match=r"writing .*file: expected a folder that can be written, found File exists"
+    ):
+        fit(model, IDS, sites, stats, FitSettings(**FEW), work=tmp_path / "file")
 
 
 def test_signs_are_calibrated_from_files_too(profiled: Any, tmp_path: Path) -> None:

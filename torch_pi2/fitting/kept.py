@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from torch_pi2.base.fields import Field, shown
-from torch_pi2.base.files import atomic_folder_files, atomic_write, locked, parse_json, read_text
+from torch_pi2.base.fields import MOST, Field, shown
+from torch_pi2.base.files import atomic_folder_files, atomic_write, locked, not_written, parse_json, read_text
 from torch_pi2.base.ranks import Ranks
 from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.errors import ArtifactError, StaleArtifactError
@@ -83,7 +83,7 @@ class Losses:
             said = Field(parse_json(read_text(self._path), self._path, *_FORMAT), str(self._path), "Remove it.")
             for pair in said.at("losses").items():
                 loss, share = pair.items(2, 2)
-                self._found.append((loss.number(), math.nan if share.value is None else share.number()))
+                self._found.append((loss.number(-MOST), math.nan if share.value is None else share.number()))
 
     def take(self, measure: Callable[[], tuple[float, float]], ranks: Ranks) -> tuple[float, float]:
         """A loss and the share of pairs that were skipped (nan if unknown)."""
@@ -115,8 +115,11 @@ def begun(folder: Path | None, made_from: Mapping[str, Any], ranks: Ranks) -> It
         ranks.first(lambda: None)
         yield
         return
-    with locked(folder, 0.0):
+    try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise not_written(folder, error) from error
+    with locked(folder, 0.0):
         _check_begun(folder, json.loads(json.dumps(dict(made_from))))
         ranks.first(lambda: None)
         yield
