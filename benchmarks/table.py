@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks import quantization, suite
 from torch_pi2.base.files import atomic_write
-from torch_pi2.base.units import percent
+from torch_pi2.base.units import percent, size
 from torch_pi2.errors import ArtifactError
 
 _HEAD = """# Measured results
@@ -474,6 +474,38 @@ def _suite_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     return [[name, *row] for row in suite.rows_of(result)]
 
 
+_FIT = ("run", "layers", "weights in files", "memory: profile", "fit", "after the first layer", "after the last")
+_FIT_NOTE = """
+Predictors fitted to random weights that stay in their files (`--mapped`): the most memory of the process in each phase,
+and what it has after the first layer and after the last. How many layers there are should not matter.
+"""
+
+
+def _fit_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    phases, by_layer = result["phases"], result["rss_by_layer"]
+    peaks = [size(phases[phase]["peak_rss_bytes"]) for phase in ("profile", "fit")]
+    about = f"{name}: {result['shape']}, {result['tokens']:,} tokens, {result['steps']} steps"
+    return [
+        [about, str(result["layers"]), size(result["checkpoint_bytes"]), *peaks, size(by_layer[0]), size(by_layer[-1])]
+    ]
+
+
+_EARLY = ("run", "layer", "its own input", "attention's", "the FFN's before", "look-ahead")
+_EARLY_NOTE = """
+Recall, and the share of a layer's cold neurons that a predictor wants for it, by what it sees: the layer's own input,
+what attention before it sees, and the feed-forward layer before that. Look-ahead asks the layer's own predictor there.
+"""
+
+
+def _early_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    def cell(found: Mapping[str, float] | None) -> str:
+        return "" if found is None else f"{percent(found['recall'])} by {percent(found['active'])}"
+
+    about = f"{name}: {result['model']}, {result['tokens']:,} tokens, rank {result['rank']}"
+    inputs = ("own", "attention", "before", "lookahead")
+    return [[about, y["key"], *(cell(y.get(of)) for of in inputs)] for y in result["layers"]]
+
+
 #: Of which benchmark, title with a note, header, and rows of a result by its name.
 _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]], list[list[str]]]], ...] = (
     ("decode", "## Whole models", _DECODE, _decode_rows),
@@ -492,6 +524,8 @@ _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]
     ("layer", "## Dense linears and predictors", _LINEARS, _linear_rows),
     ("quantization", f"## Quality\n{_QUANTIZATION_NOTE}", _QUANTIZATION, _quantization_rows),
     ("suite", f"### Questions\n{_SUITE_NOTE}", ("run", *suite.HEADER), _suite_rows),
+    ("early", f"## Predictors that see a layer early\n{_EARLY_NOTE}", _EARLY, _early_rows),
+    ("fit", f"## Memory of a fit\n{_FIT_NOTE}", _FIT, _fit_rows),
     ("attention", f"## Attention\n{_ATTENTION_NOTE}", _ATTENTION, _attention_rows),
 )
 _BENCHMARKS = tuple(dict.fromkeys(what for what, *_ in _SECTIONS))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch_pi2.checkpoint.gguf.exporting import export_gguf
     from torch_pi2.checkpoint.gguf.importing import import_gguf
     from torch_pi2.checkpoint.import_quantized import import_quantized
+    from torch_pi2.checkpoint.mapped import load_mapped
     from torch_pi2.checkpoint.pack import pack
     from torch_pi2.checkpoint.quantize import quantize
     from torch_pi2.checkpoint.save_load import load, save
@@ -48,6 +49,7 @@ _FROM = {
     "checkpoint.gguf.exporting": ("export_gguf",),
     "checkpoint.gguf.importing": ("import_gguf",),
     "checkpoint.import_quantized": ("import_quantized",),
+    "checkpoint.mapped": ("load_mapped",),
     "checkpoint.pack": ("pack",),
     "checkpoint.quantize": ("quantize",),
     "checkpoint.save_load": ("load", "save"),
@@ -94,6 +96,7 @@ __all__ = [
     "import_gguf",
     "import_quantized",
     "load",
+    "load_mapped",
     "optimize",
     "pack",
     "plan",

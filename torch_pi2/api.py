@@ -13,6 +13,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import evaluating, fresh_settings
+from torch_pi2.base.mapped import is_mapped
 from torch_pi2.decode import loop
 from torch_pi2.decode.adapt import follow, let_go
 from torch_pi2.errors import CalibrationError, DtypeError, check_choice
@@ -49,6 +51,7 @@ from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu, on_the_cpu, room_o
 from torch_pi2.rewrite.handle import Handle, Optimized, parts_of
 from torch_pi2.rewrite.rewrite import replaceable
 from torch_pi2.rewrite.rewrite import restore as restore_modules
+from torch_pi2.rewrite.skeleton import on_meta
 from torch_pi2.spec.config import Config, ConfigFields, configured
 from torch_pi2.spec.method import LOSSY, PREDICTED, Method
 from torch_pi2.spec.plan import Plan, lossy_methods, weights_hash
@@ -92,6 +95,8 @@ def _search(model: nn.Module, data: list[Batch] | None, needed: bool = True) -> 
 
 
 def _find(model: nn.Module, data: list[Batch] | None, needed: bool) -> Found:
+    if is_mapped(model):  # no weights are needed
+        return search(on_meta(model), on_meta=True, needed=needed)
     if data and (data[0].input_ids is None or data[0].kwargs):  # it needs more than ids
         args, kwargs = data[0].arguments(model)
         return search(model, args, kwargs, needed=needed)
@@ -187,6 +192,7 @@ def fit(
     stats: ActivationStats,
     tokenizer: Any = None,
     config: Config | None = None,
+    work: str | Path | None = None,
     progress: bool = False,
     **fields: Unpack[ConfigFields],
 ) -> FittedPredictors:
@@ -198,13 +204,21 @@ def fit(
     ``data`` must give next-token logits (a causal language model); for other models use
     :func:`torch_pi2.fitting.fit.fit` with a ``loss_fn``. The others are as in :func:`profile`.
 
+    Args:
+        work: a folder in which samples, and what was fitted, are kept meanwhile: they take no more memory if there are
+            more layers (neither do weights, if :func:`torch_pi2.load_mapped` loaded the model), the same call goes on
+            after a kill, and all processes of ``torch.distributed``'s default group, if there is one (``torchrun``),
+            make this call and share the layers. Remove it when the result is saved. None: all in memory.
+
     Raises:
-        CalibrationError, StaleArtifactError (statistics of other weights), ConfigError.
+        CalibrationError, StaleArtifactError (statistics of other weights; another fit was begun in ``work``),
+        ConfigError, ArtifactError (``work`` cannot be written, or another process fits there).
     """
     config = configured(config, fields)
     with on_the_cpu(model):
         kept = calibration_batches(model, data, tokenizer, config)
-        return _fit(model, kept, _search_of_stats(model, kept, stats).sites, stats, config, progress)
+        sites = _search_of_stats(model, kept, stats).sites
+        return _fit(model, kept, sites, stats, config, progress, None if work is None else Path(work))
 
 
 def _fit(
@@ -214,8 +228,8 @@ def _fit(
     stats: ActivationStats,
     config: Config,
     progress: bool,
+    work: Path | None = None,
 ) -> FittedPredictors:
-    # Samples of all layers are held at once: fewer tokens for large models (7B: about 6,000).
     cold = {s.key: cold_neurons(stats, s.key, hot_cut(s, stats[s.key], config)) for s in sites}
     cold |= {s.key: torch.empty(0, dtype=torch.int64) for s in sites if cuts(s.activation)}  # needs its gates
     if config.method == "auto":
@@ -225,7 +239,8 @@ def _fit(
             return FittedPredictors()
     fitted = [s for s in sites if len(cold[s.key])]
     per_token = max(1, bytes_per_token(model, fitted))
-    n_tokens = max(1024, min(_FIT_TOKENS, _FIT_BYTES // per_token))
+    # In memory, samples of all layers are held at once: fewer tokens for large models (7B: about 6,000).
+    n_tokens = _FIT_TOKENS if work else max(1024, min(_FIT_TOKENS, _FIT_BYTES // per_token))
     if n_tokens < _FIT_TOKENS:
         _log.warning("predictors are fitted to %d tokens instead of %d, to bound memory", n_tokens, _FIT_TOKENS)
     if config.method == Method.SIGNBIT:
@@ -238,12 +253,13 @@ def _fit(
             n_tokens=min(n_tokens, _SIGNBIT_TOKENS),
             target_recall=config.target_recall,
             seed=config.seed,
+            work=work,
             progress=progress,
         )
     # what is rounded up, and the least that an expert has, may exceed per_token * n_tokens
     max_bytes = max(_FIT_BYTES, samples_bytes(model, fitted, n_tokens))
     settings = FitSettings(**vars(config), n_tokens=n_tokens, max_bytes=max_bytes)
-    return fit_predictors(model, data, sites, stats, settings, cold=cold, progress=progress)
+    return fit_predictors(model, data, sites, stats, settings, cold=cold, work=work, progress=progress)
 
 
 @checked

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -332,8 +333,18 @@ def atomic_folder_files(folder: str | Path, files: Mapping[str, str | bytes | tu
     for name, content in files.items():
         if isinstance(content, tuple):
             tensors, metadata = content
-            content = save({k: v.contiguous() for k, v in tensors.items()}, metadata=metadata)
+            content = _in_order(save({k: v.contiguous() for k, v in tensors.items()}, metadata=metadata))
         atomic_write(Path(folder) / name, content)
+
+
+def _in_order(data: bytes) -> bytes:
+    """A safetensors file with its metadata in the order of their names; the library's order is another every time."""
+    size = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:size])
+    header["__metadata__"] = dict(sorted(header.get("__metadata__", {}).items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join((len(text).to_bytes(8, "little"), text, memoryview(data)[size:]))
 
 
 def read_text(path: str | Path) -> str:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -21,6 +22,7 @@ import torch
 
 from torch_pi2.base.fields import shown
 from torch_pi2.base.files import claimed, not_written
+from torch_pi2.base.mapped import MappedFile
 from torch_pi2.base.progress import bar
 from torch_pi2.base.reading import ROOM_BYTES, open_file, parse
 from torch_pi2.errors import ArtifactError, ConfigError
@@ -358,6 +360,19 @@ class TensorReader:
         tensor = new_tensor(shape, spec.dtype)
         self.read_into(name, tensor, row=0 if rows is None else rows[0])
         return tensor
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """Tensor ``name`` where it is in the file, in the memory of :attr:`memory`. Raises as :meth:`read`."""
+        spec = self.spec(name)
+        return self.memory.tensor(spec.shape, spec.dtype, self._start[name])
+
+    @cached_property
+    def memory(self) -> MappedFile:
+        """The file as memory. Raises ArtifactError: the system does not give it."""
+        try:
+            return MappedFile(self._file)
+        except OSError as error:
+            self._damaged(str(error.strerror or error))
 
     def spec(self, name: str) -> Spec:
         """Raises ArtifactError if the file has no such tensor."""

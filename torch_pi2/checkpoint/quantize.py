@@ -56,6 +56,7 @@ from torch_pi2.store.folder import (
     read_config,
 )
 from torch_pi2.store.names import ExpertMatrix
+from torch_pi2.store.parts import Parts, check_predictors
 from torch_pi2.store.source import Checkpoint
 from torch_pi2.store.trust import remember
 from torch_pi2.store.weights import NO_EMBEDDINGS, NO_FORMATS, WEIGHTS_FILE, metadata, neuron_specs
@@ -97,6 +98,7 @@ def quantize(
     calibration: Any = None,
     tokenizer: Any = None,
     calibration_tokens: int = Config.calibration_tokens,
+    plan: str | Path | None = None,
     trust_remote_code: bool = False,
     progress: bool = False,
 ) -> QuantizeReport:
@@ -114,6 +116,8 @@ def quantize(
         quantization: see :class:`torch_pi2.Config`: ``rtn``, or ``gptq``, which runs the model over ``calibration``
             with the weights of one module in memory at a time (rows are in files beside ``folder_out`` meanwhile).
         calibration, tokenizer, calibration_tokens: for ``gptq``, as in :func:`torch_pi2.profile`.
+        plan: folder with a plan of a dense checkpoint, and beside it predictors and statistics (all three written with
+            one ``--out`` of ``torch-pi2 profile``, ``fit`` and ``plan``), to be kept as those of a folder of ours.
 
     Raises:
         ConfigError, ArtifactError, DtypeError, NonFiniteError, StaleArtifactError, UnsupportedModelError,
@@ -122,6 +126,8 @@ def quantize(
     source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
     config = Config(calibration_tokens=calibration_tokens)
     _check(source, folder, weights, quantization, calibration)
+    if plan is not None:
+        _check_parts(source, Path(plan))
 
     def make(stored: Stored, plan: Plan, ways: dict[str, str], linears: dict[str, int]) -> Quantizer:
         rows = NO_ROWS
@@ -131,7 +137,8 @@ def quantize(
             rows = rows_of_checkpoint(stored, data, sites, linears, weights, folder.parent, progress=progress)
         return Quantizer(stored, plan, ways, linears, weights, rows=rows)
 
-    return convert(source, folder, make, trust_remote_code=trust_remote_code, progress=progress)
+    parts = None if plan is None else Path(plan)
+    return convert(source, folder, make, parts=parts, trust_remote_code=trust_remote_code, progress=progress)
 
 
 def convert(
@@ -140,6 +147,7 @@ def convert(
     make: MakeWriter,
     *,
     with_linears: bool = True,
+    parts: Path | None = None,
     trust_remote_code: bool = False,
     progress: bool = False,
 ) -> QuantizeReport:
@@ -147,6 +155,7 @@ def convert(
 
     Args:
         with_linears: whether other linear layers than those of feed-forward layers are to be found.
+        parts: folder of plan, predictors and statistics (default: ``source``'s own, if it has some).
 
     Raises: as :func:`quantize`.
     """
@@ -157,7 +166,8 @@ def convert(
     with torch.device("meta"):
         empty = skeleton(source, trust_remote_code=trust_remote_code)
     check_known_experts(f"quantize({source})", empty)
-    plan = _plan_of(source, empty, needed=not with_linears)
+    parts = parts or source / PI2_FOLDER
+    plan = _plan_of(parts, empty, needed=not with_linears)
     with replacing_folder(folder) as staging:
         keep_card(folder, staging)
         (staging / PI2_FOLDER).mkdir()
@@ -173,8 +183,8 @@ def convert(
             report.bytes_in = checkpoint.nbytes
         placed(plan, ways, left, found_hash).save(staging / PI2_FOLDER)
         for name in ("predictors.safetensors", "stats.safetensors"):
-            if (source / PI2_FOLDER / name).exists():
-                shutil.copyfile(source / PI2_FOLDER / name, staging / PI2_FOLDER / name)
+            if (parts / name).exists():
+                shutil.copyfile(parts / name, staging / PI2_FOLDER / name)
         report.bytes_out = (staging / PI2_FOLDER / WEIGHTS_FILE).stat().st_size
         declare(staging)
     if trust_remote_code:
@@ -217,10 +227,24 @@ def _check(source: Path, folder: Path, weights: str, quantization: str, calibrat
     check_separate("quantize", source, folder)
 
 
-def _plan_of(source: Path, model: nn.Module, *, needed: bool) -> Plan:
-    """The plan that a checkpoint has, or one of the layers of its ``model``, which is on ``meta``."""
-    if (source / PI2_FOLDER / "plan.json").exists():
-        plan = Plan.load(source / PI2_FOLDER)
+def _check_parts(source: Path, parts: Path) -> None:
+    """Raises ConfigError: ``source`` has its own. ArtifactError, StaleArtifactError: they do not belong together."""
+    if (source / PI2_FOLDER).exists():
+        raise ConfigError(
+            "quantize(plan=...)",
+            expected="none: the folder has its own",
+            found=str(parts),
+            fix="Leave it out, or name the dense checkpoint.",
+        )
+    with Parts(parts) as found:
+        plan = found.plan()
+        check_predictors(plan, found.each_predictor(plan.model_hash), parts)
+
+
+def _plan_of(parts: Path, model: nn.Module, *, needed: bool) -> Plan:
+    """The plan in ``parts``, or one of the layers of a checkpoint's ``model``, which is on ``meta``."""
+    if (parts / "plan.json").exists():
+        plan = Plan.load(parts)
         check_names(model, plan)
         return plan
     return new_plan(search(model, on_meta=True, needed=needed))

@@ -162,6 +162,14 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add_loading(parser)
 
 
+def add_mapped(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mapped",
+        action="store_true",
+        help="leave weights in their files, for a MODEL that is larger than memory: each is read when it is used",
+    )
+
+
 def add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write into")
 
@@ -343,11 +351,27 @@ def load_dense(args: argparse.Namespace) -> nn.Module:
     """The ordinary model of ``args.model``, in eval mode."""
     _check_dense(args)
     phase(f"load {args.model}")
+    if getattr(args, "mapped", False):
+        return _load_mapped(args)
     with _loading(args, "model", _MODEL):
         from transformers import AutoModelForCausalLM
 
         model: nn.Module = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype_of(args), **_arguments(args))
     return model.eval()
+
+
+def _load_mapped(args: argparse.Namespace) -> nn.Module:
+    import torch_pi2
+
+    if args.dtype != "auto":
+        raise ConfigError(
+            "--mapped", expected="weights as they are, --dtype auto", found=f"--dtype {args.dtype}", fix="Leave it out."
+        )
+    scratch = None if args.out is None else args.out.parent
+    if scratch is not None:
+        scratch.mkdir(parents=True, exist_ok=True)
+    how = given(args, "trust_remote_code")
+    return torch_pi2.load_mapped(args.model, scratch=scratch, progress=not args.quiet, **how)
 
 
 def load_sparse(args: argparse.Namespace) -> nn.Module:

@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--diff", nargs=2, type=Path, metavar=("A", "B"), help="two folders with plans: what differs")
     _add_machine(parser)
     common.add_loading(parser)
+    common.add_mapped(parser)
     common.add_config(parser)
 
 

@@ -12,6 +12,7 @@ EXAMPLE = "torch-pi2 profile my-model --out my-stats --tokens 20000"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
+    common.add_mapped(parser)
     common.add_out(parser)
     common.add_text(parser)
     common.add_config(parser)

@@ -38,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"of --text, for gptq (default: {Config.calibration_tokens})",
     )
+    parser.add_argument(
+        "--plan", type=Path, metavar="DIR", help="--out of plan, fit and profile, for a dense IN (default: IN's own)"
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run modelling code in the checkpoint folder")
     verdict.add_arguments(parser)
 
@@ -46,7 +49,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
 
     common.check_out(args.out)
-    how = common.given(args, "weights", "quantization", "trust_remote_code")
+    how = common.given(args, "weights", "quantization", "plan", "trust_remote_code")
     if args.quantization == "gptq":
         tokenizer = common.load_tokenizer(verdict.loading(args))
         how |= {"tokenizer": tokenizer, **common.given(args, "calibration_tokens")}

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch_pi2.cli import common
+from torch_pi2.cli.processes import end_of_group
 from torch_pi2.training.settings import ACTIVATIONS, SparsifySettings
 
 EXAMPLE = "torch-pi2 sparsify my-model --out my-relu-model --text corpus/*.txt --steps 1000 --distill"
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         **common.given(args, *names, "distill", "revive", "save_every", "seed"),
         bf16=not args.float32,
     )
-    _end_of_processes(args)
+    end_of_group(args)
     return {"out": str(args.out), **report.to_json(), "lines": report.lines()}
 
 
@@ -112,18 +113,6 @@ def _documents(given: list[str], option: str) -> list[str]:
         else:
             found.append(common.text_in(name, option))
     return found
-
-
-def _end_of_processes(args: argparse.Namespace) -> None:
-    """Of several processes of ``accelerate launch`` the first one tells what there is to tell."""
-    import os
-
-    import torch.distributed
-
-    if torch.distributed.is_initialized():
-        if torch.distributed.get_rank():
-            args.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
-        torch.distributed.destroy_process_group()
 
 
 def render(result: dict[str, Any]) -> str:

@@ -17,13 +17,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.mapped import let_go
 from torch_pi2.base.progress import bar
+from torch_pi2.base.ranks import Ranks
+from torch_pi2.fitting.kept import Kept, KeptFiles, Losses, begun, digest
 from torch_pi2.fitting.loss import LossFn, causal_lm_loss, mean_loss
 from torch_pi2.fitting.search import FitSettings, Layer, Search, initial_rank
 from torch_pi2.fitting.sets import at_most, profiled_hash, split
@@ -35,6 +39,7 @@ from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.profiling.data import Batch, batches
 from torch_pi2.profiling.recorder import check_sites
 from torch_pi2.profiling.samples import Samples, collect_samples
+from torch_pi2.spec.predictor import PredictorCard
 from torch_pi2.spec.site import FFNSite
 from torch_pi2.spec.stats import ActivationStats
 
@@ -61,6 +66,7 @@ def fit(
     loss_fn: LossFn = causal_lm_loss,
     apply: ApplyFn | None = None,
     cold: Mapping[str, torch.Tensor] | None = None,
+    work: Path | None = None,
     progress: bool = True,
 ) -> FittedPredictors:
     """Fit low-rank predictors for the cold neurons of every site.
@@ -73,14 +79,18 @@ def fit(
         loss_fn: what must hardly change (default: causal language modelling).
         apply: how predictors are applied while the loss is taken; None: :class:`PredictedMaskMode`.
         cold: site key -> cold neurons; None: those that fire for less than ``settings.hot_frequency`` of tokens.
+        work: folder for samples and predictors meanwhile, else in memory: the same call goes on after a kill. All
+            processes of ``torch.distributed``'s default group, if there is one, make this call, and share the layers:
+            the result is that of one process with as many threads.
 
     Returns:
         Predictors with cards measured on the evaluation sequences, and ``report``. Those sequences also steer the
         search, so the loss to quote is one taken on other text (``torch-pi2 eval``).
 
     Raises:
-        StaleArtifactError: ``stats`` are of other weights. CalibrationError: too few sequences.
-        ConfigError: samples that exceed ``settings.max_bytes``.
+        StaleArtifactError: ``stats`` are of other weights, or another fit was begun in ``work``.
+        CalibrationError: too few sequences. ConfigError: samples in memory that exceed ``settings.max_bytes``.
+        ArtifactError: ``work`` cannot be written, or another process fits there.
     """
     settings = settings or FitSettings()
     check_sites(model, sites)
@@ -92,38 +102,54 @@ def fit(
         cold = {s.key: cold_neurons(stats, s.key, settings.hot_frequency) for s in sites}
     sites = [s for s in sites if len(cold[s.key])]
     cuts = {s.key: stats[s.key].cut for s in sites}
-    samples = _samples(model, parts, sites, cuts, settings, progress)
-    layers = [
-        Layer(
-            s,
-            cold[s.key],
-            samples["fit"][s.key],
-            samples["calibrate"][s.key],
-            initial_rank(s, stats[s.key].active_share, stats[s.key].skew()),
-            settings.target_recall,
-        )
-        for s in sites
-    ]
-    masked = {s.key: cold[s.key] for s in sites}
-    dense_loss, _ = mean_loss(model, parts["evaluate"], loss_fn, None)
+    ranks = Ranks(together=work is not None)
+    made_from = {"model": model_hash, "text": digest(parts), "statistics": digest([cold, cuts]), **vars(settings)}
+    with begun(work, made_from, ranks):
+        samples = _samples(model, parts, sites, cuts, settings, work, ranks, progress)
+        layers = [
+            Layer(
+                s,
+                cold[s.key],
+                samples["fit"],
+                samples["calibrate"],
+                initial_rank(s, stats[s.key].active_share, stats[s.key].skew()),
+                settings.target_recall,
+                Kept() if work is None else KeptFiles(work / f"layer-{i}"),
+            )
+            for i, s in enumerate(sites)
+        ]
+        masked = {s.key: cold[s.key] for s in sites}
+        losses = Losses(work)
 
-    def change(predictors: Mapping[str, LowRank]) -> tuple[float, float]:
-        # What is predicted is computed whole, whatever its gate: thresholds said what predictors had to find.
-        context = apply(predictors) if apply else PredictedMaskMode(model, sites, predictors, masked)
-        loss, skipped = mean_loss(model, parts["evaluate"], loss_fn, context)
-        return loss / dense_loss - 1, skipped
+        def loss_in(make: Callable[[], Any]) -> tuple[float, float]:
+            return losses.take(lambda: mean_loss(model, parts["evaluate"], loss_fn, make(), ranks), ranks)
 
-    with bar(None, "fit", progress, total=len(layers) + settings.max_rounds, unit="step") as shown:
-        search = Search(layers, settings, change, shown.update)
-        search.run()
-    result = FittedPredictors(_of_one_rank(search.predictors(), sites))
-    result.model_hash = model_hash
-    for layer in layers:
-        key = layer.site.key
-        measured: dict[str, Any] = {"neurons": layer.cold, "weights": layer.site.weights(model)}
-        result[key].card = measure(result[key], samples["evaluate"][key], layer.site, **measured)
-    tokens = {name: sum(b.n_tokens for b in part) for name, part in parts.items()}
-    result.report = _report(search, settings, result, dense_loss, tokens)
+        dense_loss, _ = loss_in(lambda: None)
+
+        def change(predictors: Mapping[str, LowRank]) -> tuple[float, float]:
+            # What is predicted is computed whole, whatever its gate: thresholds said what predictors had to find.
+            loss, skipped = loss_in(
+                lambda: apply(predictors) if apply else PredictedMaskMode(model, sites, predictors, masked)
+            )
+            return loss / dense_loss - 1, skipped
+
+        with bar(None, "fit", progress, total=len(layers) + settings.max_rounds, unit="step") as shown:
+            search = Search(layers, settings, change, shown.update, ranks)
+            search.run()
+        result = FittedPredictors(_of_one_rank(search.predictors(), sites))
+        result.model_hash = model_hash
+
+        def card(layer: Layer) -> PredictorCard:
+            key, weights = layer.site.key, layer.site.weights(model)
+            measured: dict[str, Any] = {"neurons": layer.cold, "weights": weights}
+            found = measure(result[key], samples["evaluate"][key], layer.site, **measured)
+            let_go(model, weights)
+            return found
+
+        for layer, found in zip(layers, ranks.map(card, layers)):
+            result[layer.site.key].card = found
+        tokens = {name: sum(b.n_tokens for b in part) for name, part in parts.items()}
+        result.report = _report(search, settings, result, dense_loss, tokens)
     return result
 
 
@@ -133,17 +159,25 @@ def _samples(
     sites: Sequence[FFNSite],
     cuts: Mapping[str, float | torch.Tensor],
     settings: FitSettings,
+    work: Path | None,
+    ranks: Ranks,
     progress: bool,
-) -> dict[str, dict[str, Samples]]:
+) -> dict[str, Mapping[str, Samples]]:
     """Of each part of the data, by site."""
     if not sites:
         return {name: {} for name in parts}
     held = max(1, min(settings.n_tokens // 4, 4096))
+    wanted = dict(zip(parts, (settings.n_tokens, held, held)))
     bounds: dict[str, Any] = {"seed": settings.seed, "max_bytes": settings.max_bytes, "progress": progress}
-    return {
-        name: collect_samples(model, part, sites, n, thresholds=cuts, **bounds)
-        for (name, part), n in zip(parts.items(), (settings.n_tokens, held, held))
-    }
+
+    def collect(name: str) -> Mapping[str, Samples]:
+        folder = None if work is None else work / f"samples-{name}"
+        return collect_samples(model, parts[name], sites, wanted[name], thresholds=cuts, folder=folder, **bounds)
+
+    if work is None:
+        return {name: collect(name) for name in parts}
+    ranks.map(lambda name: len(collect(name)), list(parts))
+    return {name: collect(name) for name in parts}  # finds them in their folders
 
 
 def _report(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from torch_pi2.base.evaluating import evaluating
+from torch_pi2.base.mapped import letting_go
 from torch_pi2.base.progress import bar
+from torch_pi2.base.ranks import Ranks
 from torch_pi2.errors import CalibrationError, NonFiniteError
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.profiling.data import Batch
@@ -64,7 +66,7 @@ def divergences(
         CalibrationError: as :func:`causal_lm_loss`.
     """
     sums, count = [0.0] * len(contexts), 0
-    with evaluating(model):
+    with evaluating(model), letting_go(model):
         for batch in bar(data, "divergences", progress, unit="batch"):
             _, logits = _ids_and_logits(model, batch)
             assert batch.mask_BT is not None
@@ -80,17 +82,23 @@ def divergences(
     return [one / max(1, count) for one in sums]
 
 
-def mean_loss(model: nn.Module, data: Sequence[Batch], loss_fn: LossFn, context: Any) -> tuple[float, float]:
-    """Mean loss over ``data`` inside ``context``, and the share of cold pairs skipped (nan if unknown)."""
-    total, count = 0.0, 0
-    with evaluating(model):
-        for batch in data:
-            if context is None:
-                part, n = loss_fn(model, batch)
-            else:
-                with context:
-                    part, n = loss_fn(model, batch)
-            total, count = total + part, count + n
+def mean_loss(
+    model: nn.Module, data: Sequence[Batch], loss_fn: LossFn, context: Any, ranks: Ranks | None = None
+) -> tuple[float, float]:
+    """Mean loss over ``data`` inside ``context``, and the share of cold pairs skipped (nan if unknown).
+
+    Args:
+        ranks: processes that share the batches; None: this one takes all.
+    """
+    ranks = ranks or Ranks()
+
+    def loss_of(batch: Batch) -> tuple[float, int]:
+        with nullcontext() if context is None else context:
+            return loss_fn(model, batch)
+
+    with evaluating(model), letting_go(model):
+        parts = ranks.map(loss_of, data)
+    total, count = sum(part for part, _ in parts), sum(n for _, n in parts)
     if not count or not math.isfinite(total):
         raise NonFiniteError(
             "loss on the evaluation sequences",
@@ -98,5 +106,7 @@ def mean_loss(model: nn.Module, data: Sequence[Batch], loss_fn: LossFn, context:
             found=f"{total} over {count} tokens",
             fix="Check the checkpoint and that sequences have at least two tokens.",
         )
-    skipped = 1 - context.cold_share if isinstance(context, PredictedMaskMode) else math.nan
-    return total / count, skipped
+    if not isinstance(context, PredictedMaskMode):
+        return total / count, math.nan
+    kept, pairs = (sum(counts) for counts in zip(*ranks.map(lambda _: context.pairs, range(ranks.size))))
+    return total / count, 1 - kept / max(1, pairs)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torch_pi2.base.mapped import let_go
 from torch_pi2.errors import ConfigError
 from torch_pi2.fitting.sets import at_most
 from torch_pi2.ops.activations import on_up
@@ -51,7 +52,7 @@ def score_scales(
     up_I = _up_norms(model, sites) if score == "norms" else _up_sizes(model, data, sites, progress)
     scales = {}
     for site in sites:
-        scale_I = site.weights(model).down.detach().float().norm(dim=0) * up_I[site.key]
+        scale_I = _norms(model, site.weights(model).down, 0) * up_I[site.key]
         scale_I = scale_I / scale_I.mean().clamp_min(1e-30)
         scales[site.key] = scale_I.clamp_min(_LEAST)
     return scales
@@ -59,7 +60,13 @@ def score_scales(
 
 def _up_norms(model: nn.Module, sites: Sequence[FFNSite]) -> dict[str, torch.Tensor]:
     ones = {site.key: torch.ones(site.intermediate) for site in sites if not site.gated}
-    return ones | {s.key: s.weights(model).up.detach().float().norm(dim=1) for s in sites if s.gated}
+    return ones | {s.key: _norms(model, s.weights(model).up, 1) for s in sites if s.gated}
+
+
+def _norms(model: nn.Module, weight: torch.Tensor, dim: int) -> torch.Tensor:
+    norms: torch.Tensor = weight.detach().float().norm(dim=dim)
+    let_go(model, [weight])
+    return norms
 
 
 def _up_sizes(model: nn.Module, data: list[Batch], sites: Sequence[FFNSite], progress: bool) -> dict[str, torch.Tensor]:
@@ -70,6 +77,7 @@ def _up_sizes(model: nn.Module, data: list[Batch], sites: Sequence[FFNSite], pro
         site, x_NH = firing.site, firing.x_TH[firing.real_T]
         weights = site.weights(model)
         up_NI = F.linear(x_NH, weights.up, weights.bias_up).float()
+        let_go(model, [weights.up])
         squares[site.key] += on_up(site.activation, site.activation_on_up)(up_NI).square().sum(0)
         tokens[site.key] += len(x_NH)
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from torch_pi2.base.arguments import check_values
+from torch_pi2.base.ranks import Ranks
+from torch_pi2.fitting.kept import Kept
 from torch_pi2.fitting.train import calibrate, train_lowrank
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.profiling.samples import Samples
@@ -31,7 +33,7 @@ class FitSettings(Config):
         steps: optimiser steps per training.
         max_rounds: bound on evaluations of the whole model with all predictors; each round that finds the worst
             layer evaluates every layer alone besides.
-        max_bytes: bound on the memory of the samples of all layers.
+        max_bytes: bound on the memory of the samples of all layers, where they are in memory.
     """
 
     margin: float = 0.5
@@ -62,16 +64,15 @@ def initial_rank(site: FFNSite, active_share: float, skew: float) -> int:
 
 @dataclass
 class Layer:
-    """State of the search for one layer."""
+    """State of the search for one layer. ``fit``, ``held``: samples by key, which may be mapped when asked for."""
 
     site: FFNSite
     cold: torch.Tensor
-    fit: Samples
-    held: Samples
+    fit: Mapping[str, Samples]
+    held: Mapping[str, Samples]
     rank: int
     recall: float
-    trained: dict[tuple[int, int], LowRank] = field(default_factory=dict)
-    calibrated: dict[tuple[int, int, float], LowRank] = field(default_factory=dict)
+    kept: Kept = field(default_factory=Kept)
 
 
 class Search:
@@ -81,6 +82,7 @@ class Search:
         change: predictors -> by how much the model's loss is larger with them (0.01: 1 %), and the share of cold pairs
             that they skip.
         advance: called after each step, for a progress bar.
+        ranks: processes that share the layers; each makes the same search, of what all of them keep in a folder.
 
     Attributes:
         rounds: evaluations of the whole model. found: the change with the predictors found.
@@ -92,16 +94,15 @@ class Search:
         settings: FitSettings,
         change: Callable[[Mapping[str, LowRank]], tuple[float, float]],
         advance: Callable[[], object],
+        ranks: Ranks | None = None,
     ) -> None:
         self.layers, self.rounds, self.found = layers, list[dict[str, Any]](), 0.0
-        self._settings, self._change, self._advance = settings, change, advance
+        self._settings, self._change, self._advance, self._ranks = settings, change, advance, ranks or Ranks()
         self._allowed = settings.tolerance * settings.margin
 
     def run(self) -> None:
         """Ranks first, then recalls."""
-        for layer in self.layers:
-            self.choose_rank(layer)
-            self._advance()
+        self._choose_ranks(self.layers, self._advance)
         if self.layers:
             self.found = self._evaluate("start")
             self._repair()
@@ -110,15 +111,17 @@ class Search:
 
     def predictor(self, layer: Layer, rank: int, recall: float, *, probe: bool = False) -> LowRank:
         """Trained and calibrated, once for each argument; a probe is trained for a quarter of the steps."""
-        steps = max(1, self._settings.steps // 4) if probe else self._settings.steps
-        if (rank, steps) not in layer.trained:
-            seed = self._settings.seed + layer.site.layer
-            layer.trained[rank, steps] = train_lowrank(layer.fit, rank=rank, neurons=layer.cold, steps=steps, seed=seed)
-        if (rank, steps, recall) not in layer.calibrated:
-            layer.calibrated[rank, steps, recall] = calibrate(
-                layer.trained[rank, steps], layer.held, layer.site, target_recall=recall, neurons=layer.cold
+        steps, site, kept = self._settings.steps, layer.site, layer.kept
+        steps = max(1, steps // 4) if probe else steps
+        found = kept.find(rank, steps, recall)
+        if found is None:
+            seed = self._settings.seed + site.layer
+            trained = kept.find(rank, steps, None) or kept.keep(
+                train_lowrank(layer.fit[site.key], rank=rank, neurons=layer.cold, steps=steps, seed=seed), steps, None
             )
-        return layer.calibrated[rank, steps, recall]
+            made = calibrate(trained, layer.held[site.key], site, target_recall=recall, neurons=layer.cold)
+            found = kept.keep(made, steps, recall)
+        return found
 
     def cost(self, layer: Layer, rank: int, recall: float, *, probe: bool = False) -> float:
         """Work per token over the dense FFN's: the predictor's, weighted, and that of the neurons let through."""
@@ -128,6 +131,18 @@ class Search:
             self._settings.predictor_weight * card.cost_share
             + card.predicted_active * len(layer.cold) / layer.site.intermediate
         )
+
+    def _choose_ranks(self, layers: Sequence[Layer], advance: Callable[[], object] = lambda: None) -> None:
+        """Each layer's by one of the processes, which trains the predictor too."""
+
+        def choose(layer: Layer) -> int:
+            self.choose_rank(layer)
+            self.predictor(layer, layer.rank, layer.recall)
+            advance()
+            return layer.rank
+
+        for layer, rank in zip(layers, self._ranks.map(choose, layers)):
+            layer.rank = rank
 
     def choose_rank(self, layer: Layer) -> None:
         """Double the rank while that makes the layer cheaper, else halve it while that does (by probes)."""
@@ -165,11 +180,12 @@ class Search:
         """Halve the misses of the worst quarter of the layers until the model is within tolerance."""
         while self.found > self._allowed and self._goes_on:
             alone = sorted(self.layers, key=lambda y: self._evaluate("alone", y), reverse=True)
-            for layer in alone[: max(1, len(alone) // 4)]:
+            worst = alone[: max(1, len(alone) // 4)]
+            for layer in worst:
                 layer.recall = 1 - (1 - layer.recall) / 2
                 if layer.recall > _HIGHEST_RECALL and 2 * layer.rank <= layer.site.hidden:
                     layer.recall, layer.rank = 1 - 2 * (1 - layer.recall), 2 * layer.rank
-                self.choose_rank(layer)
+            self._choose_ranks(worst)
             self.found = self._evaluate("raise " + alone[0].site.key)
 
     def _shrink(self) -> None:
@@ -188,7 +204,7 @@ class Search:
         cost = sum(self.cost(y, y.rank, y.recall) for y in layers)
         for y in layers:
             y.recall = max(0.05, 1 - 1.5 * (1 - y.recall))
-            self.choose_rank(y)
+        self._choose_ranks(layers)
         cheaper = sum(self.cost(y, y.rank, y.recall) for y in layers) < cost
         new = self._evaluate(step) if cheaper else math.inf
         if new <= self._allowed:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.mapped import let_go
+from torch_pi2.base.ranks import Ranks
 from torch_pi2.errors import CalibrationError, ConfigError
+from torch_pi2.fitting.kept import begun, digest
 from torch_pi2.fitting.sets import profiled_hash
 from torch_pi2.fitting.train import measure
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.predict.signbit import SignBit
-from torch_pi2.profiling.samples import Samples, sample_groups
+from torch_pi2.profiling.samples import SampleFiles, Samples, collect_samples, sample_groups
 from torch_pi2.spec.site import FFNSite, FFNWeights
 from torch_pi2.spec.stats import ActivationStats
 
@@ -31,6 +35,7 @@ def fit_signbit(
     n_tokens: int = 8192,
     target_recall: float = 0.9,
     seed: int = 0,
+    work: Path | None = None,
     progress: bool = True,
 ) -> FittedPredictors:
     """A :class:`SignBit` per site, its margin set on half of ``n_tokens`` tokens, its card taken on the other half.
@@ -39,6 +44,7 @@ def fit_signbit(
         data: calibration batches. stats: of this model; its thresholds decide what firing means.
         cold: site key -> neurons that are predicted; sites without any get no predictor.
         target_recall: of every layer.
+        work: as in :func:`torch_pi2.fitting.fit.fit`.
 
     Raises:
         StaleArtifactError: ``stats`` are of other weights. CalibrationError: fewer than two tokens.
@@ -50,25 +56,43 @@ def fit_signbit(
     if not sites:
         return result
     cuts = {s.key: stats[s.key].cut for s in sites}
-    groups = sample_groups(model, data, sites, n_tokens, thresholds=cuts, seed=seed, progress=progress)
-    by_key = {site.key: site for site in sites}
-    for key, mine in (item for samples in groups for item in samples.items()):
-        site = by_key[key]
-        if len(mine) < 2:
-            raise CalibrationError(
-                "tokens to calibrate sign-bit predictors on",
-                expected="at least 2 (thousands are good)",
-                found=str(len(mine)),
-                fix="Pass more text.",
-            )
-        weights = site.weights(model)
-        held, other = mine.split(0.5)
-        predictor = SignBit.from_weights(weights.up if weights.gate is None else weights.gate)
-        settings: dict[str, Any] = {"neurons": cold[site.key], "weights": weights}
-        predictor = calibrate_signbit(predictor, held, site, target_recall=target_recall, **settings)
-        predictor.card = measure(predictor, other, site, **settings)
-        result[site.key] = predictor
+    ranks = Ranks(together=work is not None)
+    made_from: dict[str, Any] = {"model": model_hash, "text": digest(data), "statistics": digest([cold, cuts])}
+    made_from |= {"method": "signbit", "n_tokens": n_tokens, "target_recall": target_recall, "seed": seed}
+    options: dict[str, Any] = {"thresholds": cuts, "seed": seed, "progress": progress}
+    with begun(work, made_from, ranks):
+        if work is None:
+            groups = sample_groups(model, data, sites, n_tokens, **options)
+        else:
+            folder = work / "samples"
+            ranks.first(lambda: len(collect_samples(model, data, sites, n_tokens, folder=folder, **options)))
+            groups = iter([SampleFiles(folder)])
+        for samples in groups:
+            own = [site for site in sites if site.key in samples]
+
+            def made(site: FFNSite, samples: Mapping[str, Samples] = samples) -> SignBit:
+                return _made(model, site, samples[site.key], cold[site.key], target_recall)
+
+            result |= dict(zip((site.key for site in own), ranks.map(made, own)))
     return result
+
+
+def _made(model: nn.Module, site: FFNSite, samples: Samples, cold: torch.Tensor, target_recall: float) -> SignBit:
+    if len(samples) < 2:
+        raise CalibrationError(
+            "tokens to calibrate sign-bit predictors on",
+            expected="at least 2 (thousands are good)",
+            found=str(len(samples)),
+            fix="Pass more text.",
+        )
+    weights = site.weights(model)
+    held, other = samples.split(0.5)
+    predictor = SignBit.from_weights(weights.up if weights.gate is None else weights.gate)
+    settings: dict[str, Any] = {"neurons": cold, "weights": weights}
+    predictor = calibrate_signbit(predictor, held, site, target_recall=target_recall, **settings)
+    predictor.card = measure(predictor, other, site, **settings)
+    let_go(model, weights)
+    return predictor
 
 
 def calibrate_signbit(

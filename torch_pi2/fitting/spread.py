@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torch_pi2.base.mapped import let_go
 from torch_pi2.fitting.loss import divergences
 from torch_pi2.fitting.sets import evenly
 from torch_pi2.graph.routed import intermediate
@@ -109,6 +110,7 @@ def _errors(
         for i, cut in enumerate(cuts):
             lost_NH = F.linear(h_NI * (score_NI <= cut[site.key]), down_HI)
             found[site.key][i] += lost_NH.square().sum(dtype=torch.float64)
+        let_go(model, weights)
 
     record(model, data, sites, add, progress=progress, label="errors")
     return found

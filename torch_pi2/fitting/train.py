@@ -73,7 +73,11 @@ def train_lowrank(
     generator = torch.Generator().manual_seed(seed)
     head = samples.x_NH[:4096].float()
     scale = float(head.square().mean().sqrt().clamp_min(1e-12))  # inputs to unit size; folded back into a
-    rate_C = samples.fired()[:, index].float().mean(0)
+    # counted some at a time: all at once would take as many floats as there are samples of neurons
+    fired_C = torch.zeros(len(index), dtype=torch.int64)
+    for rows in torch.arange(n).split(1024):
+        fired_C += samples.fired(rows)[:, index].sum(0)
+    rate_C = fired_C.float() / n
     with torch.enable_grad():
         a = (torch.randn(rank, hidden, generator=generator) / hidden**0.5).requires_grad_()
         b = torch.zeros(len(index), rank, requires_grad=True)

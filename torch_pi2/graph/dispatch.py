@@ -100,6 +100,11 @@ class PredictedMaskMode(TorchDispatchMode):
         self._kept_pairs = 0
 
     @property
+    def pairs(self) -> tuple[int, int]:
+        """Pairs of a token and a cold neuron so far: those that were computed, and all."""
+        return self._kept_pairs, self._cold_pairs
+
+    @property
     def cold_share(self) -> float:
         """Share of (token, cold neuron) pairs that were computed, so far."""
         return self._kept_pairs / max(1, self._cold_pairs)

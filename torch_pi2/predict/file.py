@@ -160,6 +160,12 @@ def each_predictor(
             yield key, LowRank.from_tensors(mine, threshold, card)
 
 
+def card_of(said: dict[str, Any], where: Path) -> tuple[float, PredictorCard]:
+    """Threshold and card of a predictor, said in the file ``where``. Raises ArtifactError."""
+    field = Field(said, str(where), _FIX)
+    return field.at("threshold").number(-MOST), _card_of(field.at("card"))
+
+
 def _said(meta: Mapping[str, str], name: str, where: Path | str) -> Field:
     """What the metadata has under ``name``. Raises ArtifactError: nothing, or no JSON."""
     return Field(parse(meta.get(name, ""), f"{where}, {name}", fix=_FIX), f"{where}, {name}", _FIX)

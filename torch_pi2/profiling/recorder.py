@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_pi2.base.evaluating import evaluating
+from torch_pi2.base.mapped import let_go, letting_go
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError, UnsupportedModelError
 from torch_pi2.graph.matmuls import MatmulIndex, site_tensors
@@ -96,7 +97,8 @@ def check_sites(model: nn.Module, sites: Sequence[FFNSite]) -> None:
             "FFN sites", expected="at least one", found="none", fix="Pass torch_pi2.graph.find_sites(model, ...)."
         )
     for site in sites:
-        check_weights(site, site.weights(model))
+        check_weights(site, weights := site.weights(model))
+        let_go(model, weights)
 
 
 def record(
@@ -125,7 +127,7 @@ def record(
     recorder, routed = ActivationRecorder(model, sites, sink), RoutedRecorder(model, sites, sink)
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     shown = bar(data, label, progress, unit="batch")
-    with evaluating(model), routed:
+    with evaluating(model), routed, letting_go(model):
         for batch in shown:
             _check_vocabulary(batch, vocabulary)
             recorder.batch = routed.batch = batch

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from torch_pi2.errors import ConfigError
+from torch_pi2.base.fields import Field
+from torch_pi2.base.files import atomic_write, not_written, parse_json, read_text
+from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.graph.routed import chosen_shares
+from torch_pi2.ops.dtypes import DTYPES, dtype_name
 from torch_pi2.profiling.data import batches
 from torch_pi2.profiling.firing import Firing
 from torch_pi2.profiling.recorder import record, threshold_map
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.spec.site import MOST_SIZE, FFNSite
 from torch_pi2.spec.stats import Reservoir, pack_bits, unpack_bits
+
+#: Of a folder of samples: written when all of them are there. Format and version.
+_INDEX, _FORMAT = "samples.json", ("torch_pi2.samples", 1)
 
 
 @dataclass
@@ -63,27 +74,95 @@ def routed_tokens(n_tokens: int, share: float) -> int:
 
 
 class _Collector:
-    """Sink that keeps a uniform sample of one layer's tokens."""
+    """Sink that keeps a uniform sample of one layer's tokens, in memory or in files that begin with ``path``."""
 
-    def __init__(self, site: FFNSite, n_tokens: int, threshold: float | torch.Tensor, seed: int) -> None:
-        self.site, self.threshold = site, threshold
+    def __init__(
+        self, site: FFNSite, n_tokens: int, threshold: float | torch.Tensor, seed: int, path: Path | None = None
+    ) -> None:
+        self.site, self.threshold, self._path = site, threshold, path
         self.reservoir = Reservoir(n_tokens, seed)
-        self.x: torch.Tensor | None = None
-        self.bits = torch.zeros(n_tokens, -(-site.intermediate // 8), dtype=torch.uint8)
+        self._rows: dict[str, torch.Tensor] = {}
+        self.dtype = torch.float32
 
     def add(self, firing: Firing) -> None:
         x_NH = firing.x_TH[firing.real_T]
-        if self.x is None:
-            self.x = torch.zeros(len(self.bits), x_NH.shape[1], dtype=x_NH.dtype)
+        self.dtype = x_NH.dtype
         rows, slots = self.reservoir.place(len(x_NH))
         if len(rows):
-            self.x[slots] = x_NH[rows]
-            self.bits[slots] = pack_bits(firing.score_TI[firing.real_T][rows] > self.threshold)
+            self._put("x", slots, x_NH[rows])
+            self._put("fired", slots, pack_bits(firing.score_TI[firing.real_T][rows] > self.threshold))
+
+    def _put(self, part: str, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        if self._path is None:
+            if part not in self._rows:
+                self._rows[part] = torch.zeros(self.reservoir.size, rows.shape[1], dtype=rows.dtype)
+            self._rows[part][slots] = rows
+        else:  # mapped for as long as that takes: what a process has mapped counts as its memory
+            _rows_in(self._path, part, self.reservoir.size, rows.shape[1], rows.dtype, writable=True)[slots] = rows
+
+    @property
+    def count(self) -> int:
+        """Rows that are kept."""
+        return min(self.reservoir.seen, self.reservoir.size)
 
     def result(self) -> Samples:
-        assert self.x is not None
-        n = min(self.reservoir.seen, self.reservoir.size)
-        return Samples(self.x[:n].clone(), self.bits[:n].clone(), self.site.intermediate)
+        x, bits = (self._rows[part][: self.count].clone() for part in ("x", "fired"))
+        return Samples(x, bits, self.site.intermediate)
+
+    def entry(self) -> dict[str, Any]:
+        """What the index says of the files."""
+        sizes = {"hidden": self.site.hidden, "intermediate": self.site.intermediate}
+        return {"rows": self.count, "dtype": dtype_name(self.dtype), **sizes}
+
+
+def _rows_in(
+    path: Path, part: str, rows: int, width: int, dtype: torch.dtype, *, writable: bool = False
+) -> torch.Tensor:
+    """``[rows, width]`` in the file ``path.part``, for as long as the tensor is there.
+
+    Raises:
+        ArtifactError: there is no room, or the file is not as long.
+    """
+    file, nbytes = path.with_name(f"{path.name}.{part}"), rows * width * dtype.itemsize
+    try:
+        if writable and not file.exists():
+            with open(file, "xb") as made:
+                os.posix_fallocate(made.fileno(), 0, nbytes)  # where none is left, writing to memory ends the process
+        if not nbytes:
+            return torch.empty(rows, width, dtype=dtype)
+        if (found := file.stat().st_size) < nbytes:
+            raise ArtifactError(
+                str(file), expected=f"{nbytes} bytes", found=str(found), fix=f"Remove {path.parent}; begin again."
+            )
+        return torch.from_file(str(file), shared=writable, size=rows * width, dtype=dtype).view(rows, width)
+    except OSError as error:
+        raise not_written(path.parent, error) from error
+
+
+class SampleFiles(Mapping[str, Samples]):
+    """Samples in a folder. Those of a site are mapped when asked for, and take memory for as long as they are held.
+
+    Raises:
+        ArtifactError: there are none, or they are damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / _INDEX
+        index = Field(parse_json(read_text(path), path, *_FORMAT), str(path), f"Remove {folder}; begin again.")
+        entries = index.at("samples").each().items()
+        self._entries = {key: (folder / str(i), entry) for i, (key, entry) in enumerate(entries)}
+
+    def __getitem__(self, key: str) -> Samples:
+        path, entry = self._entries[key]
+        rows, hidden, intermediate = (entry.at(n).whole(0, MOST_SIZE) for n in ("rows", "hidden", "intermediate"))
+        x_NH = _rows_in(path, "x", rows, hidden, DTYPES[entry.at("dtype").text(DTYPES)])
+        return Samples(x_NH, _rows_in(path, "fired", rows, -(-intermediate // 8), torch.uint8), intermediate)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
 def collect_samples(
@@ -98,24 +177,28 @@ def collect_samples(
     seq_len: int = 128,
     seed: int = 0,
     max_bytes: int = 2 << 30,
+    folder: Path | None = None,
     progress: bool = True,
-) -> dict[str, Samples]:
+) -> Mapping[str, Samples]:
     """A uniform sample of at most ``n_tokens`` real tokens per site, the same tokens for all sites.
 
     Args:
         model, data, tokenizer, batch_size, seq_len: see :func:`torch_pi2.profiling.run.profile`.
         n_tokens: of an expert, which has few of all tokens, accordingly fewer (:func:`routed_tokens`).
         thresholds: a neuron fires iff its score exceeds this (0: exact; one for all neurons of a site, or ``[I]``).
-        max_bytes: bound on the memory of the result.
+        max_bytes: bound on the memory of the result, unless there is a folder.
+        folder: where they are to be; what is there already is the result. Else in memory.
 
     Returns:
         site key -> :class:`Samples`, in random order (a reservoir's).
 
     Raises:
         ConfigError: the samples of all sites together exceed ``max_bytes`` (see :func:`sample_groups`).
-        CalibrationError and others: as ``profile``.
+        ArtifactError: ``folder`` has no room. CalibrationError and others: as ``profile``.
     """
-    groups = list(_groups(model, sites, n_tokens, max_bytes))
+    if folder is not None and (folder / _INDEX).exists():
+        return SampleFiles(folder)
+    groups = list(_groups(model, sites, n_tokens, sys.maxsize if folder else max_bytes))
     if len(groups) > 1:
         need = samples_bytes(model, sites, n_tokens)
         raise ConfigError(
@@ -127,14 +210,23 @@ def collect_samples(
     stream = batches(data, tokenizer=tokenizer, batch_size=batch_size, seq_len=seq_len)
     cuts = threshold_map(sites, thresholds)
     kept = _tokens(model, sites, n_tokens)
-    collectors = {s.key: _Collector(s, kept[s.key], cuts[s.key], seed) for s in sites}
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+        folder.mkdir(parents=True)
+    paths = [folder / str(i) if folder else None for i in range(len(sites))]
+    collectors = {s.key: _Collector(s, kept[s.key], cuts[s.key], seed, path) for s, path in zip(sites, paths)}
     record(model, stream, sites, lambda f: collectors[f.site.key].add(f), progress=progress, label="samples")
-    return {k: c.result() for k, c in collectors.items()}
+    if folder is None:
+        return {k: c.result() for k, c in collectors.items()}
+    entries = {key: collector.entry() for key, collector in collectors.items()}
+    about = {"format": _FORMAT[0], "version": _FORMAT[1], "samples": entries}
+    atomic_write(folder / _INDEX, json.dumps(about, indent=1) + "\n")
+    return SampleFiles(folder)
 
 
 def sample_groups(
     model: nn.Module, data: Any, sites: Sequence[FFNSite], n_tokens: int, *, max_bytes: int = 2 << 30, **options: Any
-) -> Iterator[dict[str, Samples]]:
+) -> Iterator[Mapping[str, Samples]]:
     """As :func:`collect_samples`, a few layers at a time so that each dict stays within ``max_bytes``.
 
     ``data`` is run through once per group, so it must not be an iterator that can be used only once.

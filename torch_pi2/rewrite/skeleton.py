@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -116,6 +117,14 @@ def skeleton(
         raise _not_built(folder, error) from error
     result: nn.Module = model.eval()
     return result
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` with all its parameters and buffers on ``meta``."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), False) for p in model.parameters()}
+    memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    copied: nn.Module = copy.deepcopy(model, memo)
+    return copied
 
 
 def _not_built(folder: str | Path, error: Exception) -> ArtifactError:

@@ -20,6 +20,7 @@ from torch import nn
 
 from torch_pi2.base.fields import Field
 from torch_pi2.base.files import atomic_folder_files, parse_json, read_text
+from torch_pi2.base.mapped import let_go
 from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
 from torch_pi2.ops.dtypes import dtype_name
@@ -301,4 +302,5 @@ def weights_hash(model: HasParameters, sites: list[FFNSite]) -> str:
             if tensor is not None:
                 digest.update(str(tuple(tensor.shape)).encode() + str(tensor.dtype).encode())
                 digest.update(tensor.contiguous().view(torch.uint8).reshape(-1).numpy().data)
+                let_go(model, [tensor])
     return digest.hexdigest()

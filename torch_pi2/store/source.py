@@ -9,6 +9,7 @@ from typing import Protocol, Self
 import torch
 
 from torch_pi2.base.fields import Field
+from torch_pi2.base.mapped import MappedFile
 from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.errors import ArtifactError, DtypeError
@@ -115,6 +116,14 @@ class Checkpoint:
     def read_into(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:
         """Fill ``tensor`` with the tensor's rows from ``row`` on."""
         self._file(name).read_into(name, tensor, row=row)
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """The tensor where it is, in one of the files of :meth:`memory`."""
+        return self._file(name).mapped(name)
+
+    def memory(self) -> list[MappedFile]:
+        """Its files as memory."""
+        return [file.memory for file in self._files.values()]
 
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Bytes ``[start, stop)`` of the tensor, uint8."""

@@ -1,0 +1,160 @@
+"""Predictors fitted to a checkpoint of a real model's sizes with random weights, which stay in their files: memory.
+
+What a fit takes in memory depends on the sizes of one layer, not on their number. Predictors of random weights are no
+use, so few tokens and steps will do: with more, each layer takes longer and has larger files of samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.figures import at_least
+from torch_pi2.base import process as machine
+from torch_pi2.base.tensorfile import Spec, TensorWriter
+from torch_pi2.checkpoint.mapped import load_mapped
+from torch_pi2.cli import common
+from torch_pi2.fitting.fit import fit
+from torch_pi2.fitting.search import FitSettings
+from torch_pi2.fitting.sets import MIN_SEQUENCES
+from torch_pi2.graph.find import search
+from torch_pi2.profiling.run import profile
+from torch_pi2.rewrite.skeleton import on_meta, skeleton
+from torch_pi2.store.shapes import SHAPES, build_config
+
+#: Tokens of a sequence, and sequences of a batch.
+_LENGTH, _BATCH = 64, 4
+#: Rows of a matrix that are random; the others repeat them.
+_RANDOM_BYTES = 1 << 24
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--shape", choices=sorted(SHAPES), default="mistral-7b")
+    add("--layers", type=common.positive, metavar="N", help="default: the shape's")
+    add("--tokens", type=common.positive, default=_LENGTH * MIN_SEQUENCES, metavar="N", help="of calibration")
+    add("--steps", type=common.positive, default=8, metavar="N", help="of the optimiser (a real fit: 500)")
+    add("--folder", type=Path, metavar="DIR", help="for the checkpoint and samples (default: temporary)")
+
+
+def run(
+    shape: str = "mistral-7b",
+    *,
+    layers: int | None = None,
+    tokens: int = _LENGTH * MIN_SEQUENCES,
+    steps: int = 8,
+    folder: str | Path | None = None,
+) -> dict[str, Any]:
+    """Profile a random ReLU model and fit a predictor to every layer of it.
+
+    Args: the options of the same names.
+
+    Returns:
+        ``checkpoint_bytes``; in ``phases`` the ``seconds`` and ``peak_rss_bytes`` of each; in ``rss_by_layer`` the
+        memory of the process, not its peak, after the predictor of each layer; ``ranks``; ``work_bytes`` on disk.
+
+    Raises:
+        ConfigError: a setting makes no sense. Pi2Error: what fitting raises.
+    """
+    at_least(_LENGTH * MIN_SEQUENCES, tokens=tokens)
+    phases: dict[str, dict[str, float]] = {}
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        machine.reset_peak()
+        start = time.perf_counter()
+        yield
+        phases[name] = {"seconds": time.perf_counter() - start, "peak_rss_bytes": machine.peak_rss_bytes()}
+
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        root, by_layer = Path(made), list[int]()
+        more = {} if layers is None else {"num_hidden_layers": layers}
+        _write(root, build_config(shape, hidden_act="relu", **more))
+        with phase("load"):
+            model: Any = load_mapped(root, scratch=root)
+            sites = search(on_meta(model), on_meta=True).sites
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(model.config.vocab_size, (tokens // _LENGTH, _LENGTH), generator=generator)
+        shaped: dict[str, Any] = {"batch_size": _BATCH, "seq_len": _LENGTH}
+        with phase("profile"):
+            stats = profile(model, ids, sites, progress=False, **shaped)
+        # random gates let half of all neurons fire: none are hot, or there would be few to predict
+        settings = FitSettings(hot_frequency=1.01, steps=steps, max_rounds=1, n_tokens=20_000, **shaped)
+        with phase("fit"), _each_layer(root / "work", lambda: by_layer.append(_rss_bytes())):
+            found = fit(model, ids, sites, stats, settings, work=root / "work", progress=False)
+        return {
+            "what": "fit",
+            **machine.describe(),
+            "shape": shape,
+            "layers": len(sites),
+            "tokens": tokens,
+            "steps": steps,
+            "checkpoint_bytes": (root / "model.safetensors").stat().st_size,
+            "work_bytes": sum(path.stat().st_size for path in (root / "work").rglob("*") if path.is_file()),
+            "phases": phases,
+            "rss_by_layer": by_layer,
+            "ranks": [predictor.rank for predictor in found.values()],
+        }
+
+
+@contextmanager
+def _each_layer(work: Path, look: Callable[[], None]) -> Iterator[None]:
+    """Call ``look`` when the search goes on to another layer."""
+    from torch_pi2.fitting import search as searching
+
+    choose = searching.Search.choose_rank
+
+    def watched(self: Any, layer: Any) -> None:
+        choose(self, layer)
+        look()
+
+    searching.Search.choose_rank = watched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        searching.Search.choose_rank = choose  # type: ignore[method-assign]
+
+
+def _rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _write(folder: Path, config: Any) -> None:
+    """A checkpoint of ``config`` with random weights in bfloat16."""
+    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1))
+    with torch.device("meta"):
+        specs = {name: Spec(tuple(p.shape), torch.bfloat16) for name, p in skeleton(folder).named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    with TensorWriter(folder / "model.safetensors", specs, {"format": "pt"}) as out:
+        for name, spec in specs.items():
+            if len(spec.shape) < 2:
+                out.write(name, torch.ones(spec.shape, dtype=spec.dtype))
+                continue
+            rows = max(1, min(spec.shape[0], _RANDOM_BYTES * spec.shape[0] // spec.nbytes))
+            some = (torch.randn(rows, *spec.shape[1:], generator=generator) / spec.shape[-1] ** 0.5).to(spec.dtype)
+            for row in range(0, spec.shape[0], rows):
+                out.write(name, some[: spec.shape[0] - row], row=row)
+
+
+def render(result: dict[str, Any]) -> str:
+    rows = [
+        (name, f"{phase['seconds']:.0f} s", common.size(phase["peak_rss_bytes"]))
+        for name, phase in result["phases"].items()
+    ]
+    first, last = result["rss_by_layer"][0], result["rss_by_layer"][-1]
+    about = (
+        f"{result['shape']}, random weights, {result['layers']} layers, {common.size(result['checkpoint_bytes'])} in "
+        f"files; {result['tokens']} tokens, {result['steps']} steps, ranks {min(result['ranks'])} to "
+        f"{max(result['ranks'])}; {common.size(result['work_bytes'])} of samples and predictors on disk\n"
+        f"after the first layer {common.size(first)}, after the last {common.size(last)}"
+    )
+    return f"{about}\n{common.table(('phase', 'time', 'most memory'), rows)}"

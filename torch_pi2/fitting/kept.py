@@ -1,0 +1,167 @@
+"""What a fit has made so far: in memory, or in a folder, from which the same fit goes on after a kill."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from torch_pi2.base.fields import MOST, Field, shown
+from torch_pi2.base.files import atomic_folder_files, atomic_write, locked, not_written, parse_json, read_text
+from torch_pi2.base.ranks import Ranks
+from torch_pi2.base.tensorfile import read_tensors
+from torch_pi2.errors import ArtifactError, StaleArtifactError
+from torch_pi2.predict.file import card_of
+from torch_pi2.predict.lowrank import LowRank
+from torch_pi2.profiling.data import Batch
+
+_FORMAT = ("torch_pi2.fitting", 1)
+_BEGUN = "begun.json"
+
+
+class Kept:
+    """Predictors of one layer that were trained, by rank and steps, and those calibrated, by recall too. In memory."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int, float | None], LowRank] = {}
+
+    def find(self, rank: int, steps: int, recall: float | None) -> LowRank | None:
+        """The one that was kept; recall None: not calibrated."""
+        return self._found.get((rank, steps, recall))
+
+    def keep(self, predictor: LowRank, steps: int, recall: float | None) -> LowRank:
+        """Raises ArtifactError: it cannot be written."""
+        self._found[predictor.rank, steps, recall] = predictor
+        return predictor
+
+
+class KeptFiles(Kept):
+    """The same in files of ``folder``, so that they take no memory: matrices, and what calibration makes of them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def find(self, rank: int, steps: int, recall: float | None) -> LowRank | None:
+        """Raises ArtifactError: a file is damaged."""
+        path = self._folder / _name(rank, steps)
+        if not path.exists():
+            return None
+        if recall is None:
+            return LowRank.from_tensors(read_tensors(path)[0], 0.0, None)
+        said = self._folder / _name(rank, steps, recall)
+        if not said.exists():
+            return None
+        found = card_of(parse_json(read_text(said), said, *_FORMAT), said)
+        return LowRank.from_tensors(read_tensors(path)[0], *found)
+
+    def keep(self, predictor: LowRank, steps: int, recall: float | None) -> LowRank:
+        if recall is None:
+            atomic_folder_files(self._folder, {_name(predictor.rank, steps): (predictor.tensors(), {})})
+            return predictor
+        assert predictor.card is not None
+        about = {"threshold": predictor.threshold, "card": predictor.card.to_json()}
+        text = json.dumps({"format": _FORMAT[0], "version": _FORMAT[1], **about})
+        atomic_write(self._folder / _name(predictor.rank, steps, recall), text + "\n")
+        return predictor
+
+
+class Losses:
+    """Losses of the model in the order in which a search asks for them: those in ``folder`` are not taken again."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = None if folder is None else folder / "losses.json"
+        self._next, self._found = 0, list[tuple[float, float]]()
+        if self._path is not None and self._path.exists():
+            said = Field(parse_json(read_text(self._path), self._path, *_FORMAT), str(self._path), "Remove it.")
+            for pair in said.at("losses").items():
+                loss, share = pair.items(2, 2)
+                self._found.append((loss.number(-MOST), math.nan if share.value is None else share.number()))
+
+    def take(self, measure: Callable[[], tuple[float, float]], ranks: Ranks) -> tuple[float, float]:
+        """A loss and the share of pairs that were skipped (nan if unknown)."""
+        if self._next == len(self._found):
+            self._found.append(measure())
+            if self._path is not None and not ranks.rank:
+                known = [(loss, None if math.isnan(skipped) else skipped) for loss, skipped in self._found]
+                about = {"format": _FORMAT[0], "version": _FORMAT[1], "losses": known}
+                atomic_write(self._path, json.dumps(about) + "\n")
+        self._next += 1
+        return self._found[self._next - 1]
+
+
+def _name(rank: int, steps: int, recall: float | None = None) -> str:
+    return f"{rank}-{steps}.safetensors" if recall is None else f"{rank}-{steps}-{recall!r}.json"
+
+
+@contextmanager
+def begun(folder: Path | None, made_from: Mapping[str, Any], ranks: Ranks) -> Iterator[None]:
+    """Take ``folder``, if there is one, for a fit of what is ``made_from``: name -> digest or setting.
+
+    Raises:
+        StaleArtifactError: another fit was begun there. ArtifactError: another process fits there, or it is damaged.
+    """
+    if folder is None:
+        yield
+        return
+    if ranks.rank:  # the first process has the lock
+        ranks.first(lambda: None)
+        yield
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise not_written(folder, error) from error
+    with locked(folder, 0.0):
+        _check_begun(folder, json.loads(json.dumps(dict(made_from))))
+        ranks.first(lambda: None)
+        yield
+
+
+def _check_begun(folder: Path, made_from: dict[str, Any]) -> None:
+    path = folder / _BEGUN
+    if not path.exists():
+        if any(folder.iterdir()):
+            raise ArtifactError(
+                str(folder), expected="an empty folder, or one of a fit", found="other files", fix="Choose another."
+            )
+        about = {"format": _FORMAT[0], "version": _FORMAT[1], "made_from": made_from}
+        atomic_write(path, json.dumps(about, indent=1) + "\n")
+        return
+    was = parse_json(read_text(path), path, *_FORMAT).get("made_from")
+    was = was if isinstance(was, dict) else {}
+    other = [
+        f"{name} ({shown(was.get(name))}, now {shown(now)})" for name, now in made_from.items() if was.get(name) != now
+    ]
+    if other:
+        raise StaleArtifactError(
+            f"fit begun in {folder}",
+            expected="the same model, text and settings, to go on with",
+            found=f"another {', another '.join(other)}",
+            fix="Use the command that it was begun with, or remove that folder.",
+        )
+
+
+def digest(values: Any) -> str:
+    """Of tensors, batches, numbers and texts in lists and dicts."""
+    found = hashlib.sha256()
+    for value in _leaves(values):
+        if isinstance(value, torch.Tensor):
+            found.update(str((tuple(value.shape), value.dtype)).encode())
+            value = value.contiguous().view(torch.uint8) if value.dim() else value.reshape(1).view(torch.uint8)
+            found.update(value.numpy().data)
+        else:
+            found.update(repr(value).encode())
+    return found.hexdigest()[:16]
+
+
+def _leaves(values: Any) -> Sequence[Any]:
+    plain = [list(vars(value).values()) if isinstance(value, Batch) else value for value in tree_leaves(values)]
+    return tree_leaves(plain)
