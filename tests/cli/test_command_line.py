@@ -362,7 +362,7 @@ MARKS = {
 }
 PAIRS = [
     *((verb, "bundle", "torch-pi2 generate ") for verb in ("profile", "fit", "optimize", "quantize", "pack", "plan")),
-    *((verb, "bundle", "torch-pi2 generate ") for verb in ("export", "eval", "report")),
+    *((verb, "bundle", "torch-pi2 generate ") for verb in ("export", "report")),
     ("chat", "bundle", "torch-pi2 run "),
     *((verb, "store", "torch-pi2 generate ") for verb in ("run", "profile", "fit", "optimize", "quantize", "pack")),
     *((verb, "quantised", "torch-pi2 generate ") for verb in ("run", "profile", "fit", "optimize", "quantize")),
