@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -71,9 +72,9 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def said(self) -> str:
-        """All of standard error."""
-        self._said.seek(0)
-        return self._said.read().decode()
+        """All of standard error. The process writes where the file's position is, which is therefore not to be moved."""
+        file = self._said.fileno()
+        return os.pread(file, os.fstat(file).st_size, 0).decode()
 
     def raw(self) -> Raw:
         return Raw(self.port)
