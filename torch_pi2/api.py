@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
@@ -153,6 +154,7 @@ def _profile(
     chosen = Thresholds()
     if dense and (config.sparsity > 0 or config.max_loss is not None) and config.method not in ("dense", "exact"):
         chosen = choose_thresholds(model, data, dense, config, progress=progress)
+    sites = list({site.key: site for site in (*sites, *chosen.sites)}.values())
     found = profile_sites(model, data, sites, thresholds=chosen.cuts, scales=chosen.scales, **settings)
     found.made_by |= chosen.made_by
     _warn_of_few(found)
@@ -177,10 +179,12 @@ def _warn_of_few(stats: ActivationStats) -> None:
 
 
 def _search_of_stats(model: nn.Module, data: list[Batch] | None, stats: ActivationStats) -> Found:
-    found = _search(model, data)
-    for site in found.sites:
-        stats[site.key]  # raises, with the key, if the profile is of another model
-    return found
+    return _as_profiled(_search(model, data), stats)
+
+
+def _as_profiled(found: Found, stats: ActivationStats) -> Found:
+    """With the matrix first of each site that ``stats`` are of. Raises ConfigError: they are of another model."""
+    return replace(found, sites=[s.swapped() if stats[s.key].up_first else s for s in found.sites])
 
 
 @checked
@@ -396,6 +400,7 @@ def _optimize(
     if stats is None:
         assert data is not None
         stats = _profile(model, data, found.sites, config, progress)
+    found = _as_profiled(found, stats)
     if predictors is None and (config.method in PREDICTED or (config.method == "auto" and _can_fit(model, data))):
         if data is None:
             raise CalibrationError(

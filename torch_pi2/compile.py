@@ -267,7 +267,7 @@ def _make_sparse(
     for loose in [] if _our_ops(gm) else left_dense(gm, _weights(gm, example_inputs), taken):
         warn_once(f"{_name(loose.parameters[-1])} stays dense: {loose.reason}")
     position = {node: index for index, node in enumerate(placeholders)}
-    chosen = [(match, _planned_layer(match, plan)) for match in matches]
+    chosen = [_planned(match, plan) for match in matches]
     if plan is not None:
         _check_plan(plan, chosen, tensors)
     sparse = []
@@ -433,6 +433,12 @@ def _name(parameter: fx.Node) -> str:
     return ".".join(p for p in parts[1:] if p not in ("_modules", "_parameters", "_orig_mod"))
 
 
+def _planned(match: Match, plan: Plan | None) -> tuple[Match, LayerPlan | None]:
+    """The plan's layer for this FFN, which has the same matrix first then."""
+    layer = _planned_layer(match, plan)
+    return match.swapped() if layer is not None and layer.site.up_first else match, layer
+
+
 def _planned_layer(match: Match, plan: Plan | None) -> LayerPlan | None:
     """The plan's layer whose down weight has this name; frames below the root know only the end of it."""
     if plan is None:
@@ -450,7 +456,7 @@ def _planned_layer(match: Match, plan: Plan | None) -> LayerPlan | None:
             + ("; the graph is broken inside the model, use torch_pi2.optimize before torch.compile" if exact else "")
         )
         return None
-    site = exact[0].site
+    site = exact[0].site.as_found()
     same = (site.hidden, site.intermediate, site.activation, site.activation_on_up) == (
         match.hidden,
         match.intermediate,

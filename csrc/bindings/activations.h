@@ -15,8 +15,8 @@ namespace pi2::binding {
 constexpr const char* kActivations[] = {"relu", "relu2", "silu", "gelu", "gelu_tanh", "identity"};
 static_assert(std::size(kActivations) == kActivationCount);
 
-// An activation by its text: a name, or name[in=1.702,out=0.5,limit=7,plus=1,sigmas=1.6] with some of these. False: it
-// is none.
+// An activation by its text: a name, or name[in=1.702,out=0.5,limit=7,plus=1,sigmas=1.6,second=1] with some of these.
+// False: it is none.
 inline bool read_activation(const std::string& text, Activation* activation, Shaping* shaping) {
   const std::size_t open = text.find('[');
   const std::string name = text.substr(0, open);
@@ -47,12 +47,14 @@ inline bool read_activation(const std::string& text, Activation* activation, Sha
       shaping->plus = value;
     else if (key == "sigmas")
       shaping->sigmas = value;
+    else if (key == "second" && value == 1)
+      shaping->second = true;
     else
       return false;
     start = stop + 1;
   }
   shaping->plain = false;
-  return true;
+  return !shaping->second || !shaping->cuts();
 }
 
 }  // namespace pi2::binding

@@ -20,20 +20,25 @@ inline float activate(Activation activation, float v) {
   return v;
 }
 
-// The activation of a layer, of its gate or of a plain one's up; of the difference to the cut where it has one.
-inline float activate(const FfnArgs& args, float v) {
-  if (args.shaping.plain) return activate(args.activation, v);
-  const Shaping& s = args.shaping;
+inline float activate(Activation activation, const Shaping& s, float v) {
   if (s.cuts() && v < 0) return 0.0f;
-  return s.out * activate(args.activation, s.in * (v > s.limit ? s.limit : v));  // NaN stays
+  return s.out * activate(activation, s.in * (v > s.limit ? s.limit : v));  // NaN stays
 }
 
-// What the activated gate is multiplied by.
-inline float factor(const FfnArgs& args, float up) {
-  if (args.activation_on_up) return activate(args, up);
-  if (args.shaping.plain) return up;
-  const float limit = args.shaping.limit;
-  return (up > limit ? limit : up < -limit ? -limit : up) + args.shaping.plus;
+inline float clamp(const Shaping& s, float v) { return (v > s.limit ? s.limit : v < -s.limit ? -s.limit : v) + s.plus; }
+
+// What the first matrix of a neuron makes (the only one before down of a plain layer), and decides by; of the
+// difference to the cut where it has one.
+inline float activate(const FfnArgs& args, float v) {
+  if (args.shaping.plain) return activate(args.activation, v);
+  return args.shaping.second ? clamp(args.shaping, v) : activate(args.activation, args.shaping, v);
+}
+
+// What that is multiplied by, of the second.
+inline float factor(const FfnArgs& args, float v) {
+  if (args.activation_on_up) return activate(args, v);
+  if (args.shaping.plain) return v;
+  return args.shaping.second ? activate(args.activation, args.shaping, v) : clamp(args.shaping, v);
 }
 
 }  // namespace pi2

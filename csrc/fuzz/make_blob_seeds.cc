@@ -92,6 +92,7 @@ int main(int argc, char** argv) {
       }
       const bool mixed = form >= 10 && form != 13;
       if (mixed) layer = mixture(layer, form == 11 ? 1 : 2);
+      layer.shaping.second = form == 13;
       if (form == 13) layer.tensors[kThresholds] = {64, static_cast<std::uint64_t>(4 * layer.neurons), 0};
       if (form == 14) layer.tensors[kBiasDown] = {64, static_cast<std::uint64_t>(4 * 2 * layer.hidden), 0};
       const std::vector<char> bytes = pi2_test::written(layer);

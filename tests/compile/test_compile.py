@@ -17,6 +17,7 @@ from torch._dynamo.backends.debugging import aot_eager
 import torch_pi2.compile as compile_module
 from torch_pi2.base import warn
 from torch_pi2.rewrite.rewrite import restore, rewrite
+from torch_pi2.spec.plan import weights_hash
 
 X_BTH = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
 
@@ -190,12 +191,16 @@ def test_models_of_a_gpu_are_compiled_from_copies_of_their_weights(monkeypatch):
 
 
 @pytest.mark.usefixtures("captured_alone")
+@pytest.mark.parametrize("up_first", [False, True])
 @torch.no_grad()
-def test_neurons_with_thresholds_of_their_own():
+def test_neurons_with_thresholds_of_their_own(up_first):
     model = plain(GatedBlock())
     plan = make_plan(model, (X_BTH,), method="threshold", hot=0.0, threshold=0.3)
     for layer in plan.layers:
+        if up_first:
+            layer.site = layer.site.swapped()
         layer.thresholds = torch.rand(layer.site.intermediate, generator=torch.Generator().manual_seed(0)) * 0.6
+    plan.model_hash = weights_hash(model, [layer.site for layer in plan.layers])
     wanted = rewrite(copy.deepcopy(model), plan)(X_BTH)
     assert not close(model(X_BTH), wanted, 1e-3)  # they do drop something
     fast = compiled(model, plan=plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +66,20 @@ def int4() -> nn.Module:
 @pytest.fixture(scope="module")
 def thresholds(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
     """SwiGLU, of which half of the neurons are below thresholds of their own, in 4 bit."""
-    return bundle_of(tmp_path_factory, "thresholds", with_thresholds, batches=(1,))
+    return bundle_of(tmp_path_factory, "thresholds", partial(with_thresholds, "output"), batches=(1,))
 
 
-def with_thresholds() -> nn.Module:
+@pytest.fixture(scope="module")
+def up_first(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    """The same, whose thresholds are of up."""
+    return bundle_of(tmp_path_factory, "up_first", partial(with_thresholds, "up"), batches=(1,))
+
+
+def with_thresholds(score: str) -> nn.Module:
     text = torch.randint(3, 250, (64, 24), generator=torch.Generator().manual_seed(0))
     sizes = {"hidden_size": HIDDEN, "intermediate_size": NEURONS, "num_hidden_layers": 1, "vocab_size": 256}
     model = drawn_model("Llama", **sizes, pad_token_id=None)
-    config = {"score": "output", "weights": "int4", "activations": "int8", "calibration_tokens": 1500}
+    config = {"score": score, "weights": "int4", "activations": "int8", "calibration_tokens": 1500}
     return torch_pi2.optimize(model, text, torch_pi2.Config(method="threshold", **config))
 
 
@@ -116,7 +123,7 @@ def test_an_accelerator_may_have_predicted_neurons(predicted: tuple[nn.Module, P
     assert not torch.allclose(found, whole, rtol=0, atol=1e-3 * float(wanted.abs().max()))  # the predictor misses some
 
 
-@pytest.mark.parametrize("kind", ["split", "whole", "plain", "thresholds"])
+@pytest.mark.parametrize("kind", ["split", "whole", "plain", "thresholds", "up_first"])
 def test_greedy_text_and_logits_are_the_models(kind: str, request: pytest.FixtureRequest) -> None:
     model, folder = request.getfixturevalue(kind)
     expected = greedy(model, PROMPT, 30)

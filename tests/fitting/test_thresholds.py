@@ -22,7 +22,7 @@ from torch_pi2 import errors
 from torch_pi2.cli.inspect import describe, render
 from torch_pi2.fitting import thresholds
 from torch_pi2.fitting.loss import causal_lm_loss, divergences
-from torch_pi2.fitting.scores import score_scales
+from torch_pi2.fitting.scores import read_first, score_scales
 from torch_pi2.fitting.sets import split
 from torch_pi2.graph import find_sites
 from torch_pi2.graph.dispatch import NeuronClusterMode
@@ -74,7 +74,7 @@ def spread_of(model: torch.nn.Module, **config: object) -> tuple[thresholds.Scor
     return scored, scored.spread(data)
 
 
-@pytest.mark.parametrize("score", ["gate", "output"])
+@pytest.mark.parametrize("score", ["gate", "output", "up"])
 def test_layers_that_matter_less_skip_more(score: str) -> None:
     model = tiny_models.tiny("llama")
     sites = find_sites(model)
@@ -124,35 +124,39 @@ def test_what_scores_are() -> None:
     model = tiny_models.tiny("llama")
     sites, data = find_sites(model), list(batches(own_text(), batch_size=8, seq_len=32))
     assert score_scales(model, data, sites, "gate") == {}
-    seen: dict[str, list[torch.Tensor]] = {site.key: [] for site in sites}
-    for site in sites:
-        up = model.get_submodule(site.up.weight.removesuffix(".weight"))
-        up.register_forward_hook(lambda _, __, y, key=site.key: seen[key].append(y.detach().flatten(0, 1)))
+    seen: dict[str, list[torch.Tensor]] = {ref.weight: [] for site in sites for ref in (site.gate, site.up)}
+    for name, found in seen.items():
+        module = model.get_submodule(name.removesuffix(".weight"))
+        module.register_forward_hook(lambda _, __, y, found=found: found.append(y.detach().flatten(0, 1)))
     for batch in data:
         logits(model, batch.input_ids)
-    for score in ("norms", "output"):
-        scales = score_scales(model, data, sites, score)
+    for score in ("norms", "output", "up"):
+        scales = score_scales(model, data, [read_first(site, score) for site in sites], score)
         for site in sites:
             weights = site.weights(model)
-            size_I = torch.cat(seen[site.key]).square().mean(0).sqrt() if score == "output" else weights.up.norm(dim=1)
+            gate_TI, up_TI = (torch.cat(seen[ref.weight]) for ref in (site.gate, site.up))
+            second_TI = F.silu(gate_TI) if score == "up" else up_TI
+            size_I = weights.up.norm(dim=1) if score == "norms" else second_TI.square().mean(0).sqrt()
             wanted = weights.down.norm(dim=0) * size_I
             torch.testing.assert_close(scales[site.key], wanted / wanted.mean())
 
 
-@pytest.mark.parametrize("score", ["norms", "output"])
+@pytest.mark.parametrize("score", ["norms", "output", "up"])
 def test_neurons_are_skipped_where_their_score_is_below_the_threshold(score: str) -> None:
     model, dense = optimised(score=score, sparsity=0.5), tiny_models.tiny("llama")
     data = list(batches(own_text(), batch_size=8, seq_len=32))
-    scales = score_scales(dense, data, find_sites(dense), score)
+    scales = score_scales(dense, data, [read_first(site, score) for site in find_sites(dense)], score)
     for layer in sparse_layers(model):
         plan = model.torch_pi2.plan.by_key()[layer.site.key]
         torch.testing.assert_close(
             plan.thresholds * scales[layer.site.key], torch.full((INTERMEDIATE,), plan.threshold)
         )
-        weights, x_TH = layer.site.weights(dense), torch.randn(9, layer.site.hidden)
+        assert layer.site.up_first == (score == "up")
+        weights, x_TH = layer.site.as_found().weights(dense), torch.randn(9, layer.site.hidden)
         gate_TI = F.silu(F.linear(x_TH, weights.gate, weights.bias_gate))
-        h_TI = gate_TI * F.linear(x_TH, weights.up, weights.bias_up)
-        kept_TI = gate_TI.abs() * scales[layer.site.key] > plan.threshold
+        up_TI = F.linear(x_TH, weights.up, weights.bias_up)
+        h_TI, first_TI = gate_TI * up_TI, up_TI if score == "up" else gate_TI
+        kept_TI = first_TI.abs() * scales[layer.site.key] > plan.threshold
         assert 0.2 < float(kept_TI.float().mean()) < 0.9
         with torch.no_grad():
             torch.testing.assert_close(layer(x_TH), F.linear(h_TI * kept_TI, weights.down), atol=2e-5, rtol=0)
@@ -169,7 +173,7 @@ def test_without_a_score_of_their_own_neurons_share_a_threshold() -> None:
     assert json.loads(plan.to_json())["version"] == 2
 
 
-@pytest.mark.parametrize("score", ["gate", "output"])
+@pytest.mark.parametrize("score", ["gate", "output", "up"])
 def test_the_budget_is_obeyed_and_used(score: str) -> None:
     dense, skipped = loss(tiny_models.tiny("llama")), []
     for budget in (0.01, 0.05):
@@ -240,8 +244,9 @@ def test_no_budget_for_anything(caplog: pytest.LogCaptureFixture, monkeypatch: p
     assert torch.allclose(logits(model, own_text()), logits(tiny_models.tiny("llama"), own_text()), atol=1e-4)
 
 
-def test_the_same_in_memory_in_a_folder_and_over_a_store(tmp_path: Path) -> None:
-    model = optimised(score="output", max_loss=0.05)
+@pytest.mark.parametrize("score", ["output", "up"])
+def test_the_same_in_memory_in_a_folder_and_over_a_store(tmp_path: Path, score: str) -> None:
+    model = optimised(score=score, max_loss=0.05)
     prompt = own_text()[:2, :5]
     with sparse_only():
         wanted = logits(model, own_text()[:3])
@@ -257,8 +262,9 @@ def test_the_same_in_memory_in_a_folder_and_over_a_store(tmp_path: Path) -> None
     assert torch.equal(logits(torch_pi2.restore(model), own_text()), logits(tiny_models.tiny("llama"), own_text()))
 
 
-def test_half_precision_and_prompts_compare_with_the_same_thresholds() -> None:
-    model = optimised(score="output", sparsity=0.6)
+@pytest.mark.parametrize("score", ["output", "up"])
+def test_half_precision_and_prompts_compare_with_the_same_thresholds(score: str) -> None:
+    model = optimised(score=score, sparsity=0.6)
     layer = next(iter(sparse_layers(model)))
     x = torch.randn(40, layer.site.hidden)
     with torch.no_grad(), sparse_only():
@@ -271,8 +277,9 @@ def test_half_precision_and_prompts_compare_with_the_same_thresholds() -> None:
     assert torch.equal(layer.thresholds, wanted)
 
 
-def test_the_dispatch_mode_skips_the_same() -> None:
-    model = optimised(score="output", sparsity=0.6)
+@pytest.mark.parametrize("score", ["output", "up"])
+def test_the_dispatch_mode_skips_the_same(score: str) -> None:
+    model = optimised(score=score, sparsity=0.6)
     with sparse_only():
         wanted = logits(model, own_text()[:2])
     plan, dense = model.torch_pi2.plan, tiny_models.tiny("llama")
@@ -281,8 +288,9 @@ def test_the_dispatch_mode_skips_the_same() -> None:
         torch.testing.assert_close(dense(own_text()[:2]).logits, wanted, atol=1e-3, rtol=0)
 
 
-def test_watching_counts_what_is_above_a_neurons_own_threshold() -> None:
-    model = optimised(score="output", sparsity=0.5)
+@pytest.mark.parametrize("score", ["output", "up"])
+def test_watching_counts_what_is_above_a_neurons_own_threshold(score: str) -> None:
+    model = optimised(score=score, sparsity=0.5)
     made = model.torch_pi2.stats
     with torch_pi2.watch(model) as watched, sparse_only():
         logits(model, own_text())
@@ -295,9 +303,10 @@ def test_watching_counts_what_is_above_a_neurons_own_threshold() -> None:
         torch_pi2.watch(model, thresholds={key: 0.5})
 
 
-def test_predictors_are_fitted_to_what_the_score_says() -> None:
+@pytest.mark.parametrize("score", ["output", "up"])
+def test_predictors_are_fitted_to_what_the_score_says(score: str) -> None:
     model = tiny_models.tiny("llama")
-    config = torch_pi2.Config(method="lowrank", score="output", max_loss=0.05, tolerance=0.2, **QUICK)
+    config = torch_pi2.Config(method="lowrank", score=score, max_loss=0.05, tolerance=0.2, **QUICK)
     torch_pi2.optimize(model, own_text(), config)
     assert {layer.method for layer in model.torch_pi2.plan.layers} <= {"lowrank", "dense"}
     assert model.torch_pi2.loss_change < 0.2
@@ -323,7 +332,7 @@ def test_experts_know_one_threshold() -> None:
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ({"score": "magic"}, "Config.score: expected gate, norms, output, found 'magic'"),
+        ({"score": "magic"}, "Config.score: expected gate, norms, output, up, found 'magic'"),
         ({"max_loss": 0.0}, r"Config.max_loss: expected more than 0 \(0.01 is 1 %\), or None, found 0.0"),
     ],
 )
@@ -332,16 +341,20 @@ def test_settings(field: dict, message: str) -> None:
         torch_pi2.Config(**field)
 
 
-def test_files_with_thresholds(tmp_path: Path) -> None:
-    model = optimised(score="output", sparsity=0.5)
+@pytest.mark.parametrize("score", ["output", "up"])
+def test_files_with_thresholds(tmp_path: Path, score: str) -> None:
+    model = optimised(score=score, sparsity=0.5)
     plan, stats = model.torch_pi2.plan, model.torch_pi2.stats
     plan.save(tmp_path)
     stats.save(tmp_path)
     assert json.loads((tmp_path / "plan.json").read_text())["version"] == 3
+    with safe_open(tmp_path / "stats.safetensors", "pt") as file:
+        assert file.metadata()["version"] == ("3" if score == "up" else "2")
     again, seen = Plan.load(tmp_path), ActivationStats.load(tmp_path)
     for one, other, counted in zip(plan.layers, again.layers, seen, strict=True):
         assert torch.equal(one.thresholds, other.thresholds)
         assert torch.equal(one.thresholds, counted.thresholds)
+        assert counted.up_first == other.site.up_first == (score == "up")
     key = plan.layers[0].site.key
     tensors = load_file(tmp_path / "plan.safetensors")
     meta = {"model_hash": plan.model_hash}

@@ -72,7 +72,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def said(self) -> str:
-        """All of standard error. The process writes where the file's position is, which is therefore not to be moved."""
+        """All of standard error. The file's position, where the process writes, is not moved."""
         file = self._said.fileno()
         return os.pread(file, os.fstat(file).st_size, 0).decode()
 

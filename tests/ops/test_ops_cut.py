@@ -98,5 +98,5 @@ def test_what_cannot_have_a_cut_says_so() -> None:
     rows = torch.randn(2, 40, 3, 24)
     index, routing = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
     layer = (CUTS[0], False, [0.0, 0.0], "float")
-    with pytest.raises(RuntimeError, match="activation: expected one without sigmas for experts"):
+    with pytest.raises(RuntimeError, match="activation: expected one without sigmas and second for experts"):
         torch.ops.pi2.experts_ffn(x, index, routing, rows, [], "none", [], "", False, *layer)

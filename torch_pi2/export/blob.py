@@ -52,7 +52,8 @@ class Blob:
 
     Of a mixture ``layer`` is that of the first of its ``experts``, which follow each other. ``down``: the format of
     down rows, where it is another than that of gate and up; else 0. ``shaping``: numbers of the activation, in, out,
-    limit, plus and sigmas; none if it has none.
+    limit, plus and sigmas; none if it has none. ``second``: the activation is that of the second matrix, which has
+    such numbers then.
     """
 
     role: int
@@ -82,11 +83,12 @@ class Blob:
     experts: int = 0
     down: int = 0
     shaping: tuple[float, ...] = ()
+    second: bool = False
 
     def pack(self) -> bytes:
         """Its ``BYTES`` bytes."""
         flags = self.activation_on_up | self.int8_activations << 1 | self.predictor_int8_activations << 2
-        flags |= bool(self.shaping) << 3
+        flags |= bool(self.shaping) << 3 | self.second << 4
         numbers = (self.hidden, self.neurons, self.rows, self.weights, self.activation, flags, self.n_hot, self.first)
         layer = _LAYER.pack(*numbers, self.threshold, self.predictor, self.cut, self.rank, self.dense_from)
         places, more = (

@@ -163,6 +163,7 @@ def blob_of(
         down=fields["down"],
         activation=list(ACTIVATIONS).index(form.base),
         shaping=() if form == Shaped(form.base) else numbers,
+        second=form.second,
         activation_on_up=ffn.site.activation_on_up,
         int8_activations=ffn.int8_activations,
         predictor_int8_activations=ffn.int8_activations and bool(ffn.predictor_weights),

@@ -17,7 +17,7 @@ from torch import nn
 from torch_pi2.base.mapped import let_go
 from torch_pi2.errors import ConfigError
 from torch_pi2.fitting.sets import at_most
-from torch_pi2.ops.activations import on_up
+from torch_pi2.ops.activations import cuts, on_up
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.firing import Firing
 from torch_pi2.profiling.recorder import record
@@ -33,8 +33,9 @@ def score_scales(
     """Site key -> ``[I]`` float32, with a mean of 1 over the layer's neurons; none for ``gate``.
 
     Args:
-        score: ``gate``: 1; ``norms``: norm of the down row times that of the up row; ``output``: norm of the down row
-            times the root mean square of up on ``data``.
+        sites: as :func:`read_first` has them.
+        score: ``gate``: 1; ``norms``: norm of the down row times that of the up row; ``output`` and ``up``: norm of the
+            down row times the root mean square of the second factor on ``data``.
 
     Raises:
         ConfigError: another score than ``gate`` for experts, whose operator has one threshold for each.
@@ -56,6 +57,12 @@ def score_scales(
         scale_I = scale_I / scale_I.mean().clamp_min(1e-30)
         scales[site.key] = scale_I.clamp_min(_LEAST)
     return scales
+
+
+def read_first(site: FFNSite, score: str) -> FFNSite:
+    """The layer with the matrix first that ``score`` is of."""
+    swaps = score == "up" and site.gated and not site.activation_on_up and not cuts(site.activation)
+    return site.swapped() if swaps else site
 
 
 def _up_norms(model: nn.Module, sites: Sequence[FFNSite]) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from torch_pi2.base.progress import bar
 from torch_pi2.fitting.loss import causal_lm_loss, mean_loss
-from torch_pi2.fitting.scores import score_scales
+from torch_pi2.fitting.scores import read_first, score_scales
 from torch_pi2.fitting.sets import at_most, split
 from torch_pi2.fitting.spread import Spread
 from torch_pi2.graph.dispatch import PredictedMaskMode
@@ -38,10 +38,12 @@ class Thresholds:
     """What was chosen, and how.
 
     Attributes:
-        cuts: site key -> the threshold on its score. scales: see :func:`~torch_pi2.fitting.scores.score_scales`.
+        sites: as their scores read them. cuts: site key -> the threshold on its score. scales: see
+            :func:`~torch_pi2.fitting.scores.score_scales`.
         made_by: ``score``; with a budget what a :class:`~torch_pi2.spec.loss_curve.LossCurve` says.
     """
 
+    sites: Sequence[FFNSite] = ()
     cuts: dict[str, float] = field(default_factory=dict)
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
     made_by: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +60,7 @@ def choose_thresholds(
     """
     if config.max_loss is None:
         scored = Scored(model, data, sites, config, progress=progress)
-        return Thresholds(scored.cuts(config.sparsity), scored.scales, {"score": config.score})
+        return Thresholds(scored.sites, scored.cuts(config.sparsity), scored.scales, {"score": config.score})
     parts = split(data, config.batch_size)
     scored = Scored(model, [*parts["fit"], *parts["calibrate"]], sites, config, progress=progress)
     spread = scored.spread(parts["calibrate"], progress=progress)
@@ -66,27 +68,28 @@ def choose_thresholds(
     curve, share = _within(scored, spread, held, config, config.max_loss, progress)
     if not share:
         _log.warning("no neuron can be skipped within max_loss=%g: thresholds are 0", config.max_loss)
-    return Thresholds(scored.cuts(spread.shares(share)), scored.scales, curve.to_json())
+    return Thresholds(scored.sites, scored.cuts(spread.shares(share)), scored.scales, curve.to_json())
 
 
 class Scored:
     """The scores of a model's layers on ``data``, and thresholds on them; other arguments as :func:`choose_thresholds`.
 
     Attributes:
-        scales: see :func:`~torch_pi2.fitting.scores.score_scales`.
+        sites: as :func:`~torch_pi2.fitting.scores.read_first` has them. scales: see
+            :func:`~torch_pi2.fitting.scores.score_scales`.
     """
 
     def __init__(
         self, model: nn.Module, data: list[Batch], sites: Sequence[FFNSite], config: Config, *, progress: bool = False
     ) -> None:
-        self.model, self._sites = model, sites
-        self.scales = score_scales(model, data, sites, config.score, progress=progress)
+        self.model, self.sites = model, [read_first(site, config.score) for site in sites]
+        self.scales = score_scales(model, data, self.sites, config.score, progress=progress)
         settings: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
-        self._stats = profile(model, data, sites, scales=self.scales, progress=progress, **settings)
+        self._stats = profile(model, data, self.sites, scales=self.scales, progress=progress, **settings)
 
     def cuts(self, shares: float | Mapping[str, float]) -> dict[str, float]:
         """Thresholds by key, with which layers skip ``shares`` of their neurons, all the same or by key; 0: none."""
-        own = shares if isinstance(shares, Mapping) else dict.fromkeys((s.key for s in self._sites), shares)
+        own = shares if isinstance(shares, Mapping) else dict.fromkeys((s.key for s in self.sites), shares)
         return {key: self._stats.threshold_for(key, share) if share else 0.0 for key, share in own.items()}
 
     def masked(self, cuts: Mapping[str, float]) -> PredictedMaskMode:
@@ -95,14 +98,14 @@ class Scored:
 
     def spread(self, data: list[Batch], *, progress: bool = False) -> Spread:
         """Shares of layers' own, by what skipping does on ``data``."""
-        args = self.model, data, self._sites
+        args = self.model, data, self.sites
         return Spread(*args, lambda share: self._on_gates(self.cuts(share)), self._masked, progress=progress)
 
     def _on_gates(self, cuts: Mapping[str, float]) -> dict[str, float | torch.Tensor]:
         return {key: cut / self.scales[key] if key in self.scales else cut for key, cut in cuts.items()}
 
     def _masked(self, own: Mapping[str, float | torch.Tensor]) -> PredictedMaskMode:
-        return PredictedMaskMode(self.model, self._sites, dict.fromkeys(own), thresholds=own)
+        return PredictedMaskMode(self.model, self.sites, dict.fromkeys(own), thresholds=own)
 
 
 def _within(

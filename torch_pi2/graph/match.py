@@ -18,6 +18,7 @@ from torch import fx
 
 from torch_pi2.graph.activation import identify
 from torch_pi2.graph.elementwise import CASTS, ELEMENTWISE, RESHAPES, is_in_place, op_name, uncast
+from torch_pi2.ops.activations import swapped
 from torch_pi2.spec.formula import Formula
 from torch_pi2.spec.site import FFNSite, LinearRef
 
@@ -82,6 +83,11 @@ class Match:
     inside: tuple[fx.Node, ...]
     region: tuple[fx.Node, ...]
     scaled: tuple[fx.Node, float] | None = None
+
+    def swapped(self) -> Match:
+        """As :meth:`FFNSite.swapped`."""
+        assert self.gate is not None
+        return replace(self, gate=self.up, up=self.gate, activation=swapped(self.activation))
 
     def site(self, name_of: Callable[[fx.Node], str], **where: Any) -> FFNSite:
         """The site of this FFN, whose parameters are called so; ``where``: what of it a graph does not say."""

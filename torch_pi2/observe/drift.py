@@ -240,4 +240,5 @@ def _added(ours: LayerStats, theirs: LayerStats, scale: float, scale_live: float
         cofire_bits=ours.cofire_bits,
         experts=ours.experts,
         borrowed=borrowed,
+        up_first=ours.up_first,
     )

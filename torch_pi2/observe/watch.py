@@ -290,6 +290,7 @@ class _Group:
             cofire_bits=torch.zeros((0, -(-n // 8)), dtype=torch.uint8),
             experts=layer.site.experts,
             thresholds=None if layer.thresholds is None else layer.thresholds[layer.inverse],
+            up_first=layer.site.up_first,
         )
 
 

@@ -6,6 +6,9 @@ So multipliers, sigmoid's approximation of GELU (CLIP), and clamped SwiGLU (gpt-
 
 With ``sigmas=k`` v is ``max(0, gate - mean - k * deviation)``, mean and standard deviation of the token's gates of all
 neurons: most are exactly zero (Gemma 3n's first layers, where k is the normal distribution's quantile of 0.95).
+
+With ``second=1`` gate and up change places in all of this: the first matrix of a neuron is up, which decides whether
+the others are read, and the activation is that of the second (:meth:`torch_pi2.spec.site.FFNSite.up_first`).
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ class Shaped:
     limit: float = inf
     plus: float = 0.0
     sigmas: float = -inf
+    second: bool = False
 
     @property
     def text(self) -> str:
@@ -46,6 +50,7 @@ class Shaped:
             ("limit", self.limit, inf),
             ("plus", self.plus, 0.0),
             ("sigmas", self.sigmas, -inf),
+            ("second", float(self.second), 0.0),
         )
         parts = [f"{key}={value:.9g}" for key, value, usual in given if value != usual]
         return f"{self.base}[{','.join(parts)}]" if parts else self.base
@@ -66,7 +71,8 @@ def shaped(text: str) -> Shaped | None:
             numbers[key] = float(value)
         except ValueError:
             return None
-    if not numbers.keys() <= {"in", "out", "limit", "plus", "sigmas"} or not all(map(isfinite, numbers.values())):
+    known = {"in", "out", "limit", "plus", "sigmas", "second"}
+    if not numbers.keys() <= known or not all(map(isfinite, numbers.values())):
         return None
     made = Shaped(
         found.group(1),
@@ -75,18 +81,28 @@ def shaped(text: str) -> Shaped | None:
         numbers.get("limit", inf),
         numbers.get("plus", 0.0),
         numbers.get("sigmas", -inf),
+        "second" in numbers,
     )
-    return made if made.text == text and made.limit > 0 else None
+    makes_sense = made.limit > 0 and not (made.second and made.sigmas != -inf)
+    return made if made.text == text and makes_sense else None
 
 
-def _gate(of: Shaped, x: torch.Tensor) -> torch.Tensor:
+def _first(of: Shaped, x: torch.Tensor) -> torch.Tensor:
+    return _factor(of, x) if of.second else _activated(of, x)
+
+
+def _second(of: Shaped, x: torch.Tensor) -> torch.Tensor:
+    return _activated(of, x) if of.second else _factor(of, x)
+
+
+def _activated(of: Shaped, x: torch.Tensor) -> torch.Tensor:
     y = x if of.sigmas == -inf else torch.relu(x - cut(of.text, x))
     y = y if of.limit == inf else y.clamp(max=of.limit)
     y = _PLAIN[of.base](y if of.scale_in == 1.0 else y * of.scale_in)
     return y if of.scale_out == 1.0 else y * of.scale_out
 
 
-def _up(of: Shaped, x: torch.Tensor) -> torch.Tensor:
+def _factor(of: Shaped, x: torch.Tensor) -> torch.Tensor:
     y = x if of.limit == inf else x.clamp(-of.limit, of.limit)
     return y if of.plus == 0.0 else y + of.plus
 
@@ -108,7 +124,7 @@ def on_up(activation: str, activated: bool) -> Activation:
         return ACTIVATIONS[activation]
     if activation in _PLAIN:
         return _PLAIN["identity"]
-    return partial(_up, _known(activation))
+    return partial(_second, _known(activation))
 
 
 def scaled(activation: str, factor: float) -> str:
@@ -118,8 +134,20 @@ def scaled(activation: str, factor: float) -> str:
 
 
 def exact_zeros(activation: str) -> bool:
-    """Whether it is exactly zero for many inputs: skipping its zeros is lossless."""
-    return _known(activation).base in SPARSE_ACTIVATIONS or cuts(activation)
+    """Whether it is exactly zero for many inputs of the first matrix: skipping its zeros is lossless."""
+    of = _known(activation)
+    return not of.second and (of.base in SPARSE_ACTIVATIONS or cuts(activation))
+
+
+def second(activation: str) -> bool:
+    """Whether it is that of the second matrix: it has ``second``."""
+    return _known(activation).second
+
+
+def swapped(activation: str) -> str:
+    """The activation of the second matrix, if this is one of the first, and the other way round."""
+    of = _known(activation)
+    return replace(of, second=not of.second).text
 
 
 def check_plain(activation: str, what: str = "kernels on a GPU") -> None:
@@ -144,7 +172,7 @@ class _Activations(dict[str, Activation]):
     """Those without numbers are listed; the others are made when they are asked for."""
 
     def __missing__(self, text: str) -> Activation:
-        return partial(_gate, _known(text))
+        return partial(_first, _known(text))
 
     def __contains__(self, text: object) -> bool:
         return isinstance(text, str) and shaped(text) is not None

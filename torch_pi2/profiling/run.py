@@ -49,6 +49,7 @@ class _Counter:
             cofire_bits=torch.zeros(cofire_tokens, -(-n // 8), dtype=torch.uint8),
             experts=site.experts,
             thresholds=None if scale_I is None or threshold == 0 else threshold / scale_I,
+            up_first=site.up_first,
         )
 
     def add(self, firing: Firing) -> None:

@@ -13,8 +13,9 @@ from torch_pi2.spec.method import Method
 #: ``auto`` picks per layer the cheapest of what the others offer.
 METHODS = ("auto", *(method.value for method in Method))
 
-#: What ``threshold`` compares with thresholds: |act(gate)|, alone or times what is known of the neuron's up and down.
-SCORES = ("gate", "norms", "output")
+#: What ``threshold`` compares with thresholds: |act(gate)|, alone or times what is known of the neuron's up and down,
+#: or |up|, times what is known of its gate and down.
+SCORES = ("gate", "norms", "output", "up")
 
 #: How weights may be stored, and how they are rounded.
 WEIGHTS = (FLOAT, *QUANTIZED)
@@ -45,7 +46,9 @@ class Config:
         sparsity: share of neurons that ``threshold`` skips in every layer that has no exact zeros (lossy).
         score: what decides which (lossy). ``gate``: ``|act(gate)|`` (CATS); ``norms``: times the norms of the neuron's
             down and up rows; ``output``: times the norm of its down row and the usual size of its up on calibration
-            text. But for ``gate`` each neuron has its own threshold then; experts of a mixture know ``gate`` alone.
+            text; ``up``: ``|up|`` times the norm of its down row and the usual size of its ``act(gate)``, so that up is
+            what is computed of all neurons, and gate and down of those above. But for ``gate`` each neuron has its own
+            threshold then; experts of a mixture know ``gate`` alone.
         max_loss: relative increase of the model's loss that thresholds may cause, 0.01 = 1 % (lossy): in the place of
             ``sparsity``, the share is the largest that calibration text which was kept back bears. None: ``sparsity``.
         weights: how weights of FFNs and other linear layers are stored. ``float``: as they are (lossless); ``int4``,

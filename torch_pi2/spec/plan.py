@@ -295,7 +295,7 @@ def _order(site: FFNSite, orders: dict[str, torch.Tensor], beside: str) -> torch
 
 
 def weights_hash(model: HasParameters, sites: list[FFNSite]) -> str:
-    """SHA-256 over the FFN weights of ``sites`` in order, independent of file format and of other weights."""
+    """SHA-256 over the FFN weights of ``sites``, in the order of a neuron's rows, whatever the file format."""
     digest = hashlib.sha256()
     for site in sites:
         for tensor in site.weights(model):

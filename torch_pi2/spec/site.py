@@ -9,7 +9,7 @@ Shape suffixes used in the whole package: ``T`` tokens, ``H`` hidden size, ``I``
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from torch_pi2.base.fields import Field
 from torch_pi2.errors import DtypeError, NonFiniteError, UnsupportedModelError
 from torch_pi2.formats import FLOATS
-from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.ops.activations import ACTIVATIONS, second, swapped
 from torch_pi2.ops.dtypes import check_on_cpu, dtype_name
 
 #: Neurons, hidden states or experts at most: what the core counts with.
@@ -84,7 +84,7 @@ class FFNSite:
         layer: 0-based index in order of execution.
         activation: a name in :data:`torch_pi2.ops.ACTIVATIONS`.
         activation_on_up: the activation is applied to up as well (dReLU).
-        gate: the gate matmul, None for a plain FFN.
+        gate: the gate matmul, None for a plain FFN; where :attr:`up_first`, what the model calls up.
         up, down: the other two.
         hidden, intermediate: H and I.
         owner: fully-qualified name of the deepest module that contains all of the site's parameters; of one expert of
@@ -124,10 +124,26 @@ class FFNSite:
 
     @property
     def form(self) -> str:
-        """Its formula between the matmuls, as ``silu(gate)*up``."""
+        """Its formula between the matmuls, as ``silu(gate)*up``, in the model's names."""
         if not self.gated:
             return f"{self.activation}(up)"
+        if self.up_first:
+            return f"up*{swapped(self.activation)}(gate)"
         return f"{self.activation}(gate)*{f'{self.activation}(up)' if self.activation_on_up else 'up'}"
+
+    @property
+    def up_first(self) -> bool:
+        """Of each neuron the model's up is computed first, and decides whether gate and down are."""
+        return second(self.activation)
+
+    def swapped(self) -> FFNSite:
+        """The same layer with gate and up in each other's place. The activation must not need all gates at once."""
+        assert self.gate is not None
+        return replace(self, gate=self.up, up=self.gate, activation=swapped(self.activation))
+
+    def as_found(self) -> FFNSite:
+        """As finders have it: the gate is first."""
+        return self.swapped() if self.up_first else self
 
     @property
     def rows_per_neuron(self) -> int:
@@ -167,10 +183,13 @@ class FFNSite:
         site = Field(data, where, "Make the plan again.")
         known = [f.name for f in fields(FFNSite)]
         site.names([name for name in known if name not in _OPTIONAL], _OPTIONAL)
+        activation = site.at("activation").text(ACTIVATIONS)
+        if second(activation) and (site.at("gate").value is None or site.at("activation_on_up").flag()):
+            site.at("activation").wrong("one of the second of two matrices only where the first has none")
         return FFNSite(
             key=site.at("key").text(empty=True),
             layer=site.at("layer").whole(),
-            activation=site.at("activation").text(ACTIVATIONS),
+            activation=activation,
             activation_on_up=site.at("activation_on_up").flag(),
             gate=None if site.at("gate").value is None else _ref(site.at("gate")),
             up=_ref(site.at("up")),

@@ -24,8 +24,8 @@ from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError, check_made_from
 from torch_pi2.ops.dtypes import dtype_name
 
-#: Statistics in which neurons have thresholds of their own are of 2.
-STATS_VERSION, STATS_WITH_THRESHOLDS = 1, 2
+#: Statistics in which neurons have thresholds of their own are of 2, those in which a layer's are of up of 3.
+STATS_VERSION, STATS_WITH_THRESHOLDS, STATS_UP_FIRST = 1, 2, 3
 STATS_FILE = "stats.safetensors"
 STATS_FORMAT = "torch_pi2.stats"
 
@@ -111,6 +111,7 @@ class LayerStats:
         borrowed: of an expert that had few tokens, how many of ``tokens`` the router gave to others of its block.
         thresholds: ``[I]`` float32, what ``threshold`` comes to for each neuron's ``|act(gate)|``, where the score is
             more than that; else None.
+        up_first: the score is of ``|up|`` in the place of ``|act(gate)|``, wherever that is written here.
 
     Tokens that were only watched (:mod:`torch_pi2.observe.watch`) are in no sum of scores, histogram and sample.
     """
@@ -130,6 +131,7 @@ class LayerStats:
     experts: str | None = None
     borrowed: int = 0
     thresholds: torch.Tensor | None = None
+    up_first: bool = False
 
     @property
     def intermediate(self) -> int:
@@ -234,6 +236,7 @@ class LayerStats:
             experts=self.experts,
             borrowed=self.borrowed + other.borrowed,
             thresholds=self.thresholds,
+            up_first=self.up_first,
             **sums,
         )
 
@@ -257,6 +260,8 @@ class LayerStats:
 
 def same_thresholds(one: LayerStats, other: LayerStats) -> bool:
     """Whether a neuron that fired in one would have in the other."""
+    if one.up_first != other.up_first:
+        return False
     if one.thresholds is None or other.thresholds is None:
         return one.thresholds is other.thresholds and one.threshold == other.threshold
     return one.threshold == other.threshold and torch.equal(one.thresholds, other.thresholds)
@@ -374,6 +379,11 @@ class ActivationStats:
             )
         return {"tokens": self.tokens, "model_hash": self.model_hash, "made_by": self.made_by, "layers": rows}
 
+    def _version(self) -> int:
+        if any(s.up_first for s in self):
+            return STATS_UP_FIRST
+        return STATS_VERSION if all(s.thresholds is None for s in self) else STATS_WITH_THRESHOLDS
+
     def save(self, path: str | Path) -> Path:
         """Write ``stats.safetensors`` (into ``path`` if that is a folder) by atomic rename; returns its path."""
         path = _file(path)
@@ -392,10 +402,11 @@ class ActivationStats:
                     "batch_sizes": s.batch_sizes,
                 }
                 | ({} if s.experts is None else {"experts": s.experts, "borrowed": s.borrowed})
+                | ({"up_first": True} if s.up_first else {})
             )
         meta = {
             "format": STATS_FORMAT,
-            "version": str(STATS_VERSION if all(s.thresholds is None for s in self) else STATS_WITH_THRESHOLDS),
+            "version": str(self._version()),
             "model_hash": self.model_hash,
             "made_by": json.dumps(self.made_by),
             "layers": json.dumps(layers),
@@ -431,8 +442,8 @@ class ActivationStats:
 
 def check_stats_artifact(where: Path | str, meta: Mapping[str, str], model_hash: str | None) -> None:
     """Raises as :meth:`ActivationStats.load`, as far as the metadata tells."""
-    new = meta.get("version") == str(STATS_WITH_THRESHOLDS)
-    check_artifact(where, meta, STATS_FORMAT, STATS_WITH_THRESHOLDS if new else STATS_VERSION, model_hash)
+    newer = (v for v in (STATS_WITH_THRESHOLDS, STATS_UP_FIRST) if meta.get("version") == str(v))
+    check_artifact(where, meta, STATS_FORMAT, next(newer, STATS_VERSION), model_hash)
 
 
 def parse_layers(meta: Mapping[str, str], where: Path | str) -> Field:
@@ -442,7 +453,7 @@ def parse_layers(meta: Mapping[str, str], where: Path | str) -> Field:
 
 def _layer(row: Field, tensors: Mapping[str, torch.Tensor], where: Path | str) -> LayerStats:
     """One layer of a file. Raises ArtifactError."""
-    row.names(("key", "layer", "threshold", "tokens", "batch_sizes"), ("experts", "borrowed"))
+    row.names(("key", "layer", "threshold", "tokens", "batch_sizes"), ("experts", "borrowed", "up_first"))
     key = row.at("key").text(empty=True)
     found = {name: tensors[f"{key}.{name}"] for name in _TENSORS if f"{key}.{name}" in tensors}
     if missing := [name for name in _TENSORS if name not in found]:
@@ -476,6 +487,7 @@ def _layer(row: Field, tensors: Mapping[str, torch.Tensor], where: Path | str) -
         experts=None if experts.value is None else experts.text(),
         borrowed=row.at("borrowed", 0).whole(0, tokens),
         thresholds=own,
+        up_first=row.at("up_first", False).flag(),
         **found,
     )
 

@@ -20,7 +20,7 @@ constexpr char kMagic[8] = {'P', 'I', '2', 'B', 'L', 'O', 'B', '\0'};
 constexpr std::uint32_t kLayerVersion = 1, kMixtureVersion = 2, kExtendedVersion = 3;
 constexpr std::size_t kVersion = 8, kPlaces = 128, kQueue = 320, kPreload = 324, kMorePlaces = 328, kExperts = 376,
                       kDown = 380, kName = 384, kNumbers = 480, kNumbersEnd = 500;
-constexpr std::uint32_t kOnUp = 1, kInt8 = 2, kPredictorInt8 = 4, kShaped = 8;
+constexpr std::uint32_t kOnUp = 1, kInt8 = 2, kPredictorInt8 = 4, kShaped = 8, kSecond = 16;
 constexpr const char* kFix = "The .pte is damaged, or of another version of torch_pi2: export it again.";
 
 Problem damaged(const std::string& what, const std::string& expected, const std::string& found) {
@@ -110,12 +110,14 @@ Problem parse_name(const char* name, std::size_t most, std::string* out) {
 }
 
 // Numbers of the activation, and zeros behind them.
-Problem parse_shaping(const Reader& in, bool shaped, Blob* b) {
+Problem parse_shaping(const Reader& in, std::uint32_t flags, Blob* b) {
+  const bool shaped = (flags & kShaped) != 0;
   for (std::size_t i = shaped ? kNumbersEnd : kNumbers; i < kBlobBytes; ++i)
     if (in.p[i] != 0) return damaged("byte " + text(i), "0", text(in.p[i]));
   if (!shaped) return {};
   Shaping& s = b->shaping;
   s.plain = false;
+  s.second = (flags & kSecond) != 0;
   float* const numbers[] = {&s.in, &s.out, &s.limit, &s.plus, &s.sigmas};
   for (std::size_t i = 0; i < std::size(numbers); ++i) *numbers[i] = Reader::as<float>(in.u32(kNumbers + 4 * i));
   if (!std::isfinite(s.in) || !std::isfinite(s.out) || !(s.limit > 0) || !std::isfinite(s.plus) ||
@@ -123,6 +125,8 @@ Problem parse_shaping(const Reader& in, bool shaped, Blob* b) {
     return damaged("numbers of the activation", "finite ones, and a limit above 0", "others");
   if (s.cuts() && (b->experts > 0 || b->first > 0 || b->activation_on_up || b->predictor != PredictorForm::kNone))
     return damaged("numbers of the activation", "sigmas of a whole layer without predictor, on its gate", "others");
+  if (s.second && (b->experts > 0 || b->activation_on_up || s.cuts()))
+    return damaged("numbers of the activation", "second of a layer that is no expert, alone on it", "others");
   return {};
 }
 
@@ -168,10 +172,10 @@ Problem parse_layer(const Reader& in, Blob* b) {
   const bool grouped = lowrank && b->predictor != PredictorForm::kLowrank;
   const bool extended = is_extended(in);
   const std::uint32_t known = (rows == 3 ? kOnUp : 0) | (b->quantized() ? kInt8 : 0) | (grouped ? kPredictorInt8 : 0) |
-                              (extended ? kShaped : 0);
+                              (extended ? kShaped : 0) | (extended && rows == 3 && (flags & kShaped) ? kSecond : 0);
   if ((flags & ~known) != 0) return damaged("flags", "those of " + text(known), text(flags));
   if (!(b->threshold >= 0)) return damaged("threshold", "0 or more", std::to_string(b->threshold));
-  const Problem numbers = extended ? parse_shaping(in, (flags & kShaped) != 0, b) : Problem();
+  const Problem numbers = extended ? parse_shaping(in, flags, b) : Problem();
   if (numbers) return numbers;
   if (form == 0) return parse_tensors(in, b);
   if (n_hot == neurons) return damaged("predictor", "none where all neurons are hot", text(form));

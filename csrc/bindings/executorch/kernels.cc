@@ -88,6 +88,8 @@ FfnArgs ffn_args(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& 
          "one of torch_pi2.ops.ACTIVATIONS", name);
   args.activation_on_up = activation_on_up;
   expect(!args.shaping.cuts() || !activation_on_up, "activation_on_up", "false with sigmas", "true");
+  expect(!args.shaping.second || (args.rows == 3 && !activation_on_up), "activation",
+         "one without second but for gated neurons", name);
   expect(n_hot >= 0 && n_hot <= args.neurons, "n_hot", "0 to " + std::to_string(args.neurons), std::to_string(n_hot));
   args.n_hot = n_hot;
   expect(threshold >= 0, "threshold", "0 or more", std::to_string(threshold));

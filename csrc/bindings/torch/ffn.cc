@@ -96,6 +96,10 @@ FfnArgs with_settings(FfnArgs args, const Tensor& x, ScalarType like, const Mayb
   args.activation_on_up = activation_on_up;
   STD_TORCH_CHECK(!args.shaping.cuts() || !activation_on_up,
                   "pi2: activation_on_up: expected false with sigmas, which are of the gates, found true. Correct it.");
+  STD_TORCH_CHECK(!args.shaping.second || (args.rows == 3 && !activation_on_up),
+                  "pi2: activation: expected one without second but for gated neurons without an activation on the "
+                  "other matrix, found ",
+                  activation, ". Correct it.");
   args.threshold = static_cast<float>(threshold);
   args.thresholds = static_cast<const float*>(
       bias_data(thresholds, "thresholds", args.neurons, ScalarType::Float, "float32, whatever the weights"));

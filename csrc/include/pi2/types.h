@@ -78,9 +78,11 @@ inline constexpr std::uint32_t kActivationCount = static_cast<std::uint32_t>(Act
 // How an activation differs from the one of its name: out * act(in * min(v, limit)). What it is multiplied by is then
 // clamp(up, -limit, limit) + plus, where that has no activation of its own. With `sigmas` v is what of a gate is above
 // a cut, else 0: the mean of all neurons' gates for the token, and so many of their standard deviations (Gemma 3n).
+// With `second` both change places: the first matrix is what others call up, the activation that of the second.
 struct Shaping {
   static constexpr float kInfinity = std::numeric_limits<float>::infinity();
   float in = 1, out = 1, limit = kInfinity, plus = 0, sigmas = -kInfinity;
+  bool second = false;
   bool plain = true;  // all of these as here
 
   bool cuts() const { return sigmas > -kInfinity; }

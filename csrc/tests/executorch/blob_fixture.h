@@ -42,17 +42,18 @@ inline Bytes512 written(const pi2::et::Blob& blob) {
   u32(32, blob.header_checksum);
   u32(36, blob.layer);
   std::memcpy(&out[40], blob.model_hash.data(), 32);
-  const std::int64_t numbers[] = {
-      blob.hidden,
-      blob.neurons,
-      blob.rows,
-      static_cast<std::int64_t>(blob.w_dtype),
-      static_cast<std::int64_t>(blob.activation),
-      blob.activation_on_up + 2 * blob.int8_activations + 4 * blob.predictor_int8_activations + 8 * !blob.shaping.plain,
-      blob.n_hot,
-      blob.first,
-      static_cast<std::int64_t>(bits(blob.threshold)),
-      static_cast<std::int64_t>(blob.predictor)};
+  const std::int64_t numbers[] = {blob.hidden,
+                                  blob.neurons,
+                                  blob.rows,
+                                  static_cast<std::int64_t>(blob.w_dtype),
+                                  static_cast<std::int64_t>(blob.activation),
+                                  blob.activation_on_up + 2 * blob.int8_activations +
+                                      4 * blob.predictor_int8_activations + 8 * !blob.shaping.plain +
+                                      16 * blob.shaping.second,
+                                  blob.n_hot,
+                                  blob.first,
+                                  static_cast<std::int64_t>(bits(blob.threshold)),
+                                  static_cast<std::int64_t>(blob.predictor)};
   for (std::size_t i = 0; i < 10; ++i) u32(72 + 4 * i, numbers[i]);
   put(&out, 112, bits(blob.cut), 8);
   u32(120, blob.rank);

@@ -94,6 +94,15 @@ Blob shaped() {
   return b;
 }
 
+// Whose up is computed before its gate.
+Blob up_first() {
+  Blob b = thresholds();
+  b.activation_on_up = false;
+  b.shaping.plain = false;
+  b.shaping.second = true;
+  return b;
+}
+
 bool same(const Blob& a, const Blob& b) { return written(a) == written(b); }
 
 long check_sound() {
@@ -160,12 +169,13 @@ long check_sound() {
   cut.shaping = Shaping();
   cut.shaping.plain = false;
   cut.shaping.sigmas = 1.6f;
-  for (const Blob& one : {shaped(), cut}) {
+  for (const Blob& one : {shaped(), cut, up_first()}) {
     wrong = parse_blob(written(one).data(), kBlobBytes, &found);
-    PI2_CHECK(!wrong && same(found, one) && !found.shaping.plain && found.shaping.sigmas == one.shaping.sigmas, "%s",
-              wrong.text.c_str());
+    PI2_CHECK(!wrong && same(found, one) && !found.shaping.plain && found.shaping.sigmas == one.shaping.sigmas &&
+                  found.shaping.second == one.shaping.second,
+              "%s", wrong.text.c_str());
   }
-  return 11;
+  return 12;
 }
 
 struct Damage {
@@ -260,6 +270,12 @@ long check_refused() {
       {"byte 353: expected 0, found 2", number(8, 1)},
       {"experts: expected 1 or more, found 0", number(8, 2)},
   };
+  const Damage of_up_first[] = {
+      {"numbers of the activation: expected second of a layer that is no expert, alone on it",
+       number(92, 1 + 2 + 8 + 16)},
+      {"flags: expected those of", number(92, 2 + 16)},
+      {"flags: expected those of", number(80, 2)},
+  };
   const Damage of_shaped[] = {
       {"name of the store: expected zeros behind it", number(8, 2)},
       {"numbers of the activation: expected finite ones, and a limit above 0", number(480, nan32)},
@@ -267,6 +283,7 @@ long check_refused() {
       {"numbers of the activation: expected sigmas of a whole layer without predictor", number(496, bits(1.0f))},
       {"byte 500: expected 0, found 1", number(500, 1)},
       {"byte 482: expected 0, found 192", number(92, 7)},
+      {"numbers of the activation: expected second of a layer that is no expert", number(92, 2 + 4 + 8 + 16)},
       {"bias_up: expected 7200 bytes, found 1200", number(136 + 24, 1200, 8)},
   };
   const auto refused = [](const Blob& blob, const Damage& damage) {
@@ -284,9 +301,10 @@ long check_refused() {
   for (const Damage& damage : of_mixtures) refused(mixture(), damage);
   for (const Damage& damage : of_pairs) refused(pair(sound()), damage);
   for (const Damage& damage : of_thresholds) refused(thresholds(), damage);
+  for (const Damage& damage : of_up_first) refused(up_first(), damage);
   for (const Damage& damage : of_shaped) refused(shaped(), damage);
   return static_cast<long>(std::size(all) + std::size(of_mixtures) + std::size(of_pairs) + std::size(of_thresholds) +
-                           std::size(of_shaped));
+                           std::size(of_up_first) + std::size(of_shaped));
 }
 
 // Every byte says something: of a change, sealed again, what is taken is what was written, and not what was there.
