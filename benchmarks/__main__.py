@@ -2,7 +2,8 @@
 
 `ffn`, `layer` and `gpu` are one feed-forward layer, `attention` is attention alone; `decode`, `imported`, `bundle`,
 `bundle-offload`, `offload`, `best-of`, `speculate`, `plan` and `gpu-model` are whole models; `serve` and `prefix` are
-servers of one; `phone` is simulated; `scores`, `early`, `quantization` and `suite` are of quality, not of speed;
+servers of one; `phone` is simulated; `scores`, `sparsify`, `early`, `quantization` and `suite` are of quality, not of
+speed;
 `fit` is of memory.
 """
 
@@ -43,6 +44,7 @@ BENCHMARKS = {
     "prefix": "the first text of an answer whose prompt begins as one before did",
     "phone": "a phone of published figures, simulated: prompts and decoding beside PowerInfer-2's own",
     "quantization": "what 4 bits cost a trained model, to nearest and calibrated, part by part",
+    "sparsify": "a dense model made sparse by training, beside the same trained on as long: zeros and loss",
     "suite": "questions about held-out text: what sparsity and 4 bits change of a trained model's answers",
     "plan": "the solved plan against greedy, all-hot, all-cold and random ones, by batch and memory",
 }

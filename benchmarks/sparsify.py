@@ -1,0 +1,129 @@
+"""A dense model made sparse by `sparsify`, beside the same model trained on as long without any of it.
+
+Both see the same windows of the standard library's source, in the same order, with the same optimiser; losses are on
+held-out files of it. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torch_pi2
+from benchmarks.arguments import list_of
+from torch_pi2.base import process as machine
+from torch_pi2.base.units import percent
+from torch_pi2.cli import common
+from torch_pi2.graph.find import find_sites
+from torch_pi2.profiling.text import stdlib_text
+from torch_pi2.training.settings import ACTIVATIONS, SparsifySettings
+from torch_pi2.training.trainer import alone, train, training_arguments
+from torch_pi2.training.windows import windows_of
+from torch_pi2.training.zeros import Measured, Zeros, measure
+
+_TARGETS = [0.9, 0.95]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    common.add_model(parser)
+    add = parser.add_argument
+    add("--targets", type=list_of(float), default=_TARGETS, metavar="S,...", help="shares of zeros")
+    add("--activation", choices=ACTIVATIONS, default="relu-gate", help="of the sparse ones; default: %(default)s")
+    add("--steps", type=common.positive, default=1200, metavar="N", help="of each training; default: %(default)s")
+    add("--batch", type=common.positive, default=8, metavar="N", help="windows of a step; default: %(default)s")
+    add("--window", type=common.positive, default=256, metavar="N", help="tokens of a window; default: %(default)s")
+    add("--learning-rate", type=float, default=5e-4, metavar="R", help="default: %(default)s")
+    add("--distill", type=float, default=0.0, metavar="S", help="as of sparsify; default: %(default)s")
+    add("--tokens", type=common.positive, default=65_536, metavar="N", help="held out; default: %(default)s")
+
+
+def run(
+    model: str | Path,
+    *,
+    targets: Sequence[float] = _TARGETS,
+    activation: str = "relu-gate",
+    steps: int = 1200,
+    batch: int = 8,
+    window: int = 256,
+    learning_rate: float = 5e-4,
+    distill: float = 0.0,
+    tokens: int = 65_536,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    allow_download: bool = False,
+) -> dict[str, Any]:
+    """Zeros and held-out nats per token of the dense model ``before``, ``dense`` (trained on), and by target."""
+    given = argparse.Namespace(
+        model=str(model), dtype=dtype, trust_remote_code=trust_remote_code, allow_download=allow_download
+    )
+    dense, tokenizer = common.load_dense(given).float(), common.load_tokenizer(given)
+    settings = SparsifySettings(
+        activation=activation, steps=steps, batch=batch, window=window, learning_rate=learning_rate, distill=distill
+    )
+    text, heldout = [stdlib_text("train")], [common.stdlib_sample("heldout", tokenizer, tokens)]
+    with tempfile.TemporaryDirectory() as folder:
+        before, after = _trained_on(dense, text, heldout, tokenizer, settings, Path(folder) / "dense")
+        cases = {"before": _case(before), "dense": _case(after)}
+        for target in targets:
+            fields: Any = vars(replace(settings, target_sparsity=target))
+            out = Path(folder) / "sparse"
+            done = torch_pi2.sparsify(dense, out, text, heldout=heldout, tokenizer=tokenizer, progress=True, **fields)
+            cases[f"{target:.1%}"] = _case(done.after)
+    return {
+        "what": "sparsify",
+        "folder": Path(model).resolve().name,
+        "form": find_sites(dense)[0].form,
+        "settings": {name: value for name, value in vars(settings).items() if name != "target_sparsity"},
+        "heldout_tokens": tokens,
+        "cases": cases,
+        **machine.describe(),
+    }
+
+
+@alone()
+def _trained_on(
+    dense: Any, text: list[str], heldout: list[str], tokenizer: Any, settings: SparsifySettings, folder: Path
+) -> tuple[Measured, Measured]:
+    """A copy of ``dense``, trained as `sparsify` trains, without a penalty: before and after."""
+    train_NT, heldout_NT = (windows_of(part, tokenizer, settings.window) for part in (text, heldout))
+    model = copy.deepcopy(dense)
+    zeros = Zeros(model, find_sites(model))
+    before = measure(model, zeros, heldout_NT)
+    free = replace(before, magnitude=math.inf)  # of which the first L1 weight is a part: 0
+    arguments = training_arguments(settings, folder, settings.steps)
+    train(model, zeros, train_NT, heldout_NT, settings, arguments, teacher=None, begins=free, progress=True)
+    return before, measure(model.to("cpu", torch.float32), zeros, heldout_NT)
+
+
+def _case(found: Measured) -> dict[str, float]:
+    return {"zeros": found.mean_zeros, "nats_per_token": found.nats_per_token}
+
+
+HEADER = ("target", "zeros", "nats per token", "loss")
+
+
+def rows_of(result: Mapping[str, Any]) -> list[list[str]]:
+    """The loss is beside that of the dense model which was trained on as long."""
+    cases = result["cases"]
+    nats = cases["dense"]["nats_per_token"]
+    return [
+        [name, percent(case["zeros"]), f"{case['nats_per_token']:.4f}", f"{case['nats_per_token'] / nats - 1:+.2%}"]
+        for name, case in cases.items()
+    ]
+
+
+def render(result: Mapping[str, Any]) -> str:
+    settings = result["settings"]
+    about = (
+        f"{result['folder']}: {result['form']}, then {settings['activation']}; {settings['steps']:,} steps of "
+        f"{settings['batch']} windows of {settings['window']} tokens; loss beside the dense model trained on as long"
+    )
+    return f"{about}\n{common.table(HEADER, rows_of(result))}"
