@@ -130,7 +130,7 @@ def scores(results: Results) -> Drawing:
     """Loss against the bytes that are saved, of a SwiGLU model."""
     name = "scores-swiglu-stdlib"
     result = results[name]
-    wanted = {PEER_SCORE: "gate", OURS_SCORE: "output, by layer"}
+    wanted = {PEER_SCORE: "gate", OURS_SCORE: "auto, by layer"}
     return Drawing(
         "A trained SwiGLU model: what skipping neurons costs",
         "bytes of feed-forward layers saved, %",

@@ -100,8 +100,8 @@ def run(
     for score in SCORES:
         scored = Scored(dense, data, sites, replace(config, score=score), progress=True)
         spread = scored.spread(data, progress=True)
-        modes[score] = [scored.masked(scored.cuts(share)) for share in shares]
-        modes[f"{score}, by layer"] = [scored.masked(scored.cuts(spread.shares(share))) for share in shares]
+        modes[score] = [scored.thresholds(share).masked(dense) for share in shares]
+        modes[f"{score}, by layer"] = [scored.thresholds(spread.shares(share)).masked(dense) for share in shares]
     found = iter(measure(dense, windows, [mode for some in modes.values() for mode in some]))
     cases = {name: [_with_bytes(next(found), sites[0], mode) for mode in some] for name, some in modes.items()}
     if predictors:

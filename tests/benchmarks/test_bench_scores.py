@@ -43,7 +43,7 @@ def test_every_score_at_every_share(tmp_path: Path) -> None:
     page = table.write(tmp_path / "results").read_text()
     assert "| scores-swiglu-stdlib: 512 tokens, real model | output |" in page
     drawn = drawings.DRAWINGS["scores"](drawings.read(tmp_path / "results"))
-    ours = result["cases"]["output, by layer"]
+    ours = result["cases"]["auto, by layer"]
     assert drawn.data()[drawings.OURS_SCORE] == [[100 * (1 - p["read"]), *[100 * p["loss"]] * 3] for p in ours]
 
 

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny_experts
 import tiny_models
@@ -24,6 +25,7 @@ from torch_pi2.fitting import thresholds
 from torch_pi2.fitting.loss import causal_lm_loss, divergences
 from torch_pi2.fitting.scores import read_first, score_scales
 from torch_pi2.fitting.sets import split
+from torch_pi2.fitting.spread import _SHARES
 from torch_pi2.graph import find_sites
 from torch_pi2.graph.dispatch import NeuronClusterMode
 from torch_pi2.layers.of_model import sparse_layers
@@ -74,7 +76,7 @@ def spread_of(model: torch.nn.Module, **config: object) -> tuple[thresholds.Scor
     return scored, scored.spread(data)
 
 
-@pytest.mark.parametrize("score", ["gate", "output", "up"])
+@pytest.mark.parametrize("score", ["gate", "output", "up", "auto"])
 def test_layers_that_matter_less_skip_more(score: str) -> None:
     model = tiny_models.tiny("llama")
     sites = find_sites(model)
@@ -90,15 +92,36 @@ def test_layers_that_matter_less_skip_more(score: str) -> None:
 
     kl = {}
     for name, own in (("spread", shares), ("same", dict.fromkeys(shares, 0.5))):
-        (kl[name],) = divergences(model, held_out(), [scored.masked(scored.cuts(own))])
+        (kl[name],) = divergences(model, held_out(), [scored.thresholds(own).masked(model)])
     assert kl["spread"] < 0.9 * kl["same"]
 
 
-def test_experts_of_a_module_skip_one_share() -> None:
+def test_with_auto_a_layer_has_the_score_that_costs_least_at_its_share() -> None:
+    model = tiny_models.tiny("llama")
+    sites = find_sites(model)
+    by_score = {score: spread_of(model, score=score)[1] for score in ("output", "up")}
+    scored, both = spread_of(model, score="auto")
+    for share in (0.2, 0.5, 0.8, 0.95):
+        shares = dict.fromkeys((site.key for site in sites), share)
+        for site, chosen in zip(sites, scored.thresholds(shares).sites, strict=True):
+            cost = {score: float(np.interp(share, _SHARES, of._costs[site.key][0])) for score, of in by_score.items()}
+            assert chosen.up_first == (cost["up"] < cost["output"])
+        assert sum(both.shares(share).values()) == pytest.approx(share * len(sites))
+    with torch.no_grad():  # in the first layer gates tell nothing, in the second up
+        for matrix in (sites[0].weights(model).gate, sites[1].weights(model).up):
+            matrix.copy_(matrix[:1].clone().expand_as(matrix))
+    torch_pi2.optimize(model, own_text(), method="threshold", score="auto", sparsity=0.5, **QUICK)
+    assert [layer.site.up_first for layer in model.torch_pi2.plan.layers] == [True, False]
+
+
+@pytest.mark.parametrize("score", ["gate", "auto"])
+def test_experts_of_a_module_skip_one_share(score: str) -> None:
     model = tiny_experts.build("Mixtral", hidden_act="silu")
     sites = find_sites(model)
     data = list(batches(torch.randint(0, 64, (16, 32)), batch_size=8, seq_len=32))
-    shares = thresholds.Scored(model, data, sites, torch_pi2.Config(**QUICK)).spread(data).shares(0.4)
+    scored = thresholds.Scored(model, data, sites, torch_pi2.Config(score=score, **QUICK))
+    shares = scored.spread(data).shares(0.4)
+    assert not scored.thresholds(shares).scales
     assert shares.keys() == {site.key for site in sites}
     assert len({(site.experts, shares[site.key]) for site in sites}) == len({site.experts for site in sites})
 
@@ -109,7 +132,7 @@ def test_divergences_are_means_over_real_tokens() -> None:
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[1, :5] = False
     scored, _ = spread_of(model)
-    skips = scored.masked(scored.cuts(0.7))
+    skips = scored.thresholds(0.7).masked(model)
     found = divergences(model, [Batch(ids[:2], mask[:2]), Batch(ids[2:], mask[2:])], [nullcontext(), skips])
     assert found[0] == 0
     with torch.no_grad():
@@ -173,7 +196,7 @@ def test_without_a_score_of_their_own_neurons_share_a_threshold() -> None:
     assert json.loads(plan.to_json())["version"] == 2
 
 
-@pytest.mark.parametrize("score", ["gate", "output", "up"])
+@pytest.mark.parametrize("score", ["gate", "output", "up", "auto"])
 def test_the_budget_is_obeyed_and_used(score: str) -> None:
     dense, skipped = loss(tiny_models.tiny("llama")), []
     for budget in (0.01, 0.05):
@@ -303,7 +326,7 @@ def test_watching_counts_what_is_above_a_neurons_own_threshold(score: str) -> No
         torch_pi2.watch(model, thresholds={key: 0.5})
 
 
-@pytest.mark.parametrize("score", ["output", "up"])
+@pytest.mark.parametrize("score", ["output", "up", "auto"])
 def test_predictors_are_fitted_to_what_the_score_says(score: str) -> None:
     model = tiny_models.tiny("llama")
     config = torch_pi2.Config(method="lowrank", score=score, max_loss=0.05, tolerance=0.2, **QUICK)
@@ -311,6 +334,7 @@ def test_predictors_are_fitted_to_what_the_score_says(score: str) -> None:
     assert {layer.method for layer in model.torch_pi2.plan.layers} <= {"lowrank", "dense"}
     assert model.torch_pi2.loss_change < 0.2
     assert all(layer.thresholds is None for layer in model.torch_pi2.plan.layers)  # what is predicted is computed
+    assert {layer.site.up_first for layer in model.torch_pi2.plan.layers} == {score == "up"}
 
 
 def test_statistics_of_another_score_are_refused() -> None:
@@ -332,7 +356,7 @@ def test_experts_know_one_threshold() -> None:
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ({"score": "magic"}, "Config.score: expected gate, norms, output, up, found 'magic'"),
+        ({"score": "magic"}, "Config.score: expected gate, norms, output, up, auto, found 'magic'"),
         ({"max_loss": 0.0}, r"Config.max_loss: expected more than 0 \(0.01 is 1 %\), or None, found 0.0"),
     ],
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from torch_pi2.base.progress import bar
 from torch_pi2.fitting.loss import causal_lm_loss, mean_loss
 from torch_pi2.fitting.scores import read_first, score_scales
 from torch_pi2.fitting.sets import at_most, split
-from torch_pi2.fitting.spread import Spread
+from torch_pi2.fitting.spread import Cuts, Spread, Way, masked
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.run import profile
 from torch_pi2.spec.config import Config
 from torch_pi2.spec.loss_curve import LossCurve
+from torch_pi2.spec.method import PREDICTED
 from torch_pi2.spec.site import FFNSite
 
 _log = logging.getLogger("torch_pi2")
@@ -48,6 +49,15 @@ class Thresholds:
     scales: dict[str, torch.Tensor] = field(default_factory=dict)
     made_by: dict[str, Any] = field(default_factory=dict)
 
+    def masked(self, model: nn.Module) -> PredictedMaskMode:
+        """A context inside which ``model`` skips what is not above."""
+        return masked(model, self.sites, _on_first(self.cuts, self.scales))
+
+
+def _on_first(cuts: Mapping[str, float], scales: Mapping[str, torch.Tensor]) -> Cuts:
+    """Cuts on what first matrices make, of those on scores."""
+    return {key: cut / scales[key] if key in scales else cut for key, cut in cuts.items()}
+
 
 def choose_thresholds(
     model: nn.Module, data: list[Batch], sites: Sequence[FFNSite], config: Config, *, progress: bool = False
@@ -60,7 +70,8 @@ def choose_thresholds(
     """
     if config.max_loss is None:
         scored = Scored(model, data, sites, config, progress=progress)
-        return Thresholds(scored.sites, scored.cuts(config.sparsity), scored.scales, {"score": config.score})
+        scored.compare(data, progress=progress)
+        return replace(scored.thresholds(config.sparsity), made_by={"score": config.score})
     parts = split(data, config.batch_size)
     scored = Scored(model, [*parts["fit"], *parts["calibrate"]], sites, config, progress=progress)
     spread = scored.spread(parts["calibrate"], progress=progress)
@@ -68,44 +79,74 @@ def choose_thresholds(
     curve, share = _within(scored, spread, held, config, config.max_loss, progress)
     if not share:
         _log.warning("no neuron can be skipped within max_loss=%g: thresholds are 0", config.max_loss)
-    return Thresholds(scored.sites, scored.cuts(spread.shares(share)), scored.scales, curve.to_json())
+    return replace(scored.thresholds(spread.shares(share)), made_by=curve.to_json())
+
+
+class _Score:
+    """One score of a model's layers on ``data``."""
+
+    def __init__(
+        self, model: nn.Module, data: list[Batch], sites: Sequence[FFNSite], score: str, config: Config, progress: bool
+    ) -> None:
+        self.sites = [read_first(site, score) for site in sites]
+        self.scales = score_scales(model, data, self.sites, score, progress=progress)
+        settings: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
+        self._stats = profile(model, data, self.sites, scales=self.scales, progress=progress, **settings)
+
+    def cut(self, key: str, share: float) -> float:
+        """The threshold with which a layer skips ``share`` of its neurons; of none 0."""
+        return self._stats.threshold_for(key, share) if share else 0.0
+
+    def first_cuts(self, share: float) -> Cuts:
+        """Of all layers, on what their first matrices make."""
+        return _on_first({site.key: self.cut(site.key, share) for site in self.sites}, self.scales)
+
+
+def _names(config: Config, sites: Sequence[FFNSite]) -> tuple[str, ...]:
+    """What ``config.score`` stands for: experts have one threshold, and where up is large predictors learn less well."""
+    if config.score != "auto":
+        return (config.score,)
+    if any(site.experts for site in sites):
+        return ("gate",)
+    return ("output",) if config.method in PREDICTED else ("output", "up")
 
 
 class Scored:
     """The scores of a model's layers on ``data``, and thresholds on them; other arguments as :func:`choose_thresholds`.
 
-    Attributes:
-        sites: as :func:`~torch_pi2.fitting.scores.read_first` has them. scales: see
-            :func:`~torch_pi2.fitting.scores.score_scales`.
+    With ``auto`` of several, which :meth:`spread` compares.
     """
 
     def __init__(
         self, model: nn.Module, data: list[Batch], sites: Sequence[FFNSite], config: Config, *, progress: bool = False
     ) -> None:
-        self.model, self.sites = model, [read_first(site, config.score) for site in sites]
-        self.scales = score_scales(model, data, self.sites, config.score, progress=progress)
-        settings: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
-        self._stats = profile(model, data, self.sites, scales=self.scales, progress=progress, **settings)
-
-    def cuts(self, shares: float | Mapping[str, float]) -> dict[str, float]:
-        """Thresholds by key, with which layers skip ``shares`` of their neurons, all the same or by key; 0: none."""
-        own = shares if isinstance(shares, Mapping) else dict.fromkeys((s.key for s in self.sites), shares)
-        return {key: self._stats.threshold_for(key, share) if share else 0.0 for key, share in own.items()}
-
-    def masked(self, cuts: Mapping[str, float]) -> PredictedMaskMode:
-        """A context inside which the model skips what is not above ``cuts``."""
-        return self._masked(self._on_gates(cuts))
+        self.model = model
+        self._spread: Spread | None = None
+        self._each = [_Score(model, data, sites, name, config, progress) for name in _names(config, sites)]
 
     def spread(self, data: list[Batch], *, progress: bool = False) -> Spread:
         """Shares of layers' own, by what skipping does on ``data``."""
-        args = self.model, data, self.sites
-        return Spread(*args, lambda share: self._on_gates(self.cuts(share)), self._masked, progress=progress)
+        ways = [Way(each.sites, each.first_cuts) for each in self._each]
+        self._spread = found = Spread(self.model, data, ways, progress=progress)
+        return found
 
-    def _on_gates(self, cuts: Mapping[str, float]) -> dict[str, float | torch.Tensor]:
-        return {key: cut / self.scales[key] if key in self.scales else cut for key, cut in cuts.items()}
+    def compare(self, data: list[Batch], *, progress: bool = False) -> None:
+        """Only where there are several scores."""
+        if len(self._each) > 1:
+            self.spread(data, progress=progress)
 
-    def _masked(self, own: Mapping[str, float | torch.Tensor]) -> PredictedMaskMode:
-        return PredictedMaskMode(self.model, self.sites, dict.fromkeys(own), thresholds=own)
+    def thresholds(self, shares: float | Mapping[str, float]) -> Thresholds:
+        """With which layers skip ``shares`` of their neurons, all the same or by key; 0: none."""
+        sites: list[FFNSite] = []
+        found = Thresholds(sites)
+        for at, site in enumerate(self._each[0].sites):
+            share = shares if isinstance(shares, float) else shares[site.key]
+            each = self._each[self._spread.way(site, share) if self._spread else 0]
+            sites.append(each.sites[at])
+            found.cuts[site.key] = each.cut(site.key, share)
+            if site.key in each.scales:
+                found.scales[site.key] = each.scales[site.key]
+        return found
 
 
 def _within(
@@ -116,7 +157,8 @@ def _within(
     dense, _ = mean_loss(model, held, causal_lm_loss, None)
 
     def fits(share: float) -> bool:
-        loss, skipped = mean_loss(model, held, causal_lm_loss, scored.masked(scored.cuts(spread.shares(share))))
+        skips = scored.thresholds(spread.shares(share)).masked(model)
+        loss, skipped = mean_loss(model, held, causal_lm_loss, skips)
         points[share] = skipped, loss / dense - 1
         shown.update()
         return points[share][1] <= max_loss

@@ -113,9 +113,9 @@ def loss_curve(curve: LossCurve) -> Plot:
         "yanchor": "bottom",
     }
     read = (
-        f"Neurons are ranked by the score '{curve.score}', every layer skips the same share. Chosen was the largest "
-        f"share below the dotted line: the loss is {curve.loss_change:+.2%} there, on calibration text that thresholds "
-        "were not taken from. Lossy: measure it on your own text."
+        f"Neurons are ranked by the score '{curve.score}', and layers that matter less skip more. Chosen was the "
+        f"largest share below the dotted line: the loss is {curve.loss_change:+.2%} there, on calibration text that "
+        "thresholds were not taken from. Lossy: measure it on your own text."
     )
     return plot(
         "loss-curve",

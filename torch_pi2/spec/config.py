@@ -15,7 +15,7 @@ METHODS = ("auto", *(method.value for method in Method))
 
 #: What ``threshold`` compares with thresholds: |act(gate)|, alone or times what is known of the neuron's up and down,
 #: or |up|, times what is known of its gate and down.
-SCORES = ("gate", "norms", "output", "up")
+SCORES = ("gate", "norms", "output", "up", "auto")
 
 #: How weights may be stored, and how they are rounded.
 WEIGHTS = (FLOAT, *QUANTIZED)
@@ -47,8 +47,10 @@ class Config:
         score: what decides which (lossy). ``gate``: ``|act(gate)|`` (CATS); ``norms``: times the norms of the neuron's
             down and up rows; ``output``: times the norm of its down row and the usual size of its up on calibration
             text; ``up``: ``|up|`` times the norm of its down row and the usual size of its ``act(gate)``, so that up is
-            what is computed of all neurons, and gate and down of those above. But for ``gate`` each neuron has its own
-            threshold then; experts of a mixture know ``gate`` alone.
+            what is computed of all neurons, and gate and down of those above; ``auto``: in each layer whichever of
+            these two does less to the output at its share (``output`` with ``lowrank`` and ``signbit``). But for
+            ``gate`` each neuron has its own threshold then, for which GPUs have no kernels; experts of a mixture know
+            ``gate`` alone, which ``auto`` is for them.
         max_loss: relative increase of the model's loss that thresholds may cause, 0.01 = 1 % (lossy): in the place of
             ``sparsity``, the share is the largest that calibration text which was kept back bears. None: ``sparsity``.
         weights: how weights of FFNs and other linear layers are stored. ``float``: as they are (lossless); ``int4``,
