@@ -20,6 +20,7 @@ from torch import nn
 
 import torch_pi2
 from benchmarks.arguments import list_of
+from benchmarks.beside import Beside
 from benchmarks.figures import at_least
 from torch_pi2.base import process as machine
 from torch_pi2.base.evaluating import evaluating
@@ -125,28 +126,16 @@ def run(
 def measure(
     model: nn.Module, windows: Sequence[torch.Tensor], modes: Sequence[PredictedMaskMode]
 ) -> list[dict[str, float]]:
-    """For each of ``modes`` the model inside it, beside the dense one, on ``windows``, ``[B, T]`` ids each.
-
-    Returns:
-        ``loss``: relative increase of the loss; ``kl``: mean divergence of the next token's distribution from the dense
-        model's, in nats; ``agreement``: share of tokens with the same most likely next token.
-    """
-    dense, tokens = 0.0, 0
-    sums = [dict.fromkeys(("loss", "kl", "agreement"), 0.0) for _ in modes]
+    """For each of ``modes`` the model inside it, beside the dense one, on ``windows``, ``[B, T]`` ids each."""
+    found = [Beside() for _ in modes]
     with evaluating(model):
         for ids_BT in bar(windows, "scores", True, unit="batch"):
-            wanted, next_BT = F.log_softmax(logits_of(model, ids_BT).float(), -1), ids_BT[:, 1:, None]
-            dense -= float(wanted[:, :-1].gather(-1, next_BT).sum())
-            tokens += ids_BT.numel()
-            for mode, of in zip(modes, sums, strict=True):
+            dense_BTV = F.log_softmax(logits_of(model, ids_BT).float(), -1)
+            for mode, beside in zip(modes, found, strict=True):
                 with mode:
-                    found = F.log_softmax(logits_of(model, ids_BT).float(), -1)
-                of["loss"] -= float(found[:, :-1].gather(-1, next_BT).sum())
-                of["kl"] += float((wanted.exp() * (wanted - found)).sum())
-                of["agreement"] += float((wanted.argmax(-1) == found.argmax(-1)).sum())
-    return [
-        {"loss": of["loss"] / dense - 1, "kl": of["kl"] / tokens, "agreement": of["agreement"] / tokens} for of in sums
-    ]
+                    logits_BTV = logits_of(model, ids_BT)
+                beside.add(dense_BTV, logits_BTV, ids_BT)
+    return [beside.to_json() for beside in found]
 
 
 def _with_bytes(point: dict[str, float], site: FFNSite, mode: PredictedMaskMode) -> dict[str, float]:

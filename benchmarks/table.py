@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import quantization, sparsify, suite
+from benchmarks import methods, quantization, sparsify, suite
 from torch_pi2.base.files import atomic_write
 from torch_pi2.base.units import percent, size
 from torch_pi2.errors import ArtifactError
@@ -474,6 +474,16 @@ def _suite_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     return [[name, *row] for row in suite.rows_of(result)]
 
 
+_METHODS_NOTE = """
+Methods of sparsity with float and 4-bit weights (GPTQ), beside the dense model in floats, on held-out text: in memory,
+then the loss over a store of which every call reads what it wants, and in a bundle, token by token. Nothing is timed.
+"""
+
+
+def _methods_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    return [[f"{name}: {result['tokens']:,} tokens", *row] for row in methods.rows_of(result)]
+
+
 _SPARSIFY_NOTE = """
 A trained model, trained on with ReLU and a penalty that is steered to a share of zeros: these and the loss on held-out
 text, beside the loss of the same model trained on as long without (*dense*; *before*: as it was). Nothing is timed.
@@ -533,6 +543,7 @@ _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]
     ("plan", f"## Planned against fixed plans\n{_PLAN_NOTE}", _PLAN, _plan_rows),
     ("best-of", f"## A batch that shrinks\n{_BEST_NOTE}", _BEST, _best_rows),
     ("scores", f"## What skipping neurons costs\n{_SCORES_NOTE}", _SCORES, _scores_rows),
+    ("methods", f"## Methods and 4 bits\n{_METHODS_NOTE}", ("run", *methods.HEADER), _methods_rows),
     ("sparsify", f"## Made sparse by training\n{_SPARSIFY_NOTE}", ("run", *sparsify.HEADER), _sparsify_rows),
     ("layer", "## One feed-forward layer", _LAYERS, _layer_rows),
     ("layer", "## Dense linears and predictors", _LINEARS, _linear_rows),

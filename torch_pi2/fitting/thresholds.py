@@ -103,7 +103,7 @@ class _Score:
 
 
 def _names(config: Config, sites: Sequence[FFNSite]) -> tuple[str, ...]:
-    """What ``config.score`` stands for: experts have one threshold, and where up is large predictors learn less well."""
+    """What ``config.score`` stands for: experts have one threshold, predictors learn up less well."""
     if config.score != "auto":
         return (config.score,)
     if any(site.experts for site in sites):
