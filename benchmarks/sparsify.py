@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--window", type=common.positive, default=256, metavar="N", help="tokens of a window; default: %(default)s")
     add("--learning-rate", type=float, default=5e-4, metavar="R", help="default: %(default)s")
     add("--distill", type=float, default=0.0, metavar="S", help="as of sparsify; default: %(default)s")
-    add("--tokens", type=common.positive, default=65_536, metavar="N", help="held out; default: %(default)s")
+    add("--tokens", type=common.positive, default=32_768, metavar="N", help="held out; default: %(default)s")
 
 
 def run(
@@ -55,7 +55,7 @@ def run(
     window: int = 256,
     learning_rate: float = 5e-4,
     distill: float = 0.0,
-    tokens: int = 65_536,
+    tokens: int = 32_768,
     dtype: str = "auto",
     trust_remote_code: bool = False,
     allow_download: bool = False,
@@ -97,7 +97,7 @@ def _trained_on(
     model = copy.deepcopy(dense)
     zeros = Zeros(model, find_sites(model))
     before = measure(model, zeros, heldout_NT)
-    free = replace(before, magnitude=math.inf)  # of which the first L1 weight is a part: 0
+    free = replace(before, penalty=math.inf)  # of which the first weight is a part: 0
     arguments = training_arguments(settings, folder, settings.steps)
     train(model, zeros, train_NT, heldout_NT, settings, arguments, teacher=None, begins=free, progress=True)
     return before, measure(model.to("cpu", torch.float32), zeros, heldout_NT)

@@ -1,4 +1,4 @@
-"""Windows of text, what hooks see of neurons, and how the L1 weight is steered."""
+"""Windows of text, what hooks see of neurons, and how the weight of the penalty is steered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_pi2.errors import NonFiniteError, UnsupportedModelError
 from torch_pi2.training.settings import SparsifySettings
 from torch_pi2.training.trainer import SparseLoss, Steering
 from torch_pi2.training.windows import digest, held_back, windows_of
-from torch_pi2.training.zeros import Zeros, measure, next_token_loss
+from torch_pi2.training.zeros import Zeros, _counted, measure, next_token_loss
 
 
 def test_windows_have_every_token_once_and_ends_between_texts() -> None:
@@ -49,7 +49,12 @@ def test_measured_is_what_the_formula_gives(name: str) -> None:
     labels = ids.clone()
     assert found.nats_per_token == pytest.approx(float(model(input_ids=ids, labels=labels).loss.detach()), rel=1e-5)
     assert found.zeros == pytest.approx({key: float((h == 0).float().mean()) for key, h in seen.items()}, abs=1e-6)
-    assert found.magnitude == pytest.approx(sum(float(h.abs().mean()) for h in seen.values()) / len(seen), rel=1e-5)
+    soft = [
+        h.abs() / (h.abs() + 0.1 * h.square().mean(-1, keepdim=True).sqrt())
+        for h in (h.detach() for h in seen.values())
+    ]
+    assert found.penalty == pytest.approx(sum(float(part.mean()) for part in soft) / len(seen), rel=1e-5)
+    assert found.penalty < 1 - found.mean_zeros
     halves = [measure(model, zeros, ids, part=(i, 2), reduce=lambda sums: sums) for i in range(2)]
     assert 0.6 * halves[0].nats_per_token + 0.4 * halves[1].nats_per_token == pytest.approx(found.nats_per_token)
     assert float(next_token_loss(logits, ids)) == pytest.approx(found.nats_per_token, rel=1e-5)
@@ -61,8 +66,8 @@ def test_what_fired_is_counted_in_training_alone() -> None:
     measure(model, zeros, torch.randint(3, 60, (2, 8)))
     assert zeros.fired == [None, None]
     model(input_ids=torch.randint(3, 60, (2, 8)))
-    magnitude, shares_L = zeros.take()
-    assert magnitude.requires_grad
+    penalty, shares_L = zeros.take()
+    assert penalty.requires_grad
     for fired_I, share in zip(zeros.fired, shares_L):
         assert fired_I is not None
         assert 1 - float(share) <= float(fired_I.float().mean()) <= 1
@@ -73,6 +78,14 @@ def test_what_fired_is_counted_in_training_alone() -> None:
         zeros.take()
 
 
+def test_the_penalty_has_a_gradient_where_a_token_has_no_values() -> None:
+    h = torch.tensor([[0.0, 0.0, 0.0], [0.0, 1.0, 20.0]], requires_grad=True)
+    _counted(h).sum().backward()
+    assert h.grad is not None
+    assert h.grad[0].tolist() == [0, 0, 0]
+    assert h.grad[1, 1] > 10 * h.grad[1, 2] > 0  # what is small becomes zero
+
+
 def test_a_loss_that_is_not_finite_is_refused() -> None:
     model: Any = tiny("llama-relu")
     with torch.no_grad():
@@ -81,17 +94,17 @@ def test_a_loss_that_is_not_finite_is_refused() -> None:
         measure(model, Zeros(model, torch_pi2.find_sites(model)), torch.randint(3, 60, (2, 8)))
 
 
-def test_the_l1_weight_grows_while_there_are_too_few_zeros() -> None:
+def test_the_weight_grows_while_there_are_too_few_zeros() -> None:
     model: Any = tiny("llama-relu")
     zeros = Zeros(model, torch_pi2.find_sites(model))
     loss = SparseLoss(zeros, SparsifySettings(target_sparsity=0.9), None, 2.0)
 
     def after(done: float, share: float, times: int = 1, *, first: float = 0.0) -> float:
-        loss.l1 = 2.0
+        loss.weight = 2.0
         steering = Steering(loss, torch.zeros(0, 2), first, False)
         for _ in range(times):
             steering._steer(done, share)
-        return steering.loss.l1
+        return steering.loss.weight
 
     assert after(0.0, 0.45) == pytest.approx(2.0)  # half of the target is aimed at in the beginning
     assert after(0.0, 0.7, first=0.7) == pytest.approx(2.0)  # or what there was

@@ -80,7 +80,7 @@ def test_report_and_card_say_what_was_done(done: tuple[Path, SparsifyReport]) ->
     assert said == json.loads(json.dumps(report.to_json()))
     assert (said["format"], said["version"], said["settings"]["steps"]) == ("torch_pi2.sparsify", 1, 40)
     assert [row["step"] for row in said["curve"]] == [10, 20, 30, 40]
-    assert [row["l1"] for row in said["curve"][1:]] == [row["l1_next"] for row in said["curve"][:-1]]
+    assert [row["weight"] for row in said["curve"][1:]] == [row["weight_next"] for row in said["curve"][:-1]]
     assert [len(row["zeros"]) for row in said["curve"]] == [2] * 4
     assert (report.tokens, report.text_tokens % 32, report.heldout_tokens) == (40 * 4 * 32, 0, 4 * 32)
     card = (out / "README.md").read_text()

@@ -1,6 +1,6 @@
 """Train a dense model on until most values of its FFN neurons are exactly zero, and write it as a checkpoint. Lossy.
 
-The activation becomes ReLU; an L1 penalty is steered until the share of zeros is the target. Checkpoints are in
+The activation becomes ReLU; a penalty is steered until the share of zeros is the target. Checkpoints are in
 OUT.training: the same command goes on after a kill. Several GPUs or machines:
 `accelerate launch -m torch_pi2 sparsify ...`. What is written opens with transformers alone, and `torch-pi2 optimize`
 makes it fast.

@@ -19,7 +19,7 @@ class SparsifySettings:
         activation: ``relu-gate``: ReLU in place of the activation (ReLU Strikes Back, arXiv 2310.04564), by the name
             in config.json; ``drelu``: of the up projection as well (TurboSparse, arXiv 2406.05955), which needs
             modelling code of its own in the folder. FFNs that have exact zeros already stay as they are.
-        target_sparsity: share of exact zeros, mean over layers, that the L1 weight is steered to.
+        target_sparsity: share of exact zeros, mean over layers, that the weight of the penalty is steered to.
         steps: of the optimiser; 0: one pass over the text.
         batch: windows a step, over all processes. window: tokens of one. accumulate: forward passes a step.
         learning_rate: its highest value; a cosine leads down to a tenth of it (TurboSparse's 5e-5 to 5e-6).
@@ -66,7 +66,7 @@ class SparsifySettings:
         check_values(self, checks, "sparsify({}=...)", "Correct it.")
 
 
-#: Steps between two looks at the zeros, after which the L1 weight changes.
+#: Steps between two looks at the zeros, after which the weight of the penalty changes.
 STEER_EVERY = 10
 
 

@@ -46,8 +46,8 @@ class SparsifyReport:
         settings: all of them. tokens: trained on, with repetitions. text_tokens: there were to train on.
         heldout_tokens: loss and zeros were measured on.
         before: of the dense model. changed: of the same weights with another activation. after: of the result.
-        curve: every ten steps ``step``, ``nats_per_token`` (of the text trained on), ``zeros`` (by layer), ``l1``,
-            ``magnitude`` (what ``l1`` weighs), ``learning_rate``; and at checkpoints ``heldout_nats_per_token``.
+        curve: every ten steps ``step``, ``nats_per_token`` (of the text trained on), ``zeros`` (by layer), ``weight``,
+            ``penalty`` (what ``weight`` weighs), ``learning_rate``; and at checkpoints ``heldout_nats_per_token``.
         seconds: wall time of this call.
     """
 
@@ -85,7 +85,7 @@ class SparsifyReport:
 
 def _recipe(settings: SparsifySettings) -> str:
     parts = [
-        f"{settings.activation}, L1 on the neurons' values steered to {percent(settings.target_sparsity)} zeros",
+        f"{settings.activation}, a penalty on the neurons' values steered to {percent(settings.target_sparsity)} zeros",
         f"learning rate {settings.learning_rate:g}",
         f"LoRA of rank {settings.lora}" if settings.lora else "all weights",
         f"{percent(settings.distill)} of the loss from the dense model's predictions" if settings.distill else "",
@@ -111,7 +111,7 @@ def sparsify(
 ) -> SparsifyReport:
     """Train ``model`` on ``text`` until most values of its FFN neurons are exactly zero; writes the folder ``out``.
 
-    The activation becomes ReLU, and Hugging Face's Trainer goes on with an L1 penalty on what ``down`` reads, whose
+    The activation becomes ReLU, and Hugging Face's Trainer goes on with a penalty on what ``down`` reads, whose
     weight is steered until the share of zeros is the target. Lossy: the result is another model, as good as training
     makes it; the loss on held-out text before and after is in the report, in ``sparsify.json`` and in the card of the
     folder. That is an ordinary Hugging Face folder (with ``drelu`` one with modelling code, which needs
@@ -144,7 +144,7 @@ def sparsify(
     if steps < STEER_EVERY:
         raise ConfigError(
             "sparsify(steps=...)",
-            expected=f"at least {STEER_EVERY}, after which the L1 weight is steered for the first time",
+            expected=f"at least {STEER_EVERY}, after which the weight of the penalty is steered for the first time",
             found=f"{steps}{'' if chosen.steps else ', one pass over the text'}",
             fix="Pass more steps, or more text.",
         )

@@ -1,8 +1,8 @@
 """Hugging Face's Trainer with the loss that makes zeros, and what steers its weight while it trains.
 
-The L1 weight is steered (a controller in place of ProSparse's schedule by hand, arXiv 2402.13516): every ten steps it
-grows while there are fewer zeros than aimed at, and shrinks while there are more. The aim rises to the target over the
-first 60 % of the steps, so that the model finds other features before it loses these.
+The weight of the penalty is steered (a controller in place of ProSparse's schedule by hand, arXiv 2402.13516): every
+ten steps it grows while there are fewer zeros than aimed at, and shrinks while there are more. The aim rises to the
+target over the first 60 % of the steps, so that the model finds other features before it loses these.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from torch_pi2.training.zeros import Measured, Zeros, measure, next_token_loss
 
 #: What the penalty adds to the loss at the beginning, in nats.
 _FIRST_NATS = 0.01
-#: Logarithm of the most by which the L1 weight changes at a time, and how fast it answers to missing zeros.
+#: Logarithm of the most by which that weight changes at a time, and how fast it answers to missing zeros.
 _MOST, _GAIN = 0.25, 4.0
-#: The L1 weight stays within this factor of its first value.
+#: The weight of the penalty stays within this factor of its first value.
 _RANGE = 1e4
 #: Part of the steps after which the aim is the target; it begins at half, or at what there is, if that is more.
 _RISE = 0.6
@@ -42,17 +42,17 @@ _RISE = 0.6
 
 @dataclass
 class SparseLoss:
-    """Loss of the text, of the dense model's predictions, and L1: what Trainer calls after each forward pass.
+    """Loss of the text, of the dense model's predictions, and the penalty: what Trainer calls after each forward pass.
 
     Attributes:
-        l1: weight of the mean of ``|h|`` over neurons, tokens and layers (Sakana's penalty, on the product).
-        sums: of what was seen since the last :meth:`means`: loss of the text, divergence, magnitude, zeros by layer.
+        weight: of the penalty, see :meth:`torch_pi2.training.zeros.Zeros.take`.
+        sums: of what was seen since the last :meth:`means`: loss of the text, divergence, penalty, zeros by layer.
     """
 
     zeros: Zeros
     settings: SparsifySettings
     teacher: Any
-    l1: float
+    weight: float
     sums: torch.Tensor | None = None
     passes: int = field(default=0)
 
@@ -65,11 +65,11 @@ class SparseLoss:
                 wanted_BTV = self.teacher(input_ids=labels, use_cache=False).logits
             divergence = _divergence(outputs.logits, wanted_BTV)
             loss = (1 - share) * nats + share * divergence
-        magnitude, shares_L = self.zeros.take()
-        seen = torch.cat([torch.stack([nats, divergence, magnitude]), shares_L]).detach()
+        penalty, shares_L = self.zeros.take()
+        seen = torch.cat([torch.stack([nats, divergence, penalty]), shares_L]).detach()
         self.sums = seen if self.sums is None else self.sums + seen
         self.passes += 1
-        return (loss + self.l1 * magnitude) / self.settings.accumulate
+        return (loss + self.weight * penalty) / self.settings.accumulate
 
     def means(self, accelerator: Any) -> list[float]:
         """Of all processes; the sums begin anew."""
@@ -92,15 +92,15 @@ class Steering:
 
     def __init__(self, loss: SparseLoss, heldout_NT: torch.Tensor, zeros: float, progress: bool) -> None:
         self.loss, self.heldout_NT, self.progress = loss, heldout_NT, progress
-        self.first_l1, target = loss.l1, loss.settings.target_sparsity
+        self.first_weight, target = loss.weight, loss.settings.target_sparsity
         self.first_aim = min(target, max(target / 2, zeros))
         self.trainer: Any = None
         self._bar: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        rows = [row for row in state.log_history if "l1_next" in row]
+        rows = [row for row in state.log_history if "weight_next" in row]
         if rows:
-            self.loss.l1 = rows[-1]["l1_next"]
+            self.loss.weight = rows[-1]["weight_next"]
         what = f"train from step {state.global_step}" if state.global_step else "train"
         shown = self.progress and state.is_world_process_zero
         self._bar = bar(None, what, shown, total=state.max_steps, initial=state.global_step, unit="step")
@@ -117,12 +117,12 @@ class Steering:
         if "loss" not in logs:  # the summary at the end
             return
         row, zeros, accelerator = state.log_history[-1], self.loss.zeros, self.trainer.accelerator
-        nats, divergence, magnitude, *shares = self.loss.means(accelerator)
-        row |= {"nats_per_token": nats, "magnitude": magnitude, "zeros": shares, "l1": self.loss.l1}
+        nats, divergence, penalty, *shares = self.loss.means(accelerator)
+        row |= {"nats_per_token": nats, "penalty": penalty, "zeros": shares, "weight": self.loss.weight}
         if self.loss.teacher is not None:
             row["divergence"] = divergence
         self._steer(state.global_step / state.max_steps, sum(shares) / len(shares))
-        row["l1_next"] = self.loss.l1
+        row["weight_next"] = self.loss.weight
         if state.global_step % args.save_steps == 0 or state.global_step == state.max_steps:
             if self.loss.settings.revive and state.global_step < _RISE * state.max_steps:
                 row["revived"] = self._revive(state.global_step)
@@ -138,8 +138,8 @@ class Steering:
         """``done``: part of the steps; ``zeros``: the share there was."""
         risen = (self.loss.settings.target_sparsity - self.first_aim) * min(1.0, done / _RISE)
         aim = self.first_aim + risen
-        l1 = self.loss.l1 * math.exp(max(-_MOST, min(_MOST, _GAIN * (aim - zeros))))
-        self.loss.l1 = min(self.first_l1 * _RANGE, max(self.first_l1 / _RANGE, l1))
+        weight = self.loss.weight * math.exp(max(-_MOST, min(_MOST, _GAIN * (aim - zeros))))
+        self.loss.weight = min(self.first_weight * _RANGE, max(self.first_weight / _RANGE, weight))
 
     def _revive(self, step: int) -> int:
         """How many neurons that no process has seen fire since the last time were drawn anew, the same in each."""
@@ -244,7 +244,7 @@ def train(
     """Train ``student`` in place, from its last checkpoint if there is one; the rows of the log.
 
     Args:
-        begins: the student before, which says how large the first L1 weight is, and what is aimed at first.
+        begins: the student before, which says how large the first weight of the penalty is, and what is aimed at first.
 
     Raises:
         ArtifactError: a checkpoint cannot be written (the disk is full); the last whole one is left.
@@ -254,7 +254,7 @@ def train(
     class Callback(Steering, TrainerCallback):
         """Trainer asks it for all that can happen."""
 
-    loss = SparseLoss(zeros, settings, teacher, _FIRST_NATS / begins.magnitude)
+    loss = SparseLoss(zeros, settings, teacher, _FIRST_NATS / begins.penalty)
     steering = Callback(loss, heldout_NT, begins.mean_zeros, progress)
     use_cache = student.config.use_cache
     trainer = Trainer(
@@ -274,7 +274,7 @@ def train(
         trainer.train(resume_from_checkpoint=checkpoint)
     trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
     student.config.use_cache = use_cache
-    rows: list[dict[str, Any]] = [row for row in trainer.state.log_history if "l1" in row]
+    rows: list[dict[str, Any]] = [row for row in trainer.state.log_history if "weight" in row]
     return rows
 
 

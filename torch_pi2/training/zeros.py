@@ -16,6 +16,9 @@ from torch_pi2.base.evaluating import evaluating
 from torch_pi2.errors import NonFiniteError, UnsupportedModelError
 from torch_pi2.spec.site import FFNSite
 
+#: What is near zero, in root mean squares of a token's values.
+_SOFT = 0.1
+
 #: Sums a tensor over all processes.
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
@@ -56,7 +59,8 @@ class Zeros:
         self.fired = [None] * len(self.sites)
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the pass that is over: mean of ``|h|`` over neurons, tokens and layers, and share of zeros ``[layers]``.
+        """Of the pass that is over: the penalty, mean of :func:`_counted` over neurons, tokens and layers; zeros
+        ``[layers]``, their share.
 
         Raises:
             UnsupportedModelError: a layer's matmul is no call of a module.
@@ -70,12 +74,22 @@ class Zeros:
                     fix="Models whose FFNs are three modules, as Llama's, can be trained.",
                 )
         size = [sum(h.numel() for h in values) for values in self._values]
-        sums = [torch.stack([h.float().abs().sum() for h in values]).sum() for values in self._values]
+        sums = [torch.stack([_counted(h).sum() for h in values]).sum() for values in self._values]
         zeros = [torch.stack([(h == 0).sum() for h in values]).sum() for values in self._values]
         for values in self._values:
             values.clear()
-        magnitude = torch.stack([total / n for total, n in zip(sums, size)]).mean()
-        return magnitude, torch.stack([count / n for count, n in zip(zeros, size)])
+        penalty = torch.stack([total / n for total, n in zip(sums, size)]).mean()
+        return penalty, torch.stack([count / n for count, n in zip(zeros, size)])
+
+
+def _counted(h: torch.Tensor) -> torch.Tensor:
+    """Of values ``[..., I]`` about 1 where they are not near zero: ``|h| / (|h| + rms / 10)``, rms of the token's.
+
+    Its mean is nearly the share that is not zero (the potential of Geman and Reynolds, 1992). L1, the mean of ``|h|``,
+    shrinks large values as much as the small ones that become zeros, and costs more at the same share.
+    """
+    size = h.float().abs()
+    return size / (size + _SOFT * size.detach().square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12))
 
 
 @dataclass(frozen=True)
@@ -83,11 +97,12 @@ class Measured:
     """Of a model on held-out windows.
 
     Attributes:
-        nats_per_token: mean negative log likelihood. magnitude: mean of ``|h|``. zeros: share of exact zeros by layer.
+        nats_per_token: mean negative log likelihood. penalty: see :meth:`Zeros.take`. zeros: share of exact zeros by
+            layer.
     """
 
     nats_per_token: float
-    magnitude: float
+    penalty: float
     zeros: dict[str, float]
 
     @property
@@ -124,10 +139,10 @@ def measure(
         for ids_BT in windows_NT[part[0] :: part[1]].split(batch):
             ids_BT = ids_BT.to(device, torch.long)
             nats = next_token_loss(model(input_ids=ids_BT, use_cache=False).logits, ids_BT, "sum")
-            magnitude, shares_L = zeros.take()
+            penalty, shares_L = zeros.take()
             rows = len(ids_BT)
-            sums += torch.cat([torch.stack([nats, magnitude * rows, torch.full_like(nats, rows)]), shares_L * rows])
-    nats, magnitude, rows, *shares = reduce(sums).tolist()
+            sums += torch.cat([torch.stack([nats, penalty * rows, torch.full_like(nats, rows)]), shares_L * rows])
+    nats, penalty, rows, *shares = reduce(sums).tolist()
     if not math.isfinite(nats):
         raise NonFiniteError(
             "loss on held-out text",
@@ -136,4 +151,4 @@ def measure(
             fix="Use a smaller learning rate; check the checkpoint.",
         )
     tokens = rows * (windows_NT.shape[1] - 1)
-    return Measured(nats / tokens, magnitude / rows, {s.key: z / rows for s, z in zip(zeros.sites, shares)})
+    return Measured(nats / tokens, penalty / rows, {s.key: z / rows for s, z in zip(zeros.sites, shares)})
