@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -363,6 +364,18 @@ def test_experts_know_one_threshold() -> None:
 def test_settings(field: dict, message: str) -> None:
     with pytest.raises(errors.ConfigError, match=message):
         torch_pi2.Config(**field)
+
+
+@pytest.mark.parametrize("name", ["falcon", "llama-relu", "drelu"])
+def test_statistics_of_up_are_refused_by_layers_that_have_none(name: str) -> None:
+    model = tiny_models.tiny(name)
+    stats = torch_pi2.profile(model, own_text(), method="threshold", **QUICK)
+    stats = ActivationStats({y.key: replace(y, up_first=True) for y in stats}, stats.model_hash, stats.made_by)
+    message = (
+        "statistics of .*: expected statistics of its first matrix: it has no up, or zeros .*, found statistics of up"
+    )
+    with pytest.raises(errors.StaleArtifactError, match=message):
+        torch_pi2.optimize(model, stats=stats, method="threshold", score="up", **QUICK)
 
 
 @pytest.mark.parametrize("score", ["output", "up"])
