@@ -366,6 +366,18 @@ def test_settings(field: dict, message: str) -> None:
         torch_pi2.Config(**field)
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"), [({"score": "auto"}, "score='auto'"), ({"score": "up", "max_loss": 0.01}, "max_loss=0.01")]
+)
+def test_only_next_tokens_tell_what_skipping_does(settings: dict, said: str) -> None:
+    model = tiny_models.tiny("llama").model.layers[0].mlp
+    data = [(torch.randn(8, 32, tiny_models.HIDDEN),) for _ in range(16)]
+    with pytest.raises(errors.CalibrationError, match=rf"thresholds of LlamaMLP with {said}: .* Choose score='output'"):
+        torch_pi2.optimize(model, data, method="threshold", **QUICK, **settings)
+    torch_pi2.optimize(model, data, method="threshold", score="up", **QUICK)
+    assert model.torch_pi2.plan.layers[0].site.up_first
+
+
 @pytest.mark.parametrize("name", ["falcon", "llama-relu", "drelu"])
 def test_statistics_of_up_are_refused_by_layers_that_have_none(name: str) -> None:
     model = tiny_models.tiny(name)
