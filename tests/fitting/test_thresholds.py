@@ -378,6 +378,16 @@ def test_only_next_tokens_tell_what_skipping_does(settings: dict, said: str) -> 
     assert model.torch_pi2.plan.layers[0].site.up_first
 
 
+def test_what_is_of_gates_and_what_is_of_up_do_not_go_together() -> None:
+    model = tiny_models.tiny("llama")
+    gate, up = (torch_pi2.profile(model, own_text(), score=score, **QUICK) for score in ("output", "up"))
+    with pytest.raises(errors.StaleArtifactError, match=r"to merge: .* the same matrix first \(one score\)"):
+        gate.merge(up)
+    fitted = torch_pi2.fit(model, own_text(), stats=gate, method="signbit", score="output", **QUICK)
+    with pytest.raises(errors.StaleArtifactError, match=r"predictors: .*: up or gate is first, as their score says"):
+        torch_pi2.plan(model, up, fitted, method="signbit", score="up")
+
+
 @pytest.mark.parametrize("name", ["falcon", "llama-relu", "drelu"])
 def test_statistics_of_up_are_refused_by_layers_that_have_none(name: str) -> None:
     model = tiny_models.tiny(name)
