@@ -25,10 +25,11 @@ from torch_pi2.base.evaluating import evaluating, fresh_settings
 from torch_pi2.base.mapped import is_mapped
 from torch_pi2.decode import loop
 from torch_pi2.decode.adapt import follow, let_go
-from torch_pi2.errors import CalibrationError, DtypeError, check_choice
+from torch_pi2.errors import CalibrationError, DtypeError, StaleArtifactError, check_choice
 from torch_pi2.fitting.fit import cold_neurons
 from torch_pi2.fitting.fit import fit as fit_predictors
 from torch_pi2.fitting.loss import causal_lm_loss
+from torch_pi2.fitting.scores import read_first
 from torch_pi2.fitting.search import FitSettings
 from torch_pi2.fitting.sets import MIN_SEQUENCES, rows_of
 from torch_pi2.fitting.signbit_fit import fit_signbit
@@ -57,7 +58,7 @@ from torch_pi2.spec.config import Config, ConfigFields, configured
 from torch_pi2.spec.method import LOSSY, PREDICTED, Method
 from torch_pi2.spec.plan import Plan, lossy_methods, weights_hash
 from torch_pi2.spec.site import FFNSite
-from torch_pi2.spec.stats import ActivationStats
+from torch_pi2.spec.stats import ActivationStats, LayerStats
 
 _log = logging.getLogger("torch_pi2")
 
@@ -183,8 +184,26 @@ def _search_of_stats(model: nn.Module, data: list[Batch] | None, stats: Activati
 
 
 def _as_profiled(found: Found, stats: ActivationStats) -> Found:
-    """With the matrix first of each site that ``stats`` are of. Raises ConfigError: they are of another model."""
-    return replace(found, sites=[s.swapped() if stats[s.key].up_first else s for s in found.sites])
+    """With the matrix first of each site that ``stats`` are of.
+
+    Raises:
+        ConfigError, StaleArtifactError: they are of another model.
+    """
+    return replace(found, sites=[_read_as(site, stats[site.key]) for site in found.sites])
+
+
+def _read_as(site: FFNSite, stats: LayerStats) -> FFNSite:
+    if not stats.up_first:
+        return site
+    read = site if exact_zeros(site.activation) else read_first(site, "up")
+    if not read.up_first:
+        raise StaleArtifactError(
+            f"statistics of {site.key}",
+            expected="statistics of its first matrix: it has no up, or zeros that tell what is skipped",
+            found="statistics of up, of another layer",
+            fix="Profile this model (torch_pi2.profile).",
+        )
+    return read
 
 
 @checked

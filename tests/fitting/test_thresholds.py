@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -363,6 +364,40 @@ def test_experts_know_one_threshold() -> None:
 def test_settings(field: dict, message: str) -> None:
     with pytest.raises(errors.ConfigError, match=message):
         torch_pi2.Config(**field)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"), [({"score": "auto"}, "score='auto'"), ({"score": "up", "max_loss": 0.01}, "max_loss=0.01")]
+)
+def test_only_next_tokens_tell_what_skipping_does(settings: dict, said: str) -> None:
+    model = tiny_models.tiny("llama").model.layers[0].mlp
+    data = [(torch.randn(8, 32, tiny_models.HIDDEN),) for _ in range(16)]
+    with pytest.raises(errors.CalibrationError, match=rf"thresholds of LlamaMLP with {said}: .* Choose score='output'"):
+        torch_pi2.optimize(model, data, method="threshold", **QUICK, **settings)
+    torch_pi2.optimize(model, data, method="threshold", score="up", **QUICK)
+    assert model.torch_pi2.plan.layers[0].site.up_first
+
+
+def test_what_is_of_gates_and_what_is_of_up_do_not_go_together() -> None:
+    model = tiny_models.tiny("llama")
+    gate, up = (torch_pi2.profile(model, own_text(), score=score, **QUICK) for score in ("output", "up"))
+    with pytest.raises(errors.StaleArtifactError, match=r"to merge: .* the same matrix first \(one score\)"):
+        gate.merge(up)
+    fitted = torch_pi2.fit(model, own_text(), stats=gate, method="signbit", score="output", **QUICK)
+    with pytest.raises(errors.StaleArtifactError, match=r"predictors: .*: up or gate is first, as their score says"):
+        torch_pi2.plan(model, up, fitted, method="signbit", score="up")
+
+
+@pytest.mark.parametrize("name", ["falcon", "llama-relu", "drelu"])
+def test_statistics_of_up_are_refused_by_layers_that_have_none(name: str) -> None:
+    model = tiny_models.tiny(name)
+    stats = torch_pi2.profile(model, own_text(), method="threshold", **QUICK)
+    stats = ActivationStats({y.key: replace(y, up_first=True) for y in stats}, stats.model_hash, stats.made_by)
+    message = (
+        "statistics of .*: expected statistics of its first matrix: it has no up, or zeros .*, found statistics of up"
+    )
+    with pytest.raises(errors.StaleArtifactError, match=message):
+        torch_pi2.optimize(model, stats=stats, method="threshold", score="up", **QUICK)
 
 
 @pytest.mark.parametrize("score", ["output", "up"])

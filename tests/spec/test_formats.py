@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,3 +130,15 @@ def test_random_damage_is_refused_or_harmless(folder: Path, data: st.DataObject)
     for layer in plan.layers:
         assert sorted(layer.order.tolist()) == list(range(layer.site.intermediate))
         assert 0 <= layer.n_hot <= layer.site.intermediate
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"gate": None}, {"activation_on_up": True}, {"up": LinearRef("layers.0.up_proj", expert=1)}],
+    ids=["plain", "on both", "expert"],
+)
+def test_only_layers_of_two_first_matrices_have_the_activation_of_the_second(change: dict) -> None:
+    site = replace(make_plan().layers[0].site, activation="silu[second=1]", activation_on_up=False)
+    assert FFNSite.from_json(site.to_json()) == site
+    with pytest.raises(ArtifactError, match=r"activation: expected one of the second .* found 'silu\[second=1\]'"):
+        FFNSite.from_json(replace(site, **change).to_json())

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from torch_pi2.base.progress import bar
-from torch_pi2.fitting.loss import causal_lm_loss, mean_loss
+from torch_pi2.errors import CalibrationError
+from torch_pi2.fitting.loss import causal_lm_loss, divergences, mean_loss
 from torch_pi2.fitting.scores import read_first, score_scales
 from torch_pi2.fitting.sets import at_most, split
 from torch_pi2.fitting.spread import Cuts, Spread, Way, masked
@@ -66,8 +67,10 @@ def choose_thresholds(
 
     Raises:
         ConfigError: see :func:`~torch_pi2.fitting.scores.score_scales`. CalibrationError: with ``max_loss`` fewer than
-            10 sequences, or a model without next-token logits.
+            10 sequences; with it, or several scores to compare, a model without next-token logits.
     """
+    if config.max_loss is not None or len(_names(config, sites)) > 1:
+        _check_says_what_is_next(model, data[0], config)
     if config.max_loss is None:
         scored = Scored(model, data, sites, config, progress=progress)
         scored.compare(data, progress=progress)
@@ -80,6 +83,20 @@ def choose_thresholds(
     if not share:
         _log.warning("no neuron can be skipped within max_loss=%g: thresholds are 0", config.max_loss)
     return replace(scored.thresholds(spread.shares(share)), made_by=curve.to_json())
+
+
+def _check_says_what_is_next(model: nn.Module, batch: Batch, config: Config) -> None:
+    """Raises CalibrationError: ``model`` gives no next-token logits, by which layers and scores are compared."""
+    try:
+        divergences(model, [batch], [])
+    except CalibrationError as error:
+        raise CalibrationError(
+            f"thresholds of {type(model).__name__} with "
+            + (f"score='{config.score}'" if config.max_loss is None else f"max_loss={config.max_loss:g}"),
+            expected="a model that takes token ids and gives logits [B, T, vocabulary], to see what skipping does",
+            found="another one",
+            fix="Choose score='output' or 'up', and sparsity=... without max_loss.",
+        ) from error
 
 
 class _Score:

@@ -76,7 +76,7 @@ class FittedPredictors(dict[str, AnyPredictor]):
                 "predictors",
                 expected=f"ones fitted to FFN weights {model_hash[:12]}",
                 found=f"ones of {self.model_hash[:12]}",
-                fix="Fit them to this model (torch_pi2.fit).",
+                fix="Fit them to this model with these statistics: up or gate is first, as their score says.",
             )
 
 

@@ -183,13 +183,10 @@ class FFNSite:
         site = Field(data, where, "Make the plan again.")
         known = [f.name for f in fields(FFNSite)]
         site.names([name for name in known if name not in _OPTIONAL], _OPTIONAL)
-        activation = site.at("activation").text(ACTIVATIONS)
-        if second(activation) and (site.at("gate").value is None or site.at("activation_on_up").flag()):
-            site.at("activation").wrong("one of the second of two matrices only where the first has none")
-        return FFNSite(
+        made = FFNSite(
             key=site.at("key").text(empty=True),
             layer=site.at("layer").whole(),
-            activation=activation,
+            activation=site.at("activation").text(ACTIVATIONS),
             activation_on_up=site.at("activation_on_up").flag(),
             gate=None if site.at("gate").value is None else _ref(site.at("gate")),
             up=_ref(site.at("up")),
@@ -202,6 +199,9 @@ class FFNSite:
             owner_runs=site.at("owner_runs", True).flag(),
             drops=site.at("drops", "").text(DROPS, empty=True),
         )
+        if made.up_first and (not made.gated or made.activation_on_up or made.experts is not None):
+            site.at("activation").wrong("one of the second of two matrices only where the first has none, in no expert")
+        return made
 
 
 def _ref(ref: Field) -> LinearRef:

@@ -338,7 +338,7 @@ class ActivationStats:
             other.model_hash,
             self.model_hash,
             "FFN weights",
-            "Merge only statistics of one model.",
+            "Merge only statistics of one model, of which each layer has the same matrix first (one score).",
         )
         if list(self.layers) != list(other.layers):
             raise ConfigError(
