@@ -37,11 +37,38 @@ def test_nothing_is_rounded(tmp_path: Path, way: str) -> None:
 def test_scales_that_float16_does_not_have(tmp_path: Path) -> None:
     model = quantised(tmp_path / "in", "gptq", scales=torch.float32)
     report = torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
-    assert set(report.rounded.values()) == {"gptq in groups of 128 to int8"}
-    assert 0 < max(report.errors.values()) < 0.01
+    assert set(report.rounded.values()) == {"gptq in groups of 128 to int4 with float16 scales"}
+    assert 0 < max(report.errors.values()) < 2.0**-11
     wanted = logits(model)
     off = float((logits(torch_pi2.load(tmp_path / "out", dtype=torch.float32)) - wanted).norm() / wanted.norm())
-    assert 0 < off < 0.03
+    assert 0 < off < 0.003
+
+
+def test_scales_that_float16_takes_for_nothing(tmp_path: Path) -> None:
+    """Then the integers are of no use to it."""
+    quantised(tmp_path / "in", "gptq", scales=torch.float32)
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.scales"
+    save_file(tensors | {name: tensors[name] * 1e-6}, tmp_path / "in" / "model.safetensors")
+    report = torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
+    assert report.rounded["model.layers.0.mlp.up_proj"] == "gptq in groups of 128 to int8"
+
+
+def test_classes_of_torchao_that_only_kernels_read(tmp_path: Path) -> None:
+    quantised(tmp_path / "in", "torchao")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj"
+    for said, message in (
+        (
+            '{"_type": "Int4TilePackedTo4dTensor"}',
+            rf"{name} of .*: expected a matrix of .*, found Int4TilePackedTo4dTen",
+        ),
+        ("[", rf"{name}.weight in the header of .*: expected metadata of torchao's tensors, found damage"),
+        ("[]", rf"{name} of .*: expected a matrix of Int8Tensor, .* found \[\]"),
+    ):
+        save_file(tensors, tmp_path / "in" / "model.safetensors", {f"{name}.weight": said})
+        with pytest.raises(Pi2Error, match=message):
+            torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
 
 
 def test_as_neurons(tmp_path: Path) -> None:

@@ -32,15 +32,16 @@ def import_quantized(
     """Write the quantised checkpoint in ``folder_in`` to ``folder_out``, for :func:`torch_pi2.load` and the rest.
 
     Or a Hugging Face model in memory whose linear layers torchao's ``quantize_`` has quantised
-    (``Int8WeightOnlyConfig``, ``IntxWeightOnlyConfig`` and those with dynamic inputs); it is left as it is.
+    (``Int8WeightOnlyConfig``, ``IntxWeightOnlyConfig``, ``Int4WeightOnlyConfig`` where its packing is plain or for a
+    CPU, and those with dynamic inputs); it is left as it is.
 
     Taken are GPTQ (2, 4, 8 bits, groups of neighbouring columns), AWQ (4 bits, ``gemm``), compressed-tensors
-    (``pack-quantized`` and ``int-quantized``, 4 or 8 bits) and torchao (``Int8WeightOnlyConfig`` and
-    ``Int8DynamicActivationInt8WeightConfig``, as transformers saves them). A matrix whose integers, less their zero
-    points, are from -8 to 7 becomes ``int4``, from -128 to 127 ``int8``, with the same scales: nothing is rounded, if
-    float16 has these exactly and a group is a multiple of 32 columns. Any other is rounded to ``int8``, and the report
-    says so. What the configuration says of inputs is left out; what changes numbers otherwise (docs/GGUF.md) is
-    refused.
+    (``pack-quantized`` and ``int-quantized``, 4 or 8 bits) and torchao (the same as in memory, as transformers saves
+    them, but for the packing for a CPU). A matrix whose integers, less their zero points, are from -8 to 7 becomes
+    ``int4``, from -128 to 127 ``int8``, one of 4 bits with zero points between integers ``q4_1``, if a group is a
+    multiple of 32 columns: nothing is rounded where float16 has the scales exactly, else these are, and the report
+    says so. Any other is rounded to ``int8``. What the configuration says of inputs is left out; what changes numbers
+    otherwise (docs/GGUF.md) is refused.
 
     Args:
         neurons: as of :func:`torch_pi2.import_gguf`.

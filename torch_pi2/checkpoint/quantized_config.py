@@ -23,8 +23,12 @@ _WEIGHTS = (
     *("num_bits", "type", "symmetric", "group_size", "strategy", "dynamic", "actorder", "block_structure"),
     *("scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
 )
-#: Of torchao: weights are int8 with a scale for a row, a group or all of them.
-_INT8_OF_TORCHAO = ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig")
+#: Of torchao: those whose tensors, which say their classes themselves, may be read.
+_OF_TORCHAO = (
+    *("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "Int8StaticActivationInt8WeightConfig"),
+    *("IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig", "Int4WeightOnlyConfig"),
+    *("FqnToConfig", "ModuleFqnToConfig"),
+)
 #: What ``dynamic`` of GPTQ may say of some modules: how they were made, not how they are read.
 _OF_MODULES = ("group_size", "sym", "desc_act", "damp_percent", "damp_auto_increment", "mse", "static_groups")
 
@@ -120,8 +124,8 @@ def _torchao(folder: Path, said: Mapping[str, Any]) -> Settings:
     kinds = said.get("quant_type") or {}
     kind = kinds.get("default") if isinstance(kinds, dict) and len(kinds) == 1 else kinds
     name = kind.get("_type", kind) if isinstance(kind, dict) else kind
-    if name not in _INT8_OF_TORCHAO:
-        raise refuse(folder, f"torchao's {' or '.join(_INT8_OF_TORCHAO)} for all", shown(name))
+    if name not in _OF_TORCHAO:
+        raise refuse(folder, f"torchao's {', '.join(_OF_TORCHAO[:-1])} or {_OF_TORCHAO[-1]} for all", shown(name))
     return Settings("torchao", 8, 0)
 
 

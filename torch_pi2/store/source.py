@@ -105,6 +105,10 @@ class Checkpoint:
         """Of all its tensors."""
         return list(self._by_name)
 
+    def metadata(self) -> dict[str, str]:
+        """Strings by name, of all files' headers."""
+        return {name: text for file in self._files.values() for name, text in file.metadata.items()}
+
     def spec(self, name: str) -> Spec:
         """Raises ArtifactError if there is no such tensor."""
         return self._file(name).spec(name)
