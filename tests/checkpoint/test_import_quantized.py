@@ -213,6 +213,32 @@ def test_damage_of_compressed_tensors(tmp_path: Path, part: str, to: torch.Tenso
         torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
 
 
+def test_zero_points_that_are_missing(tmp_path: Path) -> None:
+    """Not symmetric, says the configuration: without them all numbers would be others."""
+    quantised(tmp_path / "in", "pack-quantized asymmetric")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    kept = {name: value for name, value in tensors.items() if not name.endswith("zero_point")}
+    save_file(kept, tmp_path / "in" / "model.safetensors")
+    with pytest.raises(Pi2Error, match=r"expected a tensor model.layers.0.self_attn.q_proj.weight_zero_point"):
+        torch_pi2.import_quantized(tmp_path / "in", tmp_path / "other")
+
+
+def test_biases_of_zeros(tmp_path: Path) -> None:
+    """AutoGPTQ wrote them of all linear layers; others than zeros belong to another model."""
+    quantised(tmp_path / "in", "gptq")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    bias = {"model.layers.0.mlp.down_proj.bias": torch.zeros(256).half()}
+    save_file(tensors | bias, tmp_path / "in" / "model.safetensors")
+    assert torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out").rounded == {}
+    save_file(tensors | {name: b + 0.5 for name, b in bias.items()}, tmp_path / "in" / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"found model.layers.0.mlp.down_proj.bias as well"):
+        torch_pi2.import_quantized(tmp_path / "in", tmp_path / "other")
+
+
 def test_weights_that_nobody_has_packed(tmp_path: Path) -> None:
     """Status frozen: floats beside their scales, which are no integers."""
     quantised(tmp_path / "in", "int-quantized")

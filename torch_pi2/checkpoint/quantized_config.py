@@ -47,6 +47,7 @@ class Settings(NamedTuple):
     group: int
     less: int = 0
     reordered: bool = False
+    shifted: bool = False
 
 
 def settings_of(folder: Path, config: Mapping[str, Any]) -> Settings:
@@ -154,4 +155,6 @@ def _compressed(folder: Path, said: Mapping[str, Any]) -> Settings:
     _only(folder, transforms if isinstance(transforms, dict) else {"config_groups": transforms}, "config_groups")
     sizes = {_group_of(one, "group_size") for one in weights}
     reordered = any(one.get("actorder") in ("group", "dynamic", True) for one in weights)
-    return Settings("compressed-tensors", bits, sizes.pop() if len(sizes) == 1 else 0, reordered=reordered)
+    shifted = all(one.get("symmetric") is False for one in weights)
+    group = sizes.pop() if len(sizes) == 1 else 0
+    return Settings("compressed-tensors", bits, group, reordered=reordered, shifted=shifted)

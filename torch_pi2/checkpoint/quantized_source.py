@@ -247,7 +247,11 @@ class QuantizedCheckpoint:
 
     def left(self) -> list[str]:
         known = {name for name in self._files.names() if name.endswith(_OF_INPUTS)}
-        return sorted(set(self._files.names()) - self._used - known)
+        return sorted(name for name in set(self._files.names()) - self._used - known if not self._adds_nothing(name))
+
+    def _adds_nothing(self, name: str) -> bool:
+        """Whether it is a bias of zeros, which AutoGPTQ has written of linear layers that have none."""
+        return name.removesuffix(".bias") in self._packed and not bool(self._files.read(name).any())
 
 
 def _way(settings: Settings, kinds: Mapping[str, str]) -> Callable[[Tensors, str], _Integers]:
@@ -333,7 +337,7 @@ def _compressed(files: Tensors, base: str, settings: Settings) -> _Integers:
     _check_groups(files, base, n_NK, scale_NG)
     each = n_NK.shape[1] // scale_NG.shape[1]
     _check_order(files, base, f"{base}.weight_g_idx", torch.arange(n_NK.shape[1]) // each, settings.reordered)
-    if f"{base}.weight_zero_point" in files:
+    if settings.shifted or f"{base}.weight_zero_point" in files:  # raises where there should be some
         z = files.read(f"{base}.weight_zero_point")
         if z.dtype == torch.int32:  # packed along the rows
             z = _unpacked(z, bits, 0)[: len(n_NK)] - (1 << (bits - 1))
