@@ -197,6 +197,10 @@ def test_what_changes_numbers_is_refused(tmp_path: Path) -> None:
         torch_pi2.import_quantized(ggufs.tiny("qwen2"), tmp_path / "out")
     with pytest.raises(UnsupportedModelError, match="import of a Sequential: expected a Hugging Face model"):
         torch_pi2.import_quantized(nn.Sequential(nn.Linear(64, 64)), tmp_path / "out")
+    with pytest.raises(
+        UnsupportedModelError, match=r"import of a OptimizedModule: .*model\._orig_mod of torch.compile"
+    ):
+        torch_pi2.import_quantized(torch.compile(made("qwen2", int4())), tmp_path / "out")
     broken = ggufs.tiny("qwen2")
     with_plain_int4(broken, 2.0, torch.bfloat16)
     broken.model.layers[1].mlp.up_proj.weight.detach().zero_point[0, 5] = torch.nan
@@ -207,3 +211,19 @@ def test_what_changes_numbers_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(NoFFNFoundError, match=r"torch_pi2\.import_quantized\(model, folder\)"):
         torch_pi2.optimize(made("qwen2", quantization.Int8WeightOnlyConfig()), method="exact")
+
+
+def test_modules_that_the_configuration_does_not_give(tmp_path: Path) -> None:
+    """The folder is built of it, and would compute something else."""
+    edited, cut, changed = (made("qwen2", int4()) for _ in range(3))
+    edited.model.layers[0].mlp.act_fn = nn.ReLU()
+    cut.model.layers = cut.model.layers[:1]
+    changed.config.hidden_act = "relu"
+    for model, message in (
+        (edited, r"layers.0.mlp.act_fn of a model in memory: expected SiLUActivation, as its .*, found ReLU"),
+        (cut, r"model.layers.1 of a model in memory: expected Qwen2DecoderLayer, .*, found nothing"),
+        (changed, r"layers.0.mlp.act_fn of a model in memory: expected ReLU, .* found SiLU"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
+            torch_pi2.import_quantized(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

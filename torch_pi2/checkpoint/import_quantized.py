@@ -6,6 +6,7 @@ import json
 import time
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from torch_pi2.base.arguments import checked
@@ -17,9 +18,10 @@ from torch_pi2.checkpoint.quantize import copy_small_files
 from torch_pi2.checkpoint.quantized_model import QuantizedModel
 from torch_pi2.checkpoint.quantized_source import QuantizedCheckpoint
 from torch_pi2.checkpoint.save_load import save_outside
-from torch_pi2.errors import check_choice
+from torch_pi2.errors import UnsupportedModelError, check_choice
 from torch_pi2.formats import IMPORT_NEURONS
 from torch_pi2.ops import load as load_library
+from torch_pi2.rewrite.skeleton import skeleton
 from torch_pi2.store.folder import check_replaceable, check_separate, read_config
 from torch_pi2.store.tokenizer import has_tokenizer
 
@@ -47,7 +49,8 @@ def import_quantized(
         neurons: as of :func:`torch_pi2.import_gguf`.
 
     Raises:
-        UnsupportedModelError: another method, setting or tensor. ArtifactError: damage, or ``folder_out`` cannot be
+        UnsupportedModelError: another method, setting or tensor; modules in memory that its configuration does not
+            give. ArtifactError: damage, or ``folder_out`` cannot be
             written. NonFiniteError: a scale is no number. ConfigError: another ``neurons``, or folders in one another.
     """
     check_choice("import_quantized(neurons=...)", neurons, IMPORT_NEURONS, "Choose one of these.")
@@ -67,10 +70,32 @@ def import_quantized(
         config = read_config(staging)
         config.pop("quantization_config", None)
         atomic_write(staging / "config.json", json.dumps(config, indent=2))
+        if isinstance(source, nn.Module):
+            _check_built_so(source, staging)
         report = write_imported(checkpoint, staging, neurons, progress)
         report.tokenizer = "" if has_tokenizer(staging) else f"the {'model' if live else 'folder'} has none"
     report.seconds = time.perf_counter() - start
     return report
+
+
+def _check_built_so(model: nn.Module, folder: Path) -> None:
+    """Raises UnsupportedModelError: ``model`` has other modules than the configuration in ``folder`` gives."""
+    with torch.device("meta"):
+        built = _classes(skeleton(folder))
+    own = _classes(model)
+    for name in (*own, *built):
+        if own.get(name) != built.get(name):
+            raise UnsupportedModelError(
+                f"{name} of a model in memory",
+                expected=f"{built.get(name, 'nothing')}, as its configuration says",
+                found=own.get(name, "nothing"),
+                fix="What is written is built of the configuration: undo the change, or take the float model, and "
+                "optimise that.",
+            )
+
+
+def _classes(model: nn.Module) -> dict[str, str]:
+    return {name: type(module).__name__ for name, module in model.named_modules(remove_duplicate=False)}
 
 
 def _opened(source: Path | nn.Module) -> QuantizedCheckpoint:

@@ -26,12 +26,13 @@ class QuantizedModel(QuantizedCheckpoint):
 
     def __init__(self, model: nn.Module) -> None:
         kind = type(model).__name__
-        if not hasattr(model, "save_pretrained"):
+        if not hasattr(type(model), "base_model_prefix"):  # what wraps one has its methods, too
             raise UnsupportedModelError(
                 f"import of a {kind}",
                 expected="a Hugging Face model, which can be built from its configuration",
                 found="another module",
-                fix="Take the float model, and optimise that.",
+                fix="Pass the model itself: model._orig_mod of torch.compile's, model.merge_and_unload() of PEFT's. Of "
+                "other modules take the float model, and optimise that.",
             )
         config: Any = model.config
         self.config = {}
