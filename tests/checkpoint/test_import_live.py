@@ -167,7 +167,7 @@ def test_float_scales_do_not_cost_the_integers(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("z", "kept"), [(3.0, "int8"), (0.5, "q4_1")])
+@pytest.mark.parametrize(("z", "kept"), [(3.0, "int8"), (0.5, "q4_1"), (65536.0, "q4_1")])
 def test_zero_points_in_floats(tmp_path: Path, z: float, kept: str) -> None:
     model = made("llama", int4())
     name = "model.layers.0.self_attn.q_proj"

@@ -64,6 +64,7 @@ def test_classes_of_torchao_that_only_kernels_read(tmp_path: Path) -> None:
             rf"{name} of .*: expected a matrix of .*, found Int4TilePackedTo4dTen",
         ),
         ("[", rf"{name}.weight in the header of .*: expected metadata of torchao's tensors, found damage"),
+        ('{"_type": "Int4OpaqueTensor"}', r"found Int4OpaqueTensor in a folder, packed for another CPU perhaps"),
         ("[]", rf"{name} of .*: expected a matrix of Int8Tensor, .* found \[\]"),
     ):
         save_file(tensors, tmp_path / "in" / "model.safetensors", {f"{name}.weight": said})

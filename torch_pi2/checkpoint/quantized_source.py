@@ -352,6 +352,10 @@ INT8_TENSOR, _INT4, _OPAQUE = "Int8Tensor", "Int4Tensor", "Int4OpaqueTensor"
 TORCHAO_CLASSES = (INT8_TENSOR, "IntxUnpackedToInt8Tensor", _INT4, _OPAQUE)
 
 
+#: Of whole zero points that are taken off the integers; int16 holds what comes of it.
+_MOST_ZERO = 1 << 14
+
+
 def classes_of(files: Checkpoint) -> dict[str, str]:
     """Matrices of torchao -> the classes that the files' headers say. Raises ArtifactError: damage."""
     expected, fix, found = "metadata of torchao's tensors", "Get the checkpoint again.", {}
@@ -359,6 +363,8 @@ def classes_of(files: Checkpoint) -> dict[str, str]:
         if name.endswith(".weight"):
             said = parse(text, f"{name} in the header of {files.folder}", expected=expected, fix=fix)
             kind = said.get("_type") if isinstance(said, dict) else None
+            if kind == _OPAQUE:
+                raise refuse_class(f"{name} of {files.folder}", f"{kind} in a folder, packed for another CPU perhaps")
             found[name.removesuffix(".weight")] = kind if isinstance(kind, str) else shown(said)
     return found
 
@@ -388,13 +394,12 @@ def _torchao(files: Tensors, base: str, kind: str) -> _Integers:
     _check_groups(files, base, n_NK, scale_NG)
     if zero not in files:
         return _checked(files, base, n_NK, scale_NG)
-    z_NG = _by_row(files.read(zero), len(n_NK))
+    z_NG = _by_row(files.read(zero).double(), len(n_NK))
     _check_groups(files, base, n_NK, scale_NG, z_NG)
-    if bool((z_NG != z_NG.round()).any()):
-        return _shifted(files, base, n_NK, scale_NG, -z_NG.double() * scale_NG.double())
-    return _checked(
-        files, base, n_NK - z_NG.to(torch.int16).repeat_interleave(n_NK.shape[1] // z_NG.shape[1], 1), scale_NG
-    )
+    if not bool(((z_NG == z_NG.round()) & (z_NG.abs() <= _MOST_ZERO)).all()):
+        return _shifted(files, base, n_NK, scale_NG, -z_NG * scale_NG.double())
+    z_NK = z_NG.to(torch.int16).repeat_interleave(n_NK.shape[1] // z_NG.shape[1], 1)
+    return _checked(files, base, n_NK - z_NK, scale_NG)
 
 
 #: 4-bit integers that one float32 holds exactly, as digits.
