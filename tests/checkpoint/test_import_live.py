@@ -178,7 +178,7 @@ def test_zero_points_in_floats(tmp_path: Path, z: float, kept: str) -> None:
     torch_pi2.import_quantized(model, tmp_path / "out")
     found = torch_pi2.load(tmp_path / "out", dtype=torch.float32).get_submodule(name)
     assert found.weights == kept
-    assert float((found.dequantized() - wanted).norm() / wanted.norm()) < 2.0**-11
+    assert float((found.dequantized() - wanted).norm() / wanted.norm()) < 2.0**-10
 
 
 def test_what_changes_numbers_is_refused(tmp_path: Path) -> None:
