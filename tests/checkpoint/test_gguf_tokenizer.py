@@ -122,6 +122,23 @@ def test_ids(tmp_path: Path, prefix: bool | None) -> None:
             assert tokenizer.decode(wanted, skip_special_tokens=True) == text.replace("\u2581", " ")
 
 
+@pytest.mark.parametrize("said", [0xFFFFFFFF, 5000])
+def test_tokens_that_are_none(tmp_path: Path, said: int) -> None:
+    """As some converters write what a model has not; llama.cpp leaves them out."""
+    with file_with(tmp_path / "a.gguf", None):
+        data = bytearray((tmp_path / "a.gguf").read_bytes())
+    key = b"tokenizer.ggml.eos_token_id"
+    at = data.index(key) + len(key) + 4  # after the type
+    data[at : at + 4] = said.to_bytes(4, "little")
+    (tmp_path / "a.gguf").write_bytes(data)
+    with GgufFile(tmp_path / "a.gguf") as file:
+        assert write_tokenizer(file, tmp_path) == ""
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert (tokenizer.eos_token, tokenizer.bos_token_id) == (None, 1)
+    assert tokenizer(TEXTS[0])["input_ids"] == reference(TEXTS[0], True)
+    assert not (tmp_path / "header.gguf").exists()
+
+
 def test_without_a_first_token(tmp_path: Path) -> None:
     with file_with(tmp_path / "a.gguf", None, add_bos=False) as file:
         assert write_tokenizer(file, tmp_path) == ""

@@ -37,11 +37,39 @@ def test_nothing_is_rounded(tmp_path: Path, way: str) -> None:
 def test_scales_that_float16_does_not_have(tmp_path: Path) -> None:
     model = quantised(tmp_path / "in", "gptq", scales=torch.float32)
     report = torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
-    assert set(report.rounded.values()) == {"gptq in groups of 128 to int8"}
-    assert 0 < max(report.errors.values()) < 0.01
+    assert set(report.rounded.values()) == {"gptq in groups of 128 to int4 with float16 scales"}
+    assert 0 < max(report.errors.values()) < 2.0**-11
     wanted = logits(model)
     off = float((logits(torch_pi2.load(tmp_path / "out", dtype=torch.float32)) - wanted).norm() / wanted.norm())
-    assert 0 < off < 0.03
+    assert 0 < off < 0.003
+
+
+def test_scales_that_float16_takes_for_nothing(tmp_path: Path) -> None:
+    """Then the integers are of no use to it."""
+    quantised(tmp_path / "in", "gptq", scales=torch.float32)
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.scales"
+    save_file(tensors | {name: tensors[name] * 1e-6}, tmp_path / "in" / "model.safetensors")
+    report = torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
+    assert report.rounded["model.layers.0.mlp.up_proj"] == "gptq in groups of 128 to int8"
+
+
+def test_classes_of_torchao_that_only_kernels_read(tmp_path: Path) -> None:
+    quantised(tmp_path / "in", "torchao")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj"
+    for said, message in (
+        (
+            '{"_type": "Int4TilePackedTo4dTensor"}',
+            rf"{name} of .*: expected a matrix of .*, found Int4TilePackedTo4dTen",
+        ),
+        ("[", rf"{name}.weight in the header of .*: expected metadata of torchao's tensors, found damage"),
+        ('{"_type": "Int4OpaqueTensor"}', r"found Int4OpaqueTensor in a folder, packed for another CPU perhaps"),
+        ("[]", rf"{name} of .*: expected a matrix of Int8Tensor, .* found \[\]"),
+    ):
+        save_file(tensors, tmp_path / "in" / "model.safetensors", {f"{name}.weight": said})
+        with pytest.raises(Pi2Error, match=message):
+            torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
 
 
 def test_as_neurons(tmp_path: Path) -> None:
@@ -184,6 +212,32 @@ def test_damage_of_compressed_tensors(tmp_path: Path, part: str, to: torch.Tenso
     save_file(tensors | {f"model.layers.0.self_attn.q_proj.{part}": to}, tmp_path / "in" / "model.safetensors")
     with pytest.raises(Pi2Error, match=message):
         torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
+
+
+def test_zero_points_that_are_missing(tmp_path: Path) -> None:
+    """Not symmetric, says the configuration: without them all numbers would be others."""
+    quantised(tmp_path / "in", "pack-quantized asymmetric")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    kept = {name: value for name, value in tensors.items() if not name.endswith("zero_point")}
+    save_file(kept, tmp_path / "in" / "model.safetensors")
+    with pytest.raises(Pi2Error, match=r"expected a tensor model.layers.0.self_attn.q_proj.weight_zero_point"):
+        torch_pi2.import_quantized(tmp_path / "in", tmp_path / "other")
+
+
+def test_biases_of_zeros(tmp_path: Path) -> None:
+    """AutoGPTQ wrote them of all linear layers; others than zeros belong to another model."""
+    quantised(tmp_path / "in", "gptq")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    bias = {"model.layers.0.mlp.down_proj.bias": torch.zeros(256).half()}
+    save_file(tensors | bias, tmp_path / "in" / "model.safetensors")
+    assert torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out").rounded == {}
+    save_file(tensors | {name: b + 0.5 for name, b in bias.items()}, tmp_path / "in" / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"found model.layers.0.mlp.down_proj.bias as well"):
+        torch_pi2.import_quantized(tmp_path / "in", tmp_path / "other")
 
 
 def test_weights_that_nobody_has_packed(tmp_path: Path) -> None:

@@ -213,6 +213,13 @@ def test_shards_and_large_matrices_in_chunks(tmp_path: Path, monkeypatch: pytest
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
     assert torch.equal(logits(load_dense(tmp_path / "a")), logits(load_dense(tmp_path / "b")))
     assert not (tmp_path / "b" / "model.safetensors.index.json").exists()
+    first, second, *_ = sorted((tmp_path / "many").glob("*.safetensors"))
+    name, value = next(iter(load_file(str(first)).items()))
+    save_file(load_file(str(second)) | {name: value + 1}, str(second), {"format": "pt"})
+    with pytest.raises(
+        ArtifactError, match=rf"expected {name} in one of its shards, found it in {first.name} and {second.name}"
+    ):
+        torch_pi2.quantize(tmp_path / "many", tmp_path / "c")
 
 
 def test_optimised_folder_keeps_its_order_and_predictors(tmp_path: Path) -> None:

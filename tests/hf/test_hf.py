@@ -39,7 +39,7 @@ from transformers import (
 import torch_pi2
 import torch_pi2.hf
 from torch_pi2.checkpoint.save_load import load_dense
-from torch_pi2.errors import ArtifactError, ConfigError, DeviceError, DtypeError
+from torch_pi2.errors import ArtifactError, ConfigError, DeviceError, DtypeError, UnsupportedModelError
 from torch_pi2.hf.register import register
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.store.folder import HF_FILE
@@ -227,7 +227,7 @@ def test_arguments_of_from_pretrained(root: Path) -> None:
     with pytest.raises(DtypeError, match=r"dtype of .*store: expected float32 or bfloat16 or float16, found float64"):
         opened(folder, dtype=torch.float64)
     for kind in (AutoModel, MistralForCausalLM):
-        with pytest.raises(ConfigError, match=r"expected a LlamaForCausalLM.*found a (LlamaModel|MistralForCausalLM)"):
+        with pytest.raises(UnsupportedModelError, match=r"a LlamaForCausalLM.*found a (LlamaModel|MistralForCausalLM)"):
             kind.from_pretrained(folder)
 
 
@@ -382,6 +382,12 @@ def test_pipeline(root: Path) -> None:
         assert pipe(PROMPT, max_new_tokens=8, do_sample=False)[0]["generated_text"] == wanted
         answer = pipe(talk, max_new_tokens=8, do_sample=False)[0]["generated_text"][-1]["content"]
         assert answer == tokenizer.decode(said[-8:], skip_special_tokens=True)
+
+
+def test_a_pipeline_of_another_task(root: Path) -> None:
+    """It tries one class after the other: logits are no features."""
+    with pytest.raises(UnsupportedModelError, match=r"expected a LlamaForCausalLM, .* found a LlamaModel"):
+        pipeline("feature-extraction", model=str(root / "store"))
 
 
 @pytest.mark.slow

@@ -105,6 +105,9 @@ def test_weights_that_others_have_quantised(tmp_path: Path, method: str) -> None
     found = torch_pi2.supported(tmp_path)
     reason = "its weights are what 'hqq' has quantised; the float checkpoint can be" if method == "hqq" else ""
     assert (found.refused, bool(found.layers)) == (reason, not reason)
+    shown = render_checkpoint(describe_checkpoint(tmp_path, False, False))
+    first = f"its weights are what {method!r} has quantised: torch-pi2 import it first"
+    assert (first in shown) == (method in ("gptq", "torchao"))
 
 
 def test_experts_share_a_line_of_what_is_shown(tmp_path: Path) -> None:

@@ -53,7 +53,10 @@ class PackedSource(Source, Protocol):
         """What the checkpoint calls the way in which matrix ``name`` is stored; empty: as floats."""
 
     def own_format(self, name: str) -> str | None:
-        """The format of ours that has its numbers exactly; None: it is to be rounded."""
+        """The format of ours that has its integers; None: it is to be rounded."""
+
+    def exact(self, name: str) -> bool:
+        """Whether that has its scales as well, so that nothing is rounded."""
 
     def rounded_format(self, name: str) -> str:
         """To which of ours it is rounded then."""
@@ -74,13 +77,13 @@ class ImportReport(QuantizeReport):
 
     Attributes:
         types: type in the checkpoint -> matrices of it that are kept bit for bit. rounded: name -> "from to", of the
-            others.
+            others; those with "float16 scales" have their integers still.
         weights: the formats of the neurons, ``q4_k+int8`` where gate and up have one and down another; without neurons
             the main format.
         neurons: layers (experts one by one) that became neurons. tokenizer: why there is none; empty: there is.
         predictors: tensors of PowerInfer's predictors that were left out. recall: of those that were taken, key of a
             layer -> share of its firing neurons that they predict, on the text that was passed.
-        errors: of what was rounded again, and 0 for the rest.
+        errors: of what was rounded, and 0 for the rest.
     """
 
     types: dict[str, int] = field(default_factory=dict)
@@ -244,33 +247,37 @@ class _Importer(Quantizer):
     def _write_linear(self, name: str, out: TensorWriter, digest: Any) -> float:
         stored = self._stored(f"{name}.weight")
         spec, own, error = self._checkpoint.spec(stored), self._packed.own_format(stored), RelativeError()
-        kind = own or self._packed.rounded_format(stored)
+        kind, exact = own or self._packed.rounded_format(stored), self._exact(stored)
         for start, stop in row_chunks(spec):
-            if own is not None:
-                rows = self._packed.own_rows(stored, start, stop)
-            else:
-                rows = self._rows(self._checkpoint.read(stored, (start, stop)), stored, error, kind)
+            rows = None if own is None else self._packed.own_rows(stored, start, stop)
+            if rows is None or not exact:
+                rows = self._rows(self._checkpoint.read(stored, (start, stop)), stored, error, kind, rows)
             update_digest(digest, rows)
             out.write(f"{name}.weight", rows, row=start)
-        self._count(name, self._packed.type_of(stored), kind, own is not None)
+        self._count(name, stored, kind, own is not None)
         return error.relative
+
+    def _exact(self, stored: str) -> bool:
+        return self._packed.own_format(stored) is not None and self._packed.exact(stored)
 
     def _as_stored(
         self, site: FFNSite, ref: LinearRef, role: str, neurons: torch.Tensor, kind: str
-    ) -> torch.Tensor | None:
-        stored = self._name_of(site, ref, role)
-        of, first = self._packed.type_of(stored) or "floats", int(neurons[0])
-        same = (role != "down" or self._packed.by_neuron) and self._packed.own_format(stored) == kind
+    ) -> tuple[torch.Tensor | None, bool]:
+        stored, first = self._name_of(site, ref, role), int(neurons[0])
+        rows_lie = (role != "down" or self._packed.by_neuron) and (not ref.transposed or ref.expert is not None)
+        same = rows_lie and self._packed.own_format(stored) == kind
         if first == 0:
-            self._count(stored, of, kind, same)
-        if ref.transposed and ref.expert is None:
-            return None
+            self._count(stored, stored, kind, same)
+        if not same:
+            return None, False
         if ref.rows is not None and ref.expert is None:  # a part of a matrix; experts are single in the file
             first += ref.rows[0]
-        return self._packed.own_rows(stored, first, first + len(neurons)) if same else None
+        return self._packed.own_rows(stored, first, first + len(neurons)), self._exact(stored)
 
-    def _count(self, name: str, of: str, to: str, kept: bool) -> None:
-        if kept:
+    def _count(self, name: str, stored: str, to: str, kept: bool) -> None:
+        """Of matrix ``stored`` in the format ``to``. kept: its integers are."""
+        of = self._packed.type_of(stored) or "floats"
+        if kept and self._exact(stored):
             self.kept[of] += 1
         else:
-            self.rounded[name] = f"{of} to {to}"
+            self.rounded[name] = f"{of} to {to}" + (" with float16 scales" if kept else "")

@@ -414,10 +414,10 @@ class Quantizer:
             given = self._given.get(neuron_key(site, role))
             for start in range(0, site.intermediate, step):
                 wanted = order[start : start + step]
-                made = self._as_stored(site, ref, role, wanted, of)
-                if made is None:
-                    some = None if given is None else given[wanted]
-                    made = self._rows(by_neuron[wanted].contiguous(), ref.weight, error, of, some)
+                made, exact = self._as_stored(site, ref, role, wanted, of)
+                if made is None or not exact:
+                    made = given[wanted] if made is None and given is not None else made
+                    made = self._rows(by_neuron[wanted].contiguous(), ref.weight, error, of, made)
                 rows[start : start + step] = made
             del matrix, by_neuron
         out.write(f"{site.key}.bundles", neuron_rows)
@@ -430,9 +430,9 @@ class Quantizer:
 
     def _as_stored(
         self, site: FFNSite, ref: LinearRef, role: str, neurons: torch.Tensor, kind: str
-    ) -> torch.Tensor | None:
-        """Rows of ``neurons`` that need no rounding, because the checkpoint has them in ``kind``; None: they do."""
-        return None
+    ) -> tuple[torch.Tensor | None, bool]:
+        """Rows of ``neurons`` that the checkpoint has in ``kind`` (None: it has not), and whether they are exact."""
+        return None, False
 
     def _write_biases(self, layer: LayerPlan, out: TensorWriter, digest: Any) -> None:
         site, order = layer.site, layer.order.long()

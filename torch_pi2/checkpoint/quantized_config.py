@@ -23,8 +23,12 @@ _WEIGHTS = (
     *("num_bits", "type", "symmetric", "group_size", "strategy", "dynamic", "actorder", "block_structure"),
     *("scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
 )
-#: Of torchao: weights are int8 with a scale for a row, a group or all of them.
-_INT8_OF_TORCHAO = ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig")
+#: Of torchao: those whose tensors, which say their classes themselves, may be read.
+_OF_TORCHAO = (
+    *("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "Int8StaticActivationInt8WeightConfig"),
+    *("IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig", "Int4WeightOnlyConfig"),
+    *("FqnToConfig", "ModuleFqnToConfig"),
+)
 #: What ``dynamic`` of GPTQ may say of some modules: how they were made, not how they are read.
 _OF_MODULES = ("group_size", "sym", "desc_act", "damp_percent", "damp_auto_increment", "mse", "static_groups")
 
@@ -43,6 +47,7 @@ class Settings(NamedTuple):
     group: int
     less: int = 0
     reordered: bool = False
+    shifted: bool = False
 
 
 def settings_of(folder: Path, config: Mapping[str, Any]) -> Settings:
@@ -120,8 +125,8 @@ def _torchao(folder: Path, said: Mapping[str, Any]) -> Settings:
     kinds = said.get("quant_type") or {}
     kind = kinds.get("default") if isinstance(kinds, dict) and len(kinds) == 1 else kinds
     name = kind.get("_type", kind) if isinstance(kind, dict) else kind
-    if name not in _INT8_OF_TORCHAO:
-        raise refuse(folder, f"torchao's {' or '.join(_INT8_OF_TORCHAO)} for all", shown(name))
+    if name not in _OF_TORCHAO:
+        raise refuse(folder, f"torchao's {', '.join(_OF_TORCHAO[:-1])} or {_OF_TORCHAO[-1]} for all", shown(name))
     return Settings("torchao", 8, 0)
 
 
@@ -150,4 +155,6 @@ def _compressed(folder: Path, said: Mapping[str, Any]) -> Settings:
     _only(folder, transforms if isinstance(transforms, dict) else {"config_groups": transforms}, "config_groups")
     sizes = {_group_of(one, "group_size") for one in weights}
     reordered = any(one.get("actorder") in ("group", "dynamic", True) for one in weights)
-    return Settings("compressed-tensors", bits, sizes.pop() if len(sizes) == 1 else 0, reordered=reordered)
+    shifted = all(one.get("symmetric") is False for one in weights)
+    group = sizes.pop() if len(sizes) == 1 else 0
+    return Settings("compressed-tensors", bits, group, reordered=reordered, shifted=shifted)

@@ -11,66 +11,66 @@ from torch import nn
 
 from torch_pi2.base.tensorfile import Spec
 from torch_pi2.checkpoint.quantized_config import Settings
-from torch_pi2.checkpoint.quantized_source import QuantizedCheckpoint
+from torch_pi2.checkpoint.quantized_source import TORCHAO_CLASSES, QuantizedCheckpoint, refuse_class
 from torch_pi2.errors import ConfigError, UnsupportedModelError
-from torch_pi2.ops.dtypes import dtype_name, stands_for_another
-
-#: Classes of torchao with integers, one to a byte, and a scale of rows or groups.
-_KNOWN = ("Int8Tensor", "IntxUnpackedToInt8Tensor")
-_FIX = "Quantise the float model: torch_pi2.quantize, or optimize(weights='int4')."
+from torch_pi2.ops.dtypes import stands_for_another
 
 
 class QuantizedModel(QuantizedCheckpoint):
     """As :class:`QuantizedCheckpoint`, of a ``model`` of Hugging Face; nothing is copied before it is asked for.
 
     Raises:
-        UnsupportedModelError: another class of tensors, factors of inputs, zero points that are no integers, or no
-            model of Hugging Face. ConfigError: nothing in it is quantised.
+        UnsupportedModelError: another class of tensors, factors of inputs, or no model of Hugging Face. ConfigError:
+            nothing in it is quantised.
     """
 
     def __init__(self, model: nn.Module) -> None:
         kind = type(model).__name__
-        if not hasattr(model, "save_pretrained"):
+        if not hasattr(type(model), "base_model_prefix"):  # what wraps one has its methods, too
             raise UnsupportedModelError(
                 f"import of a {kind}",
                 expected="a Hugging Face model, which can be built from its configuration",
                 found="another module",
-                fix="Take the float model, and optimise that.",
+                fix="Pass the model itself: model._orig_mod of torch.compile's, model.merge_and_unload() of PEFT's. Of "
+                "other modules take the float model, and optimise that.",
             )
         config: Any = model.config
         self.config = {}
         tensors: dict[str, torch.Tensor] = {}
+        kinds: dict[str, str] = {}
         seen: set[int] = set()
         for name, tensor in model.state_dict(keep_vars=True).items():
             if id(tensor) in seen:  # tied
                 continue
             seen.add(id(tensor))
-            tensors |= _parts(name, tensor) if stands_for_another(tensor) else {name: tensor.detach()}
-        if not any(name.endswith("._weight_qdata") for name in tensors):
+            if stands_for_another(tensor):
+                tensors |= _parts(name, tensor)
+                kinds[name.removesuffix(".weight")] = type(tensor.detach()).__name__
+            else:
+                tensors[name] = tensor.detach()
+        if not kinds:
             raise ConfigError(
                 f"import of a {kind}",
                 expected="linear layers that torchao has quantised",
                 found="none",
                 fix="torch_pi2.optimize(model, weights='int8') quantises them.",
             )
-        self._begin(_Held(kind, tensors), str(config.model_type), Settings("torchao", 8, 0))
+        self._begin(_Held(kind, tensors), str(config.model_type), Settings("torchao", 8, 0), kinds)
 
 
 def _parts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """What ``tensor`` is made of, by the names that transformers saves them under."""
     of: Any = tensor.detach()
     kind = type(of).__name__
-    factors, z = getattr(of, "act_pre_scale", None), getattr(of, "zero_point", None)
-    odd = "" if kind in _KNOWN and name.endswith(".weight") and of.dim() == 2 else kind
+    odd = "" if kind in TORCHAO_CLASSES and name.endswith(".weight") and of.dim() == 2 else kind
+    factors = getattr(of, "act_pre_scale", None)
     odd = odd or ("factors of its inputs (act_pre_scale)" if factors is not None else "")
-    odd = odd or (f"zero points in {dtype_name(z.dtype)}" if z is not None and z.is_floating_point() else "")
+    odd = odd or (f"{kind} for int8 inputs" if getattr(of, "act_mapping_type", None) is not None else "")
     if odd:
-        raise UnsupportedModelError(
-            f"{name} of a model in memory", expected=f"a matrix of {' or '.join(_KNOWN)}", found=odd, fix=_FIX
-        )
+        raise refuse_class(f"{name} of a model in memory", odd)
+    found = {part: getattr(of, part, None) for part in ("qdata", "scale", "zero_point", "scale_and_zero")}
     base = name.removesuffix(".weight")
-    found = {f"{base}._weight_qdata": of.qdata, f"{base}._weight_scale": of.scale, f"{base}._weight_zero_point": z}
-    return {part: value for part, value in found.items() if value is not None}
+    return {f"{base}._weight_{part}": value for part, value in found.items() if value is not None}
 
 
 class _Held:

@@ -1,6 +1,6 @@
 """Import a quantised model, a GGUF file or a folder, for every other command.
 
-Folders are of GPTQ, AWQ, compressed-tensors or torchao (int8). Matrices keep their own precision, bit for bit, where a
+Folders are of GPTQ, AWQ, compressed-tensors or torchao. Matrices keep their own precision, bit for bit, where a
 format of ours has it (of GGUF Q4_0, Q8_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, IQ4_NL); others are rounded again, and
 listed. The tokenizer and its chat template come along. Layers that can be sparse (ReLU) and experts become neurons;
 --neurons all makes all layers so, for `torch-pi2 pack` and models larger than memory. --predictors takes those of

@@ -12,17 +12,19 @@ from torch_pi2.errors import ConfigError
 
 def describe_checkpoint(folder: Path, verify: bool, trust_remote_code: bool) -> dict[str, Any]:
     """``contains`` and the fields of :class:`torch_pi2.planner.supported.Supported`, ``layers`` those that can be
-    sparse.
+    sparse; ``quantised_by``: whose method has quantised it, empty: none has.
 
     Raises:
         ArtifactError: transformers cannot build the model. ConfigError: ``verify``, and there are no checksums.
         CalibrationError, UnsupportedModelError: it cannot be captured without its inputs, or at all.
     """
     from torch_pi2.planner.supported import supported
+    from torch_pi2.store.folder import quantised_by, read_config
 
     if verify:
         raise nothing_to_verify(folder)
-    return {"contains": ["checkpoint"], **supported(folder, trust_remote_code=trust_remote_code).to_json()}
+    said = supported(folder, trust_remote_code=trust_remote_code).to_json()
+    return {"contains": ["checkpoint"], **said, "quantised_by": quantised_by(read_config(folder))}
 
 
 def nothing_to_verify(folder: Path) -> ConfigError:
@@ -43,6 +45,8 @@ def render_checkpoint(result: dict[str, Any]) -> str:
         rows.append([named, len(keys), form, hidden, neurons, method, how])
     header = ["feed-forward layers", "count", "form", "hidden", "neurons", "method", "what is skipped"]
     lines = [f"checkpoint of {result['model']}, not optimised: no weights were read"]
+    if (method := result.get("quantised_by")) and not result["refused"]:
+        lines.append(f"its weights are what {method!r} has quantised: torch-pi2 import it first, and take that folder")
     if rows:
         share = common.percent(result["share"])
         lines += [common.table(header, rows), f"{share} of {result['parameters']:,} parameters are in these layers"]

@@ -19,7 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.tensorfile import TensorReader
 from torch_pi2.checkpoint.save_load import read_model, set_going
-from torch_pi2.errors import ArtifactError, ConfigError, DeviceError
+from torch_pi2.errors import ArtifactError, ConfigError, DeviceError, UnsupportedModelError
 from torch_pi2.hf.settings import Pi2QuantizationConfig
 from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.rewrite.gpu import checked_memory
@@ -36,7 +36,8 @@ _ANYWHERE = ("auto", "balanced", "balanced_low_0", "sequential")
 class Pi2Quantizer(HfQuantizer):
     """One use of ``from_pretrained`` for a folder of ours.
 
-    Raises: as :func:`torch_pi2.load`; ConfigError or DeviceError for arguments that cannot be heeded.
+    Raises: as :func:`torch_pi2.load`; ConfigError or DeviceError for arguments that cannot be heeded;
+        UnsupportedModelError for another class than the folder's.
     """
 
     quantization_config: Pi2QuantizationConfig
@@ -129,14 +130,15 @@ def _is_remote(model: Any) -> bool:
 
 
 def _check_class(model: Any, folder: Path) -> None:
-    """Raises ConfigError: the folder is of another class."""
+    """Raises UnsupportedModelError: the folder is of another class."""
     wanted = (getattr(model.config, "architectures", None) or [type(model).__name__])[0]
     if type(model).__name__ != wanted:
         raise _other_class(wanted, model, folder)
 
 
-def _other_class(wanted: str, model: Any, folder: Path) -> ConfigError:
-    return ConfigError(
+def _other_class(wanted: str, model: Any, folder: Path) -> UnsupportedModelError:
+    """No ValueError: a pipeline of another task would go on to the folder's class, and take logits for features."""
+    return UnsupportedModelError(
         f"opening {folder}",
         expected=f"a {wanted}, which its plan was made for",
         found=f"a {type(model).__name__}",

@@ -57,11 +57,21 @@ class Checkpoint:
         self._by_name: dict[str, TensorReader] = {}
         try:
             for file in self._file_names():
-                self._files[file] = TensorReader(self.folder / file)
-                self._by_name |= dict.fromkeys(self._files[file].specs, self._files[file])
+                self._files[file] = reader = TensorReader(self.folder / file)
+                if twice := self._by_name.keys() & reader.specs.keys():
+                    raise self._twice(min(twice), file)
+                self._by_name |= dict.fromkeys(reader.specs, reader)
         except BaseException:
             self.close()
             raise
+
+    def _twice(self, name: str, file: str) -> ArtifactError:
+        return ArtifactError(
+            str(self.folder),
+            expected=f"{name} in one of its shards",
+            found=f"it in {self._by_name[name].path.name} and {file}",
+            fix="Remove the shard of another time, or get the checkpoint again.",
+        )
 
     def _file_names(self) -> list[str]:
         index = self.folder / _INDEX
@@ -104,6 +114,10 @@ class Checkpoint:
     def names(self) -> list[str]:
         """Of all its tensors."""
         return list(self._by_name)
+
+    def metadata(self) -> dict[str, str]:
+        """Strings by name, of all files' headers."""
+        return {name: text for file in self._files.values() for name, text in file.metadata.items()}
 
     def spec(self, name: str) -> Spec:
         """Raises ArtifactError if there is no such tensor."""

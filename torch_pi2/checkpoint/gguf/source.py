@@ -154,6 +154,9 @@ class GgufCheckpoint:
         """The format of ours in which its rows are kept; None: there is none."""
         return own_format(self._tensor(name)[0].type.name)
 
+    def exact(self, name: str) -> bool:
+        return True
+
     def rounded_format(self, name: str) -> str:
         of = self._tensor(name)[0].type
         return "int4" if 8 * of.block_bytes < 4 * of.block else "int8"

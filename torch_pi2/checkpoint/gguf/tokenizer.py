@@ -24,6 +24,8 @@ _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 #: A space in the tokens of SentencePiece.
 _SPACE = "\u2581"
 _IDS = ("bos", "eos", "unk", "pad")
+#: What a file calls these.
+_ID_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "unknown", "padding"))
 
 
 def _splits() -> dict[str, str]:
@@ -64,19 +66,30 @@ def write_tokenizer(file: GgufFile, folder: Path) -> str:
 
 @contextmanager
 def _readable(file: GgufFile, folder: Path) -> Iterator[Path]:
-    """What transformers reads: the file, or of one that begins otherwise its header in ``folder``, before nothing."""
-    if file.magic == MAGIC:
+    """What transformers reads: the file, or a copy of its header in ``folder``, before nothing.
+
+    Of a file that begins otherwise, or names tokens that are none, such as 4294967295, which llama.cpp leaves out.
+    """
+    count = file.metadata["tokenizer.ggml.tokens"].count
+    odd = [key for key in _ID_KEYS if not _is_token(file.metadata.get(key, 0), count)]
+    if file.magic == MAGIC and not odd:
         yield file.path
         return
     copy = folder / "header.gguf"
     with open(file.path, "rb") as whole:
-        header = whole.read(min(tensor.start for tensor in file.tensors.values()))
+        header = whole.read(min((tensor.start for tensor in file.tensors.values()), default=file.size))
+    for key in odd:
+        header = header.replace(key.encode(), key.replace("ggml", "none").encode())
     copy.write_bytes(MAGIC + header[len(MAGIC) :])
     os.truncate(copy, file.size)  # tensors are holes, which take no room
     try:
         yield copy
     finally:
         copy.unlink()
+
+
+def _is_token(said: object, count: int) -> bool:
+    return type(said) is int and 0 <= said < count
 
 
 def _byte_level(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[str], pre: str) -> Any:
