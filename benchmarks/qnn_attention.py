@@ -46,10 +46,11 @@ def measure(soc: str, hidden: int, room: int, precision: str, block: int) -> dic
     call, part = switch.call, AttentionPart(switch.call)
     states = [torch.randn(1, 128, width) for width in call.widths]
     samples = [] if precision == "fp16" else samples_of(part, [states])
-    inputs = qnn.PartInputs(samples, {name: call.shapes(*sizes) for name, sizes in GRAPHS.items()}, call.open, block)
+    graphs = {name: call.shapes(*sizes) for name, sizes in GRAPHS.items()}
+    inputs = qnn.PartInputs(samples, graphs, call.open, block)
     program = qnn.open_program(part, qnn.zeros(call.shapes(2, 3)), call.open)
     settings = qnn.Settings(soc, precision=precision, outliers=0)
-    report = qnn.lower_parts([("attention", program, inputs)], settings).report["attention"]
+    report = qnn.lower_parts([("attention0", program, inputs)], settings).report["attention0"]
     unique = sum(p.numel() for p in part.parameters()) * settings.part_bits(block) // 8
     return {"soc": soc, "unique_bytes": unique, "context_over_unique": report["context_bytes"] / unique, **report}
 

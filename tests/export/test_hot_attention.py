@@ -117,6 +117,16 @@ def test_calibration_reads_as_decoding_does() -> None:
             torch.testing.assert_close(torch.cat(of_output, 1), whole[i], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("heads", "key_heads", "times"), [(8, 2, 2), (8, 8, 2), (2, 1, 1), (8, 1, 1)])
+def test_a_few_heads_are_computed_at_a_time(heads: int, key_heads: int, times: int) -> None:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads, "hidden_size": 64, "head_dim": 8}
+    switches, _ = switched(lanes_of(drawn_model("Llama", **sizes)))
+    call = switches[0].call
+    program = open_program(AttentionPart(call), zeros(call.shapes(2, 3)), call.open)
+    found = [node.args[0].meta["val"].shape for node in program.graph.nodes if "softmax" in str(node.target)]
+    assert len(found) == times
+
+
 @pytest.fixture(scope="module", params=["float32", "float16"])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
     return bundle_of(

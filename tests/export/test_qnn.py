@@ -301,7 +301,9 @@ def _child_with(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_operator_that_the_npu_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import torch\nfrom torch_pi2.ops.activations import ACTIVATIONS\nACTIVATIONS['relu'] = torch.digamma\n"
     _child_with(code, tmp_path, monkeypatch)
-    with pytest.raises(CompileError, match=r"hot part of layer layer0.*digamma"):
+    with pytest.raises(
+        CompileError, match=r"hot neurons of layer 0, graph forward: expected operators.*of SM8650 .*digamma"
+    ):
         qnn.lower_hot(
             [hot_part("relu", 64, 64, 64)],
             [None],

@@ -11,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from torch_pi2.errors import (
 )
 from torch_pi2.export import qnn
 from torch_pi2.export.hot import HotChunks
+from torch_pi2.export.qnn import compile as qnn_compile
 from torch_pi2.export.qnn import job, sdk
 from torch_pi2.export.qnn.blocks import block_scales
 from torch_pi2.export.qnn.outliers import four_bit_damage, rounded, split
@@ -255,9 +257,15 @@ def _run_with(child: str, fake: Path, monkeypatch: pytest.MonkeyPatch, tmp_path:
         assert list(work.iterdir()) == []
 
 
+_CRASH = (
+    r"Qualcomm's compiler \(hot neurons of layer 0, graphs decode_b1\): expected a context binary for SM8650 in fp16, "
+    r"found the process ended with SIGABRT: .*last words\. Choose another precision or fewer hot chunks"
+)
+
+
 def test_a_crash_of_the_compiler_is_an_error(fake_sdk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     child = "import os\nprint('last words', flush=True)\nos.abort()\n"
-    with pytest.raises(CompileError, match=r"hot part of layer layer0.*ended with SIGABRT: .*last words"):
+    with pytest.raises(CompileError, match=_CRASH):
         _run_with(child, fake_sdk, monkeypatch, tmp_path)
 
 
@@ -325,7 +333,7 @@ def test_a_process_that_is_killed_is_named_and_the_others_end(
 ) -> None:
     monkeypatch.setenv("BAD", bad)
     started = time.monotonic()
-    with pytest.raises(CompileError, match=rf"hot part of layer {bad}\).*ended with SIGKILL"):
+    with pytest.raises(CompileError, match=rf"hot neurons of layer {bad[-1]}, graphs decode_b1\).*ended with SIGKILL"):
         three_layers.run()
     assert time.monotonic() - started < 50
     for path in (tmp_path / "seen").iterdir():
@@ -348,6 +356,38 @@ def test_the_compilers_own_errors_come_through(fake_sdk: Path, monkeypatch: pyte
     )
     with pytest.raises(CompileError, match=r"operators: expected known ones, found aten\.x\. No\."):
         _run_with(child, fake_sdk, monkeypatch, tmp_path)
+
+
+class _Refused(RuntimeError):
+    """What ExecuTorch says of a graph that Qualcomm's compiler refuses."""
+
+
+@pytest.mark.parametrize(
+    ("name", "printed", "message"),
+    [
+        ("layer3", "", r"hot neurons of layer 3, graphs decode_b1, prefill_8: .*fewer hot chunks.*target='xnnpack'"),
+        ("attention3", "Starting stage: A\n", r"attention of layer 3, graph decode_b1: .*hot_attention='none'"),
+        ("head", "Starting stage: A\n", r"last linear layer, graph decode_b1: .*hot_attention='prompts' or 'none'"),
+        ("head", "spill_bytes=1\nfill_bytes=1\nwrite_total_bytes=1\nread_total_bytes=1\nStarting stage: A\n", None),
+    ],
+)
+def test_what_the_compiler_refuses_is_named_with_its_graph_and_soc(
+    name: str, printed: str, message: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = qnn_compile._Log(tmp_path / "log")
+    log.path.write_text("before\n")
+
+    def lower(*_: object, **__: object) -> None:
+        log.path.write_text(f"before\n{printed} <E> out of memory\n")
+        raise _Refused("Failed to compile")
+
+    monkeypatch.setattr(qnn_compile, "_lower", lower)
+    layer = {"name": name, "graphs": {"decode_b1": {}, "prefill_8": {}}}
+    programs: dict[str, Any] = dict.fromkeys(layer["graphs"])
+    with pytest.raises(CompileError, match=message or "last linear layer, graph prefill_8") as raised:
+        qnn_compile._compile(programs, layer, qnn.Settings("SM8750", "w8a16"), log, convolutions=False)
+    found = "expected what Qualcomm's compiler takes for SM8750 in w8a16, found Failed to compile; <E> out of memory. "
+    assert found in str(raised.value)
 
 
 def test_the_process_is_given_an_sdk_so_that_none_is_downloaded(fake_sdk: Path, tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ HEAD = "head"
 _MASKED = -3e4
 #: Tokens of a piece in which calibration texts are read.
 _PIECE = 64
+#: Query heads that are computed at a time, or those of one key head if these are more.
+_HEADS = 4
 #: Arguments of an attention of which a part gets none, or tables instead.
 _POSITIONS = ("hidden_states", "position_embeddings", "attention_mask", "position_ids", "cache_position")
 
@@ -178,22 +180,29 @@ def _attend(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface. Query heads of a key head are rows of one product."""
+    """transformers' attention interface. Query heads of a key head are rows of one product.
+
+    A few heads at a time, over keys and values that are joined first: of a piece of 128 tokens the scores of all heads
+    do not fit into an NPU's memory on the chip, and each further step over them would be written out and read again.
+    """
     batch, heads, tokens, width = query.shape
     group = heads // key.shape[1]
     scale = width**-0.5 if scaling is None else scaling
     q = (query * scale).reshape(batch, key.shape[1], group * tokens, width)
-    parts = [q @ keys.transpose(2, 3) for keys in (pi2_seen.keys, key)]
-    if softcap:
-        parts = [softcap * torch.tanh(scores / softcap) for scores in parts]
-    part = pi2_seen.part
-    if part.largest is not None:
-        part.largest = max(part.largest, *(float(scores.abs().max()) for scores in parts))
-    hidden = (mask.repeat(1, 1, group, 1) * part.masked for mask in pi2_seen.hidden)
-    weights = torch.cat([scores + mask for scores, mask in zip(parts, hidden)], -1).softmax(-1)
-    room = pi2_seen.keys.shape[2]
-    y = weights[..., :room] @ pi2_seen.values + weights[..., room:] @ value
-    return y.reshape(batch, heads, tokens, width).transpose(1, 2), None
+    part, step = pi2_seen.part, max(1, _HEADS // group)
+    hidden = torch.cat([mask * part.masked for mask in pi2_seen.hidden], -1).repeat(1, 1, group, 1)
+    found = []
+    for i in range(0, key.shape[1], step):
+        few = slice(i, i + step)
+        keys = torch.cat([pi2_seen.keys[:, few], key[:, few]], 2)
+        values = torch.cat([pi2_seen.values[:, few], value[:, few]], 2)
+        scores = q[:, few] @ keys.transpose(2, 3)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if part.largest is not None:
+            part.largest = max(part.largest, float(scores.abs().max()))
+        found.append((scores + hidden).softmax(-1) @ values)
+    return torch.cat(found, 1).reshape(batch, heads, tokens, width).transpose(1, 2), None
 
 
 class Head(nn.Module):

@@ -28,7 +28,7 @@ from torch_pi2.errors import CompileError, Pi2Error, VersionError
 from torch_pi2.export.qnn import sdk
 from torch_pi2.export.qnn.parts import PartInputs, part_program, quantize_part
 from torch_pi2.export.qnn.quantize import graph_program, quantize
-from torch_pi2.export.qnn.settings import Settings
+from torch_pi2.export.qnn.settings import Settings, title, way_out
 
 _TRAFFIC = re.compile(
     rb"spill_bytes=(\d+)\s+fill_bytes=(\d+)\s+write_total_bytes=(\d+)\s+read_total_bytes=(\d+)", re.MULTILINE
@@ -123,7 +123,7 @@ def _probe(settings: Settings, build: str, log: _Log) -> None:
         raise VersionError(
             "binary interface of Qualcomm's libraries",
             expected=f"one that ExecuTorch {EXECUTORCH} knows: QNN {', '.join(sdk.PACKAGE_VERSIONS.values())}",
-            found=f"{build}, with which a linear layer of 64 neurons cannot be compiled: {_reason(error, log)}",
+            found=f"{build}, which compiles no layer of 64 neurons for {settings.soc}: {_reason(error, log)}",
             fix=f"pip install {sdk.PACKAGE}=={next(iter(sdk.PACKAGE_VERSIONS))} and unset QNN_SDK_ROOT.",
         ) from error
 
@@ -138,26 +138,22 @@ def _compile(
 ) -> tuple[bytes, bytes, dict[str, dict[str, Any]]]:
     """Context binary, compile specification and what is known of each graph."""
     log.mark()
+    what, fix = title(layer["name"]), way_out(layer["name"])
     try:
         delegates, spec = _lower(programs, settings, convolutions=convolutions)
     except Pi2Error as error:
-        raise CompileError(
-            f"hot part of layer {layer['name']}: {error.what}",
-            expected=error.expected,
-            found=error.found,
-            fix=error.fix,
-        ) from error
+        raise CompileError(f"{what}, {error.what}", expected=error.expected, found=error.found, fix=fix) from error
     except Exception as error:
         raise CompileError(
-            f"hot part of layer {layer['name']}",
-            expected=f"graphs that Qualcomm's compiler takes for {settings.soc}",
+            f"{what}, {_failing([*programs], log.read())}",
+            expected=f"what Qualcomm's compiler takes for {settings.soc} in {settings.precision}",
             found=_reason(error, log),
-            fix="Choose another precision or fewer chunks, or export with target='xnnpack'.",
+            fix=fix,
         ) from error
     contexts = {delegate.context for delegate in delegates.values()}
     if len(contexts) != 1:
         raise CompileError(
-            f"hot part of layer {layer['name']}",
+            what,
             expected="one context for all graphs",
             found=f"{len(contexts)}",
             fix="Report it: this is a mistake of torch_pi2.",
@@ -169,6 +165,14 @@ def _compile(
         for graph, numbers in zip(graphs.values(), traffic):
             graph |= dict(zip(names, map(int, numbers)))
     return contexts.pop(), spec, graphs
+
+
+def _failing(graphs: list[str], printed: bytes) -> str:
+    """The graph that the compiler was at, by how many it had finished; all of them where it had not begun."""
+    finished = len(_TRAFFIC.findall(printed))
+    if b"Starting stage:" in printed and finished < len(graphs):
+        return f"graph {graphs[finished]}"
+    return f"graphs {', '.join(graphs)}"
 
 
 @dataclass(frozen=True)
@@ -208,12 +212,12 @@ def _lower(
     inputs = {name: tuple(program.example_inputs[0]) for name, program in programs.items()}
     modules = {name: program.module(check_guards=False) for name, program in programs.items()}
     manager = to_edge_transform_and_lower_to_qnn(modules, inputs, specs, convert_linear_to_conv2d=convolutions)
-    return {name: _only_delegate(manager.exported_program(name), settings) for name in programs}, specs[
+    return {name: _only_delegate(name, manager.exported_program(name), settings) for name in programs}, specs[
         next(iter(specs))
     ][0].value
 
 
-def _only_delegate(program: torch.export.ExportedProgram, settings: Settings) -> _Delegate:
+def _only_delegate(name: str, program: torch.export.ExportedProgram, settings: Settings) -> _Delegate:
     """What stands for the whole program once it is lowered; anything left over is an operator the NPU lacks."""
     graph = program.graph_module
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
@@ -221,10 +225,10 @@ def _only_delegate(program: torch.export.ExportedProgram, settings: Settings) ->
     delegates = [child for child in graph.children() if hasattr(child, "processed_bytes")]
     if left or len(delegates) != 1:
         raise CompileError(
-            "operators of the hot part",
-            expected=f"only such as the NPU of {settings.soc} computes in {settings.precision}, in one graph",
-            found=f"others: {', '.join(sorted(left))}" if left else f"{len(delegates)} graphs",
-            fix="Choose another precision, or export with target='xnnpack'.",
+            f"graph {name}",
+            expected=f"operators that the NPU of {settings.soc} computes in {settings.precision}, in one piece",
+            found=f"others: {', '.join(sorted(left))}" if left else f"{len(delegates)} pieces",
+            fix="Choose another precision.",
         )
     (call,) = (node for node in nodes if str(node.target).endswith("executorch_call_delegate"))
     given = [node for node in graph.graph.nodes if node.op == "placeholder"]

@@ -28,7 +28,7 @@ from torch_pi2.errors import CompileError, Pi2Error
 from torch_pi2.export.hot import HotChunks
 from torch_pi2.export.qnn import sdk
 from torch_pi2.export.qnn.parts import PartInputs
-from torch_pi2.export.qnn.settings import Settings
+from torch_pi2.export.qnn.settings import Settings, title, way_out
 
 _MODULE = "torch_pi2.export.qnn.compile"
 
@@ -182,13 +182,14 @@ class _Share:
         return {layer["name"]: self._read(layer["name"]) for layer in self.layers}
 
     def _failed(self, how: str) -> CompileError:
-        finished = self.finished()
-        where = f"hot part of layer {self.layers[finished]['name']}" if finished < len(self.layers) else "its start"
+        left = self.layers[self.finished() :]
+        where = f"{title(left[0]['name'])}, graphs {', '.join(left[0]['graphs'])}" if left else "its end"
+        instead = way_out(left[0]["name"]) if left else "Export again."
         return CompileError(
             f"Qualcomm's compiler ({where})",
-            expected=f"a context binary for {self.settings.soc}",
+            expected=f"a context binary for {self.settings.soc} in {self.settings.precision}",
             found=how,
-            fix="Compile fewer chunks, give it more memory or a longer timeout_s, or export with target='xnnpack'.",
+            fix=f"{instead} Where it was killed, memory was short: free some.",
         )
 
     def _tail(self) -> str:

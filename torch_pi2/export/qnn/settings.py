@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,14 @@ PART_BLOCK = 32
 
 #: Weights that an NPU can have at most, as its compiler's log prints it.
 MOST_BYTES = 3584 << 20
+
+#: Of what is compiled, by the word before the layer's number in its name: what messages call it, and how to export
+#: without it.
+_KINDS = {
+    "layer": ("hot neurons of layer {}", "Choose another precision or fewer hot chunks (hot, hot_prompts)"),
+    "attention": ("attention of layer {}", "Pass hot_attention='none' (the CPU computes it), or a smaller max_tokens"),
+    "head": ("last linear layer", "Pass hot_attention='prompts' or 'none' (the CPU computes it)"),
+}
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,19 @@ class Settings:
     def part_bits(self, block: int) -> float:
         """Of a weight outside feed-forward layers: 8, or 4 in groups of ``block``; in fp16 16."""
         return 16 if self.precision == "fp16" else 4 + 8 / block if block else 8
+
+
+def title(name: str) -> str:
+    """What messages call the part ``name``: ``layer3`` is the hot neurons of layer 3."""
+    kind = name.rstrip(string.digits)
+    return _KINDS[kind][0].format(name.removeprefix(kind)) if kind in _KINDS else name
+
+
+def way_out(name: str) -> str:
+    """How to export where the part ``name`` cannot be compiled."""
+    kind = name.rstrip(string.digits)
+    own = f"{_KINDS[kind][1]}, or export" if kind in _KINDS else "Export"
+    return f"{own} with target='xnnpack'."
 
 
 @dataclass(frozen=True)
