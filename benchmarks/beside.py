@@ -26,8 +26,8 @@ class Beside:
     def add(self, dense_BTV: torch.Tensor, logits_BTV: torch.Tensor, ids_BT: torch.Tensor) -> None:
         """``dense_BTV``: logarithms of the dense model's probabilities, float32; ``logits_BTV`` for the same tokens."""
         found_BTV = F.log_softmax(logits_BTV.float(), -1)
-        self.dense_nats += nats(dense_BTV, ids_BT)
-        self.nats += nats(found_BTV, ids_BT)
+        self.dense_nats += _nats(dense_BTV, ids_BT)
+        self.nats += _nats(found_BTV, ids_BT)
         self.divergence += float((dense_BTV.exp() * (dense_BTV - found_BTV)).sum())
         self.same += float((dense_BTV.argmax(-1) == found_BTV.argmax(-1)).sum())
         self.tokens += ids_BT.numel()
@@ -41,6 +41,6 @@ class Beside:
         }
 
 
-def nats(logs_BTV: torch.Tensor, ids_BT: torch.Tensor) -> float:
+def _nats(logs_BTV: torch.Tensor, ids_BT: torch.Tensor) -> float:
     """Negative log likelihood of every token but the first of each row."""
     return -float(logs_BTV[:, :-1].gather(-1, ids_BT[:, 1:, None]).sum())

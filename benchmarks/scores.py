@@ -22,6 +22,7 @@ import torch_pi2
 from benchmarks.arguments import list_of
 from benchmarks.beside import Beside
 from benchmarks.figures import at_least
+from benchmarks.subject import dense_of
 from torch_pi2.base import process as machine
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.progress import bar
@@ -81,10 +82,7 @@ def run(
         UnsupportedModelError: every layer has exact zeros, which thresholds are not for.
     """
     at_least(257, tokens=tokens)
-    given = argparse.Namespace(
-        model=str(model), dtype=dtype, trust_remote_code=trust_remote_code, allow_download=allow_download
-    )
-    dense, tokenizer = common.load_dense(given), common.load_tokenizer(given)
+    dense, tokenizer = dense_of(model, dtype, trust_remote_code, allow_download)
     config = Config(calibration_tokens=calibration_tokens)
     data = calibration_batches(dense, common.stdlib_sample("train", tokenizer, calibration_tokens), tokenizer, config)
     ids = torch.tensor(tokenizer(common.stdlib_sample("heldout", tokenizer, tokens), verbose=False)["input_ids"])

@@ -19,6 +19,7 @@ import torch
 
 import torch_pi2
 from benchmarks.arguments import list_of
+from benchmarks.subject import dense_of
 from torch_pi2.base import process as machine
 from torch_pi2.base.units import percent
 from torch_pi2.cli import common
@@ -61,10 +62,8 @@ def run(
     allow_download: bool = False,
 ) -> dict[str, Any]:
     """Zeros and held-out nats per token of the dense model ``before``, ``dense`` (trained on), and by target."""
-    given = argparse.Namespace(
-        model=str(model), dtype=dtype, trust_remote_code=trust_remote_code, allow_download=allow_download
-    )
-    dense, tokenizer = common.load_dense(given).float(), common.load_tokenizer(given)
+    dense, tokenizer = dense_of(model, dtype, trust_remote_code, allow_download)
+    dense.float()
     settings = SparsifySettings(
         activation=activation, steps=steps, batch=batch, window=window, learning_rate=learning_rate, distill=distill
     )

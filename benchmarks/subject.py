@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from torch_pi2.checkpoint.sparse import weights_of
+from torch_pi2.cli import common
 from torch_pi2.decode.budget import divide
 from torch_pi2.errors import ConfigError
 from torch_pi2.rewrite.skeleton import model_config
@@ -37,6 +39,14 @@ FIRING: dict[str, dict[str, Any]] = {
     "smallthinker-4b": {"active": 0.25, "predictor": None, "locality": 0.0},
     **{name: {"active": 1.0, "predictor": None, "locality": 0.0} for name in ("qwen3-30b-a3b", "gpt-oss-20b")},
 }
+
+
+def dense_of(model: str | Path, dtype: str, trust_remote_code: bool, allow_download: bool) -> tuple[Any, Any]:
+    """Model and tokenizer, by the options of :func:`torch_pi2.cli.common.add_model`."""
+    given = argparse.Namespace(
+        model=str(model), dtype=dtype, trust_remote_code=trust_remote_code, allow_download=allow_download
+    )
+    return common.load_dense(given), common.load_tokenizer(given)
 
 
 @dataclass(frozen=True)

@@ -193,10 +193,8 @@ def _as_profiled(found: Found, stats: ActivationStats) -> Found:
 
 
 def _read_as(site: FFNSite, stats: LayerStats) -> FFNSite:
-    if not stats.up_first:
-        return site
-    read = site if exact_zeros(site.activation) else read_first(site, "up")
-    if not read.up_first:
+    read = read_first(site, "up") if stats.up_first else site
+    if read.up_first != stats.up_first:
         raise StaleArtifactError(
             f"statistics of {site.key}",
             expected="statistics of its first matrix: it has no up, or zeros that tell what is skipped",

@@ -17,7 +17,7 @@ from torch import nn
 from torch_pi2.base.mapped import let_go
 from torch_pi2.errors import ConfigError
 from torch_pi2.fitting.sets import at_most
-from torch_pi2.ops.activations import cuts, on_up
+from torch_pi2.ops.activations import exact_zeros, on_up
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.firing import Firing
 from torch_pi2.profiling.recorder import record
@@ -60,8 +60,8 @@ def score_scales(
 
 
 def read_first(site: FFNSite, score: str) -> FFNSite:
-    """The layer with the matrix first that ``score`` is of."""
-    swaps = score == "up" and site.gated and not site.activation_on_up and not cuts(site.activation)
+    """The layer with the matrix first that ``score`` is of; one with exact zeros as it is."""
+    swaps = score == "up" and site.gated and not site.activation_on_up and not exact_zeros(site.activation)
     return site.swapped() if swaps else site
 
 

@@ -69,11 +69,13 @@ def choose_thresholds(
         ConfigError: see :func:`~torch_pi2.fitting.scores.score_scales`. CalibrationError: with ``max_loss`` fewer than
             10 sequences; with it, or several scores to compare, a model without next-token logits.
     """
-    if config.max_loss is not None or len(_names(config, sites)) > 1:
+    several = len(_names(config, sites)) > 1
+    if config.max_loss is not None or several:
         _check_says_what_is_next(model, data[0], config)
     if config.max_loss is None:
         scored = Scored(model, data, sites, config, progress=progress)
-        scored.compare(data, progress=progress)
+        if several:
+            scored.spread(data, progress=progress)  # which says what each score costs a layer
         return replace(scored.thresholds(config.sparsity), made_by={"score": config.score})
     parts = split(data, config.batch_size)
     scored = Scored(model, [*parts["fit"], *parts["calibrate"]], sites, config, progress=progress)
@@ -147,17 +149,12 @@ class Scored:
         self._spread = found = Spread(self.model, data, ways, progress=progress)
         return found
 
-    def compare(self, data: list[Batch], *, progress: bool = False) -> None:
-        """Only where there are several scores."""
-        if len(self._each) > 1:
-            self.spread(data, progress=progress)
-
     def thresholds(self, shares: float | Mapping[str, float]) -> Thresholds:
         """With which layers skip ``shares`` of their neurons, all the same or by key; 0: none."""
         sites: list[FFNSite] = []
         found = Thresholds(sites)
         for at, site in enumerate(self._each[0].sites):
-            share = shares if isinstance(shares, float) else shares[site.key]
+            share = shares[site.key] if isinstance(shares, Mapping) else shares
             each = self._each[self._spread.way(site, share) if self._spread else 0]
             sites.append(each.sites[at])
             found.cuts[site.key] = each.cut(site.key, share)
