@@ -73,6 +73,7 @@ def good_calls(root: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
         "import_gguf": (torch_pi2.import_gguf, {"file": GGUF, "folder": out}),
         "import_quantized": (torch_pi2.import_quantized, {"folder_in": root / "gptq", "folder_out": out}),
         "load": (torch_pi2.load, {"folder": root / "store", "budget": "1GiB"}),
+        "load_mapped": (torch_pi2.load_mapped, {"folder": root / "float"}),
         "optimize": (torch_pi2.optimize, {"model": model, "calibration": tokens, "config": few}),
         "pack": (torch_pi2.pack, {"folder_in": root / "float", "folder_out": out}),
         "Pi2QuantizationConfig": (torch_pi2.Pi2QuantizationConfig, {}),

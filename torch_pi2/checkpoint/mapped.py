@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from torch_pi2.base.arguments import checked
 from torch_pi2.base.files import not_written
 from torch_pi2.base.mapped import MappedFile, set_mapped
 from torch_pi2.base.progress import bar
@@ -27,6 +28,7 @@ from torch_pi2.store.source import Checkpoint
 _SMALL_BYTES = 1 << 20
 
 
+@checked
 def load_mapped(
     folder: str | Path, *, scratch: str | Path | None = None, trust_remote_code: bool = False, progress: bool = False
 ) -> nn.Module:
