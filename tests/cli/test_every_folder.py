@@ -206,6 +206,18 @@ def test_a_bundle_has_the_settings_of_models(command: Command, kinds: dict[str, 
     assert "model.pte" in command("generate", damaged, "--prompt", "x", ok=False).err
 
 
+def test_a_budget_is_of_what_is_in_a_store(command: Command, kinds: dict[str, Path]) -> None:
+    asked = ("--prompt", "x", "--max-new-tokens", "1", "--budget", "1GB")
+    assert command("generate", kinds["store"], *asked).out
+    folder = kinds["checkpoint"]
+    assert (
+        f"--budget 1GB: expected a model over a store, as pack writes it, found the weights of {folder} as they were, "
+        f"all of which are in memory. Leave --budget out, or pack it: torch-pi2 pack {folder} --out DIR."
+    ) in command("generate", folder, *asked, ok=False).err
+    dense = command("generate", kinds["optimised"], *asked, "--dense", ok=False).err
+    assert "--budget 1GB: expected a model over a store" in dense
+
+
 @pytest.mark.parametrize("kind", TALKS)
 def test_chat_takes_every_kind_of_model_of_pytorch(
     command: Command, kinds: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str

@@ -401,6 +401,13 @@ def load_any(args: argparse.Namespace, dense: bool = False) -> nn.Module:
     ``args.gpu_memory`` says.
     """
     dense, wanted = dense or not (Path(args.model) / "pi2").is_dir(), getattr(args, "gpu_memory", None)
+    if dense and getattr(args, "budget", None) is not None:
+        raise ConfigError(
+            f"--budget {args.budget}",
+            expected="a model over a store, as pack writes it",
+            found=f"the weights of {args.model} as they were, all of which are in memory",
+            fix=f"Leave --budget out, or pack it: torch-pi2 pack {args.model} --out DIR.",
+        )
     if wanted is not None:
         _check_gpu(args, wanted, dense)
     model = load_dense(args) if dense else load_sparse(args)
