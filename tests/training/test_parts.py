@@ -108,11 +108,11 @@ def test_the_weight_grows_while_there_are_too_few_zeros() -> None:
 
     assert after(0.0, 0.45) == pytest.approx(2.0)  # half of the target is aimed at in the beginning
     assert after(0.0, 0.7, first=0.7) == pytest.approx(2.0)  # or what there was
-    assert after(0.3, 0.8, first=0.7) == pytest.approx(2.0)
-    assert after(0.3, 0.95, first=0.95) < 2.0
-    assert after(0.6, 0.9) == pytest.approx(2.0)
+    assert after(0.25, 0.8, first=0.7) == pytest.approx(2.0)
+    assert after(0.25, 0.95, first=0.95) < 2.0
+    assert after(0.5, 0.9) == pytest.approx(2.0)
     assert after(1.0, 0.9) == pytest.approx(2.0)
-    assert 2.0 < after(0.6, 0.88) < after(0.6, 0.5)
-    assert after(0.6, 0.95) < 2.0
+    assert 2.0 < after(0.5, 0.89) < after(0.5, 0.5)
+    assert after(0.5, 0.95) < 2.0
     assert after(1.0, 0.0, times=1000) == pytest.approx(2e4)
     assert after(1.0, 1.0, times=1000) >= 2e-4

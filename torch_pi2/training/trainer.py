@@ -1,8 +1,8 @@
 """Hugging Face's Trainer with the loss that makes zeros, and what steers its weight while it trains.
 
 The weight of the penalty is steered (a controller in place of ProSparse's schedule by hand, arXiv 2402.13516): every
-ten steps it grows while there are fewer zeros than aimed at, and shrinks while there are more. The aim rises to the
-target over the first 60 % of the steps, so that the model finds other features before it loses these.
+ten steps it grows while more values are not zero than aimed at, and shrinks while fewer are. The aim rises to the
+target over the first half of the steps, so that the model finds other features before it loses these.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from torch_pi2.training.student import revive
 from torch_pi2.training.zeros import Measured, Zeros, measure, next_token_loss
 
 #: What the penalty adds to the loss at the beginning, in nats.
-_FIRST_NATS = 0.01
-#: Logarithm of the most by which that weight changes at a time, and how fast it answers to missing zeros.
-_MOST, _GAIN = 0.25, 4.0
+_FIRST_NATS = 0.1
+#: Logarithm of the most by which that weight changes at a time; its change by that of the share that is not zero.
+_MOST, _GAIN = 0.25, 2.0
 #: The weight of the penalty stays within this factor of its first value.
 _RANGE = 1e4
 #: Part of the steps after which the aim is the target; it begins at half, or at what there is, if that is more.
-_RISE = 0.6
+_RISE = 0.5
 
 
 @dataclass
@@ -138,7 +138,8 @@ class Steering:
         """``done``: part of the steps; ``zeros``: the share there was."""
         risen = (self.loss.settings.target_sparsity - self.first_aim) * min(1.0, done / _RISE)
         aim = self.first_aim + risen
-        weight = self.loss.weight * math.exp(max(-_MOST, min(_MOST, _GAIN * (aim - zeros))))
+        change = _GAIN * math.log(max(1.0 - zeros, 1e-9) / (1.0 - aim))
+        weight = self.loss.weight * math.exp(max(-_MOST, min(_MOST, change)))
         self.loss.weight = min(self.first_weight * _RANGE, max(self.first_weight / _RANGE, weight))
 
     def _revive(self, step: int) -> int:
