@@ -9,8 +9,9 @@ the predictors. Nothing is timed.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,16 @@ from torch_pi2.fitting.fit import cold_neurons
 from torch_pi2.fitting.thresholds import Scored
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.graph.find import find_sites
-from torch_pi2.ops.activations import exact_zeros
+from torch_pi2.ops.activations import ACTIVATIONS, exact_zeros
 from torch_pi2.planner.greedy import gate_share, hot_cut
 from torch_pi2.profiling.data import Batch, calibration_batches
 from torch_pi2.spec.config import SCORES, Config
 from torch_pi2.spec.site import FFNSite
 
 _SHARES = [0.4, 0.5, 0.6, 0.7, 0.8]
+#: Neurons side by side of which the same number is taken for every token, of which shapes are static.
+_CHUNK = 64
+TOP = "output, by layer, top of chunks"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,6 +79,7 @@ def run(
     allow_download: bool = False,
 ) -> dict[str, Any]:
     """Every score at every share, the same in all layers and spread over them; see :func:`measure`. CATS is the gate.
+    With the score ``output`` also the same number of every 64 neurons.
 
     ``tokens`` of held-out text are taken in windows of 256.
 
@@ -101,6 +106,14 @@ def run(
         spread = scored.spread(data, progress=True)
         modes[score] = [scored.thresholds(share).masked(dense) for share in shares]
         modes[f"{score}, by layer"] = [scored.thresholds(spread.shares(share)).masked(dense) for share in shares]
+        if score == "output":
+            scales = scored.thresholds(0.5).scales
+            modes[TOP] = [
+                PredictedMaskMode(
+                    dense, sites, {y.key: _Top(dense, y, scales[y.key], spread.shares(share)[y.key]) for y in sites}
+                )
+                for share in shares
+            ]
     found = iter(measure(dense, windows, [mode for some in modes.values() for mode in some]))
     cases = {name: [_with_bytes(next(found), sites[0], mode) for mode in some] for name, some in modes.items()}
     if predictors:
@@ -118,6 +131,27 @@ def run(
         "cases": cases,
         **machine.describe(),
     }
+
+
+@dataclass(frozen=True)
+class _Top:
+    """A predictor that knows the scores: 1 for the best ``1 - skipped`` of each chunk of a token's, 0 for others."""
+
+    model: nn.Module
+    site: FFNSite
+    scale_I: torch.Tensor
+    skipped: float
+    threshold: float = 0.5
+
+    def scores(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """``[T, I]``."""
+        weights = self.site.weights(self.model)
+        first = (weights.gate, weights.bias_gate) if weights.gate is not None else (weights.up, weights.bias_up)
+        gate_TI = F.linear(x_TH, *first)
+        chunk = math.gcd(_CHUNK, self.site.intermediate)
+        score_TGK = (ACTIVATIONS[self.site.activation](gate_TI).abs() * self.scale_I).unflatten(-1, (-1, chunk))
+        best = score_TGK.topk(max(1, round((1 - self.skipped) * chunk)), -1).indices
+        return torch.zeros_like(score_TGK).scatter_(-1, best, 1.0).flatten(-2)
 
 
 @torch.no_grad()
