@@ -304,7 +304,7 @@ def test_layers_without_cold_neurons_get_no_predictor(sparse_model: tuple) -> No
 def test_fit_refuses_what_it_cannot_use(sparse_model: tuple) -> None:
     model, sites, ids = sparse_model
     stats = profile(model, ids, sites, seq_len=24)
-    with pytest.raises(CalibrationError, match=r"sequences to fit predictors on: expected at least 10 .* found 9"):
+    with pytest.raises(CalibrationError, match=r"sequences to fit and to measure on: expected at least 10 .* found 9"):
         fit(model, ids[:9], sites, stats, FitSettings(**FIT))
     stats.model_hash = "0" * 64
     with pytest.raises(StaleArtifactError, match=r"activation statistics: expected a profile of FFN weights"):

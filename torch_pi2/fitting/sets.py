@@ -43,7 +43,7 @@ def split(data: list[Batch], batch_size: int) -> dict[str, list[Batch]]:
     rows = rows_of(data)
     if len(rows) < MIN_SEQUENCES:
         raise CalibrationError(
-            "sequences to fit predictors on",
+            "sequences to fit and to measure on",
             expected=f"at least {MIN_SEQUENCES} (6 to fit, 2 to calibrate, 2 to evaluate)",
             found=str(len(rows)),
             fix="Pass more text or a smaller seq_len.",
