@@ -27,7 +27,7 @@ from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.mapped import let_go
 from torch_pi2.base.progress import bar
 from torch_pi2.base.ranks import Ranks
-from torch_pi2.fitting.kept import Kept, KeptFiles, Losses, begun, digest
+from torch_pi2.fitting.kept import Kept, KeptFiles, Losses, begun
 from torch_pi2.fitting.loss import LossFn, causal_lm_loss, mean_loss
 from torch_pi2.fitting.search import FitSettings, Layer, Search, initial_rank
 from torch_pi2.fitting.sets import at_most, profiled_hash, split
@@ -36,7 +36,7 @@ from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.graph.routed import modules_of
 from torch_pi2.predict.file import FitReport, FittedPredictors
 from torch_pi2.predict.lowrank import LowRank
-from torch_pi2.profiling.data import Batch, batches
+from torch_pi2.profiling.data import Batch, batches, digest
 from torch_pi2.profiling.recorder import check_sites
 from torch_pi2.profiling.samples import Samples, collect_samples
 from torch_pi2.spec.predictor import PredictorCard

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch.utils._pytree import tree_leaves
 
 from torch_pi2.base.fields import MOST, Field, shown
 from torch_pi2.base.files import atomic_folder_files, atomic_write, locked, not_written, parse_json, read_text
@@ -20,7 +16,6 @@ from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.errors import ArtifactError, StaleArtifactError
 from torch_pi2.predict.file import card_of
 from torch_pi2.predict.lowrank import LowRank
-from torch_pi2.profiling.data import Batch
 
 _FORMAT = ("torch_pi2.fitting", 1)
 _BEGUN = "begun.json"
@@ -147,21 +142,3 @@ def _check_begun(folder: Path, made_from: dict[str, Any]) -> None:
             found=f"another {', another '.join(other)}",
             fix="Use the command that it was begun with, or remove that folder.",
         )
-
-
-def digest(values: Any) -> str:
-    """Of tensors, batches, numbers and texts in lists and dicts."""
-    found = hashlib.sha256()
-    for value in _leaves(values):
-        if isinstance(value, torch.Tensor):
-            found.update(str((tuple(value.shape), value.dtype)).encode())
-            value = value.contiguous().view(torch.uint8) if value.dim() else value.reshape(1).view(torch.uint8)
-            found.update(value.numpy().data)
-        else:
-            found.update(repr(value).encode())
-    return found.hexdigest()[:16]
-
-
-def _leaves(values: Any) -> Sequence[Any]:
-    plain = [list(vars(value).values()) if isinstance(value, Batch) else value for value in tree_leaves(values)]
-    return tree_leaves(plain)
