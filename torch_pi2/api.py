@@ -35,7 +35,7 @@ from torch_pi2.fitting.search import FitSettings
 from torch_pi2.fitting.sets import MIN_SEQUENCES, rows_of
 from torch_pi2.fitting.signbit_fit import fit_signbit
 from torch_pi2.fitting.thresholds import Thresholds, choose_thresholds
-from torch_pi2.formats import QUANTIZED
+from torch_pi2.formats import FLOAT, FORMATS, QUANTIZED
 from torch_pi2.graph.find import Found, search
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
@@ -291,7 +291,8 @@ def _fit(
         )
     # what is rounded up, and the least that an expert has, may exceed per_token * n_tokens
     max_bytes = max(_FIT_BYTES, samples_bytes(model, fitted, n_tokens))
-    settings = FitSettings(**vars(config), n_tokens=n_tokens, max_bytes=max_bytes)
+    weight_bits = FitSettings.weight_bits if config.weights == FLOAT else FORMATS[config.weights].bits_per_weight
+    settings = FitSettings(**vars(config), n_tokens=n_tokens, max_bytes=max_bytes, weight_bits=weight_bits)
     return fit_predictors(model, data, sites, stats, settings, cold=cold, work=work, progress=progress)
 
 

@@ -61,9 +61,9 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         if len(done) == done.most:
             raise KeyboardInterrupt
         done.append(kwargs["rank"])
-        return train.train_lowrank(*args, **kwargs)
+        return train.train_matrices(*args, **kwargs)
 
-    monkeypatch.setattr(search, "train_lowrank", counted)
+    monkeypatch.setattr(search, "train_matrices", counted)
     return done
 
 
