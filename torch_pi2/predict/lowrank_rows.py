@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torch_pi2.errors import ArtifactError
-from torch_pi2.formats import GROUP, QUANTIZED, row_bytes
+from torch_pi2.formats import FORMATS, GROUP, QUANTIZED, row_bytes
 from torch_pi2.ops.quantize import quantize
 from torch_pi2.ops.rows import rounded_activations, values
 from torch_pi2.predict.lowrank import LowRank
@@ -57,9 +57,13 @@ class LowRankRows(LowRank):
         return seen(z_Tr) @ values(self.b, self.weights, self.rank).T + self.bias
 
     def padded(self, rank: int) -> LowRankRows:
-        more, groups = rank - self.rank, (row_bytes(self.weights, rank) - self.b.shape[1]) // row_bytes(self.weights, 1)
-        a = torch.cat((self.a, quantize(torch.zeros(more, self.hidden), self.weights)))
-        b = torch.cat((self.b, quantize(torch.zeros(len(self.b), groups * GROUP), self.weights)), 1)
+        a = torch.cat((self.a, quantize(torch.zeros(rank - self.rank, self.hidden), self.weights)))
+        one = row_bytes(self.weights, 1)
+        now, more = self.b.shape[1] // one, (row_bytes(self.weights, rank) - self.b.shape[1]) // one
+        none = quantize(torch.zeros(len(self.b), more * GROUP), self.weights)
+        size = FORMATS[self.weights].group_bytes  # a row has the integers of all groups before their scales
+        halves = zip(*(t.split((n * size, n * (one - size)), 1) for t, n in ((self.b, now), (none, more))))
+        b = torch.cat([part for half in halves for part in half], 1)
         return LowRankRows(a, b, self.bias, self.weights, self.hidden, self.threshold, self.card)
 
     def tensors(self) -> dict[str, torch.Tensor]:
