@@ -23,6 +23,7 @@ from torch import nn
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import evaluating, fresh_settings
 from torch_pi2.base.mapped import is_mapped
+from torch_pi2.base.ranks import Ranks, shared_folder
 from torch_pi2.decode import loop
 from torch_pi2.decode.adapt import follow, let_go
 from torch_pi2.errors import CalibrationError, DtypeError, StaleArtifactError, check_choice
@@ -34,7 +35,7 @@ from torch_pi2.fitting.search import FitSettings
 from torch_pi2.fitting.sets import MIN_SEQUENCES, rows_of
 from torch_pi2.fitting.signbit_fit import fit_signbit
 from torch_pi2.fitting.thresholds import Thresholds, choose_thresholds
-from torch_pi2.formats import QUANTIZED
+from torch_pi2.formats import FLOAT, FORMATS, QUANTIZED
 from torch_pi2.graph.find import Found, search
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
@@ -127,6 +128,10 @@ def profile(
     data to find; or, with ``config.score`` and ``config.max_loss``, its own threshold
     (:mod:`torch_pi2.fitting.thresholds`).
 
+    All processes of ``torch.distributed``'s default group, if there is one (``torchrun``), make this call with the same
+    arguments and share the batches; each has the result, which is that of one process with as many threads (sums of
+    scores but for the last bits of float64).
+
     Args:
         model: any ``nn.Module``; it is run in evaluation mode, on the CPU, and left as and where it was.
         data: text, token ids, or batches: see :func:`torch_pi2.profiling.data.batches`.
@@ -134,27 +139,34 @@ def profile(
         config, fields: settings, as one object or as keywords (``sparsity=0.7``).
 
     Raises:
-        CalibrationError, NoFFNFoundError, UnsupportedModelError, NonFiniteError, DeviceError, DtypeError.
+        CalibrationError, NoFFNFoundError, UnsupportedModelError, NonFiniteError, DeviceError, DtypeError; ConfigError:
+            also where processes of the group have other weights, text or settings than each other.
     """
     config = configured(config, fields)
     with on_the_cpu(model):
         kept = calibration_batches(model, data, tokenizer, config)
-        return _profile(model, kept, _sites(model, kept), config, progress)
+        return _profile(model, kept, _sites(model, kept), config, progress, Ranks(together=True))
 
 
 def _profile(
-    model: nn.Module, data: list[Batch], sites: list[FFNSite], config: Config, progress: bool
+    model: nn.Module,
+    data: list[Batch],
+    sites: list[FFNSite],
+    config: Config,
+    progress: bool,
+    ranks: Ranks | None = None,
 ) -> ActivationStats:
     settings: dict[str, Any] = {
         "batch_size": config.batch_size,
         "seq_len": config.seq_len,
         "seed": config.seed,
         "progress": progress,
+        "ranks": ranks,
     }
     dense = [site for site in sites if not exact_zeros(site.activation)]
     chosen = Thresholds()
     if dense and (config.sparsity > 0 or config.max_loss is not None) and config.method not in ("dense", "exact"):
-        chosen = choose_thresholds(model, data, dense, config, progress=progress)
+        chosen = choose_thresholds(model, data, dense, config, progress=progress, ranks=ranks)
     sites = list({site.key: site for site in (*sites, *chosen.sites)}.values())
     found = profile_sites(model, data, sites, thresholds=chosen.cuts, scales=chosen.scales, **settings)
     found.made_by |= chosen.made_by
@@ -279,7 +291,8 @@ def _fit(
         )
     # what is rounded up, and the least that an expert has, may exceed per_token * n_tokens
     max_bytes = max(_FIT_BYTES, samples_bytes(model, fitted, n_tokens))
-    settings = FitSettings(**vars(config), n_tokens=n_tokens, max_bytes=max_bytes)
+    weight_bits = FitSettings.weight_bits if config.weights == FLOAT else FORMATS[config.weights].bits_per_weight
+    settings = FitSettings(**vars(config), n_tokens=n_tokens, max_bytes=max_bytes, weight_bits=weight_bits)
     return fit_predictors(model, data, sites, stats, settings, cold=cold, work=work, progress=progress)
 
 
@@ -414,9 +427,10 @@ def _optimize(
         return
     data = None if calibration is None else calibration_batches(model, calibration, tokenizer, config)
     found, ways = replaceable(model, _search(model, data))
+    ranks = Ranks(together=data is not None)
     if stats is None:
         assert data is not None
-        stats = _profile(model, data, found.sites, config, progress)
+        stats = _profile(model, data, found.sites, config, progress, ranks)
     found = _as_profiled(found, stats)
     if predictors is None and (config.method in PREDICTED or (config.method == "auto" and _can_fit(model, data))):
         if data is None:
@@ -426,7 +440,8 @@ def _optimize(
                 found="neither",
                 fix="Pass calibration=..., or predictors=torch_pi2.fit(...).",
             )
-        predictors = _fit(model, data, found.sites, stats, config, progress)
+        with shared_folder(ranks) as work:
+            predictors = _fit(model, data, found.sites, stats, config, progress, work)
     fitted = predictors if isinstance(predictors, FittedPredictors) else FittedPredictors(predictors or {})
     made = _plan(model, found, stats, fitted, config)
     apply(model, Optimized(made, fitted, stats), progress, config, data, ways)

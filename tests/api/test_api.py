@@ -23,8 +23,8 @@ QUICK = {"calibration_tokens": 2000, "seq_len": 32}
 @pytest.fixture(autouse=True)
 def briefly_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     """An eighth of the steps: how good predictors become is in the tests of fitting."""
-    train = search.train_lowrank
-    monkeypatch.setattr(search, "train_lowrank", lambda *args, steps, **how: train(*args, steps=steps // 8, **how))
+    train = search.train_matrices
+    monkeypatch.setattr(search, "train_matrices", lambda *args, steps, **how: train(*args, steps=steps // 8, **how))
 
 
 def ids(rows: int = 64, length: int = 32, vocab: int = 64) -> torch.Tensor:

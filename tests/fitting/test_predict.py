@@ -14,12 +14,13 @@ from torch_pi2 import ops
 from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, NonFiniteError, StaleArtifactError
 from torch_pi2.fitting.fit import cold_neurons, fit
 from torch_pi2.fitting.loss import causal_lm_loss
-from torch_pi2.fitting.search import FitSettings, initial_rank
-from torch_pi2.fitting.train import calibrate, exact_gate, measure, train_lowrank
+from torch_pi2.fitting.search import FitSettings, Layer, Search, initial_rank
+from torch_pi2.fitting.train import calibrate, exact_gate, measure, train_lowrank, train_matrices
 from torch_pi2.graph import find_sites
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.predict.file import FittedPredictors, load_predictors, save_predictors
 from torch_pi2.predict.lowrank import ALWAYS, LowRank, quantise_rows
+from torch_pi2.predict.lowrank_rows import LowRankRows, quantised
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.run import profile
 from torch_pi2.profiling.samples import Samples
@@ -224,6 +225,66 @@ def sparse_model() -> tuple[nn.Module, list[FFNSite], torch.Tensor]:
     return model.eval(), find_sites(model), ids
 
 
+def wide(hidden: int, neurons: int) -> tuple[FFNSite, Samples]:
+    """Samples of a layer whose gate has rank 6: predictors of few numbers find what fires."""
+    g = torch.Generator().manual_seed(0)
+    gate = torch.randn(neurons, 6, generator=g) @ torch.randn(6, hidden, generator=g)
+    x = torch.randn(1200, hidden, generator=g)
+    refs = [LinearRef("gate.weight"), LinearRef("up.weight"), LinearRef("down.weight")]
+    fired = x @ gate.T > hidden**0.5 * 3
+    return FFNSite("ffn", 0, "relu", False, *refs, hidden, neurons, ""), Samples(x, pack_bits(fired), neurons)
+
+
+@pytest.mark.parametrize(("hidden", "rank", "weights"), [(64, 32, "int4"), (16, 8, "int8")])
+def test_the_search_takes_the_format_that_reads_less(hidden: int, rank: int, weights: str) -> None:
+    """A row of rank 8 takes 8 + 4 bytes in int8 and a whole group, 18, in int4; of rank 32 it takes 36 and 18."""
+    ops.load()
+    site, found = wide(hidden, 256)
+    fit_on, held = found.split(0.3)
+    layer = Layer(site, torch.arange(256), {"ffn": fit_on}, {"ffn": held}, rank, 0.9)
+    chooser = Search([layer], FitSettings(steps=80), lambda _: (0.0, 0.0), lambda: None)
+    chooser.choose_rank(layer)
+    cost = {w: chooser.cost(layer, layer.rank, w, probe=True) for w in ("int4", "int8")}
+    assert layer.weights == min(cost, key=lambda w: cost[w])
+    assert layer.weights == weights
+    chosen = chooser.predictor(layer, layer.rank)
+    assert chosen.weights == weights
+    read = sum(t.nbytes for t in chosen.tensors().values())
+    dense = 3 * hidden * 256 * 16 / 8
+    assert chooser.cost(layer, layer.rank) == pytest.approx(read / dense + chosen.card.predicted_active)
+    assert chosen.card.recall == pytest.approx(0.9, abs=0.02)
+
+
+def test_int8_activations_are_measured_as_they_run() -> None:
+    ops.load()
+    site, found = wide(64, 48)
+    settings = FitSettings(steps=20, weights="int4", activations="int8")
+    layer = Layer(site, torch.arange(48), {"ffn": found}, {"ffn": found}, 32, 0.9)
+    predictor = Search([layer], settings, lambda _: (0.0, 0.0), lambda: None).predictor(layer, 32, "int4")
+    a, b, bias = predictor.tensors().values()
+    masks = [
+        torch.ops.pi2.predict_lowrank_q(found.x_NH, a, b, bias, "int4", int8, predictor.threshold)
+        for int8 in (True, False)
+    ]
+    measured = predictor.active(found.x_NH)
+    assert float((measured != masks[0]).float().mean()) < 1e-4 < float((measured != masks[1]).float().mean())
+
+
+def test_padded_int4_predictors_decide_the_same() -> None:
+    ops.load()
+    _, found = wide(64, 48)
+    made = train_matrices(found, rank=24, steps=10)
+    for weights in ("int4", "int8"):
+        short = quantised(*made, weights)
+        for rank in (24, 30, 70):
+            longer = short.padded(rank)
+            assert (longer.rank, longer.weights) == (rank, weights)
+            assert torch.equal(longer.scores(found.x_NH) >= 0.1, short.scores(found.x_NH) >= 0.1)
+            again = {name: tensor.clone() for name, tensor in longer.tensors().items()}
+            if weights == "int4":
+                assert LowRankRows.from_rows(again, weights, 64, 0.0, None).rank == rank
+
+
 FIT = {"n_tokens": 800, "steps": 120, "max_rounds": 6, "seq_len": 24, "hot_frequency": 0.6}
 
 
@@ -380,7 +441,7 @@ def test_predictors_round_trip(tmp_path: Path, sparse_model: tuple) -> None:
         assert loaded[key].threshold == p.threshold
     matrices = [t for n, t in load_file(path).items() if n.endswith((".a", ".b"))]
     assert matrices
-    assert all(t.dtype is torch.int8 for t in matrices)
+    assert all(t.dtype in (torch.int8, torch.uint8) for t in matrices)
 
 
 def test_stale_damaged_and_uncalibrated_predictors_are_refused(tmp_path: Path) -> None:

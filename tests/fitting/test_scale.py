@@ -61,9 +61,9 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         if len(done) == done.most:
             raise KeyboardInterrupt
         done.append(kwargs["rank"])
-        return train.train_lowrank(*args, **kwargs)
+        return train.train_matrices(*args, **kwargs)
 
-    monkeypatch.setattr(search, "train_lowrank", counted)
+    monkeypatch.setattr(search, "train_matrices", counted)
     return done
 
 
@@ -289,6 +289,14 @@ def test_two_processes_fit_what_one_does(tmp_path: Path) -> None:
             found[name] = (tmp_path / name / "predictors.safetensors").read_bytes()
             assert not (tmp_path / f"{name}.fitting").exists()
         assert found["one"] == found["two"]
+    for name, how in (("one", ["-m", "torch_pi2"]), ("two", several)):
+        optimize = ["optimize", folder, "--method", "lowrank", "--out", tmp_path / f"sparse-{name}", "--no-verdict"]
+        said = run(how, *optimize, *data, "--json")
+        assert said.count("\n") == 1, "one of them tells"
+        # orders, statistics but for sums of scores, and predictors: profiled by both, fitted by both
+        files = [tmp_path / f"sparse-{name}" / "pi2" / f"{part}.safetensors" for part in ("plan", "predictors")]
+        found[name] = [file.read_bytes() for file in files]
+    assert found["one"] == found["two"]
 
 
 def caller(folder: Path) -> Callable[..., str]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from torch_pi2.errors import ConfigError
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -40,3 +46,44 @@ class Ranks:
     def first(self, function: Callable[[], Made]) -> Made:
         """What ``function`` returns in the first process, to all of them."""
         return self.map(lambda _: function(), [None])[0]
+
+    def each(self, own: Made) -> list[Made]:
+        """What each of the processes has for ``own``, in their order."""
+        return self.map(lambda _: own, range(self.size))
+
+    def check_same(self, what: str, own: str) -> None:
+        """Raises ConfigError, in all processes, unless ``own``, which stands for ``what``, is the same in all."""
+        found = self.each(own)
+        if len(set(found)) > 1:
+            other = next(rank for rank, value in enumerate(found) if value != found[0])
+            raise ConfigError(
+                f"{what} of {self.size} processes that share work",
+                expected="the same in each, of which every process takes its part",
+                found=f"others in process {other} than in process 0",
+                fix="Give all of them the same model, text and settings, none of it dealt out (DistributedSampler) or "
+                "shuffled; or call this outside of torch.distributed's group.",
+            )
+
+
+@contextmanager
+def shared_folder(ranks: Ranks) -> Iterator[Path | None]:
+    """A temporary folder that all of ``ranks`` see; None if there is one process alone, which needs none.
+
+    Raises:
+        ConfigError: in all processes, where one does not see it.
+    """
+    if ranks.size == 1:
+        yield None
+        return
+    folder = Path(ranks.first(lambda: tempfile.mkdtemp(prefix="torch_pi2-")))
+    try:
+        if not all(ranks.each(folder.is_dir())):
+            raise ConfigError(
+                f"folder that {ranks.size} processes share",
+                expected=f"{folder} in each, as they are on one machine",
+                found="none in some of them",
+                fix="Call torch_pi2.fit(work=...) with a folder that all see, and optimize(predictors=...).",
+            )
+        yield folder
+    finally:
+        ranks.first(lambda: shutil.rmtree(folder, ignore_errors=True))

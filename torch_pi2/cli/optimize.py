@@ -1,7 +1,8 @@
 """Profile, fit, plan and rewrite a model, and write it as a Hugging Face folder with a pi2/ folder in it.
 
 The folder still loads as the ordinary dense model with transformers; `torch-pi2 generate` and
-torch_pi2.load() use its sparse form.
+torch_pi2.load() use its sparse form. Several processes of one machine share profiling and fitting: `torchrun
+--nproc-per-node N -m torch_pi2 optimize ...`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common, verdict
+from torch_pi2.cli.processes import together
 from torch_pi2.cli.profile import render as render_profile
 from torch_pi2.errors import ConfigError
 from torch_pi2.spec.config import Config
@@ -39,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
+    from torch_pi2.base.ranks import Ranks
     from torch_pi2.cli.inspect import describe
     from torch_pi2.eval.verdict import bytes_of
     from torch_pi2.rewrite.handle import parts_of
@@ -56,22 +59,27 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             fix="Pass the statistics they were fitted with.",
         )
     predictors = common.load_predictors(args.predictors, stats.model_hash if stats else None)
-    config, model, tokenizer, text = common.calibration(args)
-    dense_bytes = bytes_of(model)
-    model = torch_pi2.optimize(
-        model,
-        text,
-        config,
-        tokenizer=tokenizer,
-        stats=stats,
-        predictors=predictors,
-        hardware=args.hardware,
-        progress=not args.quiet,
-    )
-    torch_pi2.save(model, args.out, tokenizer=tokenizer)
-    if not args.no_verdict:
-        with verdict.judging(args.out):
-            _judge(args, model, tokenizer, config, dense_bytes)
+    with together(args):
+        config, model, tokenizer, text = common.calibration(args)
+        dense_bytes = bytes_of(model)
+        model = torch_pi2.optimize(
+            model,
+            text,
+            config,
+            tokenizer=tokenizer,
+            stats=stats,
+            predictors=predictors,
+            hardware=args.hardware,
+            progress=not args.quiet,
+        )
+
+        def save() -> None:
+            torch_pi2.save(model, args.out, tokenizer=tokenizer)
+            if not args.no_verdict:
+                with verdict.judging(args.out):
+                    _judge(args, model, tokenizer, config, dense_bytes)
+
+        Ranks(together=True).first(save)
     errors = {name: asdict(error) for name, error in parts_of(model).quantization.items()}
     return {"out": str(args.out), **describe(args.out), "weights": config.weights, "quantization": errors}
 

@@ -1,4 +1,8 @@
-"""Record how often each FFN neuron fires on calibration text, and write stats.safetensors."""
+"""Record how often each FFN neuron fires on calibration text, and write stats.safetensors.
+
+Several processes share the text: `torchrun --nproc-per-node N -m torch_pi2 profile ...`, with the result of one that
+has as many threads.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import argparse
 from typing import Any
 
 from torch_pi2.cli import common
+from torch_pi2.cli.processes import together
 
 EXAMPLE = "torch-pi2 profile my-model --out my-stats --tokens 20000"
 
@@ -20,11 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
+    from torch_pi2.base.ranks import Ranks
     from torch_pi2.cli.inspect import describe
 
     common.check_out(args.out)
-    config, model, tokenizer, text = common.calibration(args)
-    torch_pi2.profile(model, text, tokenizer=tokenizer, config=config, progress=not args.quiet).save(args.out)
+    with together(args):
+        config, model, tokenizer, text = common.calibration(args)
+        stats = torch_pi2.profile(model, text, tokenizer=tokenizer, config=config, progress=not args.quiet)
+        Ranks(together=True).first(lambda: stats.save(args.out))
     return {"out": str(args.out), **describe(args.out)}
 
 

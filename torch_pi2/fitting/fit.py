@@ -3,8 +3,8 @@
 After PowerInfer (arXiv 2312.12456, section 5.1), whose predictors start at a size guessed from sparsity and
 skew and are adjusted until perplexity stays put. Here, per layer:
 
-1. *rank*: from that guess up or down for as long as the layer's cost falls at the same recall; cost is what
-   the predictor computes plus what it lets through;
+1. *rank* and format (int4 or int8): from that guess up or down for as long as the layer's cost falls at the same
+   recall, quantised as it will run; cost is the bytes that the predictor takes and those of what it lets through;
 2. *recall*: raised in the layers that hurt the loss most until the whole model is within tolerance, then
    lowered wherever there is slack.
 
@@ -27,16 +27,17 @@ from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.mapped import let_go
 from torch_pi2.base.progress import bar
 from torch_pi2.base.ranks import Ranks
-from torch_pi2.fitting.kept import Kept, KeptFiles, Losses, begun, digest
+from torch_pi2.fitting.kept import Kept, KeptFiles, Losses, begun
 from torch_pi2.fitting.loss import LossFn, causal_lm_loss, mean_loss
 from torch_pi2.fitting.search import FitSettings, Layer, Search, initial_rank
 from torch_pi2.fitting.sets import at_most, profiled_hash, split
 from torch_pi2.fitting.train import measure
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.graph.routed import modules_of
+from torch_pi2.ops import load as load_library
 from torch_pi2.predict.file import FitReport, FittedPredictors
 from torch_pi2.predict.lowrank import LowRank
-from torch_pi2.profiling.data import Batch, batches
+from torch_pi2.profiling.data import Batch, batches, digest
 from torch_pi2.profiling.recorder import check_sites
 from torch_pi2.profiling.samples import Samples, collect_samples
 from torch_pi2.spec.predictor import PredictorCard
@@ -92,6 +93,7 @@ def fit(
         CalibrationError: too few sequences. ConfigError: samples in memory that exceed ``settings.max_bytes``.
         ArtifactError: ``work`` cannot be written, or another process fits there.
     """
+    load_library()
     settings = settings or FitSettings()
     check_sites(model, sites)
     model_hash = profiled_hash(model, sites, stats)
@@ -114,7 +116,7 @@ def fit(
                 samples["calibrate"],
                 initial_rank(s, stats[s.key].active_share, stats[s.key].skew()),
                 settings.target_recall,
-                Kept() if work is None else KeptFiles(work / f"layer-{i}"),
+                kept=Kept() if work is None else KeptFiles(work / f"layer-{i}", s.hidden),
             )
             for i, s in enumerate(sites)
         ]
@@ -189,6 +191,7 @@ def _report(
         card = result[layer.site.key].card
         assert card is not None
         sizes: dict[str, Any] = {"cold": len(layer.cold), "rank": layer.rank, "target_recall": layer.recall}
+        sizes["weights"] = layer.weights
         rows.append({"key": layer.site.key} | sizes | card.to_json())
     accepted = [r for r in search.rounds if r["change"] == change]
     report = FitReport(

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch.utils._pytree import tree_leaves
 
 from torch_pi2.base.fields import MOST, Field, shown
 from torch_pi2.base.files import atomic_folder_files, atomic_write, locked, not_written, parse_json, read_text
@@ -20,56 +16,63 @@ from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.errors import ArtifactError, StaleArtifactError
 from torch_pi2.predict.file import card_of
 from torch_pi2.predict.lowrank import LowRank
-from torch_pi2.profiling.data import Batch
+from torch_pi2.predict.lowrank_rows import LowRankRows
 
 _FORMAT = ("torch_pi2.fitting", 1)
 _BEGUN = "begun.json"
 
 
 class Kept:
-    """Predictors of one layer that were trained, by rank and steps, and those calibrated, by recall too. In memory."""
+    """Predictors of one layer that were trained, by rank, steps and format, and those calibrated, by recall too.
+
+    In memory.
+    """
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, int, float | None], LowRank] = {}
+        self._found: dict[tuple[int, int, str, float | None], LowRank] = {}
 
-    def find(self, rank: int, steps: int, recall: float | None) -> LowRank | None:
+    def find(self, rank: int, steps: int, weights: str, recall: float | None) -> LowRank | None:
         """The one that was kept; recall None: not calibrated."""
-        return self._found.get((rank, steps, recall))
+        return self._found.get((rank, steps, weights, recall))
 
     def keep(self, predictor: LowRank, steps: int, recall: float | None) -> LowRank:
         """Raises ArtifactError: it cannot be written."""
-        self._found[predictor.rank, steps, recall] = predictor
+        self._found[predictor.rank, steps, predictor.weights, recall] = predictor
         return predictor
 
 
 class KeptFiles(Kept):
-    """The same in files of ``folder``, so that they take no memory: matrices, and what calibration makes of them."""
+    """The same in files of ``folder``, so that they take no memory: matrices, and what calibration makes of them.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        hidden: H of the layer.
+    """
+
+    def __init__(self, folder: Path, hidden: int) -> None:
         super().__init__()
-        self._folder = folder
+        self._folder, self._hidden = folder, hidden
 
-    def find(self, rank: int, steps: int, recall: float | None) -> LowRank | None:
+    def find(self, rank: int, steps: int, weights: str, recall: float | None) -> LowRank | None:
         """Raises ArtifactError: a file is damaged."""
-        path = self._folder / _name(rank, steps)
-        if not path.exists():
+        path = self._folder / _name(rank, steps, weights)
+        said = self._folder / _name(rank, steps, weights, recall)
+        if not path.exists() or not said.exists():
             return None
-        if recall is None:
-            return LowRank.from_tensors(read_tensors(path)[0], 0.0, None)
-        said = self._folder / _name(rank, steps, recall)
-        if not said.exists():
-            return None
-        found = card_of(parse_json(read_text(said), said, *_FORMAT), said)
-        return LowRank.from_tensors(read_tensors(path)[0], *found)
+        found = (0.0, None) if recall is None else card_of(parse_json(read_text(said), said, *_FORMAT), said)
+        tensors, _ = read_tensors(path)
+        if weights == LowRank.weights:
+            return LowRank.from_tensors(tensors, *found)
+        return LowRankRows.from_rows(tensors, weights, self._hidden, *found)
 
     def keep(self, predictor: LowRank, steps: int, recall: float | None) -> LowRank:
+        name = _name(predictor.rank, steps, predictor.weights, recall)
         if recall is None:
-            atomic_folder_files(self._folder, {_name(predictor.rank, steps): (predictor.tensors(), {})})
+            atomic_folder_files(self._folder, {name: (predictor.tensors(), {})})
             return predictor
         assert predictor.card is not None
         about = {"threshold": predictor.threshold, "card": predictor.card.to_json()}
         text = json.dumps({"format": _FORMAT[0], "version": _FORMAT[1], **about})
-        atomic_write(self._folder / _name(predictor.rank, steps, recall), text + "\n")
+        atomic_write(self._folder / name, text + "\n")
         return predictor
 
 
@@ -97,8 +100,9 @@ class Losses:
         return self._found[self._next - 1]
 
 
-def _name(rank: int, steps: int, recall: float | None = None) -> str:
-    return f"{rank}-{steps}.safetensors" if recall is None else f"{rank}-{steps}-{recall!r}.json"
+def _name(rank: int, steps: int, weights: str, recall: float | None = None) -> str:
+    what = f"{rank}-{steps}-{weights}"
+    return f"{what}.safetensors" if recall is None else f"{what}-{recall!r}.json"
 
 
 @contextmanager
@@ -147,21 +151,3 @@ def _check_begun(folder: Path, made_from: dict[str, Any]) -> None:
             found=f"another {', another '.join(other)}",
             fix="Use the command that it was begun with, or remove that folder.",
         )
-
-
-def digest(values: Any) -> str:
-    """Of tensors, batches, numbers and texts in lists and dicts."""
-    found = hashlib.sha256()
-    for value in _leaves(values):
-        if isinstance(value, torch.Tensor):
-            found.update(str((tuple(value.shape), value.dtype)).encode())
-            value = value.contiguous().view(torch.uint8) if value.dim() else value.reshape(1).view(torch.uint8)
-            found.update(value.numpy().data)
-        else:
-            found.update(repr(value).encode())
-    return found.hexdigest()[:16]
-
-
-def _leaves(values: Any) -> Sequence[Any]:
-    plain = [list(vars(value).values()) if isinstance(value, Batch) else value for value in tree_leaves(values)]
-    return tree_leaves(plain)

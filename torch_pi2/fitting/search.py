@@ -1,4 +1,4 @@
-"""Sizing predictors, layer by layer: the cheapest rank, and the recall that the whole model's loss bears."""
+"""Sizing predictors, layer by layer: the cheapest rank and format, and the recall that the whole model's loss bears."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import torch
 from torch_pi2.base.arguments import check_values
 from torch_pi2.base.ranks import Ranks
 from torch_pi2.fitting.kept import Kept
-from torch_pi2.fitting.train import calibrate, train_lowrank
+from torch_pi2.fitting.train import calibrate, train_matrices
+from torch_pi2.formats import GROUP
+from torch_pi2.layers.cold import BY_NEURON
 from torch_pi2.predict.lowrank import LowRank
+from torch_pi2.predict.lowrank_rows import FITTED, LowRankRows, quantised
 from torch_pi2.profiling.samples import Samples
 from torch_pi2.spec.config import Config
 from torch_pi2.spec.site import FFNSite
@@ -28,7 +31,7 @@ class FitSettings(Config):
     Attributes:
         margin: share of the tolerance that the search may use up; the rest is for text unlike the calibration
             data (on the trained dReLU model the change on other files was up to 1.25 times that measured here).
-        predictor_weight: cost of a predictor's multiply-add over an FFN's (0.5: int8 against 16 bits).
+        weight_bits: of an FFN's weight, for what neurons read beside what predictors read.
         n_tokens: samples per layer to fit to; eval_tokens: upper bound on evaluation tokens.
         steps: optimiser steps per training.
         max_rounds: bound on evaluations of the whole model with all predictors; each round that finds the worst
@@ -37,7 +40,7 @@ class FitSettings(Config):
     """
 
     margin: float = 0.5
-    predictor_weight: float = 0.5
+    weight_bits: float = 16.0
     n_tokens: int = 20_000
     eval_tokens: int = 16_384
     steps: int = 500
@@ -48,18 +51,26 @@ class FitSettings(Config):
         super().__post_init__()
         checks = (
             ("margin", 0 < self.margin <= 1, "more than 0, at most 1"),
+            ("weight_bits", self.weight_bits > 0, "more than 0"),
             ("max_rounds", self.max_rounds >= 1, "at least 1"),
         )
         check_values(self, checks, "{}", "Leave it out for the default.")
 
 
 def initial_rank(site: FFNSite, active_share: float, skew: float) -> int:
-    """Where the search starts: larger for dense layers, smaller for skewed ones (PowerInfer), a multiple of 8.
+    """Where the search starts: larger for dense layers, smaller for skewed ones (PowerInfer), whole groups of int4.
 
-    A quarter of the hidden size where a tenth of the neurons fire; between 8 and half of the hidden size.
+    A quarter of the hidden size where a tenth of the neurons fire; at most half of it. Below a group a multiple of 8.
     """
     rank = site.hidden / 4 * math.sqrt(active_share / 0.1) * (1.25 - skew)
-    return max(min(8, site.hidden), min(site.hidden // 2, 8 * round(rank / 8)))
+    step = GROUP if min(rank, site.hidden // 2) >= GROUP else 8
+    return max(min(8, site.hidden), min(site.hidden // 2, step * round(rank / step)))
+
+
+def read_bytes(predictor: LowRank, cold: int) -> float:
+    """What a token reads of a predictor that a layer keeps for ``cold`` neurons."""
+    share = {name: cold / len(tensor) if name in BY_NEURON else 1.0 for name, tensor in predictor.tensors().items()}
+    return sum(tensor.nbytes * share[name] for name, tensor in predictor.tensors().items())
 
 
 @dataclass
@@ -72,6 +83,7 @@ class Layer:
     held: Mapping[str, Samples]
     rank: int
     recall: float
+    weights: str = FITTED[0]
     kept: Kept = field(default_factory=Kept)
 
 
@@ -109,60 +121,92 @@ class Search:
         if self.layers and self.found <= self._allowed:
             self._shrink()
 
-    def predictor(self, layer: Layer, rank: int, recall: float, *, probe: bool = False) -> LowRank:
-        """Trained and calibrated, once for each argument; a probe is trained for a quarter of the steps."""
+    def predictor(
+        self, layer: Layer, rank: int, weights: str | None = None, recall: float | None = None, *, probe: bool = False
+    ) -> LowRank:
+        """Trained and calibrated, once for each argument; a probe is trained for a quarter of the steps.
+
+        Format and recall are the layer's, where they are None.
+        """
         steps, site, kept = self._settings.steps, layer.site, layer.kept
         steps = max(1, steps // 4) if probe else steps
-        found = kept.find(rank, steps, recall)
+        weights, recall = weights or layer.weights, recall or layer.recall
+        found = kept.find(rank, steps, weights, recall)
         if found is None:
-            seed = self._settings.seed + site.layer
-            trained = kept.find(rank, steps, None) or kept.keep(
-                train_lowrank(layer.fit[site.key], rank=rank, neurons=layer.cold, steps=steps, seed=seed), steps, None
-            )
+            trained = self._seen(kept.find(rank, steps, weights, None) or self._trained(layer, rank, steps)[weights])
             made = calibrate(trained, layer.held[site.key], site, target_recall=recall, neurons=layer.cold)
             found = kept.keep(made, steps, recall)
-        return found
+        return self._seen(found)
 
-    def cost(self, layer: Layer, rank: int, recall: float, *, probe: bool = False) -> float:
-        """Work per token over the dense FFN's: the predictor's, weighted, and that of the neurons let through."""
-        card = self.predictor(layer, rank, recall, probe=probe).card
-        assert card is not None
-        return (
-            self._settings.predictor_weight * card.cost_share
-            + card.predicted_active * len(layer.cold) / layer.site.intermediate
-        )
+    def _trained(self, layer: Layer, rank: int, steps: int) -> dict[str, LowRank]:
+        """By format: one training serves all."""
+        site, seed = layer.site, self._settings.seed + layer.site.layer
+        made = train_matrices(layer.fit[site.key], rank=rank, neurons=layer.cold, steps=steps, seed=seed)
+        return {weights: layer.kept.keep(quantised(*made, weights), steps, None) for weights in FITTED}
+
+    def _seen(self, predictor: LowRank) -> LowRank:
+        """It is measured with the inputs that it will be computed with."""
+        if isinstance(predictor, LowRankRows):
+            predictor.int8_activations = self._settings.activations == "int8"
+        return predictor
+
+    def cost(
+        self, layer: Layer, rank: int, weights: str | None = None, recall: float | None = None, *, probe: bool = False
+    ) -> float:
+        """Bytes that a token reads over the dense FFN's: the predictor's, and those of the neurons let through."""
+        predictor, site, cold = self.predictor(layer, rank, weights, recall, probe=probe), layer.site, len(layer.cold)
+        assert predictor.card is not None
+        dense = site.rows_per_neuron * site.hidden * site.intermediate * self._settings.weight_bits / 8
+        return read_bytes(predictor, cold) / dense + predictor.card.predicted_active * cold / site.intermediate
 
     def _choose_ranks(self, layers: Sequence[Layer], advance: Callable[[], object] = lambda: None) -> None:
         """Each layer's by one of the processes, which trains the predictor too."""
 
-        def choose(layer: Layer) -> int:
+        def choose(layer: Layer) -> tuple[int, str]:
             self.choose_rank(layer)
-            self.predictor(layer, layer.rank, layer.recall)
+            self.predictor(layer, layer.rank)
             advance()
-            return layer.rank
+            return layer.rank, layer.weights
 
-        for layer, rank in zip(layers, self._ranks.map(choose, layers)):
-            layer.rank = rank
+        for layer, found in zip(layers, self._ranks.map(choose, layers)):
+            layer.rank, layer.weights = found
+        for name in dict.fromkeys(y.site.experts for y in layers if y.site.experts is not None):
+            self._agree([y for y in self.layers if y.site.experts == name])
+
+    def _agree(self, experts: Sequence[Layer]) -> None:
+        """All in the format in which they read least together: one operator computes the experts of a module."""
+        if len({y.weights for y in experts}) > 1:
+            costs = self._ranks.map(lambda y: [self.cost(y, y.rank, weights) for weights in FITTED], experts)
+            sums = [sum(of_format) for of_format in zip(*costs)]
+            for y in experts:
+                y.weights = FITTED[sums.index(min(sums))]
 
     def choose_rank(self, layer: Layer) -> None:
-        """Double the rank while that makes the layer cheaper, else halve it while that does (by probes)."""
-        best, cost = layer.rank, self.cost(layer, layer.rank, layer.recall, probe=True)
+        """Double the rank while that makes the layer cheaper, else halve it while that does (by probes).
+
+        Of each rank counts the format in which it is cheaper.
+        """
+
+        def cheapest(rank: int) -> tuple[float, str]:
+            return min((self.cost(layer, rank, weights, probe=True), weights) for weights in FITTED)
+
+        best, found = layer.rank, cheapest(layer.rank)
         for factor in (2.0, 0.5):
             moved = False
             while True:
                 rank = int(best * factor)
                 if not 4 <= rank <= layer.site.hidden:
                     break
-                other = self.cost(layer, rank, layer.recall, probe=True)
-                if other >= cost:
+                other = cheapest(rank)
+                if other[0] >= found[0]:
                     break
-                best, cost, moved = rank, other, True
+                best, found, moved = rank, other, True
             if moved:
                 break
-        layer.rank = best
+        layer.rank, layer.weights = best, found[1]
 
     def predictors(self, only: Layer | None = None) -> dict[str, LowRank]:
-        return {y.site.key: self.predictor(y, y.rank, y.recall) for y in self.layers if only is None or y is only}
+        return {y.site.key: self.predictor(y, y.rank) for y in self.layers if only is None or y is only}
 
     def _evaluate(self, step: str, only: Layer | None = None) -> float:
         """Change of the loss with all predictors, a round, or with one layer's alone."""
@@ -192,7 +236,7 @@ class Search:
         """Allow half as many misses again, in all layers and then one by one, for as long as the model bears it."""
         while self._goes_on and self._lower(self.layers, "lower all"):
             pass
-        waiting = sorted(self.layers, key=lambda y: self.cost(y, y.rank, y.recall), reverse=True)
+        waiting = sorted(self.layers, key=lambda y: self.cost(y, y.rank), reverse=True)
         while waiting and self._goes_on:
             layer = waiting.pop(0)
             if self._lower([layer], "lower " + layer.site.key):
@@ -200,16 +244,16 @@ class Search:
 
     def _lower(self, layers: Sequence[Layer], step: str) -> bool:
         """Lower their recall, if that is cheaper and the model bears it; whether it was done."""
-        before = [(y.rank, y.recall) for y in layers]
-        cost = sum(self.cost(y, y.rank, y.recall) for y in layers)
+        before = [(y.rank, y.weights, y.recall) for y in self.layers]
+        cost = sum(self.cost(y, y.rank) for y in layers)
         for y in layers:
             y.recall = max(0.05, 1 - 1.5 * (1 - y.recall))
         self._choose_ranks(layers)
-        cheaper = sum(self.cost(y, y.rank, y.recall) for y in layers) < cost
+        cheaper = sum(self.cost(y, y.rank) for y in layers) < cost
         new = self._evaluate(step) if cheaper else math.inf
         if new <= self._allowed:
             self.found = new
             return True
-        for y, (rank, recall) in zip(layers, before):
-            y.rank, y.recall = rank, recall
+        for y, (rank, weights, recall) in zip(self.layers, before):
+            y.rank, y.weights, y.recall = rank, weights, recall
         return False

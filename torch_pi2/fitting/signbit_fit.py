@@ -14,11 +14,12 @@ from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.mapped import let_go
 from torch_pi2.base.ranks import Ranks
 from torch_pi2.errors import CalibrationError, ConfigError
-from torch_pi2.fitting.kept import begun, digest
+from torch_pi2.fitting.kept import begun
 from torch_pi2.fitting.sets import profiled_hash
 from torch_pi2.fitting.train import measure
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.predict.signbit import SignBit
+from torch_pi2.profiling.data import digest
 from torch_pi2.profiling.samples import SampleFiles, Samples, collect_samples, sample_groups
 from torch_pi2.spec.site import FFNSite, FFNWeights
 from torch_pi2.spec.stats import ActivationStats

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.progress import bar
+from torch_pi2.base.ranks import Ranks
 from torch_pi2.errors import CalibrationError
 from torch_pi2.fitting.loss import causal_lm_loss, divergences, mean_loss
 from torch_pi2.fitting.scores import read_first, score_scales
@@ -61,9 +62,19 @@ def _on_first(cuts: Mapping[str, float], scales: Mapping[str, torch.Tensor]) -> 
 
 
 def choose_thresholds(
-    model: nn.Module, data: list[Batch], sites: Sequence[FFNSite], config: Config, *, progress: bool = False
+    model: nn.Module,
+    data: list[Batch],
+    sites: Sequence[FFNSite],
+    config: Config,
+    *,
+    progress: bool = False,
+    ranks: Ranks | None = None,
 ) -> Thresholds:
     """Thresholds of ``sites``, whose activations have no exact zeros, by ``score``, ``sparsity`` or ``max_loss``.
+
+    Args:
+        ranks: processes that make this call with the same arguments, and share the batches of profiles and of losses;
+            None: this one takes all.
 
     Raises:
         ConfigError: see :func:`~torch_pi2.fitting.scores.score_scales`. CalibrationError: with ``max_loss`` fewer than
@@ -73,15 +84,15 @@ def choose_thresholds(
     if config.max_loss is not None or several:
         _check_says_what_is_next(model, data[0], config)
     if config.max_loss is None:
-        scored = Scored(model, data, sites, config, progress=progress)
+        scored = Scored(model, data, sites, config, progress=progress, ranks=ranks)
         if several:
             scored.spread(data, progress=progress)  # which says what each score costs a layer
         return replace(scored.thresholds(config.sparsity), made_by={"score": config.score})
     parts = split(data, config.batch_size)
-    scored = Scored(model, [*parts["fit"], *parts["calibrate"]], sites, config, progress=progress)
+    scored = Scored(model, [*parts["fit"], *parts["calibrate"]], sites, config, progress=progress, ranks=ranks)
     spread = scored.spread(parts["calibrate"], progress=progress)
     held = at_most(parts["evaluate"], _EVAL_TOKENS)
-    curve, share = _within(scored, spread, held, config, config.max_loss, progress)
+    curve, share = _within(scored, spread, held, config, config.max_loss, progress, ranks)
     if not share:
         _log.warning("no neuron can be skipped within max_loss=%g: thresholds are 0", config.max_loss)
     return replace(scored.thresholds(spread.shares(share)), made_by=curve.to_json())
@@ -105,12 +116,19 @@ class _Score:
     """One score of a model's layers on ``data``."""
 
     def __init__(
-        self, model: nn.Module, data: list[Batch], sites: Sequence[FFNSite], score: str, config: Config, progress: bool
+        self,
+        model: nn.Module,
+        data: list[Batch],
+        sites: Sequence[FFNSite],
+        score: str,
+        config: Config,
+        progress: bool,
+        ranks: Ranks | None,
     ) -> None:
         self.sites = [read_first(site, score) for site in sites]
         self.scales = score_scales(model, data, self.sites, score, progress=progress)
         settings: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
-        self._stats = profile(model, data, self.sites, scales=self.scales, progress=progress, **settings)
+        self._stats = profile(model, data, self.sites, scales=self.scales, progress=progress, ranks=ranks, **settings)
 
     def cut(self, key: str, share: float) -> float:
         """The threshold with which a layer skips ``share`` of its neurons; of none 0."""
@@ -137,11 +155,18 @@ class Scored:
     """
 
     def __init__(
-        self, model: nn.Module, data: list[Batch], sites: Sequence[FFNSite], config: Config, *, progress: bool = False
+        self,
+        model: nn.Module,
+        data: list[Batch],
+        sites: Sequence[FFNSite],
+        config: Config,
+        *,
+        progress: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
         self._spread: Spread | None = None
-        self._each = [_Score(model, data, sites, name, config, progress) for name in _names(config, sites)]
+        self._each = [_Score(model, data, sites, name, config, progress, ranks) for name in _names(config, sites)]
 
     def spread(self, data: list[Batch], *, progress: bool = False) -> Spread:
         """Shares of layers' own, by what skipping does on ``data``."""
@@ -164,15 +189,21 @@ class Scored:
 
 
 def _within(
-    scored: Scored, spread: Spread, held: list[Batch], config: Config, max_loss: float, progress: bool
+    scored: Scored,
+    spread: Spread,
+    held: list[Batch],
+    config: Config,
+    max_loss: float,
+    progress: bool,
+    ranks: Ranks | None,
 ) -> tuple[LossCurve, float]:
     """The curve on ``held``, and the largest share before the loss has risen by ``max_loss``."""
     model, points = scored.model, dict[float, tuple[float, float]]()
-    dense, _ = mean_loss(model, held, causal_lm_loss, None)
+    dense, _ = mean_loss(model, held, causal_lm_loss, None, ranks)
 
     def fits(share: float) -> bool:
         skips = scored.thresholds(spread.shares(share)).masked(model)
-        loss, skipped = mean_loss(model, held, causal_lm_loss, skips)
+        loss, skipped = mean_loss(model, held, causal_lm_loss, skips, ranks)
         points[share] = skipped, loss / dense - 1
         shown.update()
         return points[share][1] <= max_loss

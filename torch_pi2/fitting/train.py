@@ -8,6 +8,7 @@ does not matter, so it is random; learning rate and steps do (4 epochs instead o
 
 from __future__ import annotations
 
+import copy
 import math
 
 import torch
@@ -34,6 +35,25 @@ def train_lowrank(
     lr: float = 1e-2,
     seed: int = 0,
 ) -> LowRank:
+    """Fit ``b relu(a x) + bias`` to which neurons fire, see :func:`train_matrices`; quantised, threshold 0.
+
+    (``calibrate`` sets it.)
+    """
+    return LowRank.quantised(
+        *train_matrices(samples, rank=rank, neurons=neurons, steps=steps, batch=batch, lr=lr, seed=seed)
+    )
+
+
+def train_matrices(
+    samples: Samples,
+    *,
+    rank: int,
+    neurons: torch.Tensor | None = None,
+    steps: int = 800,
+    batch: int = 256,
+    lr: float = 1e-2,
+    seed: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Fit ``b relu(a x) + bias`` to which neurons fire.
 
     Loss: binary cross-entropy with Deja Vu's element weights, 1 where a neuron fires and
@@ -47,7 +67,7 @@ def train_lowrank(
         steps, batch, lr, seed: of the optimiser; batches are drawn by epoch without replacement.
 
     Returns:
-        The quantised predictor, threshold 0 (``calibrate`` sets it).
+        a ``[r, H]``, b ``[I, r]`` and bias ``[I]``, float32.
 
     Raises:
         CalibrationError: fewer than ``MIN_SAMPLES`` tokens. ConfigError: rank or steps below 1.
@@ -113,7 +133,7 @@ def train_lowrank(
             schedule.step()
     b_Ir[index] = b.detach()
     bias_I[index] = bias.detach()
-    return LowRank.quantised(a.detach() / scale, b_Ir, bias_I)
+    return a.detach() / scale, b_Ir, bias_I
 
 
 def calibrate(
@@ -146,7 +166,8 @@ def calibrate(
     else:
         finite = score_NC[score_NC < ALWAYS / 2]
         threshold = float(finite.max()) + 1.0 if finite.numel() else 0.0
-    new = LowRank(predictor.a, predictor.a_scale, predictor.b, predictor.b_scale, predictor.bias, threshold)
+    new = copy.copy(predictor)
+    new.threshold = threshold
     new.card = measure(new, held_back, site, neurons=neurons, weights=weights)
     return new
 

@@ -42,7 +42,7 @@ class FitReport:
         change: ``loss / dense_loss - 1``; tolerance: what was asked for; met: whether it was reached.
         skipped: share of (token, cold neuron) pairs not computed on the evaluation sequences.
         rounds: one entry per evaluation of the whole model: ``{"step", "change", "skipped"}``.
-        layers: per site ``{"key", "cold", "rank", "target_recall"}`` and the card's fields.
+        layers: per site ``{"key", "cold", "rank", "target_recall", "weights"}`` and the card's fields.
         tokens: ``{"fit", "calibrate", "evaluate"}``, disjoint sets of sequences.
     """
 

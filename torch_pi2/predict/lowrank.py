@@ -25,7 +25,10 @@ class LowRank:
         a: ``[r, H]`` int8, a_scale ``[r]`` float32; b: ``[I, r]`` int8, b_scale ``[I]``, bias ``[I]`` float32.
         threshold: a neuron is predicted active iff its score >= threshold (set by ``calibrate``).
         card: measured quality, or None before calibration.
+        weights: format of the matrices.
     """
+
+    weights = "int8"
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ requests served together) are unions over rows, and neighbouring text would make
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torch_pi2.base.fields import argument
 from torch_pi2.errors import CalibrationError
@@ -305,3 +306,21 @@ def _deal(rows: Sequence[torch.Tensor], batch_size: int) -> Iterator[Batch]:
     n_batches = -(-len(rows) // batch_size)
     for b in range(n_batches):
         yield _pad(rows[b::n_batches], 0)
+
+
+def digest(values: Any) -> str:
+    """Of tensors, batches, numbers and texts in lists and dicts."""
+    found = hashlib.sha256()
+    for value in _leaves(values):
+        if isinstance(value, torch.Tensor):
+            found.update(str((tuple(value.shape), value.dtype)).encode())
+            value = value.contiguous().view(torch.uint8) if value.dim() else value.reshape(1).view(torch.uint8)
+            found.update(value.numpy().data)
+        else:
+            found.update(repr(value).encode())
+    return found.hexdigest()[:16]
+
+
+def _leaves(values: Any) -> Sequence[Any]:
+    plain = [list(vars(value).values()) if isinstance(value, Batch) else value for value in tree_leaves(values)]
+    return tree_leaves(plain)

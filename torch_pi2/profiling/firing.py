@@ -24,6 +24,7 @@ class Firing:
         grid: ``(B, T)`` of the rows, row-major, or None if unknown. Of an expert, whose rows are the tokens that the
             router gave it: None.
         borrowed: the router gave the rows to other experts of the block.
+        part: number of the batch.
     """
 
     site: FFNSite
@@ -32,6 +33,7 @@ class Firing:
     real_T: torch.Tensor
     grid: tuple[int, int] | None
     borrowed: bool = False
+    part: int = 0
 
 
 Sink = Callable[[Firing], None]

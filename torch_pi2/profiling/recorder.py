@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.mapped import let_go, letting_go
 from torch_pi2.base.progress import bar
+from torch_pi2.base.ranks import Ranks
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError, UnsupportedModelError
 from torch_pi2.graph.matmuls import MatmulIndex, site_tensors
 from torch_pi2.ops.activations import ACTIVATIONS
-from torch_pi2.profiling.data import Batch
+from torch_pi2.profiling.data import Batch, digest
 from torch_pi2.profiling.firing import Firing, Sink, real_tokens
 from torch_pi2.profiling.routed import RoutedRecorder
 from torch_pi2.spec.site import FFNSite, check_weights
@@ -30,7 +31,8 @@ Cut = TypeVar("Cut", bound=float | torch.Tensor)
 
 
 class ActivationRecorder(TorchDispatchMode):
-    """Calls ``sink`` once per call of an FFN that is no expert. Set :attr:`batch` before each call of the model.
+    """Calls ``sink`` once per call of an FFN that is no expert. Set :attr:`batch`, and :attr:`part`, its number, before
+    each call of the model.
 
     Raises (while the model runs):
         NonFiniteError: NaN or infinity in the activations of a real token, naming layer and site.
@@ -47,6 +49,7 @@ class ActivationRecorder(TorchDispatchMode):
         self._x: dict[str, torch.Tensor] = {}
         self._gate: dict[str, torch.Tensor] = {}
         self.batch: Batch | None = None
+        self.part = 0
         self.calls: dict[str, int] = {s.key: 0 for s in sites}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -87,7 +90,7 @@ class ActivationRecorder(TorchDispatchMode):
         else:
             score_TI = h_TI.float().abs()
         self.calls[site.key] += 1
-        self._sink(Firing(site, x.detach().reshape(-1, x.shape[-1]), score_TI, real_T, grid))
+        self._sink(Firing(site, x.detach().reshape(-1, x.shape[-1]), score_TI, real_T, grid, part=self.part))
 
 
 def check_sites(model: nn.Module, sites: Sequence[FFNSite]) -> None:
@@ -109,39 +112,54 @@ def record(
     *,
     progress: bool = True,
     label: str = "profile",
+    ranks: Ranks | None = None,
 ) -> dict[str, int]:
     """Run ``model`` over ``data`` and show every FFN call of ``sites`` to ``sink``, of experts those with tokens.
 
     Experts that had few are shown some more at the end: see :class:`~torch_pi2.profiling.routed.RoutedRecorder`.
 
+    Args:
+        ranks: processes that make this call with the same ``data`` and share its batches: a sink sees those of its
+            process. None: this one takes all.
+
     Returns:
-        Token and sequence counts ``{"tokens", "sequences", "batches"}``.
+        Token and sequence counts ``{"tokens", "sequences", "batches"}``, of all processes.
 
     Raises:
+        ConfigError: processes have other data than each other.
         UnsupportedModelError: a site's matmuls never ran with its own weights.
         CalibrationError: token ids outside the model's vocabulary.
     """
 
     check_sites(model, sites)
+    ranks = ranks or Ranks()
     counts = {"tokens": 0, "sequences": 0, "batches": 0}
     recorder, routed = ActivationRecorder(model, sites, sink), RoutedRecorder(model, sites, sink)
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     shown = bar(data, label, progress, unit="batch")
     with evaluating(model), routed, letting_go(model):
-        for batch in shown:
+        seen = ""
+        for part, batch in enumerate(shown):
+            if ranks.size > 1:
+                seen = digest([seen, batch])
+            if part % ranks.size != ranks.rank:
+                continue
             _check_vocabulary(batch, vocabulary)
             recorder.batch = routed.batch = batch
+            recorder.part = routed.part = part
             with recorder if recorder.calls else nullcontext():  # a model of experts alone has nothing to intercept
                 batch.call(model)
             counts["batches"] += 1
             counts["tokens"] += batch.n_tokens
             counts["sequences"] += 0 if batch.mask_BT is None else batch.mask_BT.shape[0]
-        routed.finish()
+        ranks.check_same("calibration data", seen)
+        routed.finish(ranks)
+    counts = _sums(ranks.each(counts))
     if not counts["batches"]:
         raise CalibrationError(
             "calibration data", expected="at least one batch", found="none", fix="Pass text, ids or batches."
         )
-    silent = [key for key, n in (recorder.calls | routed.calls).items() if n == 0]
+    silent = [key for key, n in (_sums(ranks.each(recorder.calls)) | routed.calls).items() if n == 0]
     if silent:
         raise UnsupportedModelError(
             "FFN sites that never ran",
@@ -151,6 +169,10 @@ def record(
             "else turn autocast and compiled forwards off meanwhile.",
         )
     return counts
+
+
+def _sums(counts: Sequence[dict[str, int]]) -> dict[str, int]:
+    return {name: sum(one[name] for one in counts) for name in counts[0]}
 
 
 def _check_vocabulary(batch: Batch, vocabulary: Any) -> None:

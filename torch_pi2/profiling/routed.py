@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.ranks import Ranks
 from torch_pi2.errors import NonFiniteError
 from torch_pi2.graph.routed import Routed, fired_scores, modules_of
 from torch_pi2.profiling.data import MIN_TOKENS, Batch
@@ -18,6 +19,8 @@ from torch_pi2.spec.stats import Reservoir
 
 #: Tokens kept of every module of experts, for those of its experts that get fewer than ``MIN_TOKENS``.
 _KEPT = 256
+#: Part of the stream that borrowed tokens are: after all batches.
+_BORROWED = 1 << 62
 
 
 class _Block:
@@ -28,26 +31,39 @@ class _Block:
         self.calls = 0
         self.reached = dict.fromkeys((site.key for site in sites), 0)
         self._reservoir = Reservoir(_KEPT, 0)
-        self._x: torch.Tensor | None = None
+        self._x: torch.Tensor | None = None  # [N, H], as soon as there is a token
         self._index: torch.Tensor | None = None
 
-    def keep(self, routed: Routed) -> None:
-        rows, slots = self._reservoir.place(len(routed.x_TH))
+    def keep(self, routed: Routed, part: int) -> None:
+        rows, slots = self._reservoir.place(len(routed.x_TH), part)
         if self._x is None or self._index is None:
             self._x = routed.x_TH.new_zeros((_KEPT, routed.x_TH.shape[-1]))
             self._index = routed.index_TK.new_full((_KEPT, routed.index_TK.shape[-1]), -1)
         self._x[slots], self._index[slots] = routed.x_TH[rows], routed.index_TK[rows]
 
+    def finish(self, ranks: Ranks) -> None:
+        """Counts and sample are those of all processes from now on."""
+        self.calls = sum(ranks.each(self.calls))
+        reached = ranks.each(self.reached)
+        self.reached = {key: sum(one[key] for one in reached) for key in self.reached}
+        order = self._reservoir.order()
+        own = None if self._x is None or self._index is None else (self._x[order], self._index[order])
+        found = [sample for sample in ranks.each((self._reservoir.keys_S[order], own)) if sample[1] is not None]
+        if found:
+            first = torch.argsort(torch.cat([torch.from_numpy(keys) for keys, _ in found]))[:_KEPT]
+            self._x, self._index = (torch.cat(parts)[first] for parts in zip(*(own for _, own in found)))
+
     def elsewhere(self, site: FFNSite) -> torch.Tensor:
         """``[N, H]`` of the sample, the tokens that did not go to ``site``."""
         assert self._x is not None
         assert self._index is not None
-        seen = min(self._reservoir.seen, _KEPT)
-        return self._x[:seen][~self._index[:seen].eq(site.up.expert or 0).any(-1)]
+        return self._x[~self._index.eq(site.up.expert or 0).any(-1)]
 
 
 class RoutedRecorder:
-    """Shows a sink the firing of experts while a model runs inside ``with``. Set :attr:`batch` before each call.
+    """Shows a sink the firing of experts while a model runs inside ``with``.
+
+    Set :attr:`batch`, and :attr:`part`, its number, before each call.
 
     An expert that has had fewer than ``MIN_TOKENS`` tokens when :meth:`finish` is called is then shown up to ``_KEPT``
     tokens that its module gave to others: its own weights, on inputs of its block. Otherwise nothing could be said of
@@ -63,6 +79,7 @@ class RoutedRecorder:
         self._blocks = [_Block(name, own) for name, own in modules_of(sites).items()]
         self._hooks: list[Any] = []
         self.batch: Batch | None = None
+        self.part = 0
 
     def __enter__(self) -> RoutedRecorder:
         for block in self._blocks:
@@ -96,22 +113,24 @@ class RoutedRecorder:
                 )
             routed = Routed(*(tensor.detach()[real_T] for tensor in routed))
             block.calls += 1
-            block.keep(routed)
+            block.keep(routed, self.part)
             for site in block.sites:
                 x_NH = routed.x_TH[routed.tokens_of(site)]
                 block.reached[site.key] += len(x_NH)
                 if len(x_NH):
-                    self._show(site, x_NH)
+                    self._show(site, x_NH, self.part)
 
         return hook
 
-    def _show(self, site: FFNSite, x_NH: torch.Tensor, *, borrowed: bool = False) -> None:
+    def _show(self, site: FFNSite, x_NH: torch.Tensor, part: int, *, borrowed: bool = False) -> None:
         score_NI = fired_scores(site, site.weights(self._model), x_NH)
-        self._sink(Firing(site, x_NH, score_NI, torch.ones(len(x_NH), dtype=torch.bool), None, borrowed))
+        self._sink(Firing(site, x_NH, score_NI, torch.ones(len(x_NH), dtype=torch.bool), None, borrowed, part))
 
-    def finish(self) -> None:
-        """After the last batch: further tokens for experts that have had few."""
+    def finish(self, ranks: Ranks) -> None:
+        """After the last batch: further tokens for experts that have had few, each shown by one of the processes."""
         for block in self._blocks:
-            for site in block.sites if block.calls else ():
-                if block.reached[site.key] < MIN_TOKENS and len(x_NH := block.elsewhere(site)):
-                    self._show(site, x_NH, borrowed=True)
+            block.finish(ranks)
+            for i, site in enumerate(block.sites if block.calls else ()):
+                few = block.reached[site.key] < MIN_TOKENS
+                if few and i % ranks.size == ranks.rank and len(x_NH := block.elsewhere(site)):
+                    self._show(site, x_NH, _BORROWED, borrowed=True)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from torch_pi2.base.ranks import Ranks
 from torch_pi2.graph.routed import chosen_shares
-from torch_pi2.profiling.data import batches
+from torch_pi2.profiling.data import batches, digest
 from torch_pi2.profiling.firing import Firing
 from torch_pi2.profiling.recorder import record, threshold_map
 from torch_pi2.profiling.samples import routed_tokens
@@ -65,7 +69,7 @@ class _Counter:
         s.zeros += (score_NI == 0).sum(0)
         s.abs_sum += score_NI.sum(0, dtype=torch.float64)
         s.score_hist += score_bins(score_NI)
-        rows, slots = self.reservoir.place(len(fired_NI))
+        rows, slots = self.reservoir.place(len(fired_NI), firing.part)
         if len(rows):
             s.cofire_bits[slots] = pack_bits(fired_NI[rows])
 
@@ -83,9 +87,16 @@ class _Counter:
             union = union[0 : 2 * half : 2] | union[1 : 2 * half : 2]
             real_BT = real_BT[0 : 2 * half : 2] & real_BT[1 : 2 * half : 2]
 
-    def result(self) -> LayerStats:
-        self.stats.cofire_bits = self.stats.cofire_bits[: min(self.reservoir.seen, self.reservoir.size)].clone()
-        return self.stats
+    def result(self, ranks: Ranks) -> LayerStats:
+        """Of all processes: sums of counts, and of the sampled tokens those with the smallest keys."""
+        order, keys_S = self.reservoir.order(), self.reservoir.keys_S
+        bits = self.stats.cofire_bits[order]
+        counts = replace(self.stats, cofire_bits=bits[:0])
+        parts = ranks.each((counts, bits, keys_S[order]))
+        bits = torch.cat([found for _, found, _ in parts])
+        first = np.argsort(np.concatenate([keys for _, _, keys in parts]))[: self.reservoir.size]
+        counts = reduce(LayerStats.merged, [found for found, _, _ in parts])
+        return replace(counts, cofire_bits=bits[torch.from_numpy(first)])
 
 
 def profile(
@@ -101,6 +112,7 @@ def profile(
     cofire_tokens: int = 2048,
     seed: int = 0,
     progress: bool = True,
+    ranks: Ranks | None = None,
 ) -> ActivationStats:
     """Measure which neurons of ``sites`` fire on ``data``. The model runs unchanged, in evaluation mode.
 
@@ -113,15 +125,22 @@ def profile(
         cofire_tokens: S, tokens kept as firing bits per layer (``S * I / 8`` bytes); of an expert its share of them.
         seed: of that sample; same seed and data, same statistics.
         progress: show a bar on a terminal.
+        ranks: processes that make this call with the same arguments and share the batches; None: this one takes all.
+            Each has the result of one process: counts and sampled tokens to the bit, sums of scores but for the last
+            bits of float64.
 
     Of an expert only the tokens count that the router gave it; where those are fewer than ``MIN_TOKENS``, some that
     went to other experts of its block as well (``LayerStats.borrowed``).
 
     Raises:
-        CalibrationError, NonFiniteError, DeviceError, DtypeError, UnsupportedModelError, ConfigError.
+        CalibrationError, NonFiniteError, DeviceError, DtypeError, UnsupportedModelError; ConfigError: also where
+            processes have another model, other data or settings than each other.
     """
+    ranks = ranks or Ranks()
     cuts = threshold_map(sites, thresholds)
     shares = chosen_shares(getattr(model, "config", None), sites)
+    settings = [site.key for site in sites], cuts, scales, batch_size, seq_len, cofire_tokens, seed
+    ranks.check_same("settings", digest(settings))
     counters = {
         s.key: _Counter(
             s,
@@ -134,6 +153,8 @@ def profile(
         for s in sites
     }
     stream = batches(data, tokenizer=tokenizer, batch_size=batch_size, seq_len=seq_len)
-    counts = record(model, stream, sites, lambda f: counters[f.site.key].add(f), progress=progress)
+    counts = record(model, stream, sites, lambda f: counters[f.site.key].add(f), progress=progress, ranks=ranks)
+    model_hash = weights_hash(model, list(sites))
+    ranks.check_same("weights", model_hash)
     made_by = {"verb": "profile", "seed": seed, "seq_len": seq_len, **counts}
-    return ActivationStats({k: c.result() for k, c in counters.items()}, weights_hash(model, list(sites)), made_by)
+    return ActivationStats({k: c.result(ranks) for k, c in counters.items()}, model_hash, made_by)

@@ -74,20 +74,39 @@ def bin_edge(index: int) -> float:
 
 
 class Reservoir:
-    """Uniform sample without replacement of a stream of unknown length (Vitter's algorithm R), in rows."""
+    """Uniform sample without replacement of a stream of unknown length, in rows: those with the smallest random keys.
+
+    A row's key depends on the seed, the part of the stream that it is in, and its place there. So samples of parts,
+    whoever took them, make up that of the whole: the smallest keys of all.
+
+    Attributes:
+        size: most rows that are kept. seen: rows of the stream so far. keys_S: float64, of what is kept, by slot.
+    """
 
     def __init__(self, size: int, seed: int) -> None:
         self.size, self.seen = size, 0
-        self._random = np.random.default_rng(seed)
+        self.keys_S = np.empty(0)
+        self._seed, self._part = seed, -1
 
-    def place(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """For the next ``n`` rows of the stream: ``(rows to keep, slots they go to)``, int64 each."""
-        index = np.arange(self.seen, self.seen + n)
-        # Row j replaces a random one of the j + 1 seen so far; the first `size` rows simply fill the slots.
-        slot = np.where(index < self.size, index, self._random.integers(0, index + 1))
+    def place(self, n: int, part: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """For the next ``n`` rows of a ``part`` of the stream: ``(rows to keep, slots they go to)``, int64 each."""
+        if part != self._part:
+            self._part, self._random = part, np.random.default_rng((self._seed, part))
+        kept = len(self.keys_S)
+        keys = np.concatenate((self.keys_S, self._random.random(n)))
         self.seen += n
-        taken: dict[int, int] = {int(s): r for r, s in enumerate(slot) if s < self.size}  # the last row wins a slot
-        return torch.tensor(list(taken.values()), dtype=torch.long), torch.tensor(list(taken), dtype=torch.long)
+        stays = np.ones(len(keys), dtype=bool)
+        if len(keys) > self.size:
+            stays[np.argpartition(keys, self.size)[self.size :]] = False
+        rows = np.flatnonzero(stays[kept:])
+        slots = np.concatenate((np.flatnonzero(~stays[:kept]), np.arange(kept, self.size)))[: len(rows)]
+        self.keys_S = np.concatenate((self.keys_S, np.empty(min(self.size, kept + n) - kept)))
+        self.keys_S[slots] = keys[kept + rows]
+        return torch.from_numpy(rows), torch.from_numpy(slots)
+
+    def order(self) -> torch.Tensor:
+        """Slots by key, int64: the same rows in the same order, however the stream was taken apart."""
+        return torch.from_numpy(np.argsort(self.keys_S))
 
 
 @dataclass
