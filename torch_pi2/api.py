@@ -118,6 +118,7 @@ def profile(
     *,
     tokenizer: Any = None,
     config: Config | None = None,
+    shared: bool = False,
     progress: bool = False,
     **fields: Unpack[ConfigFields],
 ) -> ActivationStats:
@@ -128,24 +129,23 @@ def profile(
     data to find; or, with ``config.score`` and ``config.max_loss``, its own threshold
     (:mod:`torch_pi2.fitting.thresholds`).
 
-    All processes of ``torch.distributed``'s default group, if there is one (``torchrun``), make this call with the same
-    arguments and share the batches; each has the result, which is that of one process with as many threads (sums of
-    scores but for the last bits of float64).
-
     Args:
         model: any ``nn.Module``; it is run in evaluation mode, on the CPU, and left as and where it was.
         data: text, token ids, or batches: see :func:`torch_pi2.profiling.data.batches`.
         tokenizer: for text (default: that of the folder which the model was loaded from).
         config, fields: settings, as one object or as keywords (``sparsity=0.7``).
+        shared: all processes of ``torch.distributed``'s default group (``torchrun``) make this call with the same
+            arguments, and share the batches; each has the result, which is that of one process with as many threads
+            (sums of scores but for the last bits of float64). Without a group this process takes all.
 
     Raises:
         CalibrationError, NoFFNFoundError, UnsupportedModelError, NonFiniteError, DeviceError, DtypeError; ConfigError:
-            also where processes of the group have other weights, text or settings than each other.
+            also where ``shared`` and processes have other weights, text or settings than each other.
     """
     config = configured(config, fields)
     with on_the_cpu(model):
         kept = calibration_batches(model, data, tokenizer, config)
-        return _profile(model, kept, _sites(model, kept), config, progress, Ranks(together=True))
+        return _profile(model, kept, _sites(model, kept), config, progress, Ranks(together=shared))
 
 
 def _profile(
@@ -356,6 +356,7 @@ def optimize(
     predictors: Mapping[str, AnyPredictor] | None = None,
     hardware: Any = None,
     gpu_memory: float | str | None = None,
+    shared: bool = False,
     progress: bool = False,
     **fields: Unpack[ConfigFields],
 ) -> Model:
@@ -378,6 +379,7 @@ def optimize(
         stats, predictors: made earlier; what is given is not made again.
         hardware: also plan for a machine, and follow that plan: ``measured`` (after ``torch-pi2 doctor --measure``) or
             else what :func:`torch_pi2.plan_for` takes, which plans with more settings.
+        shared: as of :func:`profile`; fitting is shared, too, by processes of one machine.
         progress: bars on standard error in a terminal, and else to the log (:mod:`torch_pi2.base.progress`).
         gpu_memory: bytes (or ``"6GiB"``) for weights on torch's current GPU: all that is no feed-forward layer, and of
             these as many neurons as have room; the CPU computes the others meanwhile (docs/GPU.md). Which ones: where
@@ -395,7 +397,7 @@ def optimize(
     if hardware is not None:
         hardware = _machine(hardware, calibration is not None or stats is not None)
     with on_the_cpu(model, stays_here=divided):
-        _optimize(model, calibration, config, tokenizer, stats, predictors, progress)
+        _optimize(model, calibration, config, tokenizer, stats, predictors, progress, shared)
         if hardware is not None and not divided:
             _plan_and_follow(model, hardware, 0, progress)
     if memory_bytes is not None:
@@ -420,6 +422,7 @@ def _optimize(
     stats: ActivationStats | None,
     predictors: Mapping[str, AnyPredictor] | None,
     progress: bool,
+    shared: bool,
 ) -> None:
     load_library()
     if calibration is None and stats is None:
@@ -427,7 +430,7 @@ def _optimize(
         return
     data = None if calibration is None else calibration_batches(model, calibration, tokenizer, config)
     found, ways = replaceable(model, _search(model, data))
-    ranks = Ranks(together=data is not None)
+    ranks = Ranks(together=shared)
     if stats is None:
         assert data is not None
         stats = _profile(model, data, found.sites, config, progress, ranks)

@@ -41,11 +41,13 @@ for name, model, more in (
     ("loss", tiny("llama"), {"max_loss": 0.5, "score": "auto"}),
     ("experts", few, {}),
 ):
-    torch_pi2.profile(model, text, **settings, **more).save(out / f"{name}-{rank}")
+    torch_pi2.profile(model, text, shared=True, **settings, **more).save(out / f"{name}-{rank}")
+if rank == 0:
+    torch_pi2.profile(tiny("drelu"), text, **settings)  # this process alone: it waits for no other
 for name, data in (("text", text[rank:]), ("settings", text)):
     if dist.is_initialized():
         try:
-            torch_pi2.profile(tiny("drelu"), data, seed=rank if name == "settings" else 0, **settings)
+            torch_pi2.profile(tiny("drelu"), data, shared=True, seed=rank if name == "settings" else 0, **settings)
         except ConfigError as error:
             (out / f"{name}-{rank}.txt").write_text(str(error))
 if dist.is_initialized():

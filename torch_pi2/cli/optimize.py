@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             stats=stats,
             predictors=predictors,
             hardware=args.hardware,
+            shared=True,
             progress=not args.quiet,
         )
 

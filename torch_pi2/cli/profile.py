@@ -31,7 +31,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     common.check_out(args.out)
     with together(args):
         config, model, tokenizer, text = common.calibration(args)
-        stats = torch_pi2.profile(model, text, tokenizer=tokenizer, config=config, progress=not args.quiet)
+        how = {"tokenizer": tokenizer, "config": config, "progress": not args.quiet}
+        stats = torch_pi2.profile(model, text, shared=True, **how)
         Ranks(together=True).first(lambda: stats.save(args.out))
     return {"out": str(args.out), **describe(args.out)}
 
