@@ -13,14 +13,12 @@ import argparse
 import json
 import os
 import sys
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
+from benchmarks.emulator import Emulated, relative
 from torch_pi2.base.files import atomic_write
 from torch_pi2.base.process import describe
 
@@ -78,14 +76,17 @@ def measure(folder: Path, tokens: int, emulator: str | None, rows: int = 64) -> 
             "bits_per_byte": after,
             "change": after / before - 1,
             "blocks": [part.block for part in parts],
-            "errors": [_relative(*pair) for pair in zip(got, right)],
+            "errors": [relative(*pair) for pair in zip(got, right)],
         }
         if emulator is not None and name in COMPILED:
             graph = {"forward": qnn.Graph((rows,), chunks)}
             lowered = qnn.lower_hot(hot, samples, graph, settings)
-            ran = _on_emulator(lowered.modules["forward"], [x[:rows] for x in heldout])
-            found[name]["emulator_errors"] = [_relative(*pair) for pair in zip(ran, right)]
-            found[name]["emulator_against_pytorch"] = [_relative(*pair) for pair in zip(ran, got)]
+            ran = []
+            for part, x in zip(lowered.modules["forward"], heldout):
+                assert part is not None
+                ran += Emulated(part, (x[:rows],))(x[:rows])
+            found[name]["emulator_errors"] = [relative(*pair) for pair in zip(ran, right)]
+            found[name]["emulator_against_pytorch"] = [relative(*pair) for pair in zip(ran, got)]
             found[name]["context_bytes"] = sum(layer["context_bytes"] for layer in lowered.report["layers"])
         print(name, found[name], flush=True)
     return {
@@ -98,28 +99,6 @@ def measure(folder: Path, tokens: int, emulator: str | None, rows: int = 64) -> 
         "bits_per_byte": before,
         "kinds": found,
     }
-
-
-def _on_emulator(modules: Sequence[nn.Module | None], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
-    from executorch.runtime import Runtime
-
-    from torch_pi2.export.qnn import sdk
-
-    sdk.load(sdk.find())
-    config, found = EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True), []
-    for module, x in zip(modules, inputs):
-        assert module is not None
-        edge = to_edge_transform_and_lower(torch.export.export(module, (x,)), compile_config=config)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "layer.pte"
-            path.write_bytes(edge.to_executorch().buffer)
-            found += Runtime.get().load_program(path).load_method("forward").execute([x])
-    return found
-
-
-def _relative(got: torch.Tensor, right: torch.Tensor) -> float:
-    return float((got - right).norm() / right.norm())
 
 
 def main(argv: list[str] | None = None) -> int:
