@@ -1,7 +1,8 @@
-"""Compiled graphs on Qualcomm's x86 emulator of the NPU, which needs the extra ``qnn``."""
+"""Quantised graphs for Qualcomm's NPU: on its x86 emulator (extra ``qnn``), and with the error of weights alone."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,3 +37,15 @@ class Emulated(nn.Module):
 def relative(got: torch.Tensor, right: torch.Tensor) -> float:
     """L2."""
     return float((got - right).norm() / right.norm())
+
+
+def weights_alone(quantized: nn.Module) -> nn.Module:
+    """With the quantised weights of ``quantized``, and activations in float32."""
+    made: Any = copy.deepcopy(quantized)
+    for node in made.graph.nodes:
+        if "dequantize_per_tensor" in str(node.target) and "quantize_per_tensor" in str(node.args[0].target):
+            node.replace_all_uses_with(node.args[0].args[0])
+    made.graph.eliminate_dead_code()
+    made.recompile()
+    whole: nn.Module = made
+    return whole

@@ -24,15 +24,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.emulator import Emulated
+from benchmarks.emulator import Emulated, weights_alone
 from torch_pi2.base.files import atomic_write
 from torch_pi2.base.process import describe
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "drelu-stdlib-5m"
-#: Precision and size of groups of weights.
-KINDS = {"8 bits": ("w8a16", 0), "4 bits": ("w4a16", 0), "4 bits in groups of 32": ("w4a16", 32)}
+#: Precision, size of groups of weights, and whether those of attention are chosen by GPTQ.
+KINDS = {
+    "8 bits": ("w8a16", 0, False),
+    "4 bits": ("w4a16", 0, False),
+    "4 bits in groups of 32": ("w4a16", 32, False),
+    "4 bits, GPTQ": ("w4a16", 0, True),
+    "4 bits in groups of 32, GPTQ": ("w4a16", 32, True),
+}
 #: Those that bundles have: the first, or the last where memory is short.
-COMPILED = ("8 bits", "4 bits in groups of 32")
+COMPILED = ("8 bits", "4 bits in groups of 32, GPTQ")
 ROOM, PIECE = 256, 64
 
 
@@ -124,13 +130,15 @@ class Decoder:
 def quantized(parts: Sequence[_Part], kind: str) -> dict[str, nn.Module]:
     """Each part in a kind of weights, by name, in PyTorch."""
     from torch_pi2.export import qnn
-    from torch_pi2.export.qnn.quantize import pt2e
+    from torch_pi2.export.hot_attention import HEAD
+    from torch_pi2.export.qnn.quantize import held_back, pt2e
 
-    precision, block = KINDS[kind]
+    precision, block, gptq = KINDS[kind]
     made: dict[str, nn.Module] = {}
     for part in parts:
         program: Any = part.program().module(check_guards=False)
-        made[part.name] = pt2e(program, part.samples, qnn.Settings("SM8650", precision), block)
+        chosen_on = held_back(part.samples)[0] if gptq and part.name != HEAD else ()
+        made[part.name] = pt2e(program, part.samples, qnn.Settings("SM8650", precision), block, chosen_on)
     return made
 
 
@@ -150,6 +158,8 @@ def measure(folder: Path, tokens: int, emulator: str | None = None, emulated: in
             for name, some in (("attention", attention), ("last layer", {head: made[head]}), ("both", made)):
                 with decoder.placed(some):
                     changes[name] = decoder.nats(decoder.windows) / floats - 1
+            with decoder.placed({name: weights_alone(part) for name, part in made.items()}):
+                changes["both, by weights"] = decoder.nats(decoder.windows) / floats - 1
             if emulator is not None and kind in COMPILED:
                 changes["emulator"] = _on_emulator(decoder, made, kind, emulator, emulated)
             kinds[kind] = changes
@@ -182,9 +192,17 @@ def _on_emulator(decoder: Decoder, made: Mapping[str, nn.Module], kind: str, soc
     """Loss with all parts on the emulator, beside that in floats and in PyTorch, on the first ``tokens``."""
     from torch_pi2.export import qnn
 
-    precision, block = KINDS[kind]
+    precision, block, gptq = KINDS[kind]
     settings = qnn.Settings(soc, precision, weight_sharing=False)
-    inputs = ((p, qnn.PartInputs(p.samples, {"piece": p.shapes(1, PIECE)}, p.open, block)) for p in decoder.parts)
+    inputs = [
+        (
+            p,
+            qnn.PartInputs(
+                p.samples, {"piece": p.shapes(1, PIECE)}, p.open, block, gptq and p is not decoder.parts[-1]
+            ),
+        )
+        for p in decoder.parts
+    ]
     lowered = qnn.lower_parts(((part.name, part.program(), given) for part, given in inputs), settings)
     windows, compared = decoder.windows[: tokens // ROOM], {}
     for part in decoder.parts:
