@@ -13,30 +13,33 @@ import argparse
 import json
 import os
 import sys
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
+from benchmarks.emulator import Emulated, relative, weights_alone
 from torch_pi2.base.files import atomic_write
 from torch_pi2.base.process import describe
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "drelu-stdlib-5m"
 
 #: Precision, outliers and blocks.
-KINDS: dict[str, tuple[str, int, int | str]] = {
+FORMS: dict[str, tuple[str, int, int | str]] = {
     "w8a16": ("w8a16", 0, 0),
     "w4a16, no outliers": ("w4a16", 0, 0),
     "w4a16, 64 outliers": ("w4a16", 64, 0),
     "w4a16, groups of 32": ("w4a16", 0, 32),
     "w4a16, groups of 16": ("w4a16", 0, 16),
-    "w4a16, auto": ("w4a16", 64, "auto"),
+}
+#: A form, and whether weights are chosen by GPTQ.
+KINDS = {
+    **{name: (form, False) for name, form in FORMS.items()},
+    **{f"{name}, GPTQ": (form, True) for name, form in FORMS.items() if form[0] == "w4a16"},
+    "w4a16, auto": (("w4a16", 64, "auto"), True),
 }
 #: Those that are compared on the emulator.
-COMPILED = ("w4a16, 64 outliers", "w4a16, groups of 32", "w4a16, groups of 16")
+COMPILED = ("w4a16, 64 outliers, GPTQ", "w4a16, groups of 32, GPTQ", "w4a16, groups of 16, GPTQ")
 
 
 def measure(folder: Path, tokens: int, emulator: str | None, rows: int = 64) -> dict[str, Any]:
@@ -47,7 +50,7 @@ def measure(folder: Path, tokens: int, emulator: str | None, rows: int = 64) -> 
     from torch_pi2.cli.common import stdlib_sample
     from torch_pi2.eval import bits_per_byte
     from torch_pi2.export import qnn
-    from torch_pi2.export.calibrate import inputs_of
+    from torch_pi2.export.calibrate import inputs_of, tokens_for_weights
     from torch_pi2.export.hot import CHUNK, hot_chunks
     from torch_pi2.export.qnn.loss import hot_on_npu
     from torch_pi2.export.qnn.quantize import quantize
@@ -57,8 +60,9 @@ def measure(folder: Path, tokens: int, emulator: str | None, rows: int = 64) -> 
     model, tokenizer = torch_pi2.optimize(dense.eval()), transformers.AutoTokenizer.from_pretrained(folder)
     layers: list[Any] = sparse_layers(model)
     chunks = [-(-ffn.site.intermediate // CHUNK) for ffn in layers]
-    train, text = (stdlib_sample(split, tokenizer, tokens) for split in ("train", "heldout"))
-    samples, heldout = (inputs_of(model, layers, data, tokenizer) for data in (train, text))
+    most = tokens_for_weights(layers)
+    train, text = stdlib_sample("train", tokenizer, most), stdlib_sample("heldout", tokenizer, tokens)
+    samples, heldout = (inputs_of(model, layers, data, tokenizer, most) for data in (train, text))
     hot = [hot_chunks(ffn, count) for ffn, count in zip(layers, chunks)]
     right = [part(x[:rows]) for part, x in zip(hot, heldout)]
 
@@ -66,26 +70,32 @@ def measure(folder: Path, tokens: int, emulator: str | None, rows: int = 64) -> 
         return bits_per_byte(model, tokenizer, text, window=256, max_tokens=tokens).bits_per_byte
 
     before, found = loss(), {}
-    for name, (precision, outliers, blocks) in KINDS.items():
-        settings = qnn.Settings(emulator or "SM8650", precision, outliers, blocks, weight_sharing=False)
+    for name, ((precision, outliers, blocks), gptq) in KINDS.items():
+        settings = qnn.Settings(emulator or "SM8650", precision, outliers, blocks, weight_sharing=False, gptq=gptq)
         parts = [quantize(part, x, settings) for part, x in zip(hot, samples)]
         modules = [part.program.module(check_guards=False) for part in parts]
         with hot_on_npu(layers, modules, chunks):
             after = loss()
+        with hot_on_npu(layers, [*map(weights_alone, modules)], chunks):
+            of_weights = loss()
         got = [module(x[:rows])[-1] for module, x in zip(modules, heldout)]
         found[name] = {
             "bits": settings.bits,
             "bits_per_byte": after,
             "change": after / before - 1,
+            "change_by_weights": of_weights / before - 1,
             "blocks": [part.block for part in parts],
-            "errors": [_relative(*pair) for pair in zip(got, right)],
+            "errors": [relative(*pair) for pair in zip(got, right)],
         }
         if emulator is not None and name in COMPILED:
             graph = {"forward": qnn.Graph((rows,), chunks)}
             lowered = qnn.lower_hot(hot, samples, graph, settings)
-            ran = _on_emulator(lowered.modules["forward"], [x[:rows] for x in heldout])
-            found[name]["emulator_errors"] = [_relative(*pair) for pair in zip(ran, right)]
-            found[name]["emulator_against_pytorch"] = [_relative(*pair) for pair in zip(ran, got)]
+            ran = []
+            for part, x in zip(lowered.modules["forward"], heldout):
+                assert part is not None
+                ran += Emulated(part, (x[:rows],))(x[:rows])
+            found[name]["emulator_errors"] = [relative(*pair) for pair in zip(ran, right)]
+            found[name]["emulator_against_pytorch"] = [relative(*pair) for pair in zip(ran, got)]
             found[name]["context_bytes"] = sum(layer["context_bytes"] for layer in lowered.report["layers"])
         print(name, found[name], flush=True)
     return {
@@ -94,32 +104,11 @@ def measure(folder: Path, tokens: int, emulator: str | None, rows: int = 64) -> 
         "model": folder.name,
         "heldout_tokens": tokens,
         "error_tokens": rows,
+        "calibration_tokens": len(samples[0]),
         "emulator": emulator,
         "bits_per_byte": before,
         "kinds": found,
     }
-
-
-def _on_emulator(modules: Sequence[nn.Module | None], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
-    from executorch.runtime import Runtime
-
-    from torch_pi2.export.qnn import sdk
-
-    sdk.load(sdk.find())
-    config, found = EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True), []
-    for module, x in zip(modules, inputs):
-        assert module is not None
-        edge = to_edge_transform_and_lower(torch.export.export(module, (x,)), compile_config=config)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "layer.pte"
-            path.write_bytes(edge.to_executorch().buffer)
-            found += Runtime.get().load_program(path).load_method("forward").execute([x])
-    return found
-
-
-def _relative(got: torch.Tensor, right: torch.Tensor) -> float:
-    return float((got - right).norm() / right.norm())
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -256,7 +256,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
 def test_the_memory_of_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     model = drawn_model("Llama")
     most: dict[str, Any] = {"first": (), "ffn_bytes": MOST_BYTES}
-    message = r"export\(hot_attention='all'\): expected weights of at most 3584 MiB on the NPU, found 3584 MiB, with"
+    message = (
+        r"export\(hot_attention='all'\) for SM8650: expected at most 3584 MiB of weights, which an NPU can have, "
+        r"found 3584 MiB: attention of 2 layers, last linear layer 0 MiB, feed-forward layers 3584 MiB in w4a16\. Leave"
+    )
     with pytest.raises(ConfigError, match=message):
         place_attention(model, lanes_of(model), ["prefill_16"], request("all"), report={}, **most)
     report: dict[str, Any] = {}

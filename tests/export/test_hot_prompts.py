@@ -18,7 +18,7 @@ import torch_pi2
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.export.contents import describe_program
 from torch_pi2.export.manifest import Manifest
-from torch_pi2.export.methods import _hot_prompts
+from torch_pi2.export.methods import _check_memory, _hot_prompts
 from torch_pi2.export.qnn import MOST_BYTES, Settings
 from torch_pi2.export.request import Request
 from torch_pi2.export.run import Bundle
@@ -180,7 +180,17 @@ def test_the_memory_of_an_npu(bundle: tuple[nn.Module, Path], monkeypatch: pytes
     assert Settings("SM8650").bits == 4.5
     many: list[SparseFFN] = layers * (1 + int(MOST_BYTES * 8 / 4.5 / (NEURONS * 3 * 64)))
     assert _hot_prompts(many, request(None)) == ()
-    message = r"expected feed-forward layers of at most 3584 MiB, which an NPU can have, found 3584 MiB in w4a16"
+    message = (
+        r"hot_prompts=\(128,\)\) for SM8650: expected feed-forward layers of at most 3584 MiB, which an NPU can have, "
+        rf"found {len(many)} with 3584 MiB in w4a16\. Leave it out"
+    )
     with pytest.raises(ConfigError, match=message):
         _hot_prompts(many, request((128,)))
     assert _hot_prompts(layers * (len(many) // 2), request(None, precision="w8a16")) == (128,)
+    _check_memory(many, request(()), "decode_b4", [1] * len(many))
+    of = rf"hot neurons of {len(many)} layers, graph decode_b4, for SM8650"
+    found = rf"found 3584 MiB in w4a16 \({NEURONS} to {NEURONS} neurons of a layer\)\. Pass fewer chunks \(hot\)"
+    with pytest.raises(
+        ConfigError, match=f"{of}: expected at most 3584 MiB of weights, which an NPU can have, {found}"
+    ):
+        _check_memory(many, request(()), "decode_b4", [-(-NEURONS // 512)] * len(many))

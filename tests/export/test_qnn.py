@@ -28,7 +28,7 @@ from torch_pi2.export.calibrate import inputs_of
 from torch_pi2.export.contents import describe_program
 from torch_pi2.export.decoder import Lanes, decoder_methods
 from torch_pi2.export.hot import HotChunks, hot_chunks
-from torch_pi2.export.hot_attention import switched
+from torch_pi2.export.hot_attention import AttentionPart, switched
 from torch_pi2.export.markers import registered
 from torch_pi2.export.qnn import sdk
 from torch_pi2.export.qnn.quantize import quantize
@@ -312,6 +312,38 @@ def test_an_operator_that_the_npu_lacks_is_named(tmp_path: Path, monkeypatch: py
         )
 
 
+def test_a_room_that_the_compiler_refuses_is_named() -> None:
+    """Not made up: attention over 131,072 slots, which Qualcomm's compiler gives up (QNN 2.49: error 1002)."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 64}
+    room = {"max_position_embeddings": 1 << 17, "sliding_window": None}
+    config = MistralConfig(**sizes, **room, intermediate_size=64, num_hidden_layers=1)
+    lanes = Lanes(MistralForCausalLM(config).eval().requires_grad_(False), 1, 1 << 17)
+    (switch,), _ = switched(lanes)
+    call = switch.call
+    program = qnn.open_program(AttentionPart(call), qnn.zeros(call.shapes(2, 3)), call.open)
+    inputs = qnn.PartInputs([], {"prefill_128": call.shapes(1, 128)}, call.open)
+    message = (
+        r"attention of layer 0, graph prefill_128: expected what Qualcomm's compiler takes for SM8650 in fp16, found "
+        r".*1002.* Pass hot_attention='none' \(the CPU computes it\), or a smaller max_tokens, or export"
+    )
+    with pytest.raises(CompileError, match=message):
+        qnn.lower_parts([("attention0", program, inputs)], qnn.Settings("SM8650", "fp16", timeout_s=500))
+
+
+def test_a_layer_that_this_machine_has_no_memory_for_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not made up: the process that compiles may have 2.6 GB of addresses."""
+    _child_with("import resource\nresource.setrlimit(resource.RLIMIT_AS, (2600 << 20,) * 2)\n", tmp_path, monkeypatch)
+    message = (
+        r"hot neurons of layer 0, graphs decode_b1: expected memory of this machine to compile it for SM8650 in fp16, "
+        r"found .*(bad_alloc|allocate memory).* Free some, or export on a machine with more\. Or: Choose"
+    )
+    graphs = {"decode_b1": qnn.Graph((1, 1), [4])}
+    with pytest.raises(CompileError, match=message):
+        qnn.lower_hot([hot_part("relu", 4096, 2048, 512)], [None], graphs, qnn.Settings("SM8650", "fp16"))
+
+
 def test_the_check_compiles_and_stays_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QNN_SDK_ROOT", raising=False)
     seen = tmp_path / "seen"
@@ -399,21 +431,21 @@ def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
     forward.execute([ids[:, :8], torch.zeros(1, dtype=torch.int64)])
     stats(reset=True)
     (got,) = decode.execute([ids[:, 8:], torch.full((1, 1), 8)])
-    layers = exported_layers(model)
+    layers, of_layers = exported_layers(model), compiled[-1]
     with registered(layers) as key, torch.no_grad():
         reference = delegated_copy(model, layers, key)
         split = split_hot_cold(reference)
         lanes = Lanes(reference, 2, 32)
         steps = decoder_methods(lanes, (1,))
         switches, head = switched(lanes)
-        place = attention_parts._placing(switches, head, compiled[-1].modules if hot_attention == "all" else {})
+        place = attention_parts._placing(switches, head, compiled[0].modules if hot_attention == "all" else {})
         steps["forward"](ids[:, :8], torch.zeros(1, dtype=torch.int64))
-        for module, hot in zip(split, compiled[0].modules["decode_b1"]):
+        for module, hot in zip(split, of_layers.modules["decode_b1"]):
             module.hot, module.first = hot, 512
         place("decode_b1")
         right = steps["decode_b1"](ids[:, 8:], torch.full((1, 1), 8))[:, -1]
         whole = model(ids).logits[:, -1]
-        for module, hot in zip(split, compiled[0].modules["prefill_8"]):
+        for module, hot in zip(split, of_layers.modules["prefill_8"]):
             module.hot, module.first = hot, 768
         place("prefill_8")
         prompt = steps["forward"](ids[:, :8], torch.zeros(1, dtype=torch.int64))

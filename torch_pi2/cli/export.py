@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 EXAMPLE = "torch-pi2 export my-sparse-model --out bundle --target xnnpack --max-tokens 512"
 _PRECISIONS = ("w4a16", "w8a16", "fp16")
 #: Tokens of --text that are taken.
-_TOKENS = 2048
+_TOKENS = 8704
 
 
 def _chunks(text: str) -> dict[int, int]:

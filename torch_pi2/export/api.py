@@ -24,7 +24,7 @@ from torch_pi2.export.hot import CHUNK
 from torch_pi2.export.linears import linears_of, prepare_rest
 from torch_pi2.export.manifest import PROGRAM_FILE, STORE_FILE
 from torch_pi2.export.markers import registered
-from torch_pi2.export.methods import Methods, Source, decoder_methods_of, module_methods
+from torch_pi2.export.methods import Methods, Source, chunks_of, decoder_methods_of, module_methods
 from torch_pi2.export.request import Request, check_bundle_folder, check_request, sorted_sizes
 from torch_pi2.export.standins import delegated_copy, exported_layers
 from torch_pi2.export.store import NO_STORE, StoreFacts, blob_of, write_store
@@ -123,17 +123,18 @@ def export(
     traced = args is not None or kwargs is not None
     decoder = not traced and hasattr(model, "config") and hasattr(model, "generate")
     _check_model(model, layers, request, decoder, traced, dynamic_shapes)
+    source = Source(model, layers, parts, linears_of(model, linears), decoder, tokenizer, calibration)
+    chunks = chunks_of(source, request)
     with ExitStack() as stack:
         staging = stack.enter_context(replacing_folder(folder))
         name = stack.enter_context(registered(layers))
         _save_small(model, tokenizer, staging)
         facts = write_store(staging / STORE_FILE, layers, parts.plan, progress=progress) if layers else NO_STORE
-        source = Source(model, layers, parts, linears_of(model, linears), decoder, tokenizer, calibration)
         with named_failures(f"export of {source.name}", "a model that torch can copy and run with a cache"):
             private = delegated_copy(model, layers, name)
             prepare_rest(private, linears)
             if decoder:
-                made = decoder_methods_of(source, private, request, staging)
+                made = decoder_methods_of(source, private, request, staging, chunks)
             else:
                 made = module_methods(private, args, kwargs, dynamic_shapes)
         planned = _write_program(staging / PROGRAM_FILE, source, made, request, facts)

@@ -79,7 +79,8 @@ def place_attention(
     from torch_pi2.export import qnn
 
     settings = qnn_settings(request)
-    parts = [switch.whole for switch in switches] + ([] if head is None else [head.whole])
+    heads = [] if head is None else [head.whole]
+    parts = [switch.whole for switch in switches] + heads
     weights = sum(p.numel() for part in parts for p in part.parameters())
     sizes = {block: ffn_bytes + round(weights * settings.part_bits(block) / 8) for block in _blocks(parts, settings)}
     block = next((block for block, size in sizes.items() if size <= qnn.MOST_BYTES), None)
@@ -87,9 +88,10 @@ def place_attention(
         size = min(sizes.values())
         if request.hot_attention:
             raise ConfigError(
-                f"export(hot_attention={where!r})",
-                expected=f"weights of at most {qnn.MOST_BYTES >> 20} MiB on the NPU",
-                found=f"{size >> 20} MiB, with those of feed-forward layers in {request.precision}",
+                f"export(hot_attention={where!r}) for {request.soc}",
+                expected=f"at most {qnn.MOST_BYTES >> 20} MiB of weights, which an NPU can have",
+                found=f"{size >> 20} MiB: attention of {len(switches)} layers{', last linear layer' if heads else ''} "
+                f"{(size - ffn_bytes) >> 20} MiB, feed-forward layers {ffn_bytes >> 20} MiB in {request.precision}",
                 fix="Leave it out (the CPU computes attention), or pass blocks=32 for smaller feed-forward layers.",
             )
         report["attention"] = f"on the CPU: with it an NPU would have {size >> 20} MiB"
@@ -137,7 +139,7 @@ def _compiled(
         graphs = {name: switch.call.shapes(*sizes_of(name)) for name in methods}
         samples = samples_of(part, seen[i]) if first else []
         program = open_program(part, zeros(switch.call.shapes(2, 3)), switch.call.open)
-        yield part_name(i), program, PartInputs(samples, graphs, switch.call.open, block)
+        yield part_name(i), program, PartInputs(samples, graphs, switch.call.open, block, gptq=True)
     if head is not None:
         width = switches[0].call.widths[0]
         one = {name: [((sizes_of(name)[0], 1, width), torch.float32)] for name in methods}

@@ -13,29 +13,43 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.profiling.data import Batch, batches
 from torch_pi2.spec.config import Config
 
-#: Tokens of which a layer's inputs are kept.
+#: Tokens of which a layer's inputs are kept, by which ranges are set; and on which a loss is taken.
 TOKENS = 512
+#: By which weights are chosen, at most; and bytes that their inputs may take in all layers.
+_MOST_TOKENS, _MOST_BYTES = 8192, 1 << 30
 
 
-def first_batches(data: Any, tokenizer: Any = None) -> list[Batch]:
-    """The first of ``data``: twice :data:`TOKENS`, for :func:`inputs_of` and :func:`scored_rows`.
+def tokens_for_weights(layers: Sequence[SparseFFN]) -> int:
+    """Of which inputs are kept where weights are chosen by them: as many as there is memory for."""
+    row_bytes = 4 * sum(ffn.site.hidden for ffn in layers)
+    return max(TOKENS, min(_MOST_TOKENS, _MOST_BYTES // max(1, row_bytes)))
+
+
+def before_scored(first: Sequence[Batch], most: int) -> int:
+    """Tokens of ``first`` to keep inputs of: at most so many, so that :data:`TOKENS` are left for a loss."""
+    there = sum(0 if batch.input_ids is None else batch.input_ids.numel() for batch in first)
+    return max(TOKENS, min(most, there - TOKENS))
+
+
+def first_batches(data: Any, tokenizer: Any = None, tokens: int = TOKENS) -> list[Batch]:
+    """The first of ``data``: so many ``tokens`` for :func:`inputs_of`, and :data:`TOKENS` for :func:`scored_rows`.
 
     Raises:
         CalibrationError: ``data`` is empty or of a wrong form.
     """
-    config, found, tokens = Config(), list[Batch](), 0
+    config, found, seen = Config(), list[Batch](), 0
     for batch in batches(data, tokenizer=tokenizer, batch_size=config.batch_size, seq_len=config.seq_len):
         found.append(batch)
-        tokens += 1 if batch.input_ids is None else batch.input_ids.numel()
-        if tokens >= 2 * TOKENS:
+        seen += 1 if batch.input_ids is None else batch.input_ids.numel()
+        if seen >= tokens + TOKENS:
             break
     return found
 
 
-def scored_rows(first: Sequence[Batch]) -> tuple[list[Batch], bool]:
-    """Rows of ids, at most :data:`TOKENS` tokens of them, that come after what :func:`inputs_of` keeps, and True.
+def scored_rows(first: Sequence[Batch], tokens: int = TOKENS) -> tuple[list[Batch], bool]:
+    """Rows of ids, at most :data:`TOKENS` tokens of them, that come after the first ``tokens``, and True.
 
-    Where there are none, the rows that it keeps, and False. Batches that are no ids, or ids with further arguments,
+    Where there are none, rows of these, and False. Batches that are no ids, or ids with further arguments,
     have no rows here.
     """
     after, within, seen = list[Batch](), list[Batch](), 0
@@ -48,7 +62,7 @@ def scored_rows(first: Sequence[Batch]) -> tuple[list[Batch], bool]:
         seen += ids.numel()
         ids, mask = ids[:, :TOKENS], mask[:, :TOKENS]
         scored = (mask[:, 1:] & mask[:, :-1]).any(1)  # of a token alone nothing is
-        for these, chosen in ((starts >= TOKENS, after), (starts < TOKENS, within)):
+        for these, chosen in ((starts >= tokens, after), (starts < tokens, within)):
             rows = (these & scored).nonzero()[: left[id(chosen)] // ids.shape[1], 0]
             if len(rows):
                 chosen.append(Batch(ids[rows], mask[rows]))
@@ -56,8 +70,10 @@ def scored_rows(first: Sequence[Batch]) -> tuple[list[Batch], bool]:
     return (after, True) if after else (within, False)
 
 
-def inputs_of(model: nn.Module, layers: Sequence[SparseFFN], data: Any, tokenizer: Any = None) -> list[torch.Tensor]:
-    """Inputs of each layer, float32 ``[N, H]``, N at most :data:`TOKENS`, on the first tokens of ``data``.
+def inputs_of(
+    model: nn.Module, layers: Sequence[SparseFFN], data: Any, tokenizer: Any = None, tokens: int = TOKENS
+) -> list[torch.Tensor]:
+    """Inputs of each layer, float32 ``[N, H]``, N at most ``tokens``, on the first tokens of ``data``.
 
     Raises:
         CalibrationError: ``data`` is empty or of a wrong form.
@@ -66,10 +82,10 @@ def inputs_of(model: nn.Module, layers: Sequence[SparseFFN], data: Any, tokenize
 
     def keep(ffn: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-        kept[id(ffn)].append(x.detach().reshape(-1, x.shape[-1])[:TOKENS].float())
+        kept[id(ffn)].append(x.detach().reshape(-1, x.shape[-1])[:tokens].float())
 
-    _watch(model, layers, keep, data, tokenizer, lambda: sum(map(len, kept[id(layers[0])])) >= TOKENS)
-    return [torch.cat(kept[id(ffn)])[:TOKENS] for ffn in layers]
+    _watch(model, layers, keep, data, tokenizer, lambda: sum(map(len, kept[id(layers[0])])) >= tokens)
+    return [torch.cat(kept[id(ffn)])[:tokens] for ffn in layers]
 
 
 def calls_of(

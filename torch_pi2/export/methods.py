@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from torch_pi2.base.files import atomic_write
 from torch_pi2.errors import CalibrationError, ConfigError
 from torch_pi2.export.attention_parts import place_attention
-from torch_pi2.export.calibrate import first_batches, inputs_of, scored_rows
+from torch_pi2.export.calibrate import TOKENS, before_scored, first_batches, inputs_of, scored_rows, tokens_for_weights
 from torch_pi2.export.check import check_traced
 from torch_pi2.export.decoder import Lanes, decoder_methods, sizes_of
 from torch_pi2.export.hot import CHUNK, chunks_per_batch, hot_chunks
@@ -76,52 +76,35 @@ class Methods:
     check: Check = lambda _: None
 
 
-def decoder_methods_of(source: Source, private: nn.Module, request: Request, staging: Path) -> Methods:
-    """Of a Hugging Face decoder, of whose copy ``private`` the layers are delegated."""
+def decoder_methods_of(
+    source: Source, private: nn.Module, request: Request, staging: Path, chunks: Mapping[str, list[int]]
+) -> Methods:
+    """Of a Hugging Face decoder, of whose copy ``private`` the layers are delegated. chunks: :func:`chunks_of` it."""
     from torch.export import Dim
 
     from torch_pi2.export.lower import Method, trace
 
-    chunks: dict[str, list[int]] = {}
     report: dict[str, Any] = {}
     steps: list[Callable[[str], None]] = []  # what is to be done before a method is traced
-    prompts: tuple[int, ...] = ()
-    if request.splits:
-        prompts = _hot_prompts(source.plain, request)
-        plan = source.parts.plan
-        frequency = plan.made_by.get("config", {}).get("hot_frequency", Config().hot_frequency)
-        found = chunks_per_batch(
-            source.plain,
-            request.batches,
-            source.parts.stats,
-            request.hot,
-            hot_frequency=frequency,
-            hardware=plan.hardware,
-        )
-        chunks = {f"decode_b{batch}": found[batch] for batch in request.batches}
-        whole = [-(-ffn.site.intermediate // CHUNK) for ffn in source.plain]
-        chunks |= {f"prefill_{tokens}": whole for tokens in prompts}
-        first = _calibration(source, request)
-        steps.append(_split(source, private, chunks, request, first, report))
 
     def prepare(method: str) -> None:
         for step in steps:
             step(method)
 
-    prepare("forward")
     lanes = Lanes(private, max(request.batches), request.max_tokens, request.kv)
-    where, place = "none", None
+    where = "none"
     if request.splits:
-        counts = [max(of_layer) for of_layer in zip(*chunks.values())]
-        size = _ffn_bytes(source.plain, request, counts)
+        first = _calibration(source, request)
+        size = _ffn_bytes(source.plain, request, _most(chunks))
+        # attention before feed-forward layers: what does not fit is refused before anything is compiled
         where, place = place_attention(source.model, lanes, [*chunks], request, first, report, size)
-    if place is not None:
-        steps.append(place)
-        prepare("forward")
+        steps += [_split(source, private, chunks, request, first, report), *([] if place is None else [place])]
+    prepare("forward")
     if report:
         from torch_pi2.export.qnn.report import FILE
 
         atomic_write(staging / FILE, json.dumps(report, indent=1) + "\n")
+    prompts = [sizes_of(name)[1] for name in chunks if name.startswith("prefill_")]
     longest = request.prompt_tokens
     length = Dim.DYNAMIC(min=1, max=longest)
     example = min(8, longest)
@@ -158,6 +141,52 @@ def decoder_methods_of(source: Source, private: nn.Module, request: Request, sta
     return Methods(methods_of(lanes, request.batches, prompts), chunks, where, check)
 
 
+def chunks_of(source: Source, request: Request) -> dict[str, list[int]]:
+    """Method -> of each layer, as many chunks of hot neurons an accelerator computes in it.
+
+    Raises:
+        ConfigError: an NPU's memory does not hold them; or what :func:`~torch_pi2.export.hot.chunks_per_batch` raises.
+    """
+    if not request.splits:
+        return {}
+    prompts = _hot_prompts(source.plain, request)
+    plan = source.parts.plan
+    found = chunks_per_batch(
+        source.plain,
+        request.batches,
+        source.parts.stats,
+        request.hot,
+        hot_frequency=plan.made_by.get("config", {}).get("hot_frequency", Config().hot_frequency),
+        hardware=plan.hardware,
+    )
+    chunks = {f"decode_b{batch}": found[batch] for batch in request.batches}
+    for method, counts in chunks.items():
+        _check_memory(source.plain, request, method, counts)
+    whole = [-(-ffn.site.intermediate // CHUNK) for ffn in source.plain]
+    return chunks | {f"prefill_{tokens}": whole for tokens in prompts}
+
+
+def _check_memory(layers: Sequence[SparseFFN], request: Request, method: str, chunks: Sequence[int]) -> None:
+    """Raises ConfigError: an NPU has not the memory for so many chunks of each layer."""
+    if request.soc is None:
+        return
+    from torch_pi2.export import qnn
+
+    if (size := _ffn_bytes(layers, request, chunks)) > qnn.MOST_BYTES:
+        neurons = [min(count * CHUNK, ffn.site.intermediate) for count, ffn in zip(chunks, layers)]
+        raise ConfigError(
+            f"hot neurons of {len(layers)} layers, graph {method}, for {request.soc}",
+            expected=f"at most {qnn.MOST_BYTES >> 20} MiB of weights, which an NPU can have",
+            found=f"{size >> 20} MiB in {request.precision} ({min(neurons)} to {max(neurons)} neurons of a layer)",
+            fix="Pass fewer chunks (hot), or for fewer bits a weight precision='w4a16', blocks=32.",
+        )
+
+
+def _most(chunks: Mapping[str, Sequence[int]]) -> list[int]:
+    """Of each layer the most chunks that a method has."""
+    return [max(of_layer) for of_layer in zip(*chunks.values())]
+
+
 def _hot_prompts(layers: Sequence[SparseFFN], request: Request) -> tuple[int, ...]:
     """Tokens of the methods that read prompts on the accelerator, which then has whole layers.
 
@@ -174,9 +203,9 @@ def _hot_prompts(layers: Sequence[SparseFFN], request: Request) -> tuple[int, ..
         return tuple(n for n in (128,) if n < request.max_tokens) if prompts is None else prompts
     if prompts:
         raise ConfigError(
-            "export(hot_prompts=...)",
+            f"export(hot_prompts={prompts}) for {request.soc}",
             expected=f"feed-forward layers of at most {qnn.MOST_BYTES >> 20} MiB, which an NPU can have",
-            found=f"{size >> 20} MiB in {request.precision}",
+            found=f"{len(layers)} with {size >> 20} MiB in {request.precision}",
             fix="Leave it out: prompts are read by the CPU, from the store.",
         )
     return ()
@@ -203,18 +232,20 @@ def _split(
     report: dict[str, Any],
 ) -> Callable[[str], None]:
     """Give the layers of ``private`` their hot parts; what places those of a method."""
-    split = split_hot_cold(private)
-    most = [max(of_layer) for of_layer in zip(*chunks.values())]
+    split, most = split_hot_cold(private), _most(chunks)
     hot: list[Any] = []
     compiled: Mapping[str, Sequence[nn.Module | None]] = {}
     if request.soc is not None:
         from torch_pi2.export import qnn
 
-        samples = inputs_of(source.model, source.plain, first) if first else [None] * len(source.plain)
+        tokens = before_scored(first, _tokens(source, request))
+        samples: Sequence[torch.Tensor | None] = [None] * len(source.plain)
+        if first:
+            samples = inputs_of(source.model, source.plain, first, tokens=tokens)
         graphs = {name: qnn.Graph(sizes_of(name), of_layers) for name, of_layers in chunks.items()}
         one_by_one = map(hot_chunks, source.plain, most)
         lowered = qnn.lower_hot(one_by_one, samples, graphs, qnn_settings(request), progress=request.progress)
-        report |= lowered.report | {"loss": _loss(source, lowered.quantized, chunks, first)}
+        report |= lowered.report | {"loss": _loss(source, lowered.quantized, chunks, first, tokens)}
         compiled = lowered.modules
     else:
         hot = [*map(hot_chunks, source.plain, most)]
@@ -243,7 +274,12 @@ def _calibration(source: Source, request: Request) -> Sequence[Batch]:
             found="none",
             fix="Pass calibration=text (and tokenizer=...), or precision='fp16'.",
         )
-    return first_batches(source.calibration, source.tokenizer)
+    return first_batches(source.calibration, source.tokenizer, _tokens(source, request))
+
+
+def _tokens(source: Source, request: Request) -> int:
+    """Of which inputs are kept, if there are so many."""
+    return tokens_for_weights(source.plain) if request.precision == "w4a16" else TOKENS
 
 
 def _loss(
@@ -251,11 +287,12 @@ def _loss(
     quantized: Sequence[nn.Module | None],
     chunks: Mapping[str, list[int]],
     first: Sequence[Batch],
+    tokens: int,
 ) -> dict[str, Any] | None:
-    """What hot parts cost on calibration data; None: they are not quantised, or the data are no rows of ids."""
+    """What hot parts cost on data after the first ``tokens``; None: they are not quantised, or it is no rows of ids."""
     from torch_pi2.export.qnn.loss import loss_of
 
-    rows, after = scored_rows(first)
+    rows, after = scored_rows(first, tokens)
     if not rows:
         return None
     quantised_on = "the tokens that hot parts were quantised on"

@@ -8,7 +8,7 @@ nearest: no format knows how its numbers were chosen.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +57,52 @@ class Solved(NamedTuple):
     values_NK: torch.Tensor
 
 
+class Grid(Protocol):
+    """The numbers that a row may have: integers times scales, each of a group of columns.
+
+    Attributes:
+        size: columns of a group; 0: all that there are.
+    """
+
+    size: int
+
+    def start(self, w_NK: torch.Tensor) -> Any:
+        """What scales of these rows have in common, before anything is rounded."""
+
+    def scales(self, w_Nk: torch.Tensor, counts_k: torch.Tensor, common: Any, group: int) -> torch.Tensor:
+        """``[N, 1]``, of a group; ``counts_k``: how much the error of a column counts."""
+        ...
+
+    def nearest(self, scale_N: torch.Tensor, common: Any, group: int) -> torch.Tensor:
+        """Scales that a group may have, as near to these as can be."""
+        ...
+
+    def integers(self, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """The nearest, as float32."""
+        ...
+
+
+class StoredGrid:
+    """int4 and int8 as stores have them: a scale in float16 for each 32 columns, whatever the others have."""
+
+    size = GROUP
+
+    def __init__(self, weights: str) -> None:
+        self.weights = weights
+
+    def start(self, w_NK: torch.Tensor) -> None:
+        """Nothing."""
+
+    def scales(self, w_Nk: torch.Tensor, counts_k: torch.Tensor | None, common: None, group: int) -> torch.Tensor:
+        return best_scales(w_Nk, self.weights, counts_k)
+
+    def nearest(self, scale_N: torch.Tensor, common: None, group: int) -> torch.Tensor:
+        return scale_N.half().float()
+
+    def integers(self, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return integers(w, scale, self.weights)
+
+
 class Solver:
     """Finds the rows of matrices that have the inputs of ``moments``, which it factors once for all of them.
 
@@ -66,22 +112,32 @@ class Solver:
     held: 7 GB for the down matrices of a model of 7 billion weights.
 
     Args:
-        what: has these inputs, for messages. weights: ``int4`` or ``int8``.
+        what: has these inputs, for messages. weights: ``int4`` or ``int8``, or another grid.
         by_column: groups of 32 run along N within a column, as in neurons' down rows; else along K within a row.
+        damping: see :data:`DAMPING`; more of it where few tokens were seen for so many columns.
 
     Raises:
         NonFiniteError: inputs with NaN or infinity.
     """
 
     def __init__(
-        self, what: str, moments: Moments, weights: str, *, by_column: bool = False, sweeps: int = SWEEPS
+        self,
+        what: str,
+        moments: Moments,
+        weights: str | Grid,
+        *,
+        by_column: bool = False,
+        sweeps: int = SWEEPS,
+        damping: float = DAMPING,
     ) -> None:
-        self._what, self._weights, self._by_column, self._sweeps = what, weights, by_column, sweeps
-        more = 0 if by_column else -len(moments.squares_KK) % GROUP
+        self._what, self._by_column, self._sweeps = what, by_column, sweeps
+        self._grid: Grid = StoredGrid(weights) if isinstance(weights, str) else weights
+        self._size = self._grid.size or len(moments.squares_KK)
+        more = 0 if by_column else -len(moments.squares_KK) % self._size
         h_KK = F.pad(moments.squares_KK / max(1, moments.tokens), (0, more, 0, more))
         self._check(h_KK, "inputs")
         mean = float(h_KK.diagonal().mean())
-        h_KK.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)
+        h_KK.diagonal().add_(damping * mean if mean > 0 else 1.0)
         self._order = self._largest_first(h_KK.diagonal())
         self._h_KK = h_KK = h_KK[self._order][:, self._order]
         inverse_KK = torch.cholesky_inverse(torch.linalg.cholesky(h_KK.double()))
@@ -101,13 +157,26 @@ class Solver:
 
     def _largest_first(self, squares_K: torch.Tensor) -> torch.Tensor:
         """Columns by the size of their inputs, in whole groups where these run along them."""
-        if self._by_column:
+        if self._by_column or not self._grid.size:
             return torch.argsort(squares_K, descending=True, stable=True)
-        first_G = torch.argsort(squares_K.unflatten(0, (-1, GROUP)).sum(1), descending=True, stable=True)
-        return (first_G[:, None] * GROUP + torch.arange(GROUP)).flatten()
+        first_G = torch.argsort(squares_K.unflatten(0, (-1, self._size)).sum(1), descending=True, stable=True)
+        return (first_G[:, None] * self._size + torch.arange(self._size)).flatten()
 
     def solve(self, w_NK: torch.Tensor) -> Solved:
-        """For ``w_NK`` in float32, bfloat16 or float16. Raises NonFiniteError: scales that float16 cannot hold."""
+        """For ``w_NK`` in float32, bfloat16 or float16, of ``int4`` or ``int8``.
+
+        Raises NonFiniteError: scales that float16 cannot hold.
+        """
+        assert isinstance(self._grid, StoredGrid)
+        n, k = w_NK.shape
+        values_NK, scale_NK = self.solve_values(w_NK)
+        by_group = (values_NK.T, scale_NK.T) if self._by_column else (values_NK, scale_NK)
+        values_MGk, scale_MGk = (tensor.unflatten(1, (-1, GROUP)) for tensor in by_group)
+        scale_MG1 = scale_MGk[..., :1].clone(memory_format=torch.contiguous_format)
+        return Solved(pack(values_MGk, scale_MG1, self._grid.weights), values_NK[:n, :k])
+
+    def solve_values(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What stands for ``w_NK``, and the scale of each of its numbers, filled up with zeros to whole groups."""
         n, k = w_NK.shape
         w_NK = F.pad(w_NK.detach().float(), (0, len(self._order) - k, 0, -n % GROUP if self._by_column else 0))
         values_NK, scale_NK = torch.empty_like(w_NK), torch.empty_like(w_NK)
@@ -115,23 +184,25 @@ class Solver:
             some = slice(start, start + _ROWS)
             values_NK[some], scale_NK[some] = self._solve(w_NK[some])
         self._check(values_NK, "values")
-        by_group = (values_NK.T, scale_NK.T) if self._by_column else (values_NK, scale_NK)
-        values_MGk, scale_MGk = (tensor.unflatten(1, (-1, GROUP)) for tensor in by_group)
-        scale_MG1 = scale_MGk[..., :1].clone(memory_format=torch.contiguous_format)
-        return Solved(pack(values_MGk, scale_MG1, self._weights), values_NK[:n, :k])
+        return values_NK, scale_NK
 
     def _solve(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What stands for ``w_NK``, and its scales, both ``[N, K]``. Within, columns are in the order of solution."""
         w_NK = w_NK[:, self._order]
         w_NK = w_NK + w_NK @ self._drift_KK
-        q_NK, scale_NK = self._round(w_NK.clone())
-        for _ in range(self._sweeps):
-            self._fit_scales(w_NK, q_NK, scale_NK)
-            self._try_again(w_NK, q_NK, scale_NK)
         back = torch.argsort(self._order)
+        common = self._grid.start(w_NK[:, back])
+        q_NK, scale_NK = self._round(w_NK.clone(), common)
+        for _ in range(self._sweeps):
+            self._fit_scales(w_NK, q_NK, scale_NK, common)
+            self._try_again(w_NK, q_NK, scale_NK)
         return (q_NK * scale_NK)[:, back], scale_NK[:, back]
 
-    def _round(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _group(self, k: int) -> int:
+        """Of the column that is the ``k``-th in the order of solution."""
+        return int(self._order[k]) // self._size
+
+    def _round(self, w_NK: torch.Tensor, common: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Integers and scales; what is lost in a column is given to the later ones of ``w_NK``."""
         factor_KK, count = self._factor_KK, w_NK.shape[1]
         q_NK, scale_NK = torch.empty_like(w_NK), torch.empty_like(w_NK)
@@ -140,30 +211,32 @@ class Solver:
             lost_NB = torch.empty((len(w_NK), last - first))
             for k in range(first, last):
                 if self._by_column:
-                    found_G1 = best_scales(w_NK[:, k].unflatten(0, (-1, GROUP)), self._weights)
+                    alike_k = torch.ones(GROUP)
+                    found_G1 = self._grid.scales(w_NK[:, k].unflatten(0, (-1, GROUP)), alike_k, common, 0)
                     scale_NK[:, k] = found_G1.expand(-1, GROUP).flatten()
-                elif k % GROUP == 0:
-                    group = slice(k, k + GROUP)
+                elif k % self._size == 0:
+                    group = slice(k, k + self._size)
                     counts_k = factor_KK.diagonal()[group].square().reciprocal()
-                    scale_NK[:, group] = best_scales(w_NK[:, group], self._weights, counts_k)
-                q_NK[:, k] = integers(w_NK[:, k], scale_NK[:, k], self._weights)
+                    scale_NK[:, group] = self._grid.scales(w_NK[:, group], counts_k, common, self._group(k))
+                q_NK[:, k] = self._grid.integers(w_NK[:, k], scale_NK[:, k])
                 lost_N = (w_NK[:, k] - q_NK[:, k] * scale_NK[:, k]) / factor_KK[k, k]
                 w_NK[:, k + 1 : last] -= lost_N[:, None] * factor_KK[k, k + 1 : last]
                 lost_NB[:, k - first] = lost_N
             w_NK[:, last:] -= lost_NB @ factor_KK[first:last, last:]
         return q_NK, scale_NK
 
-    def _fit_scales(self, w_NK: torch.Tensor, q_NK: torch.Tensor, scale_NK: torch.Tensor) -> None:
-        """The best scale of each group for its integers, one after the other; as float16 has it."""
+    def _fit_scales(self, w_NK: torch.Tensor, q_NK: torch.Tensor, scale_NK: torch.Tensor, common: Any) -> None:
+        """The best scale of each group for its integers, one after the other; as the grid has it."""
         slope_NK = (q_NK * scale_NK - w_NK) @ self._h_KK
-        step = 1 if self._by_column else GROUP
+        step = 1 if self._by_column else self._size
         for k in range(0, w_NK.shape[1], step):
             part = slice(k, k + step)
             q_Nk = q_NK[:, part]
             falls_N, bends_N = (slope_NK[:, part] * q_Nk).sum(1), ((q_Nk @ self._h_KK[part, part]) * q_Nk).sum(1)
             if self._by_column:  # a group is 32 rows of the column
                 falls_N, bends_N = (_sums_of_groups(v) for v in (falls_N, bends_N))
-            better_N = (scale_NK[:, k] - torch.where(bends_N > 0, falls_N / bends_N, 0.0)).half().float()
+            best_N = scale_NK[:, k] - torch.where(bends_N > 0, falls_N / bends_N, 0.0)
+            better_N = self._grid.nearest(best_N, common, self._group(k))
             slope_NK += ((better_N - scale_NK[:, k])[:, None] * q_Nk) @ self._h_KK[part]
             scale_NK[:, part] = better_N[:, None]
 
@@ -176,7 +249,7 @@ class Solver:
             slope_NB, before_NB = slope_NK[:, block].clone(), q_NK[:, block] * scale_NK[:, block]
             for i in range(before_NB.shape[1]):
                 k = first + i
-                q_NK[:, k] = integers(before_NB[:, i] - slope_NB[:, i] / h_KK[k, k], scale_NK[:, k], self._weights)
+                q_NK[:, k] = self._grid.integers(before_NB[:, i] - slope_NB[:, i] / h_KK[k, k], scale_NK[:, k])
                 slope_NB += (q_NK[:, k] * scale_NK[:, k] - before_NB[:, i])[:, None] * h_KK[k, block]
             slope_NK += (q_NK[:, block] * scale_NK[:, block] - before_NB) @ h_KK[block]
 

@@ -144,11 +144,12 @@ def _compile(
     except Pi2Error as error:
         raise CompileError(f"{what}, {error.what}", expected=error.expected, found=error.found, fix=fix) from error
     except Exception as error:
+        expected, instead = f"what Qualcomm's compiler takes for {settings.soc} in {settings.precision}", fix
+        if _is_short_of_memory(error):
+            expected = f"memory of this machine to compile it for {settings.soc} in {settings.precision}"
+            instead = f"Free some, or export on a machine with more. Or: {fix}"
         raise CompileError(
-            f"{what}, {_failing([*programs], log.read())}",
-            expected=f"what Qualcomm's compiler takes for {settings.soc} in {settings.precision}",
-            found=_reason(error, log),
-            fix=fix,
+            f"{what}, {_failing([*programs], log.read())}", expected=expected, found=_reason(error, log), fix=instead
         ) from error
     contexts = {delegate.context for delegate in delegates.values()}
     if len(contexts) != 1:
@@ -165,6 +166,11 @@ def _compile(
         for graph, numbers in zip(graphs.values(), traffic):
             graph |= dict(zip(names, map(int, numbers)))
     return contexts.pop(), spec, graphs
+
+
+def _is_short_of_memory(error: Exception) -> bool:
+    """As Qualcomm's libraries say it, or torch."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def _failing(graphs: list[str], printed: bytes) -> str:

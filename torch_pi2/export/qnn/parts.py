@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.export.qnn.quantize import errors_of, pt2e
+from torch_pi2.export.qnn.quantize import errors_of, held_back, pt2e
 from torch_pi2.export.qnn.settings import Settings
 
 Inputs = tuple[torch.Tensor, ...]
@@ -28,13 +28,14 @@ class PartInputs:
     Attributes:
         samples: calibration inputs; empty: it is not quantised (fp16). graphs: shapes in each graph. open: of each
             input the dimensions that differ between calls. block: 0: weights have 8 bits; else 4, so many of
-            a row with a scale together.
+            a row with a scale together. gptq: such weights are chosen on the samples; else rounded to nearest.
     """
 
     samples: Sequence[Inputs]
     graphs: Mapping[str, Shapes]
     open: Sequence[Sequence[int]]
     block: int = 0
+    gptq: bool = False
 
 
 def zeros(shapes: Shapes) -> Inputs:
@@ -63,16 +64,18 @@ class _Open(nn.Module):
 def quantize_part(
     program: torch.export.ExportedProgram, inputs: PartInputs, settings: Settings
 ) -> tuple[torch.export.ExportedProgram, list[float]]:
-    """``program`` with its weights quantised, unless they are float16; of each output the error on the samples,
-    relative to float32 (L2)."""
+    """``program`` with its weights quantised, unless they are float16; of each output the error on the last quarter of
+    the samples, on which no weights were chosen, relative to float32 (L2)."""
     if not inputs.samples:
         return program, []
     with torch.no_grad():
         right: Any = program.module(check_guards=False)
         precision = replace(settings, precision="w4a16" if inputs.block else "w8a16")
-        quantized = pt2e(program.module(check_guards=False), inputs.samples, precision, inputs.block)
+        first, last = held_back(inputs.samples)
+        chosen_on = first if inputs.gptq else ()
+        quantized = pt2e(program.module(check_guards=False), inputs.samples, precision, inputs.block, chosen_on)
         example: Any = program.example_inputs[0]
-        return open_program(quantized, example, inputs.open), errors_of(right, quantized, inputs.samples)
+        return open_program(quantized, example, inputs.open), errors_of(right, quantized, last)
 
 
 def part_program(

@@ -7,7 +7,7 @@ scales, so that the compiler can keep one copy of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import nn
 
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError, ShapeError
 from torch_pi2.export.hot import HotChunks, linear_of
-from torch_pi2.export.qnn.blocks import use_block_scales
+from torch_pi2.export.qnn.blocks import MOST, block_scales
+from torch_pi2.export.qnn.calibrated import Scales, calibrate
 from torch_pi2.export.qnn.outliers import four_bit_damage, split
 from torch_pi2.export.qnn.settings import EQUAL_BLOCK, EQUAL_OUTLIERS, Settings
 from torch_pi2.ops.activations import ACTIVATIONS
@@ -118,7 +119,7 @@ def quantize(hot: HotChunks, samples: torch.Tensor | None, settings: Settings) -
             [len(high) for high, _ in splits],
             block,
             {tried[1]: tried[0][-1] for tried in tries},
-            len(_measured(x_TH)),
+            len(held_back(x_TH)[1]),
         )
 
 
@@ -195,11 +196,13 @@ def _quantized(
     hot: HotChunks, x_TH: torch.Tensor, settings: Settings, block: int
 ) -> tuple[list[float], int, list[tuple[torch.Tensor, torch.Tensor]], torch.fx.GraphModule]:
     """Errors, ``block``, the neurons that are outliers, and the layer with its quantised weights."""
-    splits = _splits(hot, x_TH[: len(x_TH) - len(x_TH) // _HELD], settings, block)
+    first, last = held_back(x_TH)
+    splits = _splits(hot, first, settings, block)
+    chosen_on = [(x,) for x in first.split(_ROWS)] if settings.gptq else []
     sums = _Sums(hot, splits).eval()
     inputs = [(x,) for x in x_TH.split(_ROWS)]
-    quantized = pt2e(_export(sums, x_TH.shape[1]).module(), inputs, settings, block)
-    measured = [(x,) for x in _measured(x_TH).split(_ROWS)]
+    quantized = pt2e(_export(sums, x_TH.shape[1]).module(), inputs, settings, block, chosen_on)
+    measured = [(x,) for x in last.split(_ROWS)]
     return errors_of(sums, quantized, measured), block, splits, quantized
 
 
@@ -233,17 +236,25 @@ def _intermediate(of: Any, gate: torch.Tensor | None, up: torch.Tensor) -> torch
 
 
 def pt2e(
-    module: torch.fx.GraphModule, inputs: Iterable[tuple[torch.Tensor, ...]], settings: Settings, block: int
+    module: torch.fx.GraphModule,
+    inputs: Sequence[tuple[torch.Tensor, ...]],
+    settings: Settings,
+    block: int,
+    chosen_on: Sequence[tuple[torch.Tensor, ...]] = (),
 ) -> torch.fx.GraphModule:
     """``module`` with weights and activations quantised for the HTP, the latter to what they are on ``inputs``.
 
-    ``block``: with w4a16, so many weights of a row have a scale; 0: all of it.
+    ``block``: with w4a16, so many weights of a row have a scale; 0: all of it. ``chosen_on``: further inputs, on which
+    4-bit weights are chosen (:mod:`torch_pi2.export.qnn.calibrated`); none: they are rounded to nearest.
     """
     from executorch.backends.qualcomm.quantizer.quantizer import ModuleQConfig, QnnQuantizer, QuantDtype
     from executorch.backends.qualcomm.serialization.qc_schema import QcomChipset
     from torchao.quantization.pt2e import MinMaxObserver
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
+    scales = Scales()
+    if chosen_on and settings.precision == "w4a16":
+        module, scales = calibrate(module, chosen_on, block, _is_outlier)
     eight: dict[str, Any] = {"is_linear_per_channel": True, "act_observer": MinMaxObserver}
     quantizer = QnnQuantizer(soc_model=QcomChipset[settings.soc])
     four = QuantDtype.use_16a4w_block if block else QuantDtype.use_16a4w
@@ -255,18 +266,36 @@ def pt2e(
     prepared = prepare_pt2e(module, quantizer)
     for one in inputs:
         prepared(*one)
-    use_block_scales(prepared)
+    _use_scales(prepared, scales)
     converted: torch.fx.GraphModule = convert_pt2e(prepared)
     return converted
+
+
+def _use_scales(prepared: torch.fx.GraphModule, scales: Mapping[str, torch.Tensor]) -> None:
+    """Give the observers of weights in ``prepared`` (calibrated) these scales, or groups those of block_scales."""
+    from executorch.backends.qualcomm.quantizer.observers.per_block_param_observer import PerBlockParamObserver
+
+    for node in prepared.graph.nodes:
+        observer: Any = prepared.get_submodule(node.target) if node.op == "call_module" else None
+        if observer is None or not node.args or node.args[0].op != "get_attr":
+            continue
+        name = str(node.args[0].target)
+        scale = scales.get(name)
+        if scale is None and isinstance(observer, PerBlockParamObserver):
+            scale = block_scales(prepared.get_parameter(name), observer.block_size[1])
+        if scale is not None:
+            observer.max_val.copy_((scale * MOST).reshape(observer.max_val.shape))
+            observer.min_val.copy_(-observer.max_val)
 
 
 def _is_outlier(node: torch.fx.Node) -> bool:
     return any(_OUTLIERS in str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values())
 
 
-def _measured(x_TH: torch.Tensor) -> torch.Tensor:
-    """The inputs on which errors are measured; all where there are too few to leave any out."""
-    return x_TH[len(x_TH) - len(x_TH) // _HELD :] if len(x_TH) >= _HELD else x_TH
+def held_back(samples: Any) -> tuple[Any, Any]:
+    """Those by which weights are chosen, and those on which errors are measured; all twice where there are too few."""
+    some = len(samples) - len(samples) // _HELD
+    return (samples[:some], samples[some:]) if len(samples) >= _HELD else (samples, samples)
 
 
 def errors_of(right: nn.Module, quantized: nn.Module, inputs: Iterable[tuple[torch.Tensor, ...]]) -> list[float]:

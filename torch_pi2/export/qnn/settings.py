@@ -56,6 +56,8 @@ class Settings:
             whichever has the smaller error, where groups take no more bytes.
         weight_sharing: one copy of the weights for all graphs of a layer. Phones need it; Qualcomm's x86 emulator
             refuses to load such files, so what is to run there is compiled without.
+        gptq: 4-bit weights of feed-forward layers are chosen by what outputs lose on calibration inputs; False: they
+            are rounded to nearest.
         timeout_s: seconds that one layer may take.
     """
 
@@ -65,6 +67,7 @@ class Settings:
     blocks: int | str = "auto"
     weight_sharing: bool = True
     timeout_s: float = 1800.0
+    gptq: bool = True
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:

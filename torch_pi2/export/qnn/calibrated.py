@@ -1,0 +1,152 @@
+"""4-bit weights for the NPU by what its outputs lose on calibration inputs (GPTQ), in place of rounding to nearest."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_pi2.export.qnn.blocks import MOST, STEPS, block_scales
+from torch_pi2.fitting.gptq import DAMPING, Moments, Solver
+
+#: Of a row with one scale: where its largest weight may come to lie, in shares of the largest integer.
+_SHARES = (1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5)
+#: Smallest scale, as ExecuTorch's observers have it.
+_LEAST = 2.0**-23
+
+
+class _Common(NamedTuple):
+    """Of each row: a sixteenth of its largest scale, and the group that has this one."""
+
+    step_N: torch.Tensor
+    largest_N: torch.Tensor
+
+
+class NpuGrid:
+    """4 bits as QNN has them: -7 to 7, and of each group a multiple, 1 to 16, of its row's step.
+
+    A row's step is that of :func:`~torch_pi2.export.qnn.blocks.block_scales`, which its largest group keeps. Without
+    groups (``size`` 0) a row has one scale, which may be any.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def start(self, w_NK: torch.Tensor) -> _Common | None:
+        if not self.size:
+            return None
+        largest = block_scales(w_NK, self.size).max(1)
+        return _Common((largest.values / STEPS).clamp_min(_LEAST), largest.indices)
+
+    def scales(self, w_Nk: torch.Tensor, counts_k: torch.Tensor, common: _Common | None, group: int) -> torch.Tensor:
+        if common is None:
+            tried_NE = w_Nk.abs().amax(1, keepdim=True) / (MOST * torch.tensor(_SHARES))
+        else:
+            tried_NE = common.step_N[:, None] * torch.arange(1.0, STEPS + 1)
+        best_N1 = torch.full((len(w_Nk), 1), _LEAST)
+        least_N = torch.full((len(w_Nk),), torch.inf)
+        for scale_N in tried_NE.clamp_min(_LEAST).T:  # one at a time: w may have thousands of columns
+            error_N = (self.integers(w_Nk, scale_N[:, None]) * scale_N[:, None] - w_Nk).square() @ counts_k
+            best_N1[:, 0] = torch.where(error_N < least_N, scale_N, best_N1[:, 0])
+            least_N = torch.minimum(error_N, least_N)
+        return best_N1 if common is None else self.nearest(best_N1[:, 0], common, group)[:, None]
+
+    def nearest(self, scale_N: torch.Tensor, common: _Common | None, group: int) -> torch.Tensor:
+        if common is None:
+            return scale_N.clamp_min(_LEAST)
+        multiple_N = (scale_N / common.step_N).round().clamp(1, STEPS)
+        return torch.where(common.largest_N == group, float(STEPS), multiple_N) * common.step_N
+
+    def integers(self, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (w / scale).round().clamp(-MOST, MOST)
+
+
+#: Scales of a weight ``[N, K / size]``, by its name in a program.
+Scales = dict[str, torch.Tensor]
+
+
+def calibrate(
+    module: torch.fx.GraphModule, inputs: Sequence[tuple[torch.Tensor, ...]], block: int, wide: Any
+) -> tuple[torch.fx.GraphModule, Scales]:
+    """``module`` with the weights of its linear layers as the NPU has them in 4 bits, and their scales.
+
+    Layers are solved one after the other on the inputs that those before them make. Memory: a copy of the module, and
+    of one of its layers at a time what :class:`~torch_pi2.fitting.gptq.Solver` says.
+
+    Args:
+        inputs: of ``module``. block: weights of a row that have a scale; 0: all. wide: of a node of ``module``, whether
+            its weights stay as they are, as they get 8 bits.
+    """
+    made, scales = copy.deepcopy(module), Scales()
+    grid = NpuGrid(block)
+    for names in _levels(module, wide):
+        moments = _moments(module, made, names, inputs)
+        solvers: dict[int, Solver] = {}
+        for name in names:
+            of_input = moments[name]
+            if id(of_input) not in solvers:
+                # as much as chance has of it: with fewer tokens than columns GPTQ alone is worse than rounding
+                damping = DAMPING + len(of_input.squares_KK) / of_input.tokens
+                solvers[id(of_input)] = Solver(name, of_input, grid, damping=damping)
+            weight = made.get_parameter(name)
+            values_NK, scale_NK = solvers[id(of_input)].solve_values(weight)
+            weight.copy_(values_NK)
+            scales[name] = scale_NK[:, :: block or scale_NK.shape[1]].clone()
+    return made, scales
+
+
+def _linears(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
+    yield from (node for node in module.graph.nodes if node.target is torch.ops.aten.linear.default)
+
+
+def _levels(module: torch.fx.GraphModule, wide: Any) -> list[list[str]]:
+    """Names of weights, those of a level with inputs that do not depend on one another's."""
+    depth: dict[torch.fx.Node, int] = {}
+    found: dict[int, list[str]] = {}
+    for node in module.graph.nodes:
+        before = max((depth[used] for used in node.all_input_nodes), default=0)
+        depth[node] = before + (node.target is torch.ops.aten.linear.default)
+        if depth[node] > before and not wide(node):
+            found.setdefault(before, []).append(str(node.args[1].target))
+    return [found[level] for level in sorted(found)]
+
+
+class _Seen(torch.fx.Interpreter):
+    """Runs a module, and keeps the inputs of linear layers by the names of their weights."""
+
+    def __init__(self, module: torch.fx.GraphModule, names: Sequence[str]) -> None:
+        super().__init__(module)
+        self.names, self.found = {*names}, dict[str, torch.Tensor]()
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        if n.target is torch.ops.aten.linear.default:
+            x, weight = n.all_input_nodes[:2]
+            if weight.target in self.names:
+                self.found[str(weight.target)] = self.env[x]
+        return super().run_node(n)
+
+
+def _moments(
+    floats: torch.fx.GraphModule,
+    made: torch.fx.GraphModule,
+    names: Sequence[str],
+    inputs: Sequence[tuple[torch.Tensor, ...]],
+) -> Mapping[str, Moments]:
+    """Of the inputs of the named layers; those with the same input have the same."""
+    moments: dict[str, Moments] = {}
+    for one in inputs:
+        runs = [_Seen(module, names) for module in (made, floats)]
+        for run in runs:
+            run.run(*one)
+        added: dict[int, Moments] = {}
+        for name in names:
+            x, y = (run.found[name] for run in runs)
+            if x.data_ptr() in added:
+                moments.setdefault(name, added[x.data_ptr()])
+                continue
+            own = moments.setdefault(name, Moments(x.shape[-1]))
+            own.add(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]))
+            added[x.data_ptr()] = own
+    return moments
