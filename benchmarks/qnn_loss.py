@@ -71,7 +71,8 @@ def measure(folder: Path, tokens: int, emulator: str | None, rows: int = 64) -> 
 
     before, found = loss(), {}
     for name, ((precision, outliers, blocks), gptq) in KINDS.items():
-        settings = qnn.Settings(emulator or "SM8650", precision, outliers, blocks, weight_sharing=False, gptq=gptq)
+        how = "gptq" if gptq else "rtn"
+        settings = qnn.Settings(emulator or "SM8650", precision, outliers, blocks, False, quantization=how)
         parts = [quantize(part, x, settings) for part, x in zip(hot, samples)]
         modules = [part.program.module(check_guards=False) for part in parts]
         with hot_on_npu(layers, modules, chunks):

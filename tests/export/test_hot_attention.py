@@ -181,7 +181,7 @@ def test_quantised_linear_layers_are_those_numbers(tmp_path: Path) -> None:
 
 
 def request(hot_attention: str | None, kv: str = "float32", precision: str = "w4a16") -> Request:
-    kinds = ("float32", kv, None, None, hot_attention, precision, 64, "auto")
+    kinds = ("float32", kv, None, None, hot_attention, precision, 64, "auto", "rtn")
     return Request("qnn:SM8650", ROOM, 256, (1,), *kinds, True, False)
 
 

@@ -167,7 +167,7 @@ def test_what_is_refused(tmp_path: Path, bundle: tuple[nn.Module, Path]) -> None
 
 
 def request(prompts: tuple[int, ...] | None, max_tokens: int = 512, precision: str = "w4a16") -> Request:
-    settings = (None, prompts, None, precision, 64, "auto", True, False)
+    settings = (None, prompts, None, precision, 64, "auto", "rtn", True, False)
     return Request("qnn:SM8650", max_tokens, 256, (1,), "float32", "float32", *settings)
 
 

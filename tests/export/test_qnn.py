@@ -202,15 +202,16 @@ def test_groups_have_a_smaller_true_error_than_outliers_in_a_trained_layer(tmp_p
     )
     hot, x = hot_chunks(ffn, 2), heldout[:64]
     right, errors = hot(x), {}
-    for blocks in (0, 16):
-        settings = qnn.Settings("SM8650", blocks=blocks, weight_sharing=False, timeout_s=300)
+    for blocks, how in ((0, "rtn"), (16, "rtn"), (16, "gptq")):
+        settings = qnn.Settings("SM8650", "w4a16", 64, blocks, False, timeout_s=300, quantization=how)
         lowered = qnn.lower_hot([hot], [train], {"forward": qnn.Graph((64,), [2])}, settings)
         module = lowered.modules["forward"][0]
         assert module is not None
         (got,) = run_on_emulator(module, x, tmp_path)
         assert relative(got, module(x)) < 5e-3
-        errors[blocks] = relative(got, right)
-    assert errors[16] < 0.9 * errors[0]
+        errors[blocks, how] = relative(got, right)
+    assert errors[16, "rtn"] < 0.9 * errors[0, "rtn"]
+    assert errors[16, "gptq"] < 0.95 * errors[16, "rtn"]
 
 
 def test_auto_keeps_what_has_the_smaller_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with w4a16, weights of a group that has a scale; 0: outliers instead; auto: what has the smaller error",
     )
     npu.add_argument(
+        "--quantization",
+        choices=("rtn", "gptq"),
+        default="rtn",
+        help="with w4a16, weights to nearest, or by what outputs lose on --text, which takes longer",
+    )
+    npu.add_argument(
         "--no-weight-sharing",
         action="store_true",
         help="a copy per batch size: for Qualcomm's emulator, not for phones",
@@ -128,6 +134,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             *("hot_attention", "precision", "outliers", "blocks"),
         ),
         tokenizer=tokenizer,
+        quantization=args.quantization,
         weight_sharing=not args.no_weight_sharing,
         calibration=common.text_of(args, tokenizer, _TOKENS) if calibrated else None,
         progress=not args.quiet,

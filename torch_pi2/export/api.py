@@ -57,6 +57,7 @@ def export(
     precision: str = "w4a16",
     outliers: int = 64,
     blocks: int | str = "auto",
+    quantization: str = "rtn",
     weight_sharing: bool = True,
     calibration: Any = None,
     progress: bool = False,
@@ -88,7 +89,8 @@ def export(
         hot_attention: in which methods the accelerator computes attention with its projections, too, over keys and
             values that it is given: ``none``, ``prompts`` (those of ``hot_prompts``) or ``all`` (decoding, too, with
             the last linear layer). ``kv`` is float32 or float16 then. Default: ``prompts`` on an NPU that holds it.
-        precision, outliers, blocks, weight_sharing: of the NPU's part, see :class:`torch_pi2.export.qnn.Settings`.
+        precision, outliers, blocks, quantization, weight_sharing: of the NPU's part, see
+            :class:`torch_pi2.export.qnn.Settings`.
         calibration: text (with ``tokenizer``), ids or batches, as for :func:`torch_pi2.optimize`: inputs of hot parts
             are seen on it. Needed by ``qnn`` unless ``precision`` is ``fp16``.
         progress: bars on standard error in a terminal, and else to the log (:mod:`torch_pi2.base.progress`).
@@ -113,6 +115,7 @@ def export(
         precision,
         outliers,
         blocks,
+        quantization,
         weight_sharing,
         progress,
     )

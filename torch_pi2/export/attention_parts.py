@@ -96,7 +96,7 @@ def place_attention(
             )
         report["attention"] = f"on the CPU: with it an NPU would have {size >> 20} MiB"
         return "none", None
-    parts_of = _compiled(source, switches, head, methods, block, first)
+    parts_of = _compiled(source, switches, head, methods, block, settings.quantization == "gptq", first)
     lowered = qnn.lower_parts(parts_of, settings, progress=request.progress)
     report["attention"] = where
     report["parts"] = lowered.report
@@ -124,6 +124,7 @@ def _compiled(
     head: Head | None,
     methods: Sequence[str],
     block: int,
+    gptq: bool,
     first: Sequence[Batch],
 ) -> Iterator[tuple[str, torch.export.ExportedProgram, Any]]:
     """Each part as what compiles it takes it: its name, its program, its inputs."""
@@ -139,7 +140,7 @@ def _compiled(
         graphs = {name: switch.call.shapes(*sizes_of(name)) for name in methods}
         samples = samples_of(part, seen[i]) if first else []
         program = open_program(part, zeros(switch.call.shapes(2, 3)), switch.call.open)
-        yield part_name(i), program, PartInputs(samples, graphs, switch.call.open, block, gptq=True)
+        yield part_name(i), program, PartInputs(samples, graphs, switch.call.open, block, gptq)
     if head is not None:
         width = switches[0].call.widths[0]
         one = {name: [((sizes_of(name)[0], 1, width), torch.float32)] for name in methods}

@@ -14,8 +14,8 @@ from torch_pi2.export.choose import is_whole
 from torch_pi2.export.manifest import BESIDE, MANIFEST_FILE, Manifest
 from torch_pi2.spec.config import HOT_ATTENTION, KV_FORMATS, LINEARS
 
-#: Precision, outliers, blocks and weight sharing of :class:`torch_pi2.export.qnn.Settings`.
-_NPU_DEFAULTS = ("w4a16", 64, "auto", True)
+#: Precision, outliers, blocks, quantization and weight sharing of :class:`torch_pi2.export.qnn.Settings`.
+_NPU_DEFAULTS = ("w4a16", 64, "auto", "rtn", True)
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Request:
     precision: str
     outliers: int
     blocks: int | str
+    quantization: str
     weight_sharing: bool
     progress: bool
 
@@ -62,7 +63,7 @@ def sorted_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
 def check_request(request: Request) -> None:
     """What can be refused before anything is done."""
     prompts = request.hot_prompts or ()
-    npu = (request.precision, request.outliers, request.blocks, request.weight_sharing)
+    npu = (request.precision, request.outliers, request.blocks, request.quantization, request.weight_sharing)
     for name, good, expected in (
         ("max_tokens", is_whole(request.max_tokens, 3), "a whole number, 3 or more"),
         ("max_prompt", is_whole(request.max_prompt, 2), "a whole number, 2 or more"),
@@ -76,7 +77,7 @@ def check_request(request: Request) -> None:
         (
             "precision",
             request.soc is not None or npu == _NPU_DEFAULTS,
-            "it, outliers, blocks and weight_sharing left out where target is not an NPU's",
+            "it, outliers, blocks, quantization and weight_sharing left out where target is not an NPU's",
         ),
         (
             "hot_prompts",
@@ -124,6 +125,7 @@ def qnn_settings(request: Request) -> Any:
         request.precision,
         outliers=request.outliers,
         blocks=request.blocks,
+        quantization=request.quantization,
         weight_sharing=request.weight_sharing,
     )
 

@@ -198,7 +198,7 @@ def _quantized(
     """Errors, ``block``, the neurons that are outliers, and the layer with its quantised weights."""
     first, last = held_back(x_TH)
     splits = _splits(hot, first, settings, block)
-    chosen_on = [(x,) for x in first.split(_ROWS)] if settings.gptq else []
+    chosen_on = [(x,) for x in first.split(_ROWS)] if settings.quantization == "gptq" else []
     sums = _Sums(hot, splits).eval()
     inputs = [(x,) for x in x_TH.split(_ROWS)]
     quantized = pt2e(_export(sums, x_TH.shape[1]).module(), inputs, settings, block, chosen_on)

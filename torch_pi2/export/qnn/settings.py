@@ -56,8 +56,8 @@ class Settings:
             whichever has the smaller error, where groups take no more bytes.
         weight_sharing: one copy of the weights for all graphs of a layer. Phones need it; Qualcomm's x86 emulator
             refuses to load such files, so what is to run there is compiled without.
-        gptq: 4-bit weights of feed-forward layers are chosen by what outputs lose on calibration inputs; False: they
-            are rounded to nearest.
+        quantization: how 4-bit weights of feed-forward layers and of attention are chosen: ``rtn`` to nearest,
+            ``gptq`` by what outputs lose on calibration inputs, which takes longer (:mod:`.calibrated`).
         timeout_s: seconds that one layer may take.
     """
 
@@ -67,7 +67,7 @@ class Settings:
     blocks: int | str = "auto"
     weight_sharing: bool = True
     timeout_s: float = 1800.0
-    gptq: bool = True
+    quantization: str = "rtn"
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -76,6 +76,13 @@ class Settings:
                 expected=f"one of {', '.join(PRECISIONS)}",
                 found=repr(self.precision),
                 fix="w4a16 is the default.",
+            )
+        if self.quantization not in ("rtn", "gptq") or (self.quantization == "gptq" and self.precision != "w4a16"):
+            raise ConfigError(
+                f"quantization of the hot part in {self.precision}",
+                expected="rtn, or gptq with w4a16",
+                found=repr(self.quantization),
+                fix="Leave it out.",
             )
         good = not (self.outliers < 0 or self.outliers % 64) and self.blocks in ("auto", 0, *SIZES)
         if not good or self.timeout_s <= 0:
