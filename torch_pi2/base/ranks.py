@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -125,8 +125,11 @@ def shared_folder(ranks: Ranks) -> Iterator[Path | None]:
     if ranks.size == 1:
         yield None
         return
-    folder = Path(ranks.first(lambda: tempfile.mkdtemp(prefix="torch_pi2-")))
-    try:
+    with ExitStack() as held:
+        make = tempfile.TemporaryDirectory
+        folder = Path(ranks.first(lambda: held.enter_context(make(prefix="torch_pi2-", ignore_cleanup_errors=True))))
+        # after an error whoever has it removes the folder: the others may have ended
+        held.callback(shutil.rmtree, folder, ignore_errors=True)
         if not all(ranks.each(folder.is_dir())):
             raise ConfigError(
                 f"folder that {ranks.size} processes share",
@@ -136,5 +139,3 @@ def shared_folder(ranks: Ranks) -> Iterator[Path | None]:
             )
         yield folder
         ranks.each(None)  # all are through with it
-    finally:  # after an error whoever has it removes the folder: the others may have ended
-        shutil.rmtree(folder, ignore_errors=True)
