@@ -283,6 +283,10 @@ def test_padded_int4_predictors_decide_the_same() -> None:
             again = {name: tensor.clone() for name, tensor in longer.tensors().items()}
             if weights == "int4":
                 assert LowRankRows.from_rows(again, weights, 64, 0.0, None).rank == rank
+    rounded = quantised(*made, "int4")
+    assert isinstance(rounded, LowRankRows)
+    rounded.int8_activations = True
+    assert torch.equal(rounded.padded(40).scores(found.x_NH), rounded.scores(found.x_NH)), "measured with its inputs"
 
 
 FIT = {"n_tokens": 800, "steps": 120, "max_rounds": 6, "seq_len": 24, "hot_frequency": 0.6}

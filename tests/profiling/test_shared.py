@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from tiny_experts import build
 from tiny_models import tiny
-from torch_pi2.errors import ConfigError
+from torch_pi2.errors import CalibrationError, ConfigError
 
 out, rank = Path(sys.argv[1]), 0
 if dist.is_torchelastic_launched():
@@ -51,6 +51,17 @@ for name, data in (("text", text[rank:]), ("settings", text)):
         except ConfigError as error:
             (out / f"{name}-{rank}.txt").write_text(str(error))
 if dist.is_initialized():
+    own = text[rank:]
+    stats = torch_pi2.profile(tiny("drelu"), own, **settings)
+    try:
+        torch_pi2.fit(tiny("drelu"), own, stats=stats, method="lowrank", work=out / "work", **settings)
+    except ConfigError as error:
+        (out / f"fit-{rank}.txt").write_text(str(error))
+    wrong = [text[0], torch.full((30,), 99), *text[1:]]
+    try:
+        torch_pi2.profile(tiny("drelu"), wrong, shared=True, batch_size=1, seq_len=32)
+    except CalibrationError as error:
+        (out / f"ids-{rank}.txt").write_text(str(error))
     dist.destroy_process_group()
 """
 
@@ -90,12 +101,18 @@ def test_two_processes_profile_what_one_does(tmp_path: Path) -> None:
             assert [(y.tokens, y.borrowed) for y in two] == [(y.tokens, y.borrowed) for y in one]
     starved = one["model.layers.0.mlp.experts.1"]
     assert starved.tokens == starved.borrowed >= MIN_TOKENS, "the sample of a block is shared, too"
-    for name, what in (("text", "calibration data"), ("settings", "settings")):
+    for name, what in (
+        ("text", "calibration data"),
+        ("settings", "settings"),
+        ("fit", "model, text or settings"),
+    ):
         for rank in range(2):
             said = (tmp_path / "two" / f"{name}-{rank}.txt").read_text()
             assert f"{what} of 2 processes that share work: expected the same in each" in said
             assert "found others in process 1 than in process 0" in said
             assert "none of it dealt out (DistributedSampler) or shuffled" in said
+    for rank in range(2):  # in a batch that one of them reads
+        assert "(the model's vocabulary), found 99 to 99" in (tmp_path / "two" / f"ids-{rank}.txt").read_text()
 
 
 def test_a_sample_does_not_depend_on_who_takes_which_part() -> None:

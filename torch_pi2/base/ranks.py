@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from torch_pi2.errors import ConfigError
+from torch_pi2.errors import ConfigError, Pi2Error
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -35,13 +35,33 @@ class Ranks:
         """``function`` of each of ``items``, each computed by one of the processes and known to all (as a pickle).
 
         They are through when this returns: what one has written to a file, all others can read.
+
+        Raises:
+            Pi2Error: one of them has raised something, or has ended. None of the others waits for it.
         """
-        mine = [function(item) for item in items[self.rank :: self.size]]
-        if self.size == 1:
-            return mine
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, mine)
+        found = self._exchanged(lambda: [function(item) for item in items[self.rank :: self.size]])
         return [found[i % self.size][i // self.size] for i in range(len(items))]
+
+    def _exchanged(self, make: Callable[[], Made]) -> list[Made]:
+        """What ``make`` returns in each of the processes, in their order. Raises as :meth:`map`."""
+        if self.size == 1:
+            return [make()]
+        made, own = None, None
+        try:
+            made = make()
+        except Exception as error:
+            own = error
+        found: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(found, (made, None if own is None else _said(own)))
+        except RuntimeError as error:
+            raise own or _lost(self.size, error) from error
+        if own is not None:
+            raise own
+        for rank, (_, said) in enumerate(found):
+            if said is not None:
+                raise _of_other(rank, self.size, *said)
+        return [made for made, _ in found]
 
     def first(self, function: Callable[[], Made]) -> Made:
         """What ``function`` returns in the first process, to all of them."""
@@ -49,11 +69,15 @@ class Ranks:
 
     def each(self, own: Made) -> list[Made]:
         """What each of the processes has for ``own``, in their order."""
-        return self.map(lambda _: own, range(self.size))
+        return self._exchanged(lambda: own)
 
-    def check_same(self, what: str, own: str) -> None:
-        """Raises ConfigError, in all processes, unless ``own``, which stands for ``what``, is the same in all."""
-        found = self.each(own)
+    def check_same(self, what: str, make: Callable[[], str]) -> str:
+        """What ``make`` returns, which stands for ``what``.
+
+        Raises:
+            ConfigError: in all processes, unless it is the same in all. Pi2Error: as :meth:`map`.
+        """
+        found = self._exchanged(make)
         if len(set(found)) > 1:
             other = next(rank for rank, value in enumerate(found) if value != found[0])
             raise ConfigError(
@@ -63,6 +87,32 @@ class Ranks:
                 fix="Give all of them the same model, text and settings, none of it dealt out (DistributedSampler) or "
                 "shuffled; or call this outside of torch.distributed's group.",
             )
+        return found[0]
+
+
+def _said(error: Exception) -> tuple[type[Pi2Error] | None, dict[str, str]]:
+    """What a process tells the others of its error: not all errors can be pickled."""
+    if isinstance(error, Pi2Error):
+        return type(error), {name: getattr(error, name) for name in ("what", "expected", "found", "fix")}
+    return None, {"found": f"{type(error).__name__}: {error}"}
+
+
+def _of_other(rank: int, size: int, kind: type[Pi2Error] | None, parts: dict[str, str]) -> Pi2Error:
+    """The error that process ``rank`` has raised."""
+    if kind is not None:
+        return kind(**parts)
+    what, fix = f"process {rank} of {size} that share work", "See what that process says."
+    return Pi2Error(what, expected="its part of the work", fix=fix, **parts)
+
+
+def _lost(size: int, error: Exception) -> Pi2Error:
+    """Another process was killed or has ended, or takes longer than the group waits."""
+    return Pi2Error(
+        f"{size} processes that share work",
+        expected="an answer of each",
+        found=f"none of one of them ({error})",
+        fix="See what the others say; a process that is killed has often taken more memory than there is.",
+    )
 
 
 @contextmanager
@@ -75,8 +125,11 @@ def shared_folder(ranks: Ranks) -> Iterator[Path | None]:
     if ranks.size == 1:
         yield None
         return
-    folder = Path(ranks.first(lambda: tempfile.mkdtemp(prefix="torch_pi2-")))
-    try:
+    with ExitStack() as held:
+        make = tempfile.TemporaryDirectory
+        folder = Path(ranks.first(lambda: held.enter_context(make(prefix="torch_pi2-", ignore_cleanup_errors=True))))
+        # after an error whoever has it removes the folder: the others may have ended
+        held.callback(shutil.rmtree, folder, ignore_errors=True)
         if not all(ranks.each(folder.is_dir())):
             raise ConfigError(
                 f"folder that {ranks.size} processes share",
@@ -85,5 +138,4 @@ def shared_folder(ranks: Ranks) -> Iterator[Path | None]:
                 fix="Call torch_pi2.fit(work=...) with a folder that all see, and optimize(predictors=...).",
             )
         yield folder
-    finally:
-        ranks.first(lambda: shutil.rmtree(folder, ignore_errors=True))
+        ranks.each(None)  # all are through with it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch_pi2.errors import ArtifactError, StaleArtifactError
 from torch_pi2.predict.file import card_of
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.predict.lowrank_rows import LowRankRows
+from torch_pi2.profiling.data import digest
 
 _FORMAT = ("torch_pi2.fitting", 1)
 _BEGUN = "begun.json"
@@ -111,22 +112,24 @@ def begun(folder: Path | None, made_from: Mapping[str, Any], ranks: Ranks) -> It
 
     Raises:
         StaleArtifactError: another fit was begun there. ArtifactError: another process fits there, or it is damaged.
+        ConfigError: processes have other models, text or settings than each other. In all processes.
     """
     if folder is None:
         yield
         return
-    if ranks.rank:  # the first process has the lock
-        ranks.first(lambda: None)
+    ranks.check_same("model, text or settings", lambda: digest(dict(made_from)))
+    with ExitStack() as held:
+        ranks.first(lambda: _take(folder, made_from, held))  # the first process has the lock
         yield
-        return
+
+
+def _take(folder: Path, made_from: Mapping[str, Any], held: ExitStack) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise not_written(folder, error) from error
-    with locked(folder, 0.0):
-        _check_begun(folder, json.loads(json.dumps(dict(made_from))))
-        ranks.first(lambda: None)
-        yield
+    held.enter_context(locked(folder, 0.0))
+    _check_begun(folder, json.loads(json.dumps(dict(made_from))))
 
 
 def _check_begun(folder: Path, made_from: dict[str, Any]) -> None:

@@ -64,7 +64,9 @@ class LowRankRows(LowRank):
         size = FORMATS[self.weights].group_bytes  # a row has the integers of all groups before their scales
         halves = zip(*(t.split((n * size, n * (one - size)), 1) for t, n in ((self.b, now), (none, more))))
         b = torch.cat([part for half in halves for part in half], 1)
-        return LowRankRows(a, b, self.bias, self.weights, self.hidden, self.threshold, self.card)
+        longer = LowRankRows(a, b, self.bias, self.weights, self.hidden, self.threshold, self.card)
+        longer.int8_activations = self.int8_activations
+        return longer
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"a": self.a, "b": self.b, "bias": self.bias}

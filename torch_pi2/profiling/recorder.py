@@ -137,7 +137,9 @@ def record(
     recorder, routed = ActivationRecorder(model, sites, sink), RoutedRecorder(model, sites, sink)
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     shown = bar(data, label, progress, unit="batch")
-    with evaluating(model), routed, letting_go(model):
+
+    def read() -> str:
+        """The batches of this process; a digest of all."""
         seen = ""
         for part, batch in enumerate(shown):
             if ranks.size > 1:
@@ -152,7 +154,10 @@ def record(
             counts["batches"] += 1
             counts["tokens"] += batch.n_tokens
             counts["sequences"] += 0 if batch.mask_BT is None else batch.mask_BT.shape[0]
-        ranks.check_same("calibration data", seen)
+        return seen
+
+    with evaluating(model), routed, letting_go(model):
+        ranks.check_same("calibration data", read)
         routed.finish(ranks)
     counts = _sums(ranks.each(counts))
     if not counts["batches"]:

@@ -140,7 +140,7 @@ def profile(
     cuts = threshold_map(sites, thresholds)
     shares = chosen_shares(getattr(model, "config", None), sites)
     settings = [site.key for site in sites], cuts, scales, batch_size, seq_len, cofire_tokens, seed
-    ranks.check_same("settings", digest(settings))
+    ranks.check_same("settings", lambda: digest(settings))
     counters = {
         s.key: _Counter(
             s,
@@ -154,7 +154,6 @@ def profile(
     }
     stream = batches(data, tokenizer=tokenizer, batch_size=batch_size, seq_len=seq_len)
     counts = record(model, stream, sites, lambda f: counters[f.site.key].add(f), progress=progress, ranks=ranks)
-    model_hash = weights_hash(model, list(sites))
-    ranks.check_same("weights", model_hash)
+    model_hash = ranks.check_same("weights", lambda: weights_hash(model, list(sites)))
     made_by = {"verb": "profile", "seed": seed, "seq_len": seq_len, **counts}
     return ActivationStats({k: c.result(ranks) for k, c in counters.items()}, model_hash, made_by)
