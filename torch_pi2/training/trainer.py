@@ -124,7 +124,7 @@ class Steering:
         self._steer(state.global_step / state.max_steps, sum(shares) / len(shares))
         row["weight_next"] = self.loss.weight
         if state.global_step % args.save_steps == 0 or state.global_step == state.max_steps:
-            if self.loss.settings.revive and state.global_step < _RISE * state.max_steps:
+            if self.loss.settings.revive and state.global_step <= _RISE * state.max_steps:
                 row["revived"] = self._revive(state.global_step)
             part = (args.process_index, args.world_size)
             found = measure(self.trainer.model, zeros, self.heldout_NT, part=part, reduce=accelerator.reduce)
