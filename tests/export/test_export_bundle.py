@@ -458,7 +458,20 @@ def refusals() -> list[Any]:
         pytest.param(optimized, {"max_tokens": 2}, ConfigError, "3 or more, found 2", id="tokens"),
         pytest.param(optimized, {"max_tokens": "48"}, ConfigError, r"export\(max_tokens\): .*, found '48'", id="text"),
         pytest.param(optimized, {"hot": {8: 1}}, ConfigError, "chunks for sizes of batches alone", id="hot"),
-        pytest.param(optimized, {"precision": "fp16"}, ConfigError, "where target is not an NPU's", id="precision"),
+        pytest.param(
+            optimized,
+            {"precision": "fp16"},
+            ConfigError,
+            r"precision=.*it left out where target is not an NPU.s, found .fp16",
+            id="precision",
+        ),
+        pytest.param(
+            optimized,
+            {"quantization": "gptq"},
+            ConfigError,
+            r"quantization=.*it left out where target is not an NPU.s, found .gptq",
+            id="quantization",
+        ),
         pytest.param(optimized, {"dynamic_shapes": {}}, ConfigError, "the example inputs that", id="shapes"),
         pytest.param(
             optimized, {"args": (x,), "max_tokens": 48}, ConfigError, "with max_tokens: .*cache", id="args room"

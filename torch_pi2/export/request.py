@@ -14,8 +14,14 @@ from torch_pi2.export.choose import is_whole
 from torch_pi2.export.manifest import BESIDE, MANIFEST_FILE, Manifest
 from torch_pi2.spec.config import HOT_ATTENTION, KV_FORMATS, LINEARS
 
-#: Precision, outliers, blocks, quantization and weight sharing of :class:`torch_pi2.export.qnn.Settings`.
-_NPU_DEFAULTS = ("w4a16", 64, "auto", "rtn", True)
+#: As :class:`torch_pi2.export.qnn.Settings` has them.
+_NPU_DEFAULTS = {
+    "precision": "w4a16",
+    "outliers": 64,
+    "blocks": "auto",
+    "quantization": "rtn",
+    "weight_sharing": True,
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ def sorted_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
 def check_request(request: Request) -> None:
     """What can be refused before anything is done."""
     prompts = request.hot_prompts or ()
-    npu = (request.precision, request.outliers, request.blocks, request.quantization, request.weight_sharing)
+    of_npu = [name for name, default in _NPU_DEFAULTS.items() if getattr(request, name) != default]
     for name, good, expected in (
         ("max_tokens", is_whole(request.max_tokens, 3), "a whole number, 3 or more"),
         ("max_prompt", is_whole(request.max_prompt, 2), "a whole number, 2 or more"),
@@ -74,11 +80,7 @@ def check_request(request: Request) -> None:
         ),
         ("linears", request.linears in LINEARS, ", ".join(LINEARS)),
         ("kv", request.kv in KV_FORMATS, ", ".join(KV_FORMATS)),
-        (
-            "precision",
-            request.soc is not None or npu == _NPU_DEFAULTS,
-            "it, outliers, blocks, quantization and weight_sharing left out where target is not an NPU's",
-        ),
+        *((name, request.soc is not None, "it left out where target is not an NPU's") for name in of_npu),
         (
             "hot_prompts",
             not prompts or (request.splits and all(is_whole(tokens, 2, request.max_tokens - 1) for tokens in prompts)),
