@@ -18,8 +18,9 @@ from benchmarks.figures import at_least
 from torch_pi2.base import process as machine
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.cli import common
-from torch_pi2.fitting.train import calibrate, measure, train_lowrank
+from torch_pi2.fitting.train import calibrate, measure, train_matrices
 from torch_pi2.graph.find import find_sites
+from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.profiling.samples import Samples
 from torch_pi2.spec.config import Config
 from torch_pi2.spec.site import FFNSite
@@ -124,7 +125,7 @@ def _layer(site: FFNSite, seen: list[dict[str, torch.Tensor]], rank: int, recall
     found: dict[str, Any] = {"key": site.key}
     for name, x_NH in inputs.items():
         fit, held, last = parts(x_NH)
-        made = train_lowrank(fit, rank=rank, neurons=cold, steps=steps)
+        made = LowRank.quantised(*train_matrices(fit, rank=rank, neurons=cold, steps=steps))
         predictor = calibrate(made, held, site, target_recall=recall, neurons=cold)
         cards = {name: measure(predictor, last, site, neurons=cold)}
         if name == "own" and "before" in inputs:

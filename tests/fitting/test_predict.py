@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, NonFi
 from torch_pi2.fitting.fit import cold_neurons, fit
 from torch_pi2.fitting.loss import causal_lm_loss
 from torch_pi2.fitting.search import FitSettings, Layer, Search, initial_rank
-from torch_pi2.fitting.train import calibrate, exact_gate, measure, train_lowrank, train_matrices
+from torch_pi2.fitting.train import calibrate, exact_gate, measure, train_matrices
 from torch_pi2.graph import find_sites
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.predict.file import FittedPredictors, load_predictors, save_predictors
@@ -45,6 +46,11 @@ def layer(seed: int = 0) -> tuple[FFNSite, FFNWeights]:
     )
     refs = [LinearRef("gate.weight"), LinearRef("up.weight"), LinearRef("down.weight")]
     return FFNSite("ffn", 0, "relu", True, *refs, H, I, ""), weights
+
+
+def train_lowrank(found: Samples, **how: Any) -> LowRank:
+    """In int8."""
+    return LowRank.quantised(*train_matrices(found, **how))
 
 
 def samples(n: int, seed: int, w: FFNWeights) -> Samples:

@@ -279,7 +279,7 @@ def _calibration(source: Source, request: Request) -> Sequence[Batch]:
 
 def _tokens(source: Source, request: Request) -> int:
     """Of which inputs are kept, if there are so many."""
-    return tokens_for_weights(source.plain) if request.precision == "w4a16" else TOKENS
+    return tokens_for_weights(source.plain) if request.quantization == "gptq" else TOKENS
 
 
 def _loss(

@@ -25,25 +25,6 @@ from torch_pi2.spec.site import FFNSite, FFNWeights
 MIN_SAMPLES = 64
 
 
-def train_lowrank(
-    samples: Samples,
-    *,
-    rank: int,
-    neurons: torch.Tensor | None = None,
-    steps: int = 800,
-    batch: int = 256,
-    lr: float = 1e-2,
-    seed: int = 0,
-) -> LowRank:
-    """Fit ``b relu(a x) + bias`` to which neurons fire, see :func:`train_matrices`; quantised, threshold 0.
-
-    (``calibrate`` sets it.)
-    """
-    return LowRank.quantised(
-        *train_matrices(samples, rank=rank, neurons=neurons, steps=steps, batch=batch, lr=lr, seed=seed)
-    )
-
-
 def train_matrices(
     samples: Samples,
     *,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -95,10 +95,6 @@ def calibrate(
             weight.copy_(values_NK)
             scales[name] = scale_NK[:, :: block or scale_NK.shape[1]].clone()
     return made, scales
-
-
-def _linears(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
-    yield from (node for node in module.graph.nodes if node.target is torch.ops.aten.linear.default)
 
 
 def _levels(module: torch.fx.GraphModule, wide: Any) -> list[list[str]]:
