@@ -74,6 +74,24 @@ void Call::fail(const Wrong& why) noexcept {
   common_.mutex.tell();
 }
 
+void Call::leave_out_missing(std::uint8_t* active, std::int64_t tokens, std::int64_t n_hot) {
+  const StoreLayer& l = about();
+  const NeuronCache& cache = common_.places.cache();
+  const std::int64_t cold = l.neurons - n_hot;
+  for (std::int64_t i = 0; i < cold; ++i) {
+    bool doubt = false, sure = false;
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      doubt = doubt || active[t * cold + i] == kIfThere;
+      sure = sure || active[t * cold + i] == 1;
+    }
+    if (!doubt) continue;
+    const bool there = sure || cache.contains(key() + (n_hot + i) / l.cluster);
+    for (std::int64_t t = 0; t < tokens; ++t)
+      if (active[t * cold + i] == kIfThere) active[t * cold + i] = there ? 1 : 0;
+    if (!there) ++common_.sums.left_out;
+  }
+}
+
 void Call::expect(std::int64_t n_chunks, bool stream, bool last) {
   while (reads_.asked_for() > 0) common_.mutex.wait_for_news();  // of the tokens before, if reading has broken
   if (broken_) return;

@@ -36,6 +36,7 @@ class Call {
   void add_to(CallStats* stats) const PI2_REQUIRES(kLock);
 
   // See NeuronSource.
+  void leave_out_missing(std::uint8_t* active, std::int64_t tokens, std::int64_t n_hot) PI2_REQUIRES(kLock);
   void expect(std::int64_t n_chunks, bool stream, bool last) PI2_REQUIRES(kLock);
   void begin(const std::int64_t* ids, const std::int64_t* counts, std::int64_t chunk_size, const std::uint8_t* keep)
       PI2_REQUIRES(kLock);

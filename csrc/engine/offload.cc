@@ -45,6 +45,7 @@ struct Offload::State final : NeuronSource, ReadSink {
   std::string compute(std::int64_t layer, const std::function<void()>& body, int threads, CallStats* stats);
   OffloadStats stats(bool reset);
 
+  void leave_out_missing(std::uint8_t* active, std::int64_t tokens, std::int64_t n_hot) override;
   void expect(std::int64_t n_chunks, bool stream, bool last) override;
   void begin(const std::int64_t* ids, const std::int64_t* counts, std::int64_t chunk_size, std::int64_t n_chunks,
              const std::uint8_t* keep) override;
@@ -67,7 +68,7 @@ std::string checked(OffloadOptions* options, CachePolicy* policy, DeviceModel* d
   if (!map && options->engine != "pread" && options->engine != "io_uring")
     return "engine: expected pread, io_uring or mmap, found '" + options->engine + "'";
   if (options->cache_bytes < 0 || options->io_threads < 1 || options->in_flight < 1 || options->window < 0 ||
-      options->gap_bytes < 0 || !(options->hot_share >= 0 && options->hot_share <= 1))
+      options->gap_bytes < 0 || !(options->miss_margin >= 0) || !(options->hot_share >= 0 && options->hot_share <= 1))
     return "options: expected no negative sizes, at least one thread and chunk in flight, and a hot share of 0 to 1";
   options->in_flight = std::min(options->in_flight, kChunks);  // a layer has no more
   options->window = std::min<std::int64_t>(options->window, 1 << 30);
@@ -127,6 +128,12 @@ std::string Offload::State::compute(std::int64_t layer, const std::function<void
   ++common.sums.calls;
   common.sums.busy_ns += since(start) * threads;
   return call.broken() ? call.problem().words() : "";
+}
+
+void Offload::State::leave_out_missing(std::uint8_t* active, std::int64_t tokens, std::int64_t n_hot) {
+  if (tokens >= kStreamFrom || common.layout.mapped() != nullptr) return;  // all of a layer is read, or there
+  const Locked lock(common.mutex);
+  call.leave_out_missing(active, tokens, n_hot);
 }
 
 void Offload::State::expect(std::int64_t n_chunks, bool stream, bool last) {
@@ -286,6 +293,8 @@ Accesses Offload::take_accesses() {
 }
 
 OffloadStats Offload::stats(bool reset) { return state_->common.forked() ? OffloadStats() : state_->stats(reset); }
+
+double Offload::miss_margin() const { return state_->common.options.miss_margin; }
 
 std::string Offload::describe() const {
   if (state_->common.layout.mapped() != nullptr) return "mmap";

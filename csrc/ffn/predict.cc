@@ -111,6 +111,9 @@ struct Pass {
       std::uint8_t* wanted = active + t * args.cold + c;
       const float threshold = args.threshold;  // bytes may be anything for the compiler, what `this` holds too
       for (std::int64_t k = 0; k < count; ++k) wanted[k] = !(values[k] < threshold);
+      const float sure = threshold + args.doubt;
+      for (std::int64_t k = 0; args.doubt > 0 && k < count; ++k)
+        if (wanted[k] != 0 && values[k] < sure) wanted[k] = kIfThere;
     });
   }
 };

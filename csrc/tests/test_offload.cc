@@ -171,6 +171,104 @@ long check_ahead(std::mt19937& rng) {
   return cases;
 }
 
+// A margin for what is not in memory, in a cache whose first neurons stay: the bits of the layer whose mask leaves out
+// what is neither there nor sure, or wanted by another token of the call. Predictors of rank 0: biases decide.
+long check_margin(std::mt19937& rng, std::int64_t n_hot, std::int64_t cluster) {
+  const StoreFixture store(rng, 2, 300, 3, 64, DType::kQ4, n_hot, cluster);
+  const StoreLayer& l = store.layers[1];
+  const std::int64_t cold = l.neurons - n_hot;
+  std::vector<float> bias, scale(static_cast<std::size_t>(cold), 1.0f);
+  for (std::int64_t i = 0; i < cold; ++i) bias.push_back(0.1f * static_cast<float>(rng() % 40));  // 0 to 3.9
+  Predictor predictor;
+  predictor.kind = Predictor::Kind::kLowrank;
+  predictor.lowrank.hidden = l.hidden;
+  predictor.lowrank.a = predictor.lowrank.b = bias.data();  // of no rows and of no columns
+  predictor.lowrank.a_scale = predictor.lowrank.b_scale = scale.data();
+  predictor.lowrank.b_bias = bias.data();
+  predictor.lowrank.threshold = 1.05f;
+  predictor.lowrank.doubt = 1.5f;
+  long cases = 0;
+  for (const char* policy : {"static", "none", "whole"}) {
+    OffloadOptions options;
+    options.engine = "pread";
+    options.policy = policy[0] == 'w' ? "lfu" : policy;
+    options.hot_share = 0;
+    options.miss_margin = 1.5;
+    // Half of each layer's neurons, the first ones.
+    options.cache_bytes = l.n_slots() / (policy[0] == 'w' ? 1 : 2) * 2 * l.slot_bytes;
+    const std::unique_ptr<Offload> offload = opened(store, options);
+    PI2_CHECK(offload->preload().empty() && offload->miss_margin() == 1.5, "preload");
+    const std::int64_t there = offload->stats(true).resident / 2 * cluster;
+    for (const std::int64_t tokens : {1, 3, 40}) {
+      Inputs in = inputs(rng, l, tokens, 1);
+      std::int64_t left_out = 0;
+      for (std::int64_t i = 0; i < cold; ++i) {
+        const float score = bias[static_cast<std::size_t>(i)];
+        const bool wanted = score >= 1.05f, sure = score >= 1.05f + 1.5f || n_hot + i < there || tokens >= kStreamFrom;
+        left_out += wanted && !sure;
+        for (std::int64_t t = 0; t < tokens; ++t)
+          in.active[static_cast<std::size_t>(t * cold + i)] = wanted && sure ? 1 : 0;
+      }
+      FfnArgs args = arguments(l, &in, tokens, true);
+      args.neuron_rows = store.neuron_rows[1].data();
+      sparse_ffn(args, serial());
+      const std::vector<float> wanted = in.y;
+      args.neuron_rows = nullptr;
+      args.active = nullptr;
+      ThreadPool pool(2);
+      const std::string wrong = offload->ffn(1, predictor, args, pool.parallel());
+      PI2_CHECK(wrong.empty() && wanted == in.y, "%s, %ld tokens: '%s'", policy, static_cast<long>(tokens),
+                wrong.c_str());
+      const std::int64_t found = offload->stats(true).left_out;
+      PI2_CHECK(found == left_out && (left_out > 0) == (tokens < 32 && policy[0] != 'w'), "%s, %ld tokens: %ld of %ld",
+                policy, static_cast<long>(tokens), static_cast<long>(found), static_cast<long>(left_out));
+      ++cases;
+    }
+  }
+  return cases;
+}
+
+// What one token is sure of is there for others of the same call that are not.
+long check_margin_of_several(std::mt19937& rng) {
+  const StoreFixture store(rng, 1, 64, 3, 64, DType::kQ4);
+  const StoreLayer& l = store.layers[0];
+  // Neuron i scores x[0] - i: rank 1, of a token's first number.
+  std::vector<std::int8_t> a(static_cast<std::size_t>(l.hidden), 0), b(64, 1);
+  a[0] = 1;
+  std::vector<float> ones(64, 1.0f), bias;
+  for (int i = 0; i < 64; ++i) bias.push_back(static_cast<float>(-i));
+  Predictor predictor;
+  predictor.kind = Predictor::Kind::kLowrank;
+  LowrankArgs& args = predictor.lowrank;
+  args.hidden = l.hidden;
+  args.rank = 1;
+  args.a = a.data();
+  args.b = b.data();
+  args.a_scale = args.b_scale = ones.data();
+  args.b_bias = bias.data();
+  args.doubt = 10;
+  OffloadOptions options;
+  options.engine = "pread";
+  options.policy = "none";
+  options.miss_margin = 10;
+  const std::unique_ptr<Offload> offload = opened(store, options);
+  Inputs in = inputs(rng, l, 2, 1);
+  in.x[0] = 40.5f;                                   // sure of neurons 0 to 30, wants 31 to 40
+  in.x[static_cast<std::size_t>(l.hidden)] = 35.5f;  // 0 to 25, and 26 to 35: of them the other is sure up to 30
+  for (std::int64_t i = 0; i < 64; ++i)
+    in.active[static_cast<std::size_t>(i)] = in.active[static_cast<std::size_t>(64 + i)] = i <= 30;
+  FfnArgs layer = arguments(l, &in, 2, true);
+  layer.neuron_rows = store.neuron_rows[0].data();
+  sparse_ffn(layer, serial());
+  const std::vector<float> wanted = in.y;
+  layer.neuron_rows = nullptr;
+  layer.active = nullptr;
+  const std::string wrong = offload->ffn(0, predictor, layer, serial());
+  PI2_CHECK(wrong.empty() && wanted == in.y, "'%s'", wrong.c_str());
+  PI2_CHECK(offload->stats(false).left_out == 10, "%ld", static_cast<long>(offload->stats(false).left_out));
+  return 1;
+}
+
 // What was in the cache when the next layer was read ahead, and so was passed over, has left when that layer begins.
 long check_ahead_and_resize(std::mt19937& rng) {
   const StoreFixture store(rng, 2, 2048, 3, 64, DType::kQ4);
@@ -402,6 +500,7 @@ int main() {
   cases += check_bits(rng, 75, 3, 256, DType::kQ6K, 0, 8, &int8);
   cases += check_bits(rng, 70, 2, 96, DType::kQ5_0, 0, 1, &int4);
   cases += check_bits(rng, 75, 3, 100, DType::kQ4, 5, 4, &int8);
+  cases += check_margin(rng, 0, 1) + check_margin(rng, 20, 4) + check_margin_of_several(rng);
   cases += check_ahead(rng);
   cases += check_ahead_and_resize(rng);
   cases += check_faults(rng);

@@ -122,6 +122,18 @@ long check_lowrank(std::mt19937& rng, ThreadPool& pool, DType dtype, bool int8_a
       predict_lowrank(one, serial());
     }
     PI2_CHECK(again == active, "dtype %d: company or threads change the prediction", static_cast<int>(dtype));
+    args.doubt = 0.2f;  // those that a higher threshold leaves out are marked, others as before
+    predict_lowrank(args, pool.parallel());
+    std::vector<std::uint8_t> sure(active.size(), 9);
+    LowrankArgs higher = args;
+    higher.threshold += higher.doubt;
+    higher.doubt = 0;
+    higher.active = sure.data();
+    predict_lowrank(higher, serial());
+    for (std::size_t i = 0; i < active.size(); ++i) {
+      const std::uint8_t expected = again[i] == 0 || sure[i] != 0 ? again[i] : kIfThere;
+      PI2_CHECK(active[i] == expected, "dtype %d, mark %zu: %d", static_cast<int>(dtype), i, active[i]);
+    }
     std::vector<float> broken(x.begin(), x.begin() + s.hidden);
     broken[0] = NAN;
     args.x = broken.data();

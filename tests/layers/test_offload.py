@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,65 @@ def test_what_cannot_be_done_says_so(folders: tuple[Path, Path], caplog: pytest.
     ):
         with pytest.raises(ConfigError, match=message):
             OffloadConfig(**settings)
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_margin_leaves_out_what_is_neither_likely_nor_in_memory(
+    folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture, lookahead: bool
+) -> None:
+    plain, store = folders
+    wanted = logits(torch_pi2.load(plain))
+    config = OffloadConfig(miss_margin=0.5, lookahead=lookahead)
+    with caplog.at_level(logging.WARNING, "torch_pi2"):
+        whole = torch_pi2.load(store, budget="1GiB", offload=config)
+    assert (
+        "lossy: in 4 layers, neurons that are not in memory are left out where their predictor's score" in caplog.text
+    )
+    assert whole.torch_pi2.lossy
+    assert whole.torch_pi2.loss_change is None
+    assert torch.equal(logits(whole), wanted)  # everything is there
+    assert torch_pi2.stats(whole)["left_out"] == 0
+
+    higher = torch_pi2.load(plain)  # what it comes to if nothing is there
+    for module in higher.modules():
+        if isinstance(module, SparseFFN):
+            module.predictor_threshold += 0.5
+    with torch_pi2.layers.prompt.sparse_only():
+        fewer = logits(higher, IDS[:1])
+    assert not torch.equal(fewer, wanted[:1])
+    nothing = torch_pi2.load(store, budget="1GiB", offload=replace(config, policy="none", lookahead=False))
+    with torch_pi2.layers.prompt.sparse_only():
+        for ids in IDS[:1, :, None].split(1, dim=1):
+            found = nothing(ids.view(1, 1)).logits
+            assert torch.equal(found, higher(ids.view(1, 1)).logits)
+    assert torch_pi2.stats(nothing)["left_out"] > 0
+
+    some = torch_pi2.load(store, budget=smallest(store) + 100_000, offload=replace(config, preload=False))
+    decoder = Decoder(some, max_tokens=64, compiled=False)
+    decoder.prompt(IDS[:1])
+    for token in torch.arange(3, 43):
+        decoder.step(token.view(1, 1))
+    stats = torch_pi2.stats(some)
+    assert 0 < stats["left_out"] < stats["wanted"]
+
+
+def test_a_margin_that_nothing_can_be_done_with_is_refused(
+    folders: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match=r"miss_margin: expected 0 \(every neuron that is wanted\) or a larger .*-1"):
+        OffloadConfig(miss_margin=-1)
+    with pytest.raises(ConfigError, match=r"miss_margin: expected a finite number, found nan"):
+        OffloadConfig(miss_margin=float("nan"))
+    with pytest.raises(ConfigError, match=r"miss_margin: expected engine .*found mmap, of which nobody knows"):
+        torch_pi2.load(folders[1], budget="1GiB", offload=OffloadConfig(miss_margin=1, engine="mmap"))
+    torch_pi2.synthetic(tmp_path / "plain", "tiny", active=0.2, predictor=None)
+    torch_pi2.pack(tmp_path / "plain", tmp_path / "store")
+    with pytest.raises(
+        ConfigError,
+        match=r"miss_margin: expected layers with low-rank predictors .*, found methods exact\. Leave it out",
+    ):
+        torch_pi2.load(tmp_path / "store", budget="1GiB", offload=OffloadConfig(miss_margin=1))
+    assert "lossy" not in caplog.text
 
 
 def test_copies_share_the_store_and_conversions_leave_it(folders: tuple[Path, Path], tmp_path: Path) -> None:

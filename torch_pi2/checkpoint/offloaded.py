@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,13 @@ from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.rewrite.handle import Optimized
 from torch_pi2.rewrite.rewrite import predictor_tensors
 from torch_pi2.rewrite.skeleton import model_config
+from torch_pi2.spec.method import Method
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
 from torch_pi2.store.weights import QuantizedWeights
+
+_log = logging.getLogger("torch_pi2")
 
 
 def load_offloaded(
@@ -68,6 +72,8 @@ def load_offloaded(
         kind = dtype or hf.dtype or reader.float_dtype or torch.float32
         budget = divide(total, reader, plan, predictors, hf, config=offload, context=context, dtype=kind, strict=strict)
         index_of, entries = {key: i for i, key in enumerate(reader.keys)}, reader.entries
+    if offload.miss_margin > 0:
+        _check_margin(plan, offload)
     store = Store(pi2 / STORE_FILE, budget.cache, offload, token_bytes=budget.token)
     store.most_tokens = budget.piece_tokens
 
@@ -104,3 +110,29 @@ def load_offloaded(
     made = Optimized(plan, FittedPredictors(), None, weights=weights_of(model), store=store, budget=budget)
     made.attach(model)
     return model
+
+
+def _check_margin(plan: Plan, offload: OffloadConfig) -> None:
+    """Says that results are lossy; raises ConfigError if there is nothing that ``miss_margin`` can decide."""
+    methods = [layer.method for layer in plan.layers if layer.site.experts is None]
+    predicted = methods.count(Method.LOWRANK)
+    if predicted == 0:
+        raise ConfigError(
+            "OffloadConfig.miss_margin",
+            expected="layers with low-rank predictors (method='lowrank'), which are no experts",
+            found=f"methods {', '.join(sorted({layer.method for layer in plan.layers}))}",
+            fix="Leave it out, or make the store of a model with such predictors.",
+        )
+    if offload.engine == "mmap":
+        raise ConfigError(
+            "OffloadConfig.miss_margin",
+            expected="engine io_uring, pread or auto",
+            found="mmap, of which nobody knows what is in memory",
+            fix="Choose another engine.",
+        )
+    _log.warning(
+        "lossy: in %d layers, neurons that are not in memory are left out where their predictor's score is less than "
+        "%g above its threshold (OffloadConfig.miss_margin); torch-pi2 eval measures what that costs",
+        predicted,
+        offload.miss_margin,
+    )

@@ -316,7 +316,7 @@ def read_model(
             "config": config,
         }
         if budget is not None:
-            room, reads = parse_bytes(budget), offload or _offload_of(made)
+            room, reads = parse_bytes(budget), offload or offload_of(made)
             return load_offloaded(folder, pi2, made, predictors, room, reads, context, strict_budget, **how)
         quantized = load_sparse(folder, pi2, made, predictors, **how)
         Optimized(made, predictors, stats, weights=weights_of(quantized)).attach(quantized)
@@ -344,7 +344,7 @@ def set_going(model: nn.Module, gpu_bytes: int | None) -> LoadedModel:
     return cast("LoadedModel", model)
 
 
-def _offload_of(plan: Plan) -> OffloadConfig:
+def offload_of(plan: Plan) -> OffloadConfig:
     """What ``plan`` says of reading and keeping neurons. Raises ConfigError: it makes no sense."""
     return OffloadConfig() if plan.hardware is None else OffloadConfig(**plan.hardware.offload)
 

@@ -8,6 +8,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from torch_pi2.predict.file import FittedPredictors
+    from torch_pi2.spec.offload import OffloadConfig
     from torch_pi2.spec.stats import ActivationStats
 
 DTYPES = ("auto", *FLOATS)
@@ -83,6 +85,14 @@ def port(text: str) -> int:
     return _whole(text, 0, 65535)
 
 
+def margin(text: str) -> float:
+    """0 or more, for argparse."""
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected 0 or more, found {text}")
+    return value
+
+
 def seed(text: str) -> int:
     """What every random generator takes, for argparse."""
     return _whole(text, 0, (1 << 62) - 1)
@@ -116,11 +126,24 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--allow-download", action="store_true", help="fetch MODEL if it is not here (default: never)")
 
 
+def add_budget(parser: argparse.ArgumentParser, of_each: str = "") -> None:
+    """Of memory, and what may be left out because of it."""
+    add = parser.add_argument
+    add("--budget", metavar="BYTES", help=f"memory of a packed store, such as 2GiB{of_each} (default: all)")
+    add(
+        "--miss-margin",
+        type=margin,
+        default=0.0,
+        metavar="NATS",
+        help="lossy, with --budget: do not read a neuron whose predictor's score is less than this above its threshold",
+    )
+
+
 def add_decoding(parser: argparse.ArgumentParser, of_each: str = "") -> None:
     """How a model that is loaded decodes."""
     add = parser.add_argument
     add("--activations", choices=("float", "int8"), default="float", help="int8: faster, lossy (default: float)")
-    add("--budget", metavar="BYTES", help=f"memory of a packed store, such as 2GiB{of_each} (default: all)")
+    add_budget(parser, of_each)
     add(
         "--gpu-memory",
         metavar="BYTES",
@@ -391,9 +414,31 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
         more: dict[str, Any] = {"activations": getattr(args, "activations", "float")}
         if getattr(args, "budget", None) is not None:
             more |= given(args, "budget", "context")
+        if _margin_of(args) is not None:
+            more["offload"] = _with_margin(args)
         if getattr(args, "gpu_memory", None) not in (None, ALL):
             more["gpu_memory"] = args.gpu_memory
         return torch_pi2.load(args.model, trust_remote_code=args.trust_remote_code, dtype=dtype, **more)
+
+
+def _margin_of(args: argparse.Namespace) -> float | None:
+    return getattr(args, "miss_margin", None) or None
+
+
+def _with_margin(args: argparse.Namespace) -> OffloadConfig:
+    """What the folder's plan says of reading, and ``args.miss_margin``. Raises ConfigError: nothing is read."""
+    from torch_pi2.checkpoint.save_load import offload_of
+    from torch_pi2.store.parts import Parts
+
+    if getattr(args, "budget", None) is None:
+        raise ConfigError(
+            f"--miss-margin {args.miss_margin:g}",
+            expected="--budget beside it: a margin is for neurons that are not in memory",
+            found="all weights in memory",
+            fix="Pass --budget BYTES, or leave it out.",
+        )
+    with Parts(Path(args.model) / "pi2") as parts:
+        return replace(offload_of(parts.plan()), miss_margin=args.miss_margin)
 
 
 def load_any(args: argparse.Namespace, dense: bool = False) -> nn.Module:
@@ -401,13 +446,14 @@ def load_any(args: argparse.Namespace, dense: bool = False) -> nn.Module:
     ``args.gpu_memory`` says.
     """
     dense, wanted = dense or not (Path(args.model) / "pi2").is_dir(), getattr(args, "gpu_memory", None)
-    if dense and getattr(args, "budget", None) is not None:
-        raise ConfigError(
-            f"--budget {args.budget}",
-            expected="a model over a store, as pack writes it",
-            found=f"the weights of {args.model} as they were, all of which are in memory",
-            fix=f"Leave --budget out, or pack it: torch-pi2 pack {args.model} --out DIR.",
-        )
+    for option, value in (("--budget", getattr(args, "budget", None)), ("--miss-margin", _margin_of(args))):
+        if dense and value is not None:
+            raise ConfigError(
+                f"{option} {value}",
+                expected="a model over a store, as pack writes it",
+                found=f"the weights of {args.model} as they were, all of which are in memory",
+                fix=f"Leave {option} out, or pack it: torch-pi2 pack {args.model} --out DIR.",
+            )
     if wanted is not None:
         _check_gpu(args, wanted, dense)
     model = load_dense(args) if dense else load_sparse(args)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch_pi2.base.progress import phase
 from torch_pi2.cli import common
+from torch_pi2.errors import ConfigError
 
 #: Of each task of the suite, where nobody says how many.
 _ITEMS = 200
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"examples of each task (default: all of lm-eval's, {_ITEMS} of the suite's)",
     )
     parser.add_argument("--seed", type=common.seed, default=0, help="of the suite's questions (default: 0)")
-    parser.add_argument("--budget", metavar="BYTES", help="memory of a packed store, such as 2GiB (default: all)")
+    common.add_budget(parser)
     common.add_loading(parser)
 
 
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     rows = weights_path(pi2) is not None
     _check_suite(args, rows)
     if args.against is not None:
-        both = [_of_any_kind(args, args.against, None), _of_any_kind(args, args.model, args.budget)]
+        both = [_of_any_kind(args, args.against), _of_any_kind(args, args.model, args.budget, args.miss_margin)]
         return result | {"suite": _suite(args, both)}
     sparse = common.load_sparse(args)
     dense = None if args.lm_eval and rows else common.load_dense(args)
@@ -87,7 +88,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _check_suite(args: argparse.Namespace, rows: bool) -> None:
     """Raises ConfigError: there is one model alone (``rows``: without dense weights), or two without a suite."""
     from torch_pi2.cli.folders import kind_of
-    from torch_pi2.errors import ConfigError
 
     alone = args.suite is not None and not args.lm_eval
     if args.against is not None and not alone:
@@ -106,15 +106,25 @@ def _check_suite(args: argparse.Namespace, rows: bool) -> None:
         )
 
 
-def _of_any_kind(args: argparse.Namespace, folder: str, budget: str | None) -> tuple[str, Any, Any]:
+def _of_any_kind(
+    args: argparse.Namespace, folder: str, budget: str | None = None, margin: float = 0.0
+) -> tuple[str, Any, Any]:
     """Name, model and tokenizer of a checkpoint, of what optimize, quantize and pack wrote, or of a bundle."""
     from torch_pi2.cli.folders import kind_of
 
-    of = argparse.Namespace(**vars(args) | {"model": folder, "budget": budget, "gpu_memory": None, "compile": False})
+    own = {"model": folder, "budget": budget, "miss_margin": margin, "gpu_memory": None, "compile": False}
+    of = argparse.Namespace(**vars(args) | own)
     if kind_of(Path(folder)) != "bundle":
         return folder, common.load_any(of), common.load_tokenizer(of)
     from torch_pi2.export.run import Bundle
 
+    if margin > 0:
+        raise ConfigError(
+            f"--miss-margin with {folder}",
+            expected="a model over a store, as pack writes it",
+            found="a bundle, which reads all that its predictors want",
+            fix="Leave it out.",
+        )
     phase(f"load {folder}")
     bundle = Bundle(folder, budget)
     return folder, bundle, bundle.tokenizer

@@ -20,7 +20,7 @@ EXAMPLE = "torch-pi2 generate my-sparse-model --prompt 'def main(' --max-new-tok
 
 #: Options that bundles do not take, with their defaults; options of ``run`` that this verb has not.
 _OF_MODELS = {"dense": False, "compile": False, "activations": "float", "prompt_lookup": 0, "gpu_memory": None}
-_OF_MODELS |= {"dtype": "auto", "trust_remote_code": False, "allow_download": False}
+_OF_MODELS |= {"miss_margin": 0.0, "dtype": "auto", "trust_remote_code": False, "allow_download": False}
 _OF_RUN = dict.fromkeys(("ids", "system", "store", "io_threads", "engine", "policy", "verify")) | {"chat": False}
 _OF_RUN |= dict.fromkeys(("top_k", "min_p", "repetition_penalty", "stop"))
 

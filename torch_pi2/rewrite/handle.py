@@ -89,11 +89,13 @@ class Optimized(Handle):
     def loss_change(self) -> float | None:
         """How much larger the loss was than that of the dense model on held-out calibration data, 0.01: 1 %.
 
-        0 if nothing is lossy; None: not measured, as of thresholds and of quantised weights.
+        0 if nothing is lossy; None: not measured, as of thresholds, of quantised weights and of what a margin leaves
+        out (``OffloadConfig.miss_margin``).
         """
         if not self.lossy:
             return 0.0
-        return None if self.weights != "float" else self.plan.made_by.get("loss_change")
+        margin = self.store is not None and self.store.config.miss_margin > 0
+        return None if margin or self.weights != "float" else self.plan.made_by.get("loss_change")
 
 
 if TYPE_CHECKING:

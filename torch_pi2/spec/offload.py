@@ -17,7 +17,7 @@ POLICIES = ("lru", "sieve", "s3-fifo", "lfu", "static", "none")
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """How neurons come from flash. Every setting is lossless: results have the same bits with all of them.
+    """How neurons come from flash. Every setting but ``miss_margin`` is lossless: results have the same bits with all.
 
     Attributes:
         engine: ``io_uring`` (Linux, where it is allowed), ``pread`` (a pool of threads), ``auto`` (the first of them
@@ -48,6 +48,12 @@ class OffloadConfig:
         lookahead: while a layer is computed for a few tokens, begin to read what the next one's predictor says of the
             same input. Wrong guesses cost reads: it pays where the device is not busy all the time and a layer's input
             is like the one before.
+        miss_margin: **lossy** where it is not 0, and results then depend on what was computed before: while decoding, a
+            neuron that is not in memory is read only if its low-rank predictor's score is this far above the layer's
+            threshold, and is left out otherwise; what is in memory is computed as always. In nats of the odds that it
+            fires: 1 asks for 2.7 times the odds. Of calls for fewer than 32 tokens; ``stats()["left_out"]`` of the
+            store counts neurons. Models with no low-rank predictor are refused, and experts are read as always. After
+            cache-aware masking (DIP, arXiv 2412.01380), which scales scores where this one shifts log odds.
         device: reads take as long as this device's: a preset or a JSON file, see
             :func:`torch_pi2.machine.device.find_device`. What is measured is then simulated, and called so; preloading
             is not slowed down. Not with ``mmap``.
@@ -67,6 +73,7 @@ class OffloadConfig:
     preload: bool = True
     lookahead: bool = False
     spin: bool = True
+    miss_margin: float = 0.0
     device: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -88,6 +95,13 @@ class OffloadConfig:
                     found=str(getattr(self, name)),
                     fix="Choose a larger number.",
                 )
+        if self.miss_margin < 0:
+            raise ConfigError(
+                "OffloadConfig.miss_margin",
+                expected="0 (every neuron that is wanted) or a larger number",
+                found=str(self.miss_margin),
+                fix="Begin with 1, and see what it costs with torch-pi2 eval.",
+            )
         if self.io_threads > _MOST_THREADS:
             raise ConfigError(
                 "OffloadConfig.io_threads",

@@ -50,7 +50,7 @@ namespace {
 
 int64_t store_open(const Text& path, int64_t cache_bytes, const Text& engine, const Text& policy, int64_t io_threads,
                    bool direct, bool verify, bool pipeline, int64_t window, int64_t in_flight, int64_t run_bytes,
-                   int64_t gap_bytes, double hot_share, bool spin, std::vector<double> device) {
+                   int64_t gap_bytes, double hot_share, bool spin, std::vector<double> device, double miss_margin) {
   OffloadOptions options;
   options.cache_bytes = cache_bytes;
   options.engine = engine;
@@ -66,6 +66,7 @@ int64_t store_open(const Text& path, int64_t cache_bytes, const Text& engine, co
   options.hot_share = hot_share;
   options.spin = spin;
   options.device = device;
+  options.miss_margin = miss_margin;
   std::string problem;
   std::shared_ptr<Offload> made = Offload::open(path, options, &problem);
   STD_TORCH_CHECK(made != nullptr, "pi2: store ", path, ": ", problem);
@@ -123,7 +124,7 @@ Tensor store_stats(int64_t store, bool reset) {
   const OffloadStats s = store_of(store)->stats(reset);
   const int64_t all[] = {s.calls,   s.wanted,  s.hits,  s.reads,    s.bytes_read, s.evictions,   s.uncached,
                          s.wait_ns, s.busy_ns, s.io_ns, s.resident, s.slots,      s.cache_bytes, s.staging_bytes,
-                         s.guessed, s.used,    s.late,  s.fixed,    s.arranging};
+                         s.guessed, s.used,    s.late,  s.fixed,    s.arranging,  s.left_out};
   Tensor out = torch::stable::empty({static_cast<int64_t>(std::size(all))}, ScalarType::Long);
   std::copy(std::begin(all), std::end(all), static_cast<int64_t*>(out.mutable_data_ptr()));
   return out;
@@ -165,7 +166,9 @@ std::function<void()> look_ahead(Offload& offload, const Lookahead* next, int64_
   after.tokens = args.tokens;
   thread_local std::vector<std::uint8_t> mask;  // of the thread that calls: used by another only while it waits
   mask.resize(static_cast<size_t>(args.tokens * (after.neurons - after.n_hot)));
-  if (!mask.empty()) predict(next->predictor, after, mask.data(), torch_threads());
+  Predictor predictor = next->predictor;  // what would be left out if it is missing is not worth a read
+  predictor.lowrank.threshold += static_cast<float>(offload.miss_margin());
+  if (!mask.empty()) predict(predictor, after, mask.data(), torch_threads());
   return [&offload, layer, n_hot = after.n_hot, tokens = args.tokens, marks = mask.data()] {
     offload.prefetch(layer, n_hot, marks, tokens);
   };
@@ -211,6 +214,7 @@ Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTens
   Predictor any;
   if (kind != "none") {
     any = any_predictor(x, args, predictor, kind, cut, predictor_weights, predictor_int8_activations);
+    any.lowrank.doubt = static_cast<float>(offload->miss_margin());
   } else {
     STD_TORCH_CHECK(predictor.empty(), "pi2: predictor: expected no tensors for kind none, found ", predictor.size(),
                     ". See torch_pi2.ops.reference_store.stored_ffn.");
@@ -243,7 +247,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   m.def(
       "store_open(str path, int cache_bytes, str engine, str policy, int io_threads, bool direct, bool verify, "
       "bool pipeline, int window, int in_flight, int run_bytes, int gap_bytes, float hot_share, bool spin, "
-      "float[] device) -> int");
+      "float[] device, float miss_margin) -> int");
   m.def("store_close(int store) -> bool");
   m.def("store_layers(int store) -> Tensor");
   m.def("store_preload(int store) -> str");

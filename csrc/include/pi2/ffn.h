@@ -36,6 +36,9 @@ constexpr std::int64_t kPromptNeurons = 512;
 class NeuronSource {
  public:
   virtual ~NeuronSource() = default;
+  // Decides about marks of kIfThere (pi2/predict.h) in active [tokens, neurons - n_hot], before expect: 1 for a neuron
+  // that is in memory or that another token wants anyway, else 0.
+  virtual void leave_out_missing(std::uint8_t* active, std::int64_t tokens, std::int64_t n_hot) = 0;
   // begin is going to be called for so many chunks; again within a call, for further tokens, when every chunk of the
   // time before is done. `stream`: next gives chunks in ascending order, and what is read for them is not kept: a
   // prompt wants nearly all of a layer, and would leave nothing in a cache of what is wanted often. `last`: the layer's

@@ -29,7 +29,10 @@ struct OffloadOptions {
   std::int64_t in_flight = 8;    // chunks of a layer whose reads may be under way together
   std::int64_t run_bytes = 1 << 18;  // neighbours are read together, up to this
   std::int64_t gap_bytes = 1 << 14;  // between two that are wanted, bytes that are read through rather than left out
-  std::vector<double> device;        // not empty: reads take as long as this device's (io/device_model.h); simulated
+  // > 0: a neuron that is not in memory is left out if a low-rank predictor's score is less than this above its
+  // threshold. Changes results. Of calls for fewer than kStreamFrom tokens.
+  double miss_margin = 0;
+  std::vector<double> device;  // not empty: reads take as long as this device's (io/device_model.h); simulated
 };
 
 // What one call did, or all of them.
@@ -49,6 +52,7 @@ struct OffloadStats : CallStats {
   std::int64_t io_ns = 0;                // with at least one read under way
   std::int64_t resident = 0, slots = 0;  // slots of the file in the cache now, and room for: mostly a neuron each
   std::int64_t cache_bytes = 0, staging_bytes = 0;  // what cannot be cached passes through staging
+  std::int64_t left_out = 0;                        // neurons, because of miss_margin
   std::int64_t late = 0;                            // of a simulated device: reads that took longer here than there
   // Slots of the file that nothing evicts, those on their way among them; and those that arrange() has still to look
   // for, or that are being read for it: 0 when all is as it asked for.
@@ -106,6 +110,7 @@ class Offload {
   Accesses take_accesses();
 
   OffloadStats stats(bool reset);
+  double miss_margin() const;
   // Engine in use, and whether reads are direct: "pread, direct"; "simulated device over pread, direct".
   std::string describe() const;
 

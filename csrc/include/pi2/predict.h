@@ -8,8 +8,11 @@
 
 namespace pi2 {
 
+// A mark for a neuron of which there is a doubt: it is computed only where it costs no read (NeuronSource).
+constexpr std::uint8_t kIfThere = 2;
+
 // active[t, c] = !(b[c] . relu(a x[t]) + b_bias[c] < threshold): NaN counts as active, so that it is seen. Of rank 0,
-// the bias alone (0 without one) is compared.
+// the bias alone (0 without one) is compared. kIfThere instead of 1 where it is less than `doubt` above the threshold.
 struct LowrankArgs {
   const void* x = nullptr;  // [tokens, hidden], x_dtype
   DType x_dtype = DType::kF32;
@@ -27,6 +30,7 @@ struct LowrankArgs {
   bool blocks = false;            // kQ4, kQ8, int8 activations: a and b are in blocks (pi2/kernels.h)
   std::int64_t skipped = 0;       // rows of b before those of cold neurons; 0 unless in blocks
   float threshold = 0;
+  float doubt = 0;
   std::uint8_t* active = nullptr;  // [tokens, cold]
 };
 
