@@ -2,7 +2,8 @@
 
 A trained model over a store, decoding held-out text token by token, beside the dense model. Against it stands a
 threshold that is raised as much for all neurons, in memory or not: as few reads are had that way, too. Nothing is
-timed. A threshold that is lower by 1 wants more; with a margin more of what is in memory only.
+timed. A threshold that is lower by 1 wants more; with a margin more of what is in memory only. And what look-ahead
+(lossless) would read, and how much of it in time.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from torch_pi2.rewrite.handle import parts_of
 from torch_pi2.spec.config import Config
 
 _WINDOW = 256
-HEADER = ("in memory", "threshold", "margin", "wanted", "left out", "read", "loss", "KL, nats", "same token")
+FIGURES = ("wanted", "left_out", "read", "in_time")
+HEADER = ("in memory", "threshold", "margin", *FIGURES, "loss", "KL, nats", "same token")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +58,7 @@ def run(
     calibration_tokens: int = Config.calibration_tokens,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """``cases``: by ``share`` in memory, ``raised`` threshold of all neurons and ``margin``, see ``_decoded``.
+    """``cases``: by ``share`` in memory, ``raised`` threshold of all neurons and settings of reading, see ``_decoded``.
 
     Args: the options of the same names; ``tokens`` are taken in windows of 256, the first of which warms the cache.
     """
@@ -85,10 +87,12 @@ def run(
             torch_pi2.save(model, Path(name) / "saved")
             torch_pi2.pack(Path(name) / "saved", Path(name) / "store")
             for share in shares:
-                for margin in (0.0, *margins) if raised <= 0 else (0.0,):
-                    about = {"share": share, "raised": raised, "margin": margin}
-                    over = _over_store(Path(name) / "store", share, margin, trust)
-                    cases.append(about | _decoded(over, ids_NT, wanted))
+                tried: list[dict[str, Any]] = [
+                    {"miss_margin": margin} for margin in (0.0, *(margins if raised <= 0 else ()))
+                ]
+                for how in [*tried, *([{"lookahead": True}] if raised == 0 else [])]:
+                    over = _over_store(Path(name) / "store", share, how, trust)
+                    cases.append({"share": share, "raised": raised, **how, **_decoded(over, ids_NT, wanted)})
     return {
         "what": "misses",
         "folder": Path(folder).resolve().name,
@@ -109,9 +113,9 @@ def _raised(fitted: FittedPredictors, by: float) -> FittedPredictors:
     return made
 
 
-def _over_store(folder: Path, share: float, margin: float, trust: bool) -> nn.Module:
+def _over_store(folder: Path, share: float, how: Mapping[str, Any], trust: bool) -> nn.Module:
     """The model over its store, of whose neurons ``share`` fit in memory: the most frequent, to begin with."""
-    config = torch_pi2.OffloadConfig(preload=False, miss_margin=margin)
+    config = torch_pi2.OffloadConfig(preload=False, **how)
     model = torch_pi2.load(folder, budget="1GiB", offload=config, trust_remote_code=trust)
     store = _store_of(model)
     stats = store.stats()
@@ -127,7 +131,8 @@ def _store_of(model: nn.Module) -> Store:
 
 
 def _decoded(model: Any, ids_NT: torch.Tensor, wanted: list[torch.Tensor]) -> dict[str, float]:
-    """Loss and the rest of ``Beside``; neurons ``wanted``, ``left_out`` and ``read`` per token, of all layers."""
+    """Loss and the rest of ``Beside``; neurons per token, of all layers: ``wanted``, ``left_out``, ``read``, and those
+    that were read ``in_time``, before anybody asked (look-ahead)."""
     found, store = Beside(), _store_of(model)
     with torch.no_grad(), evaluating(model):
         for index, (ids_T, dense_BTV) in enumerate(zip(ids_NT, wanted, strict=True)):
@@ -141,8 +146,8 @@ def _decoded(model: Any, ids_NT: torch.Tensor, wanted: list[torch.Tensor]) -> di
             if index > 0:
                 found.add(dense_BTV, torch.cat(logits, 1), ids_T[None])
     stats = store.stats()
-    read = stats["wanted"] - stats["hits"]
-    figures = {"wanted": stats["wanted"], "left_out": stats["left_out"], "read": read}
+    figures = {name: stats[name] for name in ("wanted", "left_out")} | {"in_time": stats["used"]}
+    figures["read"] = stats["wanted"] - stats["hits"] - stats["used"] + stats["guessed"]
     return found.to_json() | {name: value / found.tokens for name, value in figures.items()}
 
 
@@ -152,8 +157,8 @@ def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
         (
             f"{case['share']:.0%}",
             f"{case['raised']:+g}" if case["raised"] else "as fitted",
-            f"{case['margin']:g}" if case["margin"] else "",
-            *(f"{case[name]:.1f}" for name in ("wanted", "left_out", "read")),
+            "look-ahead" if "lookahead" in case else f"{case['miss_margin'] or ''}",
+            *(f"{case[name]:.1f}" for name in FIGURES),
             f"{case['loss']:+.2%}",
             f"{case['kl']:.4f}",
             common.percent(case["agreement"]),
