@@ -21,7 +21,7 @@ import torch
 
 from benchmarks import cap
 from benchmarks.arguments import add_source, list_of
-from benchmarks.figures import at_least, known, label, of_store, spread
+from benchmarks.figures import at_least, known, label, of_store, shown, spread
 from benchmarks.gguf import write_gguf
 from benchmarks.peer import Peer, PeerError
 from benchmarks.subject import Rooms, check_one, check_share, synthetic_store
@@ -31,6 +31,7 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS
 from torch_pi2.machine.device import find_device
 from torch_pi2.observe.trace import check_path
+from torch_pi2.ops import load
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.store.firing import TOPIC_TOKENS
 from torch_pi2.store.folder import PI2_FOLDER
@@ -51,6 +52,8 @@ PROMPT_HEADROOM = 1 << 29
 _PROMPT, _WARM_UP = 8, 8
 #: The same for llama.cpp, which takes seconds a token, and the tokens of its only round.
 _LLAMA_PROMPT, _LLAMA_WARM_UP, _LLAMA_TOKENS = 1, 2, 4
+#: Seconds of reads with nothing beside them, and what their sizes are multiples of.
+_DRIVE_S, _PAGE = 2.0, 4096
 
 
 @dataclass(frozen=True)
@@ -349,6 +352,7 @@ def _mode(
         **figures,
         **({"hit_rate": None, "io_critical_share": None} if settings["offload"]["engine"] == "mmap" else {}),
         "prompt_s": round(first["prompt_s"], 2),
+        **_beside_the_drive([r["stats"] for r in kept], path, peer.about["reads"], settings["offload"]),
         **_prompts(prompts, prompt, int(settings["threads"]), settings["offload"]["engine"] == "mmap"),
         "reads": peer.about["reads"],
         "offload": settings["offload"],
@@ -360,6 +364,24 @@ def _mode(
         "capped": group is not None,
         "group_peak_bytes": most,
     }
+
+
+def _beside_the_drive(
+    stats: Sequence[Mapping[str, int]], path: Path, reads: str, offload: Mapping[str, Any]
+) -> dict[str, float | None]:
+    """``drive_reads_per_s``: random reads of the mean size, of the same file by the same engine, with nothing beside;
+    ``drive_share``: what the mode had of these while any read was under way. None: it read nothing itself.
+    """
+    count, nbytes, io_s = (sum(s[name] for s in stats) for name in ("reads", "bytes_read", "io_ns"))
+    if not count or offload["device"] or offload["engine"] == "mmap":
+        return {"drive_reads_per_s": None, "drive_share": None}
+    load()
+    engine, direct = reads.split(", ")[0], reads.endswith("direct")
+    block, whole = -(-nbytes // count // _PAGE) * _PAGE, path.stat().st_size // _PAGE * _PAGE
+    done, wall_s, _ = torch.ops.pi2.read_rates(
+        str(path), engine, direct, block, offload["io_threads"], whole, False, _DRIVE_S
+    ).tolist()
+    return {"drive_reads_per_s": round(done / wall_s), "drive_share": round(count / (io_s / 1e9) / (done / wall_s), 4)}
 
 
 def _figures(rounds: Sequence[Mapping[str, Any]], threads: int) -> dict[str, Any]:
@@ -441,7 +463,10 @@ def _llama(gguf: Path, threads: int, cap_bytes: int, prompt: int) -> dict[str, A
 
 
 def render(result: dict[str, Any]) -> str:
-    header = ("mode", "tokens/s", "p50 ms", "p99 ms", "MB/token", "hits", "I/O waited for", "FFN ms", "most memory")
+    header = (
+        "mode", "tokens/s", "p50 ms", "p99 ms", "MB/token", "hits", "I/O waited for", "of the drive", "FFN ms",
+        "most memory",
+    )  # fmt: skip
     rows = [
         (
             name + (" (traced)" if m.get("trace") else ""),
@@ -451,6 +476,7 @@ def render(result: dict[str, Any]) -> str:
             f"{(m['bytes_read_per_token'] or m['disk_bytes_per_token'] or 0) / 1e6:.1f}",
             "" if m["hit_rate"] is None else common.percent(m["hit_rate"]),
             "" if m["io_critical_share"] is None else common.percent(m["io_critical_share"]),
+            shown(m["drive_share"], common.percent),
             f"{m['ffn_ms']:.1f}",
             common.size(m["peak_rss_bytes"]) + (" (capped)" if m["capped"] else ""),
         )

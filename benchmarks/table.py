@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import methods, quantization, sparsify, suite
+from benchmarks import methods, misses, quantization, sparsify, suite
+from benchmarks.figures import shown
 from torch_pi2.base.files import atomic_write
 from torch_pi2.base.units import percent, size
 from torch_pi2.errors import ArtifactError
@@ -172,6 +173,7 @@ def _offload_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
             _number(m["reads_per_token"], 0),
             "" if m["hit_rate"] is None else f"{100 * m['hit_rate']:.1f} %",
             "" if m["io_critical_share"] is None else f"{100 * m['io_critical_share']:.1f} %",
+            shown(m.get("drive_share"), percent),
             _number(m["ffn_ms"], 1),
             _number(m["peak_rss_bytes"] / 1e9, 2),
             _number(result["cap_bytes"] / 1e9) if m["capped"] else "none",
@@ -181,7 +183,7 @@ def _offload_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     ]
     for peer, p in result["peers"].items():
         read = None if p["disk_bytes_per_token"] is None else p["disk_bytes_per_token"] / 1e6
-        figures = [_number(p["tokens_per_s"], 3), "", "", "", "", _number(read, 1), "", "", "", ""]
+        figures = [_number(p["tokens_per_s"], 3), "", "", "", "", _number(read, 1), "", "", "", "", ""]
         memory = [_number(p["peak_rss_bytes"] / 1e9, 2), _number(result["cap_bytes"] / 1e9)]
         rows.append([f"{name}: {peer}", *figures, *memory, _number(p.get("ratio"))])
     return rows
@@ -220,14 +222,16 @@ _LINEARS = ("dense linear", "ms", "GB/s", "read GB/s", "of read", "predictor ran
 
 _OFFLOAD = (
     "run", "tokens/s", "range", "p50 ms", "p90 ms", "p99 ms", "MB/token read", "reads/token", "cache hits",
-    "I/O waited for", "FFN ms", "peak RSS GB", "memory cap GB", "pipeline / it",
+    "I/O waited for", "of the drive", "FFN ms", "peak RSS GB", "memory cap GB", "pipeline / it",
 )  # fmt: skip
 _OFFLOAD_NOTE = """
 Half of the neurons' bytes, or what a row says, have room in memory; the rest is read from a store whose file is warm
 (one sequential read before), each mode in a process of its own, one after another, in a memory cap where the machine
 has one (page cache counts). Tokens are drawn at random: of one topic for a while, which gives neurons the locality that
 "LLM in a flash" measured on text, or independently (a row says so): no locality but that some fire more often. I/O
-waited for is time in which compute threads had nothing to compute, of all their time.
+waited for is time in which compute threads had nothing to compute, of all their time. *Of the drive*: reads a second
+while any was under way, of what the same file gives, read at random in pieces of the same mean size by the same engine
+with nothing beside it, measured after the mode.
 """
 
 
@@ -484,6 +488,17 @@ def _methods_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     return [[f"{name}: {result['tokens']:,} tokens", *row] for row in methods.rows_of(result)]
 
 
+_MISSES_NOTE = """
+A trained model over a store, decoding held-out text, neurons per token: those that are not in memory are read only
+where their low-rank predictor's score is a *margin* above its threshold (lossy); beside it thresholds that are higher
+for all neurons, or lower, and look-ahead (lossless), which reads before it is asked. Nothing is timed.
+"""
+
+
+def _misses_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    return [[f"{name}: {result['tokens']:,} tokens", *row] for row in misses.rows_of(result)]
+
+
 _SPARSIFY_NOTE = """
 A trained model, trained on with ReLU and a penalty that is steered to a share of zeros: these and the loss on held-out
 text, beside the loss of the same model trained on as long without (*dense*; *before*: as it was). Nothing is timed.
@@ -544,6 +559,7 @@ _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]
     ("best-of", f"## A batch that shrinks\n{_BEST_NOTE}", _BEST, _best_rows),
     ("scores", f"## What skipping neurons costs\n{_SCORES_NOTE}", _SCORES, _scores_rows),
     ("methods", f"## Methods and 4 bits\n{_METHODS_NOTE}", ("run", *methods.HEADER), _methods_rows),
+    ("misses", f"## What is not in memory\n{_MISSES_NOTE}", ("run", *misses.HEADER), _misses_rows),
     ("sparsify", f"## Made sparse by training\n{_SPARSIFY_NOTE}", ("run", *sparsify.HEADER), _sparsify_rows),
     ("layer", "## One feed-forward layer", _LAYERS, _layer_rows),
     ("layer", "## Dense linears and predictors", _LINEARS, _linear_rows),

@@ -62,7 +62,10 @@ def test_modes_from_the_command_line(folder, tmp_path, capsys):
         assert (mode["cache_bytes"] > 0) == cached
         assert mode["prompt_tokens_per_s"] > 0
         assert (mode["prompt_io_critical_share"] is None) == (name == "mmap")
+        assert (mode["drive_share"] is None) == (name == "mmap")
         if name != "mmap":
+            assert mode["drive_reads_per_s"] > 0
+            assert mode["drive_share"] > 0
             assert mode["prompt_bytes_read"] > 0
             assert mode["bytes_read_per_token"] > mode["reads_per_token"] > 0
     bundle, pipeline = r["modes"]["bundle"], r["modes"]["pipeline"]
