@@ -2,8 +2,8 @@
 
 `ffn`, `layer` and `gpu` are one feed-forward layer, `attention` is attention alone; `decode`, `imported`, `bundle`,
 `bundle-offload`, `offload`, `best-of`, `speculate`, `plan` and `gpu-model` are whole models; `serve` and `prefix` are
-servers of one; `phone` is simulated; `scores`, `misses`, `methods`, `sparsify`, `early`, `predictors`, `quantization`
-and `suite` are of quality, not of speed; `fit` is of memory.
+servers of one; `phone` is simulated and `reads` modelled; `scores`, `misses`, `methods`, `sparsify`, `early`,
+`predictors`, `quantization` and `suite` are of quality, not of speed; `fit` is of memory.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ BENCHMARKS = {
     "speculate": "guessed next tokens, verified together, against plain decoding",
     "fit": "predictors of a model that is larger than memory: how much of it that takes",
     "early": "predictors that see a layer one stage before it is reached: recall, and what they want read",
+    "reads": "which reads neurons need by the order in which they lie, and in one phase or two, modelled",
     "predictors": "what a token reads with low-rank predictors of one recall, by rank and format",
     "scores": "what thresholds skip of a model without exact zeros, and what that costs, by score and share",
     "serve": "servers under load, and how long clients wait, optionally against llama-cpp-python's own",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import methods, misses, quantization, sparsify, suite
+from benchmarks import methods, misses, quantization, reads, sparsify, suite
 from benchmarks.figures import shown
 from torch_pi2.base.files import atomic_write
 from torch_pi2.base.units import percent, size
@@ -544,6 +544,25 @@ def _early_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     return [[about, y["key"], *(cell(y.get(of)) for of in inputs)] for y in result["layers"]]
 
 
+_ORDERS_NOTE = """
+Of the neurons that a token of a 7B model reads (int4, 8 KiB each with direct reads), modelled of what a small trained
+model wants of held-out text: with what share of all neurons in the cache (LFU) which share of those wanted is missed,
+and per token reads and bytes without reading gaps, and with gaps of 16 KiB.
+"""
+_ORDER_TIMES_NOTE = """
+Milliseconds of a token's reads, modelled, each order with its best gap of 0, 16 and 64 KiB; the last column: with 16.
+"""
+_PHASES_NOTE = """
+The same by way of reading: whole neurons, their halves as two reads, and gates first (`slot`: in the neuron's slot;
+`gates`: those of 16 neurons together), the rest where the gate fires: after all gates, or overlapped by chunks.
+"""
+
+
+def _named(rows_of: Callable[[Mapping[str, Any]], list[tuple[str, ...]]]) -> Any:
+    """Rows with the run's name in front."""
+    return lambda name, result: [[name, *row] for row in rows_of(result)]
+
+
 #: Of which benchmark, title with a note, header, and rows of a result by its name.
 _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]], list[list[str]]]], ...] = (
     ("decode", "## Whole models", _DECODE, _decode_rows),
@@ -566,6 +585,9 @@ _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]
     ("quantization", f"## Quality\n{_QUANTIZATION_NOTE}", _QUANTIZATION, _quantization_rows),
     ("suite", f"### Questions\n{_SUITE_NOTE}", ("run", *suite.HEADER), _suite_rows),
     ("early", f"## Predictors that see a layer early\n{_EARLY_NOTE}", _EARLY, _early_rows),
+    ("reads", f"## Orders of neurons\n{_ORDERS_NOTE}", ("run", *reads.COUNT_HEADER), _named(reads.count_rows)),
+    ("reads", f"### Their times\n{_ORDER_TIMES_NOTE}", ("run", *reads.ORDER_HEADER), _named(reads.order_rows)),
+    ("reads", f"### Two phases\n{_PHASES_NOTE}", ("run", *reads.PHASE_HEADER), _named(reads.phase_rows)),
     ("fit", f"## Memory of a fit\n{_FIT_NOTE}", _FIT, _fit_rows),
     ("attention", f"## Attention\n{_ATTENTION_NOTE}", _ATTENTION, _attention_rows),
 )
