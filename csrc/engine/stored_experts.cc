@@ -1,5 +1,7 @@
 // Mixtures of experts whose neurons are in a store.
+#include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -9,10 +11,59 @@
 namespace pi2 {
 namespace {
 
+// Early routing: what the next mixture is likely to want, by its own router and predictors, of the input of this one.
+class Guess {
+ public:
+  Guess(const NextExperts& next, Offload& store) : next_(next), store_(store) {}
+
+  // Of x [tokens, hidden].
+  void make(const float* x_TH, std::int64_t tokens, const ParallelFor& parallel) {
+    const Router& router = next_.router;
+    std::vector<std::int64_t> chosen_TK(static_cast<std::size_t>(tokens * router.chosen));
+    route(router, x_TH, tokens, chosen_TK.data());
+    for (std::int64_t e = 0; e < router.experts; ++e) {
+      std::vector<std::int64_t> ids;
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        const auto first = chosen_TK.begin() + t * router.chosen;
+        if (std::find(first, first + router.chosen, e) != first + router.chosen) ids.push_back(t);
+      }
+      if (!ids.empty()) add(e, ids, x_TH, parallel);
+    }
+  }
+
+  // Begins to read it.
+  void read(CallStats* stats) const {
+    for (const Expert& one : experts_)
+      store_.prefetch(next_.first_layer + one.expert, 0, one.mask.empty() ? nullptr : one.mask.data(), one.tokens,
+                      stats);
+  }
+
+ private:
+  struct Expert {
+    std::int64_t expert, tokens;
+    std::vector<std::uint8_t> mask;  // [tokens, neurons]; empty: all of its neurons
+  };
+
+  void add(std::int64_t expert, const std::vector<std::int64_t>& ids, const float* x_TH, const ParallelFor& parallel) {
+    experts_.push_back({expert, static_cast<std::int64_t>(ids.size()), {}});
+    if (next_.stack.predictor.kind == Predictor::Kind::kNone) return;
+    Expert& one = experts_.back();
+    const ExpertWork work{expert, one.tokens, ids.data(), x_TH, nullptr, next_.router.hidden};
+    const FfnArgs layer = of_expert(next_.stack.layer, work);
+    one.mask.resize(static_cast<std::size_t>(one.tokens * layer.neurons));
+    predict(predictor_of(next_.stack, expert), layer, one.mask.data(), parallel);
+  }
+
+  const NextExperts& next_;
+  Offload& store_;
+  std::vector<Expert> experts_;
+};
+
 class InStore : public ExpertLayers {
  public:
-  InStore(const ExpertStack& stack, Offload& store, std::int64_t first_layer, CallStats* stats)
-      : stack_(stack), store_(store), first_layer_(first_layer), stats_(stats) {}
+  InStore(const ExpertStack& stack, Offload& store, std::int64_t first_layer, CallStats* stats, Guess* guess,
+          std::int64_t tokens)
+      : stack_(stack), store_(store), first_layer_(first_layer), stats_(stats), guess_(guess), tokens_(tokens) {}
 
   // While decoding: what all experts want is predicted before the first of them is computed, so that reads for the
   // others are under way meanwhile. A prompt's experts want most of their neurons: one by one.
@@ -32,6 +83,8 @@ class InStore : public ExpertLayers {
       mask += predicted ? works[i].tokens * cold : 0;
     }
     next_mask_ = 0;
+    works_ = all_ = count;
+    if (guess_ != nullptr && count > 0) guess_->make(works[0].x, tokens_, parallel);
   }
 
   std::string compute(const ExpertWork& work, const ParallelFor& parallel) override {
@@ -42,7 +95,11 @@ class InStore : public ExpertLayers {
       next_mask_ += static_cast<std::size_t>(work.tokens * (layer.neurons - layer.n_hot));
       predictor = Predictor();
     }
-    const std::string problem = store_.ffn(first_layer_ + work.expert, predictor, layer, parallel, nullptr, stats_);
+    std::function<void()> then;
+    static const bool early_first = getenv("PI2_EARLY_FIRST") != nullptr;
+    if (guess_ != nullptr && (early_first ? works_ == all_ : works_ == 1)) then = [this] { guess_->read(stats_); };
+    --works_;
+    const std::string problem = store_.ffn(first_layer_ + work.expert, predictor, layer, parallel, then, stats_);
     return problem.empty() ? problem : "reading the neuron store: " + problem;
   }
 
@@ -53,6 +110,8 @@ class InStore : public ExpertLayers {
   Offload& store_;
   std::int64_t first_layer_;
   CallStats* stats_;
+  Guess* guess_;  // null: none
+  std::int64_t tokens_, works_ = 0, all_ = 0;
   std::vector<std::uint8_t> masks_;  // of all works, in their order; empty: none were made
   std::size_t next_mask_ = 0;
 };
@@ -60,8 +119,13 @@ class InStore : public ExpertLayers {
 }  // namespace
 
 std::string stored_experts(const ExpertsArgs& args, const ExpertStack& stack, Offload& store, std::int64_t first_layer,
-                           const ParallelFor& parallel, CallStats* stats) {
-  InStore layers(stack, store, first_layer, stats);
+                           const ParallelFor& parallel, CallStats* stats, const NextExperts* next) {
+  if (next == nullptr || args.tokens > kMostLookahead) {
+    InStore layers(stack, store, first_layer, stats, nullptr, args.tokens);
+    return mix_experts(args, layers, parallel);
+  }
+  Guess guess(*next, store);
+  InStore layers(stack, store, first_layer, stats, &guess, args.tokens);
   return mix_experts(args, layers, parallel);
 }
 

@@ -78,9 +78,31 @@ Predictor predictor_of(const ExpertStack& stack, std::int64_t expert);
 
 std::string experts_ffn(const ExpertsArgs& args, const ExpertStack& stack, const ParallelFor& parallel);
 
-// Expert e is layer first_layer + e of the store: the same bits, but where sparse_ffn computes prompts by tiles. To
-// `stats`, if any, is added what its calls of the store did.
+// A router that is one linear layer: a token's experts are the `chosen` with the highest scores. Scores are
+// weights x + bias, and where there is a `correction` the sigmoid of that + correction.
+struct Router {
+  const void* weights = nullptr;      // [experts, hidden], dtype
+  DType dtype = DType::kF32;          // a float type
+  const float* bias = nullptr;        // [experts] or null
+  const float* correction = nullptr;  // [experts] or null
+  std::int64_t experts = 0, hidden = 0;
+  std::int64_t chosen = 0;  // 1 to experts
+};
+
+// chosen_TK[t * chosen + j] = the experts of token t, the highest score first; of equal ones the first expert.
+void route(const Router& router, const float* x_TH, std::int64_t tokens, std::int64_t* chosen_TK);
+
+// A mixture that is going to be computed after another one of the same store.
+struct NextExperts {
+  Router router;
+  ExpertStack stack;  // of its layer no more than sizes
+  std::int64_t first_layer = 0;
+};
+
+// Expert e is layer first_layer + e of the store: the same bits, but where sparse_ffn computes prompts by tiles. Of a
+// few tokens `next`, if any, is routed early, by the input of this mixture, and what its experts are likely to want
+// begins to be read. To `stats`, if any, is added what its calls of the store did.
 std::string stored_experts(const ExpertsArgs& args, const ExpertStack& stack, Offload& store, std::int64_t first_layer,
-                           const ParallelFor& parallel, CallStats* stats = nullptr);
+                           const ParallelFor& parallel, CallStats* stats = nullptr, const NextExperts* next = nullptr);
 
 }  // namespace pi2
