@@ -2,7 +2,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "pi2/experts.h"
@@ -21,6 +23,10 @@ class Guess {
     const Router& router = next_.router;
     std::vector<std::int64_t> chosen_TK(static_cast<std::size_t>(tokens * router.chosen));
     route(router, x_TH, tokens, chosen_TK.data());
+    if (next_.record != nullptr) {
+      next_.record->guess(chosen_TK);
+      if (!next_.record->pays()) return;
+    }
     for (std::int64_t e = 0; e < router.experts; ++e) {
       std::vector<std::int64_t> ids;
       for (std::int64_t t = 0; t < tokens; ++t) {
@@ -83,7 +89,7 @@ class InStore : public ExpertLayers {
       mask += predicted ? works[i].tokens * cold : 0;
     }
     next_mask_ = 0;
-    works_ = all_ = count;
+    left_ = count;
     if (guess_ != nullptr && count > 0) guess_->make(works[0].x, tokens_, parallel);
   }
 
@@ -96,9 +102,8 @@ class InStore : public ExpertLayers {
       predictor = Predictor();
     }
     std::function<void()> then;
-    static const bool early_first = getenv("PI2_EARLY_FIRST") != nullptr;
-    if (guess_ != nullptr && (early_first ? works_ == all_ : works_ == 1)) then = [this] { guess_->read(stats_); };
-    --works_;
+    // Own reads first: what the last expert wants has been asked for then.
+    if (--left_ == 0 && guess_ != nullptr) then = [this] { guess_->read(stats_); };
     const std::string problem = store_.ffn(first_layer_ + work.expert, predictor, layer, parallel, then, stats_);
     return problem.empty() ? problem : "reading the neuron store: " + problem;
   }
@@ -110,22 +115,46 @@ class InStore : public ExpertLayers {
   Offload& store_;
   std::int64_t first_layer_;
   CallStats* stats_;
-  Guess* guess_;  // null: none
-  std::int64_t tokens_, works_ = 0, all_ = 0;
+  Guess* guess_;                     // null: none
+  std::int64_t tokens_, left_ = 0;   // experts to compute
   std::vector<std::uint8_t> masks_;  // of all works, in their order; empty: none were made
   std::size_t next_mask_ = 0;
 };
 
 }  // namespace
 
-std::string stored_experts(const ExpertsArgs& args, const ExpertStack& stack, Offload& store, std::int64_t first_layer,
-                           const ParallelFor& parallel, CallStats* stats, const NextExperts* next) {
-  if (next == nullptr || args.tokens > kMostLookahead) {
-    InStore layers(stack, store, first_layer, stats, nullptr, args.tokens);
-    return mix_experts(args, layers, parallel);
+void GuessRecord::guess(std::vector<std::int64_t> experts) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  guessed_ = std::move(experts);
+}
+
+void GuessRecord::see(const std::int64_t* index, std::int64_t pairs, std::int64_t experts) {
+  constexpr double kNew = 0.05;  // how much a call counts
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::int64_t wanted = 0, found = 0;
+  for (std::int64_t i = 0; i < pairs; ++i) {
+    if (index[i] == experts) continue;
+    ++wanted;
+    found += std::find(guessed_.begin(), guessed_.end(), index[i]) != guessed_.end();
   }
-  Guess guess(*next, store);
-  InStore layers(stack, store, first_layer, stats, &guess, args.tokens);
+  if (wanted > 0 && !guessed_.empty())
+    right_ += kNew * (static_cast<double>(found) / static_cast<double>(wanted) - right_);
+  guessed_.clear();
+}
+
+bool GuessRecord::pays() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return right_ >= 0.5;
+}
+
+std::string stored_experts(const ExpertsArgs& args, const ExpertStack& stack, Offload& store, std::int64_t first_layer,
+                           const ParallelFor& parallel, CallStats* stats, const NextExperts* next,
+                           GuessRecord* record) {
+  if (record != nullptr) record->see(args.index, args.tokens * args.slots, args.experts);
+  const bool early = next != nullptr && args.tokens <= kMostLookahead;
+  std::optional<Guess> guess;
+  if (early) guess.emplace(*next, store);
+  InStore layers(stack, store, first_layer, stats, early ? &*guess : nullptr, args.tokens);
   return mix_experts(args, layers, parallel);
 }
 

@@ -370,6 +370,24 @@ long check_route(std::mt19937& rng) {
   return cases + 1;
 }
 
+// Guesses that are mostly wrong stop being read, and are again when they have been right for a while.
+long check_record() {
+  GuessRecord record;
+  const std::int64_t wanted[] = {1, 2, 4};
+  const auto calls = [&](const std::vector<std::int64_t>& guess, int n) {
+    for (int i = 0; i < n; ++i) {
+      if (!guess.empty()) record.guess(guess);
+      record.see(wanted, 3, 4);  // 4 is none
+    }
+    return record.pays();
+  };
+  PI2_CHECK(record.pays() && calls({}, 99), "nothing guessed");
+  PI2_CHECK(calls({1, 3}, 99), "half of them");
+  PI2_CHECK(calls({0, 3}, 1) == false && calls({0, 3}, 99) == false, "none of them");
+  PI2_CHECK(calls({1, 2}, 5) == false && calls({1, 2}, 20), "all of them");
+  return 4;
+}
+
 // Layers 0 to 3 of a store are a mixture, 4 to 7 the next one: what its router and predictors say of the first one's
 // input is read while that is computed, and then nothing of it is missing. Prompts guess nothing. The same bits.
 long check_early(std::mt19937& rng, Kind kind) {
@@ -418,7 +436,7 @@ long check_early(std::mt19937& rng, Kind kind) {
 
 int main() {
   std::mt19937 rng(11);
-  long cases = check_announcement(rng) + check_repeats(rng) + check_slices(rng) + check_route(rng);
+  long cases = check_announcement(rng) + check_repeats(rng) + check_slices(rng) + check_route(rng) + check_record();
   cases += check_bits(rng, 1, 1, 3, 1, 1, 1, DType::kF32, false);
   cases += check_bits(rng, 3, 70, 2, 33, 5, 2, DType::kBF16, false);
   cases += check_bits(rng, 4, 85, 3, 111, 70, 3, DType::kF16, false);

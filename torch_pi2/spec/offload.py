@@ -46,8 +46,10 @@ class OffloadConfig:
             cores compute, at the price of their power.
         preload: fill the cache with the most frequent neurons when the model is loaded.
         lookahead: while a layer is computed for a few tokens, begin to read what the next one's predictor says of the
-            same input. Wrong guesses cost reads: it pays where the device is not busy all the time and a layer's input
-            is like the one before.
+            same input. Of a mixture of experts the next mixture's router is asked (early routing), where it is one
+            linear layer with a top k of its scores (others are named in a warning), and what its experts want begins to
+            be read, while at least half of what it said of late was right. Wrong guesses cost reads: it pays where the
+            device is not busy all the time and a layer's input is like the one before.
         device: reads take as long as this device's: a preset or a JSON file, see
             :func:`torch_pi2.machine.device.find_device`. What is measured is then simulated, and called so; preloading
             is not slowed down. Not with ``mmap``.

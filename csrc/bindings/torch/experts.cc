@@ -171,9 +171,11 @@ Tensor stored_experts(const Tensor& x, const Tensor& index, const Tensor& routin
                         int8_activations);
   const ExpertStack stack =
       stack_of(x, layer, experts, predictor, kind, cuts, predictor_weights, predictor_int8_activations, thresholds);
-  const std::shared_ptr<const EarlyRouting> early = early_routing(store, first_layer);
-  const std::string problem = pi2::stored_experts(r.args, stack, *offload, first_layer, torch_threads(), nullptr,
-                                                  early == nullptr ? nullptr : &early->next);
+  const std::shared_ptr<EarlyRouting> early = early_routing(store, first_layer);
+  const std::shared_ptr<EarlyRouting> own = early_routing_of(store, first_layer);
+  const std::string problem =
+      pi2::stored_experts(r.args, stack, *offload, first_layer, torch_threads(), nullptr,
+                          early == nullptr ? nullptr : &early->next, own == nullptr ? nullptr : &own->record);
   STD_TORCH_CHECK(problem.empty(), "pi2: ", problem);
   return r.y;
 }
@@ -213,6 +215,7 @@ bool store_early_routing(int64_t store, int64_t at, int64_t first_layer, int64_t
   linear.experts = experts;
   linear.hidden = layer.hidden;
   linear.chosen = chosen;
+  made->next.record = &made->record;
   const Tensor x = torch::stable::empty({1, layer.hidden}, ScalarType::Float);  // for the checks of its size
   made->next.stack =
       stack_of(x, layer, experts, predictor, kind, made->cuts, predictor_weights, predictor_int8_activations, {});

@@ -21,8 +21,8 @@ struct Lookahead {
 
 struct Open {
   std::shared_ptr<Offload> offload;
-  std::map<int64_t, std::shared_ptr<const Lookahead>> lookahead;         // by layer
-  std::map<int64_t, std::shared_ptr<const EarlyRouting>> early_routing;  // by the first layer of the mixture before
+  std::map<int64_t, std::shared_ptr<const Lookahead>> lookahead;   // by layer
+  std::map<int64_t, std::shared_ptr<EarlyRouting>> early_routing;  // by the first layer of the mixture before
 };
 
 // Open stores. A call holds its store, so that closing it meanwhile is harmless.
@@ -47,14 +47,21 @@ std::shared_ptr<Offload> store_of(int64_t number) {
   return open_store(number).offload;
 }
 
-std::shared_ptr<const EarlyRouting> early_routing(int64_t number, int64_t layer) {
+std::shared_ptr<EarlyRouting> early_routing(int64_t number, int64_t layer) {
   const std::lock_guard<std::mutex> lock(stores_mutex);
   const auto& all = open_store(number).early_routing;
   const auto found = all.find(layer);
   return found == all.end() ? nullptr : found->second;
 }
 
-void route_early(int64_t number, int64_t layer, std::shared_ptr<const EarlyRouting> next) {
+std::shared_ptr<EarlyRouting> early_routing_of(int64_t number, int64_t first_layer) {
+  const std::lock_guard<std::mutex> lock(stores_mutex);
+  for (const auto& [at, early] : open_store(number).early_routing)
+    if (early->next.first_layer == first_layer) return early;
+  return nullptr;
+}
+
+void route_early(int64_t number, int64_t layer, std::shared_ptr<EarlyRouting> next) {
   const std::lock_guard<std::mutex> lock(stores_mutex);
   open_store(number).early_routing[layer] = std::move(next);
 }

@@ -22,11 +22,14 @@ std::shared_ptr<Offload> store_of(int64_t number);
 struct EarlyRouting {
   std::vector<Tensor> tensors;  // that `next` points into, and numbers
   std::vector<double> cuts;
+  GuessRecord record;
   NextExperts next;
 };
 
 // What is to be guessed while the mixture of this store whose first layer is `layer` is computed; null: nothing.
-std::shared_ptr<const EarlyRouting> early_routing(int64_t number, int64_t layer);
-void route_early(int64_t number, int64_t layer, std::shared_ptr<const EarlyRouting> next);
+std::shared_ptr<EarlyRouting> early_routing(int64_t number, int64_t layer);
+// The same, by the first layer of what is guessed.
+std::shared_ptr<EarlyRouting> early_routing_of(int64_t number, int64_t first_layer);
+void route_early(int64_t number, int64_t layer, std::shared_ptr<EarlyRouting> next);
 
 }  // namespace pi2::binding
