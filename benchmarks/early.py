@@ -299,7 +299,8 @@ def _over_store(model: Any, tokenizer: Any, device: str, method: str, share: flo
 def _decoder(
     folder: Path, rooms: Rooms, lookahead: bool, device: str, share: float, ids_T: torch.Tensor
 ) -> tuple[Any, Decoder]:
-    config = OffloadConfig(lookahead=lookahead, device=device)
+    # From the page cache: this machine's drive must not be slower than the one that is simulated.
+    config = OffloadConfig(lookahead=lookahead, device=device, direct=False)
     model = torch_pi2.load(folder, budget=rooms.budget(config, share), offload=config, context=len(ids_T))
     decoder = Decoder(model, max_tokens=len(ids_T))
     decoder.prompt(ids_T[None, : _WARM_UP // 2])
