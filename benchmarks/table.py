@@ -524,9 +524,11 @@ def _early_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     def cell(found: Mapping[str, float] | None) -> str:
         return "" if found is None else f"{percent(found['recall'])} by {percent(found['active'])}"
 
+    if "rank" not in result:  # a mixture of experts
+        return []
     about = f"{name}: {result['model']}, {result['tokens']:,} tokens, rank {result['rank']}"
     inputs = ("own", "attention", "before", "lookahead")
-    return [[about, y["key"], *(cell(y.get(of)) for of in inputs)] for y in result["layers"] if "experts" not in y]
+    return [[about, y["key"], *(cell(y.get(of)) for of in inputs)] for y in result["layers"]]
 
 
 _ROUTED_NOTE = """
