@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_experts import build
@@ -60,11 +61,14 @@ def test_experts_are_guessed_and_read_early(tmp_path: Path, capsys: pytest.Captu
 
 def mixture(folder: Path) -> None:
     """A Mixtral at random, with a tokenizer."""
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(MODEL / "tokenizer.json"))
     tokenizer.save_pretrained(folder)
-    build("Mixtral", vocab_size=len(tokenizer), max_position_embeddings=1024).save_pretrained(folder)
+    model: Any = build("Mixtral", vocab_size=len(tokenizer), max_position_embeddings=1024)
+    for layer in model.model.layers:
+        layer.mlp.gate.weight.data.mul_(20)  # weights of all sizes
+    model.save_pretrained(folder)
 
 
 def test_settings_that_make_no_sense() -> None:
