@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import methods, misses, quantization, reads, sparsify, suite
+from benchmarks import early, methods, misses, quantization, reads, sparsify, suite
 from benchmarks.figures import shown
 from torch_pi2.base.files import atomic_write
 from torch_pi2.base.units import percent, size
@@ -539,6 +539,8 @@ def _early_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     def cell(found: Mapping[str, float] | None) -> str:
         return "" if found is None else f"{percent(found['recall'])} by {percent(found['active'])}"
 
+    if "rank" not in result:  # a mixture of experts
+        return []
     about = f"{name}: {result['model']}, {result['tokens']:,} tokens, rank {result['rank']}"
     inputs = ("own", "attention", "before", "lookahead")
     return [[about, y["key"], *(cell(y.get(of)) for of in inputs)] for y in result["layers"]]
@@ -563,6 +565,31 @@ def _named(rows_of: Callable[[Mapping[str, Any]], list[tuple[str, ...]]]) -> Any
     return lambda name, result: [[name, *row] for row in rows_of(result)]
 
 
+_ROUTED_NOTE = """
+Of the experts that a mixture chooses, the shares that are those chosen most, those of the token before, and those that
+its router chooses by the input of the mixture before (early routing, `OffloadConfig(lookahead=True)`).
+"""
+_LEFT_OUT_NOTE = """
+What it would cost to leave out, always, experts with less than so much of their token's weight (nothing does).
+"""
+_EARLY_STORE_NOTE = "\nDecoded text, without and with it in alternation; devices are simulated.\n"
+
+
+def _routed_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    about = f"{name}: {result['model']}, {result['tokens']:,} tokens"
+    return [[about, *row] for row in early.mixture_rows(result)]
+
+
+def _left_out_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    return [[f"{name}: {result['model']}", *row] for row in early.left_out_rows(result)]
+
+
+def _early_store_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
+    store = result.get("store", {})
+    about = f"{name}: {store.get('reads')}, {percent(store.get('ffn_in_memory', 0))} in memory, {store.get('method')}"
+    return [[about, *row] for row in early.store_rows(result)]
+
+
 #: Of which benchmark, title with a note, header, and rows of a result by its name.
 _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]], list[list[str]]]], ...] = (
     ("decode", "## Whole models", _DECODE, _decode_rows),
@@ -585,6 +612,9 @@ _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]
     ("quantization", f"## Quality\n{_QUANTIZATION_NOTE}", _QUANTIZATION, _quantization_rows),
     ("suite", f"### Questions\n{_SUITE_NOTE}", ("run", *suite.HEADER), _suite_rows),
     ("early", f"## Predictors that see a layer early\n{_EARLY_NOTE}", _EARLY, _early_rows),
+    ("early", f"### Experts\n{_ROUTED_NOTE}", ("run", *early.MIXTURE), _routed_rows),
+    ("early", f"### Experts of little weight\n{_LEFT_OUT_NOTE}", ("run", *early.LEFT_OUT), _left_out_rows),
+    ("early", f"### Experts read early\n{_EARLY_STORE_NOTE}", ("run", *early.OVER_STORE), _early_store_rows),
     ("reads", f"## Orders of neurons\n{_ORDERS_NOTE}", ("run", *reads.COUNT_HEADER), _named(reads.count_rows)),
     ("reads", f"### Their times\n{_ORDER_TIMES_NOTE}", ("run", *reads.ORDER_HEADER), _named(reads.order_rows)),
     ("reads", f"### Two phases\n{_PHASES_NOTE}", ("run", *reads.PHASE_HEADER), _named(reads.phase_rows)),

@@ -1,6 +1,10 @@
 // Mixtures of experts whose neurons are in a store.
+#include <algorithm>
 #include <cstdint>
+#include <functional>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "pi2/experts.h"
@@ -9,10 +13,63 @@
 namespace pi2 {
 namespace {
 
+// Early routing: what the next mixture is likely to want, by its own router and predictors, of the input of this one.
+class Guess {
+ public:
+  Guess(const NextExperts& next, Offload& store) : next_(next), store_(store) {}
+
+  // Of x [tokens, hidden].
+  void make(const float* x_TH, std::int64_t tokens, const ParallelFor& parallel) {
+    const Router& router = next_.router;
+    std::vector<std::int64_t> chosen_TK(static_cast<std::size_t>(tokens * router.chosen));
+    route(router, x_TH, tokens, chosen_TK.data());
+    if (next_.record != nullptr) {
+      next_.record->guess(chosen_TK);
+      if (!next_.record->pays()) return;
+    }
+    for (std::int64_t e = 0; e < router.experts; ++e) {
+      std::vector<std::int64_t> ids;
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        const auto first = chosen_TK.begin() + t * router.chosen;
+        if (std::find(first, first + router.chosen, e) != first + router.chosen) ids.push_back(t);
+      }
+      if (!ids.empty()) add(e, ids, x_TH, parallel);
+    }
+  }
+
+  // Begins to read it.
+  void read(CallStats* stats) const {
+    for (const Expert& one : experts_)
+      store_.prefetch(next_.first_layer + one.expert, 0, one.mask.empty() ? nullptr : one.mask.data(), one.tokens,
+                      stats);
+  }
+
+ private:
+  struct Expert {
+    std::int64_t expert, tokens;
+    std::vector<std::uint8_t> mask;  // [tokens, neurons]; empty: all of its neurons
+  };
+
+  void add(std::int64_t expert, const std::vector<std::int64_t>& ids, const float* x_TH, const ParallelFor& parallel) {
+    experts_.push_back({expert, static_cast<std::int64_t>(ids.size()), {}});
+    if (next_.stack.predictor.kind == Predictor::Kind::kNone) return;
+    Expert& one = experts_.back();
+    const ExpertWork work{expert, one.tokens, ids.data(), x_TH, nullptr, next_.router.hidden};
+    const FfnArgs layer = of_expert(next_.stack.layer, work);
+    one.mask.resize(static_cast<std::size_t>(one.tokens * layer.neurons));
+    predict(predictor_of(next_.stack, expert), layer, one.mask.data(), parallel);
+  }
+
+  const NextExperts& next_;
+  Offload& store_;
+  std::vector<Expert> experts_;
+};
+
 class InStore : public ExpertLayers {
  public:
-  InStore(const ExpertStack& stack, Offload& store, std::int64_t first_layer, CallStats* stats)
-      : stack_(stack), store_(store), first_layer_(first_layer), stats_(stats) {}
+  InStore(const ExpertStack& stack, Offload& store, std::int64_t first_layer, CallStats* stats, Guess* guess,
+          std::int64_t tokens)
+      : stack_(stack), store_(store), first_layer_(first_layer), stats_(stats), guess_(guess), tokens_(tokens) {}
 
   // While decoding: what all experts want is predicted before the first of them is computed, so that reads for the
   // others are under way meanwhile. A prompt's experts want most of their neurons: one by one.
@@ -32,6 +89,8 @@ class InStore : public ExpertLayers {
       mask += predicted ? works[i].tokens * cold : 0;
     }
     next_mask_ = 0;
+    left_ = count;
+    if (guess_ != nullptr && count > 0) guess_->make(works[0].x, tokens_, parallel);
   }
 
   std::string compute(const ExpertWork& work, const ParallelFor& parallel) override {
@@ -42,7 +101,10 @@ class InStore : public ExpertLayers {
       next_mask_ += static_cast<std::size_t>(work.tokens * (layer.neurons - layer.n_hot));
       predictor = Predictor();
     }
-    const std::string problem = store_.ffn(first_layer_ + work.expert, predictor, layer, parallel, nullptr, stats_);
+    std::function<void()> then;
+    // Own reads first: what the last expert wants has been asked for then.
+    if (--left_ == 0 && guess_ != nullptr) then = [this] { guess_->read(stats_); };
+    const std::string problem = store_.ffn(first_layer_ + work.expert, predictor, layer, parallel, then, stats_);
     return problem.empty() ? problem : "reading the neuron store: " + problem;
   }
 
@@ -53,15 +115,46 @@ class InStore : public ExpertLayers {
   Offload& store_;
   std::int64_t first_layer_;
   CallStats* stats_;
+  Guess* guess_;                     // null: none
+  std::int64_t tokens_, left_ = 0;   // experts to compute
   std::vector<std::uint8_t> masks_;  // of all works, in their order; empty: none were made
   std::size_t next_mask_ = 0;
 };
 
 }  // namespace
 
+void GuessRecord::guess(std::vector<std::int64_t> experts) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  guessed_ = std::move(experts);
+}
+
+void GuessRecord::see(const std::int64_t* index, std::int64_t pairs, std::int64_t experts) {
+  constexpr double kNew = 0.05;  // how much a call counts
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::int64_t wanted = 0, found = 0;
+  for (std::int64_t i = 0; i < pairs; ++i) {
+    if (index[i] == experts) continue;
+    ++wanted;
+    found += std::find(guessed_.begin(), guessed_.end(), index[i]) != guessed_.end();
+  }
+  if (wanted > 0 && !guessed_.empty())
+    right_ += kNew * (static_cast<double>(found) / static_cast<double>(wanted) - right_);
+  guessed_.clear();
+}
+
+bool GuessRecord::pays() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return right_ >= 0.5;
+}
+
 std::string stored_experts(const ExpertsArgs& args, const ExpertStack& stack, Offload& store, std::int64_t first_layer,
-                           const ParallelFor& parallel, CallStats* stats) {
-  InStore layers(stack, store, first_layer, stats);
+                           const ParallelFor& parallel, CallStats* stats, const NextExperts* next,
+                           GuessRecord* record) {
+  if (record != nullptr) record->see(args.index, args.tokens * args.slots, args.experts);
+  const bool early = next != nullptr && args.tokens <= kMostLookahead;
+  std::optional<Guess> guess;
+  if (early) guess.emplace(*next, store);
+  InStore layers(stack, store, first_layer, stats, early ? &*guess : nullptr, args.tokens);
   return mix_experts(args, layers, parallel);
 }
 

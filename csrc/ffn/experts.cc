@@ -1,11 +1,16 @@
 // Mixtures of experts: a counting sort of (token, slot) pairs by expert, one call per expert, a sum per token.
 #include "pi2/experts.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
+#include <vector>
 
 #include "base/convert.h"
 #include "base/parallel.h"
 #include "base/scratch.h"
+#include "pi2/kernels.h"
 
 namespace pi2 {
 namespace {
@@ -197,6 +202,32 @@ Predictor predictor_of(const ExpertStack& stack, std::int64_t expert) {
     s.margin = stack.cuts[expert];
   }
   return p;
+}
+
+void route(const Router& router, const float* x_TH, std::int64_t tokens, std::int64_t* chosen_TK) {
+  const DotFn dot = kernels().dot[static_cast<int>(router.dtype)];
+  const std::int64_t bytes = row_bytes(router.dtype, router.hidden);
+  std::vector<float> score_E(static_cast<std::size_t>(router.experts));
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    const void* x_H = x_TH + t * router.hidden;
+    for (std::int64_t e = 0; e < router.experts; e += kDotRows) {
+      const std::int64_t count = std::min(kDotRows, router.experts - e);
+      const void* rows[kDotRows];
+      for (std::int64_t k = 0; k < count; ++k) rows[k] = static_cast<const char*>(router.weights) + (e + k) * bytes;
+      dot(rows, count, &x_H, 1, router.hidden, &score_E[static_cast<std::size_t>(e)], nullptr);
+    }
+    for (std::int64_t e = 0; e < router.experts; ++e) {
+      float& score = score_E[static_cast<std::size_t>(e)];
+      if (router.bias != nullptr) score += router.bias[e];
+      if (router.correction != nullptr) score = 1.0f / (1.0f + std::exp(-score)) + router.correction[e];
+    }
+    std::int64_t* chosen_K = chosen_TK + t * router.chosen;
+    for (std::int64_t j = 0; j < router.chosen; ++j) {
+      const auto best = std::max_element(score_E.begin(), score_E.end());
+      chosen_K[j] = best - score_E.begin();
+      *best = -std::numeric_limits<float>::infinity();
+    }
+  }
 }
 
 std::string experts_ffn(const ExpertsArgs& args, const ExpertStack& stack, const ParallelFor& parallel) {

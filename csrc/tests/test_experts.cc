@@ -1,6 +1,9 @@
 // Mixtures of experts against one token and one slot at a time, bit for bit: in memory and over a store, whatever the
 // threads and the company; what is announced; slices; indices that name nobody.
+#include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "base/convert.h"
 #include "pi2/experts.h"
@@ -327,11 +330,113 @@ long check_store(std::mt19937& rng, Kind kind, DType w_dtype, bool a8) {
   return cases;
 }
 
+// The experts with the highest scores, as the sums say: in plain order, of equal ones the first.
+long check_route(std::mt19937& rng) {
+  const std::int64_t experts = 7, hidden = 37, tokens = 3;
+  long cases = 0;
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    const std::vector<char> weights = stored(rng, dtype, experts * hidden);
+    const std::vector<float> x = floats(rng, tokens * hidden), bias = floats(rng, experts);
+    const std::vector<float> correction = floats(rng, experts);
+    for (int how = 0; how < 4; ++how) {
+      Router router{
+          weights.data(), dtype, how & 1 ? bias.data() : nullptr, how & 2 ? correction.data() : nullptr, experts,
+          hidden,         3};
+      std::int64_t chosen[tokens * 3];
+      route(router, x.data(), tokens, chosen);
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        std::vector<std::pair<double, std::int64_t>> scores;
+        for (std::int64_t e = 0; e < experts; ++e) {
+          double score = how & 1 ? static_cast<double>(bias[static_cast<std::size_t>(e)]) : 0.0;
+          for (std::int64_t k = 0; k < hidden; ++k)
+            score += static_cast<double>(load_float(weights.data(), dtype, e * hidden + k)) *
+                     static_cast<double>(x[static_cast<std::size_t>(t * hidden + k)]);
+          if (how & 2)
+            score = 1 / (1 + std::exp(-score)) + static_cast<double>(correction[static_cast<std::size_t>(e)]);
+          scores.emplace_back(-score, e);
+        }
+        std::sort(scores.begin(), scores.end());
+        for (std::int64_t j = 0; j < 3; ++j)
+          PI2_CHECK(chosen[t * 3 + j] == scores[static_cast<std::size_t>(j)].second, "token %ld, choice %ld, how %d",
+                    static_cast<long>(t), static_cast<long>(j), how);
+        ++cases;
+      }
+    }
+  }
+  const std::vector<float> same(static_cast<std::size_t>(experts * hidden), 0.5f), x = floats(rng, hidden);
+  std::int64_t chosen[3];
+  route({same.data(), DType::kF32, nullptr, nullptr, experts, hidden, 3}, x.data(), 1, chosen);
+  PI2_CHECK(chosen[0] == 0 && chosen[1] == 1 && chosen[2] == 2, "equal scores");
+  return cases + 1;
+}
+
+// Guesses that are mostly wrong stop being read, and are again when they have been right for a while.
+long check_record() {
+  GuessRecord record;
+  const std::int64_t wanted[] = {1, 2, 4};
+  const auto calls = [&](const std::vector<std::int64_t>& guess, int n) {
+    for (int i = 0; i < n; ++i) {
+      if (!guess.empty()) record.guess(guess);
+      record.see(wanted, 3, 4);  // 4 is none
+    }
+    return record.pays();
+  };
+  PI2_CHECK(record.pays() && calls({}, 99), "nothing guessed");
+  PI2_CHECK(calls({1, 3}, 99), "half of them");
+  PI2_CHECK(calls({0, 3}, 1) == false && calls({0, 3}, 99) == false, "none of them");
+  PI2_CHECK(calls({1, 2}, 5) == false && calls({1, 2}, 20), "all of them");
+  return 4;
+}
+
+// Layers 0 to 3 of a store are a mixture, 4 to 7 the next one: what its router and predictors say of the first one's
+// input is read while that is computed, and then nothing of it is missing. Prompts guess nothing. The same bits.
+long check_early(std::mt19937& rng, Kind kind) {
+  const std::int64_t experts = 4, neurons = 90, hidden = 64;
+  const StoreFixture store(rng, 2 * experts, neurons, 3, hidden, DType::kF32);
+  Experts first(rng, experts, neurons, 3, hidden, DType::kF32, kind, DType::kQ4, false);
+  Experts second(rng, experts, neurons, 3, hidden, DType::kF32, kind, DType::kQ4, false);
+  first.stack.layer.neuron_rows = second.stack.layer.neuron_rows = nullptr;
+  NextExperts next;
+  const std::vector<float> weights = floats(rng, experts * hidden);
+  next.router = {weights.data(), DType::kF32, nullptr, nullptr, experts, hidden, 2};
+  next.stack = second.stack;
+  next.first_layer = experts;
+  long cases = 0;
+  for (const std::int64_t tokens : {std::int64_t{1}, kMostLookahead, kMostLookahead + 1}) {
+    std::vector<char> y[2];
+    for (const bool early : {false, true}) {
+      OffloadOptions options;
+      options.cache_bytes = 1 << 22;
+      std::string problem;
+      const std::unique_ptr<Offload> offload = Offload::open(store.path, options, &problem);
+      PI2_CHECK(offload != nullptr, "%s", problem.c_str());
+      if (offload == nullptr) return 0;
+      std::mt19937 same(static_cast<unsigned>(tokens));
+      Tokens in(same, tokens, hidden, 2, experts, DType::kF32, DType::kF32);
+      ThreadPool pool(2);
+      const std::string wrong =
+          stored_experts(in.args, first.stack, *offload, 0, pool.parallel(), nullptr, early ? &next : nullptr);
+      PI2_CHECK(wrong.empty(), "%s", wrong.c_str());
+      y[early] = in.y;
+      route(next.router, reinterpret_cast<const float*>(in.x.data()), tokens, in.index.data());
+      CallStats found;
+      const std::string also = stored_experts(in.args, second.stack, *offload, experts, pool.parallel(), &found);
+      PI2_CHECK(also.empty() && found.wanted > 0, "%s", also.c_str());
+      PI2_CHECK((found.reads == 0) == (early && tokens <= kMostLookahead), "%ld tokens, early %d: %ld reads",
+                static_cast<long>(tokens), early, static_cast<long>(found.reads));
+      y[early].insert(y[early].end(), in.y.begin(), in.y.end());
+      ++cases;
+    }
+    PI2_CHECK(y[0] == y[1], "the same bits, %ld tokens", static_cast<long>(tokens));
+  }
+  return cases;
+}
+
 }  // namespace
 
 int main() {
   std::mt19937 rng(11);
-  long cases = check_announcement(rng) + check_repeats(rng) + check_slices(rng);
+  long cases = check_announcement(rng) + check_repeats(rng) + check_slices(rng) + check_route(rng) + check_record();
   cases += check_bits(rng, 1, 1, 3, 1, 1, 1, DType::kF32, false);
   cases += check_bits(rng, 3, 70, 2, 33, 5, 2, DType::kBF16, false);
   cases += check_bits(rng, 4, 85, 3, 111, 70, 3, DType::kF16, false);
@@ -340,6 +445,7 @@ int main() {
   for (const Kind kind : {Kind::kNone, Kind::kLowrank, Kind::kSignbit}) {
     cases += check_store(rng, kind, DType::kQ4, true);
     cases += check_store(rng, kind, DType::kF32, false);
+    cases += check_early(rng, kind);
   }
   return finish("test_experts", cases);
 }

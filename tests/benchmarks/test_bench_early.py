@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
+from tiny_experts import build
 
 from benchmarks import table
 from benchmarks.__main__ import main
-from benchmarks.early import INPUTS, render, run
+from benchmarks.early import INPUTS, MODEL, render, run
 from torch_pi2.errors import ConfigError
 
 
@@ -27,6 +30,45 @@ def test_each_input_has_its_predictor(capsys: pytest.CaptureFixture[str]) -> Non
     shown = render(result)
     assert f"{others[0]['before']['recall']:.1%} by {others[0]['before']['active']:.1%}" in shown
     assert "| x: drelu-stdlib-5m, 2,560 tokens, rank 32 |" in table.page({"x": result})
+
+
+@pytest.mark.slow
+def test_experts_are_guessed_and_read_early(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mixture(tmp_path)
+    options = ["--folder", str(tmp_path), "--tokens", "1280", "--device", "ufs-4.0", "--threads", "1"]
+    assert main(["early", *options, "--method", "exact", "--ffn-in-memory", "0.7", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    first, second = result["layers"]
+    assert (first["experts"], first["chosen"]) == (second["experts"], second["chosen"]) == (4, 2)
+    assert "guessed" not in first
+    assert 0 < second["guessed"]["2"] < second["guessed"]["3"] < 1
+    assert all(0 < layer[name] < 1 for layer in (first, second) for name in ("usual", "last"))
+    left_out = result["left_out"]
+    assert list(left_out) == ["0.05", "0.1", "0.2", "0.3"]
+    assert 0 < left_out["0.1"]["choices"] < left_out["0.3"]["choices"] < 0.5
+    assert abs(left_out["0.05"]["kept"]) <= abs(left_out["0.3"]["kept"]) != abs(left_out["0.3"]["scaled"])
+    store = result["store"]
+    assert "simulated ufs-4.0" in store["reads"]
+    assert store["modes"]["off"]["unused_per_token"] == 0  # what a layer asks for itself is used
+    assert store["modes"]["on"]["tokens_per_s"] > 0
+    shown = render(result)
+    assert f"{second['guessed']['2']:.1%} of 2" in shown
+    assert "look-ahead on" in shown
+    page = table.page({"x": result})
+    assert "### Experts\n" in page
+    assert "### Experts read early" in page
+
+
+def mixture(folder: Path) -> None:
+    """A Mixtral at random, with a tokenizer."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(MODEL / "tokenizer.json"))
+    tokenizer.save_pretrained(folder)
+    model: Any = build("Mixtral", vocab_size=len(tokenizer), max_position_embeddings=1024)
+    for layer in model.model.layers:
+        layer.mlp.gate.weight.data.mul_(20)  # weights of all sizes
+    model.save_pretrained(folder)
 
 
 def test_settings_that_make_no_sense() -> None:

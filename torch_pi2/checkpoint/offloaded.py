@@ -14,6 +14,7 @@ from torch_pi2.base.heap import give_back_freed_memory
 from torch_pi2.checkpoint.sparse import load_sparse, weights_of
 from torch_pi2.decode.budget import divide
 from torch_pi2.errors import ConfigError
+from torch_pi2.graph.router import find_router
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
@@ -106,6 +107,7 @@ def load_offloaded(
         for module in model.modules():
             if isinstance(module, OffloadedFFN):
                 module.announce()
+        _route_early(model)
     # Without predictors, which would be in memory twice: the layers have theirs.
     made = Optimized(plan, FittedPredictors(), None, weights=weights_of(model), store=store, budget=budget)
     made.attach(model)
@@ -136,3 +138,25 @@ def _check_margin(plan: Plan, offload: OffloadConfig) -> None:
         predicted,
         offload.miss_margin,
     )
+
+
+def _route_early(model: nn.Module) -> None:
+    """Each mixture is guessed while the one before is computed, where its router is one linear layer."""
+    unknown, before = [], None
+    for name, module in model.named_modules():
+        if not isinstance(module, OffloadedExperts):
+            continue
+        if before is not None:
+            block = model.get_submodule(name.rpartition(".")[0])
+            router = find_router(block, module, len(module.sites))
+            if router is None:
+                unknown.append(name)
+            else:
+                module.announce(router, before)
+        before = module
+    if unknown:
+        _log.warning(
+            "OffloadConfig(lookahead=True): no early routing of %s: expected a router that is one linear layer with a "
+            "top k of its scores, found another. Their experts are read when they are reached.",
+            ", ".join(unknown),
+        )

@@ -12,6 +12,7 @@ import torch
 
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.graph.routed import Routed
+from torch_pi2.graph.router import LinearRouter
 from torch_pi2.layers.checks import check_ffn_input, result_dtype
 from torch_pi2.layers.cold import PREDICTOR_TENSORS
 from torch_pi2.layers.ffn import SparseFFN
@@ -195,9 +196,11 @@ class SparseExperts(StandIn):
 
     def _asked(self, cuts: Any, thresholds: Any) -> tuple[Any, ...]:
         """What all operators take from the predictor to the thresholds."""
-        site, rows = self.site, self.predictor_weights
-        how = (self.predictor(), self.predictor_kind, cuts, rows, self.int8_activations and bool(rows))
-        return *how, site.activation, site.activation_on_up, thresholds
+        return *self._predicted(cuts), self.site.activation, self.site.activation_on_up, thresholds
+
+    def _predicted(self, cuts: Any) -> tuple[Any, ...]:
+        rows = self.predictor_weights
+        return self.predictor(), self.predictor_kind, cuts, rows, self.int8_activations and bool(rows)
 
     def split_off(self, on_gpu: Sequence[bool], link: Link, neuron_rows: torch.Tensor | None = None) -> None:
         """The experts of which ``on_gpu [E]`` says so are computed at the end of ``link``, where inputs and results are
@@ -344,6 +347,24 @@ class OffloadedExperts(InStore, SparseExperts):
         super().end_split()
         with suppress(ArtifactError):  # of a store that has been closed
             self.store.leave_out(self.first_layer, [0] * len(self.sites))
+
+    def announce(self, router: LinearRouter, before: OffloadedExperts) -> None:
+        """Let the mixture ``before`` this one in the store route early for it (``OffloadConfig.lookahead``)."""
+
+        def floats(vector: torch.Tensor | None) -> torch.Tensor | None:
+            return None if vector is None else vector.float().contiguous()
+
+        torch.ops.pi2.store_early_routing(
+            self.store.number,
+            before.first_layer,
+            self.first_layer,
+            len(self.sites),
+            router.weight.contiguous(),
+            floats(router.bias),
+            floats(router.correction),
+            router.chosen,
+            *self._predicted(self.cuts),
+        )
 
     def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         """See the base class."""

@@ -8,8 +8,8 @@ Operators, all under ``torch.ops.pi2``:
   and its fake.
 * ``gathered_experts``: ``experts_ffn`` on a GPU, see :mod:`torch_pi2.ops.gpu`, where the others are as well.
 * ``store_open``, ``store_close``, ``store_layers``, ``store_preload``, ``store_describe``, ``store_stats``,
-  ``store_lookahead``, ``store_resize``, ``store_arrange``, ``store_leave_out``: neuron stores by number, see
-  :mod:`torch_pi2.layers.offloaded`; ``stored_ffn``: a layer whose neurons are in one.
+  ``store_lookahead``, ``store_early_routing``, ``store_resize``, ``store_arrange``, ``store_leave_out``: neuron stores
+  by number, see :mod:`torch_pi2.layers.offloaded`; ``stored_ffn``: a layer whose neurons are in one.
 * ``store_record``, ``store_recorded``: what their calls want, see :mod:`torch_pi2.observe.accesses`; ``replay``,
   ``replay_missed``, ``replay_check``, ``replay_distances``: what caches would have had of it, see
   :mod:`torch_pi2.observe.replay`.

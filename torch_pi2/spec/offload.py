@@ -46,8 +46,10 @@ class OffloadConfig:
             cores compute, at the price of their power.
         preload: fill the cache with the most frequent neurons when the model is loaded.
         lookahead: while a layer is computed for a few tokens, begin to read what the next one's predictor says of the
-            same input. Wrong guesses cost reads: it pays where the device is not busy all the time and a layer's input
-            is like the one before.
+            same input. Of a mixture of experts the next mixture's router is asked (early routing), where it is one
+            linear layer with a top k of its scores (others are named in a warning), and what its experts want begins to
+            be read, while at least half of what it said of late was right. Wrong guesses cost reads: it pays where the
+            device is not busy all the time and a layer's input is like the one before.
         miss_margin: **lossy** where it is not 0, and results then depend on what was computed before: while decoding, a
             neuron that is not in memory is read only if its low-rank predictor's score is this far above the layer's
             threshold, and is left out otherwise; what is in memory is computed as always. In nats of the odds that it

@@ -171,9 +171,57 @@ Tensor stored_experts(const Tensor& x, const Tensor& index, const Tensor& routin
                         int8_activations);
   const ExpertStack stack =
       stack_of(x, layer, experts, predictor, kind, cuts, predictor_weights, predictor_int8_activations, thresholds);
-  const std::string problem = pi2::stored_experts(r.args, stack, *offload, first_layer, torch_threads());
+  const std::shared_ptr<EarlyRouting> early = early_routing(store, first_layer);
+  const std::shared_ptr<EarlyRouting> own = early_routing_of(store, first_layer);
+  const std::string problem =
+      pi2::stored_experts(r.args, stack, *offload, first_layer, torch_threads(), nullptr,
+                          early == nullptr ? nullptr : &early->next, own == nullptr ? nullptr : &own->record);
   STD_TORCH_CHECK(problem.empty(), "pi2: ", problem);
   return r.y;
+}
+
+// Says how the mixture from `first_layer` on is routed, so that stored_experts of the one from `at` on, before it, can
+// begin to read what it is going to want.
+bool store_early_routing(int64_t store, int64_t at, int64_t first_layer, int64_t experts, const Tensor& router,
+                         const MaybeTensor& bias, const MaybeTensor& correction, int64_t chosen,
+                         std::vector<Tensor> predictor, const Text& kind, std::vector<double> cuts,
+                         const Text& predictor_weights, bool predictor_int8_activations) {
+  const std::shared_ptr<Offload> offload = store_of(store);
+  const FfnArgs layer = common_shape(*offload, first_layer, experts);
+  STD_TORCH_CHECK(at >= 0 && at < first_layer, "pi2: at: expected 0 to ", first_layer - 1, ", found ", at,
+                  ". Experts are guessed while a mixture before theirs is computed.");
+  STD_TORCH_CHECK(offload->shape(at).hidden == layer.hidden, "pi2: hidden size of layer ", first_layer, ": expected ",
+                  offload->shape(at).hidden, ", as layer ", at, " has, found ", layer.hidden,
+                  ". Leave early routing out.");
+  check_plain(router, "router");
+  STD_TORCH_CHECK(
+      router.dim() == 2 && router.size(0) == experts && router.size(1) == layer.hidden && router.is_contiguous(),
+      "pi2: router: expected contiguous [", experts, ", ", layer.hidden, "], found ",
+      router.is_contiguous() ? "" : "strided ", shape_of(router), ". Pass the weight of the router's linear layer.");
+  STD_TORCH_CHECK(chosen >= 1 && chosen <= experts, "pi2: chosen: expected 1 to ", experts, ", found ", chosen,
+                  ". It is how many experts a token has.");
+  const auto made = std::make_shared<EarlyRouting>();
+  made->tensors = predictor;
+  made->tensors.push_back(router);
+  for (const MaybeTensor& one : {bias, correction})
+    if (one) made->tensors.push_back(*one);
+  made->cuts = std::move(cuts);
+  Router& linear = made->next.router;
+  linear.weights = router.const_data_ptr();
+  linear.dtype = float_dtype(router, "router");
+  linear.bias = static_cast<const float*>(bias_data(bias, "bias", experts, ScalarType::Float, "float32"));
+  linear.correction =
+      static_cast<const float*>(bias_data(correction, "correction", experts, ScalarType::Float, "float32"));
+  linear.experts = experts;
+  linear.hidden = layer.hidden;
+  linear.chosen = chosen;
+  made->next.record = &made->record;
+  const Tensor x = torch::stable::empty({1, layer.hidden}, ScalarType::Float);  // for the checks of its size
+  made->next.stack =
+      stack_of(x, layer, experts, predictor, kind, made->cuts, predictor_weights, predictor_int8_activations, {});
+  made->next.first_layer = first_layer;
+  route_early(store, at, made);
+  return true;
 }
 
 }  // namespace
@@ -191,9 +239,17 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   m.def(("stored_experts(" + tokens + "int store, int first_layer, int experts, " + predictor +
          "bool int8_activations=False" + biases + ") -> Tensor")
             .c_str());
+  m.def(
+      "store_early_routing(int store, int at, int first_layer, int experts, Tensor router, Tensor? bias, "
+      "Tensor? correction, int chosen, Tensor[] predictor, str kind, float[] cuts, str predictor_weights, "
+      "bool predictor_int8_activations) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pi2, CPU, m) {
   m.impl("experts_ffn", TORCH_BOX(&pi2::binding::experts_ffn));
   m.impl("stored_experts", TORCH_BOX(&pi2::binding::stored_experts));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(pi2, CompositeExplicitAutograd, m) {
+  m.impl("store_early_routing", TORCH_BOX(&pi2::binding::store_early_routing));
 }

@@ -21,7 +21,8 @@ struct Lookahead {
 
 struct Open {
   std::shared_ptr<Offload> offload;
-  std::map<int64_t, std::shared_ptr<const Lookahead>> lookahead;  // by layer
+  std::map<int64_t, std::shared_ptr<const Lookahead>> lookahead;   // by layer
+  std::map<int64_t, std::shared_ptr<EarlyRouting>> early_routing;  // by the first layer of the mixture before
 };
 
 // Open stores. A call holds its store, so that closing it meanwhile is harmless.
@@ -44,6 +45,25 @@ Open& open_store(int64_t number) {
 std::shared_ptr<Offload> store_of(int64_t number) {
   const std::lock_guard<std::mutex> lock(stores_mutex);
   return open_store(number).offload;
+}
+
+std::shared_ptr<EarlyRouting> early_routing(int64_t number, int64_t layer) {
+  const std::lock_guard<std::mutex> lock(stores_mutex);
+  const auto& all = open_store(number).early_routing;
+  const auto found = all.find(layer);
+  return found == all.end() ? nullptr : found->second;
+}
+
+std::shared_ptr<EarlyRouting> early_routing_of(int64_t number, int64_t first_layer) {
+  const std::lock_guard<std::mutex> lock(stores_mutex);
+  for (const auto& [at, early] : open_store(number).early_routing)
+    if (early->next.first_layer == first_layer) return early;
+  return nullptr;
+}
+
+void route_early(int64_t number, int64_t layer, std::shared_ptr<EarlyRouting> next) {
+  const std::lock_guard<std::mutex> lock(stores_mutex);
+  open_store(number).early_routing[layer] = std::move(next);
 }
 
 namespace {
@@ -152,8 +172,6 @@ bool store_lookahead(int64_t store, int64_t layer, std::vector<Tensor> predictor
   open_store(store).lookahead[layer] = made;
   return true;
 }
-
-constexpr int64_t kMostLookahead = 4;  // tokens: prompts want nearly all of a layer, and their mask would be large
 
 // What the layer after `layer` is likely to want, by its own predictor, of this layer's input: what a decoder's blocks
 // add changes the residual stream slowly. Predicted before the layer is computed; asked for once its own neurons are.

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <mutex>
 #include <string>
+#include <vector>
 
 #include "pi2/ffn.h"
 #include "pi2/predict.h"
@@ -78,9 +80,50 @@ Predictor predictor_of(const ExpertStack& stack, std::int64_t expert);
 
 std::string experts_ffn(const ExpertsArgs& args, const ExpertStack& stack, const ParallelFor& parallel);
 
-// Expert e is layer first_layer + e of the store: the same bits, but where sparse_ffn computes prompts by tiles. To
-// `stats`, if any, is added what its calls of the store did.
+// A router that is one linear layer: a token's experts are the `chosen` with the highest scores. Scores are
+// weights x + bias, and where there is a `correction` the sigmoid of that + correction.
+struct Router {
+  const void* weights = nullptr;      // [experts, hidden], dtype
+  DType dtype = DType::kF32;          // a float type
+  const float* bias = nullptr;        // [experts] or null
+  const float* correction = nullptr;  // [experts] or null
+  std::int64_t experts = 0, hidden = 0;
+  std::int64_t chosen = 0;  // 1 to experts
+};
+
+// chosen_TK[t * chosen + j] = the experts of token t, the highest score first; of equal ones the first expert.
+void route(const Router& router, const float* x_TH, std::int64_t tokens, std::int64_t* chosen_TK);
+
+// How often a mixture's early routing is right. Any thread.
+class GuessRecord {
+ public:
+  // Experts that are guessed for the next call.
+  void guess(std::vector<std::int64_t> experts);
+  // What was to be guessed: [pairs], `experts` itself is none.
+  void see(const std::int64_t* index, std::int64_t pairs, std::int64_t experts);
+  // Of late at least half of what was wanted had been guessed: else reads would be for nothing. At first it does.
+  bool pays() const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<std::int64_t> guessed_;  // empty: nothing
+  double right_ = 1;                   // share, of some 20 calls
+};
+
+// A mixture that is going to be computed after another one of the same store.
+struct NextExperts {
+  Router router;
+  GuessRecord* record = nullptr;  // null: guesses are always read
+  ExpertStack stack;              // of its layer no more than sizes
+  std::int64_t first_layer = 0;
+};
+
+// Expert e is layer first_layer + e of the store: the same bits, but where sparse_ffn computes prompts by tiles. Of a
+// few tokens `next`, if any, is routed early, by the input of this mixture, and what its experts are likely to want
+// begins to be read; `record`, if any, has what was guessed of this one. To `stats`, if any, is added what its calls of
+// the store did.
 std::string stored_experts(const ExpertsArgs& args, const ExpertStack& stack, Offload& store, std::int64_t first_layer,
-                           const ParallelFor& parallel, CallStats* stats = nullptr);
+                           const ParallelFor& parallel, CallStats* stats = nullptr, const NextExperts* next = nullptr,
+                           GuessRecord* record = nullptr);
 
 }  // namespace pi2

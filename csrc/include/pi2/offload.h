@@ -14,6 +14,9 @@
 
 namespace pi2 {
 
+// Tokens of a call for which the next layer is guessed: prompts want nearly all of a layer.
+constexpr std::int64_t kMostLookahead = 4;
+
 struct OffloadOptions {
   std::int64_t cache_bytes =
       0;  // for neurons in memory; what a full cache has no room for (staging_bytes) comes on top
