@@ -74,10 +74,9 @@ def test_the_bits_do_not_depend_on_guesses(folders: dict[str | None, Path], kind
         model = loaded(folders[kind], guesses != "none", least + 60_000)
         if guesses == "wrong":
             announce_wrong(model)
-        torch._dynamo.reset()
+        torch._dynamo.reset()  # after eight versions of a model's code no more are compiled, and bits are others
         forward = torch.compile(model, backend="torch_pi2") if compiled else model
         with torch.no_grad():
-            # of one length: what is compiled for several depends on which came first
             found.append([forward(IDS[:1, i : i + 3], use_cache=False).logits for i in range(6)])
         stats.append(torch_pi2.stats(model))
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found, strict=True))
