@@ -44,7 +44,9 @@ void predicted_ffn(const Predictor& predictor, const FfnArgs& layer, const Paral
     args.x = static_cast<const char*>(layer.x) + start * token_bytes;
     args.y = static_cast<char*>(layer.y) + start * token_bytes;
     predict(predictor, args, mask, parallel);
-    if (predictor.kind == Predictor::Kind::kLowrank && predictor.lowrank.doubt > 0 && args.source != nullptr)
+    // Of a prompt's last slice, however short, as of those before it, everything is read.
+    if (predictor.kind == Predictor::Kind::kLowrank && predictor.lowrank.doubt > 0 && args.source != nullptr &&
+        !args.piece)
       args.source->leave_out_missing(mask, args.tokens, args.n_hot);
     sparse_ffn(args, parallel);
   }

@@ -269,6 +269,40 @@ long check_margin_of_several(std::mt19937& rng) {
   return 1;
 }
 
+// A prompt that goes in two slices of its mask, the last of which is short: nothing of it is left out.
+long check_margin_of_a_long_prompt(std::mt19937& rng) {
+  constexpr std::int64_t kNeurons = kMaskBytes / kPromptTokens, kTokens = kPromptTokens + 5;
+  const StoreFixture store(rng, 1, kNeurons, 2, 64, DType::kQ4);
+  const std::vector<float> ones(static_cast<std::size_t>(kNeurons), 1.0f);
+  std::vector<float> bias(static_cast<std::size_t>(kNeurons), 0.0f);
+  for (std::int64_t i = 0; i < kNeurons; i += 512) bias[static_cast<std::size_t>(i)] = 1.5f;
+  Predictor predictor;
+  predictor.kind = Predictor::Kind::kLowrank;
+  predictor.lowrank.hidden = 64;
+  predictor.lowrank.a = predictor.lowrank.b = bias.data();  // of no rows and of no columns
+  predictor.lowrank.a_scale = predictor.lowrank.b_scale = ones.data();
+  predictor.lowrank.b_bias = bias.data();
+  predictor.lowrank.threshold = 1;
+  const Inputs in = inputs(rng, store.layers[0], kTokens, 1);
+  std::vector<std::vector<float>> found;
+  for (const float margin : {0.0f, 10.0f}) {
+    OffloadOptions options;
+    options.engine = "pread";
+    options.policy = "none";
+    options.miss_margin = predictor.lowrank.doubt = margin;
+    const std::unique_ptr<Offload> offload = opened(store, options);
+    Inputs mine = in;
+    FfnArgs args = arguments(store.layers[0], &mine, kTokens, true);
+    args.active = nullptr;
+    const std::string wrong = offload->ffn(0, predictor, args, serial());
+    const std::int64_t left_out = offload->stats(false).left_out;
+    PI2_CHECK(wrong.empty() && left_out == 0, "'%s', %ld left out", wrong.c_str(), static_cast<long>(left_out));
+    found.push_back(mine.y);
+  }
+  PI2_CHECK(found[0] == found[1], "a margin changed a prompt");
+  return 2;
+}
+
 // What was in the cache when the next layer was read ahead, and so was passed over, has left when that layer begins.
 long check_ahead_and_resize(std::mt19937& rng) {
   const StoreFixture store(rng, 2, 2048, 3, 64, DType::kQ4);
@@ -500,7 +534,8 @@ int main() {
   cases += check_bits(rng, 75, 3, 256, DType::kQ6K, 0, 8, &int8);
   cases += check_bits(rng, 70, 2, 96, DType::kQ5_0, 0, 1, &int4);
   cases += check_bits(rng, 75, 3, 100, DType::kQ4, 5, 4, &int8);
-  cases += check_margin(rng, 0, 1) + check_margin(rng, 20, 4) + check_margin_of_several(rng);
+  cases += check_margin(rng, 0, 1) + check_margin(rng, 20, 4) + check_margin_of_several(rng) +
+           check_margin_of_a_long_prompt(rng);
   cases += check_ahead(rng);
   cases += check_ahead_and_resize(rng);
   cases += check_faults(rng);

@@ -157,6 +157,7 @@ def test_mixtures_follow_each_other_over_other_layers(tmp_path: Path) -> None:
     read = []
     for lookahead in (False, True):
         stored = loaded(tmp_path / "store", lookahead)
+        assert torch_pi2.stats(stored)["calls"] == 0  # no shared expert is computed to find the router
         with torch.no_grad():
             for block in (layer.mlp for layer in stored.model.layers[-2:]):
                 _, weights, index = block.gate(x_TH)

@@ -495,6 +495,15 @@ def test_the_identity_of_a_model(tmp_path: Path, same_model: str) -> None:
     assert stored[0] not in (one, same_model)
 
 
+def test_the_identity_of_a_model_that_leaves_out_neurons(tmp_path: Path) -> None:
+    torch_pi2.synthetic(tmp_path / "plain", "tiny", active=0.2, rank=16)
+    torch_pi2.pack(tmp_path / "plain", tmp_path / "store")
+    settings = [torch_pi2.OffloadConfig(miss_margin=margin) for margin in (0, 0, 1, 2)]
+    found = [identity(torch_pi2.load(tmp_path / "store", budget="64MB", offload=of)) for of in settings]
+    assert found[0] == found[1]
+    assert len({*found}) == 3
+
+
 def _other_bit(model: nn.Module) -> None:
     model.model.layers[1].self_attn.k_proj.rows[3, 7] ^= 1  # type: ignore[index, union-attr]
 

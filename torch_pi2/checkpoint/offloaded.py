@@ -72,7 +72,7 @@ def load_offloaded(
         hf = config or model_config(folder, trust_remote_code=trust_remote_code)
         kind = dtype or hf.dtype or reader.float_dtype or torch.float32
         budget = divide(total, reader, plan, predictors, hf, config=offload, context=context, dtype=kind, strict=strict)
-        index_of, entries = {key: i for i, key in enumerate(reader.keys)}, reader.entries
+        index_of = {key: i for i, key in enumerate(reader.keys)}
     if offload.miss_margin > 0:
         _check_margin(plan, offload)
     store = Store(pi2 / STORE_FILE, budget.cache, offload, token_bytes=budget.token)
@@ -103,7 +103,7 @@ def load_offloaded(
     give_back_freed_memory()
     model = load_sparse(folder, pi2, plan, predictors, make_layer=over_store, make_experts=experts_over_store, **how)
     give_back_freed_memory()  # what only loading needed, before the cache is filled
-    if offload.lookahead and len({entry.hidden for entry in entries}) == 1:
+    if offload.lookahead:
         for module in model.modules():
             if isinstance(module, OffloadedFFN):
                 module.announce()
@@ -146,9 +146,10 @@ def _route_early(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if not isinstance(module, OffloadedExperts):
             continue
-        if before is not None:
+        if before is not None and before.site.hidden == module.site.hidden:
             block = model.get_submodule(name.rpartition(".")[0])
-            router = find_router(block, module, len(module.sites))
+            beside = [m for m in block.modules() if isinstance(m, OffloadedFFN)]
+            router = find_router(block, module, len(module.sites), beside)
             if router is None:
                 unknown.append(name)
             else:

@@ -13,8 +13,10 @@ from torch import nn
 
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.progress import bar
+from torch_pi2.decode.kv import cache_name, cache_of
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError
 from torch_pi2.layers.prompt import sparse_only
+from torch_pi2.rewrite.handle import has_margin
 from torch_pi2.store.tokenizer import tokenizer_of
 
 
@@ -41,7 +43,12 @@ class LossReport:
 
 
 def logits_of(model: nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
-    """``[B, T, V]`` logits of a Hugging Face model, or of any module that maps ids to logits."""
+    """``[B, T, V]`` logits of a Hugging Face model, or of any module that maps ids to logits.
+
+    Of a model that leaves out neurons which are not in memory, as it decodes: row by row, token by token.
+    """
+    if has_margin(model):
+        return torch.cat([torch.cat(by_token(model, ids_T)[0], 1) for ids_T in ids_BT])
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "use_cache"):
         output = model(input_ids=ids_BT, use_cache=False)
@@ -52,6 +59,19 @@ def logits_of(model: nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
     logits = getattr(output, "logits", output)
     assert isinstance(logits, torch.Tensor)
     return logits
+
+
+def by_token(model: nn.Module, ids_T: torch.Tensor, cache: Any = None) -> tuple[list[torch.Tensor], Any]:
+    """``[1, 1, V]`` logits after each of ``ids_T``, which are read one by one after those of ``cache``; and the cache,
+    which is changed.
+    """
+    logits = []
+    for id_ in ids_T:
+        known = {} if cache is None else {cache_name(model): cache}
+        output = model(input_ids=id_.view(1, 1), use_cache=True, **known)
+        cache = cache_of(output)
+        logits.append(output.logits)
+    return logits, cache
 
 
 def _summed_nats(model: nn.Module, batches: Iterable[torch.Tensor]) -> tuple[float, int]:
@@ -170,7 +190,8 @@ def bits_per_byte(
     """Loss of ``model`` on ``text``, in disjoint windows.
 
     Every token is scored once, the first excepted (unless the tokenizer starts texts with a BOS token, which
-    then precedes every window). Context never reaches beyond ``window`` tokens.
+    then precedes every window). Context never reaches beyond ``window`` tokens. A model over a store that leaves out
+    neurons (``OffloadConfig.miss_margin``) is given one token at a time, as in decoding, which takes as long.
 
     Args:
         model: a causal language model; left in the mode it was in.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -45,13 +46,17 @@ class _Routed(Exception):
     """Ends a call that has done what it was for."""
 
 
-def find_router(block: nn.Module, experts: nn.Module, count: int) -> LinearRouter | None:
+def find_router(
+    block: nn.Module, experts: nn.Module, count: int, beside: Sequence[nn.Module] = ()
+) -> LinearRouter | None:
     """The router in ``block``, which holds ``experts`` (``count`` of them); None: it is no linear layer and a top k.
 
     The block routes random tokens, and nothing of them is computed by ``experts``. Which of the parameters around them
-    make the same choices is tried: all matrices ``[E, H]``, with and without vectors ``[E]``.
+    make the same choices is tried: all matrices ``[E, H]``, with and without vectors ``[E]``. Modules ``beside`` give
+    zeros meanwhile: what they compute would be read from storage.
     """
-    routed = _try(block, experts, count)
+    with _giving_zeros(beside):
+        routed = _try(block, experts, count)
     if routed is None:
         return None
     x_TH, index_TK, _ = routed
@@ -61,6 +66,17 @@ def find_router(block: nn.Module, experts: nn.Module, count: int) -> LinearRoute
         if found >= most and (best is None or found > most):
             best, most = router, found
     return best
+
+
+@contextmanager
+def _giving_zeros(modules: Sequence[nn.Module]) -> Iterator[None]:
+    for module in modules:
+        module.forward = torch.zeros_like
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
 
 
 def _try(block: nn.Module, experts: nn.Module, count: int) -> Routed | None:

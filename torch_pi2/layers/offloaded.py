@@ -417,10 +417,12 @@ class OffloadedFFN(InStore, SparseFFN):
     def announce(self, batch: int = 1) -> None:
         """Let the layer before this one in the store begin to read for it (``OffloadConfig.lookahead``).
 
-        ``batch``: tokens of the calls that are to come, which say how many neurons are hot.
+        ``batch``: tokens of the calls that are to come, which say how many neurons are hot. A layer before this one
+        that has another hidden size (of a vision tower) has no input to guess by.
         """
         self.announced = True
-        if self.has_predictor and self.store_layer > 0:
+        sizes = self.store.layers()[max(0, self.store_layer - 1) : self.store_layer]
+        if self.has_predictor and [hidden for _, hidden, _ in sizes] == [self.site.hidden]:
             n_hot = self.hot_for(batch)
             torch.ops.pi2.store_lookahead(self.store.number, self.store_layer, *self.asked(), n_hot)
 

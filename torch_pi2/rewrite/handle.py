@@ -94,8 +94,7 @@ class Optimized(Handle):
         """
         if not self.lossy:
             return 0.0
-        margin = self.store is not None and self.store.config.miss_margin > 0
-        return None if margin or self.weights != "float" else self.plan.made_by.get("loss_change")
+        return None if _has_margin(self.store) or self.weights != "float" else self.plan.made_by.get("loss_change")
 
 
 if TYPE_CHECKING:
@@ -126,6 +125,15 @@ def store_of(model: nn.Module) -> Store | None:
     """That over which a model was loaded; None: it is in memory."""
     handle = Handle.of(model)
     return None if handle is None else handle.store
+
+
+def _has_margin(store: Store | None) -> bool:
+    return store is not None and store.config.miss_margin > 0
+
+
+def has_margin(model: nn.Module) -> bool:
+    """Whether decoding leaves out neurons that are not in memory (``OffloadConfig.miss_margin``)."""
+    return _has_margin(store_of(model))
 
 
 def store_and_budget(model: nn.Module) -> tuple[Store, Budget]:

@@ -53,9 +53,10 @@ class OffloadConfig:
         miss_margin: **lossy** where it is not 0, and results then depend on what was computed before: while decoding, a
             neuron that is not in memory is read only if its low-rank predictor's score is this far above the layer's
             threshold, and is left out otherwise; what is in memory is computed as always. In nats of the odds that it
-            fires: 1 asks for 2.7 times the odds. Of calls for fewer than 32 tokens; ``stats()["left_out"]`` of the
-            store counts neurons. Models with no low-rank predictor are refused, and experts are read as always. After
-            cache-aware masking (DIP, arXiv 2412.01380), which scales scores where this one shifts log odds.
+            fires: 1 asks for 2.7 times the odds. Of calls for fewer than 32 tokens, so of short prompts, too;
+            ``stats()["left_out"]`` of the store counts neurons. Models with no low-rank predictor are refused, and
+            experts are read as always. After cache-aware masking (DIP, arXiv 2412.01380), which scales scores where
+            this one shifts log odds.
         device: reads take as long as this device's: a preset or a JSON file, see
             :func:`torch_pi2.machine.device.find_device`. What is measured is then simulated, and called so; preloading
             is not slowed down. Not with ``mmap``.
