@@ -27,7 +27,7 @@ from benchmarks.methods import MODEL
 from torch_pi2.base import process as machine
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.cli import common
-from torch_pi2.eval.loss import logits_of
+from torch_pi2.eval.loss import by_token, logits_of
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.predict.lowrank import LowRank
@@ -138,11 +138,7 @@ def _decoded(model: Any, ids_NT: torch.Tensor, wanted: list[torch.Tensor]) -> di
         for index, (ids_T, dense_BTV) in enumerate(zip(ids_NT, wanted, strict=True)):
             if index == 1:
                 store.stats(reset=True)
-            past, logits = None, []
-            for id_ in ids_T:
-                out = model(id_.view(1, 1), past_key_values=past, use_cache=True)
-                past = out.past_key_values
-                logits.append(out.logits)
+            logits, _ = by_token(model, ids_T)
             if index > 0:
                 found.add(dense_BTV, torch.cat(logits, 1), ids_T[None])
     stats = store.stats()
