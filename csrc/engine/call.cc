@@ -88,7 +88,8 @@ void Call::leave_out_missing(std::uint8_t* active, std::int64_t tokens, std::int
     const bool there = sure || cache.contains(key() + (n_hot + i) / l.cluster);
     for (std::int64_t t = 0; t < tokens; ++t)
       if (active[t * cold + i] == kIfThere) active[t * cold + i] = there ? 1 : 0;
-    if (!there) ++common_.sums.left_out;
+    // Slots before the first that is wanted here are somebody else's, who computes them.
+    if (!there && (n_hot + i) / l.cluster >= residents_.first_wanted(layer_)) ++common_.sums.left_out;
   }
 }
 
