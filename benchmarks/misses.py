@@ -28,10 +28,9 @@ from torch_pi2.base import process as machine
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.cli import common
 from torch_pi2.eval.loss import by_token, logits_of
-from torch_pi2.layers.offloaded import Store
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.predict.lowrank import LowRank
-from torch_pi2.rewrite.handle import parts_of
+from torch_pi2.rewrite.handle import store_and_budget
 from torch_pi2.spec.config import Config
 
 _WINDOW = 256
@@ -117,23 +116,17 @@ def _over_store(folder: Path, share: float, how: Mapping[str, Any], trust: bool)
     """The model over its store, of whose neurons ``share`` fit in memory: the most frequent, to begin with."""
     config = torch_pi2.OffloadConfig(preload=False, **how)
     model = torch_pi2.load(folder, budget="1GiB", offload=config, trust_remote_code=trust)
-    store = _store_of(model)
+    store, _ = store_and_budget(model)
     stats = store.stats()
     store.resize(int(share * stats["cache_bytes"]))
     store.preload()
     return model
 
 
-def _store_of(model: nn.Module) -> Store:
-    store = parts_of(model).store
-    assert store is not None
-    return store
-
-
 def _decoded(model: Any, ids_NT: torch.Tensor, wanted: list[torch.Tensor]) -> dict[str, float]:
     """Loss and the rest of ``Beside``; neurons per token, of all layers: ``wanted``, ``left_out``, ``read``, and those
     that were read ``in_time``, before anybody asked (look-ahead)."""
-    found, store = Beside(), _store_of(model)
+    found, (store, _) = Beside(), store_and_budget(model)
     with torch.no_grad(), evaluating(model):
         for index, (ids_T, dense_BTV) in enumerate(zip(ids_NT, wanted, strict=True)):
             if index == 1:

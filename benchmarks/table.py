@@ -474,8 +474,14 @@ those of its other forms differ, with 95 % intervals (Bonett and Price 2012, pai
 """
 
 
-def _suite_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
-    return [[name, *row] for row in suite.rows_of(result)]
+def _named(rows_of: Callable[[Mapping[str, Any]], list[tuple[str, ...]]]) -> Any:
+    """Rows with the run's name in front."""
+    return lambda name, result: [[name, *row] for row in rows_of(result)]
+
+
+def _of_tokens(rows_of: Callable[[Mapping[str, Any]], list[tuple[str, ...]]]) -> Any:
+    """Rows with the run's name and its tokens in front."""
+    return lambda name, result: [[f"{name}: {result['tokens']:,} tokens", *row] for row in rows_of(result)]
 
 
 _METHODS_NOTE = """
@@ -484,19 +490,11 @@ then the loss over a store of which every call reads what it wants, and in a bun
 """
 
 
-def _methods_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
-    return [[f"{name}: {result['tokens']:,} tokens", *row] for row in methods.rows_of(result)]
-
-
 _MISSES_NOTE = """
 A trained model over a store, decoding held-out text, neurons per token: those that are not in memory are read only
 where their low-rank predictor's score is a *margin* above its threshold (lossy); beside it thresholds that are higher
 for all neurons, or lower, and look-ahead (lossless), which reads before it is asked. Nothing is timed.
 """
-
-
-def _misses_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
-    return [[f"{name}: {result['tokens']:,} tokens", *row] for row in misses.rows_of(result)]
 
 
 _SPARSIFY_NOTE = """
@@ -560,11 +558,6 @@ The same by way of reading: whole neurons, their halves as two reads, and gates 
 """
 
 
-def _named(rows_of: Callable[[Mapping[str, Any]], list[tuple[str, ...]]]) -> Any:
-    """Rows with the run's name in front."""
-    return lambda name, result: [[name, *row] for row in rows_of(result)]
-
-
 _ROUTED_NOTE = """
 Of the experts that a mixture chooses, the shares that are those chosen most, those of the token before, and those that
 its router chooses by the input of the mixture before (early routing, `OffloadConfig(lookahead=True)`).
@@ -604,13 +597,13 @@ _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]
     ("plan", f"## Planned against fixed plans\n{_PLAN_NOTE}", _PLAN, _plan_rows),
     ("best-of", f"## A batch that shrinks\n{_BEST_NOTE}", _BEST, _best_rows),
     ("scores", f"## What skipping neurons costs\n{_SCORES_NOTE}", _SCORES, _scores_rows),
-    ("methods", f"## Methods and 4 bits\n{_METHODS_NOTE}", ("run", *methods.HEADER), _methods_rows),
-    ("misses", f"## What is not in memory\n{_MISSES_NOTE}", ("run", *misses.HEADER), _misses_rows),
+    ("methods", f"## Methods and 4 bits\n{_METHODS_NOTE}", ("run", *methods.HEADER), _of_tokens(methods.rows_of)),
+    ("misses", f"## What is not in memory\n{_MISSES_NOTE}", ("run", *misses.HEADER), _of_tokens(misses.rows_of)),
     ("sparsify", f"## Made sparse by training\n{_SPARSIFY_NOTE}", ("run", *sparsify.HEADER), _sparsify_rows),
     ("layer", "## One feed-forward layer", _LAYERS, _layer_rows),
     ("layer", "## Dense linears and predictors", _LINEARS, _linear_rows),
     ("quantization", f"## Quality\n{_QUANTIZATION_NOTE}", _QUANTIZATION, _quantization_rows),
-    ("suite", f"### Questions\n{_SUITE_NOTE}", ("run", *suite.HEADER), _suite_rows),
+    ("suite", f"### Questions\n{_SUITE_NOTE}", ("run", *suite.HEADER), _named(suite.rows_of)),
     ("early", f"## Predictors that see a layer early\n{_EARLY_NOTE}", _EARLY, _early_rows),
     ("early", f"### Experts\n{_ROUTED_NOTE}", ("run", *early.MIXTURE), _routed_rows),
     ("early", f"### Experts of little weight\n{_LEFT_OUT_NOTE}", ("run", *early.LEFT_OUT), _left_out_rows),

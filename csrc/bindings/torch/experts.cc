@@ -171,11 +171,10 @@ Tensor stored_experts(const Tensor& x, const Tensor& index, const Tensor& routin
                         int8_activations);
   const ExpertStack stack =
       stack_of(x, layer, experts, predictor, kind, cuts, predictor_weights, predictor_int8_activations, thresholds);
-  const std::shared_ptr<EarlyRouting> early = early_routing(store, first_layer);
-  const std::shared_ptr<EarlyRouting> own = early_routing_of(store, first_layer);
-  const std::string problem =
-      pi2::stored_experts(r.args, stack, *offload, first_layer, torch_threads(), nullptr,
-                          early == nullptr ? nullptr : &early->next, own == nullptr ? nullptr : &own->record);
+  const Guesses guesses = early_routing(store, first_layer);
+  const std::string problem = pi2::stored_experts(r.args, stack, *offload, first_layer, torch_threads(), nullptr,
+                                                  guesses.next == nullptr ? nullptr : &guesses.next->next,
+                                                  guesses.own == nullptr ? nullptr : &guesses.own->record);
   STD_TORCH_CHECK(problem.empty(), "pi2: ", problem);
   return r.y;
 }

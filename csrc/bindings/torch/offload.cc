@@ -47,18 +47,14 @@ std::shared_ptr<Offload> store_of(int64_t number) {
   return open_store(number).offload;
 }
 
-std::shared_ptr<EarlyRouting> early_routing(int64_t number, int64_t layer) {
+Guesses early_routing(int64_t number, int64_t layer) {
   const std::lock_guard<std::mutex> lock(stores_mutex);
-  const auto& all = open_store(number).early_routing;
-  const auto found = all.find(layer);
-  return found == all.end() ? nullptr : found->second;
-}
-
-std::shared_ptr<EarlyRouting> early_routing_of(int64_t number, int64_t first_layer) {
-  const std::lock_guard<std::mutex> lock(stores_mutex);
-  for (const auto& [at, early] : open_store(number).early_routing)
-    if (early->next.first_layer == first_layer) return early;
-  return nullptr;
+  Guesses found;
+  for (const auto& [at, early] : open_store(number).early_routing) {
+    if (at == layer) found.next = early;
+    if (found.own == nullptr && early->next.first_layer == layer) found.own = early;
+  }
+  return found;
 }
 
 void route_early(int64_t number, int64_t layer, std::shared_ptr<EarlyRouting> next) {

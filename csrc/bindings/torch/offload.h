@@ -26,10 +26,12 @@ struct EarlyRouting {
   NextExperts next;
 };
 
-// What is to be guessed while the mixture of this store whose first layer is `layer` is computed; null: nothing.
-std::shared_ptr<EarlyRouting> early_routing(int64_t number, int64_t layer);
-// The same, by the first layer of what is guessed.
-std::shared_ptr<EarlyRouting> early_routing_of(int64_t number, int64_t first_layer);
+// Of the mixture of this store whose first layer is `layer`: what is to be guessed while it is computed, and what says
+// whether it was guessed itself. Null: nothing.
+struct Guesses {
+  std::shared_ptr<EarlyRouting> next, own;
+};
+Guesses early_routing(int64_t number, int64_t layer);
 void route_early(int64_t number, int64_t layer, std::shared_ptr<EarlyRouting> next);
 
 }  // namespace pi2::binding
