@@ -240,6 +240,7 @@ FfnArgs Offload::shape(std::int64_t layer) const {
   FfnArgs args;
   args.hidden = l.hidden;
   args.neurons = l.neurons;
+  args.chunk = l.chunk;
   args.rows = l.rows;
   args.w_dtype = l.w_dtype;
   args.down_dtype = l.down_dtype;

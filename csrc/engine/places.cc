@@ -16,7 +16,7 @@ std::string Places::set_up(const Layout& layout, const OffloadOptions& options, 
   for (const StoreLayer& l : layout.layers()) {
     const auto slots = [&](std::int64_t neurons) { return (std::min(neurons, l.neurons) + l.cluster - 1) / l.cluster; };
     bytes_ = std::max(bytes_, rounded(layout.read_bytes(l), 64));
-    per_chunk = std::max(per_chunk, slots(chunk_neurons(l.neurons)));
+    per_chunk = std::max(per_chunk, slots(l.chunk > 0 ? l.chunk : chunk_neurons(l.neurons)));
     per_prompt_chunk = std::max(per_prompt_chunk, slots(kPromptNeurons));
   }
   // A chunk at least: then the first that waits always gets on.

@@ -134,10 +134,7 @@ struct Pass {
 struct Chunks {
   std::int64_t base, size, count;
 
-  explicit Chunks(const FfnArgs& args)
-      : base(chunk_base(args.first)),
-        size(chunk_neurons(args.neurons - base)),
-        count(size == 0 ? 0 : (args.neurons - base + size - 1) / size) {}
+  explicit Chunks(const FfnArgs& args) : base(chunk_base(args.first)), size(args.chunk_size()), count(args.chunks()) {}
 };
 
 // Of the neurons [begin, begin + width), a bit for each of at most 8 tokens that want it.
@@ -532,6 +529,15 @@ struct Tokenwise {
     if (prepare != nullptr) prepare(plain_H, args.hidden, x_W);
   }
 
+  // A sum in the order of numbers, not of the axpy kernel.
+  void plain(const float* y_W, float* out_H) const {
+    const RestoreFn restore = table.restore[static_cast<int>(args.dtype_of_down())];
+    if (restore != nullptr)
+      restore(y_W, args.hidden, out_H);
+    else
+      std::memcpy(out_H, y_W, static_cast<std::size_t>(args.hidden) * sizeof(float));
+  }
+
   void out(std::int64_t token, float* y) const {
     const RestoreFn restore = table.restore[static_cast<int>(args.dtype_of_down())];
     if (restore != nullptr) {
@@ -543,6 +549,18 @@ struct Tokenwise {
     narrow(y, const_cast<char*>(row(args.y, token)), args.x_dtype, args.hidden);
   }
 };
+
+// The partial sums of a call's only pass, in plain order.
+void copy_parts(const Pass& pass, const Tokenwise& tokenwise) {
+  const FfnArgs& args = pass.args;
+  for (std::int64_t i = 0; i < pass.chunks * pass.tokens; ++i) {
+    float* part = args.parts + i * args.hidden;
+    if (pass.used[i / pass.tokens])
+      tokenwise.plain(pass.partials + i * pass.width, part);
+    else
+      std::memset(part, 0, static_cast<std::size_t>(args.hidden) * sizeof(float));
+  }
+}
 
 // Many tokens over a source: chunk after chunk, each for all of them, so that a layer is read once. The bits of any
 // other order: a token's chunks are added one by one, in their order.
@@ -749,10 +767,13 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
       args.source->expect(chunks);
       pass.where = args.source->neuron_rows();
     }
-    Work work{pass, (width + kReduceColumns - 1) / kReduceColumns};
+    Work work{pass, args.parts != nullptr ? 0 : (width + kReduceColumns - 1) / kReduceColumns};
     parallel.run(parallel.host, workers, [](void* w, std::int64_t) { static_cast<Work*>(w)->run(); }, &work);
     if (args.source != nullptr && args.source->failed()) return;
-    for (std::int64_t t = 0; t < tokens; ++t) tokenwise.out(start + t, y_TW + t * width);
+    if (args.parts != nullptr)
+      copy_parts(pass, tokenwise);
+    else
+      for (std::int64_t t = 0; t < tokens; ++t) tokenwise.out(start + t, y_TW + t * width);
   }
 }
 

@@ -11,13 +11,14 @@
 
 #include "base/crc32c.h"
 #include "io/read_fully.h"
+#include "pi2/ffn.h"
 
 namespace pi2 {
 namespace {
 
 constexpr char kMagic[8] = {'P', 'I', '2', 'S', 'T', 'O', 'R', 'E'};
-constexpr std::uint32_t kVersion = 3;  // 1: a slot for every neuron; 2: all rows in one format
-constexpr std::uint32_t kMostCluster = 64;
+constexpr std::uint32_t kVersion = 4;  // 1: a slot for every neuron; 2: all rows in one format; 3: whole layers
+constexpr std::uint32_t kMostCluster = 64, kChunkUnit = 64;
 constexpr std::int64_t kHead = 128, kEntry = 128;
 constexpr std::int64_t kMostHeader = 100000000;  // of a safetensors file
 constexpr std::int64_t kMostSuperblock = 1 << 26;
@@ -68,6 +69,9 @@ std::string parse_layer(const unsigned char* p, std::uint32_t version, std::int6
   if (slot_bytes < cluster * bytes_of_neuron || slot_bytes % kDirectUnit != 0)
     return "slots of " + text(slot_bytes) + " bytes for " + (cluster == 1 ? "" : text(cluster) + " ") + "neurons of " +
            text(bytes_of_neuron);
+  const std::uint64_t chunk = version < 4 ? 0 : u32(p + 60);
+  if (chunk != 0 && (chunk % kChunkUnit != 0 || (neurons + chunk - 1) / chunk > static_cast<std::uint64_t>(kChunks)))
+    return "chunks of " + text(chunk) + " neurons, of which there are " + text(neurons);
   const std::uint64_t n_slots = (neurons + cluster - 1) / cluster;
   if (n_hot > neurons) return text(n_hot) + " hot of " + text(neurons) + " neurons";
   // Both factors fit into 32 bits, so their product into 64; compared without adding.
@@ -86,6 +90,7 @@ std::string parse_layer(const unsigned char* p, std::uint32_t version, std::int6
   layer->n_hot = static_cast<std::int64_t>(n_hot);
   layer->number = static_cast<std::int64_t>(u32(p + 44));
   layer->cluster = static_cast<std::int64_t>(cluster);
+  layer->chunk = static_cast<std::int64_t>(chunk);
   return "";
 }
 

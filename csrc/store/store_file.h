@@ -31,6 +31,7 @@ struct StoreLayer {
   DType w_dtype = DType::kF32;
   std::int64_t slot_bytes = 0, row_bytes = 0;
   std::int64_t n_hot = 0, number = 0, cluster = 1;
+  std::int64_t chunk = 0;  // neurons of a chunk of the layer that these are some chunks of; 0: they are all of it
   DType down_dtype = DType::kF32;  // with other_down: that of down rows, the last of a neuron's
   bool other_down = false;
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.heap import give_back_freed_memory
+from torch_pi2.checkpoint.shards import join, own_predictors
 from torch_pi2.checkpoint.sparse import load_sparse, weights_of
 from torch_pi2.decode.budget import divide
 from torch_pi2.errors import ConfigError
@@ -18,6 +19,7 @@ from torch_pi2.graph.router import find_router
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
+from torch_pi2.layers.sharded import REDUCTIONS, ShardedExperts, ShardedFFN, Share, agree_on_logits
 from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.rewrite.handle import Optimized
@@ -26,10 +28,14 @@ from torch_pi2.rewrite.skeleton import model_config
 from torch_pi2.spec.method import Method
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.spec.shard import Shard
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
 from torch_pi2.store.weights import QuantizedWeights
 
 _log = logging.getLogger("torch_pi2")
+
+#: More than any budget.
+_ALL = 1 << 62
 
 
 def load_offloaded(
@@ -37,7 +43,7 @@ def load_offloaded(
     pi2: Path,
     plan: Plan,
     predictors: dict[str, Any],
-    total: int,
+    total: int | None,
     offload: OffloadConfig,
     context: int,
     strict: bool = False,
@@ -47,10 +53,12 @@ def load_offloaded(
     int8_activations: bool,
     progress: bool,
     config: Any = None,
+    reduction: str = REDUCTIONS[0],
 ) -> nn.Module:
     """The model of ``folder`` with ``total`` bytes of memory, and an empty cache; see :func:`torch_pi2.load`.
 
-    ``predictors`` is emptied: layers have their own copies, and there must not be two when the cache is filled.
+    Of a shard ``total`` None is as much as it takes. ``predictors`` is emptied: layers have their own copies, and there
+    must not be two when the cache is filled.
     """
     if not (pi2 / STORE_FILE).exists():
         raise ConfigError(
@@ -71,7 +79,27 @@ def load_offloaded(
         reader.check_plan(plan)
         hf = config or model_config(folder, trust_remote_code=trust_remote_code)
         kind = dtype or hf.dtype or reader.float_dtype or torch.float32
-        budget = divide(total, reader, plan, predictors, hf, config=offload, context=context, dtype=kind, strict=strict)
+        shards: tuple[Shard, ...] = ()
+        here = plan
+        if reader.shard is not None:
+            same = {"activations": int8_activations, "dtype": kind, "reduction": reduction}
+            shards = join(reader, plan, same)
+            here, own = reader.shard.plan(plan), own_predictors(reader.shard, plan, predictors)
+            predictors.clear()
+            predictors = own
+        budget = divide(
+            _ALL if total is None else total,
+            reader,
+            here,
+            predictors,
+            hf,
+            config=offload,
+            context=context,
+            dtype=kind,
+            strict=strict,
+        )
+        if total is None:
+            budget = budget.with_total(budget.whole, folder)
         index_of = {key: i for i, key in enumerate(reader.keys)}
     if offload.miss_margin > 0:
         _check_margin(plan, offload)
@@ -80,7 +108,8 @@ def load_offloaded(
 
     def over_store(layer: LayerPlan, weights: QuantizedWeights, kind: torch.dtype) -> SparseFFN:
         tensors, threshold = predictor_tensors(predictors.pop(layer.site.key, None))
-        return OffloadedFFN.over(
+        layer_class = ShardedFFN if shards else OffloadedFFN
+        made = layer_class.over(
             store,
             index_of[layer.site.key],
             layer.site,
@@ -91,6 +120,9 @@ def load_offloaded(
             int8_activations=int8_activations,
             dtype=DTYPES.get(weights.kind, kind),
         )
+        if isinstance(made, ShardedFFN):
+            made.share = Share(shards, layer.site.key, reduction)
+        return made
 
     def experts_over_store(parts: Iterable[SparseFFN], group: Sequence[LayerPlan]) -> SparseExperts:
         def copied() -> Iterator[SparseFFN]:
@@ -98,7 +130,12 @@ def load_offloaded(
                 predictors.pop(layer.site.key, None)
                 yield part
 
-        return OffloadedExperts(copied(), len(group), store, index_of[group[0].site.key])
+        first = group[0].site.key
+        if not shards:
+            return OffloadedExperts(copied(), len(group), store, index_of[first])
+        made = ShardedExperts(copied(), len(group), store, index_of[first])
+        made.share = Share(shards, first, reduction)
+        return made
 
     give_back_freed_memory()
     model = load_sparse(folder, pi2, plan, predictors, make_layer=over_store, make_experts=experts_over_store, **how)
@@ -109,7 +146,9 @@ def load_offloaded(
                 module.announce()
         _route_early(model)
     # Without predictors, which would be in memory twice: the layers have theirs.
-    made = Optimized(plan, FittedPredictors(), None, weights=weights_of(model), store=store, budget=budget)
+    if shards:
+        agree_on_logits(model)
+    made = Optimized(here, FittedPredictors(), None, weights=weights_of(model), store=store, budget=budget)
     made.attach(model)
     return model
 

@@ -8,8 +8,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,10 +25,13 @@ from torch_pi2.checkpoint.float_neurons import float_neurons
 from torch_pi2.checkpoint.quantize import copy_small_files, quantize, small_files
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.formats import FLOAT, FLOATS, QUANTIZED
+from torch_pi2.planner.shards import check_ranks, deal
 from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.spec.shard import Shard
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, declare
 from torch_pi2.store.layout import Layout
 from torch_pi2.store.parts import PartFiles, Parts, check_predictors
+from torch_pi2.store.shards import PartOf, WholeOf, refuse_shard, shard_name, shards_in
 from torch_pi2.store.slots import write_slots
 from torch_pi2.store.storefile import (
     PADDING,
@@ -48,13 +51,14 @@ from torch_pi2.store.superblock import (
     SECTOR,
 )
 from torch_pi2.store.trust import remember
-from torch_pi2.store.weights import QuantizedWeights
 
 #: Of neurons; ``float``: what the model has, nothing is rounded.
 WEIGHTS = (*QUANTIZED, FLOAT, *FLOATS)
 #: Bytes after which what is written is put on disk and recorded: as many are written again after a kill, at most.
 _RECORD = 64 << 20
 _PROGRESS, _PARTIAL, _NEURONS = "progress.json", f".{STORE_FILE}.partial", "bundles"
+#: In a finished shard while others are being written.
+_DONE = ".done"
 
 
 @dataclass
@@ -88,6 +92,8 @@ def pack(
     weights: str | None = None,
     slot_align: int | None = None,
     cluster: int | None = None,
+    ranks: int = 1,
+    shares: Sequence[float] | None = None,
     trust_remote_code: bool = False,
     progress: bool = False,
 ) -> PackReport:
@@ -101,6 +107,7 @@ def pack(
 
     Args:
         folder_in: written by :func:`torch_pi2.save`, ``quantize``, ``synthetic`` or ``pack``; or a float checkpoint.
+            Of shards all must be there; they become one store again, or as many shards as ``ranks``.
         weights: of the neurons of a float checkpoint: ``float`` (default; the model's own dtype), or ``float32``,
             ``bfloat16`` or ``float16``, rounded to where they are something else; everything else stays as it is.
             ``int4`` or ``int8``: quantised, and other linear layers as well (lossy). Neurons are made in
@@ -109,6 +116,9 @@ def pack(
             4096, the page that a device reads; 512 for neurons below that).
         cluster: neurons that are read and kept together, a power of two up to 64. Default: 1 if there is a predictor
             that says which are wanted; else all of a layer are, and clusters have some 200 KB, which devices read best.
+        ranks: more than 1: shards, each the store of one of so many machines, in folders ``rank-0-of-N`` and so on,
+            which :func:`torch_pi2.load` takes in a group of as many processes (docs/DISTRIBUTED.md).
+        shares: of the neurons, for each machine, in any unit (default: the same for all).
         trust_remote_code: passed to transformers, for float checkpoints with modelling code of their own.
 
     Raises:
@@ -118,17 +128,23 @@ def pack(
     """
     source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
     _check(weights, slot_align, cluster)
+    if ranks != 1 or shares is not None:
+        check_ranks(ranks, shares)
     check_separate("pack", source, folder)
     check_replaceable(folder)
     start = time.perf_counter()
     with replacing_folder(folder, keep=True) as staging:
         keep_card(folder, staging)
         made = None
-        if weights_path(source / PI2_FOLDER) is None:
+        shards = shards_in(source)
+        if weights_path(source / PI2_FOLDER) is None and not shards:
             made = _as_neurons(source, staging / _NEURONS, weights or FLOAT, trust_remote_code, progress)
-        report = _pack(made or source, staging, None if made else weights, slot_align, cluster, progress)
-        for name in (_PROGRESS, _NEURONS):
-            _remove(staging / name)
+        with _opened(made or source, None if made else weights, shards) as whole:
+            if ranks == 1:
+                report = _pack(whole, staging, slot_align, cluster, progress)
+            else:
+                report = _pack_shards(whole, staging, ranks, shares, slot_align, cluster, progress)
+        _remove(staging / _NEURONS)
     if trust_remote_code:
         remember(folder)
     report.seconds = time.perf_counter() - start
@@ -174,36 +190,105 @@ def _source_marker(source: Path, weights: str) -> str:
     return json.dumps([__version__, weights, str(source), stamps])
 
 
-def _pack(
-    source: Path, staging: Path, weights: str | None, slot_align: int | None, cluster: int | None, progress: bool
-) -> PackReport:
-    pi2 = source / PI2_FOLDER
+@dataclass
+class _Packed:
+    """What is packed: its small files are in ``folder``, and the files ``sources`` have its weights."""
+
+    folder: Path
+    sources: list[Path]
+    reader: Any  # QuantizedWeights, or what has all of them: WholeOf
+    beside: PartFiles
+    parts: Parts
+    plan: Plan
+
+
+@contextmanager
+def _opened(source: Path, weights: str | None, shards: dict[int, Path]) -> Iterator[_Packed]:
+    """The folder ``source``, or that of ``shards``. Raises ConfigError: its neurons are not ``weights``."""
+    folder = next(iter(shards.values()), source)
+    pi2 = folder / PI2_FOLDER
     with Parts(pi2) as parts:
         plan, inside = parts.plan(), parts.inside
         _check_parts(parts, plan, source)
-    with open_weights(pi2) as reader, PartFiles(pi2, () if inside else None) as beside:
-        known = reader.neuron_formats
-        if weights not in (None, known) and (weights, reader.weights) != (FLOAT, FLOAT):
-            raise ConfigError(
-                f"pack({source}, weights=...)",
-                expected=f"{known}, as the weights are",
-                found=repr(weights),
-                fix="Leave it out, or pack the float checkpoint.",
-            )
-        reader.check_plan(plan)
-        layout = _layout(reader, beside, plan, slot_align, cluster)
-        sites = {"sites": json.dumps({layer.site.key: reader.way(layer.site.key) for layer in plan.layers})}
-        about = layout.metadata(reader.metadata | sites, _provenance(source, reader))
-        for path in staging.iterdir():
-            if path.name not in (_PROGRESS, _PARTIAL) and path != source:
-                _remove(path)
-        (staging / PI2_FOLDER).mkdir()
-        copy_small_files(source, staging)
-        report = _write(layout, about, reader, beside, plan, staging, progress)
-        with StoreReader(staging / PI2_FOLDER / STORE_FILE) as made:
-            report.file_bytes, report.regions = made.file_bytes, made.regions()
-        declare(staging)
+        whole: Any = WholeOf(source, shards) if shards else open_weights(pi2)
+        with whole as reader, PartFiles(pi2, () if inside else None) as beside:
+            known = reader.neuron_formats
+            if weights not in (None, known) and (weights, reader.weights) != (FLOAT, FLOAT):
+                raise ConfigError(
+                    f"pack({source}, weights=...)",
+                    expected=f"{known}, as the weights are",
+                    found=repr(weights),
+                    fix="Leave it out, or pack the float checkpoint.",
+                )
+            if not shards:
+                refuse_shard(reader)
+                reader.check_plan(plan)
+            sources = [*(whole.sources if shards else [reader.path]), *beside.paths]
+            yield _Packed(folder, sources, reader, beside, parts, plan)
+
+
+def _pack(
+    whole: _Packed,
+    staging: Path,
+    slot_align: int | None,
+    cluster: int | None,
+    progress: bool,
+    shard: Shard | None = None,
+) -> PackReport:
+    """Write a store of ``whole``, or of its ``shard``, and everything else of its folder."""
+    plan, reader = whole.plan, whole.reader
+    here, had = plan, reader
+    if shard is not None:
+        here, had = shard.plan(plan), PartOf(reader, plan, shard)
+    layout = _layout(had, whole.beside, here, slot_align, cluster, plan, shard)
+    sites = {"sites": json.dumps({layer.site.key: reader.way(layer.site.key) for layer in plan.layers})}
+    about = layout.metadata(reader.metadata | sites, _provenance(whole.folder, reader))
+    for path in staging.iterdir():
+        if path.name not in (_PROGRESS, _PARTIAL) and path not in (whole.folder, *whole.folder.parents):
+            _remove(path)
+    (staging / PI2_FOLDER).mkdir()
+    copy_small_files(whole.folder, staging)
+    report = _write(layout, about, had, whole, here, staging, progress)
+    with StoreReader(staging / PI2_FOLDER / STORE_FILE) as made:
+        report.file_bytes, report.regions = made.file_bytes, made.regions()
+    declare(staging)
+    _remove(staging / _PROGRESS)
     return report
+
+
+def _pack_shards(
+    whole: _Packed,
+    staging: Path,
+    ranks: int,
+    shares: Sequence[float] | None,
+    slot_align: int | None,
+    cluster: int | None,
+    progress: bool,
+) -> PackReport:
+    """A shard for each machine, in a folder of its own; those that an earlier call has finished are kept."""
+    total = PackReport(layers=len(whole.plan.layers))
+    for shard in deal(whole.plan, ranks, shares, whole.parts.stats()):
+        folder = staging / shard_name(shard.rank, ranks)
+        done, about = folder / _DONE, json.dumps([_identity(b"", whole.sources), shard.to_json(), slot_align, cluster])
+        if not done.is_file() or done.read_text() != about:
+            folder.mkdir(exist_ok=True)
+            report = _pack(whole, folder, slot_align, cluster, progress, shard)
+            atomic_write(done, about)
+            total.bytes_written += report.bytes_written
+            total.resumed_layers += report.resumed_layers
+        else:
+            total.resumed_layers += total.layers
+        with StoreReader(folder / PI2_FOLDER / STORE_FILE) as made:
+            total.file_bytes += made.file_bytes
+            total.neurons += sum(entry.neurons for entry in made.entries)
+            total.regions = {name: total.regions.get(name, 0) + size for name, size in made.regions().items()}
+    for path in staging.iterdir():
+        _remove(path / _DONE) if _of_shards(path, ranks) else _remove(path)
+    return total
+
+
+def _of_shards(path: Path, ranks: int) -> bool:
+    return path.name in {shard_name(rank, ranks) for rank in range(ranks)}
 
 
 def _remove(path: Path) -> None:
@@ -220,11 +305,11 @@ def _check_parts(parts: Parts, plan: Plan, source: Path) -> None:
     parts.check_stats(plan.model_hash)
 
 
-def _provenance(source: Path, reader: QuantizedWeights) -> str:
+def _provenance(source: Path, reader: Any) -> str:
     """Where a store comes from, as JSON: nothing that would differ from one packing to the next."""
 
     origin: dict[str, Any] = {}
-    if isinstance(reader, StoreReader):
+    if hasattr(reader, "provenance"):
         model = reader.provenance().get("model")
         origin |= model if isinstance(model, dict) else {}
     config = source / "config.json"
@@ -239,8 +324,18 @@ def _provenance(source: Path, reader: QuantizedWeights) -> str:
     return json.dumps(about_us | {"weights": reader.neuron_formats, "model": origin})
 
 
-def _layout(reader: QuantizedWeights, beside: PartFiles, plan: Plan, align: int | None, cluster: int | None) -> Layout:
-    """Of the store of a folder: what ``reader`` and the files ``beside`` it have. Raises ArtifactError: not all."""
+def _layout(
+    reader: Any,
+    beside: PartFiles,
+    plan: Plan,
+    align: int | None,
+    cluster: int | None,
+    whole: Plan,
+    shard: Shard | None,
+) -> Layout:
+    """Of the store of a folder, or of one ``shard`` of it, of whose layers ``plan`` is: what ``reader`` and the files
+    ``beside`` it have. Raises ArtifactError: not all.
+    """
     keys = [layer.site.key for layer in plan.layers]
     if not keys:
         raise ConfigError(
@@ -257,7 +352,7 @@ def _layout(reader: QuantizedWeights, beside: PartFiles, plan: Plan, align: int 
     if not parts:  # the reader has them
         parts = {n: weights.pop(n) for n in list(weights) if part_of(n) is not None}
     layers = [(layer.site, hot_neurons(layer), reader.format_of(layer.site.key)) for layer in plan.layers]
-    return Layout(plan, layers, [parts, weights], cluster, align)
+    return Layout(whole, layers, [parts, weights], cluster, align, shard)
 
 
 def _superblock(layout: Layout, plan: Plan, path: Path, out: TensorWriter) -> bytes:
@@ -271,6 +366,15 @@ def _superblock(layout: Layout, plan: Plan, path: Path, out: TensorWriter) -> by
             found=repr(plan.model_hash),
             fix="Make the folder again.",
         ) from error
+
+
+def _identity(made: bytes, sources: Sequence[Path]) -> str:
+    """Of what is ``made`` of files, by their sizes and times."""
+    digest = hashlib.sha256(made)
+    for source in sources:
+        about = source.stat()
+        digest.update(json.dumps([str(source), about.st_size, about.st_mtime_ns]).encode())
+    return digest.hexdigest()
 
 
 class _Writer(TensorWriter):
@@ -297,11 +401,7 @@ class _Writer(TensorWriter):
 
     def identity(self, superblock: bytes, sources: Sequence[Path]) -> str:
         """Of everything that decides the bytes: layout and settings, and the source files by size and time."""
-        digest = hashlib.sha256(self._header + superblock)
-        for source in sources:
-            about = source.stat()
-            digest.update(json.dumps([str(source), about.st_size, about.st_mtime_ns]).encode())
-        return digest.hexdigest()
+        return _identity(self._header + superblock, sources)
 
     def check_space(self) -> None:
         """Raises ArtifactError if there is less space than is missing."""
@@ -354,8 +454,8 @@ class _Writer(TensorWriter):
 def _write(
     layout: Layout,
     about: Mapping[str, str],
-    reader: QuantizedWeights,
-    beside: PartFiles,
+    reader: Any,
+    whole: _Packed,
     plan: Plan,
     staging: Path,
     progress: bool,
@@ -365,7 +465,7 @@ def _write(
     store, partial = staging / PI2_FOLDER / STORE_FILE, staging / _PARTIAL
     writer = _Writer(store, partial, layout.specs, about, progress=progress)
     superblock = _superblock(layout, plan, reader.path, writer)
-    identity = writer.identity(superblock, [reader.path, *beside.paths])
+    identity = writer.identity(superblock, whole.sources)
     done, checks = _progress(staging, identity, writer.file_bytes)
     if not done:
         for path in (staging / _PROGRESS, partial):  # in this order: what is recorded must be there
@@ -384,7 +484,7 @@ def _write(
             if isinstance(item, LayerPlan):
                 _write_layer(item, reader, out, layout.cluster)
             else:
-                checks[item] = _write_other(item, beside if item in beside.specs else reader, out)
+                checks[item] = _write_other(item, whole.beside if item in whole.beside.specs else reader, out)
             if out.written - recorded >= _RECORD:
                 out.sync()
                 _record(staging, identity, index + 1, checks)
@@ -412,18 +512,18 @@ def _tensors(item: LayerPlan | str) -> list[str]:
     return [item] if isinstance(item, str) else [f"{item.site.key}.{what}" for what in ("bundles", "checks")]
 
 
-def _write_layer(layer: LayerPlan, reader: QuantizedWeights, out: _Writer, cluster: int) -> None:
+def _write_layer(layer: LayerPlan, reader: Any, out: _Writer, cluster: int) -> None:
     site = layer.site
     write_slots(site.key, site.intermediate, lambda *rows: reader.read_neurons(site, rows), out, cluster)
 
 
-def _write_other(name: str, reader: QuantizedWeights | PartFiles, out: _Writer) -> str:
+def _write_other(name: str, reader: Any, out: _Writer) -> str:
     """Copy a tensor; its checksum."""
     size, blocks = reader.specs[name].nbytes, []
     for start in range(0, size, PIECE):
         data = reader.read_bytes(name, start, min(start + PIECE, size))
         blocks.append(block_checks(data))
         out.write_bytes(name, data, start)
-    if isinstance(reader, StoreReader):
+    if hasattr(reader, "compare"):
         reader.compare(name, blocks)
     return tensor_check(name, reader.specs[name], blocks)

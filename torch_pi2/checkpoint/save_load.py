@@ -27,12 +27,14 @@ from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.dense import load_dense as quantized_as_dense
 from torch_pi2.checkpoint.gguf.kept import kept_import
 from torch_pi2.checkpoint.offloaded import load_offloaded
+from torch_pi2.checkpoint.shards import own_shard
 from torch_pi2.checkpoint.sparse import load_sparse, save_weights, weights_of
 from torch_pi2.decode.adapt import follow
 from torch_pi2.decode.loop import attach
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError, UnsupportedModelError, check_choice
 from torch_pi2.formats import ACTIVATIONS
 from torch_pi2.layers.of_model import homes
+from torch_pi2.layers.sharded import REDUCTIONS
 from torch_pi2.ops.dtypes import check_computed, stands_for_another
 from torch_pi2.predict.file import FittedPredictors, save_predictors
 from torch_pi2.rewrite.apply import apply
@@ -53,6 +55,7 @@ from torch_pi2.store.folder import (
 )
 from torch_pi2.store.gguf_parts import gguf_in
 from torch_pi2.store.parts import Parts
+from torch_pi2.store.shards import is_shard
 from torch_pi2.store.storefile import weights_path
 from torch_pi2.store.trust import how_to_trust, remember, trusted
 
@@ -190,6 +193,7 @@ def load(
     strict_budget: bool = False,
     plan: Plan | str | Path | None = None,
     gpu_memory: float | str | None = None,
+    reduction: str = REDUCTIONS[0],
     progress: bool = False,
 ) -> LoadedModel:
     """Read what :func:`save`, :func:`torch_pi2.quantize`, ``pack`` or ``synthetic`` wrote: the optimised model.
@@ -223,6 +227,9 @@ def load(
         plan: another than the folder's, or the folder that it is in (``torch-pi2 plan FOLDER --hardware ... --out``):
             of the same weights, neuron orders and methods. A plan with a part for hardware, this one or the folder's,
             is followed as the number of sequences changes (:func:`torch_pi2.follow`).
+        reduction: of shards (``pack(ranks=N)``), of which each process of a group loads its own: ``chunks``, the bits
+            of one machine (but of prompts of 12 tokens and more, and of experts); or ``ranks``, which sends a sum of
+            each machine in the place of up to 16 of each layer. Both are the same in every run.
         gpu_memory: as of :func:`torch_pi2.optimize`. With ``budget``, which is for what the CPU holds until then, too,
             neurons of a store: those on the GPU are not in the cache, which is for the others. Neurons are there that a
             plan gives to an accelerator (``torch-pi2 plan FOLDER --hardware measured --accelerator-memory ...``), if it
@@ -238,6 +245,7 @@ def load(
     folder = Path(folder)
     if (file := gguf_in(folder)) is not None:
         folder = kept_import(file, packed=budget is not None, progress=progress)
+    folder = own_shard(folder)
     _check_ours(folder)
     made = read_model(
         folder,
@@ -250,6 +258,7 @@ def load(
         context=context,
         strict_budget=strict_budget,
         plan=plan,
+        reduction=reduction,
         progress=progress,
     )
     return set_going(made, gpu_bytes)
@@ -283,6 +292,7 @@ def read_model(
     context: int = 1024,
     strict_budget: bool = False,
     plan: Plan | str | Path | None = None,
+    reduction: str = REDUCTIONS[0],
     progress: bool = False,
     config: Any = None,
 ) -> nn.Module:
@@ -295,7 +305,8 @@ def read_model(
     argument(context, "load(context=...)").whole(1, 1 << 31)
     if dtype is not None:
         check_computed("load(dtype=...)", dtype)
-    if (offload is not None or strict_budget) and budget is None:
+    check_choice("load(reduction=...)", reduction, REDUCTIONS, "Correct it.")
+    if (offload is not None or strict_budget) and budget is None and not is_shard(pi2):
         raise ConfigError(
             f"load({folder}, {'strict_budget' if strict_budget else 'offload'}=...)",
             expected="a budget with it",
@@ -315,9 +326,10 @@ def read_model(
             "progress": progress,
             "config": config,
         }
-        if budget is not None:
-            room, reads = parse_bytes(budget), offload or offload_of(made)
-            return load_offloaded(folder, pi2, made, predictors, room, reads, context, strict_budget, **how)
+        if budget is not None or is_shard(pi2):
+            room = None if budget is None else parse_bytes(budget)
+            more = (offload or offload_of(made), context, strict_budget)
+            return load_offloaded(folder, pi2, made, predictors, room, *more, reduction=reduction, **how)
         quantized = load_sparse(folder, pi2, made, predictors, **how)
         Optimized(made, predictors, stats, weights=weights_of(quantized)).attach(quantized)
         return quantized

@@ -190,10 +190,13 @@ def load_sparse(
             _put_linear(model, weights, name, columns, int8_activations, embeddings.get(weights.rows_name(name)))
         trim()  # what putting rows in blocks has left
 
+        here = getattr(weights, "shard", None)
+        layers = plan.layers if here is None else here.plan(plan).layers
+
         def empty(layer: LayerPlan) -> SparseFFN:
             return _empty_layer(layer, predictors.get(layer.site.key), weights, int8_activations, kind)
 
-        for group in _shown(expert_groups(plan.layers), "feed-forward layers", progress):
+        for group in _shown(expert_groups(layers), "feed-forward layers", progress):
             if group[0].site.experts is not None:
                 for layer in group:
                     weights.way(layer.site.key)  # raises if the file does not know it

@@ -440,6 +440,17 @@ class OffloadedFFN(InStore, SparseFFN):
         return self._stored(x, ([], NO_PREDICTOR, 0.0, "", False), n_hot, threshold)
 
     def _stored(self, x: torch.Tensor, asked: tuple[Any, ...], n_hot: int, threshold: float) -> torch.Tensor:
+        return self._call(x, asked, n_hot, threshold, self.bias_down, 0)
+
+    def _call(
+        self,
+        x: torch.Tensor,
+        asked: tuple[Any, ...],
+        n_hot: int,
+        threshold: float,
+        bias_down: torch.Tensor | None,
+        parts: int,
+    ) -> torch.Tensor:
         return self.read(
             torch.ops.pi2.stored_ffn,
             x,
@@ -447,7 +458,7 @@ class OffloadedFFN(InStore, SparseFFN):
             self.store_layer,
             self.bias_gate,
             self.bias_up,
-            self.bias_down,
+            bias_down,
             *asked,
             self.site.activation,
             self.site.activation_on_up,
@@ -456,6 +467,7 @@ class OffloadedFFN(InStore, SparseFFN):
             self.int8_activations,
             self.first,
             self.thresholds,
+            parts,
         )
 
     def projection(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:

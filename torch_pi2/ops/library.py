@@ -9,7 +9,8 @@ Operators, all under ``torch.ops.pi2``:
 * ``gathered_experts``: ``experts_ffn`` on a GPU, see :mod:`torch_pi2.ops.gpu`, where the others are as well.
 * ``store_open``, ``store_close``, ``store_layers``, ``store_preload``, ``store_describe``, ``store_stats``,
   ``store_lookahead``, ``store_early_routing``, ``store_resize``, ``store_arrange``, ``store_leave_out``: neuron stores
-  by number, see :mod:`torch_pi2.layers.offloaded`; ``stored_ffn``: a layer whose neurons are in one.
+  by number, see :mod:`torch_pi2.layers.offloaded`; ``stored_ffn``: a layer whose neurons are in one; ``add_parts``:
+  what several machines have of one.
 * ``store_record``, ``store_recorded``: what their calls want, see :mod:`torch_pi2.observe.accesses`; ``replay``,
   ``replay_missed``, ``replay_check``, ``replay_distances``: what caches would have had of it, see
   :mod:`torch_pi2.observe.replay`.
@@ -45,6 +46,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_pi2.errors import ConfigError, GradientError, LibraryMissingError
 from torch_pi2.ops import (
+    add_parts,
     attention,
     crc32c,
     experts_ffn,
@@ -94,6 +96,7 @@ _FAKES: dict[str, Callable[..., torch.Tensor]] = {
     "dequantize": quantize.fake_dequantize,
     "dequantize.out": _out(quantize.fake_dequantize),
     "stored_ffn": stored_ffn.fake,
+    "add_parts": add_parts.fake,
     "crc32c": crc32c.fake,
     "experts_ffn": experts_ffn.fake,
     "stored_experts": stored_experts.fake,

@@ -41,19 +41,23 @@ def predicted_ffn(
         cut: threshold of a low-rank predictor, margin of a sign-bit one.
         predictor_weights, predictor_int8_activations: of ``lowrank_q``; others ignore them.
     """
-    if kind == "signbit":
-        active = predict_signbit(x, predictor[0], x.shape[-1], cut)
-    elif kind == "lowrank":
-        a, a_scale, b, b_scale, *bias = predictor
-        active = predict_lowrank(x, a, a_scale, b, b_scale, bias[0] if bias else None, cut)
-    else:
-        a, b, *bias = predictor
-        active = predict_lowrank_q(
-            x, a, b, bias[0] if bias else None, predictor_weights, predictor_int8_activations, cut
-        )
+    active = predicted(x, predictor, kind, cut, predictor_weights, predictor_int8_activations)
     active = active[..., active.shape[-1] - (neuron_rows.shape[0] - n_hot) :]
     layer = (active, activation, activation_on_up, n_hot, threshold, weights, int8_activations, thresholds)
     return sparse_ffn(x, neuron_rows, bias_gate, bias_up, bias_down, *layer)
+
+
+def predicted(
+    x: torch.Tensor, predictor: list[torch.Tensor], kind: str, cut: float, weights: str, int8_activations: bool
+) -> torch.Tensor:
+    """Which neurons the predictor of :func:`predicted_ffn` wants, bool ``[..., rows]``: of all rows that it has."""
+    if kind == "signbit":
+        return predict_signbit(x, predictor[0], x.shape[-1], cut)
+    if kind == "lowrank":
+        a, a_scale, b, b_scale, *bias = predictor
+        return predict_lowrank(x, a, a_scale, b, b_scale, bias[0] if bias else None, cut)
+    a, b, *bias = predictor
+    return predict_lowrank_q(x, a, b, bias[0] if bias else None, weights, int8_activations, cut)
 
 
 def fake(*args: Any) -> torch.Tensor:

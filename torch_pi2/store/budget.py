@@ -114,7 +114,7 @@ def engine_bytes(entries: Sequence[LayerEntry], config: OffloadConfig) -> tuple[
 
 def _chunk_slots(entry: LayerEntry) -> int:
     """Slots of a chunk of neurons."""
-    return -(-min(entry.neurons, chunk_neurons(entry.neurons)) // entry.cluster)
+    return -(-min(entry.neurons, entry.chunk or chunk_neurons(entry.neurons)) // entry.cluster)
 
 
 def _prompt_slots(entry: LayerEntry) -> int:

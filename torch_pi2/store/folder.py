@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from torch_pi2.store.storefile import STORE_FILE, open_weights, weights_path
 from torch_pi2.store.weights import WEIGHTS_FILE
 
 PI2_FOLDER = "pi2"
+#: Of the folder of one machine's shard, in the folder of all: its rank, and how many there are.
+SHARD_NAME = re.compile(r"rank-(\d+)-of-(\d+)")
 #: ``quant_method`` in config.json of folders whose weights are in ``pi2/``; transformers finds by it who reads them.
 HF_METHOD = "torch_pi2"
 #: What transformers reads of such a folder itself, as it must read some file: one of no tensors.
@@ -65,6 +68,9 @@ def _stranger(folder: Path) -> str | None:
     paths, pi2 = sorted(folder.iterdir()), folder / PI2_FOLDER
     if not paths:
         return None
+    if all(SHARD_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink() for path in paths):
+        strangers = ((path, _stranger(path)) for path in paths)
+        return next((f"{path.name}/{stranger}" for path, stranger in strangers if stranger), None)
     if pi2.is_symlink() or not pi2.is_dir():
         return f"{paths[0].name}, and no folder {PI2_FOLDER}/"
     for path in paths:

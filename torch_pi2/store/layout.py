@@ -11,9 +11,10 @@ import torch
 from torch_pi2.base.tensorfile import Spec, TensorWriter, in_file_order
 from torch_pi2.formats import neuron_shape
 from torch_pi2.spec.plan import Plan
+from torch_pi2.spec.shard import Shard
 from torch_pi2.spec.site import FFNSite
 from torch_pi2.store.slots import cluster_size, layer_entry
-from torch_pi2.store.storefile import STORE_FORMAT, SUPERBLOCK, metadata_check, store_version
+from torch_pi2.store.storefile import SHARD, STORE_FORMAT, SUPERBLOCK, metadata_check, store_version
 from torch_pi2.store.superblock import PAGE, Superblock, hash_bytes, slot_bytes, superblock_bytes
 
 #: Stands in the header until all is written.
@@ -27,6 +28,7 @@ class Layout:
         plan: of the model. layers: of the store, how many neurons of each are computed densely, and in which format
             (or which two) they are. groups: tensors that are copied as they are: plan, predictors and statistics,
             then weights. cluster, align: as in :func:`torch_pi2.pack`; None: what suits the plan, and the neurons.
+        shard: which neurons ``layers`` are of those of ``plan``; None: all.
 
     Attributes:
         specs: all tensors. others: the names of those in ``groups``. slots: by layer, bytes from one to the next.
@@ -40,8 +42,9 @@ class Layout:
         groups: Sequence[Mapping[str, Spec]],
         cluster: int | None = None,
         align: int | None = None,
+        shard: Shard | None = None,
     ) -> None:
-        self._plan, self._layers = plan, layers
+        self._plan, self._layers, self._shard = plan, layers, shard
         sites = [site for site, *_ in layers]
         self.neuron_bytes = {
             site.key: math.prod(neuron_shape(kind, site.rows_per_neuron, site.hidden)) for site, _, kind in layers
@@ -88,14 +91,21 @@ class Layout:
             "checks": json.dumps(dict.fromkeys(self.others, _NO_CHECK)),
             "provenance": provenance,
         }
+        found.pop(SHARD, None)
+        if self._shard is not None:
+            found[SHARD] = self._shard.to_json()
         return found | {"metadata_check": metadata_check(found)}
 
     def superblock(self, out: TensorWriter) -> Superblock:
         """Of the file, now that ``out`` knows where everything is. Raises ValueError for a model hash that is none."""
         entries = (
-            layer_entry(site, hot, kind, self.cluster, self.slots[site.key], out) for site, hot, kind in self._layers
+            layer_entry(site, hot, kind, self.cluster, self.slots[site.key], self._chunk(site.key), out)
+            for site, hot, kind in self._layers
         )
         return Superblock(out.file_bytes, hash_bytes(self._plan.model_hash), tuple(entries))
+
+    def _chunk(self, key: str) -> int:
+        return 0 if self._shard is None else self._shard.layers[key].chunk
 
     def begin(self, out: TensorWriter, superblock: bytes) -> None:
         """Write ``superblock``, and zeros where there is nothing."""

@@ -26,7 +26,9 @@ def cluster_size(plan: Plan, neuron_bytes: int) -> int:
     return 1 << (most.bit_length() - 1)
 
 
-def layer_entry(site: FFNSite, n_hot: int, kind: str, cluster: int, slot: int, out: TensorWriter) -> LayerEntry:
+def layer_entry(
+    site: FFNSite, n_hot: int, kind: str, cluster: int, slot: int, chunk: int, out: TensorWriter
+) -> LayerEntry:
     """The superblock's entry of a layer, whose slots of ``slot`` bytes and checksums ``out`` declares."""
     return LayerEntry(
         slots=out.offset(f"{site.key}.bundles"),
@@ -38,6 +40,7 @@ def layer_entry(site: FFNSite, n_hot: int, kind: str, cluster: int, slot: int, o
         n_hot=n_hot,
         layer=site.layer,
         cluster=cluster,
+        chunk=chunk,
         **format_fields(kind, site.hidden),
     )
 

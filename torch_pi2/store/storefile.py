@@ -24,6 +24,7 @@ from torch_pi2.formats import FORMATS, formats_of, neuron_shape, row_bytes
 from torch_pi2.ops.memory import new_tensor
 from torch_pi2.spec.method import Method
 from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.spec.shard import Shard
 from torch_pi2.spec.site import FFNSite
 from torch_pi2.store.superblock import PAGE, SECTOR, LayerEntry, Superblock, hash_bytes
 from torch_pi2.store.weights import MIXED_VERSION, PAIRS_VERSION, WEIGHTS_FILE, WEIGHTS_VERSION, QuantizedWeights
@@ -36,6 +37,8 @@ STORE_VERSIONS = ("1", "2", "3", "4")
 #: formats, or a quantised embedding; 4 with neurons of another format than the rest, or of two.
 _STORE_VERSIONS_OF = {WEIGHTS_VERSION: "2", MIXED_VERSION: "3", PAIRS_VERSION: "4"}
 SUPERBLOCK = "pi2.superblock"
+#: In the metadata of a store that has part of the neurons.
+SHARD = "shard"
 PADDING = re.compile(r"pi2\.padding\.\d+")
 #: What belongs to the weights: a text ``pi2.PART`` and tensors ``pi2.PART.NAME``. The plan is always there.
 PARTS = ("plan", "predictors", "stats")
@@ -125,6 +128,7 @@ class StoreReader(QuantizedWeights):
 
     Attributes:
         keys: of the layers' sites, in plan order. entries: where their neurons are, in the same order.
+        shard: of several machines', which neurons are here; None: all.
 
     Raises:
         ArtifactError: missing, damaged, of another format or version, or its parts do not agree.
@@ -136,6 +140,7 @@ class StoreReader(QuantizedWeights):
         super().__init__(path)
         try:
             self.keys, self.checks = self._names()
+            self.shard = self._shard()
             self.entries = self._superblock().layers
             for key, entry in zip(self.keys, self.entries, strict=True):
                 self._check_entry(key, entry)
@@ -161,6 +166,14 @@ class StoreReader(QuantizedWeights):
             odd = sorted(named.symmetric_difference({*ours, *checks})) or ["a name twice"]
             raise ValueError(f"tensors are not those of layers and checks, e.g. {odd[0]}")
         return keys, checks
+
+    def _shard(self) -> Shard | None:
+        if SHARD not in self.metadata:
+            return None
+        found = Shard.from_json(said := self._said(SHARD))
+        if [*found.layers] != self.keys:
+            said.at("layers").wrong("the layers of the store, in their order", f"{len(found.layers)} others")
+        return found
 
     def _superblock(self) -> Superblock:
         spec = self.specs[SUPERBLOCK]
@@ -188,6 +201,7 @@ class StoreReader(QuantizedWeights):
             **{name: getattr(entry, name) == value for name, value in formats.items()},
             "slot_bytes": entry.slot_bytes >= entry.cluster * entry.neuron_bytes and entry.slot_bytes % SECTOR == 0,
             "n_hot": entry.n_hot <= entry.neurons,
+            "neurons and chunks of a shard": (entry.neurons, entry.chunk) == self._wanted_chunks(key, entry),
             "slots": entry.slots == self.offset(f"{key}.bundles") and entry.slots % PAGE == 0,
             "checks": entry.checks == self.offset(f"{key}.checks"),
             "bundles": self.specs[f"{key}.bundles"] == Spec((entry.slots_in_file, entry.slot_bytes), torch.uint8),
@@ -196,6 +210,13 @@ class StoreReader(QuantizedWeights):
         wrong = [name for name, good in wanted.items() if not good]
         if wrong:
             raise ValueError(f"{', '.join(wrong)} of {key}: {entry}")
+
+    def _wanted_chunks(self, key: str, entry: LayerEntry) -> tuple[int, int]:
+        """Neurons, and neurons of a chunk, that the superblock has to say of ``key``."""
+        if self.shard is None:
+            return entry.neurons, 0
+        mine = self.shard.layers[key]
+        return mine.neurons, mine.chunk
 
     @property
     def has_parts(self) -> bool:
@@ -244,7 +265,8 @@ class StoreReader(QuantizedWeights):
     def check_own_plan(self, plan: Plan) -> None:
         """:meth:`check_plan` of the plan that the store was packed with: the superblock has its hot neurons."""
         self.check_plan(plan)
-        self._same_plan([entry.n_hot for entry in self.entries] == [hot_neurons(y) for y in plan.layers], plan)
+        here = plan if self.shard is None else self.shard.plan(plan)
+        self._same_plan([entry.n_hot for entry in self.entries] == [hot_neurons(y) for y in here.layers], plan)
 
     def _same_plan(self, same: bool, plan: Plan) -> None:
         if not same:

@@ -10,8 +10,8 @@ import torch
 from torch_pi2.base.crc32c import crc32c
 
 MAGIC = b"PI2STORE"
-#: 1: a slot for every neuron; 2: slots of clusters; 3: down rows of another format as well.
-VERSIONS = (1, 2, 3)
+#: 1: a slot for every neuron; 2: slots of clusters; 3: down rows of another format; 4: some of a layer's chunks.
+VERSIONS = (1, 2, 3, 4)
 #: Slots of a layer, the superblock and the data begin at multiples of this.
 PAGE = 4096
 #: Slots are multiples of this, the smallest block of a device.
@@ -21,7 +21,7 @@ MOST_CLUSTER = 64
 #: Bytes of the part that is there once, and of a layer's entry.
 _PART = 128
 _HEADER = struct.Struct("<8sIIQQII32s")
-_ENTRY = struct.Struct("<QQIIIIIIIIIII")
+_ENTRY = struct.Struct("<QQIIIIIIIIIIII")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class LayerEntry:
         n_hot: the first neurons, computed densely. layer: the site's number.
         cluster: neurons in a slot, a power of two up to ``MOST_CLUSTER``; the last slot may have fewer.
         down, down_row_bytes: code and bytes of down rows that have another format; 0: they are as the others.
+        chunk: neurons of a chunk of the whole layer, of which the file has some chunks; 0: it has the whole layer.
     """
 
     slots: int
@@ -50,6 +51,7 @@ class LayerEntry:
     cluster: int = 1
     down: int = 0
     down_row_bytes: int = 0
+    chunk: int = 0
 
     @property
     def neuron_bytes(self) -> int:
@@ -80,6 +82,7 @@ class Superblock:
         fields = (size, self.file_bytes, len(self.layers), PAGE, self.model_hash)
         clusters = any(entry.cluster > 1 for entry in self.layers)
         version = 3 if any(entry.down for entry in self.layers) else 2 if clusters else 1
+        version = 4 if any(entry.chunk for entry in self.layers) else version
         packed = (astuple(entry if version > 1 else replace(entry, cluster=0)) for entry in self.layers)
         entries = b"".join(_ENTRY.pack(*values).ljust(_PART, b"\0") for values in packed)
 

@@ -142,6 +142,38 @@ Tensor sparse_ffn(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor&
   return out;
 }
 
+Tensor add_parts(const Tensor& parts, std::vector<int64_t> order, const MaybeTensor& bias, const Tensor& like) {
+  check_plain(parts, "parts");
+  check_plain(like, "like");
+  PartsArgs args;
+  args.y_dtype = float_dtype(like, "like");
+  STD_TORCH_CHECK(parts.scalar_type() == ScalarType::Float && parts.dim() == 3 && like.dim() > 0 &&
+                      like.size(-1) == parts.size(2) && like.numel() == parts.size(1) * parts.size(2),
+                  "pi2: parts: expected float32 [parts, tokens, hidden] for like of so many tokens, found ",
+                  shape_of(parts), " for ", shape_of(like), ". Gather what stored_ffn(parts=...) returns.");
+  const Tensor parts_dense = dense(parts);
+  args.parts = static_cast<const float*>(parts_dense.const_data_ptr());
+  args.tokens = parts.size(1);
+  args.hidden = parts.size(2);
+  for (const int64_t place : order)
+    STD_TORCH_CHECK(place >= 0 && place < parts.size(0), "pi2: order: expected 0 to ", parts.size(0) - 1, ", found ",
+                    place, ". Check the shards.");
+  args.order = order.data();
+  args.count = static_cast<int64_t>(order.size());
+  Tensor bias_dense;
+  if (bias) {
+    args.bias_dtype = float_dtype(*bias, "bias");
+    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == args.hidden, "pi2: bias: expected ", args.hidden,
+                    " numbers, found ", shape_of(*bias), ". It is of another layer.");
+    bias_dense = dense(*bias);
+    args.bias = bias_dense.const_data_ptr();
+  }
+  Tensor out = torch::stable::new_empty(like, like.sizes());
+  args.y = out.mutable_data_ptr();
+  pi2::add_parts(args);
+  return out;
+}
+
 int64_t plain_read(const Tensor& neuron_rows, const MaybeTensor& index) {
   check_plain(neuron_rows, "neuron_rows");
   STD_TORCH_CHECK(neuron_rows.is_contiguous() && neuron_rows.dim() >= 1 && neuron_rows.size(0) > 0,
@@ -182,6 +214,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
       "bool activation_on_up, int n_hot, float threshold, str weights=\"float\", bool int8_activations=False, "
       "Tensor? thresholds=None";
   m.def(("sparse_ffn(" + ffn + ") -> Tensor").c_str());
+  m.def("add_parts(Tensor parts, int[] order, Tensor? bias, Tensor like) -> Tensor");
   m.def(("sparse_ffn.out(" + ffn + ", *, Tensor(a!) out) -> Tensor(a!)").c_str());
   m.def("plain_read(Tensor neuron_rows, Tensor? index) -> int");
   m.def("advise_huge_pages(Tensor tensor) -> bool");
@@ -190,6 +223,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(pi2, CPU, m) {
   m.impl("sparse_ffn", TORCH_BOX(&pi2::binding::sparse_ffn));
+  m.impl("add_parts", TORCH_BOX(&pi2::binding::add_parts));
   m.impl("sparse_ffn.out", TORCH_BOX(&pi2::binding::sparse_ffn_out));
   m.impl("plain_read", TORCH_BOX(&pi2::binding::plain_read));
   m.impl("advise_huge_pages", TORCH_BOX(&pi2::binding::advise_huge_pages));

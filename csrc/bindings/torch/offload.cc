@@ -8,6 +8,7 @@
 #include "base/crc32c.h"
 #include "bindings/torch/ffn.h"
 #include "bindings/torch/predict.h"
+#include "pi2/linear.h"
 
 namespace pi2::binding {
 namespace {
@@ -188,11 +189,12 @@ std::function<void()> look_ahead(Offload& offload, const Lookahead* next, int64_
   };
 }
 
+// With `parts`, the number of chunks, the result is float32 [parts, tokens, hidden], see FfnArgs.
 Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTensor& bias_gate,
                   const MaybeTensor& bias_up, const MaybeTensor& bias_down, std::vector<Tensor> predictor,
                   const Text& kind, double cut, const Text& predictor_weights, bool predictor_int8_activations,
                   const Text& activation, bool activation_on_up, int64_t n_hot, double threshold, bool int8_activations,
-                  int64_t first, const MaybeTensor& thresholds) {
+                  int64_t first, const MaybeTensor& thresholds, int64_t parts) {
   std::shared_ptr<Offload> offload;
   std::shared_ptr<const Lookahead> next;
   {
@@ -222,9 +224,21 @@ Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTens
                   "elsewhere, found ",
                   activation, ". Every gate of it is needed here.");
   const Tensor x_dense = dense(x);
-  Tensor out = torch::stable::new_empty(x, x.sizes());
+  if (parts != 0) {
+    const int64_t most = std::min(kGemmTokens, kStreamFrom) - 1, chunks = args.chunks();
+    STD_TORCH_CHECK(parts == chunks && first == 0, "pi2: parts: expected 0 or ", chunks,
+                    ", the chunks of the whole layer, found ", parts,
+                    ". See torch_pi2.ops.reference_store.stored_ffn.");
+    STD_TORCH_CHECK(args.tokens <= most, "pi2: x: expected at most ", most, " tokens where parts are asked for, found ",
+                    args.tokens, ". Ask for the sum.");
+  }
+  Tensor out = parts == 0 ? torch::stable::new_empty(x, x.sizes())
+                          : torch::stable::empty({parts, args.tokens, args.hidden}, ScalarType::Float);
   args.x = x_dense.const_data_ptr();
-  args.y = out.mutable_data_ptr();
+  if (parts == 0)
+    args.y = out.mutable_data_ptr();
+  else
+    args.parts = static_cast<float*>(out.mutable_data_ptr());
   Predictor any;
   if (kind != "none") {
     any = any_predictor(x, args, predictor, kind, cut, predictor_weights, predictor_int8_activations);
@@ -275,7 +289,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
       "stored_ffn(Tensor x, int store, int layer, Tensor? bias_gate, Tensor? bias_up, Tensor? bias_down, "
       "Tensor[] predictor, str kind, float cut, str predictor_weights, bool predictor_int8_activations, "
       "str activation, bool activation_on_up, int n_hot, float threshold, bool int8_activations=False, "
-      "int first=0, Tensor? thresholds=None) -> Tensor");
+      "int first=0, Tensor? thresholds=None, int parts=0) -> Tensor");
   m.def("crc32c(Tensor rows) -> Tensor");
 }
 

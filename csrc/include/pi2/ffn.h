@@ -65,6 +65,9 @@ class NeuronSource {
 struct FfnArgs {
   const void* x = nullptr;  // [tokens, hidden], x_dtype
   void* y = nullptr;        // [tokens, hidden], x_dtype
+  // [chunks, tokens, hidden] in the place of y: the partial sum of each chunk, without bias_down, of fewer tokens than
+  // kGemmTokens (linear.h) and kStreamFrom; what other machines have of a layer's chunks is added elsewhere.
+  float* parts = nullptr;
   DType x_dtype = DType::kF32;
   std::int64_t tokens = 0;
   std::int64_t hidden = 0;
@@ -79,6 +82,7 @@ struct FfnArgs {
   DType down_dtype = DType::kF32;  // with other_down: quantised
   bool other_down = false;
   std::int64_t neurons = 0;
+  std::int64_t chunk = 0;  // neurons of a chunk, a multiple of 64: of some chunks of a larger layer; 0: chunk_neurons
   std::int64_t rows = 3;
   // Quantised weights: dots take x as int8 with a scale per 32 instead of float (lossy, faster); down rows do not.
   bool int8_activations = false;
@@ -98,6 +102,11 @@ struct FfnArgs {
     if (neuron < n_hot) return 0.0f;
     return thresholds == nullptr ? threshold : thresholds[neuron];
   }
+  std::int64_t chunk_size() const { return chunk > 0 ? chunk : chunk_neurons(neurons - chunk_base(first)); }
+  std::int64_t chunks() const {
+    const std::int64_t size = chunk_size();
+    return size == 0 ? 0 : (neurons - chunk_base(first) + size - 1) / size;
+  }
   DType dtype_of_down() const { return other_down ? down_dtype : w_dtype; }
   DType bias_dtype() const { return is_quantized(dtype_of_down()) ? DType::kF32 : w_dtype; }
   std::int64_t row_bytes() const { return pi2::row_bytes(w_dtype, hidden); }  // of gate and up
@@ -106,6 +115,19 @@ struct FfnArgs {
 };
 
 void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel);
+
+// y[t] = the sum of parts[order[i]][t] for i < count, one by one from zero on, + bias: as sparse_ffn adds its chunks.
+struct PartsArgs {
+  const float* parts = nullptr;         // [any, tokens, hidden]
+  const std::int64_t* order = nullptr;  // [count]
+  std::int64_t count = 0, tokens = 0, hidden = 0;
+  const void* bias = nullptr;  // [hidden] or null
+  DType bias_dtype = DType::kF32;
+  void* y = nullptr;  // [tokens, hidden]
+  DType y_dtype = DType::kF32;
+};
+
+void add_parts(const PartsArgs& args);
 
 // Reads the given neurons (index null: all of them, in order) and does nothing with them: the roofline.
 std::uint64_t plain_read(const void* neuron_rows, std::int64_t neuron_bytes, std::int64_t count,

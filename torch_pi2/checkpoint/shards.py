@@ -1,0 +1,124 @@
+"""Loading the shard of this process, in a group of ``torch.distributed`` (docs/DISTRIBUTED.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_pi2.base.fields import Field
+from torch_pi2.base.ranks import Ranks
+from torch_pi2.base.reading import parse
+from torch_pi2.base.version import __version__
+from torch_pi2.errors import ConfigError
+from torch_pi2.layers.cold import BY_NEURON
+from torch_pi2.ops.activations import cuts
+from torch_pi2.rewrite.rewrite import predictor_tensors
+from torch_pi2.spec.plan import Plan
+from torch_pi2.spec.shard import Shard
+from torch_pi2.store.shards import check_together, shard_name, shards_in
+from torch_pi2.store.storefile import StoreReader
+
+
+def own_shard(folder: Path) -> Path:
+    """The folder of this process' shard if ``folder`` has shards in it, else ``folder``.
+
+    Raises:
+        ConfigError: this is no process of a group of as many, or its shard is not here.
+    """
+    found = shards_in(folder)
+    if not found:
+        return folder
+    ranks = _size_of(next(iter(found.values())))
+    rank = _check_group(str(folder), ranks)
+    if rank not in found:
+        raise ConfigError(
+            str(folder),
+            expected=f"{shard_name(rank, ranks)}, as this is process {rank}",
+            found=", ".join(path.name for path in found.values()),
+            fix="Copy that folder to this machine, or start the process on the machine that has it.",
+        )
+    return found[rank]
+
+
+def _size_of(shard: Path) -> int:
+    return int(shard.name.rpartition("-")[2])
+
+
+def _check_group(what: str, ranks: int) -> int:
+    """The number of this process. Raises ConfigError: it is in no group of ``ranks``."""
+    grouped = dist.is_available() and dist.is_initialized()
+    size = dist.get_world_size() if grouped else 1
+    if size != ranks:
+        raise ConfigError(
+            what,
+            expected=f"a group of {ranks} processes, one for each shard",
+            found=f"{size} processes" if grouped else "a process that is in no group",
+            fix=f"Start it with torchrun --nproc-per-node {ranks} (or --nnodes), and call "
+            'torch.distributed.init_process_group("gloo"); or make other shards with torch-pi2 pack --ranks.',
+        )
+    return dist.get_rank()
+
+
+def join(reader: StoreReader, plan: Plan, settings: Mapping[str, Any]) -> tuple[Shard, ...]:
+    """The shards of all processes of the group, which all call this; ``reader`` is this one's.
+
+    Args:
+        settings: what must be the same in all of them, by name.
+
+    Raises:
+        ConfigError: in all processes, where one of them has something else, or the shards are not all of one model.
+        Pi2Error: one of them has ended.
+    """
+    shard = reader.shard
+    assert shard is not None
+    rank = _check_group(str(reader.path), shard.ranks)
+    _check_kinds(plan)
+    own = {
+        "version of torch_pi2": __version__,
+        "version of torch": torch.__version__,
+        "instruction set": f"{torch.ops.pi2.kernel_tables()}, {torch.backends.cpu.get_cpu_capability()}",
+        "model": f"{reader.model_hash} {plan.orders_hash}",
+        **{name: str(value) for name, value in settings.items()},
+    }
+    found = Ranks(together=True).each((rank, own, shard.to_json()))
+    first = found[0][1]
+    for other, theirs, _ in found:
+        for name, value in first.items():
+            if theirs[name] != value:
+                raise ConfigError(
+                    f"{name} of process {other} of {shard.ranks}",
+                    expected=f"{value}, as process 0 has",
+                    found=theirs[name],
+                    fix="Give all processes the same: they compute one model together.",
+                )
+    shards = tuple(Shard.from_json(Field(parse(text, "shard"), "shard", "")) for *_, text in found)
+    check_together(shards, str(reader.path))
+    return shards
+
+
+def _check_kinds(plan: Plan) -> None:
+    """Raises ConfigError: layers that need all gates at once."""
+    if key := next((layer.site.key for layer in plan.layers if cuts(layer.site.activation)), None):
+        raise ConfigError(
+            f"{key} in shards",
+            expected="an activation of each neuron by itself",
+            found="one that compares each gate with those of all neurons",
+            fix="Load the whole model on one machine.",
+        )
+
+
+def own_predictors(shard: Shard, plan: Plan, predictors: Mapping[str, Any]) -> dict[str, Any]:
+    """Of ``predictors``, in the order of the model's neurons, what the layers of ``shard`` ask: tensors by name."""
+    found: dict[str, Any] = {}
+    for layer in plan.layers:
+        tensors, threshold = predictor_tensors(predictors.get(layer.site.key))
+        if tensors is None:
+            continue
+        here = layer.order.long()[shard.layers[layer.site.key].positions()]
+        own = {name: tensor[here] if name in BY_NEURON else tensor for name, tensor in tensors.items()}
+        found[layer.site.key] = {**own, "threshold": threshold}
+    return found

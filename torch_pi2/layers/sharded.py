@@ -1,0 +1,118 @@
+"""Layers of which each process of a group has some chunks of neurons (docs/DISTRIBUTED.md): results are added up.
+
+All processes compute the same model on the same inputs, but of a feed-forward layer only the neurons of their shard.
+What they find is gathered by ``torch.distributed`` and added by each of them in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_pi2.layers.experts import OffloadedExperts
+from torch_pi2.layers.offloaded import OffloadedFFN
+from torch_pi2.ops.constants import constants
+from torch_pi2.spec.shard import Shard
+
+#: How results are added: ``chunks``, in the order of one machine; ``ranks``, each machine's sum in the order of these.
+REDUCTIONS = ("chunks", "ranks")
+#: Tokens whose logits are sent to all: those of a step, not of a text that is scored.
+_AGREED_TOKENS = 64
+
+
+class Share:
+    """Which part of a layer this process has, and how the parts of all become one result.
+
+    Args:
+        shards: of all processes of the default group, by rank. key: of the layer. reduction: one of ``REDUCTIONS``.
+    """
+
+    def __init__(self, shards: tuple[Shard, ...], key: str, reduction: str) -> None:
+        chunks = [shard.layers[key].chunks for shard in shards]
+        self.rank, self.ranks, self.by_chunk = dist.get_rank(), len(shards), reduction == "chunks"
+        self.own, self.most = len(chunks[self.rank]), max(map(len, chunks))
+        places = {chunk: rank * self.most + i for rank, mine in enumerate(chunks) for i, chunk in enumerate(mine)}
+        #: In the order of the layer's chunks, where their sums are among all that are gathered.
+        self.order = [places[chunk] for chunk in sorted(places)]
+
+    def add_chunks(self, own_CTH: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+        """The sums of all chunks, one after another in the layer's order, and the ``bias``: shape and dtype of ``x``."""
+        if self.own < self.most:
+            own_CTH = torch.cat([own_CTH, own_CTH.new_zeros(self.most - self.own, *own_CTH.shape[1:])])
+        found: torch.Tensor = torch.ops.pi2.add_parts(self._gathered(own_CTH), self.order, bias, x)
+        return found
+
+    def add_ranks(self, own: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all processes' ``own``, float32 ``[..., H]``, in the order of ranks: shape and dtype of ``x``."""
+        parts_RTH = self._gathered(own.reshape(1, -1, own.shape[-1]))
+        found: torch.Tensor = torch.ops.pi2.add_parts(parts_RTH, list(range(self.ranks)), None, x)
+        return found
+
+    def _gathered(self, own: torch.Tensor) -> torch.Tensor:
+        """Those of all processes, one behind the other along the first dimension, in the order of ranks."""
+        # Not by its wrapper in Python, whose results wait when they are first used: a graph would not see that.
+        ops = torch.ops._c10d_functional
+        found: torch.Tensor = ops.wait_tensor(ops.all_gather_into_tensor(own.contiguous(), self.ranks, _group()))
+        return found
+
+
+def _group() -> str:
+    """What operators call the default group."""
+    assert dist.group.WORLD is not None
+    return str(dist.group.WORLD.group_name)
+
+
+class ShardedFFN(OffloadedFFN):
+    """An ``OffloadedFFN`` of which this process has a shard; all processes of the group must make the same calls."""
+
+    share: Share
+
+    def _stored(self, x: torch.Tensor, asked: tuple[Any, ...], n_hot: int, threshold: float) -> torch.Tensor:
+        """With sums by chunk: the bits of one machine, of so few tokens that it adds chunks, too."""
+        core = constants()
+        tokens = x.numel() // self.site.hidden
+        if self.share.by_chunk and tokens < min(core.gemm_tokens, core.stream_from):
+            own_CTH = self._call(x, asked, n_hot, threshold, None, self.share.own)
+            return self.share.add_chunks(own_CTH, self.bias_down, x)
+        bias = self.bias_down if self.share.rank == 0 else None
+        return self.share.add_ranks(self._call(x.float(), asked, n_hot, threshold, bias, 0), x)
+
+
+class ShardedExperts(OffloadedExperts):
+    """``OffloadedExperts`` of each of which this process has a shard. Sums are by rank."""
+
+    share: Share
+
+    def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        return self.share.add_ranks(super().compute(x.float(), index, routing), x)
+
+    def biases(self) -> list[torch.Tensor | None]:
+        """See the base class; the bias of the down matrix is added once."""
+        *first, down = super().biases()
+        return [*first, down if self.share.rank == 0 else None]
+
+
+def agree_on_logits(model: Any) -> None:
+    """From now on the head of ``model``, a transformers model, gives in all processes what it gives in the first.
+
+    Those have the same weights and kernels, and yet PyTorch's float products may differ in last bits with the number of
+    threads: where two tokens are nearly as likely, processes would choose different ones and go on with different text.
+    """
+    head = model.get_output_embeddings()
+    if head is not None and not isinstance(head, _FirstSays):
+        head.__class__ = type(type(head).__name__, (_FirstSays, type(head)), {})
+
+
+class _FirstSays:
+    """Before the class of a head among its bases."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = super().forward(x)  # type: ignore[misc]
+        if y.numel() // y.shape[-1] > _AGREED_TOKENS:
+            return y
+        ops = torch.ops._c10d_functional
+        found: torch.Tensor = ops.wait_tensor(ops.broadcast(y.contiguous(), 0, _group()))
+        return found

@@ -1,0 +1,111 @@
+"""``Shard``: which neurons of every layer one of several machines has (docs/DISTRIBUTED.md).
+
+A layer's neurons are dealt out in whole chunks: each chunk has a partial sum of its own (design D5), so that the sums
+of all machines, added in the order of chunks, have the bits of one machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from torch_pi2.base.fields import Field
+from torch_pi2.ops.constants import chunk_neurons
+from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.spec.site import MOST_SIZE
+
+#: Machines at most: a layer has no more chunks.
+MOST_RANKS = 16
+
+
+@dataclass(frozen=True)
+class ShardLayer:
+    """Of one layer.
+
+    Attributes:
+        whole: I, neurons of the layer on all machines. chunks: numbers of those that are here, ascending.
+    """
+
+    whole: int
+    chunks: tuple[int, ...]
+
+    @property
+    def chunk(self) -> int:
+        """Neurons of a chunk; the layer's last one may have fewer."""
+        return chunk_neurons(self.whole)
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Positions ``[first, last)`` in the plan of what is here, ascending, chunks that follow each other in one."""
+        found: list[tuple[int, int]] = []
+        for chunk in self.chunks:
+            first, last = chunk * self.chunk, min((chunk + 1) * self.chunk, self.whole)
+            if found and found[-1][1] == first:
+                first = found.pop()[0]
+            found.append((first, last))
+        return found
+
+    @property
+    def neurons(self) -> int:
+        """How many are here."""
+        return sum(last - first for first, last in self.ranges)
+
+    def positions(self) -> torch.Tensor:
+        """int64 ``[neurons]``: their positions in the plan."""
+        return torch.cat([torch.arange(first, last) for first, last in self.ranges])
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a model that machine ``rank`` of ``ranks`` has.
+
+    Attributes:
+        layers: by the key of the site; all of the model.
+    """
+
+    rank: int
+    ranks: int
+    layers: Mapping[str, ShardLayer]
+
+    def layer(self, layer: LayerPlan) -> LayerPlan:
+        """What is here of ``layer``, as a layer of its own: its neurons are numbered in plan order."""
+        mine = self.layers[layer.site.key]
+        at = mine.positions()
+        own = None if layer.thresholds is None else layer.thresholds[layer.order.long()][at]
+        return replace(
+            layer,
+            site=replace(layer.site, intermediate=len(at)),
+            n_hot=int((at < layer.n_hot).sum()),
+            order=torch.arange(len(at), dtype=torch.int32),
+            thresholds=own,
+        )
+
+    def plan(self, plan: Plan) -> Plan:
+        """What is here of ``plan``, without what it says of one machine's hardware."""
+        return Plan([self.layer(layer) for layer in plan.layers], plan.model_hash, plan.made_by)
+
+    def to_json(self) -> str:
+        """For a store's metadata (docs/FORMATS.md)."""
+        layers = {key: {"neurons": mine.whole, "chunks": mine.chunks} for key, mine in self.layers.items()}
+        return json.dumps({"rank": self.rank, "ranks": self.ranks, "layers": layers})
+
+    @staticmethod
+    def from_json(said: Field) -> Shard:
+        """Inverse of :meth:`to_json`. Raises ``said.error``: it makes no sense."""
+        said.names(("rank", "ranks", "layers"))
+        ranks = said.at("ranks").whole(2, MOST_RANKS)
+        layers = {key: _layer(one) for key, one in said.at("layers").each().items()}
+        return Shard(said.at("rank").whole(0, ranks - 1), ranks, layers)
+
+
+def _layer(said: Field) -> ShardLayer:
+    said.names(("neurons", "chunks"))
+    whole = said.at("neurons").whole(1, MOST_SIZE)
+    count = -(-whole // chunk_neurons(whole))
+    chunks = [chunk.whole(0, count - 1) for chunk in said.at("chunks").items()]
+    if not chunks or chunks != sorted(set(chunks)):
+        said.at("chunks").wrong("ascending numbers of chunks, at least one")
+    return ShardLayer(whole, tuple(chunks))

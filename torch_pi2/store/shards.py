@@ -1,0 +1,248 @@
+"""Folders of shards: ``rank-0-of-2`` and so on, each the store of one machine; stores seen as parts, parts as a store.
+
+A shard is a store whose metadata and superblock say which chunks of each layer it has (docs/FORMATS.md); plan,
+predictors and statistics inside are those of the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_pi2.base.tensorfile import Spec, TensorReader
+from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.ops.constants import chunk_neurons
+from torch_pi2.spec.plan import Plan
+from torch_pi2.spec.shard import Shard
+from torch_pi2.spec.site import FFNSite
+from torch_pi2.store.folder import PI2_FOLDER, SHARD_NAME
+from torch_pi2.store.storefile import SHARD, STORE_FILE, StoreReader
+from torch_pi2.store.weights import QuantizedWeights
+
+#: Tensors with a number for each neuron.
+_BY_NEURON = ("bias_gate", "bias_up")
+
+
+def shard_name(rank: int, ranks: int) -> str:
+    """Of the folder of a shard, in the folder of all."""
+    return f"rank-{rank}-of-{ranks}"
+
+
+def shards_in(folder: Path) -> dict[int, Path]:
+    """Rank -> folder of each shard in ``folder``; none if it is no folder of shards.
+
+    Raises:
+        ArtifactError: shards of different numbers of machines.
+    """
+    if not folder.is_dir():
+        return {}
+    named = {path: match for path in sorted(folder.iterdir()) if (match := SHARD_NAME.fullmatch(path.name))}
+    sizes = {int(match[2]) for match in named.values()}
+    if len(sizes) > 1:
+        raise ArtifactError(
+            str(folder),
+            expected="shards of one number of machines",
+            found=f"of {' and '.join(map(str, sorted(sizes)))}",
+            fix="Remove those of an earlier torch-pi2 pack --ranks.",
+        )
+    return {int(match[1]): path for path, match in named.items()}
+
+
+class PartOf:
+    """What ``shard`` has of the weights of ``reader``, which has all: to be written as a store of its own."""
+
+    def __init__(self, reader: QuantizedWeights, plan: Plan, shard: Shard) -> None:
+        self._whole, self._shard = reader, shard
+        self._sites = {layer.site.key: layer.site for layer in plan.layers}
+        self.specs = dict(reader.specs)
+        for key, mine in shard.layers.items():
+            for name in _BY_NEURON:
+                if (spec := self.specs.get(f"{key}.{name}")) is not None:
+                    self.specs[f"{key}.{name}"] = Spec((mine.neurons,), spec.dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    def read_neurons(self, site: FFNSite, rows: tuple[int, int]) -> torch.Tensor:
+        """Those of the shard's ``[first, last)``, of a layer ``site`` of the shard."""
+        whole, parts, at = self._sites[site.key], list[torch.Tensor](), 0
+        for first, last in self._shard.layers[site.key].ranges:
+            start, stop = max(rows[0] - at, 0), min(rows[1] - at, last - first)
+            if start < stop or not parts:
+                parts.append(self._whole.read_neurons(whole, (first + start, first + max(start, stop))))
+            at += last - first
+        return torch.cat(parts)
+
+    def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Bytes ``[start, stop)`` of a tensor of :attr:`specs`."""
+        key, _, which = name.rpartition(".")
+        if which not in _BY_NEURON or key not in self._shard.layers:
+            return self._whole.read_bytes(name, start, stop)
+        values = self._whole.read(name)[self._shard.layers[key].positions()]
+        return values.view(torch.uint8)[start:stop]
+
+    def compare(self, name: str, blocks: list[torch.Tensor]) -> None:
+        """See :meth:`StoreReader.compare`, of what is copied as it is."""
+        if isinstance(self._whole, StoreReader) and self.specs[name] == self._whole.specs[name]:
+            self._whole.compare(name, blocks)
+
+
+class WholeOf:
+    """The store that shards were made of, seen through them. Use it as a context manager.
+
+    Args:
+        folders: of the shards, by rank.
+
+    Raises:
+        ArtifactError: one is missing or damaged, or they are not of one model.
+    """
+
+    def __init__(self, folder: Path, folders: dict[int, Path]) -> None:
+        self._readers: list[StoreReader] = []
+        try:
+            for rank in range(_ranks(folder, folders)):
+                self._readers.append(StoreReader(folders[rank] / PI2_FOLDER / STORE_FILE))
+            self._check(folder)
+        except BaseException:
+            self.close()
+            raise
+        first = self._readers[0]
+        assert first.shard is not None
+        self.specs, self._whole_of = dict(first.specs), {key: y.whole for key, y in first.shard.layers.items()}
+        self.metadata = {name: text for name, text in first.metadata.items() if name != SHARD}
+        for key, whole in self._whole_of.items():
+            for name in _BY_NEURON:
+                if (spec := self.specs.get(f"{key}.{name}")) is not None:
+                    self.specs[f"{key}.{name}"] = Spec((whole,), spec.dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._readers[0], name)
+
+    def __enter__(self) -> WholeOf:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for reader in self._readers:
+            reader.close()
+
+    @property
+    def sources(self) -> list[Path]:
+        """The files."""
+        return [reader.path for reader in self._readers]
+
+    def _check(self, folder: Path) -> None:
+        first = self._readers[0]
+        same = [(r.model_hash, r.metadata.get("orders_hash"), r.keys) for r in self._readers]
+        for rank, reader in enumerate(self._readers):
+            shard = reader.shard
+            if shard is None or (shard.rank, shard.ranks) != (rank, len(self._readers)) or same[rank] != same[0]:
+                raise _other(str(reader.path), f"shard {rank} of {len(self._readers)} of the model of {first.path}")
+        check_together([r.shard for r in self._readers if r.shard is not None], str(folder))
+
+    def read_neurons(self, site: FFNSite, rows: tuple[int, int]) -> torch.Tensor:
+        """Neurons ``[first, last)`` in plan order of a layer of the whole model."""
+        index, parts = self._readers[0].keys.index(site.key), list[torch.Tensor]()
+        for reader, start, stop in _owners([r.shard for r in self._readers], site.key, *rows):
+            parts.append(self._readers[reader].read_layer(index, (start, stop)))
+        return torch.cat(parts) if parts else self._readers[0].read_layer(index, (0, 0))
+
+    def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Bytes ``[start, stop)`` of a tensor of :attr:`specs`."""
+        key, _, which = name.rpartition(".")
+        if which not in _BY_NEURON or key not in self._whole_of:
+            return self._readers[0].read_bytes(name, start, stop)
+        values = torch.empty(self.specs[name].shape, dtype=self.specs[name].dtype)
+        for reader in self._readers:
+            assert reader.shard is not None
+            values[reader.shard.layers[key].positions()] = reader.read(name)
+        return values.view(torch.uint8)[start:stop]
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor of :attr:`specs`."""
+        spec = self.specs[name]
+        return self.read_bytes(name, 0, spec.nbytes).view(spec.dtype).view(spec.shape)
+
+    def compare(self, name: str, blocks: list[torch.Tensor]) -> None:
+        """See :meth:`StoreReader.compare`, of what is copied as it is."""
+        if self.specs[name] == self._readers[0].specs[name]:
+            self._readers[0].compare(name, blocks)
+
+
+def is_shard(pi2: Path) -> bool:
+    """Whether a folder ``pi2/`` has a store with part of the neurons alone. Raises ArtifactError: it is damaged."""
+    if not (pi2 / STORE_FILE).is_file():
+        return False
+    with TensorReader(pi2 / STORE_FILE) as file:
+        return SHARD in file.metadata
+
+
+def refuse_shard(reader: QuantizedWeights) -> None:
+    """Raises ConfigError if ``reader`` has part of the neurons alone."""
+    shard = getattr(reader, "shard", None)
+    if shard is not None:
+        raise ConfigError(
+            str(reader.path),
+            expected="a store with all neurons",
+            found=f"shard {shard.rank} of {shard.ranks}",
+            fix="Name the folder that has all shards in it; torch-pi2 pack FOLDER OUT makes one store of them.",
+        )
+
+
+def _ranks(folder: Path, folders: dict[int, Path]) -> int:
+    """How many shards there are. Raises ArtifactError: not all of them are here."""
+    path = next(iter(folders.values()))
+    match = SHARD_NAME.fullmatch(path.name)
+    assert match is not None
+    ranks = int(match[2])
+    if missing := [rank for rank in range(ranks) if rank not in folders]:
+        raise ArtifactError(
+            str(folder),
+            expected=f"all {ranks} shards of a model",
+            found=f"no {shard_name(missing[0], ranks)}",
+            fix="Bring them together first.",
+        )
+    return ranks
+
+
+def check_together(shards: Sequence[Shard], where: str) -> None:
+    """Raises ArtifactError unless ``shards``, by rank, together have each chunk of each layer once."""
+    chunks: dict[tuple[str, int], list[int]] = {}
+    for shard in shards:
+        for key, mine in shard.layers.items():
+            chunks.setdefault((key, mine.whole), []).extend(mine.chunks)
+    counts = {key: -(-whole // chunk_neurons(whole)) for key, whole in chunks}
+    numbered = [shard.rank for shard in shards] == list(range(len(shards)))
+    if not numbered or any(sorted(found) != list(range(counts[key])) for (key, _), found in chunks.items()):
+        raise _other(where, "shards that together have each chunk of each layer once")
+
+
+def _other(where: str, expected: str) -> ArtifactError:
+    return ArtifactError(
+        where, expected=expected, found="others", fix="Make them anew: torch-pi2 pack FOLDER OUT --ranks N."
+    )
+
+
+def _owners(shards: Sequence[Shard | None], key: str, first: int, last: int) -> list[tuple[int, int, int]]:
+    """Of plan positions ``[first, last)``, in order: rank, and ``[start, stop)`` among what that has."""
+    owner: dict[int, tuple[int, int]] = {}
+    size = 1
+    for rank, shard in enumerate(shards):
+        assert shard is not None
+        mine, at = shard.layers[key], 0
+        size = mine.chunk
+        for chunk in mine.chunks:
+            owner[chunk] = rank, at
+            at += size
+    found = []
+    for chunk in range(first // size, -(-last // size)):
+        rank, at = owner[chunk]
+        start, stop = max(first, chunk * size), min(last, (chunk + 1) * size)
+        if start < stop:
+            found.append((rank, at + start - chunk * size, at + stop - chunk * size))
+    return found
