@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch_pi2.planner.supported import supported
     from torch_pi2.spec.config import Config
     from torch_pi2.spec.offload import OffloadConfig
+    from torch_pi2.spec.shard import GroupConfig
     from torch_pi2.training.sparsify import sparsify
 
 #: Module -> the public names that are its own; each is imported when it is first used (PEP 562).
@@ -72,6 +73,7 @@ _FROM = {
     "planner.supported": ("supported",),
     "spec.config": ("Config",),
     "spec.offload": ("OffloadConfig",),
+    "spec.shard": ("GroupConfig",),
     "training.sparsify": ("sparsify",),
 }
 _MODULE_OF = {name: f"torch_pi2.{module}" for module, names in _FROM.items() for name in names}
@@ -80,6 +82,7 @@ __all__ = [
     "Bundle",
     "Config",
     "Decoder",
+    "GroupConfig",
     "NeuronClusterMode",
     "OffloadConfig",
     "Pi2Error",

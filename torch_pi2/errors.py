@@ -25,6 +25,10 @@ def told(message: str) -> tuple[str, str, str]:
     return what, expected, found
 
 
+class GroupError(Pi2Error):
+    """Another process of a group that computes one model has ended, hangs, or has failed."""
+
+
 class NoFFNFoundError(Pi2Error):
     """No feed-forward layer of a supported form was found; the message lists what was seen."""
 

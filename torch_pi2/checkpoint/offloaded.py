@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.group import Group
 from torch_pi2.base.heap import give_back_freed_memory
 from torch_pi2.checkpoint.shards import join, own_predictors
 from torch_pi2.checkpoint.sparse import load_sparse, weights_of
@@ -19,7 +20,7 @@ from torch_pi2.graph.router import find_router
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
-from torch_pi2.layers.sharded import REDUCTIONS, ShardedExperts, ShardedFFN, Share, agree_on_logits
+from torch_pi2.layers.sharded import ShardedExperts, ShardedFFN, Share, agree_on_logits
 from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.rewrite.handle import Optimized
@@ -28,7 +29,7 @@ from torch_pi2.rewrite.skeleton import model_config
 from torch_pi2.spec.method import Method
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.shard import Shard
+from torch_pi2.spec.shard import GroupConfig, Shard
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
 from torch_pi2.store.weights import QuantizedWeights
 
@@ -53,7 +54,7 @@ def load_offloaded(
     int8_activations: bool,
     progress: bool,
     config: Any = None,
-    reduction: str = REDUCTIONS[0],
+    group: GroupConfig | None = None,
 ) -> nn.Module:
     """The model of ``folder`` with ``total`` bytes of memory, and an empty cache; see :func:`torch_pi2.load`.
 
@@ -67,6 +68,7 @@ def load_offloaded(
             found="weights that are read whole",
             fix="Make one with torch_pi2.pack(folder, out).",
         )
+    how_together = group or GroupConfig()
     how: dict[str, Any] = {
         "dtype": dtype,
         "trust_remote_code": trust_remote_code,
@@ -79,11 +81,12 @@ def load_offloaded(
         reader.check_plan(plan)
         hf = config or model_config(folder, trust_remote_code=trust_remote_code)
         kind = dtype or hf.dtype or reader.float_dtype or torch.float32
+        joined: Group | None = None
         shards: tuple[Shard, ...] = ()
         here = plan
         if reader.shard is not None:
-            same = {"activations": int8_activations, "dtype": kind, "reduction": reduction}
-            shards = join(reader, plan, same)
+            same = {"activations": int8_activations, "dtype": kind, "reduction": how_together.reduction}
+            joined, shards = join(reader, plan, same, how_together.patience_s)
             here, own = reader.shard.plan(plan), own_predictors(reader.shard, plan, predictors)
             predictors.clear()
             predictors = own
@@ -108,7 +111,7 @@ def load_offloaded(
 
     def over_store(layer: LayerPlan, weights: QuantizedWeights, kind: torch.dtype) -> SparseFFN:
         tensors, threshold = predictor_tensors(predictors.pop(layer.site.key, None))
-        layer_class = ShardedFFN if shards else OffloadedFFN
+        layer_class = OffloadedFFN if joined is None else ShardedFFN
         made = layer_class.over(
             store,
             index_of[layer.site.key],
@@ -120,8 +123,8 @@ def load_offloaded(
             int8_activations=int8_activations,
             dtype=DTYPES.get(weights.kind, kind),
         )
-        if isinstance(made, ShardedFFN):
-            made.share = Share(shards, layer.site.key, reduction)
+        if joined is not None and isinstance(made, ShardedFFN):
+            made.share = Share(joined, shards, layer.site.key, how_together.reduction)
         return made
 
     def experts_over_store(parts: Iterable[SparseFFN], group: Sequence[LayerPlan]) -> SparseExperts:
@@ -131,10 +134,10 @@ def load_offloaded(
                 yield part
 
         first = group[0].site.key
-        if not shards:
+        if joined is None:
             return OffloadedExperts(copied(), len(group), store, index_of[first])
         made = ShardedExperts(copied(), len(group), store, index_of[first])
-        made.share = Share(shards, first, reduction)
+        made.share = Share(joined, shards, first, how_together.reduction)
         return made
 
     give_back_freed_memory()
@@ -146,9 +149,11 @@ def load_offloaded(
                 module.announce()
         _route_early(model)
     # Without predictors, which would be in memory twice: the layers have theirs.
-    if shards:
-        agree_on_logits(model)
-    made = Optimized(here, FittedPredictors(), None, weights=weights_of(model), store=store, budget=budget)
+    if joined is not None:
+        agree_on_logits(model, joined)
+    made = Optimized(
+        here, FittedPredictors(), None, weights=weights_of(model), store=store, budget=budget, group=joined
+    )
     made.attach(model)
     return model
 

@@ -34,7 +34,6 @@ from torch_pi2.decode.loop import attach
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError, UnsupportedModelError, check_choice
 from torch_pi2.formats import ACTIVATIONS
 from torch_pi2.layers.of_model import homes
-from torch_pi2.layers.sharded import REDUCTIONS
 from torch_pi2.ops.dtypes import check_computed, stands_for_another
 from torch_pi2.predict.file import FittedPredictors, save_predictors
 from torch_pi2.rewrite.apply import apply
@@ -44,6 +43,7 @@ from torch_pi2.rewrite.skeleton import model_config, named_class
 from torch_pi2.spec.method import LOSSY
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import Plan, weights_hash
+from torch_pi2.spec.shard import GroupConfig
 from torch_pi2.store.folder import (
     PI2_FOLDER,
     check_folder,
@@ -193,7 +193,7 @@ def load(
     strict_budget: bool = False,
     plan: Plan | str | Path | None = None,
     gpu_memory: float | str | None = None,
-    reduction: str = REDUCTIONS[0],
+    group: GroupConfig | None = None,
     progress: bool = False,
 ) -> LoadedModel:
     """Read what :func:`save`, :func:`torch_pi2.quantize`, ``pack`` or ``synthetic`` wrote: the optimised model.
@@ -227,9 +227,8 @@ def load(
         plan: another than the folder's, or the folder that it is in (``torch-pi2 plan FOLDER --hardware ... --out``):
             of the same weights, neuron orders and methods. A plan with a part for hardware, this one or the folder's,
             is followed as the number of sequences changes (:func:`torch_pi2.follow`).
-        reduction: of shards (``pack(ranks=N)``), of which each process of a group loads its own: ``chunks``, the bits
-            of one machine (but of prompts of 12 tokens and more, and of experts); or ``ranks``, which sends a sum of
-            each machine in the place of up to 16 of each layer. Both are the same in every run.
+        group: of shards (``pack(ranks=N)``), of which each process of a group loads its own: how they work together.
+            Their ``budget`` may be None: what it takes to have all neurons of the shard in memory.
         gpu_memory: as of :func:`torch_pi2.optimize`. With ``budget``, which is for what the CPU holds until then, too,
             neurons of a store: those on the GPU are not in the cache, which is for the others. Neurons are there that a
             plan gives to an accelerator (``torch-pi2 plan FOLDER --hardware measured --accelerator-memory ...``), if it
@@ -258,7 +257,7 @@ def load(
         context=context,
         strict_budget=strict_budget,
         plan=plan,
-        reduction=reduction,
+        group=group,
         progress=progress,
     )
     return set_going(made, gpu_bytes)
@@ -292,7 +291,7 @@ def read_model(
     context: int = 1024,
     strict_budget: bool = False,
     plan: Plan | str | Path | None = None,
-    reduction: str = REDUCTIONS[0],
+    group: GroupConfig | None = None,
     progress: bool = False,
     config: Any = None,
 ) -> nn.Module:
@@ -305,7 +304,6 @@ def read_model(
     argument(context, "load(context=...)").whole(1, 1 << 31)
     if dtype is not None:
         check_computed("load(dtype=...)", dtype)
-    check_choice("load(reduction=...)", reduction, REDUCTIONS, "Correct it.")
     if (offload is not None or strict_budget) and budget is None and not is_shard(pi2):
         raise ConfigError(
             f"load({folder}, {'strict_budget' if strict_budget else 'offload'}=...)",
@@ -329,7 +327,7 @@ def read_model(
         if budget is not None or is_shard(pi2):
             room = None if budget is None else parse_bytes(budget)
             more = (offload or offload_of(made), context, strict_budget)
-            return load_offloaded(folder, pi2, made, predictors, room, *more, reduction=reduction, **how)
+            return load_offloaded(folder, pi2, made, predictors, room, *more, group=group, **how)
         quantized = load_sparse(folder, pi2, made, predictors, **how)
         Optimized(made, predictors, stats, weights=weights_of(quantized)).attach(quantized)
         return quantized

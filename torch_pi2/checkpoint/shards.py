@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torch_pi2.base.fields import Field
+from torch_pi2.base.group import Group
 from torch_pi2.base.ranks import Ranks
 from torch_pi2.base.reading import parse
 from torch_pi2.base.version import __version__
@@ -63,11 +64,13 @@ def _check_group(what: str, ranks: int) -> int:
     return dist.get_rank()
 
 
-def join(reader: StoreReader, plan: Plan, settings: Mapping[str, Any]) -> tuple[Shard, ...]:
-    """The shards of all processes of the group, which all call this; ``reader`` is this one's.
+def join(
+    reader: StoreReader, plan: Plan, settings: Mapping[str, Any], patience_s: float
+) -> tuple[Group, tuple[Shard, ...]]:
+    """A group of all processes, which all call this, and their shards; ``reader`` is of this one's.
 
     Args:
-        settings: what must be the same in all of them, by name.
+        settings: what must be the same in all of them, by name. patience_s: of the group.
 
     Raises:
         ConfigError: in all processes, where one of them has something else, or the shards are not all of one model.
@@ -97,7 +100,7 @@ def join(reader: StoreReader, plan: Plan, settings: Mapping[str, Any]) -> tuple[
                 )
     shards = tuple(Shard.from_json(Field(parse(text, "shard"), "shard", "")) for *_, text in found)
     check_together(shards, str(reader.path))
-    return shards
+    return Group(patience_s), shards
 
 
 def _check_kinds(plan: Plan) -> None:

@@ -93,6 +93,19 @@ def margin(text: str) -> float:
     return value
 
 
+def above_zero(text: str) -> float:
+    """A number, for argparse."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected more than 0, found {text}")
+    return value
+
+
+def shares(text: str) -> list[float]:
+    """Numbers above 0, for argparse."""
+    return [above_zero(part) for part in text.split(",")]
+
+
 def seed(text: str) -> int:
     """What every random generator takes, for argparse."""
     return _whole(text, 0, (1 << 62) - 1)
@@ -150,10 +163,24 @@ def add_decoding(parser: argparse.ArgumentParser, of_each: str = "") -> None:
         help=f"for weights on the GPU{of_each}: all but feed-forward layers, and neurons that fire most; all: the "
         "model as a whole",
     )
+    add_together(parser)
     add(
         "--compile",
         action="store_true",
         help="compile steps: a little faster, after a pause of seconds, longer the first time on a machine",
+    )
+
+
+def add_together(parser: argparse.ArgumentParser) -> None:
+    """How the processes of ``torchrun`` compute a model of shards."""
+    group = parser.add_argument_group("shards (pack --ranks N), with torchrun")
+    group.add_argument(
+        "--reduction",
+        choices=("chunks", "ranks"),
+        help="how machines' results are added: chunks (default), with the bits of one machine; ranks sends less",
+    )
+    group.add_argument(
+        "--patience", type=above_zero, metavar="S", help="after which a process counts as lost (default: 120)"
     )
 
 
@@ -414,6 +441,9 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
         more: dict[str, Any] = {"activations": getattr(args, "activations", "float")}
         if getattr(args, "budget", None) is not None:
             more |= given(args, "budget", "context")
+        together = {"reduction": getattr(args, "reduction", None), "patience_s": getattr(args, "patience", None)}
+        if together := {name: value for name, value in together.items() if value is not None}:
+            more["group"] = torch_pi2.GroupConfig(**together)
         if _margin_of(args) is not None:
             more["offload"] = _with_margin(args)
         if getattr(args, "gpu_memory", None) not in (None, ALL):

@@ -16,6 +16,10 @@ from torch_pi2.store.weights import WEIGHTS_FILE
 _KINDS = {
     "bundle": ("a bundle, written by export", "torch-pi2 generate {folder} --prompt '...'"),
     "store": ("a neuron store, written by pack", "torch-pi2 generate {folder} --prompt '...'"),
+    "shards": (
+        "shards of a model, written by pack --ranks",
+        "torchrun --nproc-per-node N -m torch_pi2 generate {folder} --prompt '...'",
+    ),
     "quantised": (
         "a model of quantize, import or synthetic, whose weights are in rows already",
         "torch-pi2 generate {folder} --prompt '...'",
@@ -34,6 +38,7 @@ _NEAREST = {("chat", "bundle"): "torch-pi2 run {folder} --chat --prompt '...'"}
 #: Verbs that take a GGUF file as well.
 _TAKE_GGUF = ("generate", "chat", "serve")
 _FLOAT = ("checkpoint", "optimised")
+_PACKED = ("quantised", "store", "shards")
 _OPTIMISED = ("optimised", "quantised", "store")
 _TALKING = ("checkpoint", *_OPTIMISED, "bundle")
 #: verb -> its argument that is a folder, what it takes, in words, and the kinds of that.
@@ -43,11 +48,15 @@ _TAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "fit": ("model", "a checkpoint with float weights", _FLOAT),
     "optimize": ("model", "a checkpoint with float weights", _FLOAT),
     "quantize": ("source", "a checkpoint with float weights", _FLOAT),
-    "pack": ("source", "a checkpoint, or a model of optimize or quantize", (*_FLOAT, "quantised")),
+    "pack": (
+        "source",
+        "a checkpoint, or a model of optimize, quantize or pack",
+        (*_FLOAT, "quantised", "store", "shards"),
+    ),
     "plan": ("model", "a checkpoint, or a model of optimize, quantize or pack", ("checkpoint", *_OPTIMISED)),
     "export": ("model", "a checkpoint, or a model of optimize, quantize or pack", ("checkpoint", *_OPTIMISED)),
     "run": ("bundle", "a bundle: a folder with manifest.json", ("bundle",)),
-    "generate": ("model", "a checkpoint, a model of optimize, quantize or pack, or a bundle", _TALKING),
+    "generate": ("model", "a checkpoint, a model of optimize, quantize or pack, or a bundle", (*_TALKING, "shards")),
     "chat": ("model", "a checkpoint, or a model of optimize, quantize or pack", ("checkpoint", *_OPTIMISED)),
     "serve": ("models", "checkpoints, or models of optimize, quantize or pack", ("checkpoint", *_OPTIMISED)),
     "eval": ("model", "a model of optimize, or of any kind with --suite and --against", _TALKING),
@@ -69,7 +78,8 @@ def kind_of(folder: Path) -> str | None:
         "plan": folder / "plan.json",
         "statistics": folder / "stats.safetensors",
     }
-    return next((kind for kind, mark in marks.items() if os.path.lexists(mark)), None)
+    found = next((kind for kind, mark in marks.items() if os.path.lexists(mark)), None)
+    return "shards" if found is None and any(folder.glob("rank-*-of-*")) else found
 
 
 def check(args: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_pi2.cli import common
 from torch_pi2.cli.output import emit
+from torch_pi2.cli.processes import of_one_model
 
 if TYPE_CHECKING:
     from torch_pi2.decode.generate import Generated
@@ -20,7 +21,13 @@ EXAMPLE = "torch-pi2 generate my-sparse-model --prompt 'def main(' --max-new-tok
 
 #: Options that bundles do not take, with their defaults; options of ``run`` that this verb has not.
 _OF_MODELS = {"dense": False, "compile": False, "activations": "float", "prompt_lookup": 0, "gpu_memory": None}
-_OF_MODELS |= {"miss_margin": 0.0, "dtype": "auto", "trust_remote_code": False, "allow_download": False}
+_OF_MODELS |= {"reduction": None, "patience": None}
+_OF_MODELS |= {
+    "miss_margin": 0.0,
+    "dtype": "auto",
+    "trust_remote_code": False,
+    "allow_download": False,
+}
 _OF_RUN = dict.fromkeys(("ids", "system", "store", "io_threads", "engine", "policy", "verify")) | {"chat": False}
 _OF_RUN |= dict.fromkeys(("top_k", "min_p", "repetition_penalty", "stop"))
 
@@ -63,6 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    with of_one_model(args):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.base.files import is_standard_output
     from torch_pi2.cli.folders import kind_of
     from torch_pi2.decode.decode import check_vocabulary

@@ -1,8 +1,8 @@
 """Write a model as a neuron store: every neuron in a slot that storage reads whole, with a checksum.
 
-IN is a float checkpoint (optimised or not), or a folder with quantised weights (from `torch-pi2 quantize`, `synthetic`
-or `optimize --weights int4`). No number is changed but by --weights. After a kill the same command goes on where it
-was.
+IN is a float checkpoint (optimised or not), a folder with quantised weights (from `torch-pi2 quantize`, `synthetic`
+or `optimize --weights int4`), or a store; or shards, of which all are there, and which become one store again. No
+number is changed but by --weights. After a kill the same command goes on where it was.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common, verdict
+from torch_pi2.cli.folders import kind_of
 from torch_pi2.formats import FLOAT, FLOATS, OF_NEURONS
 
 EXAMPLE = "torch-pi2 pack my-int4-model my-store"
@@ -37,6 +38,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="neurons that are read together (default: 1 with predictors, else some 200 KB)",
     )
+    parser.add_argument(
+        "--ranks",
+        type=common.positive,
+        default=1,
+        metavar="N",
+        help="shards for so many machines, of which each has a part of every layer's neurons (docs/DISTRIBUTED.md)",
+    )
+    parser.add_argument(
+        "--shares",
+        type=common.shares,
+        metavar="A,B,...",
+        help="with --ranks: of the neurons, for each machine (default: the same for all)",
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run modelling code in the checkpoint folder")
     verdict.add_arguments(parser)
 
@@ -45,12 +59,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
 
     common.check_out(args.out)
-    how = common.given(args, "weights", "slot_align", "cluster", "trust_remote_code")
+    how = common.given(args, "weights", "slot_align", "cluster", "ranks", "shares", "trust_remote_code")
     report = torch_pi2.pack(args.source, args.out, **how, progress=not args.quiet)
-    if not args.no_verdict:
+    whole = args.ranks == 1 and kind_of(args.source) != "shards"  # parts have no speed or loss of their own
+    if whole and not args.no_verdict:
         rounded = [f"{args.weights} neurons"] if args.weights in FLOATS else []
         verdict.of_folder(args, "pack", rounded)
-    judged = verdict.read(args.out)
+    judged = verdict.read(args.out) if whole else None
     return {"out": str(args.out), **report.to_json(), "verdict": None if judged is None else judged.to_json()}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.fields import argument
+from torch_pi2.base.group import Group
 from torch_pi2.decode.adapt import Engine, engine_of
 from torch_pi2.decode.attention import adds_masks, packed_attention
 from torch_pi2.decode.budget import room_for_compiling
@@ -61,6 +62,17 @@ def _through_dynamo(forward: Forward, backend: str | Callable[..., Any]) -> Forw
         isolate_recompiles=True,
     )
     return compiled
+
+
+def _group_of(model: nn.Module) -> Group | None:
+    handle = Handle.of(model)
+    return None if handle is None else handle.group
+
+
+def _together(model: nn.Module) -> AbstractContextManager[None]:
+    """Within it what goes wrong is explained, if ``model`` is computed by several processes."""
+    group = _group_of(model)
+    return nullcontext() if group is None else group.together()
 
 
 def _check_ids(ids_BT: torch.Tensor, what: str) -> None:
@@ -522,7 +534,7 @@ class Decoder:
         of_each = forward == self._forward_each
         self._tell(self.batch)
         try:
-            with on_device(self.device):
+            with on_device(self.device), _together(self.model):
                 run = self._runs.get((self.batch, ids_BT.shape[1], of_each))
                 if run is not None:
                     result: torch.Tensor = run(ids_BT)
@@ -648,7 +660,8 @@ class Decoder:
                     found: torch.Tensor = getattr(decoder, name)(ids_BT)
                 return found
 
-            self._replays[key] = Replay(attending, lambda: me().has_one_way(), lambda: State(me().model))
+            again = _group_of(self.model) is None
+            self._replays[key] = Replay(attending, lambda: me().has_one_way(), lambda: State(me().model), again)
         return self._replays[key]
 
     def _first_run(self, ids_BT: torch.Tensor, forward: Forward, of_each: bool) -> torch.Tensor:

@@ -102,11 +102,17 @@ class Replay:
     Args:
         may_record: asked before each of the two; hooks may want to see every step.
         state: what no step may change, or the calls of a later one may be others.
+        again: whether a step whose calls fail may be made as ``forward`` has it: other processes know nothing of that.
     """
 
     def __init__(
-        self, forward: Forward, may_record: Callable[[], bool], state: Callable[[], object] = lambda: None
+        self,
+        forward: Forward,
+        may_record: Callable[[], bool],
+        state: Callable[[], object] = lambda: None,
+        again: bool = True,
     ) -> None:
+        self._again = again
         self._forward, self._may_record, self._state = forward, may_record, state
         self._before, self._sure = _BEFORE, False
         self._recorded: Recorded | None = None
@@ -121,6 +127,8 @@ class Replay:
                 self._run = captured(self._recorded, ids_BT)
             return self._run(ids_BT)
         except Exception:
+            if not self._again:
+                raise
             result = self._forward(ids_BT)  # which says what is wrong, if it is
             self._sure, self._recorded, self._run = False, None, None
             return result

@@ -6,18 +6,17 @@ What they find is gathered by ``torch.distributed`` and added by each of them in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from torch_pi2.base.group import Group
 from torch_pi2.layers.experts import OffloadedExperts
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.ops.constants import constants
 from torch_pi2.spec.shard import Shard
 
-#: How results are added: ``chunks``, in the order of one machine; ``ranks``, each machine's sum in the order of these.
-REDUCTIONS = ("chunks", "ranks")
 #: Tokens whose logits are sent to all: those of a step, not of a text that is scored.
 _AGREED_TOKENS = 64
 
@@ -26,42 +25,30 @@ class Share:
     """Which part of a layer this process has, and how the parts of all become one result.
 
     Args:
-        shards: of all processes of the default group, by rank. key: of the layer. reduction: one of ``REDUCTIONS``.
+        group: of all processes. shards: theirs, by rank. key: of the layer.
+        reduction: see :class:`~torch_pi2.spec.shard.GroupConfig`.
     """
 
-    def __init__(self, shards: tuple[Shard, ...], key: str, reduction: str) -> None:
+    def __init__(self, group: Group, shards: Sequence[Shard], key: str, reduction: str) -> None:
         chunks = [shard.layers[key].chunks for shard in shards]
-        self.rank, self.ranks, self.by_chunk = dist.get_rank(), len(shards), reduction == "chunks"
-        self.own, self.most = len(chunks[self.rank]), max(map(len, chunks))
+        self.group, self.by_chunk = group, reduction == "chunks"
+        self.own, self.most = len(chunks[group.rank]), max(map(len, chunks))
         places = {chunk: rank * self.most + i for rank, mine in enumerate(chunks) for i, chunk in enumerate(mine)}
         #: In the order of the layer's chunks, where their sums are among all that are gathered.
         self.order = [places[chunk] for chunk in sorted(places)]
 
     def add_chunks(self, own_CTH: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-        """The sums of all chunks, one after another in the layer's order, and the ``bias``: shape and dtype of ``x``."""
+        """The sums of all chunks, one by one in the layer's order, and the ``bias``: shape and dtype of ``x``."""
         if self.own < self.most:
             own_CTH = torch.cat([own_CTH, own_CTH.new_zeros(self.most - self.own, *own_CTH.shape[1:])])
-        found: torch.Tensor = torch.ops.pi2.add_parts(self._gathered(own_CTH), self.order, bias, x)
+        found: torch.Tensor = torch.ops.pi2.add_parts(self.group.gather(own_CTH), self.order, bias, x)
         return found
 
     def add_ranks(self, own: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """The sum of all processes' ``own``, float32 ``[..., H]``, in the order of ranks: shape and dtype of ``x``."""
-        parts_RTH = self._gathered(own.reshape(1, -1, own.shape[-1]))
-        found: torch.Tensor = torch.ops.pi2.add_parts(parts_RTH, list(range(self.ranks)), None, x)
+        parts_RTH = self.group.gather(own.reshape(1, -1, own.shape[-1]))
+        found: torch.Tensor = torch.ops.pi2.add_parts(parts_RTH, list(range(self.group.size)), None, x)
         return found
-
-    def _gathered(self, own: torch.Tensor) -> torch.Tensor:
-        """Those of all processes, one behind the other along the first dimension, in the order of ranks."""
-        # Not by its wrapper in Python, whose results wait when they are first used: a graph would not see that.
-        ops = torch.ops._c10d_functional
-        found: torch.Tensor = ops.wait_tensor(ops.all_gather_into_tensor(own.contiguous(), self.ranks, _group()))
-        return found
-
-
-def _group() -> str:
-    """What operators call the default group."""
-    assert dist.group.WORLD is not None
-    return str(dist.group.WORLD.group_name)
 
 
 class ShardedFFN(OffloadedFFN):
@@ -71,12 +58,18 @@ class ShardedFFN(OffloadedFFN):
 
     def _stored(self, x: torch.Tensor, asked: tuple[Any, ...], n_hot: int, threshold: float) -> torch.Tensor:
         """With sums by chunk: the bits of one machine, of so few tokens that it adds chunks, too."""
+        if torch.compiler.is_compiling():
+            return self._summed(x, asked, n_hot, threshold)
+        with self.share.group.together():
+            return self._summed(x, asked, n_hot, threshold)
+
+    def _summed(self, x: torch.Tensor, asked: tuple[Any, ...], n_hot: int, threshold: float) -> torch.Tensor:
         core = constants()
         tokens = x.numel() // self.site.hidden
         if self.share.by_chunk and tokens < min(core.gemm_tokens, core.stream_from):
             own_CTH = self._call(x, asked, n_hot, threshold, None, self.share.own)
             return self.share.add_chunks(own_CTH, self.bias_down, x)
-        bias = self.bias_down if self.share.rank == 0 else None
+        bias = self.bias_down if self.share.group.rank == 0 else None
         return self.share.add_ranks(self._call(x.float(), asked, n_hot, threshold, bias, 0), x)
 
 
@@ -87,32 +80,41 @@ class ShardedExperts(OffloadedExperts):
 
     def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         """See the base class."""
+        if torch.compiler.is_compiling():
+            return self._summed(x, index, routing)
+        with self.share.group.together():
+            return self._summed(x, index, routing)
+
+    def _summed(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         return self.share.add_ranks(super().compute(x.float(), index, routing), x)
 
     def biases(self) -> list[torch.Tensor | None]:
         """See the base class; the bias of the down matrix is added once."""
         *first, down = super().biases()
-        return [*first, down if self.share.rank == 0 else None]
+        return [*first, down if self.share.group.rank == 0 else None]
 
 
-def agree_on_logits(model: Any) -> None:
+def agree_on_logits(model: Any, group: Group) -> None:
     """From now on the head of ``model``, a transformers model, gives in all processes what it gives in the first.
 
     Those have the same weights and kernels, and yet PyTorch's float products may differ in last bits with the number of
     threads: where two tokens are nearly as likely, processes would choose different ones and go on with different text.
     """
     head = model.get_output_embeddings()
-    if head is not None and not isinstance(head, _FirstSays):
-        head.__class__ = type(type(head).__name__, (_FirstSays, type(head)), {})
+    if head is not None:
+        head.__class__ = type(type(head).__name__, (_FirstSays, type(head)), {"group": group})
 
 
 class _FirstSays:
     """Before the class of a head among its bases."""
 
+    group: Group
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = super().forward(x)  # type: ignore[misc]
         if y.numel() // y.shape[-1] > _AGREED_TOKENS:
             return y
-        ops = torch.ops._c10d_functional
-        found: torch.Tensor = ops.wait_tensor(ops.broadcast(y.contiguous(), 0, _group()))
-        return found
+        if torch.compiler.is_compiling():
+            return self.group.of_first(y)
+        with self.group.together():
+            return self.group.of_first(y)

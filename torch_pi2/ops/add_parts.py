@@ -15,7 +15,7 @@ def add_parts(parts: torch.Tensor, order: list[int], bias: torch.Tensor | None, 
 
     Args:
         parts: float32 ``[P, T, H]``. order: indices into the first dimension, any number of them.
-        bias: ``[H]`` float32, bfloat16 or float16, or None. like: ``[..., H]`` of T tokens: shape and dtype of the result.
+        bias: ``[H]`` float32, bfloat16 or float16, or None. like: ``[..., H]`` of T tokens: gives shape and dtype.
     """
     y = torch.zeros_like(parts[0])
     for part in order:

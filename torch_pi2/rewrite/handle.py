@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
+from torch_pi2.base.group import Group
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.predict.file import FittedPredictors
@@ -36,12 +37,14 @@ class Handle:
 
     Attributes:
         store: that the model reads its neurons from, divided as ``budget`` says; None: it is in memory.
+        group: of the processes that each have a shard of it; None: this one has all.
         engine: that lets it follow a plan (:func:`torch_pi2.follow`), of this model or of that which it is a copy of.
     """
 
     store: Store | None = None
     budget: Budget | None = None
     engine: Follows | None = None
+    group: Group | None = None
 
     @staticmethod
     def of(model: nn.Module) -> Handle | None:

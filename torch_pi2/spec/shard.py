@@ -12,13 +12,44 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from torch_pi2.base.arguments import check_fields
 from torch_pi2.base.fields import Field
+from torch_pi2.errors import ConfigError, check_choice
 from torch_pi2.ops.constants import chunk_neurons
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import MOST_SIZE
 
 #: Machines at most: a layer has no more chunks.
 MOST_RANKS = 16
+#: See :class:`GroupConfig`.
+REDUCTIONS = ("chunks", "ranks")
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """How processes that each have a shard compute one model together.
+
+    Attributes:
+        reduction: how a layer's results are added: ``chunks``, one after another, which gives the bits of one machine
+            (but for mixtures of experts, and calls for 12 tokens and more, which have others); or ``ranks``, each
+            machine's sum, of which much less is sent. Either gives the same bits in every run, and in all processes.
+        patience_s: a process that has not answered for so long is lost, as others then say; one that has ended is lost
+            at once.
+
+    Raises:
+        ConfigError: a setting makes no sense.
+    """
+
+    reduction: str = REDUCTIONS[0]
+    patience_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_choice("GroupConfig.reduction", self.reduction, REDUCTIONS, "Correct it.")
+        if not 0 < self.patience_s < float("inf"):
+            raise ConfigError(
+                "GroupConfig.patience_s", expected="a time above 0", found=f"{self.patience_s:g}", fix="Correct it."
+            )
 
 
 @dataclass(frozen=True)

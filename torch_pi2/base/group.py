@@ -1,0 +1,134 @@
+"""``Group``: processes that compute one model together, and who of them it was when something goes wrong.
+
+A process that fails says so where the group met (its key-value store) before it raises; one that was killed, or hangs,
+says nothing, and is known by that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_pi2.errors import GroupError
+
+#: How long the others are waited for when it is asked who has failed: they notice within milliseconds of each other
+#: that one was killed, and within a second that one hangs.
+_ASKING_S = 2.0
+#: What gloo's errors have in them, wherever they come from.
+_OF_GLOO = ("gloo", "onnection closed by peer", "onnection reset", "Timed out waiting", "Broken pipe")
+
+
+class Group:
+    """Those of the default group, on CPUs. All of them make one at the same time.
+
+    Args:
+        patience_s: after which one that does not answer counts as lost.
+
+    Attributes:
+        rank: number of this process. size: how many there are. name: what operators call it.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self.rank, self.size, self.patience_s = dist.get_rank(), dist.get_world_size(), patience_s
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
+        self.name = str(group.group_name)
+        self._store = dist.distributed_c10d._get_default_store()
+        self._failed: BaseException | None = None
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """``own`` of all processes, of one shape, along the first dimension in the order of ranks."""
+        # Not by PyTorch's wrapper, whose results wait when they are first used: a recorded graph would not see that.
+        ops = torch.ops._c10d_functional
+        found: torch.Tensor = ops.wait_tensor(ops.all_gather_into_tensor(own.contiguous(), self.size, self.name))
+        return found
+
+    def of_first(self, own: torch.Tensor) -> torch.Tensor:
+        """What the first process has for ``own``."""
+        ops = torch.ops._c10d_functional
+        found: torch.Tensor = ops.wait_tensor(ops.broadcast(own.contiguous(), 0, self.name))
+        return found
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is done within it all processes do. Where it fails here, nothing more is done together: the others would
+        take what comes next for something else.
+
+        Raises:
+            GroupError: it has failed before, or another process has ended, hangs, or has failed.
+        """
+        if self._failed is not None:
+            raise GroupError(
+                f"process {self.rank} of {self.size} that compute one model",
+                expected="a group of which no process has failed",
+                found=str(self._failed),
+                fix="Start all of them again.",
+            )
+        try:
+            yield
+        except BaseException as error:
+            if self._failed is not None:  # within another one, which has said it
+                raise
+            found = self._explained(error)
+            self._failed = found or error
+            if found is not None:
+                raise found from error
+            self._say(f"failed/{self.rank}", f"{type(error).__name__}: {error}")
+            raise
+
+    def _explained(self, error: BaseException) -> GroupError | None:
+        """Who has ended or hangs, if that is what ``error`` is about."""
+        if not any(word in str(error) for word in _OF_GLOO):
+            return None
+        who, said = self._who()
+        return GroupError(
+            f"{self.size} processes that compute one model (this is {self.rank})",
+            expected=f"an answer of each within {self.patience_s:g} s",
+            found=f"none of {who}{said}",
+            fix="See what it says; what is killed has often taken more memory than there is. Start all of them again.",
+        )
+
+    def _who(self) -> tuple[str, str]:
+        """Which processes are lost, and why, as far as they have said so."""
+        self._say(f"noticed/{self.rank}", "")
+        others, until = [rank for rank in range(self.size) if rank != self.rank], time.monotonic() + _ASKING_S
+        while True:
+            failed = [rank for rank in others if self._has(f"failed/{rank}")]
+            silent = [rank for rank in others if rank not in failed and not self._has(f"noticed/{rank}")]
+            if failed or len(silent) <= 1 or time.monotonic() > until:
+                break
+            time.sleep(0.01)
+        if failed:
+            said = self._get(f"failed/{failed[0]}")
+            return f"process {failed[0]}", f", which says: {said}"
+        return f"process {' and '.join(map(str, silent))}" if silent else "one of them", ""
+
+    def _key(self, name: str) -> str:
+        return f"torch_pi2/{self.name}/{name}"
+
+    def _say(self, name: str, text: str) -> None:
+        try:
+            self._store.set(self._key(name), text)
+        except Exception:  # it was with the process that has ended
+            return
+
+    def _has(self, name: str) -> bool:
+        try:
+            return bool(self._store.check([self._key(name)]))
+        except Exception:
+            return False
+
+    def _get(self, name: str) -> str:
+        try:
+            found: Any = self._store.get(self._key(name))
+        except Exception:
+            return ""
+        return str(found.decode(errors="replace"))
+
+    def __deepcopy__(self, _memo: Any) -> Group:
+        return self
