@@ -76,8 +76,10 @@ long check_damage(std::mt19937& rng) {
   const std::uint64_t huge = ~std::uint64_t{0} & ~std::uint64_t{4095};
   const Damage cases[] = {
       {"no superblock where the data begins", [](StoreFixture* s) { s->superblock[0] = 'Q'; }},
-      {"version 4 where this library knows 1 to 3", [](StoreFixture* s) { number(s, 8, 4, 4); }},
-      {"version 0 where this library knows 1 to 3", [](StoreFixture* s) { number(s, 8, 0, 4); }},
+      {"version 5 where this library knows 1 to 4", [](StoreFixture* s) { number(s, 8, 5, 4); }},
+      {"version 0 where this library knows 1 to 4", [](StoreFixture* s) { number(s, 8, 0, 4); }},
+      {"layer 0: chunks of 96 neurons, of which there are",
+       [](StoreFixture* s) { number(s, 8, 4, 4), number(s, 128 + 48, 1, 4), number(s, 128 + 60, 96, 4); }},
       {"layer 0: clusters of 0 neurons", [](StoreFixture* s) { number(s, 8, 2, 4); }},
       {"layer 0: clusters of 3 neurons", [](StoreFixture* s) { number(s, 8, 2, 4), number(s, 128 + 48, 3, 4); }},
       {"layer 0: clusters of 128 neurons", [](StoreFixture* s) { number(s, 8, 2, 4), number(s, 128 + 48, 128, 4); }},

@@ -630,7 +630,7 @@ ON_OPENING: dict[str, tuple[Callable[[Damaged], Any], str]] = {
     ),
     "superblock not the first": (_superblock_last, r"pi2\.superblock is uint8 \[4096\] at byte"),
     "magic": (lambda d: d.number(0, 0x51), "magic b'Q"),
-    "version": (lambda d: d.number(8, 4), "superblock version 4"),
+    "version": (lambda d: d.number(8, 5), "superblock version 5"),
     "checksum": (lambda d: _flip(d, "pi2.superblock", 4000), r"superblock checksum \w{8} where it says \w{8}"),
     "superblock's size": (lambda d: d.number(16, 8192, "<Q"), "2 layers in 8192 of 4096 bytes, pages of 4096"),
     "page": (lambda d: d.number(36, 512), "2 layers in 4096 of 4096 bytes, pages of 512"),

@@ -85,7 +85,11 @@ def load_offloaded(
         shards: tuple[Shard, ...] = ()
         here = plan
         if reader.shard is not None:
-            same = {"activations": int8_activations, "dtype": kind, "reduction": how_together.reduction}
+            same = {
+                "activations": "int8" if int8_activations else "float",
+                "dtype": kind,
+                "reduction": how_together.reduction,
+            }
             joined, shards = join(reader, plan, same, how_together.patience_s)
             here, own = reader.shard.plan(plan), own_predictors(reader.shard, plan, predictors)
             predictors.clear()

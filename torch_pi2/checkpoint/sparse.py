@@ -192,6 +192,7 @@ def load_sparse(
 
         here = getattr(weights, "shard", None)
         layers = plan.layers if here is None else here.plan(plan).layers
+        whole = {layer.site.key: layer for layer in plan.layers}
 
         def empty(layer: LayerPlan) -> SparseFFN:
             return _empty_layer(layer, predictors.get(layer.site.key), weights, int8_activations, kind)
@@ -204,7 +205,7 @@ def load_sparse(
                 experts = SparseExperts(parts, len(group)) if make_experts is None else make_experts(parts, group)
                 if experts.in_memory:
                     _read_experts(experts, weights)
-                place_experts(model, group, experts.eval())
+                place_experts(model, [whole[layer.site.key] for layer in group], experts.eval())
                 continue
             layer = group[0]
             ffn = empty(layer) if make_layer is None else make_layer(layer, weights, kind)

@@ -1,5 +1,6 @@
 """What each operator computes, in lines that anyone can read. Kernels are tested against these."""
 
+from torch_pi2.ops.add_parts import add_parts
 from torch_pi2.ops.attention import attention
 from torch_pi2.ops.experts_ffn import experts_ffn
 from torch_pi2.ops.linear import linear
@@ -14,6 +15,7 @@ from torch_pi2.ops.stored_experts import stored_experts
 from torch_pi2.ops.stored_ffn import stored_ffn
 
 __all__ = [
+    "add_parts",
     "attention",
     "dequantize",
     "experts_ffn",

@@ -1,0 +1,226 @@
+"""Models of which several processes have a shard each: the bits of one machine, and errors that name who failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_experts
+import tiny_models
+import torch
+from sharding import together
+from shared import shared_folder
+
+import torch_pi2
+from torch_pi2.decode.decode import Decoder
+from torch_pi2.errors import ConfigError
+
+#: Neurons of a layer: three chunks of 64, and one of 8.
+WIDE = 200
+FEW, MANY = torch.arange(1, 6)[None], torch.arange(1, 25)[None]
+TEXT = [torch.randint(1, 60, (64,), generator=torch.Generator().manual_seed(i)) for i in range(6)]
+
+
+def _saved(folder: Path, model: Any, **settings: Any) -> None:
+    optimised = torch_pi2.optimize(model, settings.pop("text", None), **settings)
+    torch_pi2.save(optimised, folder / "plain")
+    torch_pi2.pack(folder / "plain", folder / "store")
+
+
+def _synthetic(folder: Path) -> None:
+    torch_pi2.synthetic(folder / "plain", "tiny", active=0.2, weights="int4")
+    torch_pi2.pack(folder / "plain", folder / "store")
+
+
+def _llama(**config: Any) -> Any:
+    torch.manual_seed(0)
+    return tiny_models.randomise(tiny_models._hf("Llama", intermediate_size=WIDE, **config).eval())
+
+
+MADE: dict[str, Callable[[Path], None]] = {
+    "lowrank, int4": _synthetic,
+    "biases": lambda f: _saved(f, _llama(hidden_act="relu", mlp_bias=True), method="exact"),
+    "no gates": lambda f: _saved(
+        f,
+        tiny_models.randomise(tiny_models._hf("OPT", ffn_dim=WIDE, word_embed_proj_dim=32).eval()),
+        method="exact",
+    ),
+    "thresholds of neurons": lambda f: _saved(f, _llama(), text=TEXT, method="threshold", sparsity=0.5, score="output"),
+    "signs": lambda f: _saved(f, _llama(hidden_act="relu"), text=TEXT, method="signbit"),
+    "experts": lambda f: _saved(f, tiny_experts.build("Mixtral", intermediate_size=136), method="exact"),
+}
+
+_EACH = """
+import torch_pi2
+from torch_pi2.decode.decode import Decoder
+folder, reduction, compiled = Path(sys.argv[4]), sys.argv[5], sys.argv[6] == "compiled"
+model = torch_pi2.load(folder, group=torch_pi2.GroupConfig(reduction), budget=sys.argv[7] or None)
+few, many = torch.arange(1, 6)[None], torch.arange(1, 25)[None]
+with torch.no_grad():
+    found = {"few": model(few).logits, "many": model(many).logits}
+decoder = Decoder(model, max_tokens=64, compiled=compiled, logits=True)
+steps = [decoder.prompt(few)]
+for _ in range(20):
+    steps.append(decoder.step(steps[-1].argmax(-1, keepdim=True)))
+found["steps"] = torch.cat(steps)
+torch.save(found, out / f"{rank}.pt")
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of models, each with a store and its shards."""
+
+    def make(base: Path) -> None:
+        for name, write in MADE.items():
+            folder = base / name
+            folder.mkdir(parents=True)
+            write(folder)
+            for ranks in (2, 3):
+                torch_pi2.pack(folder / "store", folder / str(ranks), ranks=ranks)
+
+    return shared_folder(tmp_path_factory, "models-in-shards", make)
+
+
+def _of_one(store: Path, compiled: bool = False) -> dict[str, torch.Tensor]:
+    model = torch_pi2.load(store, budget="1GiB")
+    with torch.no_grad():
+        found = {"few": model(FEW).logits, "many": model(MANY).logits}
+    decoder = Decoder(model, max_tokens=64, compiled=compiled, logits=True)
+    steps = [decoder.prompt(FEW)]
+    for _ in range(20):
+        steps.append(decoder.step(steps[-1].argmax(-1, keepdim=True)))
+    return found | {"steps": torch.cat(steps)}
+
+
+def _check(out: Path, ranks: int, wanted: dict[str, torch.Tensor], same: bool) -> None:
+    found = [torch.load(out / f"{rank}.pt") for rank in range(ranks)]
+    for name, tensor in wanted.items():
+        first = found[0][name]
+        assert all(torch.equal(other[name], first) for other in found[1:]), name
+        if same and name != "many":
+            assert torch.equal(first, tensor), name
+        else:
+            torch.testing.assert_close(first, tensor, rtol=1e-3, atol=1e-3)
+
+
+_SLOW = ("no gates", "thresholds of neurons", "signs")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in _SLOW)) for n in MADE])
+def test_two_processes_have_the_bits_of_one(made: Path, name: str, tmp_path: Path) -> None:
+    together(tmp_path, _EACH, 2, made / name / "2", "chunks", "", "")
+    _check(tmp_path, 2, _of_one(made / name / "store"), same=name != "experts")
+
+
+def test_sums_by_rank_are_the_same_in_each_process(made: Path, tmp_path: Path) -> None:
+    together(tmp_path, _EACH, 3, made / "biases" / "3", "ranks", "", "")
+    _check(tmp_path, 3, _of_one(made / "biases" / "store"), same=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lowrank, int4", "biases"])
+def test_three_processes_compiled_and_over_flash(made: Path, name: str, tmp_path: Path) -> None:
+    smallest = torch_pi2.stats(torch_pi2.load(made / name / "store", budget="1GiB"))["budget"].smallest
+    together(tmp_path, _EACH, 3, made / name / "3", "chunks", "compiled", f"{smallest + 100_000}B")
+    _check(tmp_path, 3, _of_one(made / name / "store", compiled=True), same=True)
+
+
+def test_the_same_text_is_generated(made: Path, tmp_path: Path) -> None:
+    script = """
+import torch_pi2
+model = torch_pi2.load(sys.argv[4])
+made = torch_pi2.generate(model, torch.arange(1, 6)[None], max_new_tokens=12, do_sample=True, seed=3)
+by_transformers = model.generate(torch.arange(1, 6)[None], max_new_tokens=12, do_sample=False)
+print(made.sequences, by_transformers.tolist())
+"""
+    store = made / "lowrank, int4" / "store"
+    found = together(tmp_path, script, 2, store.parent / "2")
+    model: Any = torch_pi2.load(store, budget="1GiB")
+    drawn = torch_pi2.generate(model, FEW, max_new_tokens=12, do_sample=True, seed=3)
+    greedy = model.generate(FEW, max_new_tokens=12, do_sample=False)
+    assert found == [f"{drawn.sequences} {greedy.tolist()}\n"] * 2
+
+
+def test_what_is_lost_is_named(made: Path, tmp_path: Path) -> None:
+    script = """
+import os, time, torch_pi2
+from torch_pi2.decode.decode import Decoder
+how = sys.argv[5]
+model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(patience_s=3))
+decoder = Decoder(model, max_tokens=64)
+token = decoder.prompt(torch.arange(1, 6)[None])
+if rank == 1 and how == "killed":
+    os.kill(os.getpid(), 9)
+if rank == 1 and how == "hangs":
+    time.sleep(8)
+    sys.exit()
+if rank == 1 and how == "fails":
+    torch_pi2.stats(model)["store"].close()
+for again in range(2):
+    began = time.perf_counter()
+    try:
+        for _ in range(30):
+            token = decoder.step(token)
+        print("nothing was wrong")
+    except torch_pi2.Pi2Error as error:
+        print(time.perf_counter() - began < 6, type(error).__name__, error)
+sys.stdout.flush()
+os._exit(0)
+"""
+    folder = made / "lowrank, int4" / "3"
+    lost = "GroupError: 3 processes that compute one model (this is {}): expected an answer of each within 3 s, found "
+    for how, code, who in (("killed", -9, "none of process 1."), ("hangs", 0, "none of process 1."), ("fails", 0, "")):
+        said = together(tmp_path / how, script, 3, folder, how, codes=[0, code, 0])
+        for rank in (0, 2):
+            first, second, *_ = said[rank].splitlines()
+            assert first.startswith("True GroupError"), first
+            assert lost.format(rank).replace(": ", " ", 1) in first, first
+            if how == "fails":
+                assert "none of process 1, which says: ArtifactError: " in first, first
+                assert "a store that has been closed" in first
+            else:
+                assert who in first
+            assert f"process {rank} of 3 that compute one model: expected a group of which no process has" in second
+            assert second.endswith("Start all of them again.")
+        if how == "fails":
+            first, second, *_ = said[1].splitlines()
+            assert first.startswith("True ArtifactError ")
+            assert second.startswith("True GroupError process 1 of 3 that compute one model: expected a group of which")
+
+
+def test_what_cannot_be_put_together_is_refused_in_all_processes(made: Path, tmp_path: Path) -> None:
+    script = """
+import torch_pi2
+int8 = {"activations": ["float", "int8"][rank]}
+for folder, how in ((sys.argv[4], {}), (sys.argv[5 + rank], {}), (sys.argv[7], int8)):
+    try:
+        torch_pi2.load(folder, **how)
+        print("loaded")
+    except torch_pi2.Pi2Error as error:
+        print(type(error).__name__, error)
+"""
+    one, other = made / "lowrank, int4", made / "biases"
+    both = one / "2" / "rank-0-of-2", other / "2" / "rank-1-of-2"
+    for said in together(tmp_path, script, 2, one / "3", *both, one / "2"):
+        size, model, activations = said.splitlines()
+        assert size == (
+            f"ConfigError {one / '3'}: expected a group of 3 processes, one for each shard, found 2 processes. Start "
+            "it with torchrun --nproc-per-node 3 (or --nnodes), and call "
+            'torch.distributed.init_process_group("gloo"); or make other shards with torch-pi2 pack --ranks.'
+        )
+        assert model.startswith("ConfigError model of process 1 of 2: expected "), model
+        assert activations == (
+            "ConfigError activations of process 1 of 2: expected float, as process 0 has, found int8. Give all "
+            "processes the same: they compute one model together."
+        )
+
+
+def test_a_shard_alone_is_refused(made: Path) -> None:
+    for folder in (made / "biases" / "2", made / "biases" / "2" / "rank-1-of-2"):
+        with pytest.raises(
+            ConfigError, match=r"expected a group of 2 processes, .* found a process that is in no group"
+        ):
+            torch_pi2.load(folder)

@@ -1,0 +1,220 @@
+"""Stores of several machines: what is in which, and that together they are the store again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stores import Damaged, store_of, toy
+
+import torch_pi2
+from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.planner.shards import deal
+from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.spec.shard import GroupConfig, Shard, ShardLayer
+from torch_pi2.store.parts import Parts
+from torch_pi2.store.shards import shards_in
+from torch_pi2.store.storefile import StoreReader
+
+
+def _store(folder: Path, neurons: tuple[int, ...] = (250, 129), **how: Any) -> Path:
+    folder.mkdir()
+    torch_pi2.pack(toy(folder / "plain", neurons), folder / "store", **how)
+    return folder
+
+
+def test_the_shards_are_the_store_again(tmp_path: Path) -> None:
+    for name, how in (("one", {"cluster": 1}), ("clusters", {"cluster": 8}), ("aligned", {"slot_align": 1024})):
+        base = _store(tmp_path / name, **how)
+        torch_pi2.pack(base / "store", base / "2", ranks=2, **how)
+        torch_pi2.pack(base / "2", base / "3", ranks=3, shares=[1, 1, 3], **how)
+        torch_pi2.pack(base / "3", base / "whole", **how)
+        torch_pi2.pack(base / "store", base / "again", **how)
+        with StoreReader(store_of(base / "whole")) as whole, StoreReader(store_of(base / "again")) as again:
+            assert whole.verify() == again.verify() > 0
+            checks = json.loads(whole.metadata["checks"])
+            assert checks == json.loads(again.metadata["checks"])  # in another order: a shard's biases are shorter
+            assert whole.specs.keys() - checks == again.specs.keys() - checks
+            for name in checks:
+                size = whole.specs[name].nbytes
+                assert torch.equal(whole.read_bytes(name, 0, size), again.read_bytes(name, 0, size))
+            for index in range(2):
+                assert torch.equal(whole.read_layer(index), again.read_layer(index))
+
+
+def test_a_shard_has_its_neurons_and_nothing_of_the_others(tmp_path: Path) -> None:
+    base = _store(tmp_path / "base", cluster=4)
+    report = torch_pi2.pack(base / "store", base / "2", ranks=2, cluster=4)
+    found = shards_in(base / "2")
+    assert [*found] == [0, 1]
+    assert report.neurons == 250 + 129
+    assert report.layers == 2
+    with StoreReader(store_of(base / "store")) as whole, Parts(base / "store" / "pi2") as parts:
+        plan = parts.plan()
+        for rank, folder in found.items():
+            with StoreReader(store_of(folder)) as reader:
+                shard = reader.shard
+                assert shard is not None
+                assert (shard.rank, shard.ranks) == (rank, 2)
+                assert reader.verify() > 0
+                for index, layer in enumerate(plan.layers):
+                    at = shard.layers[layer.site.key].positions()
+                    assert torch.equal(reader.read_layer(index), whole.read_layer(index)[at])
+                    bias = f"{layer.site.key}.bias_up"
+                    assert torch.equal(reader.read(bias).view(torch.int32), whole.read(bias)[at].view(torch.int32))
+                    assert reader.entries[index].n_hot == (int((at < 5).sum()) if index == 0 else len(at))
+                    assert reader.entries[index].chunk == 64
+                assert torch.equal(reader.read("lm_head.weight"), whole.read("lm_head.weight"))
+                assert reader.metadata["orders_hash"] == whole.metadata["orders_hash"]
+            with Parts(folder / "pi2") as own:
+                assert own.plan().orders_hash == plan.orders_hash
+
+
+def test_packing_goes_on_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_pi2.checkpoint import pack as packing
+
+    base = _store(tmp_path / "base")
+    real, calls = packing._write_layer, list[Any]()
+
+    def write(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 4:  # the second layer of the second shard
+            raise KeyboardInterrupt
+        real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "_write_layer", write)
+        with pytest.raises(KeyboardInterrupt):
+            torch_pi2.pack(base / "store", base / "2", ranks=2)
+    assert not (base / "2").exists()
+    report = torch_pi2.pack(base / "store", base / "2", ranks=2)
+    assert report.resumed_layers >= 2  # the first shard
+    torch_pi2.pack(base / "store", base / "fresh", ranks=2)
+    for rank in range(2):
+        one, other = (store_of(shards_in(base / name)[rank]) for name in ("2", "fresh"))
+        assert one.read_bytes() == other.read_bytes()
+    assert sorted(p.name for p in (base / "2").iterdir()) == ["rank-0-of-2", "rank-1-of-2"]
+    assert not list((base / "2").rglob(".*"))
+    torch_pi2.pack(base / "store", base / "2", ranks=2)  # replaces an earlier result
+    (base / "2" / "rank-0-of-2" / "notes.docx").write_text("mine")
+    with pytest.raises(ArtifactError, match=r"a folder with other files in it: rank-0-of-2/notes\.docx"):
+        torch_pi2.pack(base / "store", base / "2", ranks=2)
+
+
+DAMAGE: dict[str, tuple[Any, str]] = {
+    "no shard": (lambda said: None, "neurons and chunks of a shard of layers.0"),
+    "other neurons": (
+        lambda said: said["layers"]["layers.0"].update(neurons=251),
+        "metadata has checksum|neurons and chunks of",
+    ),
+    "another chunk": (lambda said: said["layers"]["layers.1"].update(chunks=[0, 1]), "neurons and chunks of a shard"),
+    "chunks twice": (lambda said: said["layers"]["layers.0"].update(chunks=[1, 1]), "ascending numbers of chunks"),
+    "a chunk beyond": (lambda said: said["layers"]["layers.0"].update(chunks=[4]), "at most 3, found 4"),
+    "no chunks": (lambda said: said["layers"]["layers.0"].update(chunks=[]), "at least one"),
+    "one rank": (lambda said: said.update(ranks=1), "2 or more, at most 16, found 1"),
+    "rank beyond": (lambda said: said.update(rank=2), "at most 1, found 2"),
+    "another layer": (lambda said: said["layers"].update(more=said["layers"]["layers.0"]), "the layers of the store"),
+    "more": (lambda said: said.update(more=1), "no other fields"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_shards_are_refused(tmp_path: Path, name: str) -> None:
+    change, expected = DAMAGE[name]
+    base = _store(tmp_path / "base")
+    torch_pi2.pack(base / "store", base / "2", ranks=2)
+    path = store_of(shards_in(base / "2")[0])
+    damaged = Damaged(path)
+    said = json.loads(damaged.meta["shard"])
+    if name == "no shard":
+        del damaged.meta["shard"]
+    else:
+        change(said)
+        damaged.meta["shard"] = json.dumps(said)
+    damaged.write(path)
+    with pytest.raises(ArtifactError, match=expected):
+        StoreReader(path).close()
+
+
+def test_shards_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    base = _store(tmp_path / "base")
+    other = _store(tmp_path / "other", (250, 130))
+    for folder in (base, other):
+        torch_pi2.pack(folder / "store", folder / "2", ranks=2)
+    torch_pi2.pack(base / "store", base / "uneven", ranks=2, shares=[3, 1])
+
+    def mixed(name: str, first: Path, second: Path) -> Path:
+        shutil.copytree(first / "rank-0-of-2", tmp_path / name / "rank-0-of-2")
+        shutil.copytree(second / "rank-1-of-2", tmp_path / name / "rank-1-of-2")
+        return tmp_path / name
+
+    with pytest.raises(ArtifactError, match="shard 1 of 2 of the model of"):
+        torch_pi2.pack(mixed("models", base / "2", other / "2"), tmp_path / "out")
+    with pytest.raises(ArtifactError, match="together have each chunk of each layer once, found others"):
+        torch_pi2.pack(mixed("cuts", base / "2", base / "uneven"), tmp_path / "out")
+    shutil.rmtree(base / "2" / "rank-0-of-2")
+    with pytest.raises(ArtifactError, match="expected all 2 shards of a model, found no rank-0-of-2"):
+        torch_pi2.pack(base / "2", tmp_path / "out")
+    (base / "2" / "rank-0-of-3").mkdir()
+    with pytest.raises(ArtifactError, match="expected shards of one number of machines, found of 2 and 3"):
+        torch_pi2.pack(base / "2", tmp_path / "out")
+    with pytest.raises(ConfigError, match="expected a store with all neurons, found shard 1 of 2"):
+        torch_pi2.pack(other / "2" / "rank-1-of-2", tmp_path / "out")
+
+
+def _plan(neurons: int, method: str = "lowrank", n_hot: int = 70, active: float = 0.1) -> Plan:
+    from torch_pi2.spec.site import FFNSite, LinearRef
+
+    site = FFNSite("a", 0, "relu", False, None, LinearRef("a.up"), LinearRef("a.down"), 8, neurons, "a")
+    order = torch.arange(neurons, dtype=torch.int32).flip(0)
+    return Plan([LayerPlan(site, method, n_hot, order, expected_active=active)], "ab")
+
+
+def test_chunks_are_dealt_by_their_work() -> None:
+    plan = _plan(14336, n_hot=1792)
+    even = deal(plan, 2)
+    work = [sum(1.0 if p < 1792 else 0.1 for p in shard.layers["a"].positions().tolist()) for shard in even]
+    assert max(work) < 1.15 * min(work)
+    assert [len(shard.layers["a"].chunks) for shard in even] == [8, 8]
+    assert [len(shard.layers["a"].chunks) for shard in deal(plan, 3, [2, 1, 1])] == [8, 4, 4]
+    assert [len(shard.layers["a"].chunks) for shard in deal(plan, 3, [100, 1, 1])] == [14, 1, 1]
+    assert sorted(c for shard in deal(plan, 16) for c in shard.layers["a"].chunks) == list(range(16))
+    for ranks, shares, expected in (
+        (1, None, "expected 2 to 16 machines"),
+        (17, None, "found 17"),
+        (2, [1.0], "expected 2 numbers above 0"),
+        (2, [1.0, 0.0], "found 1, 0"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            deal(plan, ranks, shares)
+    with pytest.raises(ConfigError, match="5 machines for a: expected at most 4, as it has 4 chunks of 64 neurons"):
+        deal(_plan(250), 5)
+
+
+def test_a_layer_of_a_shard() -> None:
+    plan = _plan(250)
+    layer = replace(plan.layers[0], thresholds=torch.arange(250.0))
+    shard = Shard(0, 2, {"a": ShardLayer(250, (0, 1, 3))})
+    assert shard.layers["a"].ranges == [(0, 128), (192, 250)]
+    mine = shard.layer(layer)
+    assert mine.site.intermediate == shard.layers["a"].neurons == 186
+    assert mine.n_hot == 70
+    assert mine.order.tolist() == list(range(186))
+    assert mine.thresholds is not None
+    assert mine.thresholds[128:].tolist() == [249.0 - p for p in range(192, 250)]
+    assert Shard(1, 2, {"a": ShardLayer(250, (2, 3))}).layer(layer).n_hot == 0
+
+
+def test_settings_of_a_group_are_checked() -> None:
+    for how, expected in (
+        ({"reduction": "rings"}, "GroupConfig.reduction: expected "),
+        ({"patience_s": 0.0}, "GroupConfig.patience_s: expected a time above 0, found 0"),
+        ({"patience_s": "1"}, "GroupConfig.patience_s"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            GroupConfig(**how)
