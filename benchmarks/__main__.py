@@ -1,9 +1,9 @@
 """Benchmarks: ``python -m benchmarks NAME``, from the top folder of a checkout.
 
 `ffn`, `layer` and `gpu` are one feed-forward layer, `attention` is attention alone; `decode`, `imported`, `bundle`,
-`bundle-offload`, `offload`, `best-of`, `speculate`, `plan` and `gpu-model` are whole models; `serve` and `prefix` are
-servers of one; `phone` is simulated and `reads` modelled; `scores`, `misses`, `methods`, `sparsify`, `early`,
-`predictors`, `quantization` and `suite` are of quality, not of speed; `fit` is of memory.
+`bundle-offload`, `offload`, `together`, `best-of`, `speculate`, `plan` and `gpu-model` are whole models; `serve` and
+`prefix` are servers of one; `phone` is simulated and `reads` modelled; `scores`, `misses`, `methods`, `sparsify`,
+`early`, `predictors`, `quantization` and `suite` are of quality, not of speed; `fit` is of memory.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ BENCHMARKS = {
     "bundle-offload": "a bundle larger than memory in the C++ runner, by budget",
     "generate": "model.generate over our steps, beside transformers' own and torch_pi2.generate",
     "offload": "a model larger than memory, step by step from mmap to the pipeline",
+    "together": "processes with a shard each, beside one alone, by the link between them",
     "best-of": "several sequences of which one ends every few steps, under plans that follow or not",
     "speculate": "guessed next tokens, verified together, against plain decoding",
     "fit": "predictors of a model that is larger than memory: how much of it that takes",

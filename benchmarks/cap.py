@@ -35,6 +35,9 @@ class MemoryCap:
 
     A process joins with :func:`join`, given ``folder``; the processes that it starts are in the group as well.
 
+    Args:
+        name: of one of several groups at a time.
+
     Attributes:
         folder: of the group.
 
@@ -42,9 +45,9 @@ class MemoryCap:
         CapError: no v1 memory controller, no permission, or a limit that it refuses.
     """
 
-    def __init__(self, limit: int, controller: Path = CONTROLLER) -> None:
+    def __init__(self, limit: int, controller: Path = CONTROLLER, name: str = "") -> None:
         self.limit, self._controller = limit, controller
-        self.folder = controller / f"pi2-bench-{os.getpid()}"
+        self.folder = controller / f"pi2-bench-{os.getpid()}{name and '-'}{name}"
 
     def __enter__(self) -> MemoryCap:
         if not (self._controller / "memory.limit_in_bytes").is_file():

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from torch_pi2.base.extras import how_to_install
@@ -33,6 +33,7 @@ class Peer:
     Args:
         module: e.g. ``benchmarks.peer_llama``.
         settings: what its ``load`` takes; JSON.
+        before: what the command begins with. env: beside the variables of this process.
 
     Attributes:
         about: what it says of itself: versions, bytes, settings.
@@ -44,12 +45,23 @@ class Peer:
 
     one_sequence = False
 
-    def __init__(self, module: str, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        module: str,
+        settings: Mapping[str, Any],
+        *,
+        before: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self._module = module
         # Environment as it is: libgomp's threads stop spinning some milliseconds after a round, and a "passive" wait
         # policy would slow the peer down.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*before, sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | (env or {}),
         )
         try:
             self.about = self._ask(settings)

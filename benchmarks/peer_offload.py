@@ -16,7 +16,8 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     """``settings``: threads; folder, budget (bytes), offload (fields of OffloadConfig), activations, context, compiled,
     seed, topics (tokens stay with a topic for a while, else they are independent), cap (folder of a group, or None) and
     trace (file for what threads do in the last round without a prompt, or None). Without ``folder`` nothing is loaded,
-    and ``about`` has what a process takes before it loads a model.
+    and ``about`` has what a process takes before it loads a model. group: of a process that has a shard, its rank,
+    ranks, reduction, and address and port of the first; all of them are asked the same at the same time.
 
     A round without a prompt goes on where the last one ended. Tokens are drawn, not what the model says
     (:class:`~torch_pi2.store.firing.TokenStream`).
@@ -46,8 +47,14 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     about: dict[str, Any] = {"base_rss_bytes": machine.peak_rss_bytes()}
     if "folder" not in settings:
         return about, lambda _prompt, _tokens, _one: {}
+    if (group := settings.get("group")) is not None:
+        import torch.distributed as dist
+
+        where = f"tcp://{group['address']}:{group['port']}"
+        dist.init_process_group("gloo", init_method=where, rank=group["rank"], world_size=group["ranks"])
     model: Any = torch_pi2.load(
         settings["folder"],
+        group=None if group is None else torch_pi2.GroupConfig(group["reduction"], 300.0),
         activations=settings["activations"],
         budget=settings["budget"],
         offload=OffloadConfig(**settings["offload"]),

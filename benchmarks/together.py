@@ -1,0 +1,211 @@
+"""Several processes that each have a shard of one model, beside one process that has as much memory as each of them.
+
+Each process has a core, and a memory cap (cgroup) if groups can be made; between them is a network of namespaces as
+slow as ``--links`` says. They share one drive, which several machines would not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks import cap
+from benchmarks.arguments import list_of
+from benchmarks.figures import at_least, known, of_store, spread
+from benchmarks.network import INTERFACE, Network
+from benchmarks.peer import Peer
+from benchmarks.subject import Rooms, check_share
+from torch_pi2.base import process as machine
+from torch_pi2.cli import common
+from torch_pi2.errors import ConfigError
+from torch_pi2.formats import ACTIVATIONS
+from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.spec.shard import REDUCTIONS
+from torch_pi2.store.folder import PI2_FOLDER
+from torch_pi2.store.shards import shards_in
+from torch_pi2.store.storefile import STORE_FILE, StoreReader
+
+#: Tokens of a prompt, and of an answer that is not timed, before the first round.
+_PROMPT, _WARM_UP = 8, 8
+_PORT = 29477
+#: Beside a budget, for what compiling and Python take; the same for all.
+_ROOM = 1 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--folder", type=Path, required=True, metavar="DIR", help="a store (torch-pi2 pack)")
+    add("--shards", type=Path, required=True, metavar="DIR", help="its shards (torch-pi2 pack DIR OUT --ranks N)")
+    add("--ffn-in-memory", type=float, default=0.5, metavar="SHARE", help="of the neurons' bytes, in each process")
+    add(
+        "--links",
+        type=list_of(str),
+        default=["none", "10000", "1000"],
+        metavar="MBIT,...",
+        help="between processes; none: as fast as it goes (default: none,10000,1000)",
+    )
+    add("--reductions", type=list_of(str), default=[*REDUCTIONS], metavar="NAMES", help="default: chunks,ranks")
+    add("--tokens", type=common.positive, default=24, metavar="N", help="of a round")
+    add("--rounds", type=common.positive, default=2, metavar="N")
+    add("--activations", default="int8", choices=ACTIVATIONS, help="int8 is lossy")
+    add("--eager", dest="compiled", action="store_false", help="do not compile the decoding step")
+    add("--seed", type=common.seed, default=0)
+
+
+def run(
+    folder: Path,
+    shards: Path,
+    *,
+    ffn_in_memory: float = 0.5,
+    links: Sequence[str] = ("none",),
+    reductions: Sequence[str] = REDUCTIONS,
+    tokens: int = 24,
+    rounds: int = 2,
+    activations: str = "int8",
+    compiled: bool = True,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Decode with one process, then with all shards over each link, one after another.
+
+    Returns:
+        ``alone`` and by ``links`` and reduction: ``tokens_per_s``, ``spread``, what the first process read a token,
+        ``sent_bytes`` a token (computed: what each process gives the others), and ``ratio`` to the one alone.
+
+    Raises:
+        ConfigError: a setting makes no sense, or the shards are of another store. PeerError: a process ended.
+        NetworkError: no namespaces can be made, for a link that is not ``none``.
+    """
+    at_least(1, tokens=tokens, rounds=rounds, links=len(links), reductions=len(reductions))
+    check_share(ffn_in_memory)
+    known("reduction", reductions, REDUCTIONS)
+    ranks, sizes = _sizes(folder, shards)
+    context = _PROMPT + _WARM_UP + rounds * tokens + 1
+    rooms = Rooms(folder, context)
+    budget = rooms.budget(OffloadConfig(), ffn_in_memory)
+    settings = {
+        "threads": 1,
+        "activations": activations,
+        "context": context,
+        "compiled": compiled,
+        "seed": seed,
+        "topics": True,
+        "budget": budget,
+        "offload": asdict(OffloadConfig()),
+        "trace": None,
+    }
+    cap_bytes = budget + _ROOM if cap.available() else None
+    for path in (folder, *shards_in(shards).values()):
+        cap.warm(path / PI2_FOLDER / STORE_FILE)
+    alone = _measured([settings | {"folder": str(folder)}], None, cap_bytes, tokens, rounds)
+    found: dict[str, Any] = {}
+    for link in links:
+        for reduction in reductions:
+            each = [
+                settings
+                | {"folder": str(path), "group": {"rank": rank, "ranks": ranks, "reduction": reduction, "port": _PORT}}
+                for rank, path in sorted(shards_in(shards).items())
+            ]
+            figures = _measured(each, link, cap_bytes, tokens, rounds)
+            figures["sent_bytes"] = sizes[reduction]
+            figures["ratio"] = round(figures["tokens_per_s"] / alone["tokens_per_s"], 2)
+            found.setdefault(link, {})[reduction] = figures
+    return {
+        "what": "together",
+        "model": alone.pop("subject"),
+        "ranks": ranks,
+        "activations": activations,
+        "ffn_in_memory": ffn_in_memory,
+        "budget_bytes": budget,
+        "cap_bytes": cap_bytes,
+        "threads": 1,
+        "tokens_a_round": tokens,
+        "rounds": rounds,
+        "compiled": compiled,
+        "drive": "one, for all processes",
+        "alone": alone,
+        "links": found,
+        **machine.describe(),
+    }
+
+
+def _sizes(folder: Path, shards: Path) -> tuple[int, dict[str, int]]:
+    """How many shards there are, and what one gives each of the others for a token, in bytes. Raises ConfigError."""
+    found = shards_in(shards)
+    if not found:
+        raise ConfigError(
+            str(shards), expected="shards", found="none", fix=f"torch-pi2 pack {folder} {shards} --ranks 2"
+        )
+    with StoreReader(folder / PI2_FOLDER / STORE_FILE) as whole, StoreReader(found[0] / PI2_FOLDER / STORE_FILE) as one:
+        if one.model_hash != whole.model_hash:
+            raise ConfigError(
+                str(shards), expected=f"shards of {folder}", found="those of another model", fix="Pack them again."
+            )
+        chunks = sum(-(-entry.neurons // (entry.chunk or entry.neurons)) * entry.hidden for entry in one.entries)
+        sums = sum(entry.hidden for entry in one.entries)
+    return len(found), {"chunks": 4 * chunks, "ranks": 4 * sums}
+
+
+def _measured(
+    each: Sequence[Mapping[str, Any]], link: str | None, cap_bytes: int | None, tokens: int, rounds: int
+) -> dict[str, Any]:
+    """Figures of processes with these settings, each on a core, which run the same rounds at the same time."""
+    with ExitStack() as held, ThreadPoolExecutor(len(each)) as at_once:
+        network = None
+        if link not in (None, "none"):
+            network = held.enter_context(Network(len(each), float(link)))
+        address = network.address(0) if network else "127.0.0.1"
+
+        def start(rank: int) -> Peer:
+            group = {"group": each[rank]["group"] | {"address": address}} if "group" in each[rank] else {}
+            cores = os.cpu_count() or 1
+            before = [*(network.inside(rank) if network else []), "taskset", "-c", str(rank % cores)]
+            env = {"GLOO_SOCKET_IFNAME": INTERFACE if network else "lo", "OMP_NUM_THREADS": "1"}
+            made: dict[str, Any] = {"cap": None}
+            if cap_bytes:
+                made["cap"] = str(held.enter_context(cap.MemoryCap(cap_bytes, name=f"rank-{rank}")).folder)
+            return Peer("benchmarks.peer_offload", {**each[rank], **group, **made}, before=before, env=env)
+
+        peers = list(at_once.map(start, range(len(each))))
+        try:
+
+            def ask(prompt: int, answer: int) -> dict[str, Any]:
+                return next(iter(list(at_once.map(lambda peer: peer.round(prompt, answer), peers))))
+
+            ask(_PROMPT, _WARM_UP)
+            kept = [ask(0, tokens) for _ in range(rounds)]
+        finally:
+            for peer in peers:
+                peer.close()
+        steps = [s for r in kept for s in r["step_s"]]
+        rates = [len(r["step_s"]) / sum(r["step_s"]) for r in kept]
+        return {
+            "tokens_per_s": round(statistics.median(rates), 3),
+            "spread": {"tokens_per_s": spread(rates)},
+            "p50_ms": round(statistics.median(steps) * 1e3, 2),
+            **of_store([r["stats"] for r in kept], len(steps), sum(steps), 1),
+            "peak_rss_bytes": kept[-1]["peak_rss_bytes"],
+            "subject": peers[0].about["subject"],
+        }
+
+
+def render(result: dict[str, Any]) -> str:
+    def row(name: str, case: Mapping[str, Any]) -> tuple[str, ...]:
+        sent = common.size(case["sent_bytes"]) if "sent_bytes" in case else ""
+        ratio = f"{case['ratio']:.2f}" if "ratio" in case else ""
+        hits = "" if case["hit_rate"] is None else common.percent(case["hit_rate"])
+        return name, f"{case['tokens_per_s']:.2f}", ratio, hits, common.size(case["bytes_read_per_token"]), sent
+
+    rows = [row("one process", result["alone"])]
+    for link, cases in result["links"].items():
+        name = "no limit" if link == "none" else f"{link} Mbit/s"
+        rows += [row(f"{result['ranks']} processes, {name}, {reduction}", case) for reduction, case in cases.items()]
+    head = ("", "tokens/s", "ratio", "in the cache", "read a token", "sent a token")
+    threads = f"{result['model']['shape']}, {result['ffn_in_memory']:.0%} of the neurons in each process, a core each"
+    return f"{threads}\n{common.table(head, rows)}"
