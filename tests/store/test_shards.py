@@ -13,8 +13,8 @@ import torch
 from stores import Damaged, store_of, toy
 
 import torch_pi2
+from torch_pi2.checkpoint.dealing import deal
 from torch_pi2.errors import ArtifactError, ConfigError
-from torch_pi2.planner.shards import deal
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.shard import GroupConfig, Shard, ShardLayer
 from torch_pi2.store.parts import Parts

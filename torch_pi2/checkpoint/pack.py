@@ -21,11 +21,11 @@ from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.base.version import __version__
 from torch_pi2.checkpoint.card import keep_card
+from torch_pi2.checkpoint.dealing import check_ranks, deal
 from torch_pi2.checkpoint.float_neurons import float_neurons
 from torch_pi2.checkpoint.quantize import copy_small_files, quantize, small_files
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.formats import FLOAT, FLOATS, QUANTIZED
-from torch_pi2.planner.shards import check_ranks, deal
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.shard import Shard
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, declare

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common, verdict
-from torch_pi2.cli.folders import kind_of
 from torch_pi2.formats import FLOAT, FLOATS, OF_NEURONS
 
 EXAMPLE = "torch-pi2 pack my-int4-model my-store"
@@ -57,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
+    from torch_pi2.cli.folders import kind_of
 
     common.check_out(args.out)
     how = common.given(args, "weights", "slot_align", "cluster", "ranks", "shares", "trust_remote_code")

@@ -25,6 +25,8 @@ def of_one_model(args: argparse.Namespace) -> Iterator[None]:
     Raises:
         ConfigError: shards and one process, or as many as there are no shards, or one model for several processes.
     """
+    import torch.distributed as dist
+
     from torch_pi2.checkpoint.shards import own_shard
     from torch_pi2.store.shards import shards_in
 
@@ -39,7 +41,7 @@ def of_one_model(args: argparse.Namespace) -> Iterator[None]:
     with together(args, _LOADING):
         if shards_in(folder):
             args.model = str(own_shard(folder))
-        if int(os.environ.get("RANK", "0")):
+        if several > 1 and dist.get_rank():
             args.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
         yield
 
