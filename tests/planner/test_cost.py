@@ -238,6 +238,8 @@ def test_missing_hot_neurons_are_streamed() -> None:
     ahead = cost(shape, 2048, cache_bytes=cache(shape, 0.25), offload={"lookahead": True})
     assert made.layers[0]["read_ms"] == ahead.layers[0]["read_ms"]
     assert ahead.ms["io"] < made.ms["io"]
+    assert ahead.ms["predictor"] == pytest.approx(2 * made.ms["predictor"])  # guesses ask it, too
+    assert made.ms["predictor"] > 0
 
 
 def test_what_is_read_ahead_is_hidden_by_all_that_is_computed_meanwhile() -> None:

@@ -147,6 +147,8 @@ def step_cost(
         row |= {"resident_neurons": stays, "misses": missed}
         if cache_bytes is None:
             return row | {"reads": 0.0, "read_ms": 0.0} | ms
+        if config.lookahead:
+            ms["predictor"] *= 2  # asked early, and again
         cold = float(curve["cold_wanted"][0])
         reads, read_ms = _reads(shape, layer, hardware, missed, cold, stays, config)
         ahead = ms["attention"] + ms["sdpa"] + ms["glue"]
@@ -238,7 +240,8 @@ def _io_ms(
     asks for them then: constraint of papers.md 11.1, ``(1 - hit) h B / BW <= T_attention``, of which what is too long
     counts.
     With ``lookahead`` cold neurons are read from the layer before on, beside all that is computed until they are
-    needed. All guesses are taken as right, as they are where layers see nearly the same input: real layers gain less.
+    needed (predictors are asked twice). All guesses are taken as right, as they are where layers see nearly the same
+    input: real layers gain less.
     """
     cold, hot = read_ms
     if streams:
