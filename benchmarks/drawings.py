@@ -155,8 +155,8 @@ def scores(results: Results) -> Drawing:
 
 def cache(results: Results) -> Drawing:
     """What is left of a model's speed with a part of its neurons in memory, simulated."""
-    name = "study-cache"
-    rows = [r for r in results[name]["rows"] if r["batch"] == 1 and r["hardware"] == _MEASURED]
+    of = {name: result for name, result in results.items() if name.startswith("study-cache-")}
+    rows = [r for x in of.values() for r in x["rows"] if r["batch"] == 1 and r["hardware"] == _MEASURED]
     whole = {r["model"]: r["tokens_per_s"] for r in rows if r["ffn_in_memory"] == 1}
     lines: dict[str, list[Point]] = {model: [] for model in whole}
     for r in rows:
@@ -166,7 +166,7 @@ def cache(results: Results) -> Drawing:
         "share of feed-forward neurons in memory, % (the rest is read from a drive)",
         "%",
         lines,
-        [name],
+        list(of),
         labelled=False,
         about=f"simulated with the measured profile of two cores of an {_MEASURED} and its drive; 4-bit weights",
     )

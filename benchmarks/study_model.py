@@ -189,6 +189,7 @@ class StreamMisses:
         return float(self.misses(batch, 0, none, [layer.base_hot for layer in self.shape.layers]).sum())
 
 
+@cache
 def drawn_misses(name: str, shape: ModelShape, batch: int) -> StreamMisses:
     """Of ``batch`` sequences that each stay with a topic for a while; ``name``: of ``SHAPES``."""
     generator, steps = torch.Generator().manual_seed(0), max(STEPS, TOKENS // batch)

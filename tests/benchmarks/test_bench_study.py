@@ -132,8 +132,8 @@ def test_enough_is_where_a_step_hardly_waits(monkeypatch):
     rows = study.run(part="drives", hardware=["sm8650-ufs4.0"])["rows"]
     for row in rows:
         assert (row["enough_reads_per_s"] <= row["reads_per_s"]) == (row["over_no_drive"] <= study.ENOUGH)
-        assert row["lookahead_tokens_per_s"] >= row["tokens_per_s"]
     at = {(row["drive"], row["memory_gb_per_s"]): row for row in rows}
+    assert at["ufs-3.1", 20]["lookahead_tokens_per_s"] > at["ufs-3.1", 20]["tokens_per_s"]
     assert at["ufs-3.1", 120]["waiting"] > at["ufs-3.1", 20]["waiting"] > 0  # computing is over sooner
     assert at["ufs-3.1", 20]["waiting"] > at["nvme-gen5", 20]["waiting"]
 
