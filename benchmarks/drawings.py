@@ -164,7 +164,7 @@ def cache(results: Results) -> Drawing:
     return Drawing(
         "SIMULATED: one sequence, of the speed with all neurons in memory",
         "share of feed-forward neurons in memory, % (the rest is read from a drive)",
-        "%",
+        "tokens/s, % of those",
         lines,
         list(of),
         labelled=False,
@@ -267,7 +267,8 @@ def _svg(drawing: Drawing, results: Results) -> str:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         if len(drawing.lines) > 1:
-            axes.legend(loc="best", frameon=False)
+            beside: dict[str, Any] = {"bbox_to_anchor": (1, 1), "loc": "upper left"}
+            axes.legend(frameon=False, **(beside if len(drawing.lines) > 3 else {"loc": "best"}))
         axes.set_title(drawing.title, loc="left", fontsize=12)
         figure.supxlabel(_machine(drawing, results), fontsize=8, color=soft)
         about = json.dumps(drawing.data())
