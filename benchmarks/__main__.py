@@ -2,8 +2,8 @@
 
 `ffn`, `layer` and `gpu` are one feed-forward layer, `attention` is attention alone; `decode`, `imported`, `bundle`,
 `bundle-offload`, `offload`, `together`, `best-of`, `speculate`, `plan` and `gpu-model` are whole models; `serve` and
-`prefix` are servers of one; `phone` is simulated and `reads` modelled; `scores`, `misses`, `methods`, `sparsify`,
-`early`, `predictors`, `quantization` and `suite` are of quality, not of speed; `fit` is of memory.
+`prefix` are servers of one; `phone` and `study` are simulated, `reads` is modelled; `scores`, `misses`, `methods`,
+`sparsify`, `early`, `predictors`, `quantization` and `suite` are of quality, not of speed; `fit` is of memory.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ BENCHMARKS = {
     "serve": "servers under load, and how long clients wait, optionally against llama-cpp-python's own",
     "prefix": "the first text of an answer whose prompt begins as one before did",
     "phone": "a phone of published figures, simulated: prompts and decoding beside PowerInfer-2's own",
+    "study": "cache size, drives and memory speeds, and the paper's ablation, simulated",
+    "study-validate": "the simulator of study beside the real engine over the real drive",
     "misses": "what is lost where neurons that are not in memory are read only if they are likelier to fire",
     "methods": "what methods and 4 bits cost a trained model, in memory, over a store and in a bundle",
     "quantization": "what 4 bits cost a trained model, to nearest and calibrated, part by part",

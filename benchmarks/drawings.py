@@ -24,9 +24,17 @@ RESULTS = Path(__file__).parent / "results"
 OURS, PEER = "torch_pi2", "llama.cpp"
 OURS_SCORE, PEER_SCORE = "size of what a neuron adds, by layer (ours)", "gate alone (CATS)"
 #: Of a light page and of a dark one; told apart by most eyes.
-_COLOURS = {OURS: ("#0072b2", "#56b4e9"), PEER: ("#b34700", "#ff9e4a"), "prompt": ("#00785a", "#3fc79a")}
-_MARKS = {OURS: "o", PEER: "s", "prompt": "^"}
+_COLOURS = {
+    OURS: ("#0072b2", "#56b4e9"), PEER: ("#b34700", "#ff9e4a"), "prompt": ("#00785a", "#3fc79a"),
+    "fourth": ("#a03c78", "#e39cc4"), "fifth": ("#7a6a00", "#d8c94a"), "sixth": ("#555b66", "#b4bac4"),
+}  # fmt: skip
+_MARKS = {OURS: "o", PEER: "s", "prompt": "^", "fourth": "D", "fifth": "v", "sixth": "P"}
+#: Of lines whose names have no colour, in order.
+_OTHERS = (OURS, "prompt", PEER, "fourth", "fifth", "sixth")
 _AS = {OURS_SCORE: OURS, PEER_SCORE: PEER}
+
+#: Of studies: the profile that was measured.
+_MEASURED = "AMD EPYC"
 
 Results = Mapping[str, Mapping[str, Any]]
 
@@ -43,7 +51,7 @@ class Point(NamedTuple):
 @dataclass(frozen=True)
 class Drawing:
     """``lines``: points by name. ``level``: a height worth a line of its own. ``sources``: files without ``.json``.
-    ``about``: what figures are of.
+    ``about``: what figures are of. ``labelled``: whether points have their numbers beside them.
     """
 
     title: str
@@ -53,6 +61,7 @@ class Drawing:
     sources: Sequence[str]
     level: float | None = None
     log_x: bool = False
+    labelled: bool = True
     about: str = "synthetic weights; {cpu}, {kernels}; medians, slowest to fastest round"
 
     def data(self) -> dict[str, list[list[float | str]]]:
@@ -144,8 +153,46 @@ def scores(results: Results) -> Drawing:
     )
 
 
+def cache(results: Results) -> Drawing:
+    """What is left of a model's speed with a part of its neurons in memory, simulated."""
+    of = {name: result for name, result in results.items() if name.startswith("study-cache-")}
+    rows = [r for x in of.values() for r in x["rows"] if r["batch"] == 1 and r["hardware"] == _MEASURED]
+    whole = {r["model"]: r["tokens_per_s"] for r in rows if r["ffn_in_memory"] == 1}
+    lines: dict[str, list[Point]] = {model: [] for model in whole}
+    for r in rows:
+        lines[r["model"]].append(Point(100 * r["ffn_in_memory"], *[100 * r["tokens_per_s"] / whole[r["model"]]] * 3))
+    return Drawing(
+        "SIMULATED: one sequence, of the speed with all neurons in memory",
+        "share of feed-forward neurons in memory, % (the rest is read from a drive)",
+        "tokens/s, % of those",
+        lines,
+        list(of),
+        labelled=False,
+        about=f"simulated with the measured profile of two cores of an {_MEASURED} and its drive; 4-bit weights",
+    )
+
+
+def drives(results: Results) -> Drawing:
+    """What a phone's pipeline waits for with other drives and memories, simulated."""
+    name = "study-drives"
+    lines: dict[str, list[Point]] = {}
+    for r in results[name]["rows"]:
+        if r["hardware"] != _MEASURED and r["ffn_in_memory"] == 0.5:
+            lines.setdefault(r["drive"], []).append(Point(r["memory_gb_per_s"], *[100 * r["waiting"]] * 3))
+    return Drawing(
+        "SIMULATED: Mistral-7B shape, half of the neurons in memory, one sequence",
+        "memory bandwidth, GB/s",
+        "of a step, % that waits for reads",
+        lines,
+        [name],
+        labelled=False,
+        about="simulated with the published profile of Snapdragon 8 Gen 3 and descriptions of drives; no look-ahead",
+    )
+
+
 DRAWINGS: dict[str, Callable[[Results], Drawing]] = {
     "memory": memory, "modes": modes, "active": active, "batches": batches, "scores": scores,
+    "cache": cache, "drives": drives,
 }  # fmt: skip
 
 
@@ -220,7 +267,8 @@ def _svg(drawing: Drawing, results: Results) -> str:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         if len(drawing.lines) > 1:
-            axes.legend(loc="best", frameon=False)
+            beside: dict[str, Any] = {"bbox_to_anchor": (1, 1), "loc": "upper left"}
+            axes.legend(frameon=False, **(beside if len(drawing.lines) > 3 else {"loc": "best"}))
         axes.set_title(drawing.title, loc="left", fontsize=12)
         figure.supxlabel(_machine(drawing, results), fontsize=8, color=soft)
         about = json.dumps(drawing.data())
@@ -235,7 +283,7 @@ def _is_bars(drawing: Drawing) -> bool:
 def _look(index: int, name: str) -> tuple[str, str]:
     """Colour and mark of the line ``name``, which is the ``index``-th."""
     name = _AS.get(name, name)
-    kind = name if name in _COLOURS else (OURS, "prompt")[index]
+    kind = name if name in _COLOURS else _OTHERS[index]
     return _COLOURS[kind][0], _MARKS[kind]
 
 
@@ -255,7 +303,7 @@ def _lines(axes: Any, drawing: Drawing) -> None:
             [p.x for p in points], [p.median for p in points], _ranges(points), label=name, color=colour, marker=mark,
             linewidth=2 if len(points) > 2 else 0, markersize=6, elinewidth=1, capsize=3,
         )  # fmt: skip
-        for p in points if drawing.level is None else ():
+        for p in points if drawing.level is None and drawing.labelled else ():
             _label(axes, p.x, p, colour)
     if drawing.log_x:
         shown = sorted({float(p.x) for points in drawing.lines.values() for p in points})

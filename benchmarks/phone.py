@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 
+from benchmarks import study_model
+from benchmarks.study_model import Predictor
 from torch_pi2.cli import common
-from torch_pi2.formats import row_bytes
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.planner.cost import Cost, step_cost
@@ -26,7 +27,6 @@ from torch_pi2.planner.model_shape import LayerShape, ModelShape, numbers
 from torch_pi2.planner.prompt_cost import dense_ms
 from torch_pi2.planner.solve import solve
 from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.store.firing import power_law
 from torch_pi2.store.shapes import SHAPES
 
 #: Of the paper: prompts of at most 64 tokens and answers of 1,024, half of which are there on average.
@@ -124,43 +124,11 @@ class Recurring(FrequencyMisses):
 
 @cache
 def shape_of(model: Model) -> ModelShape:
-    """Sizes in 4 bits, blocks of 32 with a scale, as stores of ours have them."""
+    """In 4 bits, without hot neurons."""
     sizes = SHAPES[model.shape]
-    hidden, inner, blocks = (sizes[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
-    kv = sizes["num_key_value_heads"] * hidden // sizes["num_attention_heads"]
-    experts = sizes.get("num_local_experts", 1)
-    row = row_bytes("int4", hidden)
-    expert = LayerShape(
-        key="",
-        hidden=hidden,
-        intermediate=inner,
-        rows=3,
-        neuron_bytes=3 * row,
-        slot_bytes=0,
-        kernel="int4/int8",
-        method="lowrank",
-        predictor="lowrank/int8/int8",
-        rank=RANK,
-        predictor_bytes=RANK * (hidden + inner),
-        recall=RECALL,
-        predicted_active=FALSE_ALARMS * model.active,
-        chosen=sizes["num_experts_per_tok"] / experts if experts > 1 else 1.0,
-        attention_bytes=0,
-        attention_kernel="int4/int8",
-        kv_bytes=0,
-        base_hot=0,
-        cluster=1,
-        frequencies=((1, power_law(inner, model.active).numpy()),),
-        experts=experts,
-        block=False,
-    ).with_cluster(1)
-    block = {"attention_bytes": 2 * (hidden + kv) * row, "attention_calls": 2, "kv_bytes": 2 * 2 * kv, "block": True}
-    layers = [
-        replace(expert, key=f"layers.{i}.{e}", **({} if e else block)) for i in range(blocks) for e in range(experts)
-    ]
-    head = sizes["vocab_size"] * row
-    fixed = blocks * 2 * (hidden + kv) * row + head + 2 * hidden * sizes["vocab_size"]
-    return ModelShape(tuple(layers), head, "int4/int8", fixed, hidden, True, "float16")
+    nbytes = RANK * (sizes["hidden_size"] + sizes["intermediate_size"])
+    predictor = Predictor("lowrank/int8/int8", RANK, nbytes, RECALL, FALSE_ALARMS * model.active)
+    return study_model.shape_of(model.shape, active=model.active, n_hot=0, predictor=predictor, kv_dtype="float16")
 
 
 def decode(row: Decoding, hardware: Hardware, *, recurring: bool) -> dict[str, Any]:

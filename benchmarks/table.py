@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import early, methods, misses, quantization, reads, sparsify, suite
+from benchmarks import early, methods, misses, quantization, reads, sparsify, study, study_validate, suite
 from benchmarks.figures import shown
 from torch_pi2.base.files import atomic_write
 from torch_pi2.base.units import percent, size
@@ -583,6 +583,23 @@ def _early_store_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     return [[about, *row] for row in early.store_rows(result)]
 
 
+_VALIDATE_NOTE = """
+The simulator of the studies below beside the engine over a real drive: * is farther off than 15 %.
+"""
+_CACHE_NOTE = """
+**Simulated.** Tokens/s of all sequences together by the share of neurons in memory; | where reading whole layers in
+order is faster. EPYC: a measured profile.
+"""
+_LIMITS_NOTE = """
+**Simulated.** Of a step the share that waits, what would be saved were one thing twice as fast (the store: looking
+neurons up and handling each read), and the reads of a neuron a second from which a step is within 5 % of one whose
+reads take no time.
+"""
+_STEPS_NOTE = """
+**Simulated.** Steps of PowerInfer-2's ablation (arXiv 2406.06282v3) for its two phones, beside its own figures.
+"""
+
+
 #: Of which benchmark, title with a note, header, and rows of a result by its name.
 _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]], list[list[str]]]], ...] = (
     ("decode", "## Whole models", _DECODE, _decode_rows),
@@ -611,6 +628,15 @@ _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]
     ("reads", f"## Orders of neurons\n{_ORDERS_NOTE}", ("run", *reads.COUNT_HEADER), _named(reads.count_rows)),
     ("reads", f"### Their times\n{_ORDER_TIMES_NOTE}", ("run", *reads.ORDER_HEADER), _named(reads.order_rows)),
     ("reads", f"### Two phases\n{_PHASES_NOTE}", ("run", *reads.PHASE_HEADER), _named(reads.phase_rows)),
+    (
+        "study-validate",
+        f"## Predicted and measured\n{_VALIDATE_NOTE}",
+        ("run", *study_validate.HEADER),
+        _named(study_validate.rows_of),
+    ),
+    ("study", f"## Cache size against speed\n{_CACHE_NOTE}", ("run", *study.CACHE), _named(study.cache_rows)),
+    ("study", f"## What limits the pipeline\n{_LIMITS_NOTE}", ("run", *study.LIMITS), _named(study.limit_rows)),
+    ("study", f"## The paper's ablation\n{_STEPS_NOTE}", ("run", *study.STEPS), _named(study.step_rows)),
     ("fit", f"## Memory of a fit\n{_FIT_NOTE}", _FIT, _fit_rows),
     ("attention", f"## Attention\n{_ATTENTION_NOTE}", _ATTENTION, _attention_rows),
 )

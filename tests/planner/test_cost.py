@@ -19,7 +19,8 @@ from tiny_models import tiny
 import torch_pi2
 from torch_pi2.errors import ConfigError, StaleArtifactError
 from torch_pi2.machine.hardware import Accelerator, Hardware
-from torch_pi2.planner.cost import PARTS, step_cost
+from torch_pi2.ops.constants import constants
+from torch_pi2.planner.cost import PARTS, _io_ms, step_cost
 from torch_pi2.planner.layer_cost import TIMES, expert_use, layer_curve, predicted_share
 from torch_pi2.planner.model_shape import LayerShape, ModelShape, numbers
 from torch_pi2.planner.prompt_cost import best_chunk, prompt_cost, switch_point
@@ -237,6 +238,19 @@ def test_missing_hot_neurons_are_streamed() -> None:
     ahead = cost(shape, 2048, cache_bytes=cache(shape, 0.25), offload={"lookahead": True})
     assert made.layers[0]["read_ms"] == ahead.layers[0]["read_ms"]
     assert ahead.ms["io"] < made.ms["io"]
+    assert ahead.ms["predictor"] == pytest.approx(2 * made.ms["predictor"])  # guesses ask it, too
+    assert made.ms["predictor"] > 0
+
+
+def test_what_is_read_ahead_is_hidden_by_all_that_is_computed_meanwhile() -> None:
+    """10 ms of reads, beside 2 ms of neurons and 3 before them; computing takes 1.5 times as long while reading."""
+    machine = FakeHardware(compute_while_reading=1.5, read_while_computing=1.0)
+    ahead, chunks = OffloadConfig(lookahead=True), constants().chunks
+    assert _io_ms(machine, (10.0, 0.0), 2.0, 3.0, ahead, False) == pytest.approx(5.0 + 0.5 * 5.0)
+    assert _io_ms(machine, (4.0, 0.0), 2.0, 3.0, ahead, False) == pytest.approx(0.5 * 4.0)  # nothing is waited for
+    assert _io_ms(machine, (4.0, 6.0), 2.0, 3.0, ahead, False) == pytest.approx(5.0 + 0.5 * 5.0)  # hot ones as well
+    asked = _io_ms(machine, (10.0, 0.0), 2.0, 3.0, OffloadConfig(), False)
+    assert asked == pytest.approx(10.0 + 2.0 / chunks - 2.0 + 0.5 * 2.0)
 
 
 def test_parts_add_up_and_memory_is_the_budgets() -> None:

@@ -201,3 +201,12 @@ def test_a_recording_of_another_model() -> None:
     assert ReplayMisses(alone, one).misses(1, 0, [0], [0]).tolist() == [1]
     with pytest.raises(ConfigError, match="for a batch of 1: expected at least 2 decoded tokens, found 1"):
         ReplayMisses(recorded([[[1], [1]]]), two_layers())
+
+
+def test_the_last_steps_alone_may_be_counted() -> None:
+    """What the last of four steps lacks, of a cache with room for what one step wants."""
+    passes = [[[0, 1], [0, 1]], [[2, 3], [2, 3]], [[0, 1], [0, 1]], [[0, 1], [0, 1]]]
+    last = ReplayMisses(recorded(passes), two_layers(), "lru", counted=1)
+    assert last.misses(1, 4, NONE, NONE).tolist() == [0, 0]
+    three = ReplayMisses(recorded(passes), two_layers(), "lru", counted=3)
+    assert three.misses(1, 4, NONE, NONE).tolist() == pytest.approx([4 / 3, 4 / 3])

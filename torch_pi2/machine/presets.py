@@ -107,7 +107,7 @@ def _phone(name: str, notes: dict[str, str], speed: float, memory: float, storag
         rates=_rates(gb_per_s, _CPU_PROMPT * _WEIGHTS_7B * speed),
         thread_factors=(ThreadFactor(1, 3.0), ThreadFactor(6, 1.0)),
         glue=Glue(150.0, 0.0, 15.0, 0.0),
-        reads=_reads(storage),
+        reads=device_reads(storage),
         interference=Interference(1.05, 1.0),
         accelerator=Accelerator(
             name=npu,
@@ -142,8 +142,8 @@ def _bits(line: Line) -> Line:
     return replace(line, us_per_million_macs=_round(line.us_per_million_macs / 64))
 
 
-def _reads(device: Device) -> Reads:
-    """What the device's model gives in a closed loop."""
+def device_reads(device: Device) -> Reads:
+    """What the device's model gives in a closed loop: random reads by size, range and depth, large ones in order."""
 
     def per_s(block: int, range_bytes: int, depth: int, *, sequential: bool = False) -> float:
         step = block if sequential else 3 * block

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -124,10 +125,10 @@ def step_cost(
         share = slots / shape.slots if all(streams_L) else 0.0  # nothing that is streamed takes another's place
     else:
         streams_L, share = [False] * len(shape.layers), 0.0
-    rows, total, read = [], dict.fromkeys(PARTS, 0.0), 0.0
-    for layer, h, first, stays, missed, streams in zip(
-        shape.layers, hot, firsts, kept, read_L.tolist(), streams_L, strict=True
-    ):
+
+    @cache
+    def of_layer(layer: LayerShape, h: int, first: int, stays: int, missed: float, streams: bool) -> dict[str, Any]:
+        """Of layers that are the same object the same is worked out once."""
         if streams:
             missed = layer.slots - max(stays // layer.cluster, share * layer.slots)
         curve = layer_curve(layer, hardware, batch, h, accelerator=first, model_bytes=shape.weight_bytes)
@@ -144,20 +145,21 @@ def step_cost(
         )
         row: dict[str, Any] = {"key": layer.key, "hot_neurons": h, "accelerator_neurons": first}
         row |= {"resident_neurons": stays, "misses": missed}
-        read += missed * layer.cluster
-        if cache_bytes is not None:
-            cold = float(curve["cold_wanted"][0])
-            reads, read_ms = _reads(shape, layer, hardware, missed, cold, stays, config)
-            ahead = ms["attention"] + ms["sdpa"] + ms["glue"]
-            before = ahead if first or config.lookahead or streams else 0.0
-            ms["io"] = _io_ms(hardware, read_ms, ms["hot"] + ms["cold"], before, config, streams)
-            ms["io"] += (cold + h - first) * hardware.store.lookup_us / 1e3
-            row |= {"reads": reads, "read_ms": sum(read_ms), "misses": missed}
-        else:
-            row |= {"reads": 0.0, "read_ms": 0.0}
-        rows.append(row | ms)
-        for part, value in ms.items():
-            total[part] += value
+        if cache_bytes is None:
+            return row | {"reads": 0.0, "read_ms": 0.0} | ms
+        if config.lookahead:
+            ms["predictor"] *= 2  # asked early, and again
+        cold = float(curve["cold_wanted"][0])
+        reads, read_ms = _reads(shape, layer, hardware, missed, cold, stays, config)
+        ahead = ms["attention"] + ms["sdpa"] + ms["glue"]
+        before = ahead if first or config.lookahead or streams else 0.0
+        ms["io"] = _io_ms(hardware, read_ms, ms["hot"] + ms["cold"], before, config, streams)
+        ms["io"] += (cold + h - first) * hardware.store.lookup_us / 1e3
+        return row | {"reads": reads, "read_ms": sum(read_ms)} | ms
+
+    rows = [of_layer(*about) for about in zip(shape.layers, hot, firsts, kept, read_L.tolist(), streams_L, strict=True)]
+    total = {part: sum(row[part] for row in rows) for part in PARTS}
+    read = sum(row["misses"] * layer.cluster for row, layer in zip(rows, shape.layers, strict=True))
     total["head"] = linear_ms(hardware, shape.head_kernel, batch, shape.head_bytes, model_bytes=shape.weight_bytes)
     memory = _memory(shape, sequences, context, cache_bytes, kept, firsts, config)
     if hardware.accelerator is not None and hardware.accelerator.holds_rest and cache_bytes is None:
@@ -237,6 +239,9 @@ def _io_ms(
     Hot neurons that are missing are read while what comes before the layer is computed (``before_ms``), if anything
     asks for them then: constraint of papers.md 11.1, ``(1 - hit) h B / BW <= T_attention``, of which what is too long
     counts.
+    With ``lookahead`` cold neurons are read from the layer before on, beside all that is computed until they are
+    needed (predictors are asked twice). All guesses are taken as right, as they are where layers see nearly the same
+    input: real layers gain less.
     """
     cold, hot = read_ms
     if streams:
@@ -246,11 +251,13 @@ def _io_ms(
         return 0.0
     if not config.pipeline:
         return cold + exposed
+    chunks, beside = constants().chunks, compute_ms
     reading = (cold + exposed) * hardware.read_while_computing
-    chunks = constants().chunks
-    both = max(reading + compute_ms / chunks, compute_ms + reading / chunks)
-    slower = (hardware.compute_while_reading - 1) * min(compute_ms, reading)
-    return both - compute_ms + slower
+    late = max(reading + compute_ms / chunks, compute_ms + reading / chunks) - compute_ms
+    if config.lookahead:
+        reading, beside = (cold + hot) * hardware.read_while_computing, before_ms + compute_ms
+        late = max(0.0, reading - beside)
+    return late + (hardware.compute_while_reading - 1) * min(beside, reading)
 
 
 def _memory(

@@ -119,18 +119,27 @@ class ReplayMisses:
     """What a store recorded (:class:`torch_pi2.record_accesses`), replayed with the cache that runs in stores.
 
     A batch of b is b equally long parts of the recording, side by side: a call wants what any of the parts does.
-    The first half warms the cache up and is not counted. Prompts are left out.
+    The first half warms the cache up (or all but ``counted`` steps) and is not counted. Prompts are left out.
 
     Args:
         accesses: of a model with the layers of ``shape``, recorded while one sequence was decoded.
         policy: of the cache (``torch_pi2.spec.offload.POLICIES``).
         passes: most steps that are replayed for each question; fewer are faster, more are steadier.
+        counted: of these, the last so many are; None: half.
 
     Raises:
         ConfigError: the recording is of other layers or has too few tokens.
     """
 
-    def __init__(self, accesses: Accesses, shape: ModelShape, policy: str = "lfu", *, passes: int = 256) -> None:
+    def __init__(
+        self,
+        accesses: Accesses,
+        shape: ModelShape,
+        policy: str = "lfu",
+        *,
+        passes: int = 256,
+        counted: int | None = None,
+    ) -> None:
         load()
         found = [(s.key, s.neurons, s.cluster) for s in accesses.stored]
         wanted = [(y.key, y.intermediate, y.cluster) for y in shape.layers]
@@ -141,7 +150,7 @@ class ReplayMisses:
                 found=f"{len(found)} layers, clusters of {accesses.stored[0].cluster}",
                 fix="Record them with this model (torch_pi2.record_accesses).",
             )
-        self.shape, self.policy, self._most = shape, policy, passes
+        self.shape, self.policy, self._most, self._counted = shape, policy, passes, counted
         self._passes = _decoding(accesses)
         self._merged: dict[int, list[list[tuple[int, np.ndarray]]]] = {}
         self._known: dict[object, np.ndarray] = {}
@@ -168,10 +177,9 @@ class ReplayMisses:
         key = (batch, slots, tuple(resident), tuple(hot), firsts)
         if key not in self._known:
             steps = self._steps(batch)
-            before, everything = (
-                self._replay(some, slots, resident, hot, firsts) for some in (steps[: len(steps) // 2], steps)
-            )
-            self._known[key] = (everything - before) / (len(steps) - len(steps) // 2)
+            warm = len(steps) // 2 if self._counted is None else max(0, len(steps) - self._counted)
+            before, everything = (self._replay(some, slots, resident, hot, firsts) for some in (steps[:warm], steps))
+            self._known[key] = (everything - before) / (len(steps) - warm)
         return self._known[key].copy()
 
     def _steps(self, batch: int) -> list[list[tuple[int, np.ndarray]]]:

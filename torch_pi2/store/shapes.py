@@ -9,7 +9,8 @@ from torch_pi2.base.extras import missing_package
 from torch_pi2.errors import ConfigError
 
 #: ``llama-1b`` has the sizes of TinyLlama-like benchmarks (2048, 8192, 16 layers), not those of one published model;
-#: ``smallthinker-4b`` and ``gpt-oss-20b`` those of SmallThinker-4B-A0.6B and gpt-oss-20b, in the form of Qwen3-MoE.
+#: ``llama-13b`` has those of Llama-2-13B; ``smallthinker-4b`` and ``gpt-oss-20b`` those of SmallThinker-4B-A0.6B and
+#: gpt-oss-20b, in the form of Qwen3-MoE.
 SHAPES: dict[str, dict[str, Any]] = {
     "mistral-7b": {
         "model_type": "mistral",
@@ -29,6 +30,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 16,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
+        "vocab_size": 32000,
+    },
+    "llama-13b": {
+        "model_type": "llama",
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 40,
         "vocab_size": 32000,
     },
     "qwen2-7b": {

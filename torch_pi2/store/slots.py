@@ -22,6 +22,11 @@ def cluster_size(plan: Plan, neuron_bytes: int) -> int:
     """Neurons of a slot. One size for all layers: a place in the cache has to fit any slot."""
     if any(layer.method in PREDICTED for layer in plan.layers):
         return 1
+    return largest_cluster(neuron_bytes)
+
+
+def largest_cluster(neuron_bytes: int) -> int:
+    """Neurons of a slot where all are wanted together."""
     most = max(1, min(MOST_CLUSTER, _CLUSTER_BYTES // neuron_bytes))
     return 1 << (most.bit_length() - 1)
 
