@@ -20,7 +20,11 @@ EXAMPLE = "torch-pi2 generate my-sparse-model --prompt 'def main(' --max-new-tok
 
 #: Options that bundles do not take, with their defaults; options of ``run`` that this verb has not.
 _OF_MODELS = {"dense": False, "compile": False, "activations": "float", "prompt_lookup": 0, "gpu_memory": None}
-_OF_MODELS |= {"miss_margin": 0.0, "dtype": "auto", "trust_remote_code": False, "allow_download": False}
+_OF_MODELS |= dict.fromkeys(common.LEAVE_OUT, 0.0) | {
+    "dtype": "auto",
+    "trust_remote_code": False,
+    "allow_download": False,
+}
 _OF_RUN = dict.fromkeys(("ids", "system", "store", "io_threads", "engine", "policy", "verify")) | {"chat": False}
 _OF_RUN |= dict.fromkeys(("top_k", "min_p", "repetition_penalty", "stop"))
 
@@ -149,7 +153,7 @@ def _of_bundle(args: argparse.Namespace) -> dict[str, Any]:
     for name, default in _OF_MODELS.items():
         if getattr(args, name) != default:
             raise ConfigError(
-                f"--{name.replace('_', '-')} with {args.model}",
+                f"{common.option_of(name)} with {args.model}",
                 expected="an option of bundles, which were compiled as they are",
                 found="one of models that PyTorch runs",
                 fix="Leave it out; torch-pi2 run --help has what bundles take.",
