@@ -272,7 +272,13 @@ def _look_ahead(model: Any, tokenizer: Any, device: str, method: str, share: flo
 
 
 def over_store(
-    model: Any, tokenizer: Any, device: str, method: str, share: float, ways: Mapping[str, Mapping[str, Any]]
+    model: Any,
+    tokenizer: Any,
+    device: str,
+    method: str,
+    share: float,
+    ways: Mapping[str, Mapping[str, Any]],
+    calibration_tokens: int = Config.calibration_tokens,
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
     """Held-out text, decoded with the settings of reading of each way in alternation, each over a cache of its own;
     and how many times as fast as the first each other way was, by round. ``model`` is changed.
@@ -282,8 +288,9 @@ def over_store(
     ids_T = torch.tensor(tokenizer(text, verbose=False)["input_ids"][:tokens])
     with tempfile.TemporaryDirectory() as work:
         made, folder = Path(work) / "model", Path(work) / "store"
-        calibration = common.stdlib_sample("train", tokenizer, Config.calibration_tokens)
-        torch_pi2.save(torch_pi2.optimize(model, calibration, tokenizer=tokenizer, method=method), made)
+        calibration = common.stdlib_sample("train", tokenizer, calibration_tokens)
+        config = Config(method=method, calibration_tokens=calibration_tokens)
+        torch_pi2.save(torch_pi2.optimize(model, calibration, config, tokenizer=tokenizer), made)
         torch_pi2.pack(made, folder)
         rooms = Rooms(folder, tokens)
         decoders = {

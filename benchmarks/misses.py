@@ -109,14 +109,14 @@ def run(
             fix="Leave it out: nothing is timed.",
         )
     if mixtures:
+        experts = Config(method=method, calibration_tokens=calibration_tokens)
         about |= {"method": method, "choices": len(mixtures) * dense.config.num_experts_per_tok}
         if device is not None:
-            times = [_timed(copy.deepcopy(dense), tokenizer, device, method, share, drops) for share in shares]
+            times = [_timed(copy.deepcopy(dense), tokenizer, device, experts, share, drops) for share in shares]
             return {**about, "cases": [], "times": times}
     with torch.no_grad():
         wanted = [F.log_softmax(logits_of(dense, ids_NT[i : i + 1]).float(), -1) for i in range(len(ids_NT))]
     if mixtures:
-        experts = Config(method=method, calibration_tokens=calibration_tokens)
         cases = _mixture(dense, experts, calibration, tokenizer, shares, drops, ids_NT, wanted, trust)
         return {**about, "cases": cases}
     config = Config(method="lowrank", calibration_tokens=calibration_tokens)
@@ -165,11 +165,12 @@ def _mixture(
 
 
 def _timed(
-    model: Any, tokenizer: Any, device: str, method: str, share: float, drops: Sequence[float]
+    model: Any, tokenizer: Any, device: str, config: Config, share: float, drops: Sequence[float]
 ) -> dict[str, Any]:
     """Steps with each share of a token's weight; ``gain`` and ``gain_spread`` beside the first of them."""
     ways = {f"{drop:g}": {"drop_experts": drop} for drop in drops}
-    found, gains = early.over_store(model, tokenizer, device, method, share, ways)
+    tokens = config.calibration_tokens
+    found, gains = early.over_store(model, tokenizer, device, config.method, share, ways, tokens)
     for name, gain in gains.items():
         found["modes"][name] |= {"gain": round(statistics.median(gain), 3), "gain_spread": spread(gain)}
     return found

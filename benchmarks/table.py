@@ -568,7 +568,7 @@ Of the experts that a mixture chooses, the shares that are those chosen most, th
 its router chooses by the input of the mixture before (early routing, `OffloadConfig(lookahead=True)`).
 """
 _LEFT_OUT_NOTE = """
-What it would cost to leave out, always, experts with less than so much of their token's weight (nothing does).
+What it would cost to leave out, always, experts with less than so much of their token's weight.
 """
 _EARLY_STORE_NOTE = "\nDecoded text, without and with it in alternation; devices are simulated.\n"
 

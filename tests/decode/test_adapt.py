@@ -391,6 +391,23 @@ def test_a_copy_that_follows_another_plan_leaves_the_original_alone() -> None:
     assert (engine_of(model), engine_of(twin)) == (first, None)
 
 
+def test_a_budget_that_changes_while_a_plan_comes_into_force(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache = over_store(store, 0.5)
+    over, budget = store_and_budget(model)
+    arrange, less = over.arrange, budget.smallest + budget.in_slots(cache // 4)
+
+    def after_another(*args: Any) -> None:
+        monkeypatch.undo()
+        torch_pi2.set_budget(model, less)
+        arrange(*args)
+
+    monkeypatch.setattr(over, "arrange", after_another)
+    follow(model, plan_of(model, {1: 0}, resident={1: 8}, budget=budget.total, cache={1: cache}))
+    has = torch_pi2.stats(model)
+    assert has["budget"].total <= less
+    assert has["cache_bytes"] <= has["budget"].cache < cache
+
+
 @pytest.mark.parametrize("before", [False, True])
 def test_what_fails_half_way_leaves_the_model_as_it_was(store: Path, before: bool) -> None:
     model, cache = over_store(store, 0.5)
