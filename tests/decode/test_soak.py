@@ -19,8 +19,9 @@ from shared import shared_folder
 
 _MIB = 1 << 20
 #: Of memory: what a process may have more than budgets say (heap that is not given back; two answers at once are made
-#: by models that are loaded besides), and more than after the warm-up.
-ALLOWED, MORE = 32 * _MIB, 8 * _MIB
+#: by models that are loaded besides), and more than after the warm-up: heap in pieces, and for each answer what Python
+#: keeps of a model that was loaded for it. An answer has some 20 tokens.
+ALLOWED, MORE, MORE_EACH = 32 * _MIB, 4 * _MIB, 4096
 
 
 def soaked(folder: Path, answers: int) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def test_an_hour_of_it(tmp_path_factory: pytest.TempPathFactory) -> None:
     for after in later:
         assert after["threads"] <= first["threads"]
         assert after["files"] == first["files"]
-        assert after["rss"] <= first["rss"] + MORE
+        assert after["rss"] <= first["rss"] + MORE + MORE_EACH * answers
     for at in rounds:
         assert at["rss"] <= found["before"] + found["budgets"] + ALLOWED
         assert at["peak"] <= found["before"] + 2 * found["most"] + ALLOWED

@@ -183,7 +183,8 @@ class Subject:
             "engine": chance.choice(("auto", "pread", "mmap")),
             "policy": chance.choice(("lfu", "none")),
         }
-        model = self.load(chance.randint(self.least, self.most), OffloadConfig(**how, lookahead=chance.random() < 0.5))
+        budget = chance.randint((self.least + self.most) // 2, self.most)  # other settings need a little more at least
+        model = self.load(budget, OffloadConfig(**how, lookahead=chance.random() < 0.5))
         self.whole(model)
 
 
