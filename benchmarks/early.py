@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import torch_pi2
-from benchmarks.figures import alternate, at_least, known, of_store, spread
+from benchmarks.figures import alternate, at_least, known, of_store, over, spread
 from benchmarks.subject import Rooms, check_share
 from torch_pi2.base import process as machine
 from torch_pi2.base.evaluating import evaluating
@@ -113,7 +113,7 @@ def run(
         heldout = tokenizer(common.stdlib_sample("heldout", tokenizer, _HELDOUT), verbose=False)["input_ids"]
         found["left_out"] = _left_out(model, sites, torch.tensor(heldout[:_HELDOUT]).view(-1, _LENGTH))
         if device is not None:
-            found["store"] = _over_store(model, tokenizer, device, method, ffn_in_memory)
+            found["store"] = _look_ahead(model, tokenizer, device, method, ffn_in_memory)
         return {"what": "early", **machine.describe(), "model": Path(folder).name, "tokens": ids_NT.numel(), **found}
     seen = _inputs(model, sites, ids_NT)
     layers = [
@@ -265,18 +265,39 @@ def _left_out(model: Any, sites: list[FFNSite], ids_NT: torch.Tensor) -> dict[st
     return found
 
 
-def _over_store(model: Any, tokenizer: Any, device: str, method: str, share: float) -> dict[str, Any]:
-    """Held-out text, decoded with and without look-ahead in alternation, each over a cache of its own."""
+def _look_ahead(model: Any, tokenizer: Any, device: str, method: str, share: float) -> dict[str, Any]:
+    ways: dict[str, dict[str, Any]] = {"off": {}, "on": {"lookahead": True}}
+    found, gains = over_store(model, tokenizer, device, method, share, ways)
+    return found | {"gain": round(statistics.median(gains["on"]), 3), "gain_spread": spread(gains["on"])}
+
+
+def over_store(
+    model: Any,
+    tokenizer: Any,
+    device: str,
+    method: str,
+    share: float,
+    ways: Mapping[str, Mapping[str, Any]],
+    calibration_tokens: int = Config.calibration_tokens,
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """Held-out text, decoded with the settings of reading of each way in alternation, each over a cache of its own;
+    and how many times as fast as the first each other way was, by round. ``model`` is changed.
+    """
     tokens = _WARM_UP + _ROUNDS * _DECODED
     text = common.stdlib_sample("heldout", tokenizer, tokens)
     ids_T = torch.tensor(tokenizer(text, verbose=False)["input_ids"][:tokens])
     with tempfile.TemporaryDirectory() as work:
         made, folder = Path(work) / "model", Path(work) / "store"
-        calibration = common.stdlib_sample("train", tokenizer, Config.calibration_tokens)
-        torch_pi2.save(torch_pi2.optimize(model, calibration, tokenizer=tokenizer, method=method), made)
+        calibration = common.stdlib_sample("train", tokenizer, calibration_tokens)
+        config = Config(method=method, calibration_tokens=calibration_tokens)
+        torch_pi2.save(torch_pi2.optimize(model, calibration, config, tokenizer=tokenizer), made)
         torch_pi2.pack(made, folder)
         rooms = Rooms(folder, tokens)
-        decoders = {name: _decoder(folder, rooms, name == "on", device, share, ids_T) for name in ("off", "on")}
+        decoders = {
+            # From the page cache: this machine's drive must not be slower than the one that is simulated.
+            name: _decoder(folder, rooms, OffloadConfig(device=device, direct=False, **how), share, ids_T)
+            for name, how in ways.items()
+        }
 
         def decode(name: str, index: int) -> tuple[float, Mapping[str, int]]:
             stored, decoder = decoders[name]
@@ -288,19 +309,16 @@ def _over_store(model: Any, tokenizer: Any, device: str, method: str, share: flo
             return time.perf_counter() - started, stored.torch_pi2.store.stats()
 
         rounds = alternate(list(decoders), _ROUNDS, decode)
-        reads = decoders["on"][0].torch_pi2.store.describe()
+        reads = next(iter(decoders.values()))[0].torch_pi2.store.describe()
         modes = {name: _figures(found) for name, found in rounds.items()}
-    rates = {name: [_DECODED / seconds for seconds, _ in found] for name, found in rounds.items()}
-    gain = [on / off for on, off in zip(rates["on"], rates["off"], strict=True)]
+    seconds = {name: [seconds for seconds, _ in found] for name, found in rounds.items()}
     about = {"simulated": device, "reads": reads, "method": method, "ffn_in_memory": share}
-    return {**about, "modes": modes, "gain": round(statistics.median(gain), 3), "gain_spread": spread(gain)}
+    return {**about, "modes": modes}, over(seconds, next(iter(ways)))
 
 
 def _decoder(
-    folder: Path, rooms: Rooms, lookahead: bool, device: str, share: float, ids_T: torch.Tensor
+    folder: Path, rooms: Rooms, config: OffloadConfig, share: float, ids_T: torch.Tensor
 ) -> tuple[Any, Decoder]:
-    # From the page cache: this machine's drive must not be slower than the one that is simulated.
-    config = OffloadConfig(lookahead=lookahead, device=device, direct=False)
     model = torch_pi2.load(folder, budget=rooms.budget(config, share), offload=config, context=len(ids_T))
     decoder = Decoder(model, max_tokens=len(ids_T))
     decoder.prompt(ids_T[None, : _WARM_UP // 2])
@@ -358,12 +376,12 @@ def left_out_rows(result: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
-def store_rows(result: Mapping[str, Any]) -> list[list[str]]:
-    """Cells of decoding without and with look-ahead, for tables."""
-    modes = result.get("store", {}).get("modes", {})
+def store_rows(store: Mapping[str, Any], way: str = "look-ahead") -> list[list[str]]:
+    """Cells of decoding in each way, for tables."""
+    modes = store.get("modes", {})
     return [
         [
-            f"look-ahead {name}",
+            f"{way} {name}",
             f"{m['tokens_per_s']:.1f} ({m['spread'][0]:.1f} to {m['spread'][1]:.1f})",
             f"{m['io_critical_share']:.1%}",
             f"{m['bytes_read_per_token'] / 1e6:.2f} MB",
@@ -382,6 +400,6 @@ def _render_mixtures(result: dict[str, Any]) -> str:
         return text
     store = result["store"]
     about = f"{store['reads']}, {store['ffn_in_memory']:.0%} of neurons in memory, {store['method']}"
-    text += f"\n\n{about}\n{common.table(OVER_STORE, [tuple(row) for row in store_rows(result)])}"
+    text += f"\n\n{about}\n{common.table(OVER_STORE, [tuple(row) for row in store_rows(store)])}"
     low, high = store["gain_spread"]
     return f"{text}\nlook-ahead: {store['gain']:.2f} times ({low:.2f} to {high:.2f}) the tokens/s"

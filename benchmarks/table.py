@@ -495,6 +495,11 @@ A trained model over a store, decoding held-out text, neurons per token: those t
 where their low-rank predictor's score is a *margin* above its threshold (lossy); beside it thresholds that are higher
 for all neurons, or lower, and look-ahead (lossless), which reads before it is asked. Nothing is timed.
 """
+_DROPPED_NOTE = """
+The same of mixtures, per token: experts with less than a share of their token's weight (`drop_experts`, lossy) are left
+out while fewer than half of what they want is in memory. Nothing is timed.
+"""
+_DROPPED_TIMES_NOTE = "\nTheir steps, with each share in alternation; devices are simulated.\n"
 
 
 _SPARSIFY_NOTE = """
@@ -563,7 +568,7 @@ Of the experts that a mixture chooses, the shares that are those chosen most, th
 its router chooses by the input of the mixture before (early routing, `OffloadConfig(lookahead=True)`).
 """
 _LEFT_OUT_NOTE = """
-What it would cost to leave out, always, experts with less than so much of their token's weight (nothing does).
+What it would cost to leave out, always, experts with less than so much of their token's weight.
 """
 _EARLY_STORE_NOTE = "\nDecoded text, without and with it in alternation; devices are simulated.\n"
 
@@ -580,7 +585,7 @@ def _left_out_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
 def _early_store_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     store = result.get("store", {})
     about = f"{name}: {store.get('reads')}, {percent(store.get('ffn_in_memory', 0))} in memory, {store.get('method')}"
-    return [[about, *row] for row in early.store_rows(result)]
+    return [[about, *row] for row in early.store_rows(store)]
 
 
 _VALIDATE_NOTE = """
@@ -616,6 +621,8 @@ _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]
     ("scores", f"## What skipping neurons costs\n{_SCORES_NOTE}", _SCORES, _scores_rows),
     ("methods", f"## Methods and 4 bits\n{_METHODS_NOTE}", ("run", *methods.HEADER), _of_tokens(methods.rows_of)),
     ("misses", f"## What is not in memory\n{_MISSES_NOTE}", ("run", *misses.HEADER), _of_tokens(misses.rows_of)),
+    ("misses", f"### Experts\n{_DROPPED_NOTE}", ("run", *misses.EXPERTS), _of_tokens(misses.expert_rows)),
+    ("misses", f"### Times\n{_DROPPED_TIMES_NOTE}", ("run", *misses.TIMES), _named(misses.time_rows)),
     ("sparsify", f"## Made sparse by training\n{_SPARSIFY_NOTE}", ("run", *sparsify.HEADER), _sparsify_rows),
     ("layer", "## One feed-forward layer", _LAYERS, _layer_rows),
     ("layer", "## Dense linears and predictors", _LINEARS, _linear_rows),

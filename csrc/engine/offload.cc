@@ -60,6 +60,8 @@ struct Offload::State final : NeuronSource, ReadSink {
 
 namespace {
 
+bool is_share(double number) { return number >= 0 && number <= 1; }
+
 // Within what the core can count, and "" or what is wrong with them.
 std::string checked(OffloadOptions* options, CachePolicy* policy, DeviceModel* device) {
   std::string wrong = policy_of(options->policy, policy);
@@ -68,8 +70,9 @@ std::string checked(OffloadOptions* options, CachePolicy* policy, DeviceModel* d
   if (!map && options->engine != "pread" && options->engine != "io_uring")
     return "engine: expected pread, io_uring or mmap, found '" + options->engine + "'";
   if (options->cache_bytes < 0 || options->io_threads < 1 || options->in_flight < 1 || options->window < 0 ||
-      options->gap_bytes < 0 || !(options->miss_margin >= 0) || !(options->hot_share >= 0 && options->hot_share <= 1))
-    return "options: expected no negative sizes, at least one thread and chunk in flight, and a hot share of 0 to 1";
+      options->gap_bytes < 0 || !(options->miss_margin >= 0) || !is_share(options->drop_experts) ||
+      !is_share(options->hot_share))
+    return "options: expected no negative sizes, at least one thread and chunk in flight, and shares of 0 to 1";
   options->in_flight = std::min(options->in_flight, kChunks);  // a layer has no more
   options->window = std::min<std::int64_t>(options->window, 1 << 30);
   options->run_bytes = std::min<std::int64_t>(options->run_bytes, 1 << 30);
@@ -266,6 +269,15 @@ void Offload::prefetch(std::int64_t layer, std::int64_t n_hot, const std::uint8_
   state_->prefetch(layer, n_hot, active, tokens, stats);
 }
 
+bool Offload::mostly_missing(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens) {
+  return state_->prefetch.mostly_missing(layer, n_hot, active, tokens);
+}
+
+void Offload::leave_out_experts(std::int64_t choices) {
+  const Locked lock(state_->common.mutex);
+  state_->common.sums.experts_left_out += choices;
+}
+
 void Offload::leave_out(const std::vector<std::int64_t>& first) { state_->arranger.leave_out(first); }
 
 std::string Offload::preload() { return state_->arranger.preload(); }
@@ -296,6 +308,8 @@ Accesses Offload::take_accesses() {
 OffloadStats Offload::stats(bool reset) { return state_->common.forked() ? OffloadStats() : state_->stats(reset); }
 
 double Offload::miss_margin() const { return state_->common.options.miss_margin; }
+
+double Offload::drop_experts() const { return state_->common.options.drop_experts; }
 
 std::string Offload::describe() const {
   if (state_->common.layout.mapped() != nullptr) return "mmap";

@@ -48,6 +48,18 @@ void Prefetch::operator()(std::int64_t layer, std::int64_t n_hot, const std::uin
   }
 }
 
+bool Prefetch::mostly_missing(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active,
+                              std::int64_t tokens) const {
+  if (common_.layout.mapped() != nullptr || common_.forked()) return false;
+  const std::vector<std::int64_t> slots = likely(common_.layout.about(layer), n_hot, active, tokens);
+  const Locked lock(common_.mutex);
+  const NeuronCache& cache = common_.places.cache();
+  const std::int64_t key = common_.layout.key_of(layer);
+  const auto there =
+      std::count_if(slots.begin(), slots.end(), [&](std::int64_t in_file) { return cache.contains(key + in_file); });
+  return 2 * there < static_cast<std::int64_t>(slots.size());
+}
+
 // Places in the cache for those that are not there, as many as it lets in, and their reads.
 void Prefetch::take(std::vector<std::int64_t> slots, ReadBatch* batch) {
   Places& places = common_.places;

@@ -20,6 +20,9 @@ class Prefetch {
   // See Offload::prefetch.
   void operator()(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens,
                   CallStats* stats) PI2_EXCLUDES(kLock);
+  // See Offload::mostly_missing.
+  bool mostly_missing(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens) const
+      PI2_EXCLUDES(kLock);
 
  private:
   void take(std::vector<std::int64_t> slots, ReadBatch* batch) PI2_REQUIRES(kLock);

@@ -2,11 +2,13 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "base/convert.h"
 #include "pi2/experts.h"
 #include "pi2/offload.h"
 
@@ -67,40 +69,52 @@ class Guess {
 
 class InStore : public ExpertLayers {
  public:
-  InStore(const ExpertStack& stack, Offload& store, std::int64_t first_layer, CallStats* stats, Guess* guess,
-          std::int64_t tokens)
-      : stack_(stack), store_(store), first_layer_(first_layer), stats_(stats), guess_(guess), tokens_(tokens) {}
+  InStore(const ExpertsArgs& args, const ExpertStack& stack, Offload& store, std::int64_t first_layer, CallStats* stats,
+          Guess* guess)
+      : args_(args), stack_(stack), store_(store), first_layer_(first_layer), stats_(stats), guess_(guess) {}
 
   // While decoding: what all experts want is predicted before the first of them is computed, so that reads for the
   // others are under way meanwhile. A prompt's experts want most of their neurons: one by one.
   void announce(const ExpertWork* works, std::int64_t count, const ParallelFor& parallel) override {
-    masks_.clear();
+    announced_.clear();
+    next_ = left_ = 0;
     std::int64_t pairs = 0;
     for (std::int64_t i = 0; i < count; ++i) pairs += works[i].tokens;
     if (pairs > kMostAnnounced) return;
     const std::int64_t cold = stack_.layer.neurons - stack_.layer.n_hot;
     const bool predicted = stack_.predictor.kind != Predictor::Kind::kNone;
     if (predicted) masks_.resize(static_cast<std::size_t>(pairs * cold));
-    std::uint8_t* mask = masks_.data();
+    std::uint8_t* mask = predicted ? masks_.data() : nullptr;
     for (std::int64_t i = 0; i < count; ++i) {
-      const FfnArgs layer = layer_of(stack_, works[i]);
-      if (predicted) predict(predictor_of(stack_, works[i].expert), layer, mask, parallel);
-      store_.prefetch(first_layer_ + works[i].expert, layer.n_hot, predicted ? mask : nullptr, works[i].tokens, stats_);
-      mask += predicted ? works[i].tokens * cold : 0;
+      announced_.push_back({works[i], mask});
+      if (predicted) mask += works[i].tokens * cold;
     }
-    next_mask_ = 0;
-    left_ = count;
-    if (guess_ != nullptr && count > 0) guess_->make(works[0].x, tokens_, parallel);
+    // Before anything is read for this call, which might take the place of what these have there.
+    if (store_.drop_experts() > 0 && args_.tokens < kStreamFrom)
+      for (Announced& one : announced_) one.left_out = is_light(one.work) && is_missing(&one, parallel);
+    for (Announced& one : announced_) {
+      if (one.left_out) continue;
+      predict_once(&one, parallel);
+      store_.prefetch(first_layer_ + one.work.expert, stack_.layer.n_hot, one.mask, one.work.tokens, stats_);
+      ++left_;
+    }
+    if (guess_ != nullptr && count > 0) guess_->make(works[0].x, args_.tokens, parallel);
   }
 
   std::string compute(const ExpertWork& work, const ParallelFor& parallel) override {
-    FfnArgs layer = layer_of(stack_, work);
     Predictor predictor = predictor_of(stack_, work.expert);
-    if (!masks_.empty()) {
-      layer.active = masks_.data() + next_mask_;
-      next_mask_ += static_cast<std::size_t>(work.tokens * (layer.neurons - layer.n_hot));
-      predictor = Predictor();
+    const std::uint8_t* active = nullptr;
+    if (!announced_.empty()) {
+      const Announced& one = announced_[next_++];
+      if (one.left_out) {
+        std::fill(work.y, work.y + work.tokens * work.hidden, 0.0f);
+        return "";
+      }
+      if (one.mask != nullptr) predictor = Predictor();
+      active = one.mask;
     }
+    FfnArgs layer = layer_of(stack_, work);
+    layer.active = active;
     std::function<void()> then;
     // Own reads first: what the last expert wants has been asked for then.
     if (--left_ == 0 && guess_ != nullptr) then = [this] { guess_->read(stats_); };
@@ -111,14 +125,55 @@ class InStore : public ExpertLayers {
  private:
   static constexpr std::int64_t kMostAnnounced = 64;  // pairs of a token and an expert
 
+  struct Announced {
+    ExpertWork work;
+    std::uint8_t* mask = nullptr;  // [tokens, cold neurons] that are wanted; null: all of them
+    bool predicted = false, left_out = false;
+  };
+
+  void predict_once(Announced* one, const ParallelFor& parallel) const {
+    if (one->mask == nullptr || one->predicted) return;
+    predict(predictor_of(stack_, one->work.expert), layer_of(stack_, one->work), one->mask, parallel);
+    one->predicted = true;
+  }
+
+  // Whether each of the expert's tokens gives it less than the share below which experts are left out, and another one
+  // of its choices more (of equal ones the first counts as that).
+  bool is_light(const ExpertWork& work) const {
+    for (std::int64_t i = 0; i < work.tokens; ++i) {
+      const std::int64_t first = work.ids[i] * args_.slots;
+      float all = 0, own = 0, most = -std::numeric_limits<float>::infinity();
+      std::int64_t heaviest = work.expert;
+      for (std::int64_t j = first; j < first + args_.slots; ++j) {
+        const float weight = load_float(args_.routing, args_.routing_dtype, j);
+        all += weight;
+        if (args_.index[j] == work.expert) own += weight;
+        if (weight > most) heaviest = args_.index[j];
+        most = std::max(most, weight);
+      }
+      if (!(own < static_cast<float>(store_.drop_experts()) * all) || heaviest == work.expert) return false;
+    }
+    return true;
+  }
+
+  bool is_missing(Announced* one, const ParallelFor& parallel) const {
+    predict_once(one, parallel);
+    const ExpertWork& work = one->work;
+    if (!store_.mostly_missing(first_layer_ + work.expert, stack_.layer.n_hot, one->mask, work.tokens)) return false;
+    store_.leave_out_experts(work.tokens);
+    return true;
+  }
+
+  const ExpertsArgs& args_;
   const ExpertStack& stack_;
   Offload& store_;
   std::int64_t first_layer_;
   CallStats* stats_;
-  Guess* guess_;                     // null: none
-  std::int64_t tokens_, left_ = 0;   // experts to compute
-  std::vector<std::uint8_t> masks_;  // of all works, in their order; empty: none were made
-  std::size_t next_mask_ = 0;
+  Guess* guess_;                      // null: none
+  std::int64_t left_ = 0;             // experts to compute
+  std::vector<std::uint8_t> masks_;   // of all works, in their order
+  std::vector<Announced> announced_;  // empty: too many
+  std::size_t next_ = 0;
 };
 
 }  // namespace
@@ -154,7 +209,7 @@ std::string stored_experts(const ExpertsArgs& args, const ExpertStack& stack, Of
   const bool early = next != nullptr && args.tokens <= kMostLookahead;
   std::optional<Guess> guess;
   if (early) guess.emplace(*next, store);
-  InStore layers(stack, store, first_layer, stats, early ? &*guess : nullptr, args.tokens);
+  InStore layers(args, stack, store, first_layer, stats, early ? &*guess : nullptr);
   return mix_experts(args, layers, parallel);
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <set>
 #include <utility>
 
 #include "base/convert.h"
@@ -432,11 +433,119 @@ long check_early(std::mt19937& rng, Kind kind) {
   return cases;
 }
 
+// Pairs of `in`, without those of experts that have less than `share` of the weight of each of their tokens and of none
+// the most.
+std::vector<std::int64_t> without_light(const Tokens& in, const std::vector<float>& weights, std::int64_t experts,
+                                        float share) {
+  std::vector<std::int64_t> rest = in.index;
+  for (std::int64_t e = 0; e < experts; ++e) {
+    bool light = true;
+    for (std::int64_t t = 0; t < in.count; ++t) {
+      const auto index = in.index.begin() + t * in.slots;
+      const auto weight = weights.begin() + t * in.slots;
+      if (std::find(index, index + in.slots, e) == index + in.slots) continue;
+      float all = 0, own = 0;
+      for (std::int64_t j = 0; j < in.slots; ++j) {
+        all += weight[j];
+        own += index[j] == e ? weight[j] : 0;
+      }
+      light = light && own < share * all && index[std::max_element(weight, weight + in.slots) - weight] != e;
+    }
+    if (light) std::replace(rest.begin(), rest.end(), e, experts);
+  }
+  return rest;
+}
+
+// How many experts the tokens have in all.
+std::int64_t choices_of(const std::vector<std::int64_t>& index, std::int64_t slots, std::int64_t experts) {
+  std::set<std::pair<std::size_t, std::int64_t>> found;
+  for (std::size_t i = 0; i < index.size(); ++i)
+    if (index[i] < experts) found.insert({i / static_cast<std::size_t>(slots), index[i]});
+  return static_cast<std::int64_t>(found.size());
+}
+
+// Experts of little weight add nothing where they are not in memory; prompts, and what is in memory, are as always.
+long check_drop(std::mt19937& rng, Kind kind) {
+  const std::int64_t experts = 6, slots = 3;
+  const StoreFixture store(rng, experts, 90, 3, 64, DType::kF32);
+  Experts made(rng, experts, 90, 3, 64, DType::kF32, kind, DType::kQ4, false);
+  made.stack.layer.neuron_rows = nullptr;
+  long cases = 0, dropped = 0;
+  for (const bool there : {false, true}) {
+    for (const double share : {0.0, 0.2, 0.4, 1.0}) {
+      std::unique_ptr<Offload> open[2];
+      for (const bool drops : {false, true}) {
+        OffloadOptions options;
+        options.policy = there ? "lfu" : "none";
+        options.cache_bytes = 1 << 22;
+        options.drop_experts = drops ? share : 0;
+        std::string problem;
+        open[drops] = Offload::open(store.path, options, &problem);
+        PI2_CHECK(open[drops] != nullptr, "%s", problem.c_str());
+        if (open[drops] == nullptr) return 0;
+        if (there) PI2_CHECK(open[drops]->preload().empty(), "preload");
+      }
+      PI2_CHECK(open[1]->drop_experts() == share, "%f", share);
+      for (const std::int64_t tokens : {1, 2, 21, 30, 40}) {
+        Tokens in(rng, tokens, 64, slots, experts, DType::kF32, DType::kF32);
+        std::vector<float> weights;
+        for (std::int64_t i = 0; i < tokens * slots; ++i) weights.push_back(static_cast<float>(rng() % 8) / 8);
+        in.args.routing = weights.data();
+        in.index[0] = in.index[1];  // twice
+        const std::vector<std::int64_t> rest = without_light(in, weights, experts, static_cast<float>(share));
+        const bool may = !there && tokens < kStreamFrom && choices_of(in.index, slots, experts) <= 64;
+        const std::int64_t fewer = choices_of(in.index, slots, experts) - choices_of(rest, slots, experts);
+        ThreadPool pool(2);
+        std::string wrong = stored_experts(in.args, made.stack, *open[1], 0, pool.parallel());
+        const std::vector<char> found = in.y;
+        if (may) in.index = rest;
+        in.args.index = in.index.data();
+        wrong += stored_experts(in.args, made.stack, *open[0], 0, pool.parallel());
+        PI2_CHECK(wrong.empty() && in.y == found, "%d, %f, %ld tokens: %s", there, share, static_cast<long>(tokens),
+                  wrong.c_str());
+        const std::int64_t counted = open[1]->stats(true).experts_left_out;
+        PI2_CHECK(counted == (may ? fewer : 0), "%f, %ld tokens: %ld of %ld", share, static_cast<long>(tokens),
+                  static_cast<long>(counted), static_cast<long>(fewer));
+        dropped += counted;
+        ++cases;
+      }
+    }
+  }
+  PI2_CHECK(dropped > 0, "nothing was left out");
+  return cases;
+}
+
+// Of what is wanted, half.
+long check_mostly_missing(std::mt19937& rng) {
+  const StoreFixture store(rng, 1, 90, 3, 64, DType::kF32);
+  OffloadOptions options;
+  options.policy = "static";
+  options.cache_bytes = 45 * store.layers[0].slot_bytes;
+  std::string problem;
+  const std::unique_ptr<Offload> offload = Offload::open(store.path, options, &problem);
+  PI2_CHECK(offload != nullptr && offload->preload().empty(), "%s", problem.c_str());
+  if (offload == nullptr) return 0;
+  const std::int64_t there = offload->stats(false).resident, all = store.layers[0].n_slots();
+  PI2_CHECK(there * store.layers[0].cluster > 20 && there < all, "%ld", static_cast<long>(there));
+  PI2_CHECK(offload->mostly_missing(0, 0, nullptr, 1) == (2 * there < all), "all of it");
+  std::vector<std::uint8_t> active(2 * 90, 0);
+  PI2_CHECK(!offload->mostly_missing(0, 0, active.data(), 1), "nothing is wanted");
+  const std::int64_t last = (all - 1) * store.layers[0].cluster;
+  active[0] = 1;
+  PI2_CHECK(!offload->mostly_missing(0, 0, active.data(), 1), "what is there");
+  active[90 + static_cast<std::size_t>(last)] = 1;
+  PI2_CHECK(!offload->mostly_missing(0, 0, active.data(), 2), "half, of two tokens");
+  active[0] = 0;
+  PI2_CHECK(offload->mostly_missing(0, 0, active.data(), 2), "what is not");
+  return 5;
+}
+
 }  // namespace
 
 int main() {
   std::mt19937 rng(11);
   long cases = check_announcement(rng) + check_repeats(rng) + check_slices(rng) + check_route(rng) + check_record();
+  cases += check_mostly_missing(rng);
   cases += check_bits(rng, 1, 1, 3, 1, 1, 1, DType::kF32, false);
   cases += check_bits(rng, 3, 70, 2, 33, 5, 2, DType::kBF16, false);
   cases += check_bits(rng, 4, 85, 3, 111, 70, 3, DType::kF16, false);
@@ -445,7 +554,7 @@ int main() {
   for (const Kind kind : {Kind::kNone, Kind::kLowrank, Kind::kSignbit}) {
     cases += check_store(rng, kind, DType::kQ4, true);
     cases += check_store(rng, kind, DType::kF32, false);
-    cases += check_early(rng, kind);
+    cases += check_early(rng, kind) + check_drop(rng, kind);
   }
   return finish("test_experts", cases);
 }

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tiny_experts import build
+from tiny_experts import with_tokenizer
 
 from benchmarks import table
 from benchmarks.__main__ import main
-from benchmarks.early import INPUTS, MODEL, render, run
+from benchmarks.early import INPUTS, render, run
 from torch_pi2.errors import ConfigError
 
 
@@ -34,7 +33,7 @@ def test_each_input_has_its_predictor(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.slow
 def test_experts_are_guessed_and_read_early(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mixture(tmp_path)
+    with_tokenizer(tmp_path)
     options = ["--folder", str(tmp_path), "--tokens", "1280", "--device", "ufs-4.0", "--threads", "1"]
     assert main(["early", *options, "--method", "exact", "--ffn-in-memory", "0.7", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -57,18 +56,6 @@ def test_experts_are_guessed_and_read_early(tmp_path: Path, capsys: pytest.Captu
     page = table.page({"x": result})
     assert "### Experts\n" in page
     assert "### Experts read early" in page
-
-
-def mixture(folder: Path) -> None:
-    """A Mixtral at random, with a tokenizer."""
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(MODEL / "tokenizer.json"))
-    tokenizer.save_pretrained(folder)
-    model: Any = build("Mixtral", vocab_size=len(tokenizer), max_position_embeddings=1024)
-    for layer in model.model.layers:
-        layer.mlp.gate.weight.data.mul_(20)  # weights of all sizes
-    model.save_pretrained(folder)
 
 
 def test_settings_that_make_no_sense() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+from tiny_experts import with_tokenizer
 
 from benchmarks import misses, table
 from torch_pi2.errors import ConfigError
@@ -25,6 +29,34 @@ def test_a_margin_reads_less_than_without_and_loses_less_than_a_higher_threshold
     assert "| run: 256 tokens | 50% | as fitted | 1.0 |" in table.page({"run": result})
 
 
+@pytest.mark.slow
+def test_experts_of_little_weight_are_left_out(tmp_path: Path) -> None:
+    with_tokenizer(tmp_path)
+    settings: dict[str, Any] = {"shares": [0.5], "drop_experts": [0.2], "tokens": 512, "calibration_tokens": 1000}
+    result = misses.run(tmp_path, **settings)
+    plain, fewer = result["cases"]
+    assert (plain["drop_experts"], fewer["drop_experts"], result["choices"]) == (0, 0.2, 4)
+    assert plain["loss"] == pytest.approx(0, abs=1e-5)
+    assert plain["experts_left_out"] == 0 < fewer["experts_left_out"] < 2
+    assert fewer["bytes_read"] < plain["bytes_read"]
+    assert abs(plain["kl"]) < 1e-6 < fewer["kl"]
+    assert f"{fewer['experts_left_out']:.2f} of 4" in misses.render(result)
+    times = misses.run(tmp_path, **settings, device="ufs-4.0")
+    assert times["cases"] == []
+    modes = times["times"][0]["modes"]
+    assert modes["0.2"]["bytes_read_per_token"] < modes["0"]["bytes_read_per_token"]
+    assert "gain" not in modes["0"]
+    assert modes["0.2"]["gain"] > 0
+    assert "simulated ufs-4.0" in misses.render(times)
+    page = table.page({"cases": result, "times": times})
+    assert "| cases: 256 tokens | 50% | 0.2 |" in page
+    assert "| times | 50% | drop_experts 0.2 |" in page
+
+
 def test_settings_that_make_no_sense() -> None:
     with pytest.raises(ConfigError, match="tokens: expected 512 or more, found 300"):
         misses.run(tokens=300)
+    with pytest.raises(ConfigError, match="method: expected exact or signbit, found lowrank"):
+        misses.run(method="lowrank")
+    with pytest.raises(ConfigError, match=r"device ufs-4\.0: expected a mixture of experts, found drelu"):
+        misses.run(tokens=512, calibration_tokens=1000, device="ufs-4.0")

@@ -218,22 +218,36 @@ def test_a_budget_is_of_what_is_in_a_store(command: Command, kinds: dict[str, Pa
     assert "--budget 1GB: expected a model over a store" in dense
 
 
-def test_a_margin_is_for_what_is_not_in_memory(command: Command, kinds: dict[str, Path]) -> None:
-    asked, margin = ("--prompt", "x", "--max-new-tokens", "1"), ("--miss-margin", "1")
+@pytest.mark.parametrize(
+    ("option", "field", "needs"),
+    [
+        ("--miss-margin", "miss_margin", "layers with low-rank predictors"),
+        ("--drop-experts", "drop_experts", "mixtures of experts"),
+    ],
+)
+def test_what_is_left_out_is_not_in_memory(
+    command: Command, kinds: dict[str, Path], option: str, field: str, needs: str
+) -> None:
+    asked, share = ("--prompt", "x", "--max-new-tokens", "1"), (option, "1")
     for kind, more, message in (
-        ("checkpoint", (), "--miss-margin 1.0: expected a model over a store, as pack writes it"),
-        ("store", (), "--miss-margin 1: expected --budget beside it"),
-        ("store", ("--budget", "1GB"), "OffloadConfig.miss_margin: expected layers with low-rank predictors"),
-        ("bundle", (), "--miss-margin with {}: expected an option of bundles"),
+        ("checkpoint", (), f"{option} 1.0: expected a model over a store, as pack writes it"),
+        ("store", (), f"{option} 1: expected --budget beside it"),
+        ("store", ("--budget", "1GB"), f"OffloadConfig.{field}: expected {needs}"),
+        ("bundle", (), f"{option} with {{}}: expected an option of bundles"),
     ):
-        said = command("generate", kinds[kind], *asked, *margin, *more, ok=False)
+        said = command("generate", kinds[kind], *asked, *share, *more, ok=False)
         assert said.code == 2
         assert message.format(kinds[kind]) in said.err
-    against = ("eval", kinds["bundle"], "--suite", "--against", kinds["checkpoint"], *margin, "--limit", "1")
-    assert f"--miss-margin with {kinds['bundle']}: expected a model over a store" in command(*against, ok=False).err
-    assert (
-        "expected 0 or more, found -1" in command("generate", kinds["store"], *asked, "--miss-margin=-1", ok=False).err
-    )
+    against = ("eval", kinds["bundle"], "--suite", "--against", kinds["checkpoint"], *share, "--limit", "1")
+    assert f"{option} with {kinds['bundle']}: expected a model over a store" in command(*against, ok=False).err
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("--miss-margin=-1", "expected 0 or more, found -1"), ("--drop-experts=1.5", "expected 0 to 1, found 1.5")],
+)
+def test_what_no_share_or_margin_is(command: Command, kinds: dict[str, Path], option: str, message: str) -> None:
+    assert message in command("generate", kinds["store"], "--prompt", "x", option, ok=False).err
 
 
 @pytest.mark.parametrize("kind", TALKS)

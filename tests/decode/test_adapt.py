@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from plan_fakes import plan_of
 from tiny_models import LAYERS, VOCAB, tiny
 from torch import nn
 
@@ -27,7 +28,7 @@ from torch_pi2.observe import counters
 from torch_pi2.planner.greedy import plan_without_data
 from torch_pi2.rewrite.handle import store_and_budget
 from torch_pi2.rewrite.rewrite import rewrite
-from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
+from torch_pi2.spec.machine_plan import HardwarePlan, PromptPlan
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import Plan, weights_hash
 from torch_pi2.store.shapes import SHAPES
@@ -39,21 +40,6 @@ PREDICTORS: dict[str, dict[str, Any]] = {
     "signbit": {"predictor": "signbit", "weights": "int4"},
     "exact": {"predictor": None, "weights": "int4"},
 }
-
-
-def plan_of(model: nn.Module, hot: dict[int, int], *, dense_from: int = 0, **settings: Any) -> HardwarePlan:
-    """The same hot neurons in every layer, by batch."""
-    layers = sparse_layers(model)
-    resident: dict[int, int] = settings.pop("resident", {})
-    cache: dict[int, int] = settings.pop("cache", {})
-
-    def each(number: int) -> tuple[int, ...]:
-        return tuple(number for _ in layers)
-
-    buckets = tuple(Bucket(b, each(n), each(0), each(resident.get(b, 0)), cache.get(b, 0)) for b, n in hot.items())
-    return HardwarePlan(
-        {"hardware": "made up"}, settings.pop("budget", None), 0, 64, buckets, PromptPlan(each(dense_from)), **settings
-    )
 
 
 @pytest.fixture(scope="module")
@@ -403,6 +389,23 @@ def test_a_copy_that_follows_another_plan_leaves_the_original_alone() -> None:
     assert (first.stats()["sequences"], sparse_layers(model)[0].by_batch) == (2, ((1, 4), (2, 8)))
     second.close()
     assert (engine_of(model), engine_of(twin)) == (first, None)
+
+
+def test_a_budget_that_changes_while_a_plan_comes_into_force(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache = over_store(store, 0.5)
+    over, budget = store_and_budget(model)
+    arrange, less = over.arrange, budget.smallest + budget.in_slots(cache // 4)
+
+    def after_another(*args: Any) -> None:
+        monkeypatch.undo()
+        torch_pi2.set_budget(model, less)
+        arrange(*args)
+
+    monkeypatch.setattr(over, "arrange", after_another)
+    follow(model, plan_of(model, {1: 0}, resident={1: 8}, budget=budget.total, cache={1: cache}))
+    has = torch_pi2.stats(model)
+    assert has["budget"].total <= less
+    assert has["cache_bytes"] <= has["budget"].cache < cache
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
+from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.machine.hardware import StoreCosts
 from torch_pi2.planner.model_shape import LayerShape, ModelShape
+from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
 
@@ -236,3 +239,18 @@ def fake_stats(
             experts=layer.site.experts,
         )
     return ActivationStats(layers, plan.model_hash, {"tokens": tokens})
+
+
+def plan_of(model: nn.Module, hot: dict[int, int], *, dense_from: int = 0, **settings: Any) -> HardwarePlan:
+    """For ``model``: the same hot neurons in every layer, by batch."""
+    layers = sparse_layers(model)
+    resident: dict[int, int] = settings.pop("resident", {})
+    cache: dict[int, int] = settings.pop("cache", {})
+
+    def each(number: int) -> tuple[int, ...]:
+        return tuple(number for _ in layers)
+
+    buckets = tuple(Bucket(b, each(n), each(0), each(resident.get(b, 0)), cache.get(b, 0)) for b, n in hot.items())
+    return HardwarePlan(
+        {"hardware": "made up"}, settings.pop("budget", None), 0, 64, buckets, PromptPlan(each(dense_from)), **settings
+    )

@@ -108,8 +108,8 @@ def load_offloaded(
         if total is None:
             budget = budget.with_total(budget.whole, folder)
         index_of = {key: i for i, key in enumerate(reader.keys)}
-    if offload.miss_margin > 0:
-        _check_margin(plan, offload)
+    if offload.lossy:
+        _check_lossy(plan, offload)
     store = Store(pi2 / STORE_FILE, budget.cache, offload, token_bytes=budget.token)
     store.most_tokens = budget.piece_tokens
 
@@ -162,30 +162,49 @@ def load_offloaded(
     return model
 
 
-def _check_margin(plan: Plan, offload: OffloadConfig) -> None:
-    """Says that results are lossy; raises ConfigError if there is nothing that ``miss_margin`` can decide."""
+def _check_lossy(plan: Plan, offload: OffloadConfig) -> None:
+    """Says that results are lossy; raises ConfigError if there is nothing that can be left out."""
     methods = [layer.method for layer in plan.layers if layer.site.experts is None]
     predicted = methods.count(Method.LOWRANK)
-    if predicted == 0:
+    mixtures = len({layer.site.experts for layer in plan.layers} - {None})
+    if offload.miss_margin > 0:
+        wanted = "layers with low-rank predictors (method='lowrank'), which are no experts"
+        found = f"methods {', '.join(sorted({layer.method for layer in plan.layers}))}"
+        _check_leaves_out("miss_margin", offload, predicted, wanted, found)
+        _log.warning(
+            "lossy: in %d layers, neurons that are not in memory are left out where their predictor's score is less "
+            "than %g above its threshold (OffloadConfig.miss_margin); torch-pi2 eval measures what that costs",
+            predicted,
+            offload.miss_margin,
+        )
+    if offload.drop_experts > 0:
+        _check_leaves_out(
+            "drop_experts", offload, mixtures, "mixtures of experts", f"{len(methods)} layers without any"
+        )
+        _log.warning(
+            "lossy: in %d mixtures, experts that are mostly not in memory are left out where they have less than %g of "
+            "their token's weight (OffloadConfig.drop_experts); torch-pi2 eval measures what that costs",
+            mixtures,
+            offload.drop_experts,
+        )
+
+
+def _check_leaves_out(setting: str, offload: OffloadConfig, layers: int, expected: str, found: str) -> None:
+    """Raises ConfigError: ``setting`` decides of no layer, or nobody can tell what is in memory."""
+    if layers == 0:
         raise ConfigError(
-            "OffloadConfig.miss_margin",
-            expected="layers with low-rank predictors (method='lowrank'), which are no experts",
-            found=f"methods {', '.join(sorted({layer.method for layer in plan.layers}))}",
-            fix="Leave it out, or make the store of a model with such predictors.",
+            f"OffloadConfig.{setting}",
+            expected=expected,
+            found=found,
+            fix="Leave it out, or make the store of a model that has some.",
         )
     if offload.engine == "mmap":
         raise ConfigError(
-            "OffloadConfig.miss_margin",
+            f"OffloadConfig.{setting}",
             expected="engine io_uring, pread or auto",
             found="mmap, of which nobody knows what is in memory",
             fix="Choose another engine.",
         )
-    _log.warning(
-        "lossy: in %d layers, neurons that are not in memory are left out where their predictor's score is less than "
-        "%g above its threshold (OffloadConfig.miss_margin); torch-pi2 eval measures what that costs",
-        predicted,
-        offload.miss_margin,
-    )
 
 
 def _route_early(model: nn.Module) -> None:

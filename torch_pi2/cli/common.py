@@ -37,6 +37,8 @@ _MODEL = "a Hugging Face causal language model"
 MOST_TOKENS = 4096
 #: ``--gpu-memory`` of it: the model is on the GPU as a whole.
 ALL = "all"
+#: Fields of OffloadConfig that leave out what is not in memory.
+LEAVE_OUT = ("miss_margin", "drop_experts")
 
 
 def _whole(text: str, least: int, most: int) -> int:
@@ -106,6 +108,14 @@ def shares(text: str) -> list[float]:
     return [above_zero(part) for part in text.split(",")]
 
 
+def share(text: str) -> float:
+    """0 to 1, for argparse."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"expected 0 to 1, found {text}")
+    return value
+
+
 def seed(text: str) -> int:
     """What every random generator takes, for argparse."""
     return _whole(text, 0, (1 << 62) - 1)
@@ -149,6 +159,13 @@ def add_budget(parser: argparse.ArgumentParser, of_each: str = "") -> None:
         default=0.0,
         metavar="NATS",
         help="lossy, with --budget: do not read a neuron whose predictor's score is less than this above its threshold",
+    )
+    add(
+        "--drop-experts",
+        type=share,
+        default=0.0,
+        metavar="SHARE",
+        help="lossy, with --budget: leave out an expert with less of its token's weight that is mostly not in memory",
     )
 
 
@@ -444,31 +461,38 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
         together = {"reduction": getattr(args, "reduction", None), "patience_s": getattr(args, "patience", None)}
         if together := {name: value for name, value in together.items() if value is not None}:
             more["group"] = torch_pi2.GroupConfig(**together)
-        if _margin_of(args) is not None:
-            more["offload"] = _with_margin(args)
+        if left_out(args):
+            more["offload"] = _with_left_out(args)
         if getattr(args, "gpu_memory", None) not in (None, ALL):
             more["gpu_memory"] = args.gpu_memory
         return torch_pi2.load(args.model, trust_remote_code=args.trust_remote_code, dtype=dtype, **more)
 
 
-def _margin_of(args: argparse.Namespace) -> float | None:
-    return getattr(args, "miss_margin", None) or None
+def left_out(args: argparse.Namespace) -> dict[str, Any]:
+    """Those of :data:`LEAVE_OUT` that ``args`` set."""
+    return {name: value for name in LEAVE_OUT if (value := getattr(args, name, 0.0))}
 
 
-def _with_margin(args: argparse.Namespace) -> OffloadConfig:
-    """What the folder's plan says of reading, and ``args.miss_margin``. Raises ConfigError: nothing is read."""
+def option_of(name: str) -> str:
+    """That which sets ``args.name``."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _with_left_out(args: argparse.Namespace) -> OffloadConfig:
+    """What the folder's plan says of reading, and :func:`left_out`. Raises ConfigError: nothing is read."""
     from torch_pi2.checkpoint.save_load import offload_of
     from torch_pi2.store.parts import Parts
 
+    settings = left_out(args)
     if getattr(args, "budget", None) is None:
         raise ConfigError(
-            f"--miss-margin {args.miss_margin:g}",
-            expected="--budget beside it: a margin is for neurons that are not in memory",
+            ", ".join(f"{option_of(name)} {value:g}" for name, value in settings.items()),
+            expected="--budget beside it: it is for what is not in memory",
             found="all weights in memory",
             fix="Pass --budget BYTES, or leave it out.",
         )
     with Parts(Path(args.model) / "pi2") as parts:
-        return replace(offload_of(parts.plan()), miss_margin=args.miss_margin)
+        return replace(offload_of(parts.plan()), **settings)
 
 
 def load_any(args: argparse.Namespace, dense: bool = False) -> nn.Module:
@@ -476,7 +500,8 @@ def load_any(args: argparse.Namespace, dense: bool = False) -> nn.Module:
     ``args.gpu_memory`` says.
     """
     dense, wanted = dense or not (Path(args.model) / "pi2").is_dir(), getattr(args, "gpu_memory", None)
-    for option, value in (("--budget", getattr(args, "budget", None)), ("--miss-margin", _margin_of(args))):
+    for name, value in {"budget": getattr(args, "budget", None), **left_out(args)}.items():
+        option = option_of(name)
         if dense and value is not None:
             raise ConfigError(
                 f"{option} {value}",

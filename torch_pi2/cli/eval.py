@@ -70,7 +70,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     rows = weights_path(pi2) is not None
     _check_suite(args, rows)
     if args.against is not None:
-        both = [_of_any_kind(args, args.against), _of_any_kind(args, args.model, args.budget, args.miss_margin)]
+        own = common.given(args, "budget", *common.LEAVE_OUT)
+        both = [_of_any_kind(args, args.against), _of_any_kind(args, args.model, **own)]
         return result | {"suite": _suite(args, both)}
     sparse = common.load_sparse(args)
     dense = None if args.lm_eval and rows else common.load_dense(args)
@@ -107,22 +108,22 @@ def _check_suite(args: argparse.Namespace, rows: bool) -> None:
 
 
 def _of_any_kind(
-    args: argparse.Namespace, folder: str, budget: str | None = None, margin: float = 0.0
+    args: argparse.Namespace, folder: str, budget: str | None = None, **leave_out: float
 ) -> tuple[str, Any, Any]:
     """Name, model and tokenizer of a checkpoint, of what optimize, quantize and pack wrote, or of a bundle."""
     from torch_pi2.cli.folders import kind_of
 
-    own = {"model": folder, "budget": budget, "miss_margin": margin, "gpu_memory": None, "compile": False}
-    of = argparse.Namespace(**vars(args) | own)
+    own = {"model": folder, "budget": budget, "gpu_memory": None, "compile": False}
+    of = argparse.Namespace(**vars(args) | own | dict.fromkeys(common.LEAVE_OUT, 0.0) | leave_out)
     if kind_of(Path(folder)) != "bundle":
         return folder, common.load_any(of), common.load_tokenizer(of)
     from torch_pi2.export.run import Bundle
 
-    if margin > 0:
+    for name in common.left_out(of):
         raise ConfigError(
-            f"--miss-margin with {folder}",
+            f"{common.option_of(name)} with {folder}",
             expected="a model over a store, as pack writes it",
-            found="a bundle, which reads all that its predictors want",
+            found="a bundle, which reads all that it wants",
             fix="Leave it out.",
         )
     phase(f"load {folder}")

@@ -22,8 +22,7 @@ EXAMPLE = "torch-pi2 generate my-sparse-model --prompt 'def main(' --max-new-tok
 #: Options that bundles do not take, with their defaults; options of ``run`` that this verb has not.
 _OF_MODELS = {"dense": False, "compile": False, "activations": "float", "prompt_lookup": 0, "gpu_memory": None}
 _OF_MODELS |= {"reduction": None, "patience": None}
-_OF_MODELS |= {
-    "miss_margin": 0.0,
+_OF_MODELS |= dict.fromkeys(common.LEAVE_OUT, 0.0) | {
     "dtype": "auto",
     "trust_remote_code": False,
     "allow_download": False,
@@ -161,7 +160,7 @@ def _of_bundle(args: argparse.Namespace) -> dict[str, Any]:
     for name, default in _OF_MODELS.items():
         if getattr(args, name) != default:
             raise ConfigError(
-                f"--{name.replace('_', '-')} with {args.model}",
+                f"{common.option_of(name)} with {args.model}",
                 expected="an option of bundles, which were compiled as they are",
                 found="one of models that PyTorch runs",
                 fix="Leave it out; torch-pi2 run --help has what bundles take.",

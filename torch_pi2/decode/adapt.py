@@ -70,6 +70,7 @@ def follow(model: nn.Module, plan: Plan | HardwarePlan) -> Engine:
     handle, before = Handle.of(model) or Handle(), engine_of(model)
     own = before if before is not None and before._handle() is handle else None  # else: that of what it is a copy of
     settings = [(layer, layer.by_batch, layer.dense_from) for layer in layers if not _is_expert(layer)]
+    budget = handle.budget
     with nullcontext() if own is None else own._lock:
         try:
             engine = Engine(model, handle, hardware, layers)
@@ -82,6 +83,8 @@ def follow(model: nn.Module, plan: Plan | HardwarePlan) -> Engine:
     if before is not None:
         _unhook(model, before)
     handle.engine = engine
+    if handle.budget is not None and handle.budget is not budget:  # set_budget by another thread told no engine, or own
+        engine.refresh(handle.budget.cache)
     if Handle.of(model) is None:  # one that holds an optimised model
         handle.attach(model)
     return engine

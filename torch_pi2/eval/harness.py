@@ -15,7 +15,7 @@ from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.extras import missing_package
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.layers.prompt import sparse_only
-from torch_pi2.rewrite.handle import has_margin
+from torch_pi2.rewrite.handle import leaves_out
 
 
 @checked
@@ -34,14 +34,14 @@ def harness(
 
     Raises:
         LibraryMissingError: no lm-eval. ConfigError: no such task, one that is not sound, or one whose data are not
-            here; or a ``model`` that leaves out neurons while it decodes (``OffloadConfig.miss_margin``), which no task
-            would show. UnsupportedModelError: no model of transformers.
+            here; or a ``model`` that leaves out what is not in memory while it decodes (``OffloadConfig.lossy``), which
+            no task would show. UnsupportedModelError: no model of transformers.
     """
-    if has_margin(model):
+    if leaves_out(model):
         raise ConfigError(
             "lm-eval",
             expected="a model that computes prompts as it decodes",
-            found="OffloadConfig.miss_margin (--miss-margin), which is for tokens that are decoded",
+            found="OffloadConfig.miss_margin or drop_experts, which are for tokens that are decoded",
             fix="Use bits_per_byte or the questions of --suite, which give it one token at a time.",
         )
     try:

@@ -16,7 +16,7 @@ from torch_pi2.base.progress import bar
 from torch_pi2.decode.kv import cache_name, cache_of
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError
 from torch_pi2.layers.prompt import sparse_only
-from torch_pi2.rewrite.handle import has_margin
+from torch_pi2.rewrite.handle import leaves_out
 from torch_pi2.store.tokenizer import tokenizer_of
 
 
@@ -45,9 +45,9 @@ class LossReport:
 def logits_of(model: nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
     """``[B, T, V]`` logits of a Hugging Face model, or of any module that maps ids to logits.
 
-    Of a model that leaves out neurons which are not in memory, as it decodes: row by row, token by token.
+    Of a model that leaves out what is not in memory, as it decodes: row by row, token by token.
     """
-    if has_margin(model):
+    if leaves_out(model):
         return torch.cat([torch.cat(by_token(model, ids_T)[0], 1) for ids_T in ids_BT])
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "use_cache"):
@@ -191,7 +191,7 @@ def bits_per_byte(
 
     Every token is scored once, the first excepted (unless the tokenizer starts texts with a BOS token, which
     then precedes every window). Context never reaches beyond ``window`` tokens. A model over a store that leaves out
-    neurons (``OffloadConfig.miss_margin``) is given one token at a time, as in decoding, which takes as long.
+    what is not in memory (``OffloadConfig.lossy``) is given one token at a time, as in decoding, which takes as long.
 
     Args:
         model: a causal language model; left in the mode it was in.

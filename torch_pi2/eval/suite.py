@@ -25,7 +25,7 @@ from torch_pi2.errors import ConfigError, NonFiniteError
 from torch_pi2.eval.items import Item
 from torch_pi2.eval.loss import bos_of, by_token, logits_of
 from torch_pi2.layers.prompt import sparse_only
-from torch_pi2.rewrite.handle import has_margin
+from torch_pi2.rewrite.handle import leaves_out
 
 #: Of the normal distribution: 95 % lie within so many standard deviations.
 _Z = 1.959964
@@ -79,8 +79,8 @@ def answers(
 
     Args:
         model: a causal model of transformers, a module that maps ids to logits, or what reads token by token. Modules
-            work sparsely however many tokens there are, as in decoding; over a store with a ``miss_margin`` they are
-            given one token at a time.
+            work sparsely however many tokens there are, as in decoding; what leaves out what is not in memory
+            (``OffloadConfig.lossy``) is given one token at a time.
         tokenizer: a Hugging Face tokenizer.
         window: tokens that see each other: what is longer loses its beginning.
 
@@ -119,7 +119,7 @@ def _logits(model: nn.Module | Stepwise, shared: list[int], endings: list[list[i
     if not isinstance(model, nn.Module):
         known = {ids: model.logits([*shared, *ids])[len(shared) - 1 :] for ids in {*map(tuple, endings)}}
         return [known[tuple(ids)] for ids in endings]
-    if has_margin(model):
+    if leaves_out(model):
         read, cache = by_token(model, torch.tensor(shared))
         rest = [by_token(model, torch.tensor(ids), copy.deepcopy(cache))[0] for ids in endings]
         return [torch.cat([read[-1], *more], 1)[0] for more in rest]

@@ -34,7 +34,7 @@ _NO_MEMORY = "no memory"
 STATISTICS = (
     "calls", "wanted", "hits", "reads", "bytes_read", "evictions", "uncached",
     "wait_ns", "busy_ns", "io_ns", "resident", "slots", "cache_bytes", "staging_bytes",
-    "guessed", "used", "late", "fixed", "arranging", "left_out",
+    "guessed", "used", "late", "fixed", "arranging", "left_out", "experts_left_out",
 )  # fmt: skip
 #: Tokens of layers' calls, added up, after which memory that was freed is given back.
 _TRIM_TOKENS = 512
@@ -91,7 +91,7 @@ class Store:
                 number: int = torch.ops.pi2.store_open(
                     str(self.path), cache_bytes, engine, c.policy, c.io_threads, c.direct, c.verify, c.pipeline,
                     c.window, c.in_flight, c.run_bytes, c.gap_bytes, self.hot_share, c.spin,
-                    self.device.numbers if self.device else (), c.miss_margin,
+                    self.device.numbers if self.device else (), c.miss_margin, c.drop_experts,
                 )  # fmt: skip
                 return number
             except MemoryError as error:
@@ -263,7 +263,7 @@ class Store:
         ``wait_ns`` and ``busy_ns`` are sums over compute threads: waiting for neurons, and in layers at all.
         ``resident``, ``slots``, ``fixed`` (never evicted) and ``arranging`` (see :meth:`arrange`) are slots of the
         file: mostly a neuron each. ``left_out`` are neurons that predictors wanted and ``OffloadConfig.miss_margin``
-        left out.
+        left out, ``experts_left_out`` choices of an expert by a token that ``OffloadConfig.drop_experts`` did.
         """
         with explained(str(self.path)):
             values = torch.ops.pi2.store_stats(self.number, reset).tolist()

@@ -86,18 +86,18 @@ class Optimized(Handle):
     @property
     def lossy(self) -> bool:
         """Whether other numbers come out than those of the dense model with the weights it was made from."""
-        return self.weights != "float" or bool(lossy_methods(self.plan))
+        return self.weights != "float" or bool(lossy_methods(self.plan)) or _leaves_out(self.store)
 
     @property
     def loss_change(self) -> float | None:
         """How much larger the loss was than that of the dense model on held-out calibration data, 0.01: 1 %.
 
-        0 if nothing is lossy; None: not measured, as of thresholds, of quantised weights and of what a margin leaves
-        out (``OffloadConfig.miss_margin``).
+        0 if nothing is lossy; None: not measured, as of thresholds, of quantised weights and of what is left out while
+        it is not in memory (``OffloadConfig.lossy``).
         """
         if not self.lossy:
             return 0.0
-        return None if _has_margin(self.store) or self.weights != "float" else self.plan.made_by.get("loss_change")
+        return None if _leaves_out(self.store) or self.weights != "float" else self.plan.made_by.get("loss_change")
 
 
 if TYPE_CHECKING:
@@ -130,13 +130,13 @@ def store_of(model: nn.Module) -> Store | None:
     return None if handle is None else handle.store
 
 
-def _has_margin(store: Store | None) -> bool:
-    return store is not None and store.config.miss_margin > 0
+def _leaves_out(store: Store | None) -> bool:
+    return store is not None and store.config.lossy
 
 
-def has_margin(model: nn.Module) -> bool:
-    """Whether decoding leaves out neurons that are not in memory (``OffloadConfig.miss_margin``)."""
-    return _has_margin(store_of(model))
+def leaves_out(model: nn.Module) -> bool:
+    """Whether decoding leaves out something that is not in memory (``OffloadConfig.lossy``)."""
+    return _leaves_out(store_of(model))
 
 
 def store_and_budget(model: nn.Module) -> tuple[Store, Budget]:

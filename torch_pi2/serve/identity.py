@@ -66,7 +66,7 @@ def _parts(model: nn.Module) -> Iterator[bytes]:
             yield json.dumps([home.site.key, there]).encode()
     store = store_of(model)
     if store is not None:
-        yield f"miss_margin {store.config.miss_margin}".encode()
+        yield f"miss_margin {store.config.miss_margin} drop_experts {store.config.drop_experts}".encode()
         with StoreReader(store.path) as file:
             yield json.dumps(file.metadata, sort_keys=True).encode()
             for key in file.keys:

@@ -17,7 +17,8 @@ POLICIES = ("lru", "sieve", "s3-fifo", "lfu", "static", "none")
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """How neurons come from flash. Every setting but ``miss_margin`` is lossless: results have the same bits with all.
+    """How neurons come from flash. Every setting is lossless, results have the same bits with all, but for two that
+    leave out what is not in memory: ``miss_margin`` and ``drop_experts``.
 
     Attributes:
         engine: ``io_uring`` (Linux, where it is allowed), ``pread`` (a pool of threads), ``auto`` (the first of them
@@ -57,6 +58,13 @@ class OffloadConfig:
             ``stats()["left_out"]`` of the store counts neurons. Models with no low-rank predictor are refused, and
             experts are read as always. After cache-aware masking (DIP, arXiv 2412.01380), which scales scores where
             this one shifts log odds.
+        drop_experts: **lossy** where it is not 0, as ``miss_margin`` is, and for mixtures of experts: while decoding,
+            an expert with less than this share of its token's weight (of the sum over those that are chosen for it) is
+            left out while fewer than half of the slots of the file that it wants are in memory. The other weights stay
+            as they are; the expert with most of a token's weight is never left out, and of several tokens together one
+            that is wanted by any of them with more. Of calls for fewer than 32 tokens, so of short prompts, too, which
+            have at most 64 experts in all; ``stats()["experts_left_out"]`` counts choices. What ``lookahead`` reads is
+            in memory then. Models without experts are refused.
         device: reads take as long as this device's: a preset or a JSON file, see
             :func:`torch_pi2.machine.device.find_device`. What is measured is then simulated, and called so; preloading
             is not slowed down. Not with ``mmap``.
@@ -77,6 +85,7 @@ class OffloadConfig:
     lookahead: bool = False
     spin: bool = True
     miss_margin: float = 0.0
+    drop_experts: float = 0.0
     device: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -105,6 +114,13 @@ class OffloadConfig:
                 found=str(self.miss_margin),
                 fix="Begin with 1, and see what it costs with torch-pi2 eval.",
             )
+        if not 0 <= self.drop_experts <= 1:
+            raise ConfigError(
+                "OffloadConfig.drop_experts",
+                expected="0 (every expert that is chosen) to 1",
+                found=str(self.drop_experts),
+                fix="It is a share of a token's weight. Begin with 0.1, and see what it costs with torch-pi2 eval.",
+            )
         if self.io_threads > _MOST_THREADS:
             raise ConfigError(
                 "OffloadConfig.io_threads",
@@ -121,3 +137,8 @@ class OffloadConfig:
                     found="mmap, whose reads are the system's",
                     fix="Choose another engine, or measure mmap without a device.",
                 )
+
+    @property
+    def lossy(self) -> bool:
+        """Whether something that is not in memory is left out, so that results depend on what is."""
+        return self.miss_margin > 0 or self.drop_experts > 0

@@ -67,7 +67,8 @@ namespace {
 
 int64_t store_open(const Text& path, int64_t cache_bytes, const Text& engine, const Text& policy, int64_t io_threads,
                    bool direct, bool verify, bool pipeline, int64_t window, int64_t in_flight, int64_t run_bytes,
-                   int64_t gap_bytes, double hot_share, bool spin, std::vector<double> device, double miss_margin) {
+                   int64_t gap_bytes, double hot_share, bool spin, std::vector<double> device, double miss_margin,
+                   double drop_experts) {
   OffloadOptions options;
   options.cache_bytes = cache_bytes;
   options.engine = engine;
@@ -84,6 +85,7 @@ int64_t store_open(const Text& path, int64_t cache_bytes, const Text& engine, co
   options.spin = spin;
   options.device = device;
   options.miss_margin = miss_margin;
+  options.drop_experts = drop_experts;
   std::string problem;
   std::shared_ptr<Offload> made = Offload::open(path, options, &problem);
   STD_TORCH_CHECK(made != nullptr, "pi2: store ", path, ": ", problem);
@@ -141,7 +143,7 @@ Tensor store_stats(int64_t store, bool reset) {
   const OffloadStats s = store_of(store)->stats(reset);
   const int64_t all[] = {s.calls,   s.wanted,  s.hits,  s.reads,    s.bytes_read, s.evictions,   s.uncached,
                          s.wait_ns, s.busy_ns, s.io_ns, s.resident, s.slots,      s.cache_bytes, s.staging_bytes,
-                         s.guessed, s.used,    s.late,  s.fixed,    s.arranging,  s.left_out};
+                         s.guessed, s.used,    s.late,  s.fixed,    s.arranging,  s.left_out,    s.experts_left_out};
   Tensor out = torch::stable::empty({static_cast<int64_t>(std::size(all))}, ScalarType::Long);
   std::copy(std::begin(all), std::end(all), static_cast<int64_t*>(out.mutable_data_ptr()));
   return out;
@@ -275,7 +277,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   m.def(
       "store_open(str path, int cache_bytes, str engine, str policy, int io_threads, bool direct, bool verify, "
       "bool pipeline, int window, int in_flight, int run_bytes, int gap_bytes, float hot_share, bool spin, "
-      "float[] device, float miss_margin) -> int");
+      "float[] device, float miss_margin, float drop_experts) -> int");
   m.def("store_close(int store) -> bool");
   m.def("store_layers(int store) -> Tensor");
   m.def("store_preload(int store) -> str");

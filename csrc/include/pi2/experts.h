@@ -118,7 +118,8 @@ struct NextExperts {
   std::int64_t first_layer = 0;
 };
 
-// Expert e is layer first_layer + e of the store: the same bits, but where sparse_ffn computes prompts by tiles. Of a
+// Expert e is layer first_layer + e of the store: the same bits, but where sparse_ffn computes prompts by tiles and
+// where OffloadOptions::drop_experts leaves some out, which add nothing; other weights stay as they are. Of a
 // few tokens `next`, if any, is routed early, by the input of this mixture, and what its experts are likely to want
 // begins to be read; `record`, if any, has what was guessed of this one. To `stats`, if any, is added what its calls of
 // the store did.

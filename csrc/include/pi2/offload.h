@@ -35,6 +35,10 @@ struct OffloadOptions {
   // > 0: a neuron that is not in memory is left out if a low-rank predictor's score is less than this above its
   // threshold. Changes results. Of calls for fewer than kStreamFrom tokens.
   double miss_margin = 0;
+  // > 0: an expert with less than this share of the weight of each of its tokens is left out of a mixture while fewer
+  // than half of the slots that it wants are in memory; the one with most of a token's weight never is. Changes
+  // results. Of calls for fewer than kStreamFrom tokens that have at most 64 experts in all.
+  double drop_experts = 0;
   std::vector<double> device;  // not empty: reads take as long as this device's (io/device_model.h); simulated
 };
 
@@ -56,6 +60,7 @@ struct OffloadStats : CallStats {
   std::int64_t resident = 0, slots = 0;  // slots of the file in the cache now, and room for: mostly a neuron each
   std::int64_t cache_bytes = 0, staging_bytes = 0;  // what cannot be cached passes through staging
   std::int64_t left_out = 0;                        // neurons, because of miss_margin
+  std::int64_t experts_left_out = 0;                // choices of an expert by a token, because of drop_experts
   std::int64_t late = 0;                            // of a simulated device: reads that took longer here than there
   // Slots of the file that nothing evicts, those on their way among them; and those that arrange() has still to look
   // for, or that are being read for it: 0 when all is as it asked for.
@@ -86,6 +91,11 @@ class Offload {
   void prefetch(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens,
                 CallStats* stats = nullptr);
 
+  // Whether fewer than half of the slots that a layer is going to want, as above, are in memory.
+  bool mostly_missing(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens);
+  // Counts `choices` of an expert by a token that are left out because of that.
+  void leave_out_experts(std::int64_t choices);
+
   // The first so many neurons of each layer [layers] are somebody else's (FfnArgs::first): preload() begins after them,
   // and so does what is read ahead of prompts. Changes no result.
   void leave_out(const std::vector<std::int64_t>& first);
@@ -114,6 +124,7 @@ class Offload {
 
   OffloadStats stats(bool reset);
   double miss_margin() const;
+  double drop_experts() const;
   // Engine in use, and whether reads are direct: "pread, direct"; "simulated device over pread, direct".
   std::string describe() const;
 
