@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import early, methods, misses, quantization, reads, sparsify, study, study_validate, suite
+from benchmarks import early, methods, misses, quantization, reads, sparsify, study, study_validate, suite, together
 from benchmarks.figures import shown
 from torch_pi2.base.files import atomic_write
 from torch_pi2.base.units import percent, size
@@ -25,6 +25,10 @@ have none) says what produced it. Every row is one run: its cases alternate, fig
 slowest to the fastest round. *read* is a plain streaming read of 1 GiB or more in the same run, *gathered* a plain read
 of random neurons as large as the model's. Models are synthetic unless a row says that one is real: random weights that
 fire as often as real ones. They speak of speed only.
+"""
+
+_TOGETHER_NOTE = """
+Each with a core, a memory cap and a shard, beside one process with a core and the same cap, all on one drive.
 """
 
 _PARTS_NOTE = """
@@ -620,6 +624,7 @@ _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]
     ("best-of", f"## A batch that shrinks\n{_BEST_NOTE}", _BEST, _best_rows),
     ("scores", f"## What skipping neurons costs\n{_SCORES_NOTE}", _SCORES, _scores_rows),
     ("methods", f"## Methods and 4 bits\n{_METHODS_NOTE}", ("run", *methods.HEADER), _of_tokens(methods.rows_of)),
+    ("together", f"## Several processes\n{_TOGETHER_NOTE}", ("run", *together.HEADER), _named(together.rows_of)),
     ("misses", f"## What is not in memory\n{_MISSES_NOTE}", ("run", *misses.HEADER), _of_tokens(misses.rows_of)),
     ("misses", f"### Experts\n{_DROPPED_NOTE}", ("run", *misses.EXPERTS), _of_tokens(misses.expert_rows)),
     ("misses", f"### Times\n{_DROPPED_TIMES_NOTE}", ("run", *misses.TIMES), _named(misses.time_rows)),

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks import cap
 from benchmarks.arguments import list_of
-from benchmarks.figures import at_least, known, of_store, spread
+from benchmarks.figures import at_least, known, of_store, shown, spread
 from benchmarks.network import INTERFACE, Network
 from benchmarks.peer import Peer
 from benchmarks.subject import Rooms, check_share
@@ -201,17 +201,31 @@ def _measured(
         }
 
 
-def render(result: dict[str, Any]) -> str:
+#: Of :func:`rows_of`.
+HEADER = ("", "tokens/s (range)", "ratio", "in the cache", "read a token", "sent a token")
+
+
+def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """One process, and the others by link and reduction."""
+
     def row(name: str, case: Mapping[str, Any]) -> tuple[str, ...]:
-        sent = common.size(case["sent_bytes"]) if "sent_bytes" in case else ""
-        ratio = f"{case['ratio']:.2f}" if "ratio" in case else ""
-        hits = "" if case["hit_rate"] is None else common.percent(case["hit_rate"])
-        return name, f"{case['tokens_per_s']:.2f}", ratio, hits, common.size(case["bytes_read_per_token"]), sent
+        low, high = case["spread"]["tokens_per_s"]
+        return (
+            name,
+            f"{case['tokens_per_s']:.2f} ({low:.2f} to {high:.2f})",
+            shown(case.get("ratio"), "{:.2f}".format),
+            shown(case["hit_rate"], common.percent),
+            common.size(case["bytes_read_per_token"]),
+            shown(case.get("sent_bytes"), common.size),
+        )
 
     rows = [row("one process", result["alone"])]
     for link, cases in result["links"].items():
         name = "no limit" if link == "none" else f"{link} Mbit/s"
         rows += [row(f"{result['ranks']} processes, {name}, {reduction}", case) for reduction, case in cases.items()]
-    head = ("", "tokens/s", "ratio", "in the cache", "read a token", "sent a token")
-    threads = f"{result['model']['shape']}, {result['ffn_in_memory']:.0%} of the neurons in each process, a core each"
-    return f"{threads}\n{common.table(head, rows)}"
+    return rows
+
+
+def render(result: dict[str, Any]) -> str:
+    about = f"{result['model']['shape']}, {result['ffn_in_memory']:.0%} of the neurons in each process, a core each"
+    return f"{about}\n{common.table(HEADER, rows_of(result))}"
