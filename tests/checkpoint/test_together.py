@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from shared import shared_folder
 
 import torch_pi2
 from torch_pi2.decode.decode import Decoder
-from torch_pi2.errors import ConfigError
+from torch_pi2.errors import ArtifactError, ConfigError
 
 #: Neurons of a layer: three chunks of 64, and one of 8.
 WIDE = 200
@@ -144,6 +146,25 @@ print(made.sequences, by_transformers.tolist())
     assert found == [f"{drawn.sequences} {greedy.tolist()}\n"] * 2
 
 
+def test_what_differs_from_process_to_process_is_the_first_ones(made: Path, tmp_path: Path) -> None:
+    """How many tokens are guessed, which is by time, and random numbers that nobody has seeded."""
+    script = """
+import torch_pi2
+from torch_pi2.decode.speculate import Pace
+torch.manual_seed(rank)
+Pace.count = lambda self, most: min(most, 1 + rank)
+model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(patience_s=10))
+ids = torch.tensor([[5, 6, 7, 8] * 4])
+guessed = torch_pi2.generate(model, ids, max_new_tokens=24, prompt_lookup=3)
+plain = torch_pi2.generate(model, ids, max_new_tokens=24)
+drawn = model.generate(ids, max_new_tokens=12, do_sample=True)
+print(guessed.sequences == plain.sequences, guessed.drafts.passes > 0, drawn.tolist())
+"""
+    first, second = together(tmp_path, script, 2, made / "lowrank, int4" / "2")
+    assert first == second
+    assert first.startswith("True True ")
+
+
 def test_what_is_lost_is_named(made: Path, tmp_path: Path) -> None:
     script = """
 import os, time, torch_pi2
@@ -216,6 +237,40 @@ for folder, how in ((sys.argv[4], {}), (sys.argv[5 + rank], {}), (sys.argv[7], i
             "ConfigError activations of process 1 of 2: expected float, as process 0 has, found int8. Give all "
             "processes the same: they compute one model together."
         )
+
+
+def test_other_weights_and_configurations_are_refused(made: Path, tmp_path: Path) -> None:
+    script = """
+import torch_pi2
+for folder in sys.argv[4:]:
+    try:
+        torch_pi2.load(Path(folder) / f"rank-{rank}-of-2")
+        print("loaded")
+    except torch_pi2.Pi2Error as error:
+        print(type(error).__name__, error)
+"""
+    torch.manual_seed(0)
+    model: Any = _llama(hidden_act="relu")
+    _saved(tmp_path / "one", model, method="exact")
+    with torch.no_grad():
+        other: Any = _llama(hidden_act="relu")
+        other.model.layers[0].self_attn.q_proj.weight.mul_(2)
+    _saved(tmp_path / "other", other, method="exact")
+    for name in ("one", "other"):
+        torch_pi2.pack(tmp_path / name / "store", tmp_path / name / "2", ranks=2)
+    weights, config = tmp_path / "weights", tmp_path / "config"
+    for folder, second in ((weights, "other"), (config, "one")):
+        for rank, name in enumerate(("one", second)):
+            shutil.copytree(tmp_path / name / "2" / f"rank-{rank}-of-2", folder / f"rank-{rank}-of-2")
+    path = config / "rank-1-of-2" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 0.1}))
+    for said in together(tmp_path / "group", script, 2, tmp_path / "one" / "2", weights, config):
+        same, in_weights, in_config = said.splitlines()
+        assert same == "loaded"
+        assert in_weights.startswith("ConfigError weights beside the neurons of process 1 of 2: expected ")
+        assert in_config.startswith("ConfigError configuration of process 1 of 2: expected ")
+    with pytest.raises(ArtifactError, match="shard 1 of 2 of the model of"):
+        torch_pi2.pack(weights, tmp_path / "whole")
 
 
 def test_a_shard_alone_is_refused(made: Path) -> None:

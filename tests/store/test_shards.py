@@ -14,6 +14,7 @@ from stores import Damaged, store_of, toy
 
 import torch_pi2
 from torch_pi2.checkpoint.dealing import deal
+from torch_pi2.cli.inspect import describe, render
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.shard import GroupConfig, Shard, ShardLayer
@@ -167,6 +168,18 @@ def test_shards_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
         torch_pi2.pack(other / "2" / "rank-1-of-2", tmp_path / "out")
 
 
+def test_a_shard_says_what_it_is(tmp_path: Path) -> None:
+    base = _store(tmp_path / "base")
+    torch_pi2.pack(base / "store", base / "2", ranks=2)
+    found = describe(base / "2" / "rank-1-of-2")
+    assert [layer["neurons"] for layer in found["layers"]] == [122, 64]
+    assert found["layers"][0]["hot"] + found["layers"][0]["cold"] == 122
+    assert "\nshard 1 of 2, store version 2: " in render(found)
+    assert "\nstore version 2: " in render(describe(base / "store"))
+    with pytest.raises(ArtifactError, match=r"expected one store, found 2 shards: rank-0-of-2, rank-1-of-2\. Inspect"):
+        describe(base / "2")
+
+
 def _plan(neurons: int, method: str = "lowrank", n_hot: int = 70, active: float = 0.1) -> Plan:
     from torch_pi2.spec.site import FFNSite, LinearRef
 
@@ -183,6 +196,7 @@ def test_chunks_are_dealt_by_their_work() -> None:
     assert [len(shard.layers["a"].chunks) for shard in even] == [8, 8]
     assert [len(shard.layers["a"].chunks) for shard in deal(plan, 3, [2, 1, 1])] == [8, 4, 4]
     assert [len(shard.layers["a"].chunks) for shard in deal(plan, 3, [100, 1, 1])] == [14, 1, 1]
+    assert [len(shard.layers["a"].chunks) for shard in deal(plan, 2, [1e308, 1e308])] == [8, 8]
     assert sorted(c for shard in deal(plan, 16) for c in shard.layers["a"].chunks) == list(range(16))
     for ranks, shares, expected in (
         (1, None, "expected 2 to 16 machines"),

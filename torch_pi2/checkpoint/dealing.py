@@ -31,7 +31,9 @@ def deal(
             chunks.
     """
     check_ranks(ranks, shares)
-    weights = [share / sum(shares or [1.0] * ranks) for share in shares or [1.0] * ranks]
+    given = shares or [1.0] * ranks
+    parts = [share / max(given) for share in given]  # so that their sum is a number
+    weights = [part / sum(parts) for part in parts]
     dealt = {layer.site.key: _chunks(layer, weights, stats) for layer in plan.layers}
     return [
         Shard(rank, ranks, {y.site.key: ShardLayer(y.site.intermediate, dealt[y.site.key][rank]) for y in plan.layers})

@@ -89,8 +89,9 @@ def load_offloaded(
                 "activations": "int8" if int8_activations else "float",
                 "dtype": kind,
                 "reduction": how_together.reduction,
+                "context": context,
             }
-            joined, shards = join(reader, plan, same, how_together.patience_s)
+            joined, shards = join(reader, plan, hf, same, how_together.patience_s)
             here, own = reader.shard.plan(plan), own_predictors(reader.shard, plan, predictors)
             predictors.clear()
             predictors = own

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,11 @@ from torch_pi2.ops.activations import cuts
 from torch_pi2.rewrite.rewrite import predictor_tensors
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.shard import Shard
-from torch_pi2.store.shards import check_together, shard_name, shards_in
+from torch_pi2.store.shards import check_together, common_hash, shard_name, shards_in
 from torch_pi2.store.storefile import StoreReader
+
+#: What folders of one model may say differently in config.json; its dtype is compared where it is chosen.
+_NOT_OF_THE_MODEL = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
 def own_shard(folder: Path) -> Path:
@@ -65,11 +70,14 @@ def _check_group(what: str, ranks: int) -> int:
 
 
 def join(
-    reader: StoreReader, plan: Plan, settings: Mapping[str, Any], patience_s: float
+    reader: StoreReader, plan: Plan, hf: Any, settings: Mapping[str, Any], patience_s: float
 ) -> tuple[Group, tuple[Shard, ...]]:
     """A group of all processes, which all call this, and their shards; ``reader`` is of this one's.
 
+    From now on all of them draw the random numbers that the first one draws.
+
     Args:
+        hf: the configuration of the model, of transformers.
         settings: what must be the same in all of them, by name. patience_s: of the group.
 
     Raises:
@@ -85,11 +93,13 @@ def join(
         "version of torch": torch.__version__,
         "instruction set": f"{torch.ops.pi2.kernel_tables()}, {torch.backends.cpu.get_cpu_capability()}",
         "model": f"{reader.model_hash} {plan.orders_hash}",
+        "weights beside the neurons": common_hash(reader),
+        "configuration": _hash_of(hf),
         **{name: str(value) for name, value in settings.items()},
     }
-    found = Ranks(together=True).each((rank, own, shard.to_json()))
+    found = Ranks(together=True).each((rank, own, shard.to_json(), torch.get_rng_state()))
     first = found[0][1]
-    for other, theirs, _ in found:
+    for other, theirs, *_ in found:
         for name, value in first.items():
             if theirs[name] != value:
                 raise ConfigError(
@@ -98,9 +108,16 @@ def join(
                     found=theirs[name],
                     fix="Give all processes the same: they compute one model together.",
                 )
-    shards = tuple(Shard.from_json(Field(parse(text, "shard"), "shard", "")) for *_, text in found)
+    shards = tuple(Shard.from_json(Field(parse(text, "shard"), "shard", "")) for _, _, text, _ in found)
     check_together(shards, str(reader.path))
+    torch.set_rng_state(found[0][3])
     return Group(patience_s), shards
+
+
+def _hash_of(hf: Any) -> str:
+    """Of what a configuration says of the model's arithmetic, wherever it is."""
+    said = {name: value for name, value in hf.to_diff_dict().items() if name not in _NOT_OF_THE_MODEL}
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _check_kinds(plan: Plan) -> None:

@@ -71,6 +71,7 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
         ArtifactError: nothing of ours is there, or a file is damaged. ConfigError: there is no store to verify.
     """
     from torch_pi2.store.parts import Parts
+    from torch_pi2.store.shards import shards_in
     from torch_pi2.store.storefile import STORE_FILE
 
     if (folder / "manifest.json").is_file():
@@ -78,6 +79,13 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
     if folder.is_file():
         return _describe_file(folder, verify, progress)
     inner = folder / "pi2" if (folder / "pi2").is_dir() else folder
+    if shards := shards_in(folder):
+        raise ArtifactError(
+            str(folder),
+            expected="one store",
+            found=f"{len(shards)} shards: {', '.join(path.name for path in shards.values())}",
+            fix="Inspect them one by one.",
+        )
     if verify and not os.path.lexists(inner / STORE_FILE):
         raise nothing_to_verify(folder)
     has_store = os.path.lexists(inner / STORE_FILE)
@@ -95,7 +103,7 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
         plan = parts.plan() if parts.has("plan") else None
     judged = verdict.read(folder, None if plan is None else plan.model_hash)
     layers: dict[str, dict[str, Any]] = {}
-    for found in (_stats(stats), _predictors(predictors), _plan(plan), slots):
+    for found in (_stats(stats), _predictors(predictors), _plan(plan, inner / STORE_FILE), slots):
         for key, facts in found.items():
             layers.setdefault(key, {"key": key}).update(facts)
     report = predictors.report.to_json() if predictors.report else None
@@ -163,7 +171,13 @@ def _predictors(predictors: FittedPredictors) -> dict[str, dict[str, Any]]:
     return {key: p.card.to_json() for key, p in predictors.items() if p.card is not None}
 
 
-def _plan(plan: Plan | None) -> dict[str, dict[str, Any]]:
+def _plan(plan: Plan | None, store: Path) -> dict[str, dict[str, Any]]:
+    """By layer; of a shard, of the neurons that are in it."""
+    from torch_pi2.store.storefile import StoreReader
+
+    if plan and os.path.lexists(store):
+        with StoreReader(store) as reader:
+            plan = plan if reader.shard is None else reader.shard.plan(plan)
     return {
         layer.site.key: {
             "form": layer.site.form,
@@ -183,6 +197,7 @@ def _budget(folder: Path, store: Path, plan: Plan, predictors: FittedPredictors)
     """What ``torch_pi2.load(budget=)`` can be given, with the defaults; ``unknown``: why nothing can be said."""
     import torch
 
+    from torch_pi2.checkpoint.shards import own_predictors
     from torch_pi2.decode.budget import divide
     from torch_pi2.rewrite.skeleton import model_config
     from torch_pi2.spec.offload import OffloadConfig
@@ -193,7 +208,10 @@ def _budget(folder: Path, store: Path, plan: Plan, predictors: FittedPredictors)
         with StoreReader(store) as reader:
             dtype = hf.dtype or reader.float_dtype or torch.float32
             about: dict[str, Any] = {"config": OffloadConfig(), "context": _CONTEXT, "dtype": dtype}
-            whole = divide(1 << 60, reader, plan, predictors, hf, **about)
+            here, own = plan, dict(predictors)
+            if reader.shard is not None:
+                here, own = reader.shard.plan(plan), own_predictors(reader.shard, plan, own)
+            whole = divide(1 << 60, reader, here, own, hf, **about)
     except (Pi2Error, AttributeError, ImportError) as error:  # a model that is not transformers'
         return {"unknown": str(error).splitlines()[0]}
     figures = {name: getattr(whole, name) for name in ("smallest", "cliff", "whole", "token", "neurons")}
@@ -224,6 +242,7 @@ def _store(path: Path, verify: bool, progress: bool) -> tuple[dict[str, Any], di
             "neurons": sum(entry.neurons for entry in store.entries),
             "regions": store.regions(),
             "format_version": store.metadata["pi2_version"],
+            "shard": None if store.shard is None else f"shard {store.shard.rank} of {store.shard.ranks}",
             "provenance": store.provenance(),
             "verified_bytes": store.verify(progress=progress) if verify else None,
         }
@@ -330,7 +349,8 @@ def _render_store(store: dict[str, Any]) -> str:
     checked = "" if verified is None else f"\nverified: {common.size(verified)} are as they were packed"
     made = "\nprovenance: " + ", ".join(_flat(store["provenance"])) if store["provenance"] else ""
     made += f", FFN weights {store['model_hash'][:12]}" if made else ""
-    head = f"store version {store['format_version']}: {store['neurons']} neurons in {store['weights']}"
+    head = f"{store['shard']}, " if store["shard"] else ""
+    head += f"store version {store['format_version']}: {store['neurons']} neurons in {store['weights']}"
     return f"{head}, {common.size(store['bytes'])}: {parts}{made}{checked}"
 
 

@@ -526,6 +526,15 @@ class Decoder:
         self._use(len(kept))
         return came_from
 
+    def agreed(self, numbers: list[int]) -> list[int]:
+        """``numbers`` as the first of the processes has them that compute the model together: as many in each."""
+        group = _group_of(self.model)
+        if group is None:
+            return numbers
+        with group.together():
+            found: list[int] = group.of_first(torch.tensor(numbers, dtype=torch.int64, device="cpu")).tolist()
+        return found
+
     def _fed(self, ids_BT: torch.Tensor, forward: Forward) -> torch.Tensor:
         """What ``forward`` says of tokens that come next. If it fails, it is as if they had not been fed."""
         if self.device.type != "cpu" and ids_BT.device.type == "cpu":  # where a wrong one would end CUDA

@@ -284,8 +284,10 @@ def speculate(
     take(logits_V)
     while sequence.ended is None:
         started = time.perf_counter()
-        count = pace.count(limit - len(sequence.tokens) - 1)
+        # by times and guesses that differ from process to process, where several compute the model
+        (count,) = decoder.agreed([pace.count(limit - len(sequence.tokens) - 1)])
         guesses = source.propose(tokens, count) if count else []
+        guesses = decoder.agreed(guesses) if guesses else []
         ids_1T = torch.tensor([[tokens[-1], *guesses]], dtype=torch.int64, device="cpu")
         logits_TV = (decoder.verify(ids_1T) if guesses else decoder.step(ids_1T)).cpu()  # a GPU has done it
         forward_ms.append((time.perf_counter() - started) * 1e3)

@@ -31,7 +31,9 @@ class Share:
 
     def __init__(self, group: Group, shards: Sequence[Shard], key: str, reduction: str) -> None:
         chunks = [shard.layers[key].chunks for shard in shards]
-        self.group, self.by_chunk = group, reduction == "chunks"
+        self.group, core = group, constants()
+        #: Calls for fewer tokens have sums by chunk, as one machine has.
+        self.by_chunk_below = min(core.gemm_tokens, core.stream_from) if reduction == "chunks" else 0
         self.own, self.most = len(chunks[group.rank]), max(map(len, chunks))
         places = {chunk: rank * self.most + i for rank, mine in enumerate(chunks) for i, chunk in enumerate(mine)}
         #: In the order of the layer's chunks, where their sums are among all that are gathered.
@@ -64,9 +66,7 @@ class ShardedFFN(OffloadedFFN):
             return self._summed(x, asked, n_hot, threshold)
 
     def _summed(self, x: torch.Tensor, asked: tuple[Any, ...], n_hot: int, threshold: float) -> torch.Tensor:
-        core = constants()
-        tokens = x.numel() // self.site.hidden
-        if self.share.by_chunk and tokens < min(core.gemm_tokens, core.stream_from):
+        if x.numel() // self.site.hidden < self.share.by_chunk_below:
             own_CTH = self._call(x, asked, n_hot, threshold, None, self.share.own)
             return self.share.add_chunks(own_CTH, self.bias_down, x)
         bias = self.bias_down if self.share.group.rank == 0 else None
@@ -112,7 +112,8 @@ class _FirstSays:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = super().forward(x)  # type: ignore[misc]
-        if y.numel() // y.shape[-1] > _AGREED_TOKENS:
+        tokens = y.numel() // y.shape[-1]
+        if tokens > _AGREED_TOKENS and tokens != len(y):  # a step has one for each sequence, however many there are
             return y
         if torch.compiler.is_compiling():
             return self.group.of_first(y)

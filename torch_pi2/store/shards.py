@@ -6,6 +6,8 @@ predictors and statistics inside are those of the whole model.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,12 @@ def shards_in(folder: Path) -> dict[int, Path]:
             fix="Remove those of an earlier torch-pi2 pack --ranks.",
         )
     return {int(match[1]): path for path, match in named.items()}
+
+
+def common_hash(reader: StoreReader) -> str:
+    """Of what every shard has all of: plan, predictors, and the weights that are of no neuron (SHA-256)."""
+    checks = {name: check for name, check in reader.checks.items() if name.rpartition(".")[2] not in _BY_NEURON}
+    return hashlib.sha256(json.dumps(sorted(checks.items())).encode()).hexdigest()
 
 
 class PartOf:
@@ -138,7 +146,7 @@ class WholeOf:
 
     def _check(self, folder: Path) -> None:
         first = self._readers[0]
-        same = [(r.model_hash, r.metadata.get("orders_hash"), r.keys) for r in self._readers]
+        same = [(r.model_hash, r.metadata.get("orders_hash"), r.keys, common_hash(r)) for r in self._readers]
         for rank, reader in enumerate(self._readers):
             shard = reader.shard
             if shard is None or (shard.rank, shard.ranks) != (rank, len(self._readers)) or same[rank] != same[0]:
