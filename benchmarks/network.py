@@ -52,11 +52,14 @@ class Network:
     def _name(self, rank: int) -> str:
         return f"pi2-{os.getpid()}-{rank}"
 
+    def _outer(self, rank: int) -> str:
+        return f"p{os.getpid()}r{rank}"[:15]
+
     def _make(self) -> None:
         _run("ip", "link", "add", self._bridge, "type", "bridge")
         _run("ip", "link", "set", self._bridge, "up")
         for rank in range(self.ranks):
-            name, outer = self._name(rank), f"p{os.getpid()}r{rank}"[:15]
+            name, outer = self._name(rank), self._outer(rank)
             _run("ip", "netns", "add", name)
             _run("ip", "link", "add", outer, "type", "veth", "peer", "name", INTERFACE, "netns", name)
             _run("ip", "link", "set", outer, "master", self._bridge, "up")
@@ -70,7 +73,8 @@ class Network:
                 _run(*inside, "tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", *limit)
 
     def _remove(self) -> None:
-        for rank in range(self.ranks):
+        for rank in range(self.ranks):  # the link first: one that goes with its namespace is there for a while
+            subprocess.run(["ip", "link", "del", self._outer(rank)], capture_output=True, check=False)
             subprocess.run(["ip", "netns", "del", self._name(rank)], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True, check=False)
 
