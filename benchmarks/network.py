@@ -68,8 +68,8 @@ class Network:
             for device in ("lo", INTERFACE):
                 _run(*inside, "ip", "link", "set", device, "up")
             if self.mbit is not None:
-                burst = max(16_000, int(self.mbit * 1e6 / 8 / 1000))  # of a millisecond
-                limit = ("rate", f"{self.mbit:g}mbit", "burst", f"{burst}b", "latency", "50ms")
+                # More than some packets at once would hide what a layer's exchange takes behind what comes before it.
+                limit = ("rate", f"{self.mbit:g}mbit", "burst", "32kb", "latency", "50ms")
                 _run(*inside, "tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", *limit)
 
     def _remove(self) -> None:
