@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -224,3 +228,46 @@ def test_a_shard_alone_is_refused(made: Path) -> None:
             ConfigError, match=r"expected a group of 2 processes, .* found a process that is in no group"
         ):
             torch_pi2.load(folder)
+
+
+def _shell(*command: object, code: int = 0) -> tuple[str, str]:
+    """What ``python -m COMMAND`` writes to standard output and standard error."""
+    ran = subprocess.run(
+        [sys.executable, "-m", *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert ran.returncode == code, ran.stderr
+    return ran.stdout, ran.stderr
+
+
+@pytest.mark.slow
+def test_on_the_command_line(tmp_path: Path) -> None:
+    model = Path(__file__).parents[2] / "examples" / "models" / "drelu-stdlib-5m"
+    torch_pi2.pack(model, tmp_path / "store", weights="int4", trust_remote_code=True)
+    said, _ = _shell("torch_pi2", "pack", tmp_path / "store", tmp_path / "2", "--ranks", 2, "--shares", "3,1")
+    assert "5120 neurons of 5 layers" in said
+    said, _ = _shell("torch_pi2", "inspect", tmp_path / "2", "--verify")
+    assert [line for line in said.splitlines() if line.startswith("rank-")] == [
+        line
+        for rank, neurons in ((0, 3840), (1, 1280))
+        for line in said.splitlines()
+        if line.startswith(f"rank-{rank}-of-2: shard {rank} of 2, store version 2: {neurons} of 5120 neurons in int4")
+    ]
+    assert said.count("are as they were packed") == 2
+    said, _ = _shell("torch_pi2", "inspect", tmp_path / "2" / "rank-1-of-2", "--json")
+    found = json.loads(said)
+    assert found["store"]["shard"] == {"rank": 1, "ranks": 2, "of": 5120}
+    assert {layer["neurons"] for layer in found["layers"]} == {256}
+    assert found["budget"]["whole"] > found["budget"]["smallest"]
+    ask = ("generate", "--prompt", "def main(", "--max-new-tokens", 16, "--json")
+    one, _ = _shell("torch_pi2", *ask, tmp_path / "store", "--budget", "1GiB")
+    group = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "torch_pi2")
+    two, _ = _shell(*group, *ask, tmp_path / "2")
+    assert json.loads(two)["text"] == json.loads(one)["text"]  # once: the first process tells it
+    _, said = _shell(*group, *ask, tmp_path / "store", code=1)
+    assert "expected a folder of shards, of which each process has one, found no shards" in said
+    _, said = _shell("torch_pi2", "serve", tmp_path / "2", code=2)
+    assert "found shards of a model, written by pack --ranks. Use: torchrun" in said
