@@ -52,11 +52,14 @@ class Network:
     def _name(self, rank: int) -> str:
         return f"pi2-{os.getpid()}-{rank}"
 
+    def _outer(self, rank: int) -> str:
+        return f"p{os.getpid()}r{rank}"[:15]
+
     def _make(self) -> None:
         _run("ip", "link", "add", self._bridge, "type", "bridge")
         _run("ip", "link", "set", self._bridge, "up")
         for rank in range(self.ranks):
-            name, outer = self._name(rank), f"p{os.getpid()}r{rank}"[:15]
+            name, outer = self._name(rank), self._outer(rank)
             _run("ip", "netns", "add", name)
             _run("ip", "link", "add", outer, "type", "veth", "peer", "name", INTERFACE, "netns", name)
             _run("ip", "link", "set", outer, "master", self._bridge, "up")
@@ -65,12 +68,13 @@ class Network:
             for device in ("lo", INTERFACE):
                 _run(*inside, "ip", "link", "set", device, "up")
             if self.mbit is not None:
-                burst = max(16_000, int(self.mbit * 1e6 / 8 / 1000))  # of a millisecond
-                limit = ("rate", f"{self.mbit:g}mbit", "burst", f"{burst}b", "latency", "50ms")
+                # More than some packets at once would hide what a layer's exchange takes behind what comes before it.
+                limit = ("rate", f"{self.mbit:g}mbit", "burst", "32kb", "latency", "50ms")
                 _run(*inside, "tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", *limit)
 
     def _remove(self) -> None:
-        for rank in range(self.ranks):
+        for rank in range(self.ranks):  # the link first: one that goes with its namespace is there for a while
+            subprocess.run(["ip", "link", "del", self._outer(rank)], capture_output=True, check=False)
             subprocess.run(["ip", "netns", "del", self._name(rank)], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True, check=False)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -205,7 +208,7 @@ os._exit(0)
             else:
                 assert who in first
             assert f"process {rank} of 3 that compute one model: expected a group of which no process has" in second
-            assert second.endswith("Start all of them again.")
+            assert second.endswith("was raised before. See what it said, and start all of them again.")
         if how == "fails":
             first, second, *_ = said[1].splitlines()
             assert first.startswith("True ArtifactError ")
@@ -279,3 +282,78 @@ def test_a_shard_alone_is_refused(made: Path) -> None:
             ConfigError, match=r"expected a group of 2 processes, .* found a process that is in no group"
         ):
             torch_pi2.load(folder)
+
+
+def _shell(*command: object, code: int = 0) -> tuple[str, str]:
+    """What ``python -m COMMAND`` writes to standard output and standard error."""
+    ran = subprocess.run(
+        [sys.executable, "-m", *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert ran.returncode == code, ran.stderr
+    return ran.stdout, ran.stderr
+
+
+@pytest.mark.slow
+def test_on_the_command_line(tmp_path: Path) -> None:
+    model = Path(__file__).parents[2] / "examples" / "models" / "drelu-stdlib-5m"
+    torch_pi2.pack(model, tmp_path / "store", weights="int4", trust_remote_code=True)
+    said, _ = _shell("torch_pi2", "pack", tmp_path / "store", tmp_path / "2", "--ranks", 2, "--shares", "3,1")
+    assert "5120 neurons of 5 layers" in said
+    said, _ = _shell("torch_pi2", "inspect", tmp_path / "2", "--verify")
+    assert [line for line in said.splitlines() if line.startswith("rank-")] == [
+        line
+        for rank, neurons in ((0, 3840), (1, 1280))
+        for line in said.splitlines()
+        if line.startswith(f"rank-{rank}-of-2: shard {rank} of 2, store version 2: {neurons} of 5120 neurons in int4")
+    ]
+    assert said.count("are as they were packed") == 2
+    said, _ = _shell("torch_pi2", "inspect", tmp_path / "2" / "rank-1-of-2", "--json")
+    found = json.loads(said)
+    assert found["store"]["shard"] == {"rank": 1, "ranks": 2, "of": 5120}
+    assert {layer["neurons"] for layer in found["layers"]} == {256}
+    assert found["budget"]["whole"] > found["budget"]["smallest"]
+    ask = ("generate", "--prompt", "def main(", "--max-new-tokens", 16, "--json")
+    one, _ = _shell("torch_pi2", *ask, tmp_path / "store", "--budget", "1GiB")
+    group = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "torch_pi2")
+    two, _ = _shell(*group, *ask, tmp_path / "2")
+    assert json.loads(two)["text"] == json.loads(one)["text"]  # once: the first process tells it
+    _, said = _shell(*group, *ask, tmp_path / "store", code=1)
+    assert "expected a folder of shards, of which each process has one, found no shards" in said
+    _, said = _shell("torch_pi2", "serve", tmp_path / "2", code=2)
+    assert "found shards of a model, written by pack --ranks. Use: torchrun" in said
+
+
+def test_other_prompts_are_refused_and_equal_ones_go_on(made: Path, tmp_path: Path) -> None:
+    script = """
+import torch_pi2
+from torch_pi2.decode.decode import Decoder
+model = torch_pi2.load(sys.argv[4])
+decoder = Decoder(model, max_tokens=64, compiled=False)
+for ids in ([[1, 2, 3 + rank]], [[1, 2, 3][: 2 + rank]], [[1, 2, 3]]):
+    try:
+        print(decoder.prompt(torch.tensor(ids)).tolist())
+    except torch_pi2.Pi2Error as error:
+        print(type(error).__name__, error)
+try:
+    torch_pi2.export(model, out / f"bundle-{rank}")
+except torch_pi2.Pi2Error as error:
+    print(error)
+"""
+    store = made / "lowrank, int4" / "store"
+    token = Decoder(torch_pi2.load(store, budget="1GiB"), max_tokens=64, compiled=False).prompt(
+        torch.tensor([[1, 2, 3]])
+    )
+    for said in together(tmp_path, script, 2, store.parent / "2"):
+        others, longer, same, exported = said.splitlines()
+        assert others.startswith(
+            "ConfigError prompt of process 1 of 2: expected the 3 tokens that process 0 has, found 3 tokens, others."
+        )
+        assert longer.startswith(
+            "ConfigError prompt of process 1 of 2: expected the 2 tokens that process 0 has, found 3"
+        )
+        assert same == str(token.tolist())
+        assert "expected a model with all of its neurons, found a shard of one, of several processes" in exported

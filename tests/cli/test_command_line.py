@@ -364,7 +364,7 @@ PAIRS = [
     *((verb, "bundle", "torch-pi2 generate ") for verb in ("profile", "fit", "optimize", "quantize", "pack", "plan")),
     *((verb, "bundle", "torch-pi2 generate ") for verb in ("export", "report")),
     ("chat", "bundle", "torch-pi2 run "),
-    *((verb, "store", "torch-pi2 generate ") for verb in ("run", "profile", "fit", "optimize", "quantize", "pack")),
+    *((verb, "store", "torch-pi2 generate ") for verb in ("run", "profile", "fit", "optimize", "quantize")),
     *((verb, "quantised", "torch-pi2 generate ") for verb in ("run", "profile", "fit", "optimize", "quantize")),
     ("sparsify", "store", "torch-pi2 generate "),
     ("run", "optimised", "torch-pi2 generate "),

@@ -6,6 +6,7 @@ says nothing, and is known by that.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_pi2.errors import GroupError
+from torch_pi2.errors import ConfigError, GroupError
 
 #: How long the others are waited for when it is asked who has failed: they notice within milliseconds of each other
 #: that one was killed, and within a second that one hangs.
@@ -48,6 +49,21 @@ class Group:
         found: torch.Tensor = ops.wait_tensor(ops.all_gather_into_tensor(own.contiguous(), self.size, self.name))
         return found
 
+    def check_same(self, what: str, ids: torch.Tensor) -> None:
+        """Raises ConfigError, in all processes, unless they have the same ``ids``, int64 of any shape."""
+        own = [*ids.shape, *ids.flatten().tolist()]
+        digest = int.from_bytes(hashlib.sha256(repr(own).encode()).digest()[:7], "little")
+        with self.together():
+            found = self.gather(torch.tensor([[ids.numel(), digest]], dtype=torch.int64, device="cpu"))
+        for rank in range(1, self.size):
+            if not torch.equal(found[rank], found[0]):
+                raise ConfigError(
+                    f"{what} of process {rank} of {self.size}",
+                    expected=f"the {int(found[0, 0])} tokens that process 0 has",
+                    found=f"{int(found[rank, 0])} tokens, others",
+                    fix="All processes make the same calls: they compute one model together.",
+                )
+
     def of_first(self, own: torch.Tensor) -> torch.Tensor:
         """What the first process has for ``own``."""
         ops = torch.ops._c10d_functional
@@ -66,8 +82,8 @@ class Group:
             raise GroupError(
                 f"process {self.rank} of {self.size} that compute one model",
                 expected="a group of which no process has failed",
-                found=str(self._failed),
-                fix="Start all of them again.",
+                found=f"that {type(self._failed).__name__} was raised before",
+                fix="See what it said, and start all of them again.",
             )
         try:
             yield
@@ -83,8 +99,8 @@ class Group:
 
     def _explained(self, error: BaseException) -> GroupError | None:
         """Who has ended or hangs, if that is what ``error`` is about."""
-        if not any(word in str(error) for word in _OF_GLOO):
-            return None
+        if type(error) is not RuntimeError or not any(word in str(error) for word in _OF_GLOO):
+            return None  # an error of ours may have such words in it, too
         who, said = self._who()
         return GroupError(
             f"{self.size} processes that compute one model (this is {self.rank})",

@@ -128,7 +128,14 @@ def pack(
     """
     source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
     _check(weights, slot_align, cluster)
-    if ranks != 1 or shares is not None:
+    if ranks == 1 and shares is not None:
+        raise ConfigError(
+            "pack(shares=...)",
+            expected="ranks with it, more than 1",
+            found="one machine",
+            fix="Pass ranks, or leave it out.",
+        )
+    if ranks != 1:
         check_ranks(ranks, shares)
     check_separate("pack", source, folder)
     check_replaceable(folder)

@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.cli.folders import kind_of
 
+    if kind_of(args.folder) == "shards":
+        return {"folder": str(args.folder), **_shards(args.folder, args.verify, not args.quiet)}
     if kind_of(args.folder) == "checkpoint":
         return {"folder": str(args.folder), **describe_checkpoint(args.folder, args.verify, args.trust_remote_code)}
     return {"folder": str(args.folder), **describe(args.folder, args.verify, not args.quiet)}
@@ -71,7 +73,6 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
         ArtifactError: nothing of ours is there, or a file is damaged. ConfigError: there is no store to verify.
     """
     from torch_pi2.store.parts import Parts
-    from torch_pi2.store.shards import shards_in
     from torch_pi2.store.storefile import STORE_FILE
 
     if (folder / "manifest.json").is_file():
@@ -79,13 +80,6 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
     if folder.is_file():
         return _describe_file(folder, verify, progress)
     inner = folder / "pi2" if (folder / "pi2").is_dir() else folder
-    if shards := shards_in(folder):
-        raise ArtifactError(
-            str(folder),
-            expected="one store",
-            found=f"{len(shards)} shards: {', '.join(path.name for path in shards.values())}",
-            fix="Inspect them one by one.",
-        )
     if verify and not os.path.lexists(inner / STORE_FILE):
         raise nothing_to_verify(folder)
     has_store = os.path.lexists(inner / STORE_FILE)
@@ -101,9 +95,10 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
         store, slots = _store(inner / STORE_FILE, verify, progress) if has_store else (None, {})
         stats, predictors = parts.stats(), parts.predictors()
         plan = parts.plan() if parts.has("plan") else None
+        here = plan if plan is None or parts.shard is None else parts.shard.plan(plan)
     judged = verdict.read(folder, None if plan is None else plan.model_hash)
     layers: dict[str, dict[str, Any]] = {}
-    for found in (_stats(stats), _predictors(predictors), _plan(plan, inner / STORE_FILE), slots):
+    for found in (_stats(stats), _predictors(predictors), _plan(here), slots):
         for key, facts in found.items():
             layers.setdefault(key, {"key": key}).update(facts)
     report = predictors.report.to_json() if predictors.report else None
@@ -142,6 +137,15 @@ def _describe_file(path: Path, verify: bool, progress: bool) -> dict[str, Any]:
     }
 
 
+def _shards(folder: Path, verify: bool, progress: bool) -> dict[str, Any]:
+    """The stores of a folder of shards, by the names of theirs. Raises ArtifactError, as :func:`describe`."""
+    from torch_pi2.store.shards import shards_in
+    from torch_pi2.store.storefile import STORE_FILE
+
+    found = {path.name: _store(path / "pi2" / STORE_FILE, verify, progress)[0] for path in shards_in(folder).values()}
+    return {"contains": ["shards"], "shards": found, "bytes": sum(store["bytes"] for store in found.values())}
+
+
 def _matrices(inner: Path) -> dict[str, int]:
     """Format -> linear layers and embeddings in it."""
     from torch_pi2.store.storefile import open_weights, weights_path
@@ -171,13 +175,7 @@ def _predictors(predictors: FittedPredictors) -> dict[str, dict[str, Any]]:
     return {key: p.card.to_json() for key, p in predictors.items() if p.card is not None}
 
 
-def _plan(plan: Plan | None, store: Path) -> dict[str, dict[str, Any]]:
-    """By layer; of a shard, of the neurons that are in it."""
-    from torch_pi2.store.storefile import StoreReader
-
-    if plan and os.path.lexists(store):
-        with StoreReader(store) as reader:
-            plan = plan if reader.shard is None else reader.shard.plan(plan)
+def _plan(plan: Plan | None) -> dict[str, dict[str, Any]]:
     return {
         layer.site.key: {
             "form": layer.site.form,
@@ -193,7 +191,7 @@ def _plan(plan: Plan | None, store: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def _budget(folder: Path, store: Path, plan: Plan, predictors: FittedPredictors) -> dict[str, Any]:
+def _budget(folder: Path, store: Path, plan: Plan, predictors: Mapping[str, Any]) -> dict[str, Any]:
     """What ``torch_pi2.load(budget=)`` can be given, with the defaults; ``unknown``: why nothing can be said."""
     import torch
 
@@ -208,10 +206,10 @@ def _budget(folder: Path, store: Path, plan: Plan, predictors: FittedPredictors)
         with StoreReader(store) as reader:
             dtype = hf.dtype or reader.float_dtype or torch.float32
             about: dict[str, Any] = {"config": OffloadConfig(), "context": _CONTEXT, "dtype": dtype}
-            here, own = plan, dict(predictors)
             if reader.shard is not None:
-                here, own = reader.shard.plan(plan), own_predictors(reader.shard, plan, own)
-            whole = divide(1 << 60, reader, here, own, hf, **about)
+                plan, of_all = reader.shard.plan(plan), plan
+                predictors = own_predictors(reader.shard, of_all, predictors)
+            whole = divide(1 << 60, reader, plan, predictors, hf, **about)
     except (Pi2Error, AttributeError, ImportError) as error:  # a model that is not transformers'
         return {"unknown": str(error).splitlines()[0]}
     figures = {name: getattr(whole, name) for name in ("smallest", "cliff", "whole", "token", "neurons")}
@@ -240,9 +238,9 @@ def _store(path: Path, verify: bool, progress: bool) -> tuple[dict[str, Any], di
             "model_hash": store.model_hash,
             "bytes": store.file_bytes,
             "neurons": sum(entry.neurons for entry in store.entries),
+            "shard": store.shard and {"rank": store.shard.rank, "ranks": store.shard.ranks, "of": store.shard.whole},
             "regions": store.regions(),
             "format_version": store.metadata["pi2_version"],
-            "shard": None if store.shard is None else f"shard {store.shard.rank} of {store.shard.ranks}",
             "provenance": store.provenance(),
             "verified_bytes": store.verify(progress=progress) if verify else None,
         }
@@ -275,6 +273,8 @@ def render(result: dict[str, Any]) -> str:
         return render_bundle(result)
     if "checkpoint" in result["contains"]:
         return render_checkpoint(result)
+    if "shards" in result["contains"]:
+        return "\n".join(f"{name}: {_render_store(store)}" for name, store in result["shards"].items())
     layers = _by_block(result["layers"], _COLUMNS)
     columns = [name for name in _COLUMNS if any(name in layer for layer in layers)]
     rows = [
@@ -349,8 +349,10 @@ def _render_store(store: dict[str, Any]) -> str:
     checked = "" if verified is None else f"\nverified: {common.size(verified)} are as they were packed"
     made = "\nprovenance: " + ", ".join(_flat(store["provenance"])) if store["provenance"] else ""
     made += f", FFN weights {store['model_hash'][:12]}" if made else ""
-    head = f"{store['shard']}, " if store["shard"] else ""
-    head += f"store version {store['format_version']}: {store['neurons']} neurons in {store['weights']}"
+    of = f" of {store['shard']['of']}" if store["shard"] else ""
+    head = f"store version {store['format_version']}: {store['neurons']}{of} neurons in {store['weights']}"
+    if shard := store["shard"]:
+        head = f"shard {shard['rank']} of {shard['ranks']}, {head}"
     return f"{head}, {common.size(store['bytes'])}: {parts}{made}{checked}"
 
 

@@ -277,6 +277,7 @@ class Decoder:
                 found=f"{known} of {list(ids_BT.shape)}",
                 fix="Read it whole.",
             )
+        self._check_same("prompt", ids_BT)
         self.lengths = []  # whatever happens below, what was before is gone
         return self._read(ids_BT, known)
 
@@ -525,6 +526,12 @@ class Decoder:
         self.lengths = [self.lengths[row] for row in came_from]
         self._use(len(kept))
         return came_from
+
+    def _check_same(self, what: str, ids_BT: torch.Tensor) -> None:
+        """Raises ConfigError unless all processes that compute the model together were given these tokens."""
+        group = _group_of(self.model)
+        if group is not None:
+            group.check_same(what, ids_BT)
 
     def agreed(self, numbers: list[int]) -> list[int]:
         """``numbers`` as the first of the processes has them that compute the model together: as many in each."""

@@ -81,7 +81,15 @@ def exported_layers(model: nn.Module) -> list[SparseLayer]:
     Raises:
         ConfigError: a dense model. UnsupportedModelError: layers whose activation is code of a bigger block.
     """
-    if Handle.of(model) is None:
+    handle = Handle.of(model)
+    if handle is not None and handle.group is not None:
+        raise ConfigError(
+            f"exporting {type(model).__name__}",
+            expected="a model with all of its neurons",
+            found="a shard of one, of several processes",
+            fix="Make one store of the shards (torch-pi2 pack SHARDS WHOLE), and export that.",
+        )
+    if handle is None:
         raise ConfigError(
             f"export of {type(model).__name__}",
             expected="a model that torch_pi2.optimize or load gave",

@@ -101,6 +101,11 @@ class Shard:
     ranks: int
     layers: Mapping[str, ShardLayer]
 
+    @property
+    def whole(self) -> int:
+        """Neurons of the model, on all machines."""
+        return sum(mine.whole for mine in self.layers.values())
+
     def layer(self, layer: LayerPlan) -> LayerPlan:
         """What is here of ``layer``, as a layer of its own: its neurons are numbered in plan order."""
         mine = self.layers[layer.site.key]

@@ -31,6 +31,7 @@ from torch_pi2.predict.file import (
 )
 from torch_pi2.spec.method import PREDICTED, Method
 from torch_pi2.spec.plan import Plan
+from torch_pi2.spec.shard import Shard
 from torch_pi2.spec.stats import STATS_FILE, ActivationStats, check_stats_artifact, parse_layers
 from torch_pi2.store.storefile import PIECE, STORE_FILE, StoreReader, block_checks, part_of, tensor_check
 
@@ -78,6 +79,11 @@ class Parts:
     def inside(self) -> bool:
         """Whether they are in a store."""
         return self._store is not None
+
+    @property
+    def shard(self) -> Shard | None:
+        """Which neurons are in the store, if it is one of several machines'."""
+        return None if self._store is None else self._store.shard
 
     def has(self, part: str) -> bool:
         """Whether there is a ``plan``, ``predictors`` or ``stats``."""
