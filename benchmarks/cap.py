@@ -45,7 +45,7 @@ class MemoryCap:
         CapError: no v1 memory controller, no permission, or a limit that it refuses.
     """
 
-    def __init__(self, limit: int, controller: Path = CONTROLLER, name: str = "") -> None:
+    def __init__(self, limit: int, controller: Path = CONTROLLER, *, name: str = "") -> None:
         self.limit, self._controller = limit, controller
         self.folder = controller / f"pi2-bench-{os.getpid()}{name and '-'}{name}"
 
