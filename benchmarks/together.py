@@ -36,8 +36,7 @@ from torch_pi2.store.storefile import STORE_FILE, StoreReader
 _PROMPT, _WARM_UP = 8, 8
 _PORT = 29477
 #: Of a process whose threads share a core: in the usual class of Linux's scheduler one that wakes takes it from another
-#: that would have been done with it in a microsecond, and some messages wait for the next tick, 4 ms (an exchange took
-#: 0.08 ms in this class, and 0.9 on average in the other).
+#: that would have been done with it in a microsecond, and some messages wait for the next tick, 4 ms.
 _BATCH = ("chrt", "-b", "0")
 #: Beside a budget, for what compiling and Python take; the same for all.
 _ROOM = 1 << 30
@@ -176,19 +175,17 @@ def _measured(
             if cap_bytes:  # joined from outside of the namespace, which does not see groups
                 capped = held.enter_context(cap.MemoryCap(cap_bytes, name=f"rank-{rank}"))
                 before = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(capped.folder), *before]
-            return Peer("benchmarks.peer_offload", {**each[rank], **group}, before=before, env=env)
+            peer = Peer("benchmarks.peer_offload", {**each[rank], **group}, before=before, env=env)
+            held.callback(peer.close)
+            return peer
+
+        def ask(prompt: int, answer: int) -> dict[str, Any]:
+            answers: list[dict[str, Any]] = [*at_once.map(lambda peer: peer.round(prompt, answer), peers)]
+            return answers[0]
 
         peers = list(at_once.map(start, range(len(each))))
-        try:
-
-            def ask(prompt: int, answer: int) -> dict[str, Any]:
-                return next(iter(list(at_once.map(lambda peer: peer.round(prompt, answer), peers))))
-
-            ask(_PROMPT, _WARM_UP)
-            kept = [ask(0, tokens) for _ in range(rounds)]
-        finally:
-            for peer in peers:
-                peer.close()
+        ask(_PROMPT, _WARM_UP)
+        kept = [ask(0, tokens) for _ in range(rounds)]
         steps = [s for r in kept for s in r["step_s"]]
         rates = [len(r["step_s"]) / sum(r["step_s"]) for r in kept]
         return {

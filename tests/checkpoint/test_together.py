@@ -278,6 +278,23 @@ for folder in sys.argv[4:]:
         torch_pi2.pack(weights, tmp_path / "whole")
 
 
+def test_a_shard_that_is_elsewhere_is_named(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "biases" / "2" / "rank-0-of-2", tmp_path / "here" / "rank-0-of-2")
+    script = """
+import torch_pi2
+try:
+    torch_pi2.load(sys.argv[4])
+except torch_pi2.Pi2Error as error:
+    print(error)
+"""
+    first, second = together(tmp_path / "out", script, 2, tmp_path / "here")
+    assert second == (
+        f"{tmp_path / 'here'}: expected rank-1-of-2, as this is process 1, found rank-0-of-2. Copy that folder to this "
+        "machine, or start the process on the machine that has it.\n"
+    )
+    assert "2 processes that share work: expected an answer of each, found none of one of them" in first
+
+
 def test_a_shard_alone_is_refused(made: Path) -> None:
     for folder in (made / "biases" / "2", made / "biases" / "2" / "rank-1-of-2"):
         with pytest.raises(

@@ -14,6 +14,7 @@ from stores import Damaged, store_of, toy
 
 import torch_pi2
 from torch_pi2.checkpoint.dealing import deal
+from torch_pi2.checkpoint.shards import check_kinds
 from torch_pi2.cli.inspect import describe, render
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.spec.plan import LayerPlan, Plan
@@ -206,6 +207,18 @@ def test_chunks_are_dealt_by_their_work() -> None:
             deal(plan, ranks, shares)
     with pytest.raises(ConfigError, match="5 machines for a: expected at most 4, as it has 4 chunks of 64 neurons"):
         deal(_plan(250), 5)
+
+
+def test_shares_are_for_several_machines(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected ranks with it, more than 1, found one machine"):
+        torch_pi2.pack(tmp_path, tmp_path / "out", shares=[1.0])
+
+
+def test_layers_that_need_all_gates_are_not_divided() -> None:
+    plan = _plan(250)
+    plan.layers[0].site = replace(plan.layers[0].site, activation="gelu_tanh[sigmas=1.6]")
+    with pytest.raises(ConfigError, match="a in shards: expected an activation of each neuron by itself, found one"):
+        check_kinds(plan)
 
 
 def test_a_layer_of_a_shard() -> None:

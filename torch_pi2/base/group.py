@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -124,27 +124,22 @@ class Group:
             return f"process {failed[0]}", f", which says: {said}"
         return f"process {' and '.join(map(str, silent))}" if silent else "one of them", ""
 
-    def _key(self, name: str) -> str:
-        return f"torch_pi2/{self.name}/{name}"
-
     def _say(self, name: str, text: str) -> None:
-        try:
-            self._store.set(self._key(name), text)
-        except Exception:  # it was with the process that has ended
-            return
+        self._ask(name, lambda key: self._store.set(key, text))
 
     def _has(self, name: str) -> bool:
-        try:
-            return bool(self._store.check([self._key(name)]))
-        except Exception:
-            return False
+        return bool(self._ask(name, lambda key: self._store.check([key])))
 
     def _get(self, name: str) -> str:
+        found = self._ask(name, self._store.get)
+        return "" if found is None else str(found.decode(errors="replace"))
+
+    def _ask(self, name: str, call: Callable[[str], Any]) -> Any:
+        """Of the key-value store; None: it was with the process that has ended, which is no error of its own."""
         try:
-            found: Any = self._store.get(self._key(name))
-        except Exception:
-            return ""
-        return str(found.decode(errors="replace"))
+            return call(f"torch_pi2/{self.name}/{name}")
+        except RuntimeError:  # all of torch.distributed's are
+            return None
 
     def __deepcopy__(self, _memo: Any) -> Group:
         return self

@@ -251,7 +251,7 @@ def _pack(
     sites = {"sites": json.dumps({layer.site.key: reader.way(layer.site.key) for layer in plan.layers})}
     about = layout.metadata(reader.metadata | sites, _provenance(whole.folder, reader))
     for path in staging.iterdir():
-        if path.name not in (_PROGRESS, _PARTIAL) and path not in (whole.folder, *whole.folder.parents):
+        if path.name not in (_PROGRESS, _PARTIAL) and path != whole.folder:
             _remove(path)
     (staging / PI2_FOLDER).mkdir()
     copy_small_files(whole.folder, staging)

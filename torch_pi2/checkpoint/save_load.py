@@ -55,7 +55,6 @@ from torch_pi2.store.folder import (
 )
 from torch_pi2.store.gguf_parts import gguf_in
 from torch_pi2.store.parts import Parts
-from torch_pi2.store.shards import is_shard
 from torch_pi2.store.storefile import weights_path
 from torch_pi2.store.trust import how_to_trust, remember, trusted
 
@@ -304,17 +303,18 @@ def read_model(
     argument(context, "load(context=...)").whole(1, 1 << 31)
     if dtype is not None:
         check_computed("load(dtype=...)", dtype)
-    if (offload is not None or strict_budget) and budget is None and not is_shard(pi2):
-        raise ConfigError(
-            f"load({folder}, {'strict_budget' if strict_budget else 'offload'}=...)",
-            expected="a budget with it",
-            found="none: all weights would be in memory",
-            fix="Pass budget=..., for instance '2.5GiB'.",
-        )
     with Parts(pi2) as parts:
+        over_store = budget is not None or parts.shard is not None
+        if (offload is not None or strict_budget) and not over_store:
+            raise ConfigError(
+                f"load({folder}, {'strict_budget' if strict_budget else 'offload'}=...)",
+                expected="a budget with it",
+                found="none: all weights would be in memory",
+                fix="Pass budget=..., for instance '2.5GiB'.",
+            )
         made = planned_anew(parts.plan(), plan, folder)
         predictors = parts.predictors(made.model_hash)
-        stats = parts.stats(made.model_hash) if budget is None else None  # they are in no budget
+        stats = None if over_store else parts.stats(made.model_hash)  # they are in no budget
     if weights_path(pi2) is not None:
         _check_settings(folder, model, activations)
         how: dict[str, Any] = {
@@ -324,7 +324,7 @@ def read_model(
             "progress": progress,
             "config": config,
         }
-        if budget is not None or is_shard(pi2):
+        if over_store:
             room = None if budget is None else parse_bytes(budget)
             more = (offload or offload_of(made), context, strict_budget)
             return load_offloaded(folder, pi2, made, predictors, room, *more, group=group, **how)

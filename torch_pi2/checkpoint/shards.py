@@ -22,7 +22,7 @@ from torch_pi2.ops.activations import cuts
 from torch_pi2.rewrite.rewrite import predictor_tensors
 from torch_pi2.spec.plan import Plan
 from torch_pi2.spec.shard import Shard
-from torch_pi2.store.shards import check_together, common_hash, shard_name, shards_in
+from torch_pi2.store.shards import check_together, common_hash, ranks_of, shard_name, shards_in
 from torch_pi2.store.storefile import StoreReader
 
 #: What folders of one model may say differently in config.json; its dtype is compared where it is chosen.
@@ -38,7 +38,7 @@ def own_shard(folder: Path) -> Path:
     found = shards_in(folder)
     if not found:
         return folder
-    ranks = _size_of(next(iter(found.values())))
+    ranks = ranks_of(next(iter(found.values())))
     rank = _check_group(str(folder), ranks)
     if rank not in found:
         raise ConfigError(
@@ -48,10 +48,6 @@ def own_shard(folder: Path) -> Path:
             fix="Copy that folder to this machine, or start the process on the machine that has it.",
         )
     return found[rank]
-
-
-def _size_of(shard: Path) -> int:
-    return int(shard.name.rpartition("-")[2])
 
 
 def _check_group(what: str, ranks: int) -> int:
@@ -87,7 +83,7 @@ def join(
     shard = reader.shard
     assert shard is not None
     rank = _check_group(str(reader.path), shard.ranks)
-    _check_kinds(plan)
+    check_kinds(plan)
     own = {
         "version of torch_pi2": __version__,
         "version of torch": torch.__version__,
@@ -120,7 +116,7 @@ def _hash_of(hf: Any) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _check_kinds(plan: Plan) -> None:
+def check_kinds(plan: Plan) -> None:
     """Raises ConfigError: layers that need all gates at once."""
     if key := next((layer.site.key for layer in plan.layers if cuts(layer.site.activation)), None):
         raise ConfigError(

@@ -42,7 +42,7 @@ def of_one_model(args: argparse.Namespace) -> Iterator[None]:
         if shards_in(folder):
             args.model = str(own_shard(folder))
         if several > 1 and dist.get_rank():
-            args.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
+            _tell_nothing(args)
         yield
 
 
@@ -68,5 +68,10 @@ def end_of_group(args: argparse.Namespace) -> None:
 
     if dist.is_initialized():
         if dist.get_rank():
-            args.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
+            _tell_nothing(args)
         dist.destroy_process_group()
+
+
+def _tell_nothing(args: argparse.Namespace) -> None:
+    if getattr(args.stdout, "name", None) != os.devnull:
+        args.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)

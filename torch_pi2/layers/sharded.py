@@ -6,7 +6,7 @@ What they find is gathered by ``torch.distributed`` and added by each of them in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,14 @@ class Share:
         return found
 
 
+def _together(group: Group, work: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    """``work(*arguments)`` within :meth:`Group.together`; in a graph whoever runs it is (``Decoder``)."""
+    if torch.compiler.is_compiling():
+        return work(*arguments)
+    with group.together():
+        return work(*arguments)
+
+
 class ShardedFFN(OffloadedFFN):
     """An ``OffloadedFFN`` of which this process has a shard; all processes of the group must make the same calls."""
 
@@ -60,10 +68,7 @@ class ShardedFFN(OffloadedFFN):
 
     def _stored(self, x: torch.Tensor, asked: tuple[Any, ...], n_hot: int, threshold: float) -> torch.Tensor:
         """With sums by chunk: the bits of one machine, of so few tokens that it adds chunks, too."""
-        if torch.compiler.is_compiling():
-            return self._summed(x, asked, n_hot, threshold)
-        with self.share.group.together():
-            return self._summed(x, asked, n_hot, threshold)
+        return _together(self.share.group, self._summed, x, asked, n_hot, threshold)
 
     def _summed(self, x: torch.Tensor, asked: tuple[Any, ...], n_hot: int, threshold: float) -> torch.Tensor:
         if x.numel() // self.site.hidden < self.share.by_chunk_below:
@@ -80,10 +85,7 @@ class ShardedExperts(OffloadedExperts):
 
     def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         """See the base class."""
-        if torch.compiler.is_compiling():
-            return self._summed(x, index, routing)
-        with self.share.group.together():
-            return self._summed(x, index, routing)
+        return _together(self.share.group, self._summed, x, index, routing)
 
     def _summed(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         return self.share.add_ranks(super().compute(x.float(), index, routing), x)
@@ -115,7 +117,4 @@ class _FirstSays:
         tokens = y.numel() // y.shape[-1]
         if tokens > _AGREED_TOKENS and tokens != len(y):  # a step has one for each sequence, however many there are
             return y
-        if torch.compiler.is_compiling():
-            return self.group.of_first(y)
-        with self.group.together():
-            return self.group.of_first(y)
+        return _together(self.group, self.group.of_first, y)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torch_pi2.base.tensorfile import Spec, TensorReader
+from torch_pi2.base.tensorfile import Spec
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.ops.constants import chunk_neurons
 from torch_pi2.spec.plan import Plan
@@ -59,17 +59,30 @@ def common_hash(reader: StoreReader) -> str:
     return hashlib.sha256(json.dumps(sorted(checks.items())).encode()).hexdigest()
 
 
+def ranks_of(shard: Path) -> int:
+    """How many machines there are shards for, by the name of the folder of one."""
+    match = SHARD_NAME.fullmatch(shard.name)
+    assert match is not None
+    return int(match[2])
+
+
+def _resized(specs: Mapping[str, Spec], neurons: Mapping[str, int]) -> dict[str, Spec]:
+    """``specs`` of weights whose layers have so many ``neurons``, by key."""
+    found = dict(specs)
+    for key, count in neurons.items():
+        for name in (f"{key}.{what}" for what in _BY_NEURON):
+            if name in found:
+                found[name] = Spec((count,), found[name].dtype)
+    return found
+
+
 class PartOf:
     """What ``shard`` has of the weights of ``reader``, which has all: to be written as a store of its own."""
 
     def __init__(self, reader: QuantizedWeights, plan: Plan, shard: Shard) -> None:
         self._whole, self._shard = reader, shard
         self._sites = {layer.site.key: layer.site for layer in plan.layers}
-        self.specs = dict(reader.specs)
-        for key, mine in shard.layers.items():
-            for name in _BY_NEURON:
-                if (spec := self.specs.get(f"{key}.{name}")) is not None:
-                    self.specs[f"{key}.{name}"] = Spec((mine.neurons,), spec.dtype)
+        self.specs = _resized(reader.specs, {key: mine.neurons for key, mine in shard.layers.items()})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._whole, name)
@@ -86,10 +99,9 @@ class PartOf:
 
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Bytes ``[start, stop)`` of a tensor of :attr:`specs`."""
-        key, _, which = name.rpartition(".")
-        if which not in _BY_NEURON or key not in self._shard.layers:
+        if self.specs[name] == self._whole.specs[name]:
             return self._whole.read_bytes(name, start, stop)
-        values = self._whole.read(name)[self._shard.layers[key].positions()]
+        values = self._whole.read(name)[self._shard.layers[name.rpartition(".")[0]].positions()]
         return values.view(torch.uint8)[start:stop]
 
     def compare(self, name: str, blocks: list[torch.Tensor]) -> None:
@@ -119,12 +131,8 @@ class WholeOf:
             raise
         first = self._readers[0]
         assert first.shard is not None
-        self.specs, self._whole_of = dict(first.specs), {key: y.whole for key, y in first.shard.layers.items()}
+        self.specs = _resized(first.specs, {key: mine.whole for key, mine in first.shard.layers.items()})
         self.metadata = {name: text for name, text in first.metadata.items() if name != SHARD}
-        for key, whole in self._whole_of.items():
-            for name in _BY_NEURON:
-                if (spec := self.specs.get(f"{key}.{name}")) is not None:
-                    self.specs[f"{key}.{name}"] = Spec((whole,), spec.dtype)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._readers[0], name)
@@ -162,13 +170,12 @@ class WholeOf:
 
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Bytes ``[start, stop)`` of a tensor of :attr:`specs`."""
-        key, _, which = name.rpartition(".")
-        if which not in _BY_NEURON or key not in self._whole_of:
+        if self.specs[name] == self._readers[0].specs[name]:
             return self._readers[0].read_bytes(name, start, stop)
         values = torch.empty(self.specs[name].shape, dtype=self.specs[name].dtype)
         for reader in self._readers:
             assert reader.shard is not None
-            values[reader.shard.layers[key].positions()] = reader.read(name)
+            values[reader.shard.layers[name.rpartition(".")[0]].positions()] = reader.read(name)
         return values.view(torch.uint8)[start:stop]
 
     def read(self, name: str) -> torch.Tensor:
@@ -180,14 +187,6 @@ class WholeOf:
         """See :meth:`StoreReader.compare`, of what is copied as it is."""
         if self.specs[name] == self._readers[0].specs[name]:
             self._readers[0].compare(name, blocks)
-
-
-def is_shard(pi2: Path) -> bool:
-    """Whether a folder ``pi2/`` has a store with part of the neurons alone. Raises ArtifactError: it is damaged."""
-    if not (pi2 / STORE_FILE).is_file():
-        return False
-    with TensorReader(pi2 / STORE_FILE) as file:
-        return SHARD in file.metadata
 
 
 def refuse_shard(reader: QuantizedWeights) -> None:
@@ -204,10 +203,7 @@ def refuse_shard(reader: QuantizedWeights) -> None:
 
 def _ranks(folder: Path, folders: dict[int, Path]) -> int:
     """How many shards there are. Raises ArtifactError: not all of them are here."""
-    path = next(iter(folders.values()))
-    match = SHARD_NAME.fullmatch(path.name)
-    assert match is not None
-    ranks = int(match[2])
+    ranks = ranks_of(next(iter(folders.values())))
     if missing := [rank for rank in range(ranks) if rank not in folders]:
         raise ArtifactError(
             str(folder),
