@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,15 @@ for _ in range(20):
 found["steps"] = torch.cat(steps)
 torch.save(found, out / f"{rank}.pt")
 """
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """PyTorch's own products differ by their threads in last bits, and each of several processes has one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
