@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 import tiny_experts
 import tiny_models
 import torch
-from sharding import together
+from sharding import ANSWERS, FEW, answers_of_one, check_answers, one_thread, together  # noqa: F401
 from shared import shared_folder
 
 import torch_pi2
@@ -24,7 +24,8 @@ from torch_pi2.errors import ArtifactError, ConfigError
 
 #: Neurons of a layer: three chunks of 64, and one of 8.
 WIDE = 200
-FEW, MANY = torch.arange(1, 6)[None], torch.arange(1, 25)[None]
+#: Of short calls; longer ones are sums by process.
+BITS = ("few", "steps")
 TEXT = [torch.randint(1, 60, (64,), generator=torch.Generator().manual_seed(i)) for i in range(6)]
 
 
@@ -57,31 +58,6 @@ MADE: dict[str, Callable[[Path], None]] = {
     "experts": lambda f: _saved(f, tiny_experts.build("Mixtral", intermediate_size=136), method="exact"),
 }
 
-_EACH = """
-import torch_pi2
-from torch_pi2.decode.decode import Decoder
-folder, reduction, compiled = Path(sys.argv[4]), sys.argv[5], sys.argv[6] == "compiled"
-model = torch_pi2.load(folder, group=torch_pi2.GroupConfig(reduction), budget=sys.argv[7] or None)
-few, many = torch.arange(1, 6)[None], torch.arange(1, 25)[None]
-with torch.no_grad():
-    found = {"few": model(few).logits, "many": model(many).logits}
-decoder = Decoder(model, max_tokens=64, compiled=compiled, logits=True)
-steps = [decoder.prompt(few)]
-for _ in range(20):
-    steps.append(decoder.step(steps[-1].argmax(-1, keepdim=True)))
-found["steps"] = torch.cat(steps)
-torch.save(found, out / f"{rank}.pt")
-"""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """PyTorch's own products differ by their threads in last bits, and each of several processes has one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -98,48 +74,26 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared_folder(tmp_path_factory, "models-in-shards", make)
 
 
-def _of_one(store: Path, compiled: bool = False) -> dict[str, torch.Tensor]:
-    model = torch_pi2.load(store, budget="1GiB")
-    with torch.no_grad():
-        found = {"few": model(FEW).logits, "many": model(MANY).logits}
-    decoder = Decoder(model, max_tokens=64, compiled=compiled, logits=True)
-    steps = [decoder.prompt(FEW)]
-    for _ in range(20):
-        steps.append(decoder.step(steps[-1].argmax(-1, keepdim=True)))
-    return found | {"steps": torch.cat(steps)}
-
-
-def _check(out: Path, ranks: int, wanted: dict[str, torch.Tensor], same: bool) -> None:
-    found = [torch.load(out / f"{rank}.pt") for rank in range(ranks)]
-    for name, tensor in wanted.items():
-        first = found[0][name]
-        assert all(torch.equal(other[name], first) for other in found[1:]), name
-        if same and name != "many":
-            assert torch.equal(first, tensor), name
-        else:
-            torch.testing.assert_close(first, tensor, rtol=1e-3, atol=1e-3)
-
-
 _SLOW = ("no gates", "thresholds of neurons", "signs")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in _SLOW)) for n in MADE])
-def test_two_processes_have_the_bits_of_one(made: Path, name: str, tmp_path: Path) -> None:
-    together(tmp_path, _EACH, 2, made / name / "2", "chunks", "", "")
-    _check(tmp_path, 2, _of_one(made / name / "store"), same=name != "experts")
+def test_two_processes_have_the_bitsanswers_of_one(made: Path, name: str, tmp_path: Path) -> None:
+    together(tmp_path, ANSWERS, 2, made / name / "2", "chunks", "", "")
+    check_answers(tmp_path, 2, answers_of_one(made / name / "store"), same=() if name == "experts" else BITS)
 
 
 def test_sums_by_rank_are_the_same_in_each_process(made: Path, tmp_path: Path) -> None:
-    together(tmp_path, _EACH, 3, made / "biases" / "3", "ranks", "", "")
-    _check(tmp_path, 3, _of_one(made / "biases" / "store"), same=False)
+    together(tmp_path, ANSWERS, 3, made / "biases" / "3", "ranks", "", "")
+    check_answers(tmp_path, 3, answers_of_one(made / "biases" / "store"), same=())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lowrank, int4", "biases"])
 def test_three_processes_compiled_and_over_flash(made: Path, name: str, tmp_path: Path) -> None:
     smallest = torch_pi2.stats(torch_pi2.load(made / name / "store", budget="1GiB"))["budget"].smallest
-    together(tmp_path, _EACH, 3, made / name / "3", "chunks", "compiled", f"{smallest + 100_000}B")
-    _check(tmp_path, 3, _of_one(made / name / "store", compiled=True), same=True)
+    together(tmp_path, ANSWERS, 3, made / name / "3", "chunks", "compiled", f"{smallest + 100_000}B")
+    check_answers(tmp_path, 3, answers_of_one(made / name / "store", compiled=True), same=BITS)
 
 
 def test_the_same_text_is_generated(made: Path, tmp_path: Path) -> None:

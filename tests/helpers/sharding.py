@@ -1,11 +1,20 @@
-"""Several processes that each have a shard of one model: started, and what they said."""
+"""Processes that each have a shard of one model: started, and what they said; the same answers of all, and of one."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Collection, Iterator
 from pathlib import Path
+
+import pytest
+import torch
+
+import torch_pi2
+from torch_pi2.decode.decode import Decoder
+
+FEW, MANY = torch.arange(1, 6)[None], torch.arange(1, 25)[None]
 
 #: ``rank``, ``ranks`` and ``out`` (where the others of the run write, too) are known in a script, and ``group`` begun.
 _BEGIN = """
@@ -39,3 +48,54 @@ def together(out: Path, script: str, ranks: int, *arguments: object, codes: list
     assert [code for *_, code in ended] == (codes or [0] * ranks), ended
     (out / "group").unlink(missing_ok=True)
     return [said for said, *_ in ended]
+
+
+#: Folder, ``GroupConfig.reduction``, whether steps are compiled and a budget are arguments; see :func:`check_answers`.
+ANSWERS = """
+import torch_pi2
+from torch_pi2.decode.decode import Decoder
+folder, reduction, compiled = Path(sys.argv[4]), sys.argv[5], sys.argv[6] == "compiled"
+model = torch_pi2.load(folder, group=torch_pi2.GroupConfig(reduction), budget=sys.argv[7] or None)
+few, many = torch.arange(1, 6)[None], torch.arange(1, 25)[None]
+with torch.no_grad():
+    found = {"few": model(few).logits, "many": model(many).logits}
+decoder = Decoder(model, max_tokens=64, compiled=compiled, logits=True)
+steps = [decoder.prompt(few)]
+for _ in range(20):
+    steps.append(decoder.step(steps[-1].argmax(-1, keepdim=True)))
+found["steps"] = torch.cat(steps)
+torch.save(found, out / f"{rank}.pt")
+"""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """PyTorch's own products differ by their threads in last bits, and each of several processes has one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def answers_of_one(store: Path, compiled: bool = False) -> dict[str, torch.Tensor]:
+    """What ``ANSWERS`` finds, of a store on one machine."""
+    model = torch_pi2.load(store, budget="1GiB")
+    with torch.no_grad():
+        found = {"few": model(FEW).logits, "many": model(MANY).logits}
+    decoder = Decoder(model, max_tokens=64, compiled=compiled, logits=True)
+    steps = [decoder.prompt(FEW)]
+    for _ in range(20):
+        steps.append(decoder.step(steps[-1].argmax(-1, keepdim=True)))
+    return found | {"steps": torch.cat(steps)}
+
+
+def check_answers(out: Path, ranks: int, wanted: dict[str, torch.Tensor], same: Collection[str]) -> None:
+    """All processes have found the same, of what ``same`` names the bits of what is ``wanted``."""
+    found = [torch.load(out / f"{rank}.pt") for rank in range(ranks)]
+    for name, tensor in wanted.items():
+        first = found[0][name]
+        assert all(torch.equal(other[name], first) for other in found[1:]), name
+        if name in same:
+            assert torch.equal(first, tensor), name
+        else:
+            torch.testing.assert_close(first, tensor, rtol=1e-3, atol=1e-3)

@@ -25,6 +25,14 @@ _ASKING_S = 2.0
 _OF_GLOO = ("gloo", "onnection closed by peer", "onnection reset", "Timed out waiting", "Broken pipe")
 
 
+def _sent(own: torch.Tensor, root: int, group_name: str) -> torch.Tensor:
+    """What the process with number ``root`` in a group has for ``own``, of one shape in all of it."""
+    # Not by PyTorch's wrapper, whose results wait when they are first used: a recorded graph would not see that.
+    ops = torch.ops._c10d_functional
+    found: torch.Tensor = ops.wait_tensor(ops.broadcast(own.contiguous(), root, group_name))
+    return found
+
+
 class Group:
     """Those of the default group, on CPUs. All of them make one at the same time.
 
@@ -41,11 +49,11 @@ class Group:
         self.name = str(group.group_name)
         self._store = dist.distributed_c10d._get_default_store()
         self._failed: BaseException | None = None
+        self._pairs: list[str] = []
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """``own`` of all processes, of one shape, along the first dimension in the order of ranks."""
-        # Not by PyTorch's wrapper, whose results wait when they are first used: a recorded graph would not see that.
-        ops = torch.ops._c10d_functional
+        ops = torch.ops._c10d_functional  # as in _sent
         found: torch.Tensor = ops.wait_tensor(ops.all_gather_into_tensor(own.contiguous(), self.size, self.name))
         return found
 
@@ -64,11 +72,19 @@ class Group:
                     fix="All processes make the same calls: they compute one model together.",
                 )
 
-    def of_first(self, own: torch.Tensor) -> torch.Tensor:
-        """What the first process has for ``own``."""
-        ops = torch.ops._c10d_functional
-        found: torch.Tensor = ops.wait_tensor(ops.broadcast(own.contiguous(), 0, self.name))
-        return found
+    def of(self, own: torch.Tensor, rank: int) -> torch.Tensor:
+        """What process ``rank`` has for ``own``."""
+        return _sent(own, rank, self.name)
+
+    def pair_up(self) -> None:
+        """Each process and the next can :meth:`hand_on` from now on. All processes call this at the same time."""
+        for rank in range(self.size - 1):
+            pair = dist.new_group([rank, rank + 1], backend="gloo", timeout=timedelta(seconds=self.patience_s))
+            self._pairs.append("" if rank not in (self.rank - 1, self.rank) else str(pair.group_name))
+
+    def hand_on(self, own: torch.Tensor, rank: int) -> torch.Tensor:
+        """What process ``rank`` has for ``own``, in that and the next one, which both call this."""
+        return _sent(own, 0, self._pairs[rank])
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -1,8 +1,9 @@
-"""Which chunks of each layer go to which machine: as much work for each as its share, and as many neurons."""
+"""Which neurons go to which machine: chunks of each layer, or whole layers, as much work for each as its share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -11,6 +12,7 @@ from torch_pi2.ops.constants import chunk_neurons
 from torch_pi2.spec.method import PREDICTED
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.shard import MOST_RANKS, Shard, ShardLayer
+from torch_pi2.spec.site import block_of
 from torch_pi2.spec.stats import ActivationStats
 
 
@@ -30,15 +32,70 @@ def deal(
         ConfigError: not 2 to 16 machines, or other shares than one above 0 for each, or more machines than a layer has
             chunks.
     """
-    check_ranks(ranks, shares)
-    given = shares or [1.0] * ranks
-    parts = [share / max(given) for share in given]  # so that their sum is a number
-    weights = [part / sum(parts) for part in parts]
+    weights = _shares(ranks, shares)
     dealt = {layer.site.key: _chunks(layer, weights, stats) for layer in plan.layers}
     return [
         Shard(rank, ranks, {y.site.key: ShardLayer(y.site.intermediate, dealt[y.site.key][rank]) for y in plan.layers})
         for rank in range(ranks)
     ]
+
+
+def deal_layers(plan: Plan, ranks: int, shares: Sequence[float] | None = None) -> list[Shard]:
+    """The stage of each of ``ranks`` machines: decoder blocks that follow each other, with as many of the model's
+    weights of neurons as its share, nearly.
+
+    Raises:
+        ConfigError: as :func:`deal`; or the layers are in no row of blocks, or in fewer blocks than machines.
+    """
+    weights = _shares(ranks, shares)
+    size: dict[str, int] = {}
+    for layer in plan.layers:
+        site, block = layer.site, block_of(layer.site.key)
+        size[block] = size.get(block, 0) + site.intermediate * site.rows_per_neuron * site.hidden
+    names = [block.rpartition(".") for block in size]
+    numbers = [int(number) if number.isdecimal() else -1 for *_, number in names]
+    if len({prefix for prefix, *_ in names}) > 1 or numbers != sorted(numbers) or numbers[0] < 0:
+        raise ConfigError(
+            "stages of layers",
+            expected="feed-forward layers in the blocks of one row, such as model.layers.0, model.layers.1",
+            found=", ".join([*size][:3]),
+            fix="Deal out neurons, by='neurons'.",
+        )
+    if len(size) < ranks:
+        raise ConfigError(
+            f"{ranks} machines for {len(size)} blocks of layers",
+            expected=f"at most {len(size)}",
+            found=str(ranks),
+            fix="Use fewer machines, or deal out neurons, by='neurons'.",
+        )
+    ends = _ends([*size.values()], weights)
+    rank_of = {block: sum(i >= end for end in ends) for i, block in enumerate(size)}
+
+    def here(layer: LayerPlan, rank: int) -> ShardLayer:
+        whole = layer.site.intermediate
+        own = range(-(-whole // chunk_neurons(whole))) if rank_of[block_of(layer.site.key)] == rank else ()
+        return ShardLayer(whole, tuple(own))
+
+    return [Shard(rank, ranks, {y.site.key: here(y, rank) for y in plan.layers}) for rank in range(ranks)]
+
+
+def _ends(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """After how many blocks each machine but the last ends: nearest to its share, and at least one for each."""
+    before = [0, *accumulate(sizes)]
+    ends: list[int] = []
+    for rank in range(1, len(weights)):
+        target = sum(weights[:rank]) * before[-1]
+        free = range(ends[-1] + 1 if ends else 1, len(sizes) - len(weights) + rank + 1)
+        ends.append(min(free, key=lambda end: abs(before[end] - target)))
+    return ends
+
+
+def _shares(ranks: int, shares: Sequence[float] | None) -> list[float]:
+    """Of each machine, of 1. Raises ConfigError, see :func:`deal`."""
+    check_ranks(ranks, shares)
+    given = shares or [1.0] * ranks
+    parts = [share / max(given) for share in given]  # so that their sum is a number
+    return [part / sum(parts) for part in parts]
 
 
 def check_ranks(ranks: int, shares: Sequence[float] | None) -> None:

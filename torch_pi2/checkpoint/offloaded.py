@@ -21,6 +21,7 @@ from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
 from torch_pi2.layers.sharded import ShardedExperts, ShardedFFN, Share, agree_on_logits
+from torch_pi2.layers.stages import join_stages
 from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.rewrite.handle import Optimized
@@ -76,6 +77,7 @@ def load_offloaded(
         "progress": progress,
         "config": config,
     }
+    stage: Shard | None = None
     with StoreReader(pi2 / STORE_FILE) as reader:
         reader.check_activations(int8_activations)
         reader.check_plan(plan)
@@ -92,6 +94,7 @@ def load_offloaded(
                 "context": context,
             }
             joined, shards = join(reader, plan, hf, same, how_together.patience_s)
+            stage = reader.shard if reader.shard.by_layers else None
             here, own = reader.shard.plan(plan), own_predictors(reader.shard, plan, predictors)
             predictors.clear()
             predictors = own
@@ -116,7 +119,7 @@ def load_offloaded(
 
     def over_store(layer: LayerPlan, weights: QuantizedWeights, kind: torch.dtype) -> SparseFFN:
         tensors, threshold = predictor_tensors(predictors.pop(layer.site.key, None))
-        layer_class = OffloadedFFN if joined is None else ShardedFFN
+        layer_class = OffloadedFFN if joined is None or stage is not None else ShardedFFN
         made = layer_class.over(
             store,
             index_of[layer.site.key],
@@ -139,7 +142,7 @@ def load_offloaded(
                 yield part
 
         first = group[0].site.key
-        if joined is None:
+        if joined is None or stage is not None:
             return OffloadedExperts(copied(), len(group), store, index_of[first])
         made = ShardedExperts(copied(), len(group), store, index_of[first])
         made.share = Share(joined, shards, first, how_together.reduction)
@@ -154,7 +157,9 @@ def load_offloaded(
                 module.announce()
         _route_early(model)
     # Without predictors, which would be in memory twice: the layers have theirs.
-    if joined is not None:
+    if joined is not None and stage is not None:
+        join_stages(model, stage, joined)
+    elif joined is not None:
         agree_on_logits(model, joined)
     made = Optimized(
         here, FittedPredictors(), None, weights=weights_of(model), store=store, budget=budget, group=joined

@@ -21,10 +21,10 @@ from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.base.version import __version__
 from torch_pi2.checkpoint.card import keep_card
-from torch_pi2.checkpoint.dealing import check_ranks, deal
+from torch_pi2.checkpoint.dealing import check_ranks, deal, deal_layers
 from torch_pi2.checkpoint.float_neurons import float_neurons
 from torch_pi2.checkpoint.quantize import copy_small_files, quantize, small_files
-from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.errors import ArtifactError, ConfigError, check_choice
 from torch_pi2.formats import FLOAT, FLOATS, QUANTIZED
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.shard import Shard
@@ -54,6 +54,8 @@ from torch_pi2.store.trust import remember
 
 #: Of neurons; ``float``: what the model has, nothing is rounded.
 WEIGHTS = (*QUANTIZED, FLOAT, *FLOATS)
+#: What of a model a machine's shard has, see :func:`pack`.
+BY = ("neurons", "layers")
 #: Bytes after which what is written is put on disk and recorded: as many are written again after a kill, at most.
 _RECORD = 64 << 20
 _PROGRESS, _PARTIAL, _NEURONS = "progress.json", f".{STORE_FILE}.partial", "bundles"
@@ -94,6 +96,7 @@ def pack(
     cluster: int | None = None,
     ranks: int = 1,
     shares: Sequence[float] | None = None,
+    by: str = BY[0],
     trust_remote_code: bool = False,
     progress: bool = False,
 ) -> PackReport:
@@ -119,6 +122,8 @@ def pack(
         ranks: more than 1: shards, each the store of one of so many machines, in folders ``rank-0-of-N`` and so on,
             which :func:`torch_pi2.load` takes in a group of as many processes (docs/DISTRIBUTED.md).
         shares: of the neurons, for each machine, in any unit (default: the same for all).
+        by: what of them a shard has: ``neurons``, some of every layer; or ``layers``, all of some decoder blocks that
+            follow each other, and of others nothing (stages of a pipeline).
         trust_remote_code: passed to transformers, for float checkpoints with modelling code of their own.
 
     Raises:
@@ -128,9 +133,10 @@ def pack(
     """
     source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
     _check(weights, slot_align, cluster)
-    if ranks == 1 and shares is not None:
+    check_choice("pack(by=...)", by, BY, "Choose one.")
+    if ranks == 1 and (shares is not None or by != BY[0]):
         raise ConfigError(
-            "pack(shares=...)",
+            "pack(shares=...)" if shares is not None else f"pack(by={by!r})",
             expected="ranks with it, more than 1",
             found="one machine",
             fix="Pass ranks, or leave it out.",
@@ -150,7 +156,7 @@ def pack(
             if ranks == 1:
                 report = _pack(whole, staging, slot_align, cluster, progress)
             else:
-                report = _pack_shards(whole, staging, ranks, shares, slot_align, cluster, progress)
+                report = _pack_shards(whole, staging, _dealt(whole, ranks, shares, by), slot_align, cluster, progress)
         _remove(staging / _NEURONS)
     if trust_remote_code:
         remember(folder)
@@ -248,8 +254,8 @@ def _pack(
     if shard is not None:
         here, had = shard.plan(plan), PartOf(reader, plan, shard)
     layout = _layout(had, whole.beside, here, slot_align, cluster, plan, shard)
-    sites = {"sites": json.dumps({layer.site.key: reader.way(layer.site.key) for layer in plan.layers})}
-    about = layout.metadata(reader.metadata | sites, _provenance(whole.folder, reader))
+    sites = {"sites": json.dumps({layer.site.key: reader.way(layer.site.key) for layer in here.layers})}
+    about = layout.metadata(had.metadata | sites, _provenance(whole.folder, reader))
     for path in staging.iterdir():
         if path.name not in (_PROGRESS, _PARTIAL) and path != whole.folder:
             _remove(path)
@@ -266,15 +272,14 @@ def _pack(
 def _pack_shards(
     whole: _Packed,
     staging: Path,
-    ranks: int,
-    shares: Sequence[float] | None,
+    shards: Sequence[Shard],
     slot_align: int | None,
     cluster: int | None,
     progress: bool,
 ) -> PackReport:
-    """A shard for each machine, in a folder of its own; those that an earlier call has finished are kept."""
-    total = PackReport(layers=len(whole.plan.layers))
-    for shard in deal(whole.plan, ranks, shares, whole.parts.stats()):
+    """A folder for each of ``shards``; those that an earlier call has finished are kept."""
+    total, ranks = PackReport(layers=len(whole.plan.layers)), len(shards)
+    for shard in shards:
         folder = staging / shard_name(shard.rank, ranks)
         done, about = folder / _DONE, json.dumps([_identity(b"", whole.sources), shard.to_json(), slot_align, cluster])
         if not done.is_file() or done.read_text() != about:
@@ -284,7 +289,7 @@ def _pack_shards(
             total.bytes_written += report.bytes_written
             total.resumed_layers += report.resumed_layers
         else:
-            total.resumed_layers += total.layers
+            total.resumed_layers += len(shard.plan(whole.plan).layers) if shard.by_layers else total.layers
         with StoreReader(folder / PI2_FOLDER / STORE_FILE) as made:
             total.file_bytes += made.file_bytes
             total.neurons += sum(entry.neurons for entry in made.entries)
@@ -292,6 +297,12 @@ def _pack_shards(
     for path in staging.iterdir():
         _remove(path / _DONE) if _of_shards(path, ranks) else _remove(path)
     return total
+
+
+def _dealt(whole: _Packed, ranks: int, shares: Sequence[float] | None, by: str) -> list[Shard]:
+    if by == "layers":
+        return deal_layers(whole.plan, ranks, shares)
+    return deal(whole.plan, ranks, shares, whole.parts.stats())
 
 
 def _of_shards(path: Path, ranks: int) -> bool:

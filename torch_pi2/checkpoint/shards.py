@@ -107,7 +107,10 @@ def join(
     shards = tuple(Shard.from_json(Field(parse(text, "shard"), "shard", "")) for _, _, text, _ in found)
     check_together(shards, str(reader.path))
     torch.set_rng_state(found[0][3])
-    return Group(patience_s), shards
+    group = Group(patience_s)
+    if shard.by_layers:
+        group.pair_up()
+    return group, shards
 
 
 def _hash_of(hf: Any) -> str:
@@ -132,7 +135,7 @@ def own_predictors(shard: Shard, plan: Plan, predictors: Mapping[str, Any]) -> d
     found: dict[str, Any] = {}
     for layer in plan.layers:
         tensors, threshold = predictor_tensors(predictors.get(layer.site.key))
-        if tensors is None:
+        if tensors is None or not shard.layers[layer.site.key].chunks:
             continue
         here = layer.order.long()[shard.layers[layer.site.key].positions()]
         own = {name: tensor[here] if name in BY_NEURON else tensor for name, tensor in tensors.items()}

@@ -24,6 +24,7 @@ from torch_pi2.layers.experts import SparseExperts, expert_groups
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear, wants_blocks
 from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.layers.stages import leave_out
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.dtypes import DTYPES, check_computed, format_name
 from torch_pi2.ops.memory import new_tensor
@@ -174,7 +175,11 @@ def load_sparse(
         weights.check_plan(plan)
         kinds: dict[str, Any] = {"dtype": dtype, "stored": weights.float_dtype}
         model = skeleton(folder, trust_remote_code=trust_remote_code, config=config, **kinds)
-        check_fits(model, plan)
+        here = getattr(weights, "shard", None)
+        own = plan if here is None else here.plan(plan)
+        if here is not None and here.by_layers:
+            leave_out(model, here)
+        check_fits(model, Plan([y for y in plan.layers if here is None or here.has(y.site.key)], plan.model_hash))
         weights.check_linears(model)
         kind = next(model.parameters()).dtype
         check_computed(f"dtype of {folder}", kind)
@@ -190,14 +195,12 @@ def load_sparse(
             _put_linear(model, weights, name, columns, int8_activations, embeddings.get(weights.rows_name(name)))
         trim()  # what putting rows in blocks has left
 
-        here = getattr(weights, "shard", None)
-        layers = plan.layers if here is None else here.plan(plan).layers
         whole = {layer.site.key: layer for layer in plan.layers}
 
         def empty(layer: LayerPlan) -> SparseFFN:
             return _empty_layer(layer, predictors.get(layer.site.key), weights, int8_activations, kind)
 
-        for group in _shown(expert_groups(layers), "feed-forward layers", progress):
+        for group in _shown(expert_groups(own.layers), "feed-forward layers", progress):
             if group[0].site.experts is not None:
                 for layer in group:
                     weights.way(layer.site.key)  # raises if the file does not know it

@@ -42,13 +42,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=common.positive,
         default=1,
         metavar="N",
-        help="shards for so many machines, of which each has a part of every layer's neurons (docs/DISTRIBUTED.md)",
+        help="shards for so many machines (docs/DISTRIBUTED.md)",
     )
     parser.add_argument(
         "--shares",
         type=common.shares,
         metavar="A,B,...",
         help="with --ranks: of the neurons, for each machine (default: the same for all)",
+    )
+    parser.add_argument(
+        "--by",
+        choices=("neurons", "layers"),
+        help="with --ranks: a shard has some neurons of every layer (default), or all of some layers (a pipeline)",
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run modelling code in the checkpoint folder")
     verdict.add_arguments(parser)
@@ -59,7 +64,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.cli.folders import kind_of
 
     common.check_out(args.out)
-    how = common.given(args, "weights", "slot_align", "cluster", "ranks", "shares", "trust_remote_code")
+    how = common.given(args, "weights", "slot_align", "cluster", "ranks", "shares", "by", "trust_remote_code")
     report = torch_pi2.pack(args.source, args.out, **how, progress=not args.quiet)
     whole = args.ranks == 1 and kind_of(args.source) != "shards"  # parts have no speed or loss of their own
     if whole and not args.no_verdict:

@@ -170,7 +170,7 @@ def divide(
     parts = {
         "fixed": fixed,
         "predictors": sum(predictor_bytes(predictors.get(layer.site.key), layer) for layer in plan.layers),
-        "kv": kv_bytes(model_config, context, dtype),
+        "kv": _own_kv(store, model_config, kv_bytes(model_config, context, dtype)),
         "staging": staging,
         "activations": activation_bytes(store.entries, activation_sizes(model_config, dtype), context),
         "neuron_tables": tables + sum(y.thresholds.nbytes for y in plan.layers if y.thresholds is not None),
@@ -196,6 +196,14 @@ def divide(
     if slots < count and made.cache < token and config.engine != "mmap":
         _below_the_cliff(made, Path(store.path).parent.parent, strict)
     return made
+
+
+def _own_kv(store: StoreReader, model_config: Any, all_bytes: int) -> int:
+    """Of keys and values of all layers, what those take that are here."""
+    if store.shard is None:
+        return all_bytes
+    count: int = model_config.get_text_config().num_hidden_layers
+    return all_bytes * len(store.shard.blocks(count)) // count
 
 
 def _below_the_cliff(budget: Budget, folder: Path, strict: bool) -> None:

@@ -539,7 +539,7 @@ class Decoder:
         if group is None:
             return numbers
         with group.together():
-            found: list[int] = group.of_first(torch.tensor(numbers, dtype=torch.int64, device="cpu")).tolist()
+            found: list[int] = group.of(torch.tensor(numbers, dtype=torch.int64, device="cpu"), 0).tolist()
         return found
 
     def _fed(self, ids_BT: torch.Tensor, forward: Forward) -> torch.Tensor:

@@ -53,7 +53,7 @@ class Share:
         return found
 
 
-def _together(group: Group, work: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+def computed_together(group: Group, work: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
     """``work(*arguments)`` within :meth:`Group.together`; in a graph whoever runs it is (``Decoder``)."""
     if torch.compiler.is_compiling():
         return work(*arguments)
@@ -68,7 +68,7 @@ class ShardedFFN(OffloadedFFN):
 
     def _stored(self, x: torch.Tensor, asked: tuple[Any, ...], n_hot: int, threshold: float) -> torch.Tensor:
         """With sums by chunk: the bits of one machine, of so few tokens that it adds chunks, too."""
-        return _together(self.share.group, self._summed, x, asked, n_hot, threshold)
+        return computed_together(self.share.group, self._summed, x, asked, n_hot, threshold)
 
     def _summed(self, x: torch.Tensor, asked: tuple[Any, ...], n_hot: int, threshold: float) -> torch.Tensor:
         if x.numel() // self.site.hidden < self.share.by_chunk_below:
@@ -85,7 +85,7 @@ class ShardedExperts(OffloadedExperts):
 
     def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         """See the base class."""
-        return _together(self.share.group, self._summed, x, index, routing)
+        return computed_together(self.share.group, self._summed, x, index, routing)
 
     def _summed(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         return self.share.add_ranks(super().compute(x.float(), index, routing), x)
@@ -117,4 +117,4 @@ class _FirstSays:
         tokens = y.numel() // y.shape[-1]
         if tokens > _AGREED_TOKENS and tokens != len(y):  # a step has one for each sequence, however many there are
             return y
-        return _together(self.group, self.group.of_first, y)
+        return computed_together(self.group, self.group.of, y, 0)

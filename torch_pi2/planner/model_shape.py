@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from torch_pi2.rewrite.handle import Handle, Optimized
 from torch_pi2.spec.method import PREDICTED, Method
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.spec.site import block_of
 from torch_pi2.store.budget import Budget, engine_bytes, kv_bytes, piece_tokens, place_bytes
 from torch_pi2.store.storefile import StoreReader, format_fields
 from torch_pi2.store.superblock import LayerEntry, slot_bytes
@@ -278,7 +278,7 @@ class _Reading:
         ]
         firsts: dict[str, str] = {}
         for layer in self.plan.layers:
-            firsts.setdefault(_block_of(layer.site.key), layer.site.key)
+            firsts.setdefault(block_of(layer.site.key), layer.site.key)
         blocks = set(firsts.values())
         attention = sum(_weight(module).nbytes for module in linears) // len(blocks)
         config: Any = getattr(self.model, "config", None)
@@ -387,12 +387,6 @@ class _Reading:
             least = np.maximum(least, f_I)
             rising.append((size, least))
         return tuple(rising)
-
-
-def _block_of(key: str) -> str:
-    """The decoder layer of a site: its name up to the first number (``model.layers.3`` of ``model.layers.3.mlp``)."""
-    match = re.match(r".*?\.\d+(?=[.:]|$)", key)
-    return match.group() if match else key
 
 
 def _weight(module: Any) -> torch.Tensor:

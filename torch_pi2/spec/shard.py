@@ -1,7 +1,8 @@
 """``Shard``: which neurons of every layer one of several machines has (docs/DISTRIBUTED.md).
 
 A layer's neurons are dealt out in whole chunks: each chunk has a partial sum of its own (design D5), so that the sums
-of all machines, added in the order of chunks, have the bits of one machine.
+of all machines, added in the order of chunks, have the bits of one machine. Or whole layers are dealt out, as stages of
+a pipeline: then a machine has all chunks of a layer, or none.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -17,7 +19,7 @@ from torch_pi2.base.fields import Field
 from torch_pi2.errors import ConfigError, check_choice
 from torch_pi2.ops.constants import chunk_neurons
 from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.site import MOST_SIZE
+from torch_pi2.spec.site import MOST_SIZE, block_of
 
 #: Machines at most: a layer has no more chunks.
 MOST_RANKS = 16
@@ -57,7 +59,8 @@ class ShardLayer:
     """Of one layer.
 
     Attributes:
-        whole: I, neurons of the layer on all machines. chunks: numbers of those that are here, ascending.
+        whole: I, neurons of the layer on all machines. chunks: numbers of those that are here, ascending; none: the
+            layer is another machine's.
     """
 
     whole: int
@@ -106,6 +109,41 @@ class Shard:
         """Neurons of the model, on all machines."""
         return sum(mine.whole for mine in self.layers.values())
 
+    @cached_property
+    def by_layers(self) -> bool:
+        """Whether this is a stage of a pipeline: whole layers, and everything else of the blocks that they are in."""
+        return not all(mine.chunks for mine in self.layers.values())
+
+    def block(self, name: str) -> int | None:
+        """The number of the decoder block that a tensor or module is in; None: in none of those with neurons."""
+        prefix, _, number = block_of(name).rpartition(".")
+        return int(number) if number.isdigit() and prefix == self._blocks[0] else None
+
+    @cached_property
+    def _blocks(self) -> tuple[str, int, int | None]:
+        """What the names of blocks begin with, the first one here, and the one after the last: None: all are here.
+
+        A block without neurons is where the one before is.
+        """
+        keys, own = [*self.layers], [bool(mine.chunks) for mine in self.layers.values()]
+        prefix, _, first = block_of(keys[own.index(True)]).rpartition(".")
+        after = len(own) - own[::-1].index(True)
+        last = int(block_of(keys[after]).rpartition(".")[2]) if after < len(own) else None
+        return prefix, int(first) if self.rank else 0, last
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor or module of the model is here; what is in no block is everywhere."""
+        block = self.block(name) if self.by_layers else None
+        _, first, last = self._blocks if block is not None else ("", 0, None)
+        return block is None or first <= block < (block + 1 if last is None else last)
+
+    def blocks(self, count: int) -> range:
+        """Numbers of the blocks that are here, of so many that the model has."""
+        if not self.by_layers:
+            return range(count)
+        _, first, last = self._blocks
+        return range(first, count if last is None else last)
+
     def layer(self, layer: LayerPlan) -> LayerPlan:
         """What is here of ``layer``, as a layer of its own: its neurons are numbered in plan order."""
         mine = self.layers[layer.site.key]
@@ -121,7 +159,8 @@ class Shard:
 
     def plan(self, plan: Plan) -> Plan:
         """What is here of ``plan``, without what it says of one machine's hardware."""
-        return Plan([self.layer(layer) for layer in plan.layers], plan.model_hash, plan.made_by)
+        here = [layer for layer in plan.layers if self.layers[layer.site.key].chunks]
+        return Plan([self.layer(layer) for layer in here], plan.model_hash, plan.made_by)
 
     def to_json(self) -> str:
         """For a store's metadata (docs/FORMATS.md)."""
@@ -134,7 +173,22 @@ class Shard:
         said.names(("rank", "ranks", "layers"))
         ranks = said.at("ranks").whole(2, MOST_RANKS)
         layers = {key: _layer(one) for key, one in said.at("layers").each().items()}
-        return Shard(said.at("rank").whole(0, ranks - 1), ranks, layers)
+        shard = Shard(said.at("rank").whole(0, ranks - 1), ranks, layers)
+        if shard.by_layers:
+            _check_stage(shard, said.at("layers"))
+        return shard
+
+
+def _check_stage(shard: Shard, said: Field) -> None:
+    """Raises ``said.error``: not whole layers of blocks that follow each other."""
+    parts = [(block_of(key).rpartition("."), mine) for key, mine in shard.layers.items()]
+    own = [i for i, (_, mine) in enumerate(parts) if mine.chunks]
+    numbers = [int(number) if number.isdecimal() else -1 for (_, _, number), _ in parts]
+    in_a_row = bool(own) and own == [*range(own[0], own[-1] + 1)] and numbers == sorted(numbers) and numbers[0] >= 0
+    whole = all(mine.neurons == mine.whole for _, mine in parts if mine.chunks)
+    apart = {numbers[i] for i in own}.isdisjoint(n for i, n in enumerate(numbers) if i not in own)
+    if not (in_a_row and whole and apart) or len({prefix for (prefix, _, _), _ in parts}) > 1:
+        said.wrong("some chunks of every layer, or all of those of blocks that follow each other")
 
 
 def _layer(said: Field) -> ShardLayer:
@@ -142,6 +196,6 @@ def _layer(said: Field) -> ShardLayer:
     whole = said.at("neurons").whole(1, MOST_SIZE)
     count = -(-whole // chunk_neurons(whole))
     chunks = [chunk.whole(0, count - 1) for chunk in said.at("chunks").items()]
-    if not chunks or chunks != sorted(set(chunks)):
-        said.at("chunks").wrong("ascending numbers of chunks, at least one")
+    if chunks != sorted(set(chunks)):
+        said.at("chunks").wrong("ascending numbers of chunks")
     return ShardLayer(whole, tuple(chunks))

@@ -9,6 +9,7 @@ Shape suffixes used in the whole package: ``T`` tokens, ``H`` hidden size, ``I``
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -26,6 +27,12 @@ MOST_SIZE = (1 << 31) - 1
 _OPTIONAL = ("owner_class", "inner", "owner_runs", "drops")
 #: Of :attr:`FFNSite.drops`.
 DROPS = ("", "inside", "owner")
+
+
+def block_of(key: str) -> str:
+    """The decoder block of a site: its name up to the first number (``model.layers.3`` of ``model.layers.3.mlp``)."""
+    match = re.match(r".*?\.\d+(?=[.:]|$)", key)
+    return match.group() if match else key
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Folders of shards: ``rank-0-of-2`` and so on, each the store of one machine; stores seen as parts, parts as a store.
 
 A shard is a store whose metadata and superblock say which chunks of each layer it has (docs/FORMATS.md); plan,
-predictors and statistics inside are those of the whole model.
+predictors and statistics inside are those of the whole model. One with whole layers has no weights of other blocks.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from torch_pi2.store.weights import QuantizedWeights
 
 #: Tensors with a number for each neuron.
 _BY_NEURON = ("bias_gate", "bias_up")
+#: Metadata with something for each module.
+_BY_MODULE = {"linears", "formats", "sites"}
 
 
 def shard_name(rank: int, ranks: int) -> str:
@@ -56,6 +58,8 @@ def shards_in(folder: Path) -> dict[int, Path]:
 def common_hash(reader: StoreReader) -> str:
     """Of what every shard has all of: plan, predictors, and the weights that are of no neuron (SHA-256)."""
     checks = {name: check for name, check in reader.checks.items() if name.rpartition(".")[2] not in _BY_NEURON}
+    if reader.shard is not None and reader.shard.by_layers:
+        checks = {name: check for name, check in checks.items() if reader.shard.block(name) is None}
     return hashlib.sha256(json.dumps(sorted(checks.items())).encode()).hexdigest()
 
 
@@ -82,7 +86,17 @@ class PartOf:
     def __init__(self, reader: QuantizedWeights, plan: Plan, shard: Shard) -> None:
         self._whole, self._shard = reader, shard
         self._sites = {layer.site.key: layer.site for layer in plan.layers}
-        self.specs = _resized(reader.specs, {key: mine.neurons for key, mine in shard.layers.items()})
+        here = {name: spec for name, spec in reader.specs.items() if shard.has(name)}
+        self.specs = _resized(here, {key: mine.neurons for key, mine in shard.layers.items()})
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What the whole's says of modules that are here."""
+        found = dict(self._whole.metadata)
+        for what in _BY_MODULE & found.keys():
+            named = json.loads(found[what]).items()
+            found[what] = json.dumps({name: value for name, value in named if self._shard.has(name)})
+        return found
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._whole, name)
@@ -131,8 +145,13 @@ class WholeOf:
             raise
         first = self._readers[0]
         assert first.shard is not None
-        self.specs = _resized(first.specs, {key: mine.whole for key, mine in first.shard.layers.items()})
-        self.metadata = {name: text for name, text in first.metadata.items() if name != SHARD}
+        specs = {name: spec for reader in reversed(self._readers) for name, spec in reader.specs.items()}
+        self.specs = _resized(specs, {key: mine.whole for key, mine in first.shard.layers.items()})
+        first.metadata = {name: text for name, text in first.metadata.items() if name != SHARD}
+        for what in _BY_MODULE & first.metadata.keys():
+            named = [json.loads(reader.metadata[what]) for reader in self._readers]
+            first.metadata[what] = json.dumps({name: value for part in named for name, value in part.items()})
+        first.reread()  # what else is asked of it is of all modules
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._readers[0], name)
@@ -154,7 +173,7 @@ class WholeOf:
 
     def _check(self, folder: Path) -> None:
         first = self._readers[0]
-        same = [(r.model_hash, r.metadata.get("orders_hash"), r.keys, common_hash(r)) for r in self._readers]
+        same = [(r.model_hash, r.metadata.get("orders_hash"), _keys(r), common_hash(r)) for r in self._readers]
         for rank, reader in enumerate(self._readers):
             shard = reader.shard
             if shard is None or (shard.rank, shard.ranks) != (rank, len(self._readers)) or same[rank] != same[0]:
@@ -163,15 +182,19 @@ class WholeOf:
 
     def read_neurons(self, site: FFNSite, rows: tuple[int, int]) -> torch.Tensor:
         """Neurons ``[first, last)`` in plan order of a layer of the whole model."""
-        index, parts = self._readers[0].keys.index(site.key), list[torch.Tensor]()
-        for reader, start, stop in _owners([r.shard for r in self._readers], site.key, *rows):
-            parts.append(self._readers[reader].read_layer(index, (start, stop)))
-        return torch.cat(parts) if parts else self._readers[0].read_layer(index, (0, 0))
+        parts = list[torch.Tensor]()
+        for rank, start, stop in _owners([r.shard for r in self._readers], site.key, *rows):
+            reader = self._readers[rank]
+            parts.append(reader.read_layer(reader.keys.index(site.key), (start, stop)))
+        if not parts:
+            reader = next(reader for reader in self._readers if site.key in reader.keys)
+            parts.append(reader.read_layer(reader.keys.index(site.key), (0, 0)))
+        return torch.cat(parts)
 
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Bytes ``[start, stop)`` of a tensor of :attr:`specs`."""
-        if self.specs[name] == self._readers[0].specs[name]:
-            return self._readers[0].read_bytes(name, start, stop)
+        if (owner := self._owner(name)) is not None:
+            return owner.read_bytes(name, start, stop)
         values = torch.empty(self.specs[name].shape, dtype=self.specs[name].dtype)
         for reader in self._readers:
             assert reader.shard is not None
@@ -185,8 +208,17 @@ class WholeOf:
 
     def compare(self, name: str, blocks: list[torch.Tensor]) -> None:
         """See :meth:`StoreReader.compare`, of what is copied as it is."""
-        if self.specs[name] == self._readers[0].specs[name]:
-            self._readers[0].compare(name, blocks)
+        if (owner := self._owner(name)) is not None:
+            owner.compare(name, blocks)
+
+    def _owner(self, name: str) -> StoreReader | None:
+        """Whose tensor of that name is the whole one."""
+        return next((reader for reader in self._readers if reader.specs.get(name) == self.specs[name]), None)
+
+
+def _keys(reader: StoreReader) -> list[str]:
+    """Of all layers of the model that ``reader`` has a shard of."""
+    return reader.keys if reader.shard is None else [*reader.shard.layers]
 
 
 def refuse_shard(reader: QuantizedWeights) -> None:

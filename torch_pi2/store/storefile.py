@@ -171,7 +171,7 @@ class StoreReader(QuantizedWeights):
         if SHARD not in self.metadata:
             return None
         found = Shard.from_json(said := self._said(SHARD))
-        if [*found.layers] != self.keys:
+        if [key for key, mine in found.layers.items() if mine.chunks] != self.keys:
             said.at("layers").wrong("the layers of the store, in their order", f"{len(found.layers)} others")
         return found
 
@@ -260,7 +260,8 @@ class StoreReader(QuantizedWeights):
         """Also: of these layers in these orders. How many neurons are hot may have been planned anew."""
         super().check_plan(plan)
         found = self.metadata.get("orders_hash", "")
-        self._same_plan(found == plan.orders_hash and self.keys == [layer.site.key for layer in plan.layers], plan)
+        keys = self.keys if self.shard is None else [*self.shard.layers]
+        self._same_plan(found == plan.orders_hash and keys == [layer.site.key for layer in plan.layers], plan)
 
     def check_own_plan(self, plan: Plan) -> None:
         """:meth:`check_plan` of the plan that the store was packed with: the superblock has its hot neurons."""

@@ -112,12 +112,13 @@ class QuantizedWeights(TensorReader):
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
         try:
-            self._read_metadata()
+            self.reread()
         except BaseException:
             self.close()
             raise
 
-    def _read_metadata(self) -> None:
+    def reread(self) -> None:
+        """What :attr:`metadata` says. Raises ArtifactError: what makes no sense."""
         meta = self.metadata
         found, version = meta.get("pi2_format"), meta.get("pi2_version")
         if found != self.file_format or version not in self.file_versions:
