@@ -16,6 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import cap
 from benchmarks.arguments import list_of
 from benchmarks.figures import at_least, known, of_store, shown, spread
@@ -46,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--folder", type=Path, required=True, metavar="DIR", help="a store (torch-pi2 pack)")
     add("--shards", type=Path, required=True, metavar="DIR", help="its shards (torch-pi2 pack DIR OUT --ranks N)")
+    add("--stages", type=Path, metavar="DIR", help="as many that have whole layers (--by layers)")
     add("--ffn-in-memory", type=float, default=0.5, metavar="SHARE", help="of the neurons' bytes, in each process")
     add(
         "--links",
@@ -55,6 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="between processes; none: as fast as it goes (default: none,10000,1000)",
     )
     add("--reductions", type=list_of(str), default=[*REDUCTIONS], metavar="NAMES", help="default: chunks,ranks")
+    add("--prompt", type=common.positive, default=_PROMPT, metavar="N", help="tokens of a prompt that is timed, too")
+    add(
+        "--chunk-tokens",
+        type=common.positive,
+        default=0,
+        metavar="N",
+        help="of its pieces (default: by budget)",
+    )
     add("--tokens", type=common.positive, default=24, metavar="N", help="of a round")
     add("--rounds", type=common.positive, default=2, metavar="N")
     add("--activations", default="int8", choices=ACTIVATIONS, help="int8 is lossy")
@@ -65,21 +76,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(
     folder: Path,
     shards: Path,
+    stages: Path | None = None,
     *,
     ffn_in_memory: float = 0.5,
     links: Sequence[str] = ("none",),
     reductions: Sequence[str] = REDUCTIONS,
+    prompt: int = _PROMPT,
+    chunk_tokens: int = 0,
     tokens: int = 24,
     rounds: int = 2,
     activations: str = "int8",
     compiled: bool = True,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Decode with one process, then with all shards over each link, one after another.
+    """Decode with one process, then with all shards over each link, one after another, and with all ``stages``.
 
     Returns:
-        ``alone`` and by ``links`` and reduction: ``tokens_per_s``, ``spread``, what the first process read a token,
-        ``sent_bytes`` a token (computed: what each process gives the others), and ``ratio`` to the one alone.
+        ``alone`` and by ``links`` and reduction (or ``layers``): ``tokens_per_s``, ``prompt_tokens_per_s``, ``spread``,
+        what the first process read a token, ``sent_bytes`` a token (computed: what each process gives the others, or of
+        stages the first one the second), and ``ratio`` and ``prompt_ratio`` to the one alone.
 
     Raises:
         ConfigError: a setting makes no sense, or the shards are of another store. PeerError: a process ended.
@@ -89,13 +104,18 @@ def run(
     check_share(ffn_in_memory)
     known("reduction", reductions, REDUCTIONS)
     ranks, sizes = _sizes(folder, shards)
-    context = _PROMPT + _WARM_UP + rounds * tokens + 1
+    ways = dict.fromkeys(reductions, shards)
+    if stages is not None:
+        _check_stages(folder, stages, ranks)
+        ways["layers"] = stages
+    context = max(_PROMPT + _WARM_UP + rounds * tokens, prompt) + 1
     rooms = Rooms(folder, context)
     budget = rooms.budget(OffloadConfig(), ffn_in_memory)
     settings = {
         "threads": 1,
         "activations": activations,
         "context": context,
+        "chunk_tokens": chunk_tokens,
         "compiled": compiled,
         "seed": seed,
         "topics": True,
@@ -104,21 +124,24 @@ def run(
         "trace": None,
     }
     cap_bytes = budget + _ROOM if cap.available() else None
-    for path in (folder, *shards_in(shards).values()):
+    for path in (folder, *(path for way in {*ways.values()} for path in shards_in(way).values())):
         cap.warm(path / PI2_FOLDER / STORE_FILE)
-    alone = _measured([settings | {"folder": str(folder)}], None, cap_bytes, tokens, rounds)
+    asked = tokens, rounds, prompt
+    alone = _measured([settings | {"folder": str(folder)}], None, cap_bytes, *asked)
     found: dict[str, Any] = {}
     for link in links:
-        for reduction in reductions:
+        for name, way in ways.items():
+            reduction = name if name in REDUCTIONS else REDUCTIONS[0]
             each = [
                 settings
                 | {"folder": str(path), "group": {"rank": rank, "ranks": ranks, "reduction": reduction, "port": _PORT}}
-                for rank, path in sorted(shards_in(shards).items())
+                for rank, path in sorted(shards_in(way).items())
             ]
-            figures = _measured(each, link, cap_bytes, tokens, rounds)
-            figures["sent_bytes"] = sizes[reduction]
-            figures["ratio"] = round(figures["tokens_per_s"] / alone["tokens_per_s"], 2)
-            found.setdefault(link, {})[reduction] = figures
+            figures = _measured(each, link, cap_bytes, *asked)
+            figures["sent_bytes"] = sizes[name]
+            for ratio, rate in (("ratio", "tokens_per_s"), ("prompt_ratio", "prompt_tokens_per_s")):
+                figures[ratio] = round(figures[rate] / alone[rate], 2)
+            found.setdefault(link, {})[name] = figures
     return {
         "what": "together",
         "model": alone.pop("subject"),
@@ -129,6 +152,8 @@ def run(
         "cap_bytes": cap_bytes,
         "threads": 1,
         "tokens_a_round": tokens,
+        "prompt": prompt,
+        "chunk_tokens": chunk_tokens,
         "rounds": rounds,
         "compiled": compiled,
         "drive": "one, for all processes",
@@ -152,11 +177,29 @@ def _sizes(folder: Path, shards: Path) -> tuple[int, dict[str, int]]:
             )
         chunks = sum(-(-entry.neurons // (entry.chunk or entry.neurons)) * entry.hidden for entry in one.entries)
         sums = sum(entry.hidden for entry in one.entries)
-    return len(found), {"chunks": 4 * chunks, "ranks": 4 * sums}
+        hidden = one.entries[0].hidden * (whole.float_dtype or torch.float32).itemsize
+    return len(found), {"chunks": 4 * chunks, "ranks": 4 * sums, "layers": hidden}
+
+
+def _check_stages(folder: Path, stages: Path, ranks: int) -> None:
+    """Raises ConfigError: others than ``ranks`` stages of the store ``folder``."""
+    found = shards_in(stages)
+    with StoreReader(folder / PI2_FOLDER / STORE_FILE) as whole:
+        parts = []
+        for path in found.values():
+            with StoreReader(path / PI2_FOLDER / STORE_FILE) as one:
+                parts.append(one.model_hash == whole.model_hash and one.shard is not None and one.shard.by_layers)
+    if len(parts) != ranks or not all(parts):
+        raise ConfigError(
+            str(stages),
+            expected=f"{ranks} stages of {folder}",
+            found=f"{len(parts)} shards" if all(parts) else "others",
+            fix=f"torch-pi2 pack {folder} {stages} --ranks {ranks} --by layers",
+        )
 
 
 def _measured(
-    each: Sequence[Mapping[str, Any]], link: str | None, cap_bytes: int | None, tokens: int, rounds: int
+    each: Sequence[Mapping[str, Any]], link: str | None, cap_bytes: int | None, tokens: int, rounds: int, prompt: int
 ) -> dict[str, Any]:
     """Figures of processes with these settings, each on a core, which run the same rounds at the same time."""
     with ExitStack() as held, ThreadPoolExecutor(len(each)) as at_once:
@@ -186,11 +229,13 @@ def _measured(
         peers = list(at_once.map(start, range(len(each))))
         ask(_PROMPT, _WARM_UP)
         kept = [ask(0, tokens) for _ in range(rounds)]
+        prompts = [prompt / ask(prompt, 0)["prompt_s"] for _ in range(rounds + 1)][1:]  # the first has a cold cache
         steps = [s for r in kept for s in r["step_s"]]
         rates = [len(r["step_s"]) / sum(r["step_s"]) for r in kept]
         return {
             "tokens_per_s": round(statistics.median(rates), 3),
-            "spread": {"tokens_per_s": spread(rates)},
+            "prompt_tokens_per_s": round(statistics.median(prompts), 1),
+            "spread": {"tokens_per_s": spread(rates), "prompt_tokens_per_s": spread(prompts)},
             "p50_ms": round(statistics.median(steps) * 1e3, 2),
             **of_store([r["stats"] for r in kept], len(steps), sum(steps), 1),
             "peak_rss_bytes": kept[-1]["peak_rss_bytes"],
@@ -199,18 +244,29 @@ def _measured(
 
 
 #: Of :func:`rows_of`.
-HEADER = ("", "tokens/s (range)", "ratio", "in the cache", "read a token", "sent a token")
+HEADER = (
+    "",
+    "tokens/s (range)",
+    "ratio",
+    "prompts",
+    "ratio",
+    "in the cache",
+    "read a token",
+    "sent a token",
+)
 
 
 def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """One process, and the others by link and reduction."""
 
     def row(name: str, case: Mapping[str, Any]) -> tuple[str, ...]:
-        low, high = case["spread"]["tokens_per_s"]
+        (low, high), (least, most) = (case["spread"][rate] for rate in ("tokens_per_s", "prompt_tokens_per_s"))
         return (
             name,
             f"{case['tokens_per_s']:.2f} ({low:.2f} to {high:.2f})",
             shown(case.get("ratio"), "{:.2f}".format),
+            f"{case['prompt_tokens_per_s']:.1f} ({least:.1f} to {most:.1f})",
+            shown(case.get("prompt_ratio"), "{:.2f}".format),
             shown(case["hit_rate"], common.percent),
             common.size(case["bytes_read_per_token"]),
             shown(case.get("sent_bytes"), common.size),

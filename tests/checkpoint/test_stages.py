@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tiny_experts
@@ -15,6 +16,10 @@ from sharding import ANSWERS, FEW, answers_of_one, check_answers, one_thread, to
 from shared import shared_folder
 
 import torch_pi2
+from torch_pi2.decode.decode import Decoder
+from torch_pi2.errors import ArtifactError, UnsupportedModelError
+from torch_pi2.layers.stages import join_stages, leave_out
+from torch_pi2.spec.shard import Shard, ShardLayer
 from torch_pi2.store.storefile import StoreReader
 
 ALL = ("few", "many", "steps")
@@ -129,3 +134,78 @@ print(made.sequences, by_transformers.tolist())
             f"{here} {budget.kv // 2} {budget.neurons // 2}",
             f"{drawn.sequences} {greedy.tolist()}",
         ]
+
+
+def test_a_stage_that_is_killed_is_named(made: Path, tmp_path: Path) -> None:
+    script = """
+import os, time, torch_pi2
+from torch_pi2.decode.decode import Decoder
+model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(patience_s=5))
+decoder = Decoder(model, max_tokens=64)
+token = decoder.prompt(torch.arange(1, 6)[None])
+if rank == int(sys.argv[5]):
+    os.kill(os.getpid(), 9)
+began = time.perf_counter()
+try:
+    for _ in range(30):
+        token = decoder.step(token)
+    print("nothing was wrong")
+except torch_pi2.Pi2Error as error:
+    print(time.perf_counter() - began < 30, error)
+sys.stdout.flush()
+os._exit(0)
+"""
+    for killed in range(3):
+        codes = [-9 if rank == killed else 0 for rank in range(3)]
+        said = together(tmp_path / str(killed), script, 3, made / "thresholds" / "3", killed, codes=codes)
+        for rank in {0, 1, 2} - {killed}:
+            assert said[rank].startswith("True 3 processes that compute one model"), said[rank]
+            assert f"found none of process {killed}." in said[rank]
+
+
+def test_pieces_of_prompts_are_computed_at_once(made: Path, tmp_path: Path) -> None:
+    """While the last stage computes one, the first goes on: no logits of others than the last are waited for."""
+    script = """
+import torch_pi2
+from torch_pi2.decode.decode import Decoder
+model = torch_pi2.load(sys.argv[4])
+sent = []
+real = model.torch_pi2.group.of
+model.torch_pi2.group.of = lambda own, rank: (sent.append(tuple(own.shape)), real(own, rank))[1]
+decoder = Decoder(model, max_tokens=128, chunk_tokens=16, compiled=False, logits=True)
+found = decoder.prompt(torch.arange(1, 51)[None])
+print(sent)
+torch.save({"prompt": found}, out / f"{rank}.pt")
+"""
+    folder = made / "thresholds"
+    said = together(tmp_path, script, 2, folder / "2")
+    model = torch_pi2.load(folder / "store", budget="1GiB")
+    decoder = Decoder(model, max_tokens=128, chunk_tokens=16, compiled=False, logits=True)
+    check_answers(tmp_path, 2, {"prompt": decoder.prompt(torch.arange(1, 51)[None])}, same=("prompt",))
+    assert said == [f"[{(1, 1, model.config.vocab_size)}]\n"] * 2
+
+
+def test_what_cannot_be_divided_is_refused(made: Path) -> None:
+    class Block(torch.nn.Module):
+        def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return hidden_states, None
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList([Block(), Block()])
+
+        def get_output_embeddings(self) -> None:
+            return None
+
+    shard = Shard(0, 2, {"layers.0.mlp": ShardLayer(64, (0,)), "layers.1.mlp": ShardLayer(64, ())})
+    with pytest.raises(UnsupportedModelError, match=r"Block in stages: expected decoder blocks that return hidden "):
+        leave_out(Model(), shard)
+    with pytest.raises(UnsupportedModelError, match=r"Model in stages: expected a causal language model with a head"):
+        join_stages(Model(), shard, cast(Any, None))
+    stages, neurons = made / "tied" / "2", made / "tied" / "again"
+    torch_pi2.pack(made / "tied" / "store", neurons, ranks=2)
+    shutil.rmtree(neurons / "rank-1-of-2")
+    shutil.copytree(stages / "rank-1-of-2", neurons / "rank-1-of-2")
+    with pytest.raises(ArtifactError, match="shard 1 of 2 of the model of"):
+        torch_pi2.pack(neurons, made / "tied" / "whole")

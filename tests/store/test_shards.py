@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 from stores import Damaged, store_of, toy
 
 import torch_pi2
-from torch_pi2.checkpoint.dealing import deal
+from torch_pi2.base.fields import Field
+from torch_pi2.checkpoint.dealing import deal, deal_layers
 from torch_pi2.checkpoint.shards import check_kinds
 from torch_pi2.cli.inspect import describe, render
 from torch_pi2.errors import ArtifactError, ConfigError
@@ -108,6 +110,7 @@ def test_packing_goes_on_after_a_kill(tmp_path: Path, monkeypatch: pytest.Monkey
         torch_pi2.pack(base / "store", base / "2", ranks=2)
 
 
+_STAGE = "some chunks of every layer, or all of those of blocks that follow each other"
 DAMAGE: dict[str, tuple[Any, str]] = {
     "no shard": (lambda said: None, "neurons and chunks of a shard of layers.0"),
     "other neurons": (
@@ -117,19 +120,42 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "another chunk": (lambda said: said["layers"]["layers.1"].update(chunks=[0, 1]), "neurons and chunks of a shard"),
     "chunks twice": (lambda said: said["layers"]["layers.0"].update(chunks=[1, 1]), "ascending numbers of chunks"),
     "a chunk beyond": (lambda said: said["layers"]["layers.0"].update(chunks=[4]), "at most 3, found 4"),
-    "no chunks": (lambda said: said["layers"]["layers.0"].update(chunks=[]), "at least one"),
+    "no chunks": (lambda said: said["layers"]["layers.0"].update(chunks=[]), _STAGE),
     "one rank": (lambda said: said.update(ranks=1), "2 or more, at most 16, found 1"),
     "rank beyond": (lambda said: said.update(rank=2), "at most 1, found 2"),
     "another layer": (lambda said: said["layers"].update(more=said["layers"]["layers.0"]), "the layers of the store"),
     "more": (lambda said: said.update(more=1), "no other fields"),
 }
+#: Of the first of two stages: layers.0 is here, whole; layers.1 is not.
+DAMAGED_STAGES: dict[str, tuple[Any, str]] = {
+    "half of a layer": (lambda said: said["layers"]["layers.0"].update(chunks=[0, 1]), _STAGE),
+    "nothing": (lambda said: said["layers"]["layers.0"].update(chunks=[]), _STAGE),
+    "two kinds": (
+        lambda said: said["layers"]["layers.1"].update(chunks=[0]),
+        "the layers of the store, in their order",
+    ),
+    "all": (lambda said: said["layers"]["layers.1"].update(chunks=[0, 1, 2]), "the layers of the store"),
+    "in no row": (lambda said: said["layers"].update(other=said["layers"].pop("layers.1")), _STAGE),
+    "in another row": (lambda said: said["layers"].update({"a.1": said["layers"].pop("layers.1")}), _STAGE),
+    "backwards": (
+        lambda said: said.update(layers={key: said["layers"][key] for key in ("layers.1", "layers.0")}),
+        _STAGE,
+    ),
+    "not in a row": (lambda said: said["layers"].update({"layers.2": said["layers"]["layers.0"]}), _STAGE),
+    "part of a block": (
+        lambda said: said.update(
+            layers={"layers.0": said["layers"]["layers.0"], "layers.0.b": said["layers"]["layers.1"]}
+        ),
+        _STAGE,
+    ),
+}
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_damaged_shards_are_refused(tmp_path: Path, name: str) -> None:
-    change, expected = DAMAGE[name]
+@pytest.mark.parametrize(("by", "name"), [*(("neurons", n) for n in DAMAGE), *(("layers", n) for n in DAMAGED_STAGES)])
+def test_damaged_shards_are_refused(tmp_path: Path, by: str, name: str) -> None:
+    change, expected = (DAMAGE if by == "neurons" else DAMAGED_STAGES)[name]
     base = _store(tmp_path / "base")
-    torch_pi2.pack(base / "store", base / "2", ranks=2)
+    torch_pi2.pack(base / "store", base / "2", ranks=2, by=by)
     path = store_of(shards_in(base / "2")[0])
     damaged = Damaged(path)
     said = json.loads(damaged.meta["shard"])
@@ -209,7 +235,54 @@ def test_chunks_are_dealt_by_their_work() -> None:
         deal(_plan(250), 5)
 
 
+def _row(neurons: Sequence[int], names: str = "model.layers.{}.mlp") -> Plan:
+    layers = []
+    for i, count in enumerate(neurons):
+        [layer] = _plan(count).layers
+        layers.append(replace(layer, site=replace(layer.site, key=names.format(i))))
+    return Plan(layers, "ab")
+
+
+def test_layers_are_dealt_by_their_weights() -> None:
+    def dealt(plan: Plan, ranks: int, shares: Sequence[float] | None = None) -> list[list[int]]:
+        shards = deal_layers(plan, ranks, shares)
+        assert all(shard.by_layers for shard in shards)
+        count = len(plan.layers)
+        for shard in shards:
+            assert [shard.has(f"model.layers.{i}.mlp.up.weight") for i in range(count)] == [
+                i in shard.blocks(count) for i in range(count)
+            ]
+            assert shard.has("lm_head.weight")
+            assert Shard.from_json(Field(json.loads(shard.to_json()), "shard", "")) == shard
+        return [[*shard.blocks(count)] for shard in shards]
+
+    even = _row([256] * 8)
+    assert dealt(even, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert dealt(even, 3) == [[0, 1, 2], [3, 4], [5, 6, 7]]
+    assert dealt(even, 2, [3, 1]) == [[0, 1, 2, 3, 4, 5], [6, 7]]
+    assert dealt(even, 3, [100, 1, 1]) == [[0, 1, 2, 3, 4, 5], [6], [7]]
+    assert dealt(even, 3, [1, 1, 100]) == [[0], [1], [2, 3, 4, 5, 6, 7]]
+    assert dealt(even, 8) == [[i] for i in range(8)]
+    assert dealt(_row([1024, 64, 64, 64]), 2) == [[0], [1, 2, 3]]
+    experts = Plan([y for i in (0, 1) for y in _row([64] * 3, f"model.layers.{i}.mlp.experts.{{}}").layers], "ab")
+    assert [[*shard.plan(experts).by_key()] for shard in deal_layers(experts, 2)] == [
+        [f"model.layers.{i}.mlp.experts.{j}" for j in range(3)] for i in range(2)
+    ]
+    # blocks without neurons are where the one before is, the first ones with the first
+    gaps = Plan([even.layers[i] for i in (2, 3, 6)], "ab")
+    assert [[*shard.blocks(8)] for shard in deal_layers(gaps, 2, [1, 1])] == [[0, 1, 2], [3, 4, 5, 6, 7]]
+    with pytest.raises(ConfigError, match="9 machines for 8 blocks of layers: expected at most 8, found 9"):
+        deal_layers(even, 9)
+    for names in ("ffn_{}", "{}.mlp.x", "a{}.0"):
+        with pytest.raises(ConfigError, match=r"expected feed-forward layers in the blocks of one row, .* found"):
+            deal_layers(_row([64] * 3, names), 2)
+
+
 def test_shares_are_for_several_machines(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"pack\(by='layers'\): expected ranks with it"):
+        torch_pi2.pack(tmp_path, tmp_path / "out", by="layers")
+    with pytest.raises(ConfigError, match=r"pack\(by=...\): expected neurons or layers, found 'rows'"):
+        torch_pi2.pack(tmp_path, tmp_path / "out", ranks=2, by="rows")
     with pytest.raises(ConfigError, match="expected ranks with it, more than 1, found one machine"):
         torch_pi2.pack(tmp_path, tmp_path / "out", shares=[1.0])
 

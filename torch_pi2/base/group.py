@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -45,8 +45,8 @@ class Group:
 
     def __init__(self, patience_s: float) -> None:
         self.rank, self.size, self.patience_s = dist.get_rank(), dist.get_world_size(), patience_s
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
-        self.name = str(group.group_name)
+        self._groups = list[Any]()
+        self.name = self._made(range(self.size))
         self._store = dist.distributed_c10d._get_default_store()
         self._failed: BaseException | None = None
         self._pairs: list[str] = []
@@ -79,8 +79,15 @@ class Group:
     def pair_up(self) -> None:
         """Each process and the next can :meth:`hand_on` from now on. All processes call this at the same time."""
         for rank in range(self.size - 1):
-            pair = dist.new_group([rank, rank + 1], backend="gloo", timeout=timedelta(seconds=self.patience_s))
-            self._pairs.append("" if rank not in (self.rank - 1, self.rank) else str(pair.group_name))
+            self._pairs.append(self._made((rank, rank + 1)))
+
+    def _made(self, ranks: Sequence[int]) -> str:
+        """The name of a group of these processes; all make it at the same time, "" where this one is not in it."""
+        group = dist.new_group([*ranks], backend="gloo", timeout=timedelta(seconds=self.patience_s))
+        if self.rank not in ranks:
+            return ""
+        self._groups.append(group)
+        return str(group.group_name)
 
     def hand_on(self, own: torch.Tensor, rank: int) -> torch.Tensor:
         """What process ``rank`` has for ``own``, in that and the next one, which both call this."""
@@ -111,7 +118,13 @@ class Group:
             if found is not None:
                 raise found from error
             self._say(f"failed/{self.rank}", f"{type(error).__name__}: {error}")
+            self._leave()
             raise
+
+    def _leave(self) -> None:
+        """Close connections, so that who waits for this process notices at once."""
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
 
     def _explained(self, error: BaseException) -> GroupError | None:
         """Who has ended or hangs, if that is what ``error`` is about."""
@@ -128,6 +141,7 @@ class Group:
     def _who(self) -> tuple[str, str]:
         """Which processes are lost, and why, as far as they have said so."""
         self._say(f"noticed/{self.rank}", "")
+        self._leave()
         others, until = [rank for rank in range(self.size) if rank != self.rank], time.monotonic() + _ASKING_S
         while True:
             failed = [rank for rank in others if self._has(f"failed/{rank}")]

@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--by",
         choices=("neurons", "layers"),
+        default="neurons",
         help="with --ranks: a shard has some neurons of every layer (default), or all of some layers (a pipeline)",
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run modelling code in the checkpoint folder")

@@ -30,6 +30,7 @@ from torch_pi2.errors import ConfigError, DeviceError, DtypeError, ShapeError, U
 from torch_pi2.layers.gpu import device_of
 from torch_pi2.layers.of_model import homes
 from torch_pi2.layers.prompt import piece_of, steps_of_one
+from torch_pi2.layers.stages import without_logits
 from torch_pi2.ops.constants import constants
 from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.rewrite.handle import Handle, store_of
@@ -339,7 +340,7 @@ class Decoder:
                 most = self._least_tokens if self.lengths and self._short_pieces else self._most_of(1)
                 most = most if most and tokens <= self._same_frequencies else tokens
                 piece = -(-left // -(-left // most))  # as tensor_split has it
-                self._read_piece(ids_1T[:, at : at + piece], cache, tokens)
+                self._read_piece(ids_1T[:, at : at + piece], cache, tokens, without_logits())
                 at += piece
                 yield tokens - at
             self._kv.check_used(self.model)
@@ -372,8 +373,10 @@ class Decoder:
         cache = self._kv.reading(0, rows, tokens, known)
         try:
             # pieces of equal length: a short one at the end might be taken for a step
-            for piece_BT in ids_BT[:, known:].tensor_split(-(-(tokens - known) // most), 1):
-                result = self._read_piece(piece_BT, cache, rows * tokens)
+            *others, last_BT = ids_BT[:, known:].tensor_split(-(-(tokens - known) // most), 1)
+            for piece_BT in others:
+                self._read_piece(piece_BT, cache, rows * tokens, without_logits())
+            result = self._read_piece(last_BT, cache, rows * tokens)
             self._kv.check_used(self.model)
         except BaseException:
             self._use(1)
@@ -394,9 +397,11 @@ class Decoder:
         """Tokens of each of ``rows`` sequences in a piece, at most; 0: any."""
         return max(self._least_tokens, self._most_tokens // rows) if self._most_tokens else self.chunk_tokens
 
-    def _read_piece(self, ids_BT: torch.Tensor, cache: Any, of_tokens: int) -> torch.Tensor:
+    def _read_piece(
+        self, ids_BT: torch.Tensor, cache: Any, of_tokens: int, how: AbstractContextManager[None] | None = None
+    ) -> torch.Tensor:
         """Some tokens of prompts of so many; what comes next."""
-        with on_device(self.device), packed_attention(self.model), piece_of(of_tokens):
+        with on_device(self.device), packed_attention(self.model), piece_of(of_tokens), how or nullcontext():
             output = self.model(input_ids=ids_BT, use_cache=True, logits_to_keep=1, **{self._cache_name: cache})
         return self._answer(output.logits)
 

@@ -7,6 +7,9 @@ says in all processes what it says in the last.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,6 +20,8 @@ from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.layers.sharded import computed_together
 from torch_pi2.spec.shard import Shard
 from torch_pi2.spec.site import block_of
+
+_wanted = ContextVar("whether somebody looks at logits", default=True)
 
 
 def leave_out(model: nn.Module, shard: Shard) -> None:
@@ -86,14 +91,26 @@ class _Elsewhere:
         return computed_together(group, group.hand_on, hidden_states, source)
 
 
+@contextmanager
+def without_logits() -> Iterator[None]:
+    """Within it nobody looks at what the heads of stages say: none waits for the last to go on with more tokens."""
+    token = _wanted.set(False)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
+
+
 class _Head:
     """Before the class of the last stage's head among its bases."""
 
     group: Group
+    out_features: int
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = super().forward(x)  # type: ignore[misc]
-        return computed_together(self.group, self.group.of, y, self.group.size - 1)
+        if not torch.compiler.is_compiling() and not _wanted.get():
+            return x.new_zeros(*x.shape[:-1], self.out_features)
+        return computed_together(self.group, self.group.of, super().forward(x), self.group.size - 1)  # type: ignore[misc]
 
 
 class _HeadElsewhere:
@@ -103,5 +120,7 @@ class _HeadElsewhere:
     out_features: int
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        room = x.new_empty(*x.shape[:-1], self.out_features)
+        room = x.new_zeros(*x.shape[:-1], self.out_features)
+        if not torch.compiler.is_compiling() and not _wanted.get():
+            return room
         return computed_together(self.group, self.group.of, room, self.group.size - 1)
