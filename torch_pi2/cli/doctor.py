@@ -48,12 +48,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="on the drive that models are read from (default: the cache's)",
     )
+    group.add_argument(
+        "--link",
+        action="store_true",
+        help="the link between machines, with torchrun on each of them: what an exchange takes, and bytes",
+    )
     group.add_argument("--measure-seconds", type=float, default=60.0, metavar="S", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
+    if getattr(args, "link", False):
+        return _link(args)
     library = _library()
     asked = getattr(args, "target", None)  # examples/demo.py asks without a command line of ours
     target = None if asked is None else _target(asked, args.compile)
@@ -74,6 +81,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "target": target,
         "hardware": profile,
     }
+
+
+def _link(args: argparse.Namespace) -> dict[str, Any]:
+    """What is measured of the link between processes."""
+    from dataclasses import asdict
+
+    from torch_pi2.cli.processes import together
+    from torch_pi2.measure.link import measure_link
+
+    with together(args):
+        return {"link": {name: round(value, 1) for name, value in asdict(measure_link()).items()}}
 
 
 def _measured(args: argparse.Namespace) -> dict[str, Any]:
@@ -215,6 +233,8 @@ def _extras() -> dict[str, dict[str, Any]]:
 
 
 def render(result: dict[str, Any]) -> str:
+    if "link" in result:
+        return f'"link": {json.dumps(result["link"])}'
     versions = ", ".join(f"{name} {version or '(none)'}" for name, version in result["versions"].items())
     library = result["library"]
     if library["loaded"]:

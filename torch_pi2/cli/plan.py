@@ -51,6 +51,12 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="measured (torch-pi2 doctor --measure), a preset, or a file (checkpoints: torch-pi2 optimize --hardware)",
     )
+    add(
+        "--machines",
+        type=Path,
+        metavar="FILE",
+        help="several, and the link between them (docs/DISTRIBUTED.md): which has what, predicted; writes nothing",
+    )
     add("--budget", metavar="BYTES", help="of memory, with a store: 2.5GiB, 700MB (default: everything in memory)")
     add("--accelerator-memory", metavar="BYTES", help="for hot neurons (default: none are there)")
     add("--context", type=common.positive, metavar="N", help="tokens of each sequence (default: 1024)")
@@ -92,6 +98,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(
             "MODEL", expected="a checkpoint or a folder", found="none", fix="Name one, or use --diff A B."
         )
+    if args.machines is not None:
+        from torch_pi2.cli.plan_group import for_group
+
+        _check_group(args)
+        return for_group(args)
     _check(args)
     if args.out is not None:
         common.check_out(args.out)
@@ -103,6 +114,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         result = _for_any_machine(args)
     found = verdict.read(Path(args.model)) if Path(args.model).is_dir() else None
     return result | {"verdict": None if found is None else found.to_json()}
+
+
+def _check_group(args: argparse.Namespace) -> None:
+    """Raises ConfigError: --machines beside what is said of one machine, or of a plan that is written."""
+    others = ("hardware", "out", *(name for name in _OF_MACHINE if name != "context"))
+    given = [f"--{name.replace('_', '-')}" for name in others if getattr(args, name) is not None]
+    if given:
+        raise ConfigError(
+            f"{given[0]} with --machines",
+            expected="memory and hardware of each machine in that file, and no plan written",
+            found=given[0],
+            fix="Leave it out.",
+        )
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -158,6 +182,10 @@ def _for_any_machine(args: argparse.Namespace) -> dict[str, Any]:
 def render(result: dict[str, Any]) -> str:
     if "same" in result:
         return _render_difference(result)
+    if "ways" in result:
+        from torch_pi2.cli.plan_group import render_group
+
+        return render_group(result)
     shown = []
     if "contains" in result:
         from torch_pi2.cli.inspect import render as render_folder

@@ -28,8 +28,8 @@ def for_machine(args: argparse.Namespace) -> dict[str, Any]:
 
     hardware = find_hardware(args.hardware)
     _check_store(args)
-    before, stats, live = _statistics(args)
-    model, plan, shape = _subject(args, stats)
+    before, stats, live = statistics(args)
+    model, plan, shape = subject(args, stats)
     base, first, first_shape = free(plan), plan, None
     if live is not None and before is not None:
         from torch_pi2.planner.model_shape import ModelShape
@@ -38,7 +38,7 @@ def for_machine(args: argparse.Namespace) -> dict[str, Any]:
             first_shape = ModelShape.of(model, before, base, compiled=not args.eager)
         else:
             del model
-            model, first, first_shape = _subject(args, before)  # its neurons have another order
+            model, first, first_shape = subject(args, before)  # its neurons have another order
     del model
     how = _how(args, shape)
     kind = args.planner or "optimum"
@@ -134,7 +134,7 @@ def _how(args: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:
     return how
 
 
-def _statistics(args: argparse.Namespace) -> tuple[ActivationStats | None, ActivationStats, ActivationStats | None]:
+def statistics(args: argparse.Namespace) -> tuple[ActivationStats | None, ActivationStats, ActivationStats | None]:
     """Statistics as they were (None: a folder of ours without), with those of use, and these alone, if any."""
     if args.stats is None:
         from torch_pi2.store.parts import Parts
@@ -154,7 +154,7 @@ def _statistics(args: argparse.Namespace) -> tuple[ActivationStats | None, Activ
     return stats, after, live
 
 
-def _subject(args: argparse.Namespace, stats: ActivationStats) -> tuple[Any, Plan, ModelShape]:
+def subject(args: argparse.Namespace, stats: ActivationStats) -> tuple[Any, Plan, ModelShape]:
     """An optimised model, its plan, and its shape with ``stats``, if no neuron need be hot."""
     from torch_pi2.planner.for_machine import free
     from torch_pi2.planner.model_shape import ModelShape

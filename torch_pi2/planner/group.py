@@ -1,0 +1,327 @@
+"""``deal_out``: which of several machines has what of a model, some neurons of every layer or whole layers, and why.
+
+PowerInfer-2 has one phone. prima.cpp (arXiv 2504.08791) gives layers to unlike machines by an integer program over
+their memory, drives and links; here both ways are solved with the cost model of one machine, and the faster one wins:
+layers by dynamic programming, neurons by moving chunks from one machine to another while a step gets faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torch_pi2.base.fields import Field
+from torch_pi2.base.reading import parse, read_bytes
+from torch_pi2.base.units import parse_bytes
+from torch_pi2.errors import ConfigError
+from torch_pi2.machine.find import find_hardware
+from torch_pi2.ops.constants import chunk_neurons
+from torch_pi2.planner.choices import Choice
+from torch_pi2.planner.cost import Cost
+from torch_pi2.planner.model_shape import LayerShape, ModelShape, numbers
+from torch_pi2.planner.request import Task
+from torch_pi2.spec.shard import MOST_RANKS
+
+if TYPE_CHECKING:
+    from torch_pi2.machine.hardware import Hardware
+
+#: Ways to deal out a model; the first two are ``GroupConfig.reduction`` of shards of neurons.
+WAYS = ("chunks", "ranks", "layers")
+#: Of stages that take as long in all, those of equal length are better (prompts): a stage of 100 ms counts 0.1 % more.
+_EVEN = 1e-5
+_FLOAT = 4
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between any two machines.
+
+    Attributes:
+        mbit_per_s: how fast bytes go. exchange_us: what an exchange of next to none takes, microseconds
+            (:func:`torch_pi2.measure.link.measure_link` measures both).
+    """
+
+    mbit_per_s: float
+    exchange_us: float
+
+    def ms(self, nbytes: float, hops: float = 1) -> float:
+        """Milliseconds of ``hops`` messages of ``nbytes``, one after another."""
+        return hops * (self.exchange_us + 8 * nbytes / self.mbit_per_s) / 1e3
+
+
+@dataclass(frozen=True)
+class Member:
+    """A machine: its profile (docs/HARDWARE.md), and the memory that it has for the model; None: for all of it."""
+
+    hardware: Hardware
+    budget_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """A model dealt out in one way, and what a decoding step is predicted to take.
+
+    Attributes:
+        way: of ``WAYS``. shares: by machine, chunks of each layer, or decoder blocks. ms: of a step, ``link_ms`` of it
+            for exchanges. sent_bytes: by a machine in a step, to each of the others (``layers``: to the next).
+        members: by machine, ``ms`` of its own by part of :data:`torch_pi2.planner.cost.PARTS`, ``memory_bytes``, and
+            ``in_memory``, the share of its neurons that its cache holds.
+    """
+
+    way: str
+    shares: tuple[int, ...]
+    ms: float
+    link_ms: float
+    sent_bytes: float
+    members: tuple[dict[str, Any], ...] = field(repr=False)
+    batch: int = 1
+
+    @property
+    def by(self) -> str:
+        """Of :func:`torch_pi2.pack`."""
+        return "layers" if self.way == "layers" else "neurons"
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.batch * 1e3 / self.ms
+
+
+def read_machines(path: str | Path) -> tuple[list[Member], Link]:
+    """Machines and their link, of a file (docs/DISTRIBUTED.md).
+
+    Raises:
+        ArtifactError: it is missing, or is no such description. ConfigError: no such hardware, or budget.
+    """
+    said = Field(parse(read_bytes(path), path), str(path), "See docs/DISTRIBUTED.md, and correct it.")
+    said.names(("machines", "link"))
+    said.at("link").names(("mbit_per_s", "exchange_us"))
+    link = Link(
+        *(said.at("link").at(name).number(above=name == "mbit_per_s") for name in ("mbit_per_s", "exchange_us"))
+    )
+    members = []
+    for one in said.at("machines").items(2, MOST_RANKS):
+        one.names(("hardware",), ("budget",))
+        name, budget = one.at("hardware").text(), one.value.get("budget")
+        beside = Path(path).parent / name
+        hardware = find_hardware(beside if beside.is_file() else name)
+        members.append(Member(hardware, None if budget is None else parse_bytes(budget)))
+    return members, link
+
+
+def deal_out(
+    shape: ModelShape, members: Sequence[Member], link: Link, *, batch: int = 1, context: int = 1024
+) -> list[Dealt]:
+    """``shape`` dealt out to ``members`` in each way that is possible, the fastest step of ``batch`` tokens first.
+
+    Neurons: machines compute a layer side by side and wait for the slowest, then all partial sums go to all (a ring).
+    Layers: one machine after another computes, and hands on hidden states. Blocks of the same sizes count as alike.
+
+    Raises:
+        ConfigError: not 2 to 16 machines, a link that makes no sense, or no way in which every machine has memory for
+            what it is given.
+    """
+    if (
+        not 2 <= len(members) <= MOST_RANKS
+        or not 0 < link.mbit_per_s < math.inf
+        or not 0 <= link.exchange_us < math.inf
+    ):
+        raise ConfigError(
+            "machines",
+            expected=f"2 to {MOST_RANKS} machines, a link of more than 0 Mbit/s, an exchange of 0 us or more",
+            found=f"{len(members)}, {link.mbit_per_s:g} Mbit/s, {link.exchange_us:g} us",
+            fix="Correct the description.",
+        )
+    asked = _Asked(shape, tuple(members), link, batch, context)
+    by_chunk = all(layer.experts == 1 for layer in shape.layers)  # experts' sums are by machine in any case
+    ways = [_neurons(asked, way) for way in WAYS[:2] if by_chunk or way == "ranks"]
+    found = [dealt for dealt in (*ways, _layers(asked)) if dealt]
+    if not found:
+        raise ConfigError(
+            f"memory of {len(members)} machines",
+            expected="room on each of them for what is not a neuron, whichever way the model is dealt out",
+            found=", ".join("any" if m.budget_bytes is None else f"{m.budget_bytes / 2**20:.0f} MiB" for m in members),
+            fix="Give them more, lower the context, or use more machines.",
+        )
+    return sorted(found, key=lambda dealt: dealt.ms)
+
+
+@dataclass
+class _Asked:
+    """What is dealt out, and what parts of it cost on which machine."""
+
+    shape: ModelShape
+    members: tuple[Member, ...]
+    link: Link
+    batch: int
+    context: int
+    _costs: dict[Any, Cost | None] = field(default_factory=dict)
+
+    def cost(self, member: int, what: Any, part: Callable[[], ModelShape]) -> Cost | None:
+        """Of ``part()``, which ``what`` names, on a machine; None: it has no memory for it."""
+        machine = self.members[member]
+        key = id(machine.hardware), machine.budget_bytes, what
+        if key not in self._costs:
+            task = Task(
+                part(), machine.hardware, budget_bytes=machine.budget_bytes, batches=(self.batch,), context=self.context
+            )
+            hot = tuple(layer.base_hot for layer in task.shape.layers)
+            fits = machine.budget_bytes is None or machine.budget_bytes >= task.smallest()
+            self._costs[key] = task.cost(self.batch, Choice(hot, (0,) * len(hot))) if fits else None
+        return self._costs[key]
+
+    @property
+    def logits_bytes(self) -> float:
+        return _FLOAT * self.batch * numbers(self.shape.head_kernel, self.shape.head_bytes) / self.shape.hidden
+
+
+def _facts(cost: Cost, shape: ModelShape) -> dict[str, Any]:
+    every = sum(layer.intermediate * layer.neuron_bytes for layer in shape.layers)
+    cached = cost.memory["resident"] + cost.memory["cold"]
+    return {"ms": cost.ms, "memory_bytes": cost.memory_bytes, "in_memory": min(1.0, cached / every)}
+
+
+# --- some neurons of every layer ---
+
+
+def neurons_of(shape: ModelShape, chunks: int) -> ModelShape:
+    """What a machine with so many of every layer's chunks computes: of neurons an even part, of all else everything."""
+    parts: dict[int, LayerShape] = {}
+    for layer in shape.layers:
+        if id(layer) not in parts:
+            parts[id(layer)] = _part(layer, chunks)
+    return replace(shape, layers=tuple(parts[id(layer)] for layer in shape.layers))
+
+
+def _chunks(layer: LayerShape) -> int:
+    return -(-layer.intermediate // chunk_neurons(layer.intermediate))
+
+
+def _part(layer: LayerShape, chunks: int) -> LayerShape:
+    size = max(1, round(layer.intermediate * chunks / _chunks(layer)))
+    at = np.arange(size) * layer.intermediate // size
+    kept = size / layer.intermediate
+    if layer.rank:  # what sees the input is computed by each machine
+        kept = (layer.hidden + size) / (layer.hidden + layer.intermediate)
+    return replace(
+        layer,
+        intermediate=size,
+        base_hot=int((at < layer.base_hot).sum()),
+        predictor_bytes=round(layer.predictor_bytes * kept),
+        frequencies=tuple((tokens, f_I[at]) for tokens, f_I in layer.frequencies),
+    )
+
+
+def _neurons(asked: _Asked, way: str) -> Dealt | None:
+    """None: more machines than chunks, or one has no memory for its part, however few neurons it has."""
+    count, total = len(asked.members), min(map(_chunks, asked.shape.layers))
+    if count > total:
+        return None
+    best = [total // count + (rank < total % count) for rank in range(count)]
+    found = of_neurons(asked, way, best)
+    while True:
+        moves = [(a, b) for a in range(count) for b in range(count) if a != b and best[a] > 1]
+        tried = [[n - (rank == a) + (rank == b) for rank, n in enumerate(best)] for a, b in moves]
+        made = min(((_rated(asked, way, shares), shares) for shares in tried), default=None)
+        if made is None or made[0] >= _rated(asked, way, best):
+            return found
+        best = made[1]
+        found = of_neurons(asked, way, best)
+
+
+def _rated(asked: _Asked, way: str, shares: Sequence[int]) -> tuple[int, float]:
+    """Less is better: machines without memory for their part, milliseconds."""
+    costs = _neuron_costs(asked, shares)
+    dealt = of_neurons(asked, way, shares)
+    return costs.count(None), math.inf if dealt is None else dealt.ms
+
+
+def _neuron_costs(asked: _Asked, shares: Sequence[int]) -> list[Cost | None]:
+    return [asked.cost(rank, n, lambda n=n: neurons_of(asked.shape, n)) for rank, n in enumerate(shares)]  # type: ignore[misc]
+
+
+def of_neurons(asked: _Asked, way: str, shares: Sequence[int]) -> Dealt | None:
+    """With so many chunks on each machine; None: one has no memory for them."""
+    costs = [cost for cost in _neuron_costs(asked, shares) if cost is not None]
+    if len(costs) < len(shares):
+        return None
+    count, shape = len(shares), asked.shape
+    rows = zip(*(_row_ms(cost) for cost in costs), strict=True)
+    computing = sum(max(row) for row in rows) + max(cost.ms["head"] for cost in costs)
+    calls = sum(1 / layer.experts for layer in shape.layers)
+    sums = max(shares) if way == "chunks" else 1
+    each = _FLOAT * asked.batch * shape.hidden * sums
+    link_ms = calls * asked.link.ms(each, count - 1) + asked.link.ms(asked.logits_bytes, math.ceil(math.log2(count)))
+    members = tuple(_facts(cost, neurons_of(shape, n)) for cost, n in zip(costs, shares, strict=True))
+    return Dealt(way, tuple(shares), computing + link_ms, link_ms, calls * each, members, asked.batch)
+
+
+def _row_ms(cost: Cost) -> list[float]:
+    """Milliseconds of each layer."""
+    return [sum(row[part] for part in cost.ms if part in row) for row in cost.layers]
+
+
+# --- whole layers ---
+
+
+def stage_of(shape: ModelShape, first: int, last: int, *, head: bool) -> ModelShape:
+    """The decoder blocks ``[first, last)`` alone; ``head``: and logits."""
+    starts = [i for i, layer in enumerate(shape.layers) if layer.block] + [len(shape.layers)]
+    layers = shape.layers[starts[first] : starts[last]]
+    away = sum(y.attention_bytes for y in shape.layers) - sum(y.attention_bytes for y in layers)
+    return replace(
+        shape, layers=layers, fixed_bytes=shape.fixed_bytes - away, head_bytes=shape.head_bytes if head else 0
+    )
+
+
+def _layers(asked: _Asked) -> Dealt | None:
+    """None: fewer blocks than machines, or a machine has no memory for a block."""
+    sizes = _block_sizes(asked.shape)
+    blocks, count = len(sizes), len(asked.members)
+
+    def cost(rank: int, first: int, last: int) -> Cost | None:
+        head = rank == count - 1
+        return asked.cost(rank, (sizes[first:last], head), lambda: stage_of(asked.shape, first, last, head=head))
+
+    # best[b]: of the first b blocks on the machines so far, milliseconds and where stages end
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for rank in range(count):
+        after: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for first, (ms, ends) in best.items():
+            for last in [blocks] if rank == count - 1 else range(first + 1, blocks):
+                own = cost(rank, first, last) if last > first else None
+                if own is not None:
+                    rated = own.total_ms * (1 + _EVEN * own.total_ms)
+                    after[last] = min(after.get(last, (math.inf, ())), (ms + rated, (*ends, last)))
+        best = after
+    if blocks not in best:
+        return None
+    ends = best[blocks][1]
+    starts = (0, *ends[:-1])
+    kv_bytes = 2 if asked.shape.kv_dtype != "float32" else _FLOAT
+    each = kv_bytes * asked.batch * asked.shape.hidden
+    link_ms = asked.link.ms(each, count - 1) + asked.link.ms(asked.logits_bytes, math.ceil(math.log2(count)))
+    members, computing = [], 0.0
+    for rank, (first, last) in enumerate(zip(starts, ends, strict=True)):
+        own = cost(rank, first, last)
+        assert own is not None
+        computing += own.total_ms
+        members.append(_facts(own, stage_of(asked.shape, first, last, head=rank == count - 1)))
+    shares = tuple(last - first for first, last in zip(starts, ends, strict=True))
+    return Dealt("layers", shares, computing + link_ms, link_ms, each, tuple(members), asked.batch)
+
+
+def _block_sizes(shape: ModelShape) -> tuple[tuple[int, ...], ...]:
+    """Of each block, what its cost depends on but for how often its neurons fire."""
+    found: list[tuple[int, ...]] = []
+    for layer in shape.layers:
+        about = layer.intermediate, layer.neuron_bytes, layer.predictor_bytes, layer.base_hot
+        if layer.block:
+            found.append((layer.attention_bytes, *about))
+        else:
+            found[-1] += about
+    return tuple(found)
