@@ -1,4 +1,5 @@
-"""Questions that PowerInfer-2 leaves open, simulated: cache size against speed, what limits the pipeline, its ablation.
+"""Questions that PowerInfer-2 leaves open, simulated: cache size against speed, what limits the pipeline, its ablation,
+and several machines.
 
 Nothing here is measured: every figure is :mod:`benchmarks.study_model`'s, of a hardware profile (docs/HARDWARE.md) and
 descriptions of drives (docs/DEVICES.md). ``study-validate`` says how near that comes to the engine on a real drive.
@@ -22,10 +23,13 @@ from torch_pi2.machine.device import find_device
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware, StoreCosts
 from torch_pi2.machine.presets import device_reads
+from torch_pi2.planner.choices import Choice
 from torch_pi2.planner.cost import Cost, step_cost, streamed
 from torch_pi2.planner.drive import offload_settings
+from torch_pi2.planner.group import Link, Member, deal_out
 from torch_pi2.planner.misses import FrequencyMisses
 from torch_pi2.planner.model_shape import ModelShape
+from torch_pi2.planner.request import Task
 from torch_pi2.store.shapes import SHAPES
 
 _DEVICES = Path(__file__).parent / "devices"
@@ -47,7 +51,12 @@ _READS = 4096
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--part", choices=PARTS, default="cache", help="cache size, drives and memory, or the paper's ablation")
+    add(
+        "--part",
+        choices=PARTS,
+        default="cache",
+        help="of these questions (default: cache)",
+    )
     add(
         "--hardware",
         type=list_of(str),
@@ -60,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=list_of(str),
         default=[*MODELS],
         metavar="NAMES",
-        help=f"of cache (default: {','.join(MODELS)})",
+        help=f"of cache and machines (default: {','.join(MODELS)})",
     )
     add("--batch", type=list_of(common.positive), default=[*BATCHES], metavar="B,...", help="of cache")
 
@@ -84,6 +93,7 @@ def run(
         "cache": lambda profile: _cache(profile, models, batch),
         "drives": _drives,
         "ablation": _ablation,
+        "machines": lambda profile: _machines(profile, models),
     }
     rows = [{"hardware": profile.name, **row} for profile in profiles for row in makers[part](profile)]
     return {
@@ -270,13 +280,55 @@ def _mapped(shape: ModelShape, profile: Hardware) -> dict[str, Any]:
     }
 
 
-PARTS = ("cache", "drives", "ablation")
+# --- several machines ---
+
+#: Mbit/s, and microseconds of an exchange: taken, not measured, but for what two processes on one machine take (80).
+LINKS = {
+    "Wi-Fi": (400, 2000),
+    "1 GbE": (1_000, 200),
+    "10 GbE": (10_000, 100),
+    "25 GbE": (25_000, 80),
+    "100 GbE": (100_000, 80),
+}
+COUNTS = (2, 4, 8, 16)
+#: Of the model's neurons, what each machine has room for.
+_ROOM = 0.3
+
+
+def _machines(profile: Hardware, models: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """As many alike, with a drive and ``_ROOM`` each; what caches lack by how often neurons fire."""
+    for name in models:
+        shape = synthetic_shape(name)
+        empty = Task(shape, profile, budget_bytes=0, batches=(1,), context=CONTEXT)
+        budget = empty.smallest() + int(_ROOM * shape.slots) * shape.place_bytes
+        task = replace(empty, budget_bytes=budget)
+        hot = tuple(layer.base_hot for layer in shape.layers)
+        alone = task.cost(1, Choice(hot, (0,) * len(hot))).tokens_per_s
+        for link, (mbit_per_s, exchange_us) in LINKS.items():
+            for count in COUNTS:
+                found = deal_out(
+                    shape, [Member(profile, budget)] * count, Link(mbit_per_s, exchange_us), context=CONTEXT
+                )
+                yield {
+                    "model": name,
+                    "link": link,
+                    "machines": count,
+                    "alone_tokens_per_s": round(alone, 3),
+                    "ways": {
+                        way.way: {"tokens_per_s": round(way.tokens_per_s, 3), "link_ms": round(way.link_ms, 3)}
+                        for way in found
+                    },
+                }
+
+
+PARTS = ("cache", "drives", "ablation", "machines")
 
 CACHE = ("hardware", "model", "sequences", *(common.percent(share, 0) for share in SHARES))
 LIMITS = (
     "hardware", "in memory", "memory GB/s", "drive", "tokens/s", "with look-ahead", "waiting",
     "saved by twice as fast: drive", "store", "memory", "reads/s", "enough", "MB/s",
 )  # fmt: skip
+DEALT = ("hardware", "model", "link", "one machine", *(f"{count} machines" for count in COUNTS))
 STEPS = ("hardware", "step", "paper", "simulated", "hits", "MB read", "drive ms", "waiting ms", "computing ms")
 
 
@@ -313,11 +365,27 @@ def step_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     ]  # fmt: skip
 
 
+def dealt_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Tokens/s in the fastest way, and that, and in brackets in the other one."""
+    cases: dict[tuple[str, ...], list[str]] = {}
+    for row in result["rows"] if result["part"] == "machines" else ():
+        case = row["hardware"], row["model"], row["link"], f"{row['alone_tokens_per_s']:.2f}"
+        best, *others = sorted(row["ways"], key=lambda way: -float(row["ways"][way]["tokens_per_s"]))
+        rest = ", ".join(f"{way} {row['ways'][way]['tokens_per_s']:.2f}" for way in others)
+        cases.setdefault(case, []).append(f"{best} {row['ways'][best]['tokens_per_s']:.2f} ({rest})")
+    return [(*case, *speeds) for case, speeds in cases.items()]
+
+
 def render(result: dict[str, Any]) -> str:
     about = "; ".join(f"{p['name']} ({p['source']})" for p in result["profiles"])
     header, rows_of, note = {
         "cache": (CACHE, cache_rows, "tokens/s of all sequences by neurons in memory; | layers are streamed whole"),
         "drives": (LIMITS, limit_rows, f"enough: a step takes {ENOUGH:g} times as long as with reads of no time"),
+        "machines": (
+            DEALT,
+            dealt_rows,
+            f"each has room for {_ROOM:.0%} of the neurons",
+        ),
         "ablation": (STEPS, step_rows, "paper: PowerInfer-2, arXiv 2406.06282v3, Figures 7 and 14"),
     }[result["part"]]
     head = f"SIMULATED, nothing was run: {about}; {result['context']} tokens before"

@@ -604,6 +604,10 @@ _LIMITS_NOTE = """
 neurons up and handling each read), and the reads of a neuron a second from which a step is within 5 % of one whose
 reads take no time.
 """
+_DEALT_NOTE = """
+**Simulated.** Tokens/s of one sequence on machines that are alike, in the fastest way and in the others
+(docs/DISTRIBUTED.md); the links' exchanges are assumptions.
+"""
 _STEPS_NOTE = """
 **Simulated.** Steps of PowerInfer-2's ablation (arXiv 2406.06282v3) for its two phones, beside its own figures.
 """
@@ -648,6 +652,7 @@ _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]
     ),
     ("study", f"## Cache size against speed\n{_CACHE_NOTE}", ("run", *study.CACHE), _named(study.cache_rows)),
     ("study", f"## What limits the pipeline\n{_LIMITS_NOTE}", ("run", *study.LIMITS), _named(study.limit_rows)),
+    ("study", f"## Several machines, simulated\n{_DEALT_NOTE}", ("run", *study.DEALT), _named(study.dealt_rows)),
     ("study", f"## The paper's ablation\n{_STEPS_NOTE}", ("run", *study.STEPS), _named(study.step_rows)),
     ("fit", f"## Memory of a fit\n{_FIT_NOTE}", _FIT, _fit_rows),
     ("attention", f"## Attention\n{_ATTENTION_NOTE}", _ATTENTION, _attention_rows),

@@ -7,12 +7,14 @@ slow as ``--links`` says. They share one drive, which several machines would not
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,19 @@ from benchmarks.arguments import list_of
 from benchmarks.figures import at_least, known, of_store, shown, spread
 from benchmarks.network import INTERFACE, Network
 from benchmarks.peer import Peer
+from benchmarks.study_model import drawn_misses, synthetic_shape
 from benchmarks.subject import Rooms, check_share
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS
+from torch_pi2.machine.find import find_hardware
+from torch_pi2.planner.choices import Choice
+from torch_pi2.planner.group import Link, Member, predicted
+from torch_pi2.planner.request import Task
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.shard import REDUCTIONS
-from torch_pi2.store.folder import PI2_FOLDER
+from torch_pi2.store.folder import PI2_FOLDER, read_config
 from torch_pi2.store.shards import shards_in
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
 
@@ -68,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--tokens", type=common.positive, default=24, metavar="N", help="of a round")
     add("--rounds", type=common.positive, default=2, metavar="N")
+    add("--hardware", metavar="FILE", help="profile of one core, for predictions (torch_pi2.planner.group)")
     add("--activations", default="int8", choices=ACTIVATIONS, help="int8 is lossy")
     add("--eager", dest="compiled", action="store_false", help="do not compile the decoding step")
     add("--seed", type=common.seed, default=0)
@@ -85,6 +93,7 @@ def run(
     chunk_tokens: int = 0,
     tokens: int = 24,
     rounds: int = 2,
+    hardware: str | None = None,
     activations: str = "int8",
     compiled: bool = True,
     seed: int = 0,
@@ -94,7 +103,8 @@ def run(
     Returns:
         ``alone`` and by ``links`` and reduction (or ``layers``): ``tokens_per_s``, ``prompt_tokens_per_s``, ``spread``,
         what the first process read a token, ``sent_bytes`` a token (computed: what each process gives the others, or of
-        stages the first one the second), and ``ratio`` and ``prompt_ratio`` to the one alone.
+        stages the first one the second), and ``ratio`` and ``prompt_ratio`` to the one alone; with a profile
+        ``predicted_tokens_per_s``, of the ``link`` as it was measured before.
 
     Raises:
         ConfigError: a setting makes no sense, or the shards are of another store. PeerError: a process ended.
@@ -126,8 +136,10 @@ def run(
     cap_bytes = budget + _ROOM if cap.available() else None
     for path in (folder, *(path for way in {*ways.values()} for path in shards_in(way).values())):
         cap.warm(path / PI2_FOLDER / STORE_FILE)
+    predict = _predictions(hardware, folder, budget, context, compiled)
     asked = tokens, rounds, prompt
     alone = _measured([settings | {"folder": str(folder)}], None, cap_bytes, *asked)
+    alone |= predict(None, None, alone)
     found: dict[str, Any] = {}
     for link in links:
         for name, way in ways.items():
@@ -141,7 +153,7 @@ def run(
             figures["sent_bytes"] = sizes[name]
             for ratio, rate in (("ratio", "tokens_per_s"), ("prompt_ratio", "prompt_tokens_per_s")):
                 figures[ratio] = round(figures[rate] / alone[rate], 2)
-            found.setdefault(link, {})[name] = figures
+            found.setdefault(link, {})[name] = figures | predict(name, way, figures)
     return {
         "what": "together",
         "model": alone.pop("subject"),
@@ -179,6 +191,47 @@ def _sizes(folder: Path, shards: Path) -> tuple[int, dict[str, int]]:
         sums = sum(entry.hidden for entry in one.entries)
         hidden = one.entries[0].hidden * (whole.float_dtype or torch.float32).itemsize
     return len(found), {"chunks": 4 * chunks, "ranks": 4 * sums, "layers": hidden}
+
+
+def _predictions(
+    hardware: str | None, folder: Path, budget: int, context: int, compiled: bool
+) -> Callable[[str | None, Path | None, Mapping[str, Any]], dict[str, Any]]:
+    """Of a way to deal out (None: one process), its shards and what was measured: what the planner says of it."""
+    if hardware is None:
+        return lambda name, way, figures: {}
+    profile = find_hardware(hardware)
+    named: str = read_config(folder)["torch_pi2_synthetic"]["shape"]
+    shape = synthetic_shape(named, compiled=compiled)
+    misses = partial(drawn_misses, named, batch=1)
+
+    def predict(name: str | None, way: Path | None, figures: Mapping[str, Any]) -> dict[str, Any]:
+        if name is None or way is None:
+            task = Task(shape, profile, budget_bytes=budget, batches=(1,), context=context, misses=misses(shape))
+            hot = tuple(layer.base_hot for layer in shape.layers)
+            rate = task.cost(1, Choice(hot, (0,) * len(hot))).tokens_per_s
+        else:
+            members = [Member(profile, budget)] * len(shards_in(way))
+            dealt = predicted(
+                name, _shares(way), shape, members, Link(**figures["link"]), context=context, misses=misses
+            )
+            rate = math.nan if dealt is None else dealt.tokens_per_s
+        return {
+            "predicted_tokens_per_s": round(rate, 3),
+            "predicted_over_measured": round(rate / figures["tokens_per_s"], 3),
+        }
+
+    return predict
+
+
+def _shares(way: Path) -> list[int]:
+    """By rank, chunks of the first layer, or layers that are there."""
+    found = []
+    for _, path in sorted(shards_in(way).items()):
+        with StoreReader(path / PI2_FOLDER / STORE_FILE) as one:
+            assert one.shard is not None
+            first = next(iter(one.shard.layers.values()))
+            found.append(len(one.keys) if one.shard.by_layers else len(first.chunks))
+    return found
 
 
 def _check_stages(folder: Path, stages: Path, ranks: int) -> None:
@@ -240,6 +293,7 @@ def _measured(
             **of_store([r["stats"] for r in kept], len(steps), sum(steps), 1),
             "peak_rss_bytes": kept[-1]["peak_rss_bytes"],
             "subject": peers[0].about["subject"],
+            **({"link": peers[0].about["link"]} if "link" in peers[0].about else {}),
         }
 
 
@@ -248,6 +302,7 @@ HEADER = (
     "",
     "tokens/s (range)",
     "ratio",
+    "predicted",
     "prompts",
     "ratio",
     "in the cache",
@@ -265,6 +320,7 @@ def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
             name,
             f"{case['tokens_per_s']:.2f} ({low:.2f} to {high:.2f})",
             shown(case.get("ratio"), "{:.2f}".format),
+            shown(case.get("predicted_tokens_per_s"), "{:.2f}".format),
             f"{case['prompt_tokens_per_s']:.1f} ({least:.1f} to {most:.1f})",
             shown(case.get("prompt_ratio"), "{:.2f}".format),
             shown(case["hit_rate"], common.percent),

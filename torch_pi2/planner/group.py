@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ from torch_pi2.machine.find import find_hardware
 from torch_pi2.ops.constants import chunk_neurons
 from torch_pi2.planner.choices import Choice
 from torch_pi2.planner.cost import Cost
+from torch_pi2.planner.misses import MissCurve
 from torch_pi2.planner.model_shape import LayerShape, ModelShape, numbers
 from torch_pi2.planner.request import Task
 from torch_pi2.spec.shard import MOST_RANKS
@@ -114,12 +117,15 @@ def read_machines(path: str | Path) -> tuple[list[Member], Link]:
 
 
 def deal_out(
-    shape: ModelShape, members: Sequence[Member], link: Link, *, batch: int = 1, context: int = 1024
+    shape: ModelShape, members: Sequence[Member], link: Link, *, batch: int = 1, context: int = 1024, misses: Any = None
 ) -> list[Dealt]:
     """``shape`` dealt out to ``members`` in each way that is possible, the fastest step of ``batch`` tokens first.
 
     Neurons: machines compute a layer side by side and wait for the slowest, then all partial sums go to all (a ring).
     Layers: one machine after another computes, and hands on hidden states. Blocks of the same sizes count as alike.
+
+    Args:
+        misses: of what a machine computes, what its cache lacks (default: by the frequencies of its neurons).
 
     Raises:
         ConfigError: not 2 to 16 machines, a link that makes no sense, or no way in which every machine has memory for
@@ -136,7 +142,7 @@ def deal_out(
             found=f"{len(members)}, {link.mbit_per_s:g} Mbit/s, {link.exchange_us:g} us",
             fix="Correct the description.",
         )
-    asked = _Asked(shape, tuple(members), link, batch, context)
+    asked = _Asked(shape, tuple(members), link, batch, context, misses)
     by_chunk = all(layer.experts == 1 for layer in shape.layers)  # experts' sums are by machine in any case
     ways = [_neurons(asked, way) for way in WAYS[:2] if by_chunk or way == "ranks"]
     found = [dealt for dealt in (*ways, _layers(asked)) if dealt]
@@ -157,8 +163,9 @@ class _Asked:
     shape: ModelShape
     members: tuple[Member, ...]
     link: Link
-    batch: int
-    context: int
+    batch: int = 1
+    context: int = 1024
+    misses: Callable[[ModelShape], MissCurve] | None = None
     _costs: dict[Any, Cost | None] = field(default_factory=dict)
 
     def cost(self, member: int, what: Any, part: Callable[[], ModelShape]) -> Cost | None:
@@ -166,17 +173,41 @@ class _Asked:
         machine = self.members[member]
         key = id(machine.hardware), machine.budget_bytes, what
         if key not in self._costs:
+            own = part()
             task = Task(
-                part(), machine.hardware, budget_bytes=machine.budget_bytes, batches=(self.batch,), context=self.context
+                own,
+                machine.hardware,
+                budget_bytes=machine.budget_bytes,
+                batches=(self.batch,),
+                context=self.context,
+                misses=None if self.misses is None else self.misses(own),
             )
             hot = tuple(layer.base_hot for layer in task.shape.layers)
             fits = machine.budget_bytes is None or machine.budget_bytes >= task.smallest()
             self._costs[key] = task.cost(self.batch, Choice(hot, (0,) * len(hot))) if fits else None
         return self._costs[key]
 
+    @cached_property
+    def block_sizes(self) -> tuple[tuple[int, ...], ...]:
+        return _block_sizes(self.shape)
+
+    def stage(self, member: int, first: int, last: int) -> Cost | None:
+        """Of the blocks ``[first, last)``, on the last machine with the head."""
+        head = member == len(self.members) - 1
+        what = self.block_sizes[first:last], head
+        return self.cost(member, what, lambda: stage_of(self.shape, first, last, head=head))
+
     @property
     def logits_bytes(self) -> float:
         return _FLOAT * self.batch * numbers(self.shape.head_kernel, self.shape.head_bytes) / self.shape.hidden
+
+
+def predicted(
+    way: str, shares: Sequence[int], shape: ModelShape, members: Sequence[Member], link: Link, **how: Any
+) -> Dealt | None:
+    """As :func:`deal_out`, of one ``way`` and with these ``shares``; None: a machine has no memory for its own."""
+    asked = _Asked(shape, tuple(members), link, **how)
+    return _of_layers(asked, [*accumulate(shares)]) if way == "layers" else _of_neurons(asked, way, shares)
 
 
 def _facts(cost: Cost, shape: ModelShape) -> dict[str, Any]:
@@ -222,7 +253,7 @@ def _neurons(asked: _Asked, way: str) -> Dealt | None:
     if count > total:
         return None
     best = [total // count + (rank < total % count) for rank in range(count)]
-    found = of_neurons(asked, way, best)
+    found = _of_neurons(asked, way, best)
     while True:
         moves = [(a, b) for a in range(count) for b in range(count) if a != b and best[a] > 1]
         tried = [[n - (rank == a) + (rank == b) for rank, n in enumerate(best)] for a, b in moves]
@@ -230,13 +261,13 @@ def _neurons(asked: _Asked, way: str) -> Dealt | None:
         if made is None or made[0] >= _rated(asked, way, best):
             return found
         best = made[1]
-        found = of_neurons(asked, way, best)
+        found = _of_neurons(asked, way, best)
 
 
 def _rated(asked: _Asked, way: str, shares: Sequence[int]) -> tuple[int, float]:
     """Less is better: machines without memory for their part, milliseconds."""
     costs = _neuron_costs(asked, shares)
-    dealt = of_neurons(asked, way, shares)
+    dealt = _of_neurons(asked, way, shares)
     return costs.count(None), math.inf if dealt is None else dealt.ms
 
 
@@ -244,7 +275,7 @@ def _neuron_costs(asked: _Asked, shares: Sequence[int]) -> list[Cost | None]:
     return [asked.cost(rank, n, lambda n=n: neurons_of(asked.shape, n)) for rank, n in enumerate(shares)]  # type: ignore[misc]
 
 
-def of_neurons(asked: _Asked, way: str, shares: Sequence[int]) -> Dealt | None:
+def _of_neurons(asked: _Asked, way: str, shares: Sequence[int]) -> Dealt | None:
     """With so many chunks on each machine; None: one has no memory for them."""
     costs = [cost for cost in _neuron_costs(asked, shares) if cost is not None]
     if len(costs) < len(shares):
@@ -280,35 +311,34 @@ def stage_of(shape: ModelShape, first: int, last: int, *, head: bool) -> ModelSh
 
 def _layers(asked: _Asked) -> Dealt | None:
     """None: fewer blocks than machines, or a machine has no memory for a block."""
-    sizes = _block_sizes(asked.shape)
-    blocks, count = len(sizes), len(asked.members)
-
-    def cost(rank: int, first: int, last: int) -> Cost | None:
-        head = rank == count - 1
-        return asked.cost(rank, (sizes[first:last], head), lambda: stage_of(asked.shape, first, last, head=head))
-
+    blocks, count = len(asked.block_sizes), len(asked.members)
     # best[b]: of the first b blocks on the machines so far, milliseconds and where stages end
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for rank in range(count):
         after: dict[int, tuple[float, tuple[int, ...]]] = {}
         for first, (ms, ends) in best.items():
             for last in [blocks] if rank == count - 1 else range(first + 1, blocks):
-                own = cost(rank, first, last) if last > first else None
+                own = asked.stage(rank, first, last) if last > first else None
                 if own is not None:
                     rated = own.total_ms * (1 + _EVEN * own.total_ms)
                     after[last] = min(after.get(last, (math.inf, ())), (ms + rated, (*ends, last)))
         best = after
     if blocks not in best:
         return None
-    ends = best[blocks][1]
-    starts = (0, *ends[:-1])
+    return _of_layers(asked, best[blocks][1])
+
+
+def _of_layers(asked: _Asked, ends: Sequence[int]) -> Dealt | None:
+    """Stages that end after so many blocks; None: a machine has no memory for its own."""
+    count, starts = len(ends), (0, *ends[:-1])
     kv_bytes = 2 if asked.shape.kv_dtype != "float32" else _FLOAT
     each = kv_bytes * asked.batch * asked.shape.hidden
     link_ms = asked.link.ms(each, count - 1) + asked.link.ms(asked.logits_bytes, math.ceil(math.log2(count)))
     members, computing = [], 0.0
     for rank, (first, last) in enumerate(zip(starts, ends, strict=True)):
-        own = cost(rank, first, last)
-        assert own is not None
+        own = asked.stage(rank, first, last)
+        if own is None:
+            return None
         computing += own.total_ms
         members.append(_facts(own, stage_of(asked.shape, first, last, head=rank == count - 1)))
     shares = tuple(last - first for first, last in zip(starts, ends, strict=True))
