@@ -22,11 +22,12 @@ from torch_pi2.cli import common
 from torch_pi2.machine.device import find_device
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware, StoreCosts
+from torch_pi2.machine.link import Link
 from torch_pi2.machine.presets import device_reads
 from torch_pi2.planner.choices import Choice
 from torch_pi2.planner.cost import Cost, step_cost, streamed
 from torch_pi2.planner.drive import offload_settings
-from torch_pi2.planner.group import Link, Member, deal_out
+from torch_pi2.planner.group import Member, deal_out
 from torch_pi2.planner.misses import FrequencyMisses
 from torch_pi2.planner.model_shape import ModelShape
 from torch_pi2.planner.request import Task

@@ -32,8 +32,9 @@ from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS
 from torch_pi2.machine.find import find_hardware
+from torch_pi2.machine.link import Link
 from torch_pi2.planner.choices import Choice
-from torch_pi2.planner.group import Link, Member, predicted
+from torch_pi2.planner.group import Member, predicted
 from torch_pi2.planner.request import Task
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.shard import REDUCTIONS

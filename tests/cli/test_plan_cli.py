@@ -391,3 +391,25 @@ def test_messages(command, root, tmp_path, argv, message) -> None:
     ActivationStats(live.layers, live.model_hash, live.made_by | {"watched": True}).save(tmp_path / "live")
     found = refusal(command(*(str(a).format(**names) for a in argv), "--json", ok=False))
     assert re.search(message, found), found
+
+
+def test_several_machines(command, root, tmp_path) -> None:
+    (tmp_path / "machines.json").write_text(
+        '{"machines": [{"hardware": "sm8650-ufs4.0"}, {"hardware": "sm8475-ufs3.1", "budget": "1GiB"}], '
+        '"link": {"mbit_per_s": 1000, "exchange_us": 200}}'
+    )
+    given = (root / "store", "--machines", tmp_path / "machines.json", "--context", 16)
+    found = command(*given, "--json").json
+    assert found["machines"] == ["sm8650-ufs4.0", "sm8475-ufs3.1"]
+    assert {way["way"] for way in found["ways"]} == {"chunks", "ranks", "layers"}
+    assert [way["ms"] for way in found["ways"]] == sorted(way["ms"] for way in found["ways"])
+    best = found["ways"][0]
+    by = "layers" if best["way"] == "layers" else "neurons"
+    shares = ",".join(map(str, best["shares"]))
+    assert found["pack"] == f"torch-pi2 pack {root / 'store'} OUT --ranks 2 --by {by} --shares {shares}"
+    text = command(*given).out
+    assert "1000 Mbit/s, 200 us an exchange; predicted, of one sequence after 16 tokens" in text
+    assert found["pack"] in text
+    for option in (("--hardware", PHONE), ("--out", tmp_path / "p"), ("--budget", "1GiB")):
+        said = refusal(command(*given, *option, "--json", ok=False))
+        assert f"{option[0]} with --machines" in said

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from torch_pi2.errors import ConfigError
-from torch_pi2.planner.group import Link
+from torch_pi2.machine.link import Link
 
 #: Bytes of an exchange of next to none, and of one that the link's speed decides.
 _SMALL, _LARGE = 1 << 12, 1 << 22

@@ -22,6 +22,7 @@ from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.errors import ConfigError
 from torch_pi2.machine.find import find_hardware
+from torch_pi2.machine.link import Link
 from torch_pi2.ops.constants import chunk_neurons
 from torch_pi2.planner.choices import Choice
 from torch_pi2.planner.cost import Cost
@@ -38,23 +39,6 @@ WAYS = ("chunks", "ranks", "layers")
 #: Of stages that take as long in all, those of equal length are better (prompts): a stage of 100 ms counts 0.1 % more.
 _EVEN = 1e-5
 _FLOAT = 4
-
-
-@dataclass(frozen=True)
-class Link:
-    """Between any two machines.
-
-    Attributes:
-        mbit_per_s: how fast bytes go. exchange_us: what an exchange of next to none takes, microseconds
-            (:func:`torch_pi2.measure.link.measure_link` measures both).
-    """
-
-    mbit_per_s: float
-    exchange_us: float
-
-    def ms(self, nbytes: float, hops: float = 1) -> float:
-        """Milliseconds of ``hops`` messages of ``nbytes``, one after another."""
-        return hops * (self.exchange_us + 8 * nbytes / self.mbit_per_s) / 1e3
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,223 @@
+"""Models dealt out to several machines: by hand, against every other way to cut them, and by what machines are."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from plan_fakes import FakeHardware, fake_shape
+from sharding import together
+
+from torch_pi2.checkpoint.dealing import deal, deal_layers
+from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.machine.find import find_hardware
+from torch_pi2.machine.hardware import Hardware
+from torch_pi2.machine.link import Link
+from torch_pi2.measure.link import measure_link
+from torch_pi2.planner.choices import Choice
+from torch_pi2.planner.group import (
+    Dealt,
+    Member,
+    deal_out,
+    neurons_of,
+    predicted,
+    read_machines,
+    stage_of,
+)
+from torch_pi2.planner.model_shape import ModelShape
+from torch_pi2.planner.request import Task
+
+FAST = Link(1e9, 0.0)
+
+
+def member(budget: int | None = None, **rates: Any) -> Member:
+    return Member(cast(Hardware, FakeHardware(**rates)), budget)
+
+
+def alone(shape: ModelShape, machine: Member, context: int = 64) -> float:
+    task = Task(shape, machine.hardware, budget_bytes=machine.budget_bytes, batches=(1,), context=context)
+    hot = tuple(layer.base_hot for layer in shape.layers)
+    return task.cost(1, Choice(hot, (0,) * len(hot))).total_ms
+
+
+def least(shape: ModelShape) -> int:
+    return Task(shape, cast(Hardware, FakeHardware()), budget_bytes=0, batches=(1,), context=64).smallest()
+
+
+def by_way(found: list[Dealt]) -> dict[str, Dealt]:
+    return {dealt.way: dealt for dealt in found}
+
+
+def test_machines_that_are_alike_get_as_much() -> None:
+    shape = fake_shape(8)
+    found = by_way(deal_out(shape, [member()] * 2, FAST, context=64))
+    assert {way: dealt.shares for way, dealt in found.items()} == {
+        "chunks": (8, 8),
+        "ranks": (8, 8),
+        "layers": (4, 4),
+    }
+    assert found["layers"].ms == pytest.approx(alone(shape, member()))  # one after another, in memory
+    assert alone(shape, member()) / 2 < found["chunks"].ms < alone(shape, member())
+    assert [dealt.ms for dealt in deal_out(shape, [member()] * 2, FAST, context=64)] == sorted(
+        dealt.ms for dealt in found.values()
+    )
+
+
+def test_the_link_by_hand() -> None:
+    shape = fake_shape(3)
+    link = Link(8.0, 50.0)  # a byte takes a microsecond
+    for way, each in (("chunks", 4 * 256 * 4), ("ranks", 4 * 256)):
+        dealt = predicted(way, (4, 4, 4, 4), shape, [member()] * 4, link, context=64)
+        assert dealt is not None
+        logits = 2 * (50 + 4 * 1000)
+        assert dealt.link_ms == pytest.approx((3 * 3 * (50 + each) + logits) / 1e3)
+        assert dealt.sent_bytes == 3 * each
+    stages = predicted("layers", (1, 1, 1), shape, [member()] * 3, link, context=64)
+    assert stages is not None
+    assert stages.link_ms == pytest.approx((2 * (50 + 256 * 4) + 2 * (50 + 4 * 1000)) / 1e3)
+    assert stages.ms - stages.link_ms == pytest.approx(alone(shape, member()))
+
+
+def test_a_layer_waits_for_the_slowest() -> None:
+    shape = fake_shape(4)
+    slow = member(run_gb_per_s=5.0, gather_gb_per_s=2.5)
+    found = by_way(deal_out(shape, [member(), slow], FAST, context=64))
+    fast_chunks, slow_chunks = found["ranks"].shares
+    assert fast_chunks > 2 * slow_chunks
+    assert sum(found["ranks"].shares) == 16
+    assert found["layers"].shares == (3, 1)  # each machine has one at least
+    for count in range(1, 16):
+        other = predicted("ranks", (count, 16 - count), shape, [member(), slow], FAST, context=64)
+        assert other is not None
+        assert found["ranks"].ms <= other.ms + 1e-9
+
+
+def test_no_other_cut_into_stages_is_faster() -> None:
+    shape = fake_shape(7)
+    room = least(shape)
+    members = [member(room + 400_000), member(room + 3_000_000), member(room + 1_000_000, run_gb_per_s=15.0)]
+    best = by_way(deal_out(shape, members, FAST, context=64))["layers"]
+    for ends in itertools.combinations(range(1, 7), 2):
+        cut = (ends[0], ends[1] - ends[0], 7 - ends[1])
+        other = predicted("layers", cut, shape, members, FAST, context=64)
+        assert other is not None
+        assert best.ms <= 1.001 * other.ms, cut
+    assert best.shares[1] == max(best.shares)  # what has memory for most
+
+
+def test_more_memory_in_all_is_what_machines_are_for() -> None:
+    shape = fake_shape(8)
+    every = shape.slots * shape.place_bytes
+    machine = member(least(shape) + every // 2)
+    found = deal_out(shape, [machine] * 2, FAST, context=64)
+    assert alone(shape, machine) / found[0].ms > 1.5
+    for dealt in found:
+        assert all(one["in_memory"] > 0.95 for one in dealt.members), dealt
+        assert all(one["memory_bytes"] <= machine.budget_bytes for one in dealt.members)
+
+
+def test_parts_have_what_they_say() -> None:
+    shape = fake_shape(6, method="exact", base_hot=64)
+    part = neurons_of(shape, 4)
+    assert {layer.intermediate for layer in part.layers} == {1024}
+    assert {layer.base_hot for layer in part.layers} == {16}
+    for layer, whole in zip(part.layers, shape.layers, strict=True):
+        assert np.mean(layer.frequency()) == pytest.approx(np.mean(whole.frequency()), rel=0.01)
+    stage = stage_of(shape, 2, 4, head=False)
+    assert stage.layers == shape.layers[2:4]
+    assert stage.head_bytes == 0
+    assert stage.fixed_bytes == shape.fixed_bytes - 4 * shape.layers[0].attention_bytes
+    with_rank = neurons_of(fake_shape(1), 8).layers[0]
+    assert with_rank.predictor_bytes == round(32 * (256 + 2048) * 9 / 16)
+
+
+def test_experts_are_added_by_machine() -> None:
+    whole = fake_shape(4, method="exact", predictor=None, chosen=0.5)
+    experts = replace(
+        whole,
+        layers=tuple(replace(layer, experts=2, block=i % 2 == 0) for i, layer in enumerate(whole.layers)),
+    )
+    found = by_way(deal_out(experts, [member()] * 2, Link(8.0, 50.0), context=64))
+    assert {*found} == {"ranks", "layers"}
+    assert found["ranks"].link_ms == pytest.approx((2 * (50 + 4 * 256) + 50 + 4 * 1000) / 1e3)
+    assert found["layers"].shares == (1, 1)
+
+
+def test_what_cannot_be_dealt_out_is_refused() -> None:
+    shape = fake_shape(2)
+    for members, link in (([member()], FAST), ([member()] * 17, FAST), ([member()] * 2, Link(0, 1))):
+        with pytest.raises(ConfigError, match="expected 2 to 16 machines, a link of more than 0 Mbit/s"):
+            deal_out(shape, members, link)
+    with pytest.raises(ConfigError, match=r"memory of 2 machines: expected room on each of them .*, found 1 MiB, any"):
+        deal_out(shape, [member(1 << 20), member()], FAST)
+    assert {dealt.way for dealt in deal_out(shape, [member()] * 3, FAST)} == {"chunks", "ranks"}  # two blocks
+    assert predicted("ranks", (8, 8), shape, [member(), member(1)], FAST) is None
+    assert predicted("layers", (1, 1), shape, [member(), member(1)], FAST) is None
+
+
+@pytest.mark.parametrize("shares", [(3, 13), (5, 4, 7), (1, 1, 14)])
+def test_pack_deals_out_what_was_planned(shares: tuple[int, ...]) -> None:
+    """The shares that ``plan --machines`` prints are those that ``pack --shares`` makes."""
+    from torch_pi2.spec.plan import LayerPlan, Plan
+    from torch_pi2.spec.site import FFNSite, LinearRef
+
+    def layer(i: int) -> LayerPlan:
+        refs = LinearRef(f"l.{i}.up"), LinearRef(f"l.{i}.down")
+        site = FFNSite(f"l.{i}.mlp", i, "relu", False, None, *refs, 8, 1024, f"l.{i}.mlp")
+        return LayerPlan(site, "lowrank", 0, torch.arange(1024, dtype=torch.int32), expected_active=0.1)
+
+    plan = Plan([layer(i) for i in range(16)], "ab")
+    assert tuple(len(shard.layers["l.0.mlp"].chunks) for shard in deal(plan, len(shares), shares)) == shares
+    assert tuple(len(shard.blocks(16)) for shard in deal_layers(plan, len(shares), shares)) == shares
+
+
+def test_a_description_of_machines(tmp_path: Path) -> None:
+    replace(find_hardware("sm8650-ufs4.0"), name="mine").save(tmp_path / "mine.json")
+    about: dict[str, Any] = {
+        "machines": [{"hardware": "mine.json", "budget": "1GiB"}, {"hardware": "sm8475-ufs3.1"}],
+        "link": {"mbit_per_s": 1000, "exchange_us": 200},
+    }
+
+    def read(**changes: Any) -> tuple[list[Member], Link]:
+        (tmp_path / "machines.json").write_text(json.dumps(about | changes))
+        return read_machines(tmp_path / "machines.json")
+
+    members, link = read()
+    assert [(one.hardware.name, one.budget_bytes) for one in members] == [("mine", 1 << 30), ("sm8475-ufs3.1", None)]
+    assert link == Link(1000, 200)
+    for changes, expected in (
+        ({"machines": about["machines"][:1]}, "machines: expected a list of 2 or more, at most 16"),
+        ({"machines": [{"budget": "1GiB"}] * 2}, "expected a field hardware, found none"),
+        ({"machines": [{"hardware": "sm8475-ufs3.1", "memory": 1}] * 2}, "no other fields than hardware, budget"),
+        ({"link": {"mbit_per_s": 0, "exchange_us": 1}}, "link, mbit_per_s: expected a number, above 0"),
+        ({"link": {"mbit_per_s": 1}}, "expected a field exchange_us"),
+        ({"more": 1}, "no other fields than machines, link"),
+    ):
+        with pytest.raises(ArtifactError, match=expected):
+            read(**changes)
+    with pytest.raises(ConfigError, match="no-such"):
+        read(machines=[{"hardware": "no-such"}] * 2)
+    with pytest.raises(ArtifactError, match="nowhere"):
+        read_machines(tmp_path / "nowhere.json")
+
+
+def test_a_link_is_measured(tmp_path: Path) -> None:
+    script = """
+from torch_pi2.measure.link import measure_link
+found = measure_link()
+print(found.mbit_per_s, found.exchange_us)
+"""
+    first, second, third = together(tmp_path, script, 3)
+    assert first == second == third
+    rate, exchange_us = map(float, first.split())
+    assert 10 < rate < math.inf
+    assert 0 <= exchange_us < 1e6
+    with pytest.raises(ConfigError, match="a link to measure: expected at least two processes, found one"):
+        measure_link()
