@@ -379,7 +379,7 @@ def optimize(
         stats, predictors: made earlier; what is given is not made again.
         hardware: also plan for a machine, and follow that plan: ``measured`` (after ``torch-pi2 doctor --measure``) or
             else what :func:`torch_pi2.plan_for` takes, which plans with more settings.
-        shared: as of :func:`profile`; fitting is shared, too, by processes of one machine.
+        shared: as of :func:`profile`; fitting and GPTQ are shared, too, by processes of one machine.
         progress: bars on standard error in a terminal, and else to the log (:mod:`torch_pi2.base.progress`).
         gpu_memory: bytes (or ``"6GiB"``) for weights on torch's current GPU: all that is no feed-forward layer, and of
             these as many neurons as have room; the CPU computes the others meanwhile (docs/GPU.md). Which ones: where
@@ -447,7 +447,7 @@ def _optimize(
             predictors = _fit(model, data, found.sites, stats, config, progress, work)
     fitted = predictors if isinstance(predictors, FittedPredictors) else FittedPredictors(predictors or {})
     made = _plan(model, found, stats, fitted, config)
-    apply(model, Optimized(made, fitted, stats), progress, config, data, ways)
+    apply(model, Optimized(made, fitted, stats), progress, config, data, ways, ranks)
     loop.attach(model)
     _say_lossy(parts_of(model), config, progress)
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.progress import bar
+from torch_pi2.base.ranks import Ranks
 from torch_pi2.errors import CalibrationError, UnsupportedModelError
 from torch_pi2.fitting.gptq import Moments, Solver
 from torch_pi2.graph.routed import Routed, intermediate, modules_of
@@ -63,6 +64,7 @@ def calibrated_rows(
     keep: Callable[[str, torch.Tensor], None],
     *,
     progress: bool = False,
+    ranks: Ranks | None = None,
 ) -> dict[str, str]:
     """Give ``keep`` the rows of the matrices of ``sites`` (:func:`neuron_key`) and of ``linears`` (``NAME.weight``).
 
@@ -71,6 +73,7 @@ def calibrated_rows(
 
     Args:
         data: batches of token ids. linears: names of modules. weights: ``int4`` or ``int8``.
+        ranks: processes that make the same call and share the solving; each of them runs the model.
 
     Returns:
         Of what cannot be calibrated, and was not given to ``keep``: key -> why.
@@ -85,7 +88,7 @@ def calibrated_rows(
         return left
     batch = _one_batch(model, data, parts)
     with bar(None, "GPTQ", progress, total=len(parts) + len(experts)) as shown, evaluating(model):
-        run = _Run(batch, parts, experts, weights, keep, left, shown.update)
+        run = _Run(batch, parts, experts, weights, keep, left, shown.update, ranks)
         hooks = []
         for name in parts:
             module = model.get_submodule(name)
@@ -181,7 +184,9 @@ class _Run:
         keep: Callable[[str, torch.Tensor], None],
         left: dict[str, str],
         step: Callable[[], Any],
+        ranks: Ranks | None,
     ) -> None:
+        self._ranks = ranks
         self._real_T = tokens.mask_BT.flatten()
         self._parts, self._weights, self._keep, self._left, self._step = parts, weights, keep, left, step
         self.waiting = {*parts, *experts}
@@ -272,13 +277,14 @@ class _Run:
 
         moments = Moments(site.hidden)
         moments.add(x_NH[real_N], float_NH[real_N])
-        solver = Solver(site.key, moments, self._weights)
+        solver = Solver(site.key, moments, self._weights, ranks=self._ranks)
         gate = None if weights.gate is None else solve("gate", weights.gate, solver)
         rounded = weights._replace(gate=gate, up=solve("up", weights.up, solver))
         (_, h_NI), (_, float_NI) = intermediate(site, rounded, x_NH), intermediate(site, weights, float_NH)
         moments = Moments(site.intermediate)
         moments.add(h_NI[real_N], float_NI[real_N])
-        down = solve("down", weights.down, Solver(f"down of {site.key}", moments, self._weights, by_column=True))
+        how: dict[str, Any] = {"by_column": True, "ranks": self._ranks}
+        down = solve("down", weights.down, Solver(f"down of {site.key}", moments, self._weights, **how))
         return F.linear(h_NI.to(x_NH.dtype), down, weights.bias_down).float()
 
     def _solve(self, name: str, module: nn.Module, x: torch.Tensor) -> None:
@@ -304,7 +310,7 @@ class _Run:
             self._check_same(name, float_TK, x_TK)
             moments = Moments(x.shape[-1])
             moments.add(x_TK, float_TK)
-            solvers[by_column] = Solver(name, moments, self._weights, by_column=by_column)
+            solvers[by_column] = Solver(name, moments, self._weights, by_column=by_column, ranks=self._ranks)
         return solvers[by_column]
 
     def _check_same(self, name: str, float_TK: torch.Tensor, x_TK: torch.Tensor) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
+from torch_pi2.base.ranks import Ranks
 from torch_pi2.errors import CalibrationError
 from torch_pi2.fitting.calibrated import calibrated_rows, say_rounded
 from torch_pi2.layers.of_model import sparse_layers
@@ -25,13 +27,16 @@ def apply(
     config: Config | None = None,
     data: list[Batch] | None = None,
     ways: Mapping[str, str] | None = None,
+    ranks: Ranks | None = None,
 ) -> nn.Module:
-    """Rewrite ``model`` as ``parts`` and ``config`` say, and attach them to it; ``ways``: see :func:`rewrite`."""
+    """Rewrite ``model`` as ``parts`` and ``config`` say, and attach them to it; ``ways``: see :func:`rewrite`;
+    ``ranks``: processes that make the same call and share the work of GPTQ.
+    """
     config = config or Config()
     if config.weights == "float":
         rewrite(model, parts.plan, parts.predictors, progress=progress, ways=ways)
     else:
-        _apply_quantised(model, parts, progress, config, data, ways)
+        _apply_quantised(model, parts, progress, config, data, ways, ranks)
         parts.weights = config.weights
     parts.attach(model)
     return model
@@ -44,6 +49,7 @@ def _apply_quantised(
     config: Config,
     data: list[Batch] | None,
     ways: Mapping[str, str] | None,
+    ranks: Ranks | None,
 ) -> None:
     sites = [layer.site for layer in parts.plan.layers]
     weighted = config.quantization == "weighted"
@@ -63,7 +69,8 @@ def _apply_quantised(
         inputs = gather_inputs(model, some, sites, linears, progress=progress)
     rows: dict[str, torch.Tensor] = {}
     if data and config.quantization == "gptq":
-        left = calibrated_rows(model, data, sites, linears, config.weights, rows.__setitem__, progress=progress)
+        how: dict[str, Any] = {"progress": progress, "ranks": ranks}
+        left = calibrated_rows(model, data, sites, linears, config.weights, rows.__setitem__, **how)
         say_rounded(left)
     storage = Storage(config.weights, config.activations == "int8", inputs, weighted, rows)
     check_linears(linears, config.weights, storage)  # what can be refused, before anything is replaced
