@@ -225,13 +225,14 @@ def _predictions(
 
 
 def _shares(way: Path) -> list[int]:
-    """By rank, chunks of the first layer, or layers that are there."""
+    """By rank, chunks of the first layer, or blocks that are there."""
     found = []
     for _, path in sorted(shards_in(way).items()):
         with StoreReader(path / PI2_FOLDER / STORE_FILE) as one:
             assert one.shard is not None
             first = next(iter(one.shard.layers.values()))
-            found.append(len(one.keys) if one.shard.by_layers else len(first.chunks))
+            blocks = {one.shard.block(key) for key in one.keys}
+            found.append(len(blocks) if one.shard.by_layers else len(first.chunks))
     return found
 
 
