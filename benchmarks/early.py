@@ -14,8 +14,9 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -267,75 +268,88 @@ def _left_out(model: Any, sites: list[FFNSite], ids_NT: torch.Tensor) -> dict[st
 
 def _look_ahead(model: Any, tokenizer: Any, device: str, method: str, share: float) -> dict[str, Any]:
     ways: dict[str, dict[str, Any]] = {"off": {}, "on": {"lookahead": True}}
-    found, gains = over_store(model, tokenizer, device, method, share, ways)
-    return found | {"gain": round(statistics.median(gains["on"]), 3), "gain_spread": spread(gains["on"])}
+    with tempfile.TemporaryDirectory() as work:
+        folder = packed(model, tokenizer, Path(work), Config(method=method))
+        found, gains = over_store(folder, tokenizer, device, share, ways)
+    gain = statistics.median(gains["on"])
+    return {"method": method, **found, "gain": round(gain, 3), "gain_spread": spread(gains["on"])}
+
+
+def packed(model: Any, tokenizer: Any, work: Path, config: Config, **found: Any) -> Path:
+    """A store of ``model``, which is changed, in ``work``; ``found``: statistics and predictors, if it has them."""
+    text = common.stdlib_sample("train", tokenizer, config.calibration_tokens)
+    torch_pi2.save(torch_pi2.optimize(model, text, config, tokenizer=tokenizer, **found), work / "model")
+    torch_pi2.pack(work / "model", work / "store")
+    return work / "store"
 
 
 def over_store(
-    model: Any,
+    folder: Path,
     tokenizer: Any,
     device: str,
-    method: str,
     share: float,
     ways: Mapping[str, Mapping[str, Any]],
-    calibration_tokens: int = Config.calibration_tokens,
+    begin: Callable[[str, Any], None] = lambda name, model: None,
+    trust_remote_code: bool = False,
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Held-out text, decoded with the settings of reading of each way in alternation, each over a cache of its own;
-    and how many times as fast as the first each other way was, by round. ``model`` is changed.
+    """Held-out text, decoded over the store in ``folder`` with the settings of reading of each way in alternation, each
+    over a cache of its own; and how many times as fast as the first each other way was, by round. ``begin`` is called
+    with the name of a way and its model, before anything is read.
     """
     tokens = _WARM_UP + _ROUNDS * _DECODED
     text = common.stdlib_sample("heldout", tokenizer, tokens)
     ids_T = torch.tensor(tokenizer(text, verbose=False)["input_ids"][:tokens])
-    with tempfile.TemporaryDirectory() as work:
-        made, folder = Path(work) / "model", Path(work) / "store"
-        calibration = common.stdlib_sample("train", tokenizer, calibration_tokens)
-        config = Config(method=method, calibration_tokens=calibration_tokens)
-        torch_pi2.save(torch_pi2.optimize(model, calibration, config, tokenizer=tokenizer), made)
-        torch_pi2.pack(made, folder)
-        rooms = Rooms(folder, tokens)
-        decoders = {
-            # From the page cache: this machine's drive must not be slower than the one that is simulated.
-            name: _decoder(folder, rooms, OffloadConfig(device=device, direct=False, **how), share, ids_T)
-            for name, how in ways.items()
-        }
+    rooms = Rooms(folder, tokens)
 
-        def decode(name: str, index: int) -> tuple[float, Mapping[str, int]]:
-            stored, decoder = decoders[name]
-            stored.torch_pi2.store.stats(reset=True)
-            first = _WARM_UP + index * _DECODED
-            started = time.perf_counter()
-            for token in ids_T[first : first + _DECODED]:
-                decoder.step(token.view(1, 1))
-            return time.perf_counter() - started, stored.torch_pi2.store.stats()
+    def begun(name: str) -> tuple[Any, Decoder]:
+        # From the page cache: this machine's drive must not be slower than the one that is simulated.
+        config = OffloadConfig(device=device, direct=False, **ways[name])
+        given: dict[str, Any] = {"offload": config, "context": tokens, "trust_remote_code": trust_remote_code}
+        model = torch_pi2.load(folder, budget=rooms.budget(config, share), **given)
+        begin(name, model)
+        return model, _decoder(model, ids_T)
 
-        rounds = alternate(list(decoders), _ROUNDS, decode)
-        reads = next(iter(decoders.values()))[0].torch_pi2.store.describe()
-        modes = {name: _figures(found) for name, found in rounds.items()}
-    seconds = {name: [seconds for seconds, _ in found] for name, found in rounds.items()}
-    about = {"simulated": device, "reads": reads, "method": method, "ffn_in_memory": share}
+    decoders = {name: begun(name) for name in ways}
+
+    def decode(name: str, index: int) -> tuple[list[float], Mapping[str, int]]:
+        stored, decoder = decoders[name]
+        stored.torch_pi2.store.stats(reset=True)
+        first = _WARM_UP + index * _DECODED
+        ends = [time.perf_counter()]
+        for token in ids_T[first : first + _DECODED]:
+            decoder.step(token.view(1, 1))
+            ends.append(time.perf_counter())
+        return [end - start for start, end in pairwise(ends)], stored.torch_pi2.store.stats()
+
+    rounds = alternate(list(decoders), _ROUNDS, decode)
+    reads = next(iter(decoders.values()))[0].torch_pi2.store.describe()
+    modes = {name: _figures(found) for name, found in rounds.items()}
+    seconds = {name: [sum(steps) for steps, _ in found] for name, found in rounds.items()}
+    about = {"simulated": device, "reads": reads, "ffn_in_memory": share}
     return {**about, "modes": modes}, over(seconds, next(iter(ways)))
 
 
-def _decoder(
-    folder: Path, rooms: Rooms, config: OffloadConfig, share: float, ids_T: torch.Tensor
-) -> tuple[Any, Decoder]:
-    model = torch_pi2.load(folder, budget=rooms.budget(config, share), offload=config, context=len(ids_T))
+def _decoder(model: Any, ids_T: torch.Tensor) -> Decoder:
     decoder = Decoder(model, max_tokens=len(ids_T))
     decoder.prompt(ids_T[None, : _WARM_UP // 2])
     for token in ids_T[_WARM_UP // 2 : _WARM_UP]:
         decoder.step(token.view(1, 1))
-    return model, decoder
+    return decoder
 
 
-def _figures(rounds: list[tuple[float, Mapping[str, int]]]) -> dict[str, Any]:
-    seconds, stats = [s for s, _ in rounds], [s for _, s in rounds]
+def _figures(rounds: list[tuple[list[float], Mapping[str, int]]]) -> dict[str, Any]:
+    """Of each way; ``step_ms``: the median step of each round, which other work on the machine disturbs least."""
+    seconds, stats = [sum(steps) for steps, _ in rounds], [s for _, s in rounds]
     tokens, rates = len(rounds) * _DECODED, [_DECODED / s for s in seconds]
-    guessed, used = (sum(s[key] for s in stats) / tokens for key in ("guessed", "used"))
+    sums = {key: sum(s[key] for s in stats) / tokens for key in ("wanted", "hits", "guessed", "used")}
     return {
         "tokens_per_s": round(statistics.median(rates), 1),
         "spread": spread(rates, 1),
+        "step_ms": [round(1e3 * statistics.median(steps), 4) for steps, _ in rounds],
         **of_store(stats, tokens, sum(seconds), torch.get_num_threads()),
-        "unused_per_token": round(guessed - used, 1),
+        "waited_per_token": round(sums["wanted"] - sums["hits"] - sums["used"], 1),
+        "used_per_token": round(sums["used"], 1),
+        "unused_per_token": round(sums["guessed"] - sums["used"], 1),
     }
 
 

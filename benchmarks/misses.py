@@ -6,8 +6,10 @@ threshold that is raised as much for all neurons, in memory or not: as few reads
 timed. A threshold that is lower by 1 wants more; with a margin more of what is in memory only. And what look-ahead
 (lossless) would read, and how much of it in time.
 
-A mixture of experts has no margin: its cases are shares of a token's weight. With a simulated device its steps are
-timed instead, with each of them in alternation.
+A mixture of experts has no margin: its cases are shares of a token's weight. With a simulated device steps are timed
+instead, in alternation: of a mixture with each of these shares, of other models without look-ahead, with it, and with
+predictors trained for it (:mod:`benchmarks.early_predictors`) in the place of the layers' own, where what they guess is
+wanted with such odds.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ import torch_pi2
 from benchmarks import early
 from benchmarks.arguments import list_of
 from benchmarks.beside import Beside
-from benchmarks.figures import at_least, known, spread
+from benchmarks.early_predictors import announce, at_odds, train_early
+from benchmarks.figures import at_least, known, over, spread
 from benchmarks.methods import MODEL
 from torch_pi2.base import process as machine
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.cli import common
-from torch_pi2.errors import ConfigError
 from torch_pi2.eval.loss import by_token, logits_of
 from torch_pi2.graph.find import find_sites
 from torch_pi2.predict.file import FittedPredictors
@@ -44,9 +46,18 @@ from torch_pi2.spec.config import Config
 _WINDOW = 256
 FIGURES = ("wanted", "left_out", "read", "in_time")
 _LOSSES = ("loss", "KL, nats", "same token")
+#: Settings of reading, predictors that are asked early and the odds of what they guess, by name.
+_AHEAD: dict[str, tuple[dict[str, Any], str, float]] = {
+    "no look-ahead": ({}, "", 0.0),
+    "look-ahead": ({"lookahead": True}, "", 0.0),
+    "early, whole, 1:1": ({"lookahead": True}, "whole", 1.0),
+    "early, first matrix, 1:1": ({"lookahead": True}, "first matrix", 1.0),
+    "early, first matrix, 2:1": ({"lookahead": True}, "first matrix", 2.0),
+}
 HEADER = ("in memory", "threshold", "margin", *FIGURES, *_LOSSES)
 EXPERTS = ("in memory", "drop_experts", "experts left out", "wanted", "bytes read", *_LOSSES)
 TIMES = ("in memory", *early.OVER_STORE, "gain")
+AHEAD = ("in memory", "", "ms a step", "read a token", "reads", "waited for", "guessed rightly", "in vain", "gain")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drops, methods = "of mixtures: OffloadConfig.drop_experts", "of mixtures: neurons of experts that are read"
     add("--drop-experts", type=list_of(float), default=[0.1, 0.2, 0.3], metavar="S,...", help=drops)
     add("--method", choices=early.METHODS, default="exact", help=methods)
-    add("--device", metavar="NAME", help="of mixtures: time steps over a store on it instead (docs/DEVICES.md)")
+    add("--device", metavar="NAME", help="time steps over a store on it instead (docs/DEVICES.md)")
     add("--tokens", type=common.positive, default=4096, metavar="N", help="held-out tokens that are decoded")
     add("--calibration-tokens", type=common.positive, default=Config.calibration_tokens, metavar="N")
     add("--trust-remote-code", action="store_true", help="run modelling code in the folder")
@@ -76,8 +87,8 @@ def run(
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """``cases``: by ``share`` in memory, ``raised`` threshold of all neurons and settings of reading, see ``_decoded``.
-    Of a mixture by ``share`` and ``drop_experts``, and ``choices``, how many experts a token has; or, with a device,
-    no cases but ``times``, by share in memory.
+    Of a mixture by ``share`` and ``drop_experts``, and ``choices``, how many experts a token has. With a device, no
+    cases but ``times``, by share in memory, and where no mixture is ``ahead``, what look-ahead does, by share as well.
 
     Args: the options of the same names; ``tokens`` are taken in windows of 256, the first of which warms the cache.
     """
@@ -101,25 +112,19 @@ def run(
         "tokens": ids_NT[1:].numel(),
         **machine.describe(),
     }
-    if device is not None and not mixtures:
-        raise ConfigError(
-            f"device {device}",
-            expected="a mixture of experts",
-            found=f"{about['folder']}, a model without any",
-            fix="Leave it out: nothing is timed.",
-        )
     if mixtures:
         experts = Config(method=method, calibration_tokens=calibration_tokens)
         about |= {"method": method, "choices": len(mixtures) * dense.config.num_experts_per_tok}
         if device is not None:
-            times = [_timed(copy.deepcopy(dense), tokenizer, device, experts, share, drops) for share in shares]
-            return {**about, "cases": [], "times": times}
+            return {**about, "cases": [], "times": _timed(dense, tokenizer, device, experts, shares, drops)}
+    config = Config(method="lowrank", calibration_tokens=calibration_tokens)
+    if device is not None:
+        return {**about, "cases": [], "ahead": _look_ahead(dense, tokenizer, device, config, shares, trust)}
     with torch.no_grad():
         wanted = [F.log_softmax(logits_of(dense, ids_NT[i : i + 1]).float(), -1) for i in range(len(ids_NT))]
     if mixtures:
         cases = _mixture(dense, experts, calibration, tokenizer, shares, drops, ids_NT, wanted, trust)
         return {**about, "cases": cases}
-    config = Config(method="lowrank", calibration_tokens=calibration_tokens)
     stats = torch_pi2.profile(dense, calibration, config=config, tokenizer=tokenizer)
     fitted = torch_pi2.fit(dense, calibration, stats=stats, config=config, tokenizer=tokenizer)
     cases = []
@@ -135,8 +140,8 @@ def run(
                     {"miss_margin": margin} for margin in (0.0, *(margins if raised <= 0 else ()))
                 ]
                 for how in [*tried, *([{"lookahead": True}] if raised == 0 else [])]:
-                    over = _over_store(Path(name) / "store", share, how, trust)
-                    cases.append({"share": share, "raised": raised, **how, **_decoded(over, ids_NT, wanted)})
+                    stored = _over_store(Path(name) / "store", share, how, trust)
+                    cases.append({"share": share, "raised": raised, **how, **_decoded(stored, ids_NT, wanted)})
     return {**about, "cases": cases}
 
 
@@ -165,12 +170,44 @@ def _mixture(
 
 
 def _timed(
-    model: Any, tokenizer: Any, device: str, config: Config, share: float, drops: Sequence[float]
-) -> dict[str, Any]:
-    """Steps with each share of a token's weight; ``gain`` and ``gain_spread`` beside the first of them."""
+    model: Any, tokenizer: Any, device: str, config: Config, shares: Sequence[float], drops: Sequence[float]
+) -> list[dict[str, Any]]:
+    """By share in memory steps with each share of a token's weight. ``model`` is changed."""
     ways = {f"{drop:g}": {"drop_experts": drop} for drop in drops}
-    tokens = config.calibration_tokens
-    found, gains = early.over_store(model, tokenizer, device, config.method, share, ways, tokens)
+    with tempfile.TemporaryDirectory() as work:
+        folder = early.packed(model, tokenizer, Path(work), config)
+        found = [early.over_store(folder, tokenizer, device, share, ways) for share in shares]
+    return [{"method": config.method, **_with_gains(of_share, gains)} for of_share, gains in found]
+
+
+def _look_ahead(
+    model: Any, tokenizer: Any, device: str, config: Config, shares: Sequence[float], trust: bool
+) -> list[dict[str, Any]]:
+    """By share in memory steps in each way of reading ahead. ``model`` is changed."""
+    text = common.stdlib_sample("train", tokenizer, config.calibration_tokens)
+    stats = torch_pi2.profile(model, text, config=config, tokenizer=tokenizer)
+    fitted = torch_pi2.fit(model, text, stats=stats, config=config, tokenizer=tokenizer)
+    trained = train_early(model, find_sites(model), text, fitted, stats, config, tokenizer)
+
+    def begin(name: str, stored: Any) -> None:
+        _, kind, odds = _AHEAD[name]
+        if kind:
+            announce(stored, at_odds(trained[kind], odds))
+
+    ways = {name: how for name, (how, _, _) in _AHEAD.items()}
+    with tempfile.TemporaryDirectory() as work:
+        folder = early.packed(model, tokenizer, Path(work), config, stats=stats, predictors=fitted)
+        found = [early.over_store(folder, tokenizer, device, share, ways, begin, trust)[0] for share in shares]
+    return [_with_gains(each, over(_steps(each), next(iter(ways)))) for each in found]
+
+
+def _steps(found: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Milliseconds of each way, by round."""
+    return {name: mode["step_ms"] for name, mode in found["modes"].items()}
+
+
+def _with_gains(found: dict[str, Any], gains: Mapping[str, list[float]]) -> dict[str, Any]:
+    """``found``, with ``gain`` and ``gain_spread`` of each way beside the first."""
     for name, gain in gains.items():
         found["modes"][name] |= {"gain": round(statistics.median(gain), 3), "gain_spread": spread(gain)}
     return found
@@ -255,6 +292,24 @@ def time_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
+def ahead_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Of look-ahead over a simulated device, for tables with :data:`AHEAD`."""
+    figures = ("waited_per_token", "used_per_token", "unused_per_token")
+    return [
+        (
+            f"{found['ffn_in_memory']:.0%}",
+            name,
+            f"{statistics.median(mode['step_ms']):.2f}",
+            f"{mode['bytes_read_per_token'] / 1e6:.2f} MB",
+            f"{mode['reads_per_token']:.1f}",
+            *(f"{mode[figure]:.1f}" for figure in figures),
+            _gain(mode),
+        )
+        for found in result.get("ahead", ())
+        for name, mode in found["modes"].items()
+    ]
+
+
 def _gain(mode: Mapping[str, Any]) -> str:
     if "gain" not in mode:
         return ""
@@ -268,6 +323,8 @@ def _losses(case: Mapping[str, float]) -> tuple[str, str, str]:
 
 def render(result: Mapping[str, Any]) -> str:
     about = f"{result['folder']}: {result['tokens']:,} held-out tokens, figures per token, beside the dense model"
+    if "ahead" in result:
+        return f"{result['folder']}: {result['ahead'][0]['reads']}\n{common.table(AHEAD, ahead_rows(result))}"
     if "choices" not in result:
         return f"{about}\n{common.table(HEADER, rows_of(result))}"
     if "times" not in result:

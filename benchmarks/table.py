@@ -503,6 +503,12 @@ _DROPPED_NOTE = """
 The same of mixtures, per token: experts with less than a share of their token's weight (`drop_experts`, lossy) are left
 out while fewer than half of what they want is in memory. Nothing is timed.
 """
+_AHEAD_NOTE = """
+Steps without look-ahead, with it (lossless), and with predictors trained to see a layer early in the place of the
+layers' own (a whole one, or another first matrix beside the layer's second; what they guess is wanted with such odds),
+in alternation: median steps, whose ratio is by round. Neurons per token: asked for when they were missed, guessed
+rightly before, and guessed in vain. Devices are simulated.
+"""
 _DROPPED_TIMES_NOTE = "\nTheir steps, with each share in alternation; devices are simulated.\n"
 
 
@@ -630,6 +636,7 @@ _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]
     ("methods", f"## Methods and 4 bits\n{_METHODS_NOTE}", ("run", *methods.HEADER), _of_tokens(methods.rows_of)),
     ("together", f"## Several processes\n{_TOGETHER_NOTE}", ("run", *together.HEADER), _named(together.rows_of)),
     ("misses", f"## What is not in memory\n{_MISSES_NOTE}", ("run", *misses.HEADER), _of_tokens(misses.rows_of)),
+    ("misses", f"### Look-ahead\n{_AHEAD_NOTE}", ("run", *misses.AHEAD), _named(misses.ahead_rows)),
     ("misses", f"### Experts\n{_DROPPED_NOTE}", ("run", *misses.EXPERTS), _of_tokens(misses.expert_rows)),
     ("misses", f"### Times\n{_DROPPED_TIMES_NOTE}", ("run", *misses.TIMES), _named(misses.time_rows)),
     ("sparsify", f"## Made sparse by training\n{_SPARSIFY_NOTE}", ("run", *sparsify.HEADER), _sparsify_rows),

@@ -53,10 +53,25 @@ def test_experts_of_little_weight_are_left_out(tmp_path: Path) -> None:
     assert "| times | 50% | drop_experts 0.2 |" in page
 
 
+@pytest.mark.slow
+def test_predictors_that_were_trained_for_it_guess_more_of_what_is_wanted() -> None:
+    result = misses.run(shares=[0.5], tokens=512, calibration_tokens=4000, device="ufs-4.0")
+    assert result["cases"] == []
+    off, ahead, whole, first, surer = result["ahead"][0]["modes"].values()
+    assert off["used_per_token"] == off["unused_per_token"] == 0
+    assert "gain" not in off
+    for mode in (ahead, whole, first, surer):
+        assert mode["used_per_token"] > 0
+        assert mode["waited_per_token"] < off["waited_per_token"]
+        assert mode["gain"] > 0
+    assert ahead["used_per_token"] < first["used_per_token"]
+    assert surer["unused_per_token"] < first["unused_per_token"]
+    assert f"{first['used_per_token']:.1f}" in misses.render(result)
+    assert "| run | 50% | early, whole, 1:1 |" in table.page({"run": result})
+
+
 def test_settings_that_make_no_sense() -> None:
     with pytest.raises(ConfigError, match="tokens: expected 512 or more, found 300"):
         misses.run(tokens=300)
     with pytest.raises(ConfigError, match="method: expected exact or signbit, found lowrank"):
         misses.run(method="lowrank")
-    with pytest.raises(ConfigError, match=r"device ufs-4\.0: expected a mixture of experts, found drelu"):
-        misses.run(tokens=512, calibration_tokens=1000, device="ufs-4.0")
