@@ -48,8 +48,9 @@ def of_one_model(args: argparse.Namespace, *models: str) -> Iterator[list[str]]:
     end with it; they say nothing on standard output.
 
     Raises:
-        ConfigError: shards and one process, or as many as there are no shards, or no shards for several processes, or
-            other models beside shards.
+        ConfigError: shards and one process, or as many as there are no shards; no shards for several processes; or
+            several models in shards.
+        GroupError: another process was lost, whatever else has ended this one.
     """
     from torch_pi2.checkpoint.shards import own_shard
     from torch_pi2.store.shards import shards_in
@@ -81,14 +82,24 @@ def led(args: argparse.Namespace, model: nn.Module) -> nn.Module:
     from torch_pi2.decode.lead import lead
 
     leading: ExitStack | None = getattr(args, "leading", None)
-    if leading is None or group_of(model) is None:
+    group = group_of(model)
+    if leading is None or group is None:
         return model
     if follows():
         _outlast_signals()
     leader = lead(model)
     if leader is None:
         raise SystemExit(0)
-    leading.enter_context(leader)
+
+    def end(kind: type[BaseException] | None, _error: object, _trace: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):  # it is ending, and may have to say why
+            signal.signal(number, signal.SIG_IGN)
+        leader.close()
+        # torchrun ends this process when another one has ended, perhaps before that was noticed here
+        if group.failure is not None and (kind is None or not issubclass(kind, Exception)):
+            raise group.failure
+
+    leading.push(end)
     return model
 
 
