@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch_pi2.decode.budget import set_budget, stats
     from torch_pi2.decode.decode import Decoder
     from torch_pi2.decode.generate import generate
+    from torch_pi2.decode.lead import lead
     from torch_pi2.export.api import export
     from torch_pi2.export.program import export_program
     from torch_pi2.export.run import Bundle
@@ -59,6 +60,7 @@ _FROM = {
     "decode.budget": ("set_budget", "stats"),
     "decode.decode": ("Decoder",),
     "decode.generate": ("generate",),
+    "decode.lead": ("lead",),
     "export.api": ("export",),
     "export.program": ("export_program",),
     "export.run": ("Bundle",),
@@ -98,6 +100,7 @@ __all__ = [
     "generate",
     "import_gguf",
     "import_quantized",
+    "lead",
     "load",
     "load_mapped",
     "optimize",

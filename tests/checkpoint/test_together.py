@@ -266,13 +266,14 @@ def test_a_shard_alone_is_refused(made: Path) -> None:
             torch_pi2.load(folder)
 
 
-def _shell(*command: object, code: int = 0) -> tuple[str, str]:
+def _shell(*command: object, code: int = 0, typed: str = "") -> tuple[str, str]:
     """What ``python -m COMMAND`` writes to standard output and standard error."""
     ran = subprocess.run(
         [sys.executable, "-m", *map(str, command)],
         capture_output=True,
         text=True,
         timeout=300,
+        input=typed,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert ran.returncode == code, ran.stderr
@@ -305,8 +306,38 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert json.loads(two)["text"] == json.loads(one)["text"]  # once: the first process tells it
     _, said = _shell(*group, *ask, tmp_path / "store", code=1)
     assert "expected a folder of shards, of which each process has one, found no shards" in said
-    _, said = _shell("torch_pi2", "serve", tmp_path / "2", code=2)
+    _, said = _shell("torch_pi2", "report", tmp_path / "2", code=2)
     assert "found shards of a model, written by pack --ranks. Use: torchrun" in said
+    _, said = _shell("torch_pi2", "serve", tmp_path / "2", code=2)
+    assert "expected a group of 2 processes, one for each shard, found a process that is in no group" in said
+    _, said = _shell(*group, "serve", tmp_path / "store", tmp_path / "2", code=1)
+    assert "models in several processes: expected one in shards, before any other, found" in said
+
+
+@pytest.mark.slow
+def test_a_talk_and_losses_are_those_of_one_machine(tmp_path: Path) -> None:
+    model = Path(__file__).parents[2] / "examples" / "models" / "drelu-stdlib-5m"
+    torch_pi2.pack(model, tmp_path / "store", weights="int4", trust_remote_code=True)
+    torch_pi2.pack(tmp_path / "store", tmp_path / "2", ranks=2)
+    group = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "torch_pi2")
+    typed = "def main(\nimport os\n/budget 1GB\n/stats\n"
+    ask = ("chat", "--max-new-tokens", 12, "--json")
+    one, _ = _shell("torch_pi2", *ask, tmp_path / "store", "--budget", "1GiB", typed=typed)
+    two, said = _shell(*group, *ask, tmp_path / "2", typed=typed)
+    assert json.loads(two) == json.loads(one)
+    assert "the budget is 1GB from now on" in said
+    assert "neurons were in the cache" in said
+    ask = ("eval", "--max-tokens", 300, "--json")
+    one, _ = _shell("torch_pi2", *ask, tmp_path / "store", "--budget", "1GiB")
+    two, _ = _shell(*group, *ask, tmp_path / "2")
+    alone, together = json.loads(one), json.loads(two)
+    assert together["model"] == str(tmp_path / "2")
+    assert together["sparse"]["bits_per_byte"] == pytest.approx(alone["sparse"]["bits_per_byte"], rel=1e-3)
+    assert together["sparse"]["neurons"] < alone["sparse"]["neurons"]  # those of the first process
+    ask = ("eval", "--suite", "--limit", 5, "--json", "--against", model, "--trust-remote-code")
+    one, _ = _shell("torch_pi2", *ask, tmp_path / "store", "--budget", "1GiB")
+    two, _ = _shell(*group, *ask, tmp_path / "2")
+    assert json.loads(two)["suite"]["tasks"] == json.loads(one)["suite"]["tasks"]
 
 
 def test_other_prompts_are_refused_and_equal_ones_go_on(made: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
@@ -99,3 +101,42 @@ def check_answers(out: Path, ranks: int, wanted: dict[str, torch.Tensor], same: 
             assert torch.equal(first, tensor), name
         else:
             torch.testing.assert_close(first, tensor, rtol=1e-3, atol=1e-3)
+
+
+class Torchrun:
+    """``torchrun -m torch_pi2 ...`` on this machine, which starts all processes again when one has ended.
+
+    Its standard error goes to the file ``log``.
+    """
+
+    def __init__(
+        self, log: Path, ranks: int, restarts: int, *command: object, stdout: int = subprocess.DEVNULL
+    ) -> None:
+        self.log = log
+        run = ("torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}")
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *run, "-m", "torch_pi2", *map(str, command)],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=file,
+                text=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+
+    def kill(self, rank: int) -> None:
+        """Process ``rank`` of those that run now, by SIGKILL."""
+        for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
+            if f"\0RANK={rank}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                os.kill(int(pid), signal.SIGKILL)
+                return
+        raise AssertionError(f"no process {rank}: {self.log.read_text()}")
+
+    def lost(self) -> list[int]:
+        """Of the processes that others have named as lost, in their order, the numbers."""
+        return [int(rank) for rank in re.findall(r"found none of process (\d+)", self.log.read_text())]
+
+    def end(self) -> int:
+        """Told to, as by Ctrl-C; the code that it ends with."""
+        self.process.terminate()
+        return self.process.wait(timeout=60)

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,11 +26,13 @@ from torch_pi2.base.files import claimed
 from torch_pi2.base.process import describe
 from torch_pi2.base.tensorfile import Spec
 from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.layers.sharded import Share
 from torch_pi2.serve.batch import Batch, Sequence, Taken
 from torch_pi2.serve.identity import identity
 from torch_pi2.serve.prefix import PrefixCache, _name
 from torch_pi2.serve.prefix_file import Block, read_block, write_block
 from torch_pi2.serve.prefix_folder import PrefixFolder
+from torch_pi2.spec.shard import Shard, ShardLayer
 
 IDENTITY = "ab" * 32
 SPECS = [Spec((2, 32, 8), torch.float32), Spec((2, 32, 8), torch.bfloat16)]
@@ -502,6 +505,19 @@ def test_the_identity_of_a_model_that_leaves_out_neurons(tmp_path: Path) -> None
     found = [identity(torch_pi2.load(tmp_path / "store", budget="64MB", offload=of)) for of in settings]
     assert found[0] == found[1]
     assert len({*found}) == 3
+
+
+def test_how_shards_are_added_is_in_the_identity(same_model: str) -> None:
+    model, group = made(), SimpleNamespace(rank=0, size=2)
+    of_chunks = [
+        [Shard(rank, 2, {"a": ShardLayer(256, chunks)}) for rank, chunks in enumerate(both)]
+        for both in (((0, 1), (2, 3)), ((0, 2), (1, 3)))
+    ]
+    found = [same_model]
+    for shards, reduction in ((of_chunks[0], "chunks"), (of_chunks[0], "ranks"), (of_chunks[1], "chunks")):
+        model.model.layers[0].mlp.share = Share(group, shards, "a", reduction)  # type: ignore[index, union-attr, arg-type]
+        found.append(identity(model))
+    assert len({*found}) == 4
 
 
 def _other_bit(model: nn.Module) -> None:

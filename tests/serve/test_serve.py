@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ from tokenizers.pre_tokenizers import Metaspace
 from transformers import PreTrainedTokenizerFast
 
 from torch_pi2.decode.stops import begun
+from torch_pi2.errors import GroupError
 from torch_pi2.serve.batch import Batch, Ended, Sequence, Taken
 from torch_pi2.serve.requests import Completion
 from torch_pi2.serve.served import Served
@@ -315,6 +317,39 @@ def test_a_server_that_ends_says_so_to_those_it_cannot_answer(tokenizer: Any, mo
         with pytest.raises(openai.InternalServerError, match="expected a server that goes on") as found:
             waiting.result()
     assert found.value.status_code == 503
+
+
+def test_a_server_that_has_lost_a_process_says_so_and_ends(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To those who are answered, who wait, who come later, and who watch it."""
+    monkeypatch.setattr("torch_pi2.cli.serve._TELLS_S", 1.0)
+    server = Server(quantised(), tokenizer, lanes=1, max_tokens=4096)
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "for", "max_tokens": 4000, "logit_bias": {"0": -100}}
+    lost = GroupError("processes", expected="an answer of each", found="none of process 1", fix="See what it says.")
+    group, step = SimpleNamespace(failure=None), server.batch._decoder.step
+    server.batch._group = group  # type: ignore[assignment]
+
+    def failing(ids_B1: torch.Tensor) -> torch.Tensor:
+        if server.batch.state()["waiting"]:
+            group.failure = lost
+            raise GroupError("another", expected="a", found="b", fix="c")
+        return step(ids_B1)
+
+    monkeypatch.setattr(server.batch._decoder, "step", failing)
+    stream = server.client().completions.create(**asked, stream=True)
+    next(stream)
+    with pytest.raises(openai.InternalServerError, match="found none of process 1") as waiting:
+        server.client().completions.create(**asked)
+    with pytest.raises(openai.APIError, match="found none of process 1"):
+        list(stream)
+    with pytest.raises(openai.InternalServerError, match="found none of process 1") as later:
+        server.client().completions.create(**asked)
+    health = httpx.get(f"{server.url}/health")
+    assert waiting.value.status_code == later.value.status_code == health.status_code == 503
+    assert health.json()["error"]["message"] == str(lost)
+    assert health.json()["error"]["code"] == "group_failed"
+    server._thread.join(timeout=30)
+    assert not server._thread.is_alive()  # by itself
+    server.close()
 
 
 def test_a_chat_without_a_template_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:

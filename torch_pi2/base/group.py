@@ -11,12 +11,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from torch_pi2.errors import ConfigError, GroupError
+
+if TYPE_CHECKING:
+    from torch_pi2.base.calls import Leader
 
 #: How long the others are waited for when it is asked who has failed: they notice within milliseconds of each other
 #: that one was killed, and within a second that one hangs.
@@ -41,7 +44,11 @@ class Group:
 
     Attributes:
         rank: number of this process. size: how many there are. name: what operators call it.
+        led: whether the first process tells the others what they compute; leader: in the first one, by what.
     """
+
+    led = False
+    leader: Leader | None = None
 
     def __init__(self, patience_s: float) -> None:
         self.rank, self.size, self.patience_s = dist.get_rank(), dist.get_world_size(), patience_s
@@ -117,9 +124,22 @@ class Group:
             self._failed = found or error
             if found is not None:
                 raise found from error
-            self._say(f"failed/{self.rank}", f"{type(error).__name__}: {error}")
+            self.fail(error)
             self._leave()
             raise
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing more is done together, because of what this process has raised, of which the others are told."""
+        self._failed = error
+        self._say(f"failed/{self.rank}", f"{type(error).__name__}: {error}")
+
+    @property
+    def failure(self) -> GroupError | None:
+        """Why nothing more is done together; None: it is."""
+        error = self._failed
+        if error is None or isinstance(error, GroupError):
+            return error
+        return self._lost(f"process {self.rank}", f"{type(error).__name__}: {error}")
 
     def _leave(self) -> None:
         """Close connections, so that who waits for this process notices at once."""
@@ -130,11 +150,13 @@ class Group:
         """Who has ended or hangs, if that is what ``error`` is about."""
         if type(error) is not RuntimeError or not any(word in str(error) for word in _OF_GLOO):
             return None  # an error of ours may have such words in it, too
-        who, said = self._who()
+        return self._lost(*self._who())
+
+    def _lost(self, who: str, said: str) -> GroupError:
         return GroupError(
             f"{self.size} processes that compute one model (this is {self.rank})",
             expected=f"an answer of each within {self.patience_s:g} s",
-            found=f"none of {who}{said}",
+            found=f"none of {who}" + (f", which says: {said}" if said else ""),
             fix="See what it says; what is killed has often taken more memory than there is. Start all of them again.",
         )
 
@@ -150,8 +172,7 @@ class Group:
                 break
             time.sleep(0.01)
         if failed:
-            said = self._get(f"failed/{failed[0]}")
-            return f"process {failed[0]}", f", which says: {said}"
+            return f"process {failed[0]}", self._get(f"failed/{failed[0]}")
         return f"process {' and '.join(map(str, silent))}" if silent else "one of them", ""
 
     def _say(self, name: str, text: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch_pi2.cli import common
 from torch_pi2.cli.output import OutputError, emit
+from torch_pi2.cli.processes import of_one_model
 
 EXAMPLE = "torch-pi2 chat my-sparse-model"
 
@@ -39,6 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    with of_one_model(args, args.model) as (args.model,):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.serve.talk import Talk
 
     sampling = common.sampling_of(args)

@@ -14,10 +14,15 @@ from typing import Any
 
 from torch_pi2.base.progress import phase
 from torch_pi2.cli import common
+from torch_pi2.cli.processes import of_one_model
 from torch_pi2.errors import ConfigError
 
 #: Of each task of the suite, where nobody says how many.
 _ITEMS = 200
+#: Rows of the table, by key of the result.
+_LOSS = (("held-out bits per byte", "bits_per_byte", ".4f"), ("perplexity per token", "perplexity", ".3f"))
+_WORK = (("neurons computed", "neurons_computed"), ("FFN matrix rows used", "rows_used"))
+_TIMES = (("ms per token in FFNs", "ffn_ms"), ("ms per token in all", "total_ms"))
 EXAMPLE = "torch-pi2 eval my-sparse-model --max-tokens 20000 --json"
 
 
@@ -55,26 +60,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=common.seed, default=0, help="of the suite's questions (default: 0)")
     common.add_budget(parser)
+    common.add_together(parser)
     common.add_loading(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    args.named, against = args.model, [] if args.against is None else [args.against]
+    with of_one_model(args, args.model, *against) as (args.model, *_):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from torch_pi2.store.parts import Parts
     from torch_pi2.store.storefile import weights_path
 
     args.context = args.window
-    pi2, result = Path(args.model) / "pi2", {"model": args.model, "threads": torch.get_num_threads()}
-    # rows of neurons have no dense form to compare with, which is said, unless something else was asked for
-    rows = weights_path(pi2) is not None
+    pi2, result = Path(args.model) / "pi2", {"model": args.named, "threads": torch.get_num_threads()}
+    rows = weights_path(pi2) is not None  # of neurons, which have no dense form to compare with
     _check_suite(args, rows)
     if args.against is not None:
         own = common.given(args, "budget", *common.LEAVE_OUT)
-        both = [_of_any_kind(args, args.against), _of_any_kind(args, args.model, **own)]
-        return result | {"suite": _suite(args, both)}
+        _, *own_model = _of_any_kind(args, args.model, **own)  # first: in shards, others are the first process's alone
+        return result | {"suite": _suite(args, [_of_any_kind(args, args.against), (args.named, *own_model)])}
     sparse = common.load_sparse(args)
-    dense = None if args.lm_eval and rows else common.load_dense(args)
+    dense = None if rows else common.load_dense(args)
     tokenizer = common.load_tokenizer(args)
     with Parts(pi2) as parts:
         plan = parts.plan()
@@ -83,7 +94,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         result["lm_eval"] = _tasks(args, {"dense": dense, "sparse": sparse}, tokenizer)
     if args.suite is not None:
         result["suite"] = _suite(args, [("dense", dense, tokenizer), ("sparse", sparse, tokenizer)])
-    return result if dense is None else result | _compared(args, dense, sparse, tokenizer, plan)
+    if dense is None:
+        return result if args.lm_eval else result | {"sparse": _loss_and_work(args, sparse, tokenizer)}
+    return result | _compared(args, dense, sparse, tokenizer, plan)
 
 
 def _check_suite(args: argparse.Namespace, rows: bool) -> None:
@@ -161,19 +174,33 @@ def _tasks(args: argparse.Namespace, models: dict[str, Any], tokenizer: Any) -> 
     return found
 
 
-def _compared(args: argparse.Namespace, dense: Any, sparse: Any, tokenizer: Any, plan: Any) -> dict[str, Any]:
-    from torch_pi2.eval import bits_per_byte, compare_decode, ffn_modules, work
+def _loss(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
+    from torch_pi2.eval import bits_per_byte
 
-    text = common.text_of(args, tokenizer, args.max_tokens)
-    settings = {
-        "window": args.window,
-        "batch_size": args.batch_size,
-        "max_tokens": args.max_tokens,
-        "progress": not args.quiet,
-    }
-    loss_dense = bits_per_byte(dense, tokenizer, text, **settings)
+    return bits_per_byte(
+        model,
+        tokenizer,
+        common.text_of(args, tokenizer, args.max_tokens),
+        window=args.window,
+        batch_size=args.batch_size,
+        max_tokens=args.max_tokens,
+        progress=not args.quiet,
+    ).to_json()
+
+
+def _loss_and_work(args: argparse.Namespace, sparse: Any, tokenizer: Any) -> dict[str, Any]:
+    from torch_pi2.eval import work
+
     with work() as done:
-        loss_sparse = bits_per_byte(sparse, tokenizer, text, **settings)
+        loss = _loss(args, sparse, tokenizer)
+    return {**loss, **done.to_json()}
+
+
+def _compared(args: argparse.Namespace, dense: Any, sparse: Any, tokenizer: Any, plan: Any) -> dict[str, Any]:
+    from torch_pi2.eval import compare_decode, ffn_modules
+
+    loss_dense, loss_sparse = _loss(args, dense, tokenizer), _loss_and_work(args, sparse, tokenizer)
+    text = common.text_of(args, tokenizer, args.max_tokens)
     prompt = tokenizer(text[:2000], return_tensors="pt", add_special_tokens=False)["input_ids"][:, :64]
     time = compare_decode(
         dense,
@@ -184,9 +211,9 @@ def _compared(args: argparse.Namespace, dense: Any, sparse: Any, tokenizer: Any,
         ffn_modules=ffn_modules(dense, [layer.site for layer in plan.layers]),
     )
     return {
-        "dense": {**loss_dense.to_json(), **time.dense.to_json()},
-        "sparse": {**loss_sparse.to_json(), **time.sparse.to_json(), **done.to_json()},
-        "loss_change": loss_sparse.nats_per_token / loss_dense.nats_per_token - 1,
+        "dense": {**loss_dense, **time.dense.to_json()},
+        "sparse": {**loss_sparse, **time.sparse.to_json()},
+        "loss_change": loss_sparse["nats_per_token"] / loss_dense["nats_per_token"] - 1,
         "ffn_speedup": time.ffn_speedup,
         "total_speedup": time.total_speedup,
     }
@@ -195,18 +222,17 @@ def _compared(args: argparse.Namespace, dense: Any, sparse: Any, tokenizer: Any,
 def render(result: dict[str, Any]) -> str:
     rows: list[tuple[str, ...]] = []
     told = f"methods: {', '.join(result['methods'])}; " if "methods" in result else ""
-    if "dense" in result:
-        dense, sparse = result["dense"], result["sparse"]
-        rows = [
-            ("held-out bits per byte", f"{dense['bits_per_byte']:.4f}", f"{sparse['bits_per_byte']:.4f}"),
-            ("perplexity per token", f"{dense['perplexity']:.3f}", f"{sparse['perplexity']:.3f}"),
-            ("neurons computed", common.percent(1.0), common.percent(sparse["neurons_computed"])),
-            ("FFN matrix rows used", common.percent(1.0), common.percent(sparse["rows_used"])),
-            ("ms per token in FFNs", f"{dense['ffn_ms']:.3f}", f"{sparse['ffn_ms']:.3f}"),
-            ("ms per token in all", f"{dense['total_ms']:.3f}", f"{sparse['total_ms']:.3f}"),
-        ]
-        scored = f"{dense['tokens']} tokens ({common.size(dense['bytes'])}) scored"
-        told += f"loss {result['loss_change']:+.3%}; {scored}; "
+    if "sparse" in result:
+        dense: dict[str, Any] | None = result.get("dense")
+        sparse = result["sparse"]
+        for name, key, shape in _LOSS:
+            rows.append((name, "-" if dense is None else f"{dense[key]:{shape}}", f"{sparse[key]:{shape}}"))
+        for name, key in _WORK:
+            rows.append((name, common.percent(1.0), common.percent(sparse[key])))
+        if dense is not None:
+            rows += [(name, f"{dense[key]:.3f}", f"{sparse[key]:.3f}") for name, key in _TIMES]
+            told += f"loss {result['loss_change']:+.3%}; "
+        told += f"{sparse['tokens']} tokens ({common.size(sparse['bytes'])}) scored; "
     for task, found in result.get("lm_eval", {}).items():
         names = [name for name in found["sparse"] if not name.partition(" ")[0].endswith("_stderr")]
         for name in names:

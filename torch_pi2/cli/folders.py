@@ -40,7 +40,7 @@ _TAKE_GGUF = ("generate", "chat", "serve")
 _FLOAT = ("checkpoint", "optimised")
 _PACKED = ("quantised", "store", "shards")
 _OPTIMISED = ("optimised", "quantised", "store")
-_TALKING = ("checkpoint", *_OPTIMISED, "bundle")
+_TALKING = ("checkpoint", *_OPTIMISED, "shards")
 #: verb -> its argument that is a folder, what it takes, in words, and the kinds of that.
 _TAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "sparsify": ("model", "a checkpoint with float weights", _FLOAT),
@@ -56,10 +56,10 @@ _TAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "plan": ("model", "a checkpoint, or a model of optimize, quantize or pack", ("checkpoint", *_OPTIMISED)),
     "export": ("model", "a checkpoint, or a model of optimize, quantize or pack", ("checkpoint", *_OPTIMISED)),
     "run": ("bundle", "a bundle: a folder with manifest.json", ("bundle",)),
-    "generate": ("model", "a checkpoint, a model of optimize, quantize or pack, or a bundle", (*_TALKING, "shards")),
-    "chat": ("model", "a checkpoint, or a model of optimize, quantize or pack", ("checkpoint", *_OPTIMISED)),
-    "serve": ("models", "checkpoints, or models of optimize, quantize or pack", ("checkpoint", *_OPTIMISED)),
-    "eval": ("model", "a model of optimize, or of any kind with --suite and --against", _TALKING),
+    "generate": ("model", "a checkpoint, a model of optimize, quantize or pack, or a bundle", (*_TALKING, "bundle")),
+    "chat": ("model", "a checkpoint, or a model of optimize, quantize or pack", _TALKING),
+    "serve": ("models", "checkpoints, or models of optimize, quantize or pack", _TALKING),
+    "eval": ("model", "a model of optimize, or of any kind with --suite and --against", (*_TALKING, "bundle")),
     "inspect": ("folder", "a folder that torch-pi2 wrote, or a checkpoint", tuple(_KINDS)),
     "report": ("folder", "a model of optimize, quantize or pack", _OPTIMISED),
 }

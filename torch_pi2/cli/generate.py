@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    with of_one_model(args):
+    with of_one_model(args, args.model) as (args.model,):
         return _run(args)
 
 

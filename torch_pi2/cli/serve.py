@@ -9,11 +9,13 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common
+from torch_pi2.cli.processes import follows, of_one_model
 
 EXAMPLE = "torch-pi2 serve my-sparse-model --port 8000"
 
@@ -21,6 +23,8 @@ EXAMPLE = "torch-pi2 serve my-sparse-model --port 8000"
 KEY = "TORCH_PI2_API_KEY"
 #: Seconds for answers that have begun when the server is told to end.
 GRACE_S = 30
+#: Seconds for which a server of several processes says that one of them is lost, before it ends.
+_TELLS_S = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,12 +86,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(
             "folders", expected="a name for each model", found=", ".join(names), fix="Rename one of the folders."
         )
-    with socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET) as listening:
-        # before models are loaded, which takes long; nobody can connect yet
-        with _address(args):
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((args.host, args.port))
-        return _run(args, names, listening)
+    with of_one_model(args, *args.models) as args.models:
+        if follows():
+            _served(args, names[0], args.models[0])  # which ends when the first process does
+        with socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET) as listening:
+            # before models are loaded, which takes long; nobody can connect yet
+            with _address(args):
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listening.bind((args.host, args.port))
+            return _run(args, names, listening)
 
 
 def _run(args: argparse.Namespace, names: list[str], listening: socket.socket) -> dict[str, Any]:
@@ -111,6 +118,9 @@ def _run(args: argparse.Namespace, names: list[str], listening: socket.socket) -
     finally:
         for served in models.values():
             served.batch.close(0)
+    for served in models.values():
+        if served.batch.failure is not None:
+            raise served.batch.failure
     return {name: vars(served.batch.counts) for name, served in models.items()}
 
 
@@ -138,6 +148,17 @@ def _server(config: Any) -> Any:
     import uvicorn
 
     class Server(uvicorn.Server):
+        failed_at: float | None = None
+
+        async def on_tick(self, counter: int) -> bool:
+            """As uvicorn has it; and a model of several processes that has lost one ends the server, after a while."""
+            models = self.config.app.state.models.values()  # type: ignore[union-attr]
+            if self.failed_at is None and any(served.batch.failure is not None for served in models):
+                self.failed_at = time.monotonic()
+            if self.failed_at is not None and time.monotonic() > self.failed_at + _TELLS_S:
+                self.should_exit = True
+            return await super().on_tick(counter)
+
         async def shutdown(self, sockets: Any = None) -> None:
             """As uvicorn has it, but that streams of figures, which never end by themselves, are not waited for.
 

@@ -63,5 +63,5 @@ def ending() -> Iterator[None]:
         raise
     finally:
         sys.unraisablehook = before
-        if default:
+        if default and signal.getsignal(signal.SIGTERM) is stop:  # else it is to be ignored until the process has ended
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -8,7 +8,7 @@ operators as calls that Inductor leaves alone. Neither has guards: this class ow
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -17,10 +17,10 @@ from torch import nn
 
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.fields import argument
-from torch_pi2.base.group import Group
 from torch_pi2.decode.adapt import Engine, engine_of
 from torch_pi2.decode.attention import adds_masks, packed_attention
 from torch_pi2.decode.budget import room_for_compiling
+from torch_pi2.decode.calls import group_of, led, number_of
 from torch_pi2.decode.cuda_graph import Forward, captured, on_device
 from torch_pi2.decode.kv import KeyValues, cache_name
 from torch_pi2.decode.masks import masks_of
@@ -65,14 +65,9 @@ def _through_dynamo(forward: Forward, backend: str | Callable[..., Any]) -> Forw
     return compiled
 
 
-def _group_of(model: nn.Module) -> Group | None:
-    handle = Handle.of(model)
-    return None if handle is None else handle.group
-
-
 def _together(model: nn.Module) -> AbstractContextManager[None]:
     """Within it what goes wrong is explained, if ``model`` is computed by several processes."""
-    group = _group_of(model)
+    group = group_of(model)
     return nullcontext() if group is None else group.together()
 
 
@@ -188,8 +183,20 @@ class Decoder:
         self._runs: dict[tuple[int, int, bool], Forward] = {}
         self._replays: dict[tuple[int, int, bool], Replay] = {}
         self._state: State | None = None
-        #: The row of the sequence that :meth:`joining` reads; None: of none.
+        #: The row of the sequence that :meth:`joining` reads, and how; None: of none.
         self._joining: int | None = None
+        self._pieces: Generator[int] | None = None
+        #: By which other processes know it (:func:`torch_pi2.lead`).
+        self.number = number_of(
+            self,
+            max_tokens=max_tokens,
+            batch=batch,
+            backend=backend,
+            compiled=compiled,
+            cpp_wrapper=cpp_wrapper,
+            logits=logits,
+            chunk_tokens=chunk_tokens,
+        )
 
     @property
     def length(self) -> int:
@@ -245,6 +252,7 @@ class Decoder:
         logits_1TV: torch.Tensor = self.model(**self._inputs(ids_1T)).logits
         return logits_1TV[0]
 
+    @led
     @torch.inference_mode()
     def prompt(self, ids_BT: torch.Tensor, known: int = 0) -> torch.Tensor:
         """Forget what was before, read a prompt (int64 ``[B, T]``), return the next tokens ``[B, 1]``.
@@ -320,11 +328,39 @@ class Decoder:
                 found="another",
                 fix="Load it with attn_implementation='sdpa', or decode one after another.",
             )
-        return self._join(ids_1T.to(self.device), known)
+        return self._join(ids_1T, known)
 
-    @torch.inference_mode()
     def _join(self, ids_1T: torch.Tensor, known: Sequence[list[torch.Tensor]]) -> Iterator[int]:
+        """Piece by piece, each a call of its own."""
+        self.begin_joining(ids_1T, known)
+        try:
+            while (left := self.next_piece()) is not None:
+                yield left
+        finally:
+            self.end_joining()
+
+    @led
+    def begin_joining(self, ids_1T: torch.Tensor, known: Sequence[list[torch.Tensor]]) -> None:
+        """A part of :meth:`joining`, which has looked at the arguments, as are the next two."""
         self._check_not_joining("joining")  # another may have begun since
+        self._look()
+        self._pieces = self._read_pieces(ids_1T.to(self.device), known)
+
+    @led
+    @torch.inference_mode()
+    def next_piece(self) -> int | None:
+        """Read one; how many tokens are left, or None: the sequence is the last row."""
+        return None if self._pieces is None else next(self._pieces, None)
+
+    @led
+    @torch.inference_mode()
+    def end_joining(self) -> None:
+        """Whether or not there are pieces left."""
+        pieces, self._pieces = self._pieces, None
+        if pieces is not None:
+            pieces.close()
+
+    def _read_pieces(self, ids_1T: torch.Tensor, known: Sequence[list[torch.Tensor]]) -> Generator[int]:
         fed = ids_1T.shape[1] - 1
         tokens = max(1, fed)  # one in any case, which makes the memory of keys and values
         row = self._joining = len(self.lengths)
@@ -405,6 +441,7 @@ class Decoder:
             output = self.model(input_ids=ids_BT, use_cache=True, logits_to_keep=1, **{self._cache_name: cache})
         return self._answer(output.logits)
 
+    @led
     @torch.inference_mode()
     def step(self, next_B1: torch.Tensor) -> torch.Tensor:
         """Feed one token per sequence, int64 ``[B, 1]``; returns the next ones. A step that fails can be repeated.
@@ -423,6 +460,7 @@ class Decoder:
             )
         return self._fed(next_B1, self._forward)
 
+    @led
     @torch.inference_mode()
     def verify(self, ids_1T: torch.Tensor) -> torch.Tensor:
         """Feed some tokens of the one sequence at once, int64 ``[1, T]``, T at most 8; returns logits ``[T, V]``.
@@ -457,6 +495,7 @@ class Decoder:
             self.verify(torch.zeros(1, tokens, dtype=torch.int64, device="cpu"))
             self.take_back(tokens)
 
+    @led
     @torch.inference_mode()
     def take_back(self, tokens: int) -> None:
         """Forget the last ``tokens`` of each sequence: the next one takes their place.
@@ -475,6 +514,7 @@ class Decoder:
             )
         self._add(-tokens)
 
+    @led
     @torch.inference_mode()
     def fork(self, sequences: int) -> None:
         """Go on with so many sequences from the one that there is: its keys and values are copied.
@@ -497,6 +537,7 @@ class Decoder:
         self.lengths *= sequences
         self._use(sequences)
 
+    @led
     @torch.inference_mode()
     def keep(self, rows: Sequence[int]) -> list[int]:
         """Go on with the sequences in these rows; the last of them move into the rows of those that leave.
@@ -534,14 +575,14 @@ class Decoder:
 
     def _check_same(self, what: str, ids_BT: torch.Tensor) -> None:
         """Raises ConfigError unless all processes that compute the model together were given these tokens."""
-        group = _group_of(self.model)
-        if group is not None:
+        group = group_of(self.model)
+        if group is not None and not group.led:
             group.check_same(what, ids_BT)
 
     def agreed(self, numbers: list[int]) -> list[int]:
         """``numbers`` as the first of the processes has them that compute the model together: as many in each."""
-        group = _group_of(self.model)
-        if group is None:
+        group = group_of(self.model)
+        if group is None or group.led:
             return numbers
         with group.together():
             found: list[int] = group.of(torch.tensor(numbers, dtype=torch.int64, device="cpu"), 0).tolist()
@@ -582,6 +623,8 @@ class Decoder:
             "_replays": {},
             "_state": None,
             "_joining": None,
+            "_pieces": None,
+            "number": None,
             "cache": None if self.cache is None else True,
         }
 
@@ -600,6 +643,7 @@ class Decoder:
         """Whether calls of a step are all there is to it: no hook sees it, and no copies and threads are in it."""
         return not (self._divided or self.is_hooked())
 
+    @led
     @torch.inference_mode()
     def rest(self) -> None:
         """Forget all sequences; the memory of their keys and values goes back to the system until the next prompt (on a
@@ -681,7 +725,7 @@ class Decoder:
                     found: torch.Tensor = getattr(decoder, name)(ids_BT)
                 return found
 
-            again = _group_of(self.model) is None
+            again = group_of(self.model) is None
             self._replays[key] = Replay(attending, lambda: me().has_one_way(), lambda: State(me().model), again)
         return self._replays[key]
 

@@ -96,6 +96,11 @@ def sparse_only() -> Iterator[None]:
         _off.on = before
 
 
+def is_sparse_only() -> bool:
+    """Whether this is within :func:`sparse_only`."""
+    return getattr(_off, "on", False)
+
+
 @contextmanager
 def steps_of_one() -> Iterator[None]:
     """Within it the tokens of a call (of this thread) are steps of one sequence taken together: the bits of each alone.

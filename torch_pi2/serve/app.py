@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from torch_pi2.errors import BusyError, ClosedError, Pi2Error
+from torch_pi2.errors import BusyError, ClosedError, GroupError, Pi2Error
 from torch_pi2.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from torch_pi2.serve.browser import add_page, page_files
 from torch_pi2.serve.live import Live
@@ -52,6 +52,8 @@ class Refusal(Exception):
 def _refusal(error: Exception) -> Refusal:
     if isinstance(error, Refusal):
         return error
+    if isinstance(error, GroupError):
+        return Refusal(503, str(error), "server_error", "group_failed")
     if isinstance(error, ClosedError):
         return Refusal(503, str(error), "server_error", "server_ends")
     if isinstance(error, BusyError):
@@ -130,6 +132,9 @@ def application(models: Mapping[str, Served], *, api_key: str | None = None) -> 
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> dict[str, str]:
+        for served in models.values():
+            if served.batch.failure is not None:
+                raise _refusal(served.batch.failure)
         return {"status": "ok"}
 
     @app.get("/metrics")

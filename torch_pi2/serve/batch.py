@@ -20,11 +20,12 @@ import torch
 from torch import nn
 
 from torch_pi2.base.tensorfile import Spec
+from torch_pi2.decode.calls import group_of
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.decode.generate import Sampling, pick
 from torch_pi2.decode.growing import Growing
 from torch_pi2.decode.pieces import takes_several_lengths, ways_of_prompts
-from torch_pi2.errors import BusyError, ClosedError, ConfigError, ShapeError
+from torch_pi2.errors import BusyError, ClosedError, ConfigError, GroupError, ShapeError
 from torch_pi2.observe.meter import Meter
 from torch_pi2.serve.identity import identity
 from torch_pi2.serve.prefix import BLOCK_TOKENS, PrefixCache
@@ -168,6 +169,7 @@ class Batch:
         self.max_tokens, self.lanes, self.counts = max_tokens, lanes, Counts()
         self.most = lanes + waiting
         self.meter: Meter | None = None
+        self._group = group_of(model)
         self._decoder = Decoder(model, max_tokens=max_tokens, batch=lanes, compiled=compiled, logits=True)
         on_disk = (
             None if prefix_folder is None else self._folder(model, prefix_folder, prefix_folder_bytes, prefix_bytes)
@@ -219,6 +221,7 @@ class Batch:
 
         Raises:
             ShapeError: prompt and answer have no room. BusyError: too many wait. ClosedError: no more is taken.
+            GroupError: another process that has a part of the model is lost.
         """
         tokens = len(sequence.prompt)
         if not 1 <= tokens < self.max_tokens or tokens + sequence.limit > self.max_tokens or sequence.limit < 1:
@@ -229,6 +232,8 @@ class Batch:
                 fix="Ask for less, or start with a longer context.",
             )
         with self._changed:
+            if self.failure is not None:
+                raise self.failure
             if self._closing:
                 raise closed()
             if len(self._waiting) >= self._most_waiting + self._free():
@@ -240,6 +245,11 @@ class Batch:
                 )
             self._waiting.append(sequence)
             self._changed.notify()
+
+    @property
+    def failure(self) -> GroupError | None:
+        """Why nothing more is decoded: one of several processes that compute the model is lost. None: it is."""
+        return None if self._group is None else self._group.failure
 
     def state(self) -> dict[str, int]:
         """Sequences that are read or decoded (``live``) and that wait (``waiting``) now."""
@@ -266,11 +276,24 @@ class Batch:
                 if self._live:
                     self._step()
             except Exception as error:
+                if self.failure is not None:
+                    self._end_all(error)
+                    return
                 _log.exception("a batch of %d sequences failed", len(self._live))
                 for sequence in self._live:
                     self._end(sequence, "error", error)
                 self._live = []
                 self._decoder.keep([])
+
+    def _end_all(self, error: Exception) -> None:
+        """Also those that wait: there are no steps any more."""
+        with self._changed:
+            reading = [] if self._reading is None else [self._reading[0]]
+            ended = [*self._live, *reading, *self._waiting]
+            self._live, self._reading = [], None
+            self._waiting.clear()
+        for sequence in ended:
+            self._end(sequence, "error", error)
 
     def _read(self) -> None:
         """Let those that wait join, up to a piece of a prompt: what is known of prompts takes no time."""
@@ -364,6 +387,8 @@ class Batch:
 
     def _end(self, sequence: Sequence, reason: str, error: Exception | None = None) -> None:
         self.counts.ended[reason] = self.counts.ended.get(reason, 0) + 1
+        if error is not None:
+            error = self.failure or error  # who is lost, not that somebody is
         sequence.tell(Ended(reason, error))
 
 

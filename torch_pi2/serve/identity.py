@@ -19,6 +19,7 @@ from torch_pi2.base.tensorfile import Spec
 from torch_pi2.decode.pieces import pieces_without_loss
 from torch_pi2.layers.gpu import device_of
 from torch_pi2.layers.of_model import homes
+from torch_pi2.layers.sharded import Share
 from torch_pi2.layers.split import Split
 from torch_pi2.ops.library import library_path
 from torch_pi2.rewrite.handle import store_of
@@ -64,6 +65,10 @@ def _parts(model: nn.Module) -> Iterator[bytes]:
         if home.split is not None:
             there = home.split.n_gpu if isinstance(home.split, Split) else home.split.on_gpu
             yield json.dumps([home.site.key, there]).encode()
+    for part in model.modules():
+        share = getattr(part, "share", None)
+        if isinstance(share, Share):  # of a layer whose sums are added in another order, or of others
+            yield json.dumps([share.by_chunk_below, share.order]).encode()
     store = store_of(model)
     if store is not None:
         yield f"miss_margin {store.config.miss_margin} drop_experts {store.config.drop_experts}".encode()

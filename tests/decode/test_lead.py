@@ -1,0 +1,266 @@
+"""One process leads, the others make its calls: the bits of one machine, idle for long, and ends of all kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from sharding import together
+from shared import shared_folder
+from tiny_models import tiny
+
+import torch_pi2
+from torch_pi2.base.calls import Call, _packed, _unpacked
+from torch_pi2.decode.decode import Decoder
+from torch_pi2.errors import ConfigError
+
+FEW = torch.arange(1, 6)[None]
+ASKED = torch.tensor([[5, 6, 7, 8] * 4])
+
+_BEGIN = """
+import os, signal, threading, time, torch_pi2
+from torch_pi2.decode.decode import Decoder
+few, asked = torch.arange(1, 6)[None], torch.tensor([[5, 6, 7, 8] * 4])
+model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(patience_s=3))
+(out / f"pid-{rank}").write_text(str(os.getpid()))
+"""
+#: After it there is the leader alone.
+_LEAD = """
+started = time.process_time()
+leader = torch_pi2.lead(model)
+if leader is None:
+    print("through", time.process_time() - started)
+    sys.exit()
+"""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """PyTorch's own products differ by their threads in last bits, and each of several processes has one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's ``store``, and ``2``, its shards."""
+
+    def make(base: Path) -> None:
+        torch_pi2.synthetic(base / "plain", "tiny", active=0.2, weights="int4")
+        torch_pi2.pack(base / "plain", base / "store")
+        torch_pi2.pack(base / "store", base / "2", ranks=2)
+
+    return shared_folder(tmp_path_factory, "led", make)
+
+
+def _all_calls(model: torch.nn.Module, compiled: bool) -> list[torch.Tensor]:
+    """What one machine finds, as ``_CALLS`` asks it."""
+    with torch.no_grad():
+        found = [model(FEW).logits, model(FEW, use_cache=False, attention_mask=torch.ones_like(FEW)).logits]
+    decoder = Decoder(model, max_tokens=64, batch=3, logits=True, compiled=compiled)
+    found.append(decoder.prompt(FEW))
+    decoder.fork(2)
+    found += [decoder.step(torch.tensor([[7], [9]])) for _ in range(12)]
+    for _ in decoder.joining(ASKED):
+        found.append(decoder.step(torch.tensor([[7], [9]])))
+    found.append(decoder.step(torch.tensor([[7], [9], [3]])))
+    decoder.keep([2])
+    blocks = [decoder.copied(0, 0, 8), decoder.copied(0, 8, 15)]
+    for _ in decoder.joining(ASKED, blocks):
+        pass
+    pieces = decoder.joining(FEW)
+    next(pieces)
+    pieces.close()  # type: ignore[attr-defined]
+    found.append(decoder.step(torch.tensor([[8], [3]])))
+    decoder.keep([0])
+    found.append(decoder.verify(torch.tensor([[1, 2, 3]])))
+    decoder.take_back(2)
+    found.append(decoder.step(torch.tensor([[8]])))
+    return found
+
+
+_CALLS = """
+import inspect, test_lead
+found = test_lead._all_calls(model, sys.argv[5] == "compiled")
+torch.save(found, out / "found.pt")
+"""
+
+
+@pytest.mark.parametrize("compiled", ["", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_all_calls_have_the_bits_of_one_machine(folder: Path, tmp_path: Path, compiled: str) -> None:
+    here = f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    said = together(tmp_path, _BEGIN + _LEAD + here + _CALLS + "leader.close()", 2, folder / "2", compiled)
+    assert said[1].startswith("through ")
+    found = torch.load(tmp_path / "found.pt")
+    wanted = _all_calls(torch_pi2.load(folder / "store", budget="1GiB"), bool(compiled))
+    assert len(found) == len(wanted)
+    for i, (led, alone) in enumerate(zip(found, wanted, strict=True)):
+        assert torch.equal(led, alone), i
+
+
+def test_answers_while_the_others_wait_for_longer_than_patience(folder: Path, tmp_path: Path) -> None:
+    script = """
+with leader:
+    for pause in (0, 5):
+        time.sleep(pause)  # longer than patience_s
+        plain = torch_pi2.generate(model, asked, max_new_tokens=12)
+    guessed = torch_pi2.generate(model, asked, max_new_tokens=24, prompt_lookup=3)
+    drawn = torch_pi2.generate(model, few, max_new_tokens=12, num_return_sequences=2, do_sample=True, seed=3)
+    by_transformers = model.generate(few, max_new_tokens=12, do_sample=False)
+    waits = time.process_time()
+    time.sleep(3)
+print(plain.sequences, guessed.sequences, drawn.sequences, by_transformers.tolist())
+"""
+    first, second = together(tmp_path, _BEGIN + _LEAD + script, 2, folder / "2")
+    model = torch_pi2.load(folder / "store", budget="1GiB")
+    plain = torch_pi2.generate(model, ASKED, max_new_tokens=12)
+    guessed = torch_pi2.generate(model, ASKED, max_new_tokens=24)
+    drawn = torch_pi2.generate(model, FEW, max_new_tokens=12, num_return_sequences=2, do_sample=True, seed=3)
+    greedy = model.generate(FEW, max_new_tokens=12, do_sample=False)  # type: ignore[operator]
+    assert first == f"{plain.sequences} {guessed.sequences} {drawn.sequences} {greedy.tolist()}\n"
+    name, seconds = second.split()
+    assert name == "through"
+    assert float(seconds) < 5  # of a processor, of at least 8
+
+
+def test_what_cannot_be_led_is_refused(folder: Path, tmp_path: Path) -> None:
+    script = (
+        """
+before = Decoder(model, max_tokens=64)
+"""
+        + _LEAD
+        + """
+decoder = Decoder(model, max_tokens=64, compiled=False)
+for wrong in (
+    lambda: before.prompt(few),
+    lambda: torch_pi2.lead(model),
+    lambda: model(few, past_key_values=decoder._kv),
+    lambda: Decoder(model, max_tokens=64, backend=lambda *_: None),
+    lambda: decoder.step(few),
+    lambda: decoder.prompt(torch.full((1, 3), 10**6)),
+):
+    try:
+        print("nothing was wrong", wrong())
+    except torch_pi2.Pi2Error as error:
+        print(type(error).__name__, error)
+print(decoder.prompt(few).tolist())
+leader.close()
+"""
+    )
+    said, _ = together(tmp_path, _BEGIN + script, 2, folder / "2")
+    old, twice, cache, backend, early, token, good = said.splitlines()
+    assert old == (
+        "ConfigError Decoder of a model that several processes compute: expected one that was made since "
+        "torch_pi2.lead, found one from before, or a copy, which the other processes have not. Make it again."
+    )
+    assert twice == (
+        "ConfigError lead(model): expected a model of shards, which several processes compute, and that none of them "
+        "leads, found one that is led. Call it once, in all processes, after torch_pi2.load of a folder of shards."
+    )
+    assert cache == (
+        "ConfigError model(...) of a model that several processes compute: expected numbers, text and tensors, which "
+        "can be sent to the others, found a KeyValues. Leave it out; a Decoder keeps keys and values by itself."
+    )
+    assert backend.startswith("ConfigError Decoder(...) of a model that several processes compute: expected numbers")
+    assert early.startswith("ShapeError decoding step: expected a prompt before it")
+    assert token.startswith("ConfigError prompt: expected tokens of 0 to")
+    one = Decoder(torch_pi2.load(folder / "store", budget="1GiB"), max_tokens=64, compiled=False)
+    assert good == str(one.prompt(FEW).tolist())
+    with pytest.raises(ConfigError, match=r"lead\(model\): expected .* found one that this process computes alone"):
+        torch_pi2.lead(tiny("llama-relu"))
+
+
+def test_who_is_killed_is_named(folder: Path, tmp_path: Path) -> None:
+    """A follower, while there is nothing to do and within a call; and the leader."""
+    script = """
+began, victim = time.monotonic(), int((out / "pid-0").read_text() if sys.argv[5] == "leader" else os.getpid())
+try:
+    leader = torch_pi2.lead(model)
+    torch_pi2.generate(model, few, max_new_tokens=3)
+    killed = int((out / f"pid-{int(sys.argv[5] != 'leader')}").read_text())
+    if sys.argv[5] == "busy":
+        threading.Timer(0.3, os.kill, (killed, 9)).start()
+        torch_pi2.generate(model, few, max_new_tokens=5000)
+    os.kill(killed, 9)
+    until = time.monotonic() + 3
+    while model.torch_pi2.group.failure is None and time.monotonic() < until:
+        time.sleep(0.05)
+    print("noticed", model.torch_pi2.group.failure is not None)
+    torch_pi2.generate(model, few, max_new_tokens=3)
+except torch_pi2.errors.GroupError as error:
+    print("raised", model.torch_pi2.group.failure)
+    leader = None if rank else leader.close()
+sys.stdout.flush()
+os._exit(0)
+"""
+    lost = "expected an answer of each within 3 s, found none of process {}. See what it says"
+    for how, codes in (("idle", [0, -9]), ("busy", [0, -9]), ("leader", [-9, 0])):
+        said = together(tmp_path / how, _BEGIN + script, 2, folder / "2", how, codes=codes)
+        survivor = said[how == "leader"].splitlines()
+        assert lost.format(int(how != "leader")) in survivor[-1], said
+        assert survivor[-1].startswith("raised 2 processes that compute one model")
+        if how == "idle":
+            assert survivor[0] == "noticed True"
+
+
+def test_a_call_that_ends_otherwise_elsewhere_ends_the_group(folder: Path, tmp_path: Path) -> None:
+    """Of one that fails here alone nobody knows what the others have: not of the leader's hook, nor of a follower."""
+    script = """
+def wrong(*_):
+    raise torch_pi2.errors.ConfigError("hook", expected="a", found="b", fix="c")
+
+if rank == int(sys.argv[5]):
+    model.register_forward_hook(wrong)
+try:
+    leader = torch_pi2.lead(model)
+    for _ in range(2):
+        try:
+            model(few)
+        except torch_pi2.errors.ConfigError as error:
+            print(error)
+except torch_pi2.errors.GroupError as error:
+    print(error)
+sys.stdout.flush()
+os._exit(0)
+"""
+    for who, alone in ((0, "that it failed there alone"), (1, "that it was refused here alone: hook: expected a")):
+        first, second = together(tmp_path / str(who), _BEGIN + script, 2, folder / "2", who)
+        assert "call of process 0 in process 1: expected the same end of it in all processes, found " + alone in second
+        assert "found none of process 1, which says: GroupError: call of process 0 in process 1" in first
+
+
+def test_a_signal_within_a_call_is_handled_after_it(folder: Path, tmp_path: Path) -> None:
+    script = """
+decoder = Decoder(model, max_tokens=4000, compiled=False)
+token, ended = decoder.prompt(few), 0
+while ended < 10:
+    threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        while True:
+            token = decoder.step(token)
+    except KeyboardInterrupt:
+        ended += 1
+print(decoder.length > 10, torch_pi2.generate(model, few, max_new_tokens=5).sequences)
+leader.close()
+"""
+    first, second = together(tmp_path, _BEGIN + _LEAD + script, 2, folder / "2")
+    model = torch_pi2.load(folder / "store", budget="1GiB")
+    assert first == f"True {torch_pi2.generate(model, FEW, max_new_tokens=5).sequences}\n"
+    assert second.startswith("through")
+
+
+def test_what_is_sent_comes_as_it_was() -> None:
+    tensors = [torch.randn(3, 4).bfloat16(), torch.zeros(2, 0), torch.tensor(7), torch.tensor([True, False])]
+    call = Call("step", 3, [tensors, None, 1.5, "a\n", True, range(2)], {"x": tensors[0]}, True, [1, 2], True)
+    found = _unpacked(_packed(call))
+    assert (found.name, found.of, found.sparse, found.gone, found.raised) == ("step", 3, True, [1, 2], True)
+    assert found.args[1:] == [None, 1.5, "a\n", True, [0, 1]]
+    for one, other in zip([*found.args[0], found.kwargs["x"]], [*tensors, tensors[0]], strict=True):
+        assert one.dtype is other.dtype
+        assert torch.equal(one, other)
+    with pytest.raises(ConfigError, match=r"step\(\.\.\.\) of a model .* found a set"):
+        _packed(Call("step", 3, [{1}]))
