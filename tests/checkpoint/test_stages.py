@@ -12,7 +12,7 @@ import pytest
 import tiny_experts
 import tiny_models
 import torch
-from sharding import ANSWERS, FEW, answers_of_one, check_answers, one_thread, together  # noqa: F401
+from sharding import ANSWERS, FEW, answers_of_one, check_answers, one_thread, saved, together  # noqa: F401
 from shared import shared_folder
 
 import torch_pi2
@@ -24,12 +24,6 @@ from torch_pi2.store.storefile import StoreReader
 
 ALL = ("few", "many", "steps")
 TEXT = [torch.randint(1, 60, (64,), generator=torch.Generator().manual_seed(i)) for i in range(6)]
-
-
-def _saved(folder: Path, model: Any, **settings: Any) -> None:
-    optimised = torch_pi2.optimize(model, settings.pop("text", None), **settings)
-    torch_pi2.save(optimised, folder / "plain")
-    torch_pi2.pack(folder / "plain", folder / "store")
 
 
 def _synthetic(folder: Path) -> None:
@@ -48,11 +42,11 @@ def _experts() -> Any:
 
 MADE: dict[str, Callable[[Path], None]] = {
     "lowrank, int4": _synthetic,
-    "tied": lambda f: _saved(f, _llama(hidden_act="relu", tie_word_embeddings=True), weights="int8", method="exact"),
-    "experts": lambda f: _saved(
+    "tied": lambda f: saved(f, _llama(hidden_act="relu", tie_word_embeddings=True), weights="int8", method="exact"),
+    "experts": lambda f: saved(
         f, tiny_experts.build("Mixtral", num_hidden_layers=3, intermediate_size=136), method="exact"
     ),
-    "thresholds": lambda f: _saved(f, _llama(), text=TEXT, method="threshold", sparsity=0.5, score="output"),
+    "thresholds": lambda f: saved(f, _llama(), text=TEXT, method="threshold", sparsity=0.5, score="output"),
 }
 
 

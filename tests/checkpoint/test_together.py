@@ -15,7 +15,7 @@ import pytest
 import tiny_experts
 import tiny_models
 import torch
-from sharding import ANSWERS, FEW, answers_of_one, check_answers, one_thread, together  # noqa: F401
+from sharding import ANSWERS, FEW, answers_of_one, check_answers, one_thread, saved, together  # noqa: F401
 from shared import shared_folder
 
 import torch_pi2
@@ -27,12 +27,6 @@ WIDE = 200
 #: Of short calls; longer ones are sums by process.
 BITS = ("few", "steps")
 TEXT = [torch.randint(1, 60, (64,), generator=torch.Generator().manual_seed(i)) for i in range(6)]
-
-
-def _saved(folder: Path, model: Any, **settings: Any) -> None:
-    optimised = torch_pi2.optimize(model, settings.pop("text", None), **settings)
-    torch_pi2.save(optimised, folder / "plain")
-    torch_pi2.pack(folder / "plain", folder / "store")
 
 
 def _synthetic(folder: Path) -> None:
@@ -47,15 +41,15 @@ def _llama(**config: Any) -> Any:
 
 MADE: dict[str, Callable[[Path], None]] = {
     "lowrank, int4": _synthetic,
-    "biases": lambda f: _saved(f, _llama(hidden_act="relu", mlp_bias=True), method="exact"),
-    "no gates": lambda f: _saved(
+    "biases": lambda f: saved(f, _llama(hidden_act="relu", mlp_bias=True), method="exact"),
+    "no gates": lambda f: saved(
         f,
         tiny_models.randomise(tiny_models._hf("OPT", ffn_dim=WIDE, word_embed_proj_dim=32).eval()),
         method="exact",
     ),
-    "thresholds of neurons": lambda f: _saved(f, _llama(), text=TEXT, method="threshold", sparsity=0.5, score="output"),
-    "signs": lambda f: _saved(f, _llama(hidden_act="relu"), text=TEXT, method="signbit"),
-    "experts": lambda f: _saved(f, tiny_experts.build("Mixtral", intermediate_size=136), method="exact"),
+    "thresholds of neurons": lambda f: saved(f, _llama(), text=TEXT, method="threshold", sparsity=0.5, score="output"),
+    "signs": lambda f: saved(f, _llama(hidden_act="relu"), text=TEXT, method="signbit"),
+    "experts": lambda f: saved(f, tiny_experts.build("Mixtral", intermediate_size=136), method="exact"),
 }
 
 
@@ -219,11 +213,11 @@ for folder in sys.argv[4:]:
 """
     torch.manual_seed(0)
     model: Any = _llama(hidden_act="relu")
-    _saved(tmp_path / "one", model, method="exact")
+    saved(tmp_path / "one", model, method="exact")
     with torch.no_grad():
         other: Any = _llama(hidden_act="relu")
         other.model.layers[0].self_attn.q_proj.weight.mul_(2)
-    _saved(tmp_path / "other", other, method="exact")
+    saved(tmp_path / "other", other, method="exact")
     for name in ("one", "other"):
         torch_pi2.pack(tmp_path / name / "store", tmp_path / name / "2", ranks=2)
     weights, config = tmp_path / "weights", tmp_path / "config"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from sharding import together
+from sharding import one_thread, together  # noqa: F401
 from shared import shared_folder
 from tiny_models import tiny
 
@@ -34,15 +33,6 @@ if leader is None:
     print("through", time.process_time() - started)
     sys.exit()
 """
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """PyTorch's own products differ by their threads in last bits, and each of several processes has one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +167,6 @@ leader.close()
 def test_who_is_killed_is_named(folder: Path, tmp_path: Path) -> None:
     """A follower, while there is nothing to do and within a call; and the leader."""
     script = """
-began, victim = time.monotonic(), int((out / "pid-0").read_text() if sys.argv[5] == "leader" else os.getpid())
 try:
     leader = torch_pi2.lead(model)
     torch_pi2.generate(model, few, max_new_tokens=3)

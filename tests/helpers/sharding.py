@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,13 @@ for _ in range(20):
 found["steps"] = torch.cat(steps)
 torch.save(found, out / f"{rank}.pt")
 """
+
+
+def saved(folder: Path, model: Any, **settings: Any) -> None:
+    """``model``, optimised with ``settings`` (on ``text``), in ``plain``, and its ``store``."""
+    optimised = torch_pi2.optimize(model, settings.pop("text", None), **settings)
+    torch_pi2.save(optimised, folder / "plain")
+    torch_pi2.pack(folder / "plain", folder / "store")
 
 
 @pytest.fixture(autouse=True)
