@@ -317,13 +317,14 @@ def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """One process, and the others by link and reduction."""
 
     def row(name: str, case: Mapping[str, Any]) -> tuple[str, ...]:
-        (low, high), (least, most) = (case["spread"][rate] for rate in ("tokens_per_s", "prompt_tokens_per_s"))
+        low, high = case["spread"]["tokens_per_s"]
+        least, most = case["spread"].get("prompt_tokens_per_s", (0, 0))  # earlier results have none
         return (
             name,
             f"{case['tokens_per_s']:.2f} ({low:.2f} to {high:.2f})",
             shown(case.get("ratio"), "{:.2f}".format),
             shown(case.get("predicted_tokens_per_s"), "{:.2f}".format),
-            f"{case['prompt_tokens_per_s']:.1f} ({least:.1f} to {most:.1f})",
+            f"{case['prompt_tokens_per_s']:.1f} ({least:.1f} to {most:.1f})" if most else "",
             shown(case.get("prompt_ratio"), "{:.2f}".format),
             shown(case["hit_rate"], common.percent),
             common.size(case["bytes_read_per_token"]),
