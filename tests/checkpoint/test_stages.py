@@ -18,7 +18,7 @@ from shared import shared_folder
 import torch_pi2
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ArtifactError, UnsupportedModelError
-from torch_pi2.layers.stages import join_stages, leave_out
+from torch_pi2.layers.stages import _count_tokens, _returns_one, join_stages, leave_out
 from torch_pi2.spec.shard import Shard, ShardLayer
 from torch_pi2.store.storefile import StoreReader
 
@@ -179,10 +179,124 @@ torch.save({"prompt": found}, out / f"{rank}.pt")
     assert said == [f"[{(1, 1, model.config.vocab_size)}]\n"] * 2
 
 
+def test_a_cache_that_is_passed_by_place_is_told_of_tokens(tmp_path: Path) -> None:
+    """GPT-2's blocks take it so; masks of padded prompts are of as many tokens as its first layer says."""
+    model = tiny_models.randomise(tiny_models._gpt2("relu"))
+    _saved(tmp_path, model, method="exact")
+    torch_pi2.pack(tmp_path / "store", tmp_path / "2", ranks=2, by="layers")
+    script = """
+import torch_pi2
+model = torch_pi2.load(sys.argv[4])
+mask = torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
+made = model.generate(torch.arange(5, 15).view(2, 5), attention_mask=mask, max_new_tokens=12, do_sample=False)
+print(made.tolist())
+"""
+    found = together(tmp_path / "out", script, 2, tmp_path / "2")
+    model = torch_pi2.load(tmp_path / "store", budget="1GiB")
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
+    made = model.generate(torch.arange(5, 15).view(2, 5), attention_mask=mask, max_new_tokens=12, do_sample=False)
+    assert found == [f"{made.tolist()}\n"] * 2
+
+
+def test_linear_attention_of_other_stages_is_told_of_tokens() -> None:
+    from transformers import DynamicCache, Qwen3NextConfig
+
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    cache = DynamicCache(config=Qwen3NextConfig(num_hidden_layers=3, layer_types=kinds))
+    for tokens in (5, 1):
+        for layer in range(3):
+            _count_tokens(cache, layer, torch.zeros(2, tokens, 8))
+    assert cache.get_seq_length() == 6
+    assert cache.has_previous_state()
+
+
+def test_what_fails_in_a_stage_is_told_at_once(made: Path, tmp_path: Path) -> None:
+    """Whichever call it is: who tries again must not have it taken for what the others wait for."""
+    script = """
+import time, torch_pi2
+model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(patience_s=60))
+if rank == 1:
+    model.torch_pi2.store.close()
+began = time.perf_counter()
+for first in (1, 2):
+    try:
+        model(torch.arange(first, 6)[None])
+    except torch_pi2.Pi2Error as error:
+        print(time.perf_counter() - began < 30, type(error).__name__, error)
+"""
+    first, second = together(tmp_path, script, 2, made / "thresholds" / "2")
+    said = first.splitlines()
+    assert said[0].startswith("True GroupError 2 processes that compute one model (this is 0)")
+    assert "none of process 1, which says: ArtifactError" in said[0]
+    assert second.startswith("True ArtifactError")
+    for line in (said[1], second.splitlines()[1]):
+        assert "expected a group of which no process has failed" in line
+
+
+def test_hidden_states_of_other_stages_are_no_numbers(made: Path, tmp_path: Path) -> None:
+    script = """
+import torch_pi2
+model = torch_pi2.load(sys.argv[4])
+found = model(torch.arange(1, 6)[None], output_hidden_states=True).hidden_states
+torch.save(found, out / f"{rank}.pt")
+"""
+    store = made / "thresholds" / "store"
+    together(tmp_path, script, 2, store.parent / "2")
+    wanted = torch_pi2.load(store, budget="1GiB")(FEW, output_hidden_states=True).hidden_states
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        here = [not bool(state.isnan().any()) for state in found]
+        assert here == ([True, True, True, False, False] if rank == 0 else [True, False, True, True, True])
+        assert all(torch.equal(a, b) for a, b, own in zip(found, wanted, here, strict=True) if own)
+
+
+def test_what_a_block_returns_is_seen_in_its_source() -> None:
+    class Alone(torch.nn.Module):
+        def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return hidden_states  # type: ignore[return-value]
+
+    class ByName(torch.nn.Module):
+        def forward(self, hidden_states: Any) -> Any:
+            outputs = (hidden_states,)
+            return outputs if hidden_states is None else (*outputs, None)
+
+    class Added(torch.nn.Module):
+        def forward(self, hidden_states: Any) -> Any:
+            return (hidden_states,) + ()  # noqa: RUF005
+
+    class Unnamed(torch.nn.Module):
+        def forward(self, hidden_states, use=False):  # type: ignore[no-untyped-def]
+            return hidden_states, use
+
+    assert [_returns_one(kind) for kind in (Alone, ByName, Added, Unnamed)] == [True, False, False, False]
+    unknown = type("Unknown", (torch.nn.Module,), {"forward": eval("lambda self, x: x")})
+    assert not _returns_one(unknown)
+
+
+def test_a_block_elsewhere_has_no_weights_of_its_own() -> None:
+    """Not those beside its modules either, such as the residual weights of Doge's."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(4))
+            self.register_buffer("shift", torch.zeros(4))
+            self.mlp = torch.nn.Linear(4, 4)
+
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return hidden_states
+
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([Block(), Block()])
+    shard = Shard(0, 2, {"layers.0.mlp": ShardLayer(64, (0,)), "layers.1.mlp": ShardLayer(64, ())})
+    leave_out(model, shard)
+    assert {name.split(".")[1] for name in model.state_dict()} == {"0"}
+
+
 def test_what_cannot_be_divided_is_refused(made: Path) -> None:
     class Block(torch.nn.Module):
-        def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
-            return hidden_states, None
+        def forward(self, hidden_states, use=None):  # type: ignore[no-untyped-def]
+            return hidden_states, use
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:

@@ -413,3 +413,5 @@ def test_several_machines(command, root, tmp_path) -> None:
     for option in (("--hardware", PHONE), ("--out", tmp_path / "p"), ("--budget", "1GiB")):
         said = refusal(command(*given, *option, "--json", ok=False))
         assert f"{option[0]} with --machines" in said
+    said = refusal(command(tmp_path, *given[1:], "--json", ok=False))
+    assert "--stats a folder written by torch-pi2 profile none, and no folder of ours" in said

@@ -127,6 +127,18 @@ def _check_group(args: argparse.Namespace) -> None:
             found=given[0],
             fix="Leave it out.",
         )
+    _check_stats(args)
+
+
+def _check_stats(args: argparse.Namespace) -> None:
+    """Raises ConfigError: there can be no statistics."""
+    if args.stats is None and not (Path(args.model) / "pi2").is_dir():
+        raise ConfigError(
+            "--stats",
+            expected="a folder written by torch-pi2 profile",
+            found="none, and no folder of ours",
+            fix="Pass --stats DIR.",
+        )
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -141,13 +153,7 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.out is None and args.explain is None:
         raise ConfigError("--out", expected="a folder to write into", found="none", fix="Pass --out DIR.")
-    if args.stats is None and not ours:
-        raise ConfigError(
-            "--stats",
-            expected="a folder written by torch-pi2 profile",
-            found="none, and no folder of ours",
-            fix="Pass --stats DIR.",
-        )
+    _check_stats(args)
     if args.predictors is not None and ours:
         raise ConfigError(
             "--predictors", expected="none: the folder has its own", found=str(args.predictors), fix="Leave it out."

@@ -53,12 +53,12 @@ class Share:
         return found
 
 
-def computed_together(group: Group, work: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-    """``work(*arguments)`` within :meth:`Group.together`; in a graph whoever runs it is (``Decoder``)."""
+def computed_together(group: Group, work: Callable[..., torch.Tensor], *arguments: Any, **named: Any) -> torch.Tensor:
+    """``work(*arguments, **named)`` within :meth:`Group.together`; in a graph whoever runs it is (``Decoder``)."""
     if torch.compiler.is_compiling():
-        return work(*arguments)
+        return work(*arguments, **named)
     with group.together():
-        return work(*arguments)
+        return work(*arguments, **named)
 
 
 class ShardedFFN(OffloadedFFN):

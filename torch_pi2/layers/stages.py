@@ -7,6 +7,10 @@ says in all processes what it says in the last.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import math
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,14 +38,15 @@ def leave_out(model: nn.Module, shard: Shard) -> None:
         number = shard.block(name)
         if name != block_of(name) or number is None or shard.has(name):
             continue
-        if "tuple" in str(type(block).forward.__annotations__.get("return", "")).lower():
+        if not _returns_one(type(block)):
             raise UnsupportedModelError(
                 f"{type(block).__name__} in stages",
                 expected="decoder blocks that return hidden states alone",
-                found="one that returns a tuple",
+                found="one that returns a tuple, or whose source cannot be read",
                 fix="Deal out neurons: torch-pi2 pack --ranks N --by neurons.",
             )
-        block._modules.clear()
+        for own in (block._modules, block._parameters, block._buffers):
+            own.clear()
         block.__class__ = type(type(block).__name__, (_Elsewhere, type(block)), {"number": number})
 
 
@@ -61,6 +66,9 @@ def join_stages(model: Any, shard: Shard, group: Group) -> None:
         )
     elsewhere = {block.number: block for block in model.modules() if isinstance(block, _Elsewhere)}
     numbers = shard.blocks(max(_numbers(model, shard)) + 1)
+    for name, block in list(model.named_modules()):
+        if name == block_of(name) and shard.block(name) in numbers:
+            block.__class__ = type(type(block).__name__, (_Here, type(block)), {"group": group})
     for number, source in ((numbers.start - 1, shard.rank - 1), (numbers.stop, shard.rank)):
         if number in elsewhere:
             elsewhere[number].hands_on = group, source
@@ -68,27 +76,74 @@ def join_stages(model: Any, shard: Shard, group: Group) -> None:
     head.__class__ = type(type(head).__name__, (kind, type(head)), {"group": group})
 
 
+def _returns_one(kind: type[nn.Module]) -> bool:
+    """Whether ``forward`` returns no tuple, by its source: what transformers annotates is often not what comes."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
+    except (OSError, SyntaxError, TypeError):
+        return False
+    nodes = [*ast.walk(tree)]
+    found = [node.value for node in nodes if isinstance(node, ast.Return)]
+    named = {ast.dump(value) for value in found if isinstance(value, ast.Name)}
+    for node in nodes:
+        if isinstance(node, ast.Assign) and {ast.dump(t).replace("Store", "Load") for t in node.targets} & named:
+            found.append(node.value)
+    return bool(found) and not any(value is None or _is_tuple(value) for value in found)
+
+
+def _is_tuple(value: ast.expr) -> bool:
+    """Also ``(a,) + others``, and either one of a choice."""
+    parts = {ast.BinOp: ("left", "right"), ast.IfExp: ("body", "orelse")}.get(type(value), ())
+    return isinstance(value, ast.Tuple) or any(_is_tuple(getattr(value, part)) for part in parts)
+
+
 def _numbers(model: nn.Module, shard: Shard) -> list[int]:
     """Of all blocks."""
     return [number for name, _ in model.named_modules() if (number := shard.block(name)) is not None]
 
 
+class _Here:
+    """Before the class of a decoder block among its bases: what fails in it the others are told at once.
+
+    They wait for what it finds, and who tries again would send them something else for it.
+    """
+
+    group: Group
+
+    def forward(self, *args: Any, **named: Any) -> torch.Tensor:
+        return computed_together(self.group, super().forward, *args, **named)  # type: ignore[misc]
+
+
 class _Elsewhere:
-    """Before the class of a decoder block among its bases: one that another process has."""
+    """Before the class of a decoder block among its bases: one that another process has.
+
+    It gives what is no number, unless that is handed on: nobody is to take hidden states here for the model's.
+    """
 
     number: int
     #: Of the first block before or after those here: the group, and the stage that found what is handed on.
     hands_on: tuple[Group, int] | None = None
 
-    def forward(self, hidden_states: torch.Tensor, *_: Any, **named: Any) -> torch.Tensor:
-        cache = named.get("cache", named.get("past_key_values"))
-        if cache is not None:  # whose first layers are asked how many tokens there are
-            nothing = hidden_states.new_zeros(len(hidden_states), 1, hidden_states.shape[1], 1)
-            cache.update(nothing, nothing, self.number)
+    def forward(self, hidden_states: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+        for cache in (*others, *named.values()):
+            if hasattr(cache, "get_seq_length"):
+                _count_tokens(cache, self.number, hidden_states)
         if self.hands_on is None:
-            return hidden_states
+            return torch.full_like(hidden_states, math.nan)
         group, source = self.hands_on
-        return computed_together(group, group.hand_on, hidden_states, source)
+        found = computed_together(group, group.hand_on, hidden_states, source)
+        return found * math.nan if source == group.rank else found  # computed, so that no compiler leaves it out
+
+
+def _count_tokens(cache: Any, number: int, hidden_states: torch.Tensor) -> None:
+    """A layer of another process is asked how many tokens there are, too: those of ``hidden_states`` more."""
+    batch, tokens = hidden_states.shape[:2]
+    state = cache.layers[number] if number < len(cache.layers) else None
+    for part in range(getattr(state, "number_of_states", 0)):  # of linear attention
+        cache.update_conv_state(hidden_states.new_zeros(batch, 1, 1), number, state_idx=part)
+    if state is None or hasattr(state, "update"):
+        nothing = hidden_states.new_zeros(batch, 1, tokens, 1)
+        cache.update(nothing, nothing, number)
 
 
 @contextmanager
