@@ -182,7 +182,7 @@ torch.save({"prompt": found}, out / f"{rank}.pt")
 def test_a_cache_that_is_passed_by_place_is_told_of_tokens(tmp_path: Path) -> None:
     """GPT-2's blocks take it so; masks of padded prompts are of as many tokens as its first layer says."""
     model = tiny_models.randomise(tiny_models._gpt2("relu"))
-    _saved(tmp_path, model, method="exact")
+    saved(tmp_path, model, method="exact")
     torch_pi2.pack(tmp_path / "store", tmp_path / "2", ranks=2, by="layers")
     script = """
 import torch_pi2
