@@ -38,6 +38,7 @@ from torch_pi2.planner.group import Member, predicted
 from torch_pi2.planner.request import Task
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.shard import REDUCTIONS
+from torch_pi2.spec.site import block_of
 from torch_pi2.store.folder import PI2_FOLDER, read_config
 from torch_pi2.store.shards import shards_in
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
@@ -189,7 +190,8 @@ def _sizes(folder: Path, shards: Path) -> tuple[int, dict[str, int]]:
                 str(shards), expected=f"shards of {folder}", found="those of another model", fix="Pack them again."
             )
         chunks = sum(-(-entry.neurons // (entry.chunk or entry.neurons)) * entry.hidden for entry in one.entries)
-        sums = sum(entry.hidden for entry in one.entries)
+        calls = {block_of(key): entry.hidden for key, entry in zip(one.keys, one.entries, strict=True)}
+        sums = sum(calls.values())  # experts of a block are added together
         hidden = one.entries[0].hidden * (whole.float_dtype or torch.float32).itemsize
     return len(found), {"chunks": 4 * chunks, "ranks": 4 * sums, "layers": hidden}
 
