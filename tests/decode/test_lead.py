@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sharding import one_thread, together  # noqa: F401
+from sharding import one_thread, saved, together  # noqa: F401
 from shared import shared_folder
 from tiny_models import tiny
 
@@ -37,17 +37,20 @@ if leader is None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's ``store``, and ``2``, its shards."""
+    """A model's ``store``, and ``2``, its shards; of another one, in ``stages``, too."""
 
     def make(base: Path) -> None:
         torch_pi2.synthetic(base / "plain", "tiny", active=0.2, weights="int4")
         torch_pi2.pack(base / "plain", base / "store")
         torch_pi2.pack(base / "store", base / "2", ranks=2)
+        (base / "float").mkdir()
+        saved(base / "float", tiny("llama-relu"), method="exact")
+        torch_pi2.pack(base / "float" / "store", base / "float" / "stages", ranks=2, by="layers")
 
     return shared_folder(tmp_path_factory, "led", make)
 
 
-def _all_calls(model: torch.nn.Module, compiled: bool) -> list[torch.Tensor]:
+def _all_calls(model: torch.nn.Module, compiled: bool, staged: bool) -> list[torch.Tensor]:
     """What one machine finds, as ``_CALLS`` asks it."""
     with torch.no_grad():
         found = [model(FEW).logits, model(FEW, use_cache=False, attention_mask=torch.ones_like(FEW)).logits]
@@ -59,7 +62,7 @@ def _all_calls(model: torch.nn.Module, compiled: bool) -> list[torch.Tensor]:
         found.append(decoder.step(torch.tensor([[7], [9]])))
     found.append(decoder.step(torch.tensor([[7], [9], [3]])))
     decoder.keep([2])
-    blocks = [decoder.copied(0, 0, 8), decoder.copied(0, 8, 15)]
+    blocks = [] if staged else [decoder.copied(0, 0, 8), decoder.copied(0, 8, 15)]
     for _ in decoder.joining(ASKED, blocks):
         pass
     pieces = decoder.joining(FEW)
@@ -75,18 +78,21 @@ def _all_calls(model: torch.nn.Module, compiled: bool) -> list[torch.Tensor]:
 
 _CALLS = """
 import inspect, test_lead
-found = test_lead._all_calls(model, sys.argv[5] == "compiled")
+found = test_lead._all_calls(model, sys.argv[5] == "compiled", "stages" in sys.argv[4])
 torch.save(found, out / "found.pt")
 """
 
 
 @pytest.mark.parametrize("compiled", ["", pytest.param("compiled", marks=pytest.mark.slow)])
-def test_all_calls_have_the_bits_of_one_machine(folder: Path, tmp_path: Path, compiled: str) -> None:
+@pytest.mark.parametrize(("store", "shards"), [("store", "2"), ("float/store", "float/stages")])
+def test_all_calls_have_the_bits_of_one_machine(
+    folder: Path, tmp_path: Path, store: str, shards: str, compiled: str
+) -> None:
     here = f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-    said = together(tmp_path, _BEGIN + _LEAD + here + _CALLS + "leader.close()", 2, folder / "2", compiled)
+    said = together(tmp_path, _BEGIN + _LEAD + here + _CALLS + "leader.close()", 2, folder / shards, compiled)
     assert said[1].startswith("through ")
     found = torch.load(tmp_path / "found.pt")
-    wanted = _all_calls(torch_pi2.load(folder / "store", budget="1GiB"), bool(compiled))
+    wanted = _all_calls(torch_pi2.load(folder / store, budget="1GiB"), bool(compiled), "stages" in shards)
     assert len(found) == len(wanted)
     for i, (led, alone) in enumerate(zip(found, wanted, strict=True)):
         assert torch.equal(led, alone), i
@@ -162,6 +168,30 @@ leader.close()
     assert good == str(one.prompt(FEW).tolist())
     with pytest.raises(ConfigError, match=r"lead\(model\): expected .* found one that this process computes alone"):
         torch_pi2.lead(tiny("llama-relu"))
+
+
+def test_keys_and_values_of_stages_stay_where_they_are(folder: Path, tmp_path: Path) -> None:
+    script = """
+from torch_pi2.serve.batch import Batch
+decoder = Decoder(model, max_tokens=64, batch=2, compiled=False)
+for _ in decoder.joining(asked):
+    pass
+try:
+    list(decoder.joining(asked, [decoder.copied(0, 0, 8)]))
+except torch_pi2.Pi2Error as error:
+    print(type(error).__name__, error)
+try:
+    Batch(model, max_tokens=64, prefix_bytes=1 << 20, prefix_folder=out / "kept")
+except torch_pi2.Pi2Error as error:
+    print(type(error).__name__, error)
+print(Batch(model, max_tokens=64, prefix_bytes=1 << 20).prefixes._budget_bytes)
+leader.close()
+"""
+    said, _ = together(tmp_path, _BEGIN + _LEAD + script, 2, folder / "float" / "stages")
+    known, kept, room = said.splitlines()
+    assert known.startswith("UnsupportedModelError joining(known=...) of a model in stages: expected no tokens")
+    assert kept.startswith("ConfigError prefix_folder of a model in stages: expected none: each process has keys and")
+    assert room == "0"
 
 
 def test_who_is_killed_is_named(folder: Path, tmp_path: Path) -> None:

@@ -96,6 +96,11 @@ class Group:
         self._groups.append(group)
         return str(group.group_name)
 
+    @property
+    def staged(self) -> bool:
+        """Whether each process has layers of its own, and with them all there is of their keys and values."""
+        return bool(self._pairs)
+
     def hand_on(self, own: torch.Tensor, rank: int) -> torch.Tensor:
         """What process ``rank`` has for ``own``, in that and the next one, which both call this."""
         return _sent(own, 0, self._pairs[rank])

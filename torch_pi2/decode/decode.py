@@ -307,7 +307,8 @@ class Decoder:
         Raises:
             ShapeError: there are as many sequences as there is room for, one is being read, or a prompt that leaves no
                 room.
-            UnsupportedModelError: the model cannot have sequences of several lengths.
+            UnsupportedModelError: the model cannot have sequences of several lengths; or, with ``known``, its layers
+                are divided among processes of which this one leads.
         """
         _check_ids(ids_1T, "joining")
         check_vocabulary(self.model, ids_1T, "joining")
@@ -319,6 +320,14 @@ class Decoder:
                 expected=f"[1, 1 to {self.max_tokens - 1}] while there are fewer than {self.rows} sequences",
                 found=f"{list(ids_1T.shape)} beside {len(self.lengths)}",
                 fix="Let others leave first (keep), or make a Decoder for more.",
+            )
+        group = group_of(self.model)
+        if known and group is not None and group.staged and group.led:
+            raise UnsupportedModelError(
+                "joining(known=...) of a model in stages",
+                expected="no tokens that are known: of other processes' layers this one has no keys and values",
+                found="some",
+                fix="Read the prompt whole.",
             )
         if self.lengths and not self._positions:
             raise UnsupportedModelError(
