@@ -124,6 +124,25 @@ def test_cache_from_the_command_line(capsys):
     assert "tiny" in render(result)
 
 
+def test_machines_from_the_command_line(monkeypatch, capsys):
+    """More bandwidth never hurts, and two machines with room for 30 % of the neurons each are faster than one."""
+    monkeypatch.setattr(study, "COUNTS", (2, 4))
+    assert main(["study", "--part", "machines", "--hardware", "sm8650-ufs4.0", "--models", "llama-1b", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["simulated"] is True
+    by_case = {(row["link"], row["machines"]): row for row in result["rows"]}
+    assert by_case.keys() == {(link, count) for link in study.LINKS for count in (2, 4)}
+    for count in (2, 4):
+        for way in ("chunks", "ranks", "layers"):
+            speeds = [by_case[link, count]["ways"][way]["tokens_per_s"] for link in study.LINKS]
+            assert speeds == sorted(speeds), way
+    fast = by_case["100 GbE", 2]
+    assert all(way["tokens_per_s"] > 2 * fast["alone_tokens_per_s"] for way in fast["ways"].values())
+    rows = study.dealt_rows(result)
+    assert [row[:3] for row in rows] == [("sm8650-ufs4.0", "llama-1b", link) for link in study.LINKS]
+    assert rows[0][4].startswith("layers ")
+
+
 def test_enough_is_where_a_step_hardly_waits(monkeypatch):
     monkeypatch.setattr(study, "LIMITED", "tiny")
     monkeypatch.setattr(study, "LIMITED_SHARES", (0.3,))
@@ -141,7 +160,7 @@ def test_enough_is_where_a_step_hardly_waits(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"part": "else"}, "part: expected cache or drives or ablation, found else"),
+        ({"part": "else"}, "part: expected cache or drives or ablation or machines, found else"),
         ({"models": ["gpt-5"]}, "model: expected .*found gpt-5"),
     ],
 )
