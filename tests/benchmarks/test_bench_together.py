@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from shared import small_store
@@ -28,13 +30,28 @@ def test_two_processes_beside_one(tmp_path_factory: pytest.TempPathFactory, tmp_
                 links.append("1000")
         except NetworkError:
             links = ["none"]
-    found = together.run(base / "store", tmp_path / "2", links=links, tokens=3, rounds=2, compiled=False)
+    torch_pi2.pack(base / "store", tmp_path / "stages", ranks=2, by="layers")
+    how: dict[str, Any] = {
+        "links": links,
+        "tokens": 3,
+        "rounds": 2,
+        "prompt": 40,
+        "chunk_tokens": 16,
+        "compiled": False,
+    }
+    found = together.run(base / "store", tmp_path / "2", tmp_path / "stages", hardware="sm8650-ufs4.0", **how)
     assert found["ranks"] == 2
     assert [*found["links"]] == links
     for case in (found["alone"], *(case for cases in found["links"].values() for case in cases.values())):
         assert case["tokens_per_s"] > 0
+        assert case["prompt_tokens_per_s"] > 0
+        assert case["predicted_over_measured"] == pytest.approx(
+            case["predicted_tokens_per_s"] / case["tokens_per_s"], rel=0.01
+        )
     for cases in found["links"].values():
-        assert [*cases] == ["chunks", "ranks"]
+        assert [*cases] == ["chunks", "ranks", "layers"]
+        assert cases["layers"]["sent_bytes"] < cases["ranks"]["sent_bytes"]
+        assert all(0 < case["link"]["mbit_per_s"] < math.inf for case in cases.values())
         assert cases["chunks"]["sent_bytes"] == 8 * cases["ranks"]["sent_bytes"]
         assert cases["chunks"]["hit_rate"] >= found["alone"]["hit_rate"]  # each has a larger share in memory
     text = together.render(found)
@@ -52,6 +69,14 @@ def test_what_makes_no_sense_is_refused(tmp_path_factory: pytest.TempPathFactory
         together.run(base / "store", other / "2")
     with pytest.raises(ConfigError, match="reduction"):
         together.run(base / "store", other / "2", reductions=["rings"])
+
+
+def test_other_stages_are_refused(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    base = small_store(tmp_path_factory)
+    torch_pi2.pack(base / "store", tmp_path / "2", ranks=2)
+    for stages, found in ((tmp_path / "2", "others"), (tmp_path, "0 shards")):
+        with pytest.raises(ConfigError, match=f"expected 2 stages of .*, found {found}"):
+            together.run(base / "store", tmp_path / "2", stages)
 
 
 def test_the_table_of_the_committed_result() -> None:
