@@ -123,6 +123,15 @@ def test_more_memory_in_all_is_what_machines_are_for() -> None:
         assert all(one["memory_bytes"] <= machine.budget_bytes for one in dealt.members)
 
 
+def test_a_machine_with_room_for_few_neurons_gets_few() -> None:
+    """What a neuron takes besides its cache, of its predictor and of tables, decides how many there can be."""
+    shape = fake_shape(8)
+    small = member(least(neurons_of(shape, 2)))
+    assert predicted("ranks", (3, 13), shape, [small, member()], FAST, context=64) is None
+    found = by_way(deal_out(shape, [small, member()], FAST, context=64))
+    assert found["ranks"].shares[0] <= 2
+
+
 def test_parts_have_what_they_say() -> None:
     shape = fake_shape(6, method="exact", base_hot=64)
     part = neurons_of(shape, 4)

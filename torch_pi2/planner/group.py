@@ -249,10 +249,10 @@ def _neurons(asked: _Asked, way: str) -> Dealt | None:
 
 
 def _rated(asked: _Asked, way: str, shares: Sequence[int]) -> tuple[int, float]:
-    """Less is better: machines without memory for their part, milliseconds."""
-    costs = _neuron_costs(asked, shares)
+    """Less is better: chunks on machines that have no memory for their part, milliseconds."""
+    without = sum(n for n, cost in zip(shares, _neuron_costs(asked, shares), strict=True) if cost is None)
     dealt = _of_neurons(asked, way, shares)
-    return costs.count(None), math.inf if dealt is None else dealt.ms
+    return without, math.inf if dealt is None else dealt.ms
 
 
 def _neuron_costs(asked: _Asked, shares: Sequence[int]) -> list[Cost | None]:
