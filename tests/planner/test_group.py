@@ -222,6 +222,7 @@ def test_a_link_is_measured(tmp_path: Path) -> None:
 from torch_pi2.measure.link import measure_link
 found = measure_link()
 print(found.mbit_per_s, found.exchange_us)
+dist.destroy_process_group()
 """
     first, second, third = together(tmp_path, script, 3)
     assert first == second == third
