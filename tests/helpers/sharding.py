@@ -21,6 +21,7 @@ FEW, MANY = torch.arange(1, 6)[None], torch.arange(1, 25)[None]
 
 #: ``rank``, ``ranks`` and ``out`` (where the others of the run write, too) are known in a script, and ``group`` begun.
 _BEGIN = """
+import atexit
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +31,7 @@ sys.path.insert(0, {helpers!r})
 rank, ranks, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 store = dist.FileStore(str(out / "group"), ranks)
 dist.init_process_group("gloo", store=store, timeout=timedelta(seconds=100), rank=rank, world_size=ranks)
+atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())  # threads of gloo's must not outlive it
 """
 
 
