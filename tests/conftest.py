@@ -26,6 +26,15 @@ if not torch.cuda.is_available():
 _skipped: list[str] = []
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """PyTorch's own products differ by their threads in last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--skipped-to", metavar="FILE", type=Path, help="write the ids of skipped tests, a line each")
 

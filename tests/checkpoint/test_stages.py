@@ -12,8 +12,7 @@ import pytest
 import tiny_experts
 import tiny_models
 import torch
-from sharding import ANSWERS, FEW, answers_of_one, check_answers, one_thread, saved, together  # noqa: F401
-from shared import shared_folder
+from sharding import ANSWERS, FEW, answers_of_one, check_answers, made_in_parts, saved, together
 
 import torch_pi2
 from torch_pi2.decode.decode import Decoder
@@ -21,6 +20,9 @@ from torch_pi2.errors import ArtifactError, UnsupportedModelError
 from torch_pi2.layers.stages import _count_tokens, _returns_one, join_stages, leave_out
 from torch_pi2.spec.shard import Shard, ShardLayer
 from torch_pi2.store.storefile import StoreReader
+
+#: Each of several processes has one, too.
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 ALL = ("few", "many", "steps")
 TEXT = [torch.randint(1, 60, (64,), generator=torch.Generator().manual_seed(i)) for i in range(6)]
@@ -43,9 +45,7 @@ def _experts() -> Any:
 MADE: dict[str, Callable[[Path], None]] = {
     "lowrank, int4": _synthetic,
     "tied": lambda f: saved(f, _llama(hidden_act="relu", tie_word_embeddings=True), weights="int8", method="exact"),
-    "experts": lambda f: saved(
-        f, tiny_experts.build("Mixtral", num_hidden_layers=3, intermediate_size=136), method="exact"
-    ),
+    "experts": lambda f: saved(f, _experts(), method="exact"),
     "thresholds": lambda f: saved(f, _llama(), text=TEXT, method="threshold", sparsity=0.5, score="output"),
 }
 
@@ -53,16 +53,7 @@ MADE: dict[str, Callable[[Path], None]] = {
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of models, each with a store and its stages."""
-
-    def make(base: Path) -> None:
-        for name, write in MADE.items():
-            folder = base / name
-            folder.mkdir(parents=True)
-            write(folder)
-            for ranks in (2, 3):
-                torch_pi2.pack(folder / "store", folder / str(ranks), ranks=ranks, by="layers")
-
-    return shared_folder(tmp_path_factory, "models-in-stages", make)
+    return made_in_parts(tmp_path_factory, "models-in-stages", MADE, by="layers")
 
 
 @pytest.mark.parametrize("name", MADE)

@@ -15,12 +15,14 @@ import pytest
 import tiny_experts
 import tiny_models
 import torch
-from sharding import ANSWERS, FEW, answers_of_one, check_answers, one_thread, saved, together  # noqa: F401
-from shared import shared_folder
+from sharding import ANSWERS, FEW, answers_of_one, check_answers, made_in_parts, saved, together
 
 import torch_pi2
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ArtifactError, ConfigError
+
+#: Each of several processes has one, too.
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 #: Neurons of a layer: three chunks of 64, and one of 8.
 WIDE = 200
@@ -56,23 +58,14 @@ MADE: dict[str, Callable[[Path], None]] = {
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of models, each with a store and its shards."""
-
-    def make(base: Path) -> None:
-        for name, write in MADE.items():
-            folder = base / name
-            folder.mkdir(parents=True)
-            write(folder)
-            for ranks in (2, 3):
-                torch_pi2.pack(folder / "store", folder / str(ranks), ranks=ranks)
-
-    return shared_folder(tmp_path_factory, "models-in-shards", make)
+    return made_in_parts(tmp_path_factory, "models-in-shards", MADE)
 
 
 _SLOW = ("no gates", "thresholds of neurons", "signs")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in _SLOW)) for n in MADE])
-def test_two_processes_have_the_bitsanswers_of_one(made: Path, name: str, tmp_path: Path) -> None:
+def test_two_processes_have_the_bits_of_one(made: Path, name: str, tmp_path: Path) -> None:
     together(tmp_path, ANSWERS, 2, made / name / "2", "chunks", "", "")
     check_answers(tmp_path, 2, answers_of_one(made / name / "store"), same=() if name == "experts" else BITS)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sharding import one_thread, saved, together  # noqa: F401
+from sharding import saved, together
 from shared import shared_folder
 from tiny_models import tiny
 
@@ -14,6 +14,9 @@ import torch_pi2
 from torch_pi2.base.calls import Call, _packed, _unpacked
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ConfigError
+
+#: Each of several processes has one, too.
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 FEW = torch.arange(1, 6)[None]
 ASKED = torch.tensor([[5, 6, 7, 8] * 4])

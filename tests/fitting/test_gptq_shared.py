@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from sharding import one_thread, together  # noqa: F401
+from sharding import together
 
 _SCRIPT = """
 import tiny_models, tiny_experts, torch_pi2

@@ -7,12 +7,13 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from shared import shared_folder
 
 import torch_pi2
 from torch_pi2.decode.decode import Decoder
@@ -58,18 +59,9 @@ def together(out: Path, script: str, ranks: int, *arguments: object, codes: list
 #: Folder, ``GroupConfig.reduction``, whether steps are compiled and a budget are arguments; see :func:`check_answers`.
 ANSWERS = """
 import torch_pi2
-from torch_pi2.decode.decode import Decoder
-folder, reduction, compiled = Path(sys.argv[4]), sys.argv[5], sys.argv[6] == "compiled"
-model = torch_pi2.load(folder, group=torch_pi2.GroupConfig(reduction), budget=sys.argv[7] or None)
-few, many = torch.arange(1, 6)[None], torch.arange(1, 25)[None]
-with torch.no_grad():
-    found = {"few": model(few).logits, "many": model(many).logits}
-decoder = Decoder(model, max_tokens=64, compiled=compiled, logits=True)
-steps = [decoder.prompt(few)]
-for _ in range(20):
-    steps.append(decoder.step(steps[-1].argmax(-1, keepdim=True)))
-found["steps"] = torch.cat(steps)
-torch.save(found, out / f"{rank}.pt")
+from sharding import answers
+model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(sys.argv[5]), budget=sys.argv[7] or None)
+torch.save(answers(model, sys.argv[6] == "compiled"), out / f"{rank}.pt")
 """
 
 
@@ -80,18 +72,24 @@ def saved(folder: Path, model: Any, **settings: Any) -> None:
     torch_pi2.pack(folder / "plain", folder / "store")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """PyTorch's own products differ by their threads in last bits, and each of several processes has one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def made_in_parts(
+    factory: pytest.TempPathFactory, name: str, made: Mapping[str, Callable[[Path], None]], **how: Any
+) -> Path:
+    """Folders of models by name, which ``made`` gives a ``store``: with its shards for ``2`` and ``3`` machines."""
+
+    def make(base: Path) -> None:
+        for model, write in made.items():
+            folder = base / model
+            folder.mkdir(parents=True)
+            write(folder)
+            for ranks in (2, 3):
+                torch_pi2.pack(folder / "store", folder / str(ranks), ranks=ranks, **how)
+
+    return shared_folder(factory, name, make)
 
 
-def answers_of_one(store: Path, compiled: bool = False) -> dict[str, torch.Tensor]:
-    """What ``ANSWERS`` finds, of a store on one machine."""
-    model = torch_pi2.load(store, budget="1GiB")
+def answers(model: Any, compiled: bool) -> dict[str, torch.Tensor]:
+    """Logits of a few tokens, of many, and of steps after the few."""
     with torch.no_grad():
         found = {"few": model(FEW).logits, "many": model(MANY).logits}
     decoder = Decoder(model, max_tokens=64, compiled=compiled, logits=True)
@@ -99,6 +97,11 @@ def answers_of_one(store: Path, compiled: bool = False) -> dict[str, torch.Tenso
     for _ in range(20):
         steps.append(decoder.step(steps[-1].argmax(-1, keepdim=True)))
     return found | {"steps": torch.cat(steps)}
+
+
+def answers_of_one(store: Path, compiled: bool = False) -> dict[str, torch.Tensor]:
+    """What ``ANSWERS`` finds, of a store on one machine."""
+    return answers(torch_pi2.load(store, budget="1GiB"), compiled)
 
 
 def check_answers(out: Path, ranks: int, wanted: dict[str, torch.Tensor], same: Collection[str]) -> None:

@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     torch_pi2.synthetic(base / "plain", "tiny", active=0.2, weights="int4", layers=2, rank=32)
     torch_pi2.pack(base / "plain", base / "store")
     return base / "plain", base / "store"
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def stored(folder: Path, **settings: Any) -> nn.Module:

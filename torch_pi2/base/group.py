@@ -11,15 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from torch_pi2.errors import ConfigError, GroupError
-
-if TYPE_CHECKING:
-    from torch_pi2.base.calls import Leader
 
 #: How long the others are waited for when it is asked who has failed: they notice within milliseconds of each other
 #: that one was killed, and within a second that one hangs.
@@ -44,11 +41,12 @@ class Group:
 
     Attributes:
         rank: number of this process. size: how many there are. name: what operators call it.
-        led: whether the first process tells the others what they compute; leader: in the first one, by what.
+        led: whether the first process tells the others what they compute; leader: in the first one, its
+            :class:`~torch_pi2.base.calls.Leader`.
     """
 
     led = False
-    leader: Leader | None = None
+    leader: Any = None
 
     def __init__(self, patience_s: float) -> None:
         self.rank, self.size, self.patience_s = dist.get_rank(), dist.get_world_size(), patience_s

@@ -12,7 +12,7 @@ from torch_pi2.ops.constants import chunk_neurons
 from torch_pi2.spec.method import PREDICTED
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.shard import MOST_RANKS, Shard, ShardLayer
-from torch_pi2.spec.site import block_of
+from torch_pi2.spec.site import block_of, row_of_blocks
 from torch_pi2.spec.stats import ActivationStats
 
 
@@ -52,9 +52,7 @@ def deal_layers(plan: Plan, ranks: int, shares: Sequence[float] | None = None) -
     for layer in plan.layers:
         site, block = layer.site, block_of(layer.site.key)
         size[block] = size.get(block, 0) + site.intermediate * site.rows_per_neuron * site.hidden
-    names = [block.rpartition(".") for block in size]
-    numbers = [int(number) if number.isdecimal() else -1 for *_, number in names]
-    if len({prefix for prefix, *_ in names}) > 1 or numbers != sorted(numbers) or numbers[0] < 0:
+    if row_of_blocks(layer.site.key for layer in plan.layers) is None:
         raise ConfigError(
             "stages of layers",
             expected="feed-forward layers in the blocks of one row, such as model.layers.0, model.layers.1",

@@ -112,6 +112,8 @@ def load_offloaded(
         if total is None:
             budget = budget.with_total(budget.whole, folder)
         index_of = {key: i for i, key in enumerate(reader.keys)}
+    #: Who has neurons of the same layers.
+    dividing = joined if stage is None else None
     if offload.lossy:
         _check_lossy(plan, offload)
     store = Store(pi2 / STORE_FILE, budget.cache, offload, token_bytes=budget.token)
@@ -119,7 +121,7 @@ def load_offloaded(
 
     def over_store(layer: LayerPlan, weights: QuantizedWeights, kind: torch.dtype) -> SparseFFN:
         tensors, threshold = predictor_tensors(predictors.pop(layer.site.key, None))
-        layer_class = OffloadedFFN if joined is None or stage is not None else ShardedFFN
+        layer_class = OffloadedFFN if dividing is None else ShardedFFN
         made = layer_class.over(
             store,
             index_of[layer.site.key],
@@ -131,8 +133,8 @@ def load_offloaded(
             int8_activations=int8_activations,
             dtype=DTYPES.get(weights.kind, kind),
         )
-        if joined is not None and isinstance(made, ShardedFFN):
-            made.share = Share(joined, shards, layer.site.key, how_together.reduction)
+        if dividing is not None and isinstance(made, ShardedFFN):
+            made.share = Share(dividing, shards, layer.site.key, how_together.reduction)
         return made
 
     def experts_over_store(parts: Iterable[SparseFFN], group: Sequence[LayerPlan]) -> SparseExperts:
@@ -142,10 +144,10 @@ def load_offloaded(
                 yield part
 
         first = group[0].site.key
-        if joined is None or stage is not None:
+        if dividing is None:
             return OffloadedExperts(copied(), len(group), store, index_of[first])
         made = ShardedExperts(copied(), len(group), store, index_of[first])
-        made.share = Share(joined, shards, first, how_together.reduction)
+        made.share = Share(dividing, shards, first, how_together.reduction)
         return made
 
     give_back_freed_memory()

@@ -95,7 +95,10 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     if args.suite is not None:
         result["suite"] = _suite(args, [("dense", dense, tokenizer), ("sparse", sparse, tokenizer)])
     if dense is None:
-        return result if args.lm_eval else result | {"sparse": _loss_and_work(args, sparse, tokenizer)}
+        if args.lm_eval:
+            return result
+        text = common.text_of(args, tokenizer, args.max_tokens)
+        return result | {"sparse": _loss_and_work(args, sparse, tokenizer, text)}
     return result | _compared(args, dense, sparse, tokenizer, plan)
 
 
@@ -174,13 +177,13 @@ def _tasks(args: argparse.Namespace, models: dict[str, Any], tokenizer: Any) -> 
     return found
 
 
-def _loss(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
+def _loss(args: argparse.Namespace, model: Any, tokenizer: Any, text: str) -> dict[str, Any]:
     from torch_pi2.eval import bits_per_byte
 
     return bits_per_byte(
         model,
         tokenizer,
-        common.text_of(args, tokenizer, args.max_tokens),
+        text,
         window=args.window,
         batch_size=args.batch_size,
         max_tokens=args.max_tokens,
@@ -188,19 +191,19 @@ def _loss(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any
     ).to_json()
 
 
-def _loss_and_work(args: argparse.Namespace, sparse: Any, tokenizer: Any) -> dict[str, Any]:
+def _loss_and_work(args: argparse.Namespace, sparse: Any, tokenizer: Any, text: str) -> dict[str, Any]:
     from torch_pi2.eval import work
 
     with work() as done:
-        loss = _loss(args, sparse, tokenizer)
+        loss = _loss(args, sparse, tokenizer, text)
     return {**loss, **done.to_json()}
 
 
 def _compared(args: argparse.Namespace, dense: Any, sparse: Any, tokenizer: Any, plan: Any) -> dict[str, Any]:
     from torch_pi2.eval import compare_decode, ffn_modules
 
-    loss_dense, loss_sparse = _loss(args, dense, tokenizer), _loss_and_work(args, sparse, tokenizer)
     text = common.text_of(args, tokenizer, args.max_tokens)
+    loss_dense, loss_sparse = _loss(args, dense, tokenizer, text), _loss_and_work(args, sparse, tokenizer, text)
     prompt = tokenizer(text[:2000], return_tensors="pt", add_special_tokens=False)["input_ids"][:, :64]
     time = compare_decode(
         dense,

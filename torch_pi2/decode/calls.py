@@ -40,7 +40,8 @@ def group_of(model: nn.Module) -> Group | None:
 def leader_of(model: nn.Module) -> Leader | None:
     """That of this process, if it leads others that compute ``model`` with it."""
     group = group_of(model)
-    return None if group is None else group.leader
+    leader: Leader | None = None if group is None else group.leader
+    return leader
 
 
 def led(method: Callable[Concatenate[Some, P], Result]) -> Callable[Concatenate[Some, P], Result]:

@@ -72,8 +72,7 @@ def join_stages(model: Any, shard: Shard, group: Group) -> None:
     for number, source in ((numbers.start - 1, shard.rank - 1), (numbers.stop, shard.rank)):
         if number in elsewhere:
             elsewhere[number].hands_on = group, source
-    kind: type = _Head if shard.rank == group.size - 1 else _HeadElsewhere
-    head.__class__ = type(type(head).__name__, (kind, type(head)), {"group": group})
+    head.__class__ = type(type(head).__name__, (_Head, type(head)), {"group": group})
 
 
 def _returns_one(kind: type[nn.Module]) -> bool:
@@ -157,25 +156,14 @@ def without_logits() -> Iterator[None]:
 
 
 class _Head:
-    """Before the class of the last stage's head among its bases."""
+    """Before the class of a stage's head among its bases, which has ``out_features``; the last stage's is for all."""
 
     group: Group
     out_features: int
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not torch.compiler.is_compiling() and not _wanted.get():
-            return x.new_zeros(*x.shape[:-1], self.out_features)
-        return computed_together(self.group, self.group.of, super().forward(x), self.group.size - 1)  # type: ignore[misc]
-
-
-class _HeadElsewhere:
-    """The same of other stages, where nothing is computed. ``out_features``: of the class that it is before."""
-
-    group: Group
-    out_features: int
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        room = x.new_zeros(*x.shape[:-1], self.out_features)
-        if not torch.compiler.is_compiling() and not _wanted.get():
-            return room
-        return computed_together(self.group, self.group.of, room, self.group.size - 1)
+        last = self.group.size - 1
+        asked = torch.compiler.is_compiling() or _wanted.get()
+        here = asked and self.group.rank == last
+        y = super().forward(x) if here else x.new_zeros(*x.shape[:-1], self.out_features)  # type: ignore[misc]
+        return computed_together(self.group, self.group.of, y, last) if asked else y

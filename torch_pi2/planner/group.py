@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -237,15 +237,13 @@ def _neurons(asked: _Asked, way: str) -> Dealt | None:
     if count > total:
         return None
     best = [total // count + (rank < total % count) for rank in range(count)]
-    found = _of_neurons(asked, way, best)
     while True:
         moves = [(a, b) for a in range(count) for b in range(count) if a != b and best[a] > 1]
         tried = [[n - (rank == a) + (rank == b) for rank, n in enumerate(best)] for a, b in moves]
-        made = min(((_rated(asked, way, shares), shares) for shares in tried), default=None)
-        if made is None or made[0] >= _rated(asked, way, best):
-            return found
-        best = made[1]
-        found = _of_neurons(asked, way, best)
+        better = min([best, *tried], key=partial(_rated, asked, way))
+        if better is best:  # the first of equals
+            return _of_neurons(asked, way, best)
+        best = better
 
 
 def _rated(asked: _Asked, way: str, shares: Sequence[int]) -> tuple[int, float]:
@@ -256,7 +254,7 @@ def _rated(asked: _Asked, way: str, shares: Sequence[int]) -> tuple[int, float]:
 
 
 def _neuron_costs(asked: _Asked, shares: Sequence[int]) -> list[Cost | None]:
-    return [asked.cost(rank, n, lambda n=n: neurons_of(asked.shape, n)) for rank, n in enumerate(shares)]  # type: ignore[misc]
+    return [asked.cost(rank, n, partial(neurons_of, asked.shape, n)) for rank, n in enumerate(shares)]
 
 
 def _of_neurons(asked: _Asked, way: str, shares: Sequence[int]) -> Dealt | None:

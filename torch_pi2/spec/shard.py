@@ -8,7 +8,7 @@ a pipeline: then a machine has all chunks of a layer, or none.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,7 +19,7 @@ from torch_pi2.base.fields import Field
 from torch_pi2.errors import ConfigError, check_choice
 from torch_pi2.ops.constants import chunk_neurons
 from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.site import MOST_SIZE, block_of
+from torch_pi2.spec.site import MOST_SIZE, block_of, row_of_blocks
 
 #: Machines at most: a layer has no more chunks.
 MOST_RANKS = 16
@@ -117,7 +117,7 @@ class Shard:
     def block(self, name: str) -> int | None:
         """The number of the decoder block that a tensor or module is in; None: in none of those with neurons."""
         prefix, _, number = block_of(name).rpartition(".")
-        return int(number) if number.isdigit() and prefix == self._blocks[0] else None
+        return int(number) if number.isdecimal() and prefix == self._blocks[0] else None
 
     @cached_property
     def _blocks(self) -> tuple[str, int, int | None]:
@@ -181,14 +181,16 @@ class Shard:
 
 def _check_stage(shard: Shard, said: Field) -> None:
     """Raises ``said.error``: not whole layers of blocks that follow each other."""
-    parts = [(block_of(key).rpartition("."), mine) for key, mine in shard.layers.items()]
-    own = [i for i, (_, mine) in enumerate(parts) if mine.chunks]
-    numbers = [int(number) if number.isdecimal() else -1 for (_, _, number), _ in parts]
-    in_a_row = bool(own) and own == [*range(own[0], own[-1] + 1)] and numbers == sorted(numbers) and numbers[0] >= 0
-    whole = all(mine.neurons == mine.whole for _, mine in parts if mine.chunks)
-    apart = {numbers[i] for i in own}.isdisjoint(n for i, n in enumerate(numbers) if i not in own)
-    if not (in_a_row and whole and apart) or len({prefix for (prefix, _, _), _ in parts}) > 1:
+    numbers, layers = row_of_blocks(shard.layers), [*shard.layers.values()]
+    own = [i for i, mine in enumerate(layers) if mine.chunks]
+    whole = all(layers[i].neurons == layers[i].whole for i in own)
+    if not own or not whole or numbers is None or own != _between(numbers, numbers[own[0]], numbers[own[-1]]):
         said.wrong("some chunks of every layer, or all of those of blocks that follow each other")
+
+
+def _between(numbers: Sequence[int], first: int, last: int) -> list[int]:
+    """Places of the numbers from ``first`` to ``last``."""
+    return [i for i, number in enumerate(numbers) if first <= number <= last]
 
 
 def _layer(said: Field) -> ShardLayer:

@@ -10,6 +10,7 @@ Shape suffixes used in the whole package: ``T`` tokens, ``H`` hidden size, ``I``
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -33,6 +34,14 @@ def block_of(key: str) -> str:
     """The decoder block of a site: its name up to the first number (``model.layers.3`` of ``model.layers.3.mlp``)."""
     match = re.match(r".*?\.\d+(?=[.:]|$)", key)
     return match.group() if match else key
+
+
+def row_of_blocks(keys: Iterable[str]) -> list[int] | None:
+    """The numbers of the blocks of ``keys``; None: they are not ascending ones of one row, such as ``model.layers``."""
+    parts = [block_of(key).rpartition(".") for key in keys]
+    numbers = [int(number) if number.isdecimal() else -1 for *_, number in parts]
+    one_row = len({prefix for prefix, *_ in parts}) == 1
+    return numbers if one_row and numbers[0] >= 0 and numbers == sorted(numbers) else None
 
 
 @dataclass(frozen=True)
