@@ -56,12 +56,14 @@ def together(out: Path, script: str, ranks: int, *arguments: object, codes: list
     return [said for said, *_ in ended]
 
 
-#: Folder, ``GroupConfig.reduction``, whether steps are compiled and a budget are arguments; see :func:`check_answers`.
+#: Folder, ``GroupConfig.reduction``, whether steps are compiled, a budget and ``GroupConfig.attention`` are arguments;
+#: see :func:`check_answers`.
 ANSWERS = """
 import torch_pi2
 from sharding import answers
-model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(sys.argv[5]), budget=sys.argv[7] or None)
-torch.save(answers(model, sys.argv[6] == "compiled"), out / f"{rank}.pt")
+reduction, how, budget, attention = (*sys.argv[5:], "whole")[:4]
+model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(reduction, attention=attention), budget=budget or None)
+torch.save(answers(model, how == "compiled"), out / f"{rank}.pt")
 """
 
 

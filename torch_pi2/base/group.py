@@ -42,11 +42,13 @@ class Group:
     Attributes:
         rank: number of this process. size: how many there are. name: what operators call it.
         led: whether the first process tells the others what they compute; leader: in the first one, its
-            :class:`~torch_pi2.base.calls.Leader`.
+            :class:`~torch_pi2.base.calls.Leader`. divides_kv: whether each process has keys and values that the others
+            have not, of its own layers or heads.
     """
 
     led = False
     leader: Any = None
+    divides_kv = False
 
     def __init__(self, patience_s: float) -> None:
         self.rank, self.size, self.patience_s = dist.get_rank(), dist.get_world_size(), patience_s
@@ -83,6 +85,7 @@ class Group:
 
     def pair_up(self) -> None:
         """Each process and the next can :meth:`hand_on` from now on. All processes call this at the same time."""
+        self.divides_kv = True
         for rank in range(self.size - 1):
             self._pairs.append(self._made((rank, rank + 1)))
 
@@ -93,11 +96,6 @@ class Group:
             return ""
         self._groups.append(group)
         return str(group.group_name)
-
-    @property
-    def staged(self) -> bool:
-        """Whether each process has layers of its own, and with them all there is of their keys and values."""
-        return bool(self._pairs)
 
     def hand_on(self, own: torch.Tensor, rank: int) -> torch.Tensor:
         """What process ``rank`` has for ``own``, in that and the next one, which both call this."""

@@ -11,7 +11,7 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.ops.constants import chunk_neurons
 from torch_pi2.spec.method import PREDICTED
 from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.shard import MOST_RANKS, Shard, ShardLayer
+from torch_pi2.spec.shard import MOST_RANKS, Shard, ShardLayer, apportioned
 from torch_pi2.spec.site import block_of, row_of_blocks
 from torch_pi2.spec.stats import ActivationStats
 
@@ -125,7 +125,7 @@ def _chunks(layer: LayerPlan, shares: Sequence[float], stats: ActivationStats | 
             found=str(len(shares)),
             fix="Use fewer machines.",
         )
-    room = _rooms(len(work), shares)
+    room = apportioned(len(work), shares)
     mine: list[list[int]] = [[] for _ in shares]
     done = [0.0] * len(shares)
     for chunk in sorted(range(len(work)), key=lambda c: (-work[c], c)):
@@ -148,16 +148,3 @@ def _work(layer: LayerPlan, stats: ActivationStats | None) -> torch.Tensor:
         return torch.where(hot, 1.0, fires)
     rows = layer.site.rows_per_neuron
     return (1 + (rows - 1) * fires) / rows  # its first row decides
-
-
-def _rooms(chunks: int, shares: Sequence[float]) -> list[int]:
-    """How many chunks each machine has, at least one."""
-    left = chunks - len(shares)
-    exact = [max(0.0, share * chunks - 1) for share in shares]
-    total = sum(exact) or 1.0
-    wanted = [left * one / total for one in exact]
-    rooms = [1 + int(one) for one in wanted]
-    by_rest = sorted(range(len(shares)), key=lambda r: (int(wanted[r]) - wanted[r], r))
-    for rank in by_rest[: chunks - sum(rooms)]:
-        rooms[rank] += 1
-    return rooms

@@ -19,6 +19,7 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.graph.router import find_router
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.heads import Heads
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
 from torch_pi2.layers.sharded import ShardedExperts, ShardedFFN, Share, agree_on_logits
 from torch_pi2.layers.stages import join_stages
@@ -85,12 +86,13 @@ def load_offloaded(
         kind = dtype or hf.dtype or reader.float_dtype or torch.float32
         joined: Group | None = None
         shards: tuple[Shard, ...] = ()
-        here = plan
+        here, heads = plan, None
         if reader.shard is not None:
             same = {
                 "activations": "int8" if int8_activations else "float",
                 "dtype": kind,
                 "reduction": how_together.reduction,
+                "attention": how_together.attention,
                 "context": context,
             }
             joined, shards = join(reader, plan, hf, same, how_together.patience_s)
@@ -98,6 +100,8 @@ def load_offloaded(
             here, own = reader.shard.plan(plan), own_predictors(reader.shard, plan, predictors)
             predictors.clear()
             predictors = own
+            if how_together.attention == "heads":
+                heads = Heads(hf, shards, joined.rank)
         budget = divide(
             _ALL if total is None else total,
             reader,
@@ -108,6 +112,7 @@ def load_offloaded(
             context=context,
             dtype=kind,
             strict=strict,
+            heads=heads,
         )
         if total is None:
             budget = budget.with_total(budget.whole, folder)
@@ -151,7 +156,9 @@ def load_offloaded(
         return made
 
     give_back_freed_memory()
-    model = load_sparse(folder, pi2, plan, predictors, make_layer=over_store, make_experts=experts_over_store, **how)
+    model = load_sparse(
+        folder, pi2, plan, predictors, make_layer=over_store, make_experts=experts_over_store, heads=heads, **how
+    )
     give_back_freed_memory()  # what only loading needed, before the cache is filled
     if offload.lookahead:
         for module in model.modules():
@@ -163,6 +170,8 @@ def load_offloaded(
         join_stages(model, stage, joined)
     elif joined is not None:
         agree_on_logits(model, joined)
+        if heads is not None:
+            heads.join(model, joined)
     made = Optimized(
         here, FittedPredictors(), None, weights=weights_of(model), store=store, budget=budget, group=joined
     )

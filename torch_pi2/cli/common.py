@@ -198,6 +198,11 @@ def add_together(parser: argparse.ArgumentParser) -> None:
         help="how machines' results are added: chunks (default), with the bits of one machine; ranks sends less",
     )
     group.add_argument(
+        "--attention",
+        choices=("whole", "heads"),
+        help="of shards of neurons: whole (default), computed by every machine; heads are divided among them",
+    )
+    group.add_argument(
         "--patience", type=above_zero, metavar="S", help="after which a process counts as lost (default: 120)"
     )
 
@@ -459,9 +464,10 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
         more: dict[str, Any] = {"activations": getattr(args, "activations", "float")}
         if getattr(args, "budget", None) is not None:
             more |= given(args, "budget", "context")
-        together = {"reduction": getattr(args, "reduction", None), "patience_s": getattr(args, "patience", None)}
-        if together := {name: value for name, value in together.items() if value is not None}:
-            more["group"] = torch_pi2.GroupConfig(**together)
+        together = {"reduction": "reduction", "attention": "attention", "patience_s": "patience"}
+        said = {name: getattr(args, option, None) for name, option in together.items()}
+        if said := {name: value for name, value in said.items() if value is not None}:
+            more["group"] = torch_pi2.GroupConfig(**said)
         if left_out(args):
             more["offload"] = _with_left_out(args)
         if getattr(args, "gpu_memory", None) not in (None, ALL):

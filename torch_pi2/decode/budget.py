@@ -18,6 +18,7 @@ from torch_pi2.base.heap import give_back_freed_memory
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.routed import chosen_shares
+from torch_pi2.layers.heads import Heads
 from torch_pi2.ops.constants import constants
 from torch_pi2.rewrite.handle import Handle, store_and_budget, store_of
 from torch_pi2.spec.method import PREDICTED
@@ -141,6 +142,7 @@ def divide(
     context: int,
     dtype: torch.dtype,
     strict: bool = False,
+    heads: Heads | None = None,
 ) -> Budget:
     """Divide ``total`` bytes.
 
@@ -149,6 +151,7 @@ def divide(
         model_config: of the Hugging Face model, for the size of keys and values.
         context: tokens whose keys and values have room in the budget.
         dtype: of keys, values and float weights.
+        heads: of attention, those that are here (None: all).
         strict: whether a cache that holds less than a token wants is refused; else it is a warning.
 
     Raises:
@@ -159,18 +162,22 @@ def divide(
         raise ConfigError("context", expected="0 or more tokens", found=str(context), fix="Correct it.")
     neuron_rows = {f"{key}.bundles" for key in store.keys}
     ours = ("pi2.", *(f"{key}.checks" for key in store.keys))
-    fixed = sum(
-        (dtype.itemsize if spec.dtype.is_floating_point else 1) * (spec.nbytes // spec.dtype.itemsize)
+    sizes = {
+        name: (dtype.itemsize if spec.dtype.is_floating_point else 1) * (spec.nbytes // spec.dtype.itemsize)
         for name, spec in store.specs.items()
         if name not in neuron_rows and not name.startswith(ours)
-    )
+    }
+    fixed, kv = sum(sizes.values()), _own_kv(store, model_config, kv_bytes(model_config, context, dtype))
+    if heads is not None:
+        fixed -= int((1 - heads.share) * sum(sizes[name] for name in heads.names(sizes)))
+        kv = math.ceil(kv * heads.share)
     slot = place_bytes(store.entries, config)
     count = sum(entry.slots_in_file for entry in store.entries)
     staging, tables, _ = engine_bytes(store.entries, config)
     parts = {
         "fixed": fixed,
         "predictors": sum(predictor_bytes(predictors.get(layer.site.key), layer) for layer in plan.layers),
-        "kv": _own_kv(store, model_config, kv_bytes(model_config, context, dtype)),
+        "kv": kv,
         "staging": staging,
         "activations": activation_bytes(store.entries, activation_sizes(model_config, dtype), context),
         "neuron_tables": tables + sum(y.thresholds.nbytes for y in plan.layers if y.thresholds is not None),
@@ -191,8 +198,8 @@ def divide(
             fix="Give it more, or lower context (--max-tokens, --max-new-tokens) or OffloadConfig.in_flight.",
         )
     slots = min(count, left // (slot + SLOT_BYTES))
-    sizes = {"cache": slots * slot, "neurons": count * slot, "token": token, "slot": slot}
-    made = Budget(total=total, **parts, **sizes, piece_tokens=piece_tokens(context))
+    found = {"cache": slots * slot, "neurons": count * slot, "token": token, "slot": slot}
+    made = Budget(total=total, **parts, **found, piece_tokens=piece_tokens(context))
     if slots < count and made.cache < token and config.engine != "mmap":
         _below_the_cliff(made, Path(store.path).parent.parent, strict)
     return made

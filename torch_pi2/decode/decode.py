@@ -308,7 +308,7 @@ class Decoder:
             ShapeError: there are as many sequences as there is room for, one is being read, or a prompt that leaves no
                 room.
             UnsupportedModelError: the model cannot have sequences of several lengths; or, with ``known``, its layers
-                are divided among processes of which this one leads.
+                or heads are divided among processes of which this one leads.
         """
         _check_ids(ids_1T, "joining")
         check_vocabulary(self.model, ids_1T, "joining")
@@ -322,10 +322,10 @@ class Decoder:
                 fix="Let others leave first (keep), or make a Decoder for more.",
             )
         group = group_of(self.model)
-        if known and group is not None and group.staged and group.led:
+        if known and group is not None and group.divides_kv and group.led:
             raise UnsupportedModelError(
-                "joining(known=...) of a model in stages",
-                expected="no tokens that are known: of other processes' layers this one has no keys and values",
+                "joining(known=...) of a model whose keys and values are divided among processes",
+                expected="no tokens that are known: this one has keys and values of its own layers or heads alone",
                 found="some",
                 fix="Read the prompt whole.",
             )

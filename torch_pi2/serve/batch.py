@@ -170,15 +170,17 @@ class Batch:
         self.most = lanes + waiting
         self.meter: Meter | None = None
         self._group = group_of(model)
-        if prefix_bytes and self._group is not None and self._group.staged:
+        if prefix_bytes and self._group is not None and self._group.divides_kv:
             if prefix_folder is not None:
                 raise ConfigError(
-                    "prefix_folder of a model in stages",
-                    expected="none: each process has keys and values of its own layers",
+                    "prefix_folder of a model whose keys and values are divided among processes",
+                    expected="none: each process has those of its own layers or heads",
                     found=str(prefix_folder),
-                    fix="Leave it out (--prefix-dir), or deal out neurons (pack --by neurons).",
+                    fix="Leave it out (--prefix-dir), or leave attention whole (neurons, --attention whole).",
                 )
-            _log.warning("prompts that begin alike are read anew: each process has keys and values of its own layers")
+            _log.warning(
+                "prompts that begin alike are read anew: each process has keys and values of its own layers or heads"
+            )
             prefix_bytes = 0
         self._decoder = Decoder(model, max_tokens=max_tokens, batch=lanes, compiled=compiled, logits=True)
         on_disk = (

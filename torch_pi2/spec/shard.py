@@ -25,6 +25,7 @@ from torch_pi2.spec.site import MOST_SIZE, block_of, row_of_blocks
 MOST_RANKS = 16
 #: See :class:`GroupConfig`.
 REDUCTIONS = ("chunks", "ranks")
+ATTENTION = ("whole", "heads")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,9 @@ class GroupConfig:
             machine's sum, of which much less is sent. Either gives the same bits in every run, and in all processes.
         patience_s: a process that has not answered for so long is lost, as others then say; one that has ended is lost
             at once.
+        attention: of shards of neurons ``whole``, computed by every process; or by ``heads``
+            (:mod:`torch_pi2.layers.heads`): each has some of them, with their keys and values, and outputs of heads are
+            exchanged, once more a layer. Either gives the bits of one machine.
 
     Raises:
         ConfigError: a setting makes no sense.
@@ -44,10 +48,12 @@ class GroupConfig:
 
     reduction: str = REDUCTIONS[0]
     patience_s: float = 120.0
+    attention: str = ATTENTION[0]
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_choice("GroupConfig.reduction", self.reduction, REDUCTIONS, "Correct it.")
+        check_choice("GroupConfig.attention", self.attention, ATTENTION, "Correct it.")
         if not 0 < self.patience_s < float("inf"):
             raise ConfigError(
                 "GroupConfig.patience_s", expected="a time above 0", found=f"{self.patience_s:g}", fix="Correct it."
@@ -201,3 +207,16 @@ def _layer(said: Field) -> ShardLayer:
     if chunks != sorted(set(chunks)):
         said.at("chunks").wrong("ascending numbers of chunks")
     return ShardLayer(whole, tuple(chunks))
+
+
+def apportioned(count: int, shares: Sequence[float]) -> list[int]:
+    """``count`` things dealt out by ``shares`` of 1, at least one to each."""
+    left = count - len(shares)
+    exact = [max(0.0, share * count - 1) for share in shares]
+    total = sum(exact) or 1.0
+    wanted = [left * one / total for one in exact]
+    rooms = [1 + int(one) for one in wanted]
+    by_rest = sorted(range(len(shares)), key=lambda r: (int(wanted[r]) - wanted[r], r))
+    for rank in by_rest[: count - sum(rooms)]:
+        rooms[rank] += 1
+    return rooms
