@@ -37,7 +37,7 @@ from torch_pi2.planner.choices import Choice
 from torch_pi2.planner.group import Member, predicted
 from torch_pi2.planner.request import Task
 from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.spec.shard import REDUCTIONS
+from torch_pi2.spec.shard import ATTENTION, REDUCTIONS
 from torch_pi2.spec.site import block_of
 from torch_pi2.store.folder import PI2_FOLDER, read_config
 from torch_pi2.store.shards import shards_in
@@ -46,6 +46,8 @@ from torch_pi2.store.storefile import STORE_FILE, StoreReader
 #: Tokens of a prompt, and of an answer that is not timed, before the first round.
 _PROMPT, _WARM_UP = 8, 8
 _PORT = 29477
+#: After the name of a reduction, where attention is divided.
+_HEADS = ", heads"
 #: Of a process whose threads share a core: in the usual class of Linux's scheduler one that wakes takes it from another
 #: that would have been done with it in a microsecond, and some messages wait for the next tick, 4 ms.
 _BATCH = ("chrt", "-b", "0")
@@ -67,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="between processes; none: as fast as it goes (default: none,10000,1000)",
     )
     add("--reductions", type=list_of(str), default=[*REDUCTIONS], metavar="NAMES", help="default: chunks,ranks")
+    add("--attention", type=list_of(str), default=[ATTENTION[0]], metavar="NAMES", help="whole,heads (default: whole)")
     add("--prompt", type=common.positive, default=_PROMPT, metavar="N", help="tokens of a prompt that is timed, too")
     add(
         "--chunk-tokens",
@@ -91,6 +94,7 @@ def run(
     ffn_in_memory: float = 0.5,
     links: Sequence[str] = ("none",),
     reductions: Sequence[str] = REDUCTIONS,
+    attention: Sequence[str] = ATTENTION[:1],
     prompt: int = _PROMPT,
     chunk_tokens: int = 0,
     tokens: int = 24,
@@ -103,10 +107,11 @@ def run(
     """Decode with one process, then with all shards over each link, one after another, and with all ``stages``.
 
     Returns:
-        ``alone`` and by ``links`` and reduction (or ``layers``): ``tokens_per_s``, ``prompt_tokens_per_s``, ``spread``,
-        what the first process read a token, ``sent_bytes`` a token (computed: what each process gives the others, or of
-        stages the first one the second), and ``ratio`` and ``prompt_ratio`` to the one alone; with a profile
-        ``predicted_tokens_per_s``, of the ``link`` as it was measured before.
+        ``alone`` and by ``links`` and reduction (and ``, heads`` where attention is divided; or ``layers``):
+        ``tokens_per_s``, ``prompt_tokens_per_s``, ``spread``, what the first process read a token, ``sent_bytes`` a
+        token (computed: what each process gives the others, or of stages the first one the second), and ``ratio`` and
+        ``prompt_ratio`` to the one alone; with a profile ``predicted_tokens_per_s``, of the ``link`` as it was measured
+        before.
 
     Raises:
         ConfigError: a setting makes no sense, or the shards are of another store. PeerError: a process ended.
@@ -115,8 +120,10 @@ def run(
     at_least(1, tokens=tokens, rounds=rounds, links=len(links), reductions=len(reductions))
     check_share(ffn_in_memory)
     known("reduction", reductions, REDUCTIONS)
+    known("attention", attention, ATTENTION)
     ranks, sizes = _sizes(folder, shards)
-    ways = dict.fromkeys(reductions, shards)
+    divided = [_HEADS if how == "heads" else "" for how in attention]
+    ways = {reduction + heads: shards for heads in divided for reduction in reductions}
     if stages is not None:
         _check_stages(folder, stages, ranks)
         ways["layers"] = stages
@@ -145,14 +152,19 @@ def run(
     found: dict[str, Any] = {}
     for link in links:
         for name, way in ways.items():
-            reduction = name if name in REDUCTIONS else REDUCTIONS[0]
+            reduction = name.removesuffix(_HEADS)
+            group = {
+                "ranks": ranks,
+                "reduction": reduction if reduction in REDUCTIONS else REDUCTIONS[0],
+                "attention": "heads" if name.endswith(_HEADS) else "whole",
+                "port": _PORT,
+            }
             each = [
-                settings
-                | {"folder": str(path), "group": {"rank": rank, "ranks": ranks, "reduction": reduction, "port": _PORT}}
+                settings | {"folder": str(path), "group": group | {"rank": rank}}
                 for rank, path in sorted(shards_in(way).items())
             ]
             figures = _measured(each, link, cap_bytes, *asked)
-            figures["sent_bytes"] = sizes[name]
+            figures["sent_bytes"] = sizes[reduction] + (sizes["heads"] if name.endswith(_HEADS) else 0)
             for ratio, rate in (("ratio", "tokens_per_s"), ("prompt_ratio", "prompt_tokens_per_s")):
                 figures[ratio] = round(figures[rate] / alone[rate], 2)
             found.setdefault(link, {})[name] = figures | predict(name, way, figures)
@@ -193,7 +205,11 @@ def _sizes(folder: Path, shards: Path) -> tuple[int, dict[str, int]]:
         calls = {block_of(key): entry.hidden for key, entry in zip(one.keys, one.entries, strict=True)}
         sums = sum(calls.values())  # experts of a block are added together
         hidden = one.entries[0].hidden * (whole.float_dtype or torch.float32).itemsize
-    return len(found), {"chunks": 4 * chunks, "ranks": 4 * sums, "layers": hidden}
+    config = read_config(folder)
+    queries = config["num_attention_heads"]
+    width = queries * (config.get("head_dim") or config["hidden_size"] // queries) // len(found)
+    heads = 4 * width * config["num_hidden_layers"]
+    return len(found), {"chunks": 4 * chunks, "ranks": 4 * sums, "layers": hidden, "heads": heads}
 
 
 def _predictions(
@@ -212,6 +228,8 @@ def _predictions(
             task = Task(shape, profile, budget_bytes=budget, batches=(1,), context=context, misses=misses(shape))
             hot = tuple(layer.base_hot for layer in shape.layers)
             rate = task.cost(1, Choice(hot, (0,) * len(hot))).tokens_per_s
+        elif name.endswith(_HEADS):
+            return {}
         else:
             members = [Member(profile, budget)] * len(shards_in(way))
             dealt = predicted(

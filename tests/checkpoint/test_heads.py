@@ -62,3 +62,89 @@ def test_three_processes_compiled(made: Path, reduction: str, tmp_path: Path) ->
     store = made / "Llama, int4, biases" / "store"
     together(tmp_path, ANSWERS, 3, store.parent / "3", reduction, "compiled", "", "heads")
     check_answers(tmp_path, 3, answers_of_one(store, compiled=True), same=BITS if reduction == "chunks" else ())
+
+
+def test_memory_is_of_the_heads_that_are_here(made: Path, tmp_path: Path) -> None:
+    """Weights, and keys and values: of three heads, two and one."""
+    script = """
+import torch_pi2
+for attention in ("whole", "heads"):
+    model = torch_pi2.load(sys.argv[4], context=4096, group=torch_pi2.GroupConfig(attention=attention))
+    budget, layer = torch_pi2.stats(model)["budget"], model.model.layers[0].self_attn
+    rows = [getattr(layer, name).out_features for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    print(budget.kv, budget.fixed, rows, sum(b.nbytes for _, b in layer.named_buffers()))
+"""
+    said = together(tmp_path, script, 2, made / "Llama, int4, biases" / "2")
+    for one, heads in zip(said, (2, 1), strict=True):
+        (kv, fixed, rows, nbytes), (own_kv, own_fixed, own_rows, own_bytes) = map(_figures, one.splitlines())
+        assert rows == [192, 96, 96, 96]
+        assert own_rows == [64 * heads, 32 * heads, 32 * heads, 96]
+        assert own_kv == kv * heads // 3
+        layers = tiny_models.LAYERS
+        assert fixed - own_fixed == layers * (nbytes - own_bytes) > 0
+
+
+def _figures(line: str) -> Any:
+    kv, fixed, rows = line.split(" ", 2)
+    rows, nbytes = rows.rsplit(" ", 1)
+    return int(kv), int(fixed), [*map(int, rows[1:-1].split(","))], int(nbytes)
+
+
+def test_heads_are_dealt_out_as_neurons_are() -> None:
+    """At least one each; of grouped ones all queries of a key."""
+    config = _tiny("Llama", num_attention_heads=12, num_key_value_heads=6).config
+    shards = _shards([0, 1, 2, 3, 4], [5, 6], [7])
+    assert [Heads(config, shards, 0).counts, Heads(config, shards, 2).share] == [[4, 1, 1], 1 / 6]
+    assert apportioned(7, [0.5, 0.25, 0.25]) == [3, 2, 2]
+    assert apportioned(3, [0.98, 0.01, 0.01]) == [1, 1, 1]
+
+
+def _shards(*chunks: list[int]) -> list[Shard]:
+    """Of a layer of 8 chunks of 64 neurons."""
+    keys = [f"model.layers.{i}.mlp" for i in range(2)]
+    return [
+        Shard(rank, len(chunks), {key: ShardLayer(512, tuple(mine)) for key in keys})
+        for rank, mine in enumerate(chunks)
+    ]
+
+
+REFUSED: list[tuple[Callable[[], Any], int, str]] = [
+    (
+        lambda: tiny_models._hf("OPT", ffn_dim=200, word_embed_proj_dim=32),
+        2,
+        "attention of opt by heads: expected a plan",
+    ),
+    (
+        lambda: tiny_models._hf("Phi3"),
+        2,
+        "attention of phi3 by heads: expected a plan of tensor parallelism with q_proj",
+    ),
+    (
+        lambda: _tiny("Llama"),
+        4,
+        "expected a key-value head for each of 4 processes, found 3. Leave attention whole: Gro",
+    ),
+    (
+        lambda: _tiny("Cohere", use_qk_norm=True),
+        2,
+        r"expected model.layers.0.self_attn with 3 key-value heads, linear projections, and nothing else of each head, "
+        "found a CohereAttention",
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "ranks", "message"), REFUSED)
+def test_what_cannot_be_divided_is_refused_by_name(model: Callable[[], Any], ranks: int, message: str) -> None:
+    made, shards = model(), _shards(*([i] for i in range(ranks)))
+    with pytest.raises(UnsupportedModelError, match=message):
+        Heads(made.config, shards, 0).rows(made)
+
+
+def test_stages_have_whole_heads() -> None:
+    shard = Shard(0, 2, {"model.layers.0.mlp": ShardLayer(64, (0,)), "model.layers.1.mlp": ShardLayer(64, ())})
+    with pytest.raises(
+        UnsupportedModelError, match="expected shards of neurons, found stages, which have whole layers"
+    ):
+        Heads(_tiny("Llama").config, [shard, shard], 0)
+    with pytest.raises(ConfigError, match=r"GroupConfig.attention: expected .*whole.*heads"):
+        torch_pi2.GroupConfig(attention="half")

@@ -25,7 +25,7 @@ _BEGIN = """
 import os, signal, threading, time, torch_pi2
 from torch_pi2.decode.decode import Decoder
 few, asked = torch.arange(1, 6)[None], torch.tensor([[5, 6, 7, 8] * 4])
-model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(patience_s=3))
+model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(patience_s=3, attention=[*sys.argv[6:], "whole"][0]))
 (out / f"pid-{rank}").write_text(str(os.getpid()))
 """
 #: After it there is the leader alone.
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared_folder(tmp_path_factory, "led", make)
 
 
-def _all_calls(model: torch.nn.Module, compiled: bool, staged: bool) -> list[torch.Tensor]:
+def _all_calls(model: torch.nn.Module, compiled: bool) -> list[torch.Tensor]:
     """What one machine finds, as ``_CALLS`` asks it."""
     with torch.no_grad():
         found = [model(FEW).logits, model(FEW, use_cache=False, attention_mask=torch.ones_like(FEW)).logits]
@@ -65,8 +65,7 @@ def _all_calls(model: torch.nn.Module, compiled: bool, staged: bool) -> list[tor
         found.append(decoder.step(torch.tensor([[7], [9]])))
     found.append(decoder.step(torch.tensor([[7], [9], [3]])))
     decoder.keep([2])
-    blocks = [] if staged else [decoder.copied(0, 0, 8), decoder.copied(0, 8, 15)]
-    for _ in decoder.joining(ASKED, blocks):
+    for _ in decoder.joining(ASKED, [decoder.copied(0, 0, 8), decoder.copied(0, 8, 15)]):
         pass
     pieces = decoder.joining(FEW)
     next(pieces)
@@ -81,21 +80,25 @@ def _all_calls(model: torch.nn.Module, compiled: bool, staged: bool) -> list[tor
 
 _CALLS = """
 import inspect, test_lead
-found = test_lead._all_calls(model, sys.argv[5] == "compiled", "stages" in sys.argv[4])
+found = test_lead._all_calls(model, sys.argv[5] == "compiled")
 torch.save(found, out / "found.pt")
 """
 
 
 @pytest.mark.parametrize("compiled", ["", pytest.param("compiled", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("store", "shards"), [("store", "2"), ("float/store", "float/stages")])
+@pytest.mark.parametrize(
+    ("store", "shards", "attention"),
+    [("store", "2", "whole"), ("store", "2", "heads"), ("float/store", "float/stages", "whole")],
+)
 def test_all_calls_have_the_bits_of_one_machine(
-    folder: Path, tmp_path: Path, store: str, shards: str, compiled: str
+    folder: Path, tmp_path: Path, store: str, shards: str, attention: str, compiled: str
 ) -> None:
     here = f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-    said = together(tmp_path, _BEGIN + _LEAD + here + _CALLS + "leader.close()", 2, folder / shards, compiled)
+    script = _BEGIN + _LEAD + here + _CALLS + "leader.close()"
+    said = together(tmp_path, script, 2, folder / shards, compiled, attention)
     assert said[1].startswith("through ")
     found = torch.load(tmp_path / "found.pt")
-    wanted = _all_calls(torch_pi2.load(folder / store, budget="1GiB"), bool(compiled), "stages" in shards)
+    wanted = _all_calls(torch_pi2.load(folder / store, budget="1GiB"), bool(compiled))
     assert len(found) == len(wanted)
     for i, (led, alone) in enumerate(zip(found, wanted, strict=True)):
         assert torch.equal(led, alone), i
@@ -173,28 +176,45 @@ leader.close()
         torch_pi2.lead(tiny("llama-relu"))
 
 
-def test_keys_and_values_of_stages_stay_where_they_are(folder: Path, tmp_path: Path) -> None:
+def test_keys_and_values_that_are_divided_stay_where_they_are(folder: Path, tmp_path: Path) -> None:
     script = """
 from torch_pi2.serve.batch import Batch
 decoder = Decoder(model, max_tokens=64, batch=2, compiled=False)
 for _ in decoder.joining(asked):
     pass
 try:
-    list(decoder.joining(asked, [decoder.copied(0, 0, 8)]))
+    list(decoder.joining(asked, [[*decoder.copied(0, 0, 8)]]))
 except torch_pi2.Pi2Error as error:
     print(type(error).__name__, error)
 try:
     Batch(model, max_tokens=64, prefix_bytes=1 << 20, prefix_folder=out / "kept")
 except torch_pi2.Pi2Error as error:
     print(type(error).__name__, error)
-print(Batch(model, max_tokens=64, prefix_bytes=1 << 20).prefixes._budget_bytes)
+parts = [decoder.copied(0, 0, 8)]
+del parts
+list(decoder.joining(asked, [decoder.copied(0, 0, 9)]))
 leader.close()
 """
-    said, _ = together(tmp_path, _BEGIN + _LEAD + script, 2, folder / "float" / "stages")
-    known, kept, room = said.splitlines()
-    assert known.startswith("UnsupportedModelError joining(known=...) of a model in stages: expected no tokens")
-    assert kept.startswith("ConfigError prefix_folder of a model in stages: expected none: each process has keys and")
-    assert room == "0"
+    watched = """
+from torch_pi2.decode.lead import _Follower
+make = _Follower._make
+def noted(self, call):
+    make(self, call)
+    print(call.name, [self._parts[number][0].shape[1] for number in self._parts])
+_Follower._make = noted
+"""
+    said, other = together(tmp_path, watched + _BEGIN + _LEAD + script, 2, folder / "float" / "stages")
+    known, kept = said.splitlines()
+    assert known.startswith(
+        "UnsupportedModelError joining(known=...) of a model whose keys and values are divided among processes: "
+        "expected what copied gave since torch_pi2.lead: every process has a part of it, found others."
+    )
+    assert kept.startswith(
+        "ConfigError prefix_folder of a model whose keys and values are divided among processes: expected none: each "
+        "process has those of its own layers or heads, found"
+    )
+    kept_there = [line for line in other.splitlines() if line.startswith("keep_part")]
+    assert kept_there == ["keep_part [8]", "keep_part [8]", "keep_part [9]"]  # each is gone when the next one comes
 
 
 def test_who_is_killed_is_named(folder: Path, tmp_path: Path) -> None:

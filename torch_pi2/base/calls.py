@@ -49,7 +49,7 @@ class Call:
 
     Attributes:
         name: of a method. of: number of the object that has it; None: the model.
-        args, kwargs: None, numbers, texts, tensors, and lists of these.
+        args, kwargs: None, numbers, texts, tensors, a :class:`Part`, and lists of these.
         sparse: whether it is made within :func:`~torch_pi2.layers.prompt.sparse_only`.
         gone: numbers of objects that nobody calls any more. raised: whether the call before this one ended so.
     """
@@ -61,6 +61,14 @@ class Call:
     sparse: bool = False
     gone: Sequence[int] = ()
     raised: bool = False
+
+
+class Part(list[torch.Tensor]):
+    """Of something of which every process has a part, that of this one. In calls it is named by ``number``
+    (:meth:`Leader.number`), for which each process takes its own.
+    """
+
+    number: int | None = None
 
 
 class _Line:
@@ -226,6 +234,8 @@ def _packed(call: Call) -> torch.Tensor:
     tensors: list[torch.Tensor] = []
 
     def plain(value: Any) -> Any:
+        if isinstance(value, Part):
+            return {"part": value.number}
         if isinstance(value, torch.Tensor):
             tensors.append(value.detach().cpu().contiguous())
             return {"dtype": dtype_name(value.dtype), "shape": list(value.shape)}
@@ -251,7 +261,7 @@ def _packed(call: Call) -> torch.Tensor:
 
 
 def _unpacked(message: torch.Tensor) -> Call:
-    """Inverse of :func:`_packed`."""
+    """Inverse of :func:`_packed`, but for parts: they are empty."""
     at = 8 + int(message[:8].clone().view(torch.int64))
     said = json.loads(bytes(message[8:at].tolist()))
 
@@ -261,6 +271,10 @@ def _unpacked(message: torch.Tensor) -> Call:
             return [whole(part) for part in value]
         if not isinstance(value, dict):
             return value
+        if "part" in value:
+            part = Part()
+            part.number = value["part"]
+            return part
         dtype = getattr(torch, value["dtype"])
         first, at = at, at + math.prod(value["shape"]) * dtype.itemsize
         return message[first:at].clone().view(dtype).view(value["shape"])

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from torch_pi2.base.arguments import checked
+from torch_pi2.base.calls import Part
 from torch_pi2.base.fields import argument
 from torch_pi2.decode.adapt import Engine, engine_of
 from torch_pi2.decode.attention import adds_masks, packed_attention
 from torch_pi2.decode.budget import room_for_compiling
-from torch_pi2.decode.calls import group_of, led, number_of
+from torch_pi2.decode.calls import group_of, leader_of, led, number_of
 from torch_pi2.decode.cuda_graph import Forward, captured, on_device
 from torch_pi2.decode.kv import KeyValues, cache_name
 from torch_pi2.decode.masks import masks_of
@@ -307,8 +308,8 @@ class Decoder:
         Raises:
             ShapeError: there are as many sequences as there is room for, one is being read, or a prompt that leaves no
                 room.
-            UnsupportedModelError: the model cannot have sequences of several lengths; or, with ``known``, its layers
-                or heads are divided among processes of which this one leads.
+            UnsupportedModelError: the model cannot have sequences of several lengths; or, with ``known``, keys and
+                values are divided among processes of which this one leads, and these are none of its parts.
         """
         _check_ids(ids_1T, "joining")
         check_vocabulary(self.model, ids_1T, "joining")
@@ -322,11 +323,12 @@ class Decoder:
                 fix="Let others leave first (keep), or make a Decoder for more.",
             )
         group = group_of(self.model)
-        if known and group is not None and group.divides_kv and group.led:
+        divided = group is not None and group.divides_kv and group.led
+        if divided and not all(isinstance(part, Part) for part in known):
             raise UnsupportedModelError(
                 "joining(known=...) of a model whose keys and values are divided among processes",
-                expected="no tokens that are known: this one has keys and values of its own layers or heads alone",
-                found="some",
+                expected="what copied gave since torch_pi2.lead: every process has a part of it",
+                found="others",
                 fix="Read the prompt whole.",
             )
         if self.lengths and not self._positions:
@@ -401,10 +403,27 @@ class Decoder:
             self._joining = None
             self._give_back()
 
-    @torch.inference_mode()
     def copied(self, row: int, first: int, last: int) -> list[torch.Tensor]:
-        """Keys and values of the tokens from ``first`` to ``last`` (exclusive) of a row, for :meth:`joining`."""
-        return self._kv.copied(row, first, last)
+        """Keys and values of the tokens from ``first`` to ``last`` (exclusive) of a row, for :meth:`joining`.
+
+        Where they are divided among processes of which this one leads, it is those that are here; each of the others
+        keeps its own for as long as these are referred to.
+        """
+        leader, group = leader_of(self.model), group_of(self.model)
+        if leader is None or group is None or not group.divides_kv:
+            return self._kv.copied(row, first, last)
+        part = Part()
+        part.number = leader.number(part)
+        part.extend(self.keep_part(row, first, last, part.number))
+        return part
+
+    @led
+    @torch.inference_mode()
+    def keep_part(self, row: int, first: int, last: int, number: int) -> Part:
+        """A part of :meth:`copied`."""
+        part = Part(self._kv.copied(row, first, last))
+        part.number = number
+        return part
 
     def _read(self, ids_BT: torch.Tensor, known: int = 0) -> torch.Tensor:
         """Prompts of all sequences; of the first so many tokens are ``known``."""

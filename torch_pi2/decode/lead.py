@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.arguments import checked
-from torch_pi2.base.calls import Call, Leader, follow
+from torch_pi2.base.calls import Call, Leader, Part, follow
 from torch_pi2.base.group import Group
 from torch_pi2.base.ranks import Ranks
 from torch_pi2.decode.calls import LED, group_of, leader_of
@@ -71,6 +71,7 @@ class _Follower:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._decoders: dict[int, Decoder] = {}
+        self._parts: dict[int, Part] = {}
 
     def follow(self, group: Group) -> None:
         """Until the first process has closed its leader. Raises GroupError."""
@@ -78,14 +79,26 @@ class _Follower:
             follow(group, self._make)
         finally:
             self._decoders.clear()
+            self._parts.clear()
 
     def _make(self, call: Call) -> None:
         for number in call.gone:
             self._decoders.pop(number, None)
+            self._parts.pop(number, None)
         with torch.no_grad(), sparse_only() if call.sparse else nullcontext():
             if call.of is None:
                 self._model(*call.args, **call.kwargs)
             elif call.name == Decoder.__name__:
                 self._decoders[call.of] = Decoder(self._model, **call.kwargs)
             elif call.name in LED:
-                getattr(self._decoders[call.of], call.name)(*call.args, **call.kwargs)
+                found = getattr(self._decoders[call.of], call.name)(*self._own(call.args), **call.kwargs)
+                if isinstance(found, Part):
+                    assert found.number is not None
+                    self._parts[found.number] = found
+
+    def _own(self, value: Any) -> Any:
+        """``value`` with the parts of this process."""
+        if isinstance(value, Part):
+            assert value.number is not None
+            return self._parts[value.number]
+        return [self._own(one) for one in value] if isinstance(value, list) else value

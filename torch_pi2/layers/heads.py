@@ -44,6 +44,8 @@ class Heads:
     def __init__(self, hf: Any, shards: Sequence[Shard], rank: int) -> None:
         config = hf.get_text_config()
         self._what = f"attention of {config.model_type} by heads"
+        if shards[rank].by_layers:
+            raise self._refused("shards of neurons", "stages, which have whole layers")
         self._parents = _divisible(getattr(config, "base_model_tp_plan", None) or {})
         if not self._parents:
             raise self._refused(

@@ -170,18 +170,13 @@ class Batch:
         self.most = lanes + waiting
         self.meter: Meter | None = None
         self._group = group_of(model)
-        if prefix_bytes and self._group is not None and self._group.divides_kv:
-            if prefix_folder is not None:
-                raise ConfigError(
-                    "prefix_folder of a model whose keys and values are divided among processes",
-                    expected="none: each process has those of its own layers or heads",
-                    found=str(prefix_folder),
-                    fix="Leave it out (--prefix-dir), or leave attention whole (neurons, --attention whole).",
-                )
-            _log.warning(
-                "prompts that begin alike are read anew: each process has keys and values of its own layers or heads"
+        if prefix_folder is not None and self._group is not None and self._group.divides_kv:
+            raise ConfigError(
+                "prefix_folder of a model whose keys and values are divided among processes",
+                expected="none: each process has those of its own layers or heads",
+                found=str(prefix_folder),
+                fix="Leave it out (--prefix-dir), or leave attention whole (neurons, --attention whole).",
             )
-            prefix_bytes = 0
         self._decoder = Decoder(model, max_tokens=max_tokens, batch=lanes, compiled=compiled, logits=True)
         on_disk = (
             None if prefix_folder is None else self._folder(model, prefix_folder, prefix_folder_bytes, prefix_bytes)
