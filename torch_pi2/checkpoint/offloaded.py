@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from torch_pi2.base.group import Group
 from torch_pi2.base.heap import give_back_freed_memory
-from torch_pi2.checkpoint.shards import join, own_predictors
+from torch_pi2.checkpoint.shards import Together, join, own_predictors
 from torch_pi2.checkpoint.sparse import load_sparse, weights_of
 from torch_pi2.decode.budget import divide
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.router import find_router
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.heads import Heads
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
-from torch_pi2.layers.sharded import ShardedExperts, ShardedFFN, Share, agree_on_logits
-from torch_pi2.layers.stages import join_stages
+from torch_pi2.layers.sharded import ShardedExperts, ShardedFFN
 from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.rewrite.handle import Optimized
@@ -31,7 +28,7 @@ from torch_pi2.rewrite.skeleton import model_config
 from torch_pi2.spec.method import Method
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.shard import GroupConfig, Shard
+from torch_pi2.spec.shard import GroupConfig
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
 from torch_pi2.store.weights import QuantizedWeights
 
@@ -70,7 +67,6 @@ def load_offloaded(
             found="weights that are read whole",
             fix="Make one with torch_pi2.pack(folder, out).",
         )
-    how_together = group or GroupConfig()
     how: dict[str, Any] = {
         "dtype": dtype,
         "trust_remote_code": trust_remote_code,
@@ -78,86 +74,33 @@ def load_offloaded(
         "progress": progress,
         "config": config,
     }
-    stage: Shard | None = None
+    together: Together | None = None
+    here = plan
     with StoreReader(pi2 / STORE_FILE) as reader:
         reader.check_activations(int8_activations)
         reader.check_plan(plan)
         hf = config or model_config(folder, trust_remote_code=trust_remote_code)
         kind = dtype or hf.dtype or reader.float_dtype or torch.float32
-        joined: Group | None = None
-        shards: tuple[Shard, ...] = ()
-        here, heads = plan, None
         if reader.shard is not None:
-            same = {
-                "activations": "int8" if int8_activations else "float",
-                "dtype": kind,
-                "reduction": how_together.reduction,
-                "attention": how_together.attention,
-                "context": context,
-            }
-            joined, shards = join(reader, plan, hf, same, how_together.patience_s)
-            stage = reader.shard if reader.shard.by_layers else None
+            same = {"activations": "int8" if int8_activations else "float", "dtype": kind, "context": context}
+            together = join(reader, plan, hf, group or GroupConfig(), same)
             here, own = reader.shard.plan(plan), own_predictors(reader.shard, plan, predictors)
             predictors.clear()
             predictors = own
-            if how_together.attention == "heads":
-                heads = Heads(hf, shards, joined.rank)
-        budget = divide(
-            _ALL if total is None else total,
-            reader,
-            here,
-            predictors,
-            hf,
-            config=offload,
-            context=context,
-            dtype=kind,
-            strict=strict,
-            heads=heads,
-        )
+        heads = None if together is None else together.heads
+        sizes: dict[str, Any] = {"config": offload, "context": context, "dtype": kind, "strict": strict, "heads": heads}
+        budget = divide(_ALL if total is None else total, reader, here, predictors, hf, **sizes)
         if total is None:
             budget = budget.with_total(budget.whole, folder)
         index_of = {key: i for i, key in enumerate(reader.keys)}
-    #: Who has neurons of the same layers.
-    dividing = joined if stage is None else None
     if offload.lossy:
         _check_lossy(plan, offload)
     store = Store(pi2 / STORE_FILE, budget.cache, offload, token_bytes=budget.token)
     store.most_tokens = budget.piece_tokens
-
-    def over_store(layer: LayerPlan, weights: QuantizedWeights, kind: torch.dtype) -> SparseFFN:
-        tensors, threshold = predictor_tensors(predictors.pop(layer.site.key, None))
-        layer_class = OffloadedFFN if dividing is None else ShardedFFN
-        made = layer_class.over(
-            store,
-            index_of[layer.site.key],
-            layer.site,
-            layer,
-            weights.operand_of(layer.site.key),
-            lowrank=tensors,
-            threshold=threshold,
-            int8_activations=int8_activations,
-            dtype=DTYPES.get(weights.kind, kind),
-        )
-        if dividing is not None and isinstance(made, ShardedFFN):
-            made.share = Share(dividing, shards, layer.site.key, how_together.reduction)
-        return made
-
-    def experts_over_store(parts: Iterable[SparseFFN], group: Sequence[LayerPlan]) -> SparseExperts:
-        def copied() -> Iterator[SparseFFN]:
-            for layer, part in zip(group, parts, strict=True):
-                predictors.pop(layer.site.key, None)
-                yield part
-
-        first = group[0].site.key
-        if dividing is None:
-            return OffloadedExperts(copied(), len(group), store, index_of[first])
-        made = ShardedExperts(copied(), len(group), store, index_of[first])
-        made.share = Share(dividing, shards, first, how_together.reduction)
-        return made
-
+    make = _OverStore(store, index_of, predictors, int8_activations, together)
     give_back_freed_memory()
     model = load_sparse(
-        folder, pi2, plan, predictors, make_layer=over_store, make_experts=experts_over_store, heads=heads, **how
+        folder, pi2, plan, predictors, make_layer=make.layer, make_experts=make.experts, heads=heads, **how
     )
     give_back_freed_memory()  # what only loading needed, before the cache is filled
     if offload.lookahead:
@@ -165,18 +108,71 @@ def load_offloaded(
             if isinstance(module, OffloadedFFN):
                 module.announce()
         _route_early(model)
+    if together is not None:
+        together.meet(model)
     # Without predictors, which would be in memory twice: the layers have theirs.
-    if joined is not None and stage is not None:
-        join_stages(model, stage, joined)
-    elif joined is not None:
-        agree_on_logits(model, joined)
-        if heads is not None:
-            heads.join(model, joined)
     made = Optimized(
-        here, FittedPredictors(), None, weights=weights_of(model), store=store, budget=budget, group=joined
+        here,
+        FittedPredictors(),
+        None,
+        weights=weights_of(model),
+        store=store,
+        budget=budget,
+        group=None if together is None else together.group,
     )
     made.attach(model)
     return model
+
+
+class _OverStore:
+    """Makes layers whose neurons stay in ``store``; takes of ``predictors`` what they have for them."""
+
+    def __init__(
+        self,
+        store: Store,
+        index_of: Mapping[str, int],
+        predictors: dict[str, Any],
+        int8_activations: bool,
+        together: Together | None,
+    ) -> None:
+        self._store, self._index_of, self._predictors = store, index_of, predictors
+        self._int8_activations = int8_activations
+        #: Who has neurons of the same layers.
+        self._dividing = None if together is None or together.own.by_layers else together
+
+    def layer(self, layer: LayerPlan, weights: QuantizedWeights, kind: torch.dtype) -> SparseFFN:
+        """See :data:`torch_pi2.checkpoint.sparse.MakeLayer`."""
+        key = layer.site.key
+        tensors, threshold = predictor_tensors(self._predictors.pop(key, None))
+        made = (OffloadedFFN if self._dividing is None else ShardedFFN).over(
+            self._store,
+            self._index_of[key],
+            layer.site,
+            layer,
+            weights.operand_of(key),
+            lowrank=tensors,
+            threshold=threshold,
+            int8_activations=self._int8_activations,
+            dtype=DTYPES.get(weights.kind, kind),
+        )
+        if self._dividing is not None and isinstance(made, ShardedFFN):
+            made.share = self._dividing.share(key)
+        return made
+
+    def experts(self, parts: Iterable[SparseFFN], group: Sequence[LayerPlan]) -> SparseExperts:
+        """See :data:`torch_pi2.checkpoint.sparse.MakeExperts`."""
+
+        def copied() -> Iterator[SparseFFN]:
+            for layer, part in zip(group, parts, strict=True):
+                self._predictors.pop(layer.site.key, None)
+                yield part
+
+        key = group[0].site.key
+        if self._dividing is None:
+            return OffloadedExperts(copied(), len(group), self._store, self._index_of[key])
+        made = ShardedExperts(copied(), len(group), self._store, self._index_of[key])
+        made.share = self._dividing.share(key)
+        return made
 
 
 def _check_lossy(plan: Plan, offload: OffloadConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from torch_pi2.base.reading import parse
 from torch_pi2.base.version import __version__
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.cold import BY_NEURON
+from torch_pi2.layers.heads import Heads
+from torch_pi2.layers.sharded import Share, agree_on_logits
+from torch_pi2.layers.stages import join_stages
 from torch_pi2.ops.activations import cuts
 from torch_pi2.rewrite.rewrite import predictor_tensors
 from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.shard import Shard
+from torch_pi2.spec.shard import GroupConfig, Shard
 from torch_pi2.store.shards import check_together, common_hash, ranks_of, shard_name, shards_in
 from torch_pi2.store.storefile import StoreReader
 
@@ -65,20 +69,51 @@ def _check_group(what: str, ranks: int) -> int:
     return dist.get_rank()
 
 
-def join(
-    reader: StoreReader, plan: Plan, hf: Any, settings: Mapping[str, Any], patience_s: float
-) -> tuple[Group, tuple[Shard, ...]]:
-    """A group of all processes, which all call this, and their shards; ``reader`` is of this one's.
+@dataclass(frozen=True)
+class Together:
+    """What several processes have of one model.
+
+    Attributes:
+        group: they. shards: theirs, by rank. reduction: see :class:`~torch_pi2.spec.shard.GroupConfig`.
+        heads: of attention, if they divide it.
+    """
+
+    group: Group
+    shards: tuple[Shard, ...]
+    reduction: str
+    heads: Heads | None
+
+    @property
+    def own(self) -> Shard:
+        """This process'."""
+        return self.shards[self.group.rank]
+
+    def share(self, key: str) -> Share:
+        """Of a layer of which each has some neurons."""
+        return Share(self.group, self.shards, key, self.reduction)
+
+    def meet(self, model: Any) -> None:
+        """``model``, which is loaded, asks the others for what is not here. Raises UnsupportedModelError."""
+        if self.own.by_layers:
+            join_stages(model, self.own, self.group)
+            return
+        agree_on_logits(model, self.group)
+        if self.heads is not None:
+            self.heads.join(model, self.group)
+
+
+def join(reader: StoreReader, plan: Plan, hf: Any, how: GroupConfig, settings: Mapping[str, Any]) -> Together:
+    """All processes, which all call this; ``reader`` is of this one's shard.
 
     From now on all of them draw the random numbers that the first one draws.
 
     Args:
         hf: the configuration of the model, of transformers.
-        settings: what must be the same in all of them, by name. patience_s: of the group.
+        settings: what else must be the same in all of them, by name.
 
     Raises:
         ConfigError: in all processes, where one of them has something else, or the shards are not all of one model.
-        Pi2Error: one of them has ended.
+        UnsupportedModelError: attention cannot be divided. Pi2Error: one of them has ended.
     """
     shard = reader.shard
     assert shard is not None
@@ -91,6 +126,8 @@ def join(
         "model": f"{reader.model_hash} {plan.orders_hash}",
         "weights beside the neurons": common_hash(reader),
         "configuration": _hash_of(hf),
+        "reduction": how.reduction,
+        "attention": how.attention,
         **{name: str(value) for name, value in settings.items()},
     }
     found = Ranks(together=True).each((rank, own, shard.to_json(), torch.get_rng_state()))
@@ -107,10 +144,10 @@ def join(
     shards = tuple(Shard.from_json(Field(parse(text, "shard"), "shard", "")) for _, _, text, _ in found)
     check_together(shards, str(reader.path))
     torch.set_rng_state(found[0][3])
-    group = Group(patience_s)
+    group = Group(how.patience_s)
     if shard.by_layers:
         group.pair_up()
-    return group, shards
+    return Together(group, shards, how.reduction, Heads(hf, shards, rank) if how.attention == "heads" else None)
 
 
 def _hash_of(hf: Any) -> str:
