@@ -84,14 +84,19 @@ def _summed_nats(model: nn.Module, batches: Iterable[torch.Tensor]) -> tuple[flo
             for logits_TV, target_T in zip(logits_BTV, ids_BT[:, 1:]):
                 total += F.cross_entropy(logits_TV.float(), target_T.long(), reduction="sum").item()
                 count += target_T.numel()
-    if not math.isfinite(total):
+    return finite("loss", total), count
+
+
+def finite(what: str, value: float) -> float:
+    """``value``. Raises NonFiniteError: it is no number, or infinite."""
+    if not math.isfinite(value):
         raise NonFiniteError(
-            "loss",
+            what,
             expected="a finite number",
-            found=str(total),
+            found=str(value),
             fix="Check the checkpoint, and whether its dtype can hold the activations (try float32).",
         )
-    return total, count
+    return value
 
 
 def nats_per_token(model: nn.Module, batches: Iterable[torch.Tensor]) -> float:

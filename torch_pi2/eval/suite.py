@@ -22,9 +22,9 @@ from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.progress import bar
 from torch_pi2.decode.calls import leader_of
 from torch_pi2.decode.kv import cache_name, cache_of
-from torch_pi2.errors import ConfigError, NonFiniteError
+from torch_pi2.errors import ConfigError
 from torch_pi2.eval.items import Item
-from torch_pi2.eval.loss import bos_of, by_token, logits_of
+from torch_pi2.eval.loss import bos_of, by_token, finite, logits_of
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.rewrite.handle import leaves_out
 
@@ -142,15 +142,8 @@ def _logits(model: nn.Module | Stepwise, shared: list[int], endings: list[list[i
 
 
 def _log_p(logits_TV: torch.Tensor, ids: list[int]) -> float:
-    total = float(logits_TV.float().log_softmax(-1).gather(1, torch.tensor(ids)[:, None]).sum())
-    if not math.isfinite(total):
-        raise NonFiniteError(
-            "likelihood of an ending",
-            expected="a finite number",
-            found=str(total),
-            fix="Check the checkpoint, and whether its dtype can hold the activations (try float32).",
-        )
-    return total
+    total = logits_TV.float().log_softmax(-1).gather(1, torch.tensor(ids)[:, None]).sum()
+    return finite("likelihood of an ending", float(total))
 
 
 def _answer(item: Item, likelihoods: Sequence[float]) -> Answer:
