@@ -25,7 +25,7 @@ from torch_pi2.ops import load
 from torch_pi2.planner.cost import Cost, step_cost
 from torch_pi2.planner.layer_cost import predicted_share
 from torch_pi2.planner.misses import ReplayMisses
-from torch_pi2.planner.model_shape import LayerShape, ModelShape
+from torch_pi2.planner.model_shape import Heads, LayerShape, ModelShape
 from torch_pi2.spec.config import Config
 from torch_pi2.store.firing import LOCALITY, TOPIC_IDS, GateMaker, TokenStream, direction, power_law
 from torch_pi2.store.shapes import SHAPES
@@ -123,7 +123,8 @@ def shape_of(
         block=False,
     ).with_cluster(1 if predictor is not None else largest_cluster(3 * row))
     attention = (q + 2 * kv) * row + hidden * out_row
-    block = {"attention_bytes": attention, "attention_calls": 2, "kv_bytes": 2 * 2 * kv, "block": True}
+    heads = Heads(sizes["num_key_value_heads"], (q + 2 * kv) * row, q)
+    block = {"attention_bytes": attention, "attention_calls": 2, "kv_bytes": 2 * 2 * kv, "heads": heads, "block": True}
     # the same objects: what is worked out of one holds for all
     layers = [replace(layer, **block), *[layer] * (experts - 1)] * blocks
     head_bytes = sizes["vocab_size"] * row

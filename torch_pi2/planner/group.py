@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 #: Ways to deal out a model; the first two are ``GroupConfig.reduction`` of shards of neurons.
 WAYS = ("chunks", "ranks", "layers")
+#: By neurons, what a machine has of a layer's attention: all of it, or queries, keys and values of some heads.
+ATTENTION = ("whole", "heads")
 #: Of stages that take as long in all, those of equal length are better (prompts): a stage of 100 ms counts 0.1 % more.
 _EVEN = 1e-5
 _FLOAT = 4
@@ -54,8 +56,9 @@ class Dealt:
     """A model dealt out in one way, and what a decoding step is predicted to take.
 
     Attributes:
-        way: of ``WAYS``. shares: by machine, chunks of each layer, or decoder blocks. ms: of a step, ``link_ms`` of it
-            for exchanges. sent_bytes: by a machine in a step, to each of the others (``layers``: to the next).
+        way: of ``WAYS``. attention: of ``ATTENTION``, by neurons. shares: by machine, chunks of each layer, or decoder
+            blocks. ms: of a step, ``link_ms`` of it for exchanges. sent_bytes: by a machine in a step, to each of the
+            others (``layers``: to the next).
         members: by machine, ``ms`` of its own by part of :data:`torch_pi2.planner.cost.PARTS`, ``memory_bytes``, and
             ``in_memory``, the share of its neurons that its cache holds.
     """
@@ -67,6 +70,7 @@ class Dealt:
     sent_bytes: float
     members: tuple[dict[str, Any], ...] = field(repr=False)
     batch: int = 1
+    attention: str = "whole"
 
     @property
     def by(self) -> str:
@@ -106,6 +110,8 @@ def deal_out(
     """``shape`` dealt out to ``members`` in each way that is possible, the fastest step of ``batch`` tokens first.
 
     Neurons: machines compute a layer side by side and wait for the slowest, then all partial sums go to all (a ring).
+    With attention by heads each has keys and values of as many as its share of the neurons, at least one, and their
+    outputs go to all before the linear layer of outputs, which each computes whole: one exchange of a layer more.
     Layers: one machine after another computes, and hands on hidden states. Blocks of the same sizes count as alike.
 
     Args:
@@ -128,7 +134,8 @@ def deal_out(
         )
     asked = _Asked(shape, tuple(members), link, batch, context, misses)
     by_chunk = all(layer.experts == 1 for layer in shape.layers)  # experts' sums are by machine in any case
-    ways = [_neurons(asked, way) for way in WAYS[:2] if by_chunk or way == "ranks"]
+    attention = ATTENTION if _divisible(shape, len(members)) else ATTENTION[:1]
+    ways = [_neurons(asked, way, of) for way in WAYS[:2] if by_chunk or way == "ranks" for of in attention]
     found = [dealt for dealt in (*ways, _layers(asked)) if dealt]
     if not found:
         raise ConfigError(
@@ -187,11 +194,21 @@ class _Asked:
 
 
 def predicted(
-    way: str, shares: Sequence[int], shape: ModelShape, members: Sequence[Member], link: Link, **how: Any
+    way: str,
+    shares: Sequence[int],
+    shape: ModelShape,
+    members: Sequence[Member],
+    link: Link,
+    *,
+    attention: str = "whole",
+    **how: Any,
 ) -> Dealt | None:
-    """As :func:`deal_out`, of one ``way`` and with these ``shares``; None: a machine has no memory for its own."""
+    """As :func:`deal_out`, of one ``way`` and with these ``shares``; None: a machine has no memory for its own.
+
+    ``attention="heads"``: of a model whose heads can be dealt out so.
+    """
     asked = _Asked(shape, tuple(members), link, **how)
-    return _of_layers(asked, [*accumulate(shares)]) if way == "layers" else _of_neurons(asked, way, shares)
+    return _of_layers(asked, [*accumulate(shares)]) if way == "layers" else _of_neurons(asked, way, attention, shares)
 
 
 def _facts(cost: Cost, shape: ModelShape) -> dict[str, Any]:
@@ -203,35 +220,65 @@ def _facts(cost: Cost, shape: ModelShape) -> dict[str, Any]:
 # --- some neurons of every layer ---
 
 
-def neurons_of(shape: ModelShape, chunks: int) -> ModelShape:
-    """What a machine with so many of every layer's chunks computes: of neurons an even part, of all else everything."""
+def neurons_of(shape: ModelShape, chunks: int, heads: int | None = None) -> ModelShape:
+    """What a machine with so many of every layer's chunks computes: of neurons an even part, of all else everything.
+
+    ``heads``: of every layer's attention, queries, keys and values of so many key-value heads; None: of all.
+    """
     parts: dict[int, LayerShape] = {}
     for layer in shape.layers:
         if id(layer) not in parts:
-            parts[id(layer)] = _part(layer, chunks)
-    return replace(shape, layers=tuple(parts[id(layer)] for layer in shape.layers))
+            parts[id(layer)] = _part(layer, chunks, heads)
+    layers = tuple(parts[id(layer)] for layer in shape.layers)
+    away = sum(y.attention_bytes for y in shape.layers) - sum(y.attention_bytes for y in layers)
+    return replace(shape, layers=layers, fixed_bytes=shape.fixed_bytes - away)
+
+
+def heads_of(shares: Sequence[int], count: int) -> list[int]:
+    """Of ``count`` key-value heads those of each machine: as many as its share of the neurons, at least one."""
+    left = [max(0.0, share / sum(shares) * count - 1) for share in shares]
+    exact = [(count - len(shares)) * one / (sum(left) or 1.0) for one in left]
+    found = [1 + int(one) for one in exact]
+    by_rest = sorted(range(len(shares)), key=lambda rank: (int(exact[rank]) - exact[rank], rank))
+    for rank in by_rest[: count - sum(found)]:
+        found[rank] += 1
+    return found
+
+
+def _divisible(shape: ModelShape, machines: int) -> bool:
+    """Whether each machine can have some heads of every layer's attention."""
+    return all(y.heads is not None and y.heads.number >= machines for y in shape.layers if y.block)
 
 
 def _chunks(layer: LayerShape) -> int:
     return -(-layer.intermediate // chunk_neurons(layer.intermediate))
 
 
-def _part(layer: LayerShape, chunks: int) -> LayerShape:
+def _part(layer: LayerShape, chunks: int, heads: int | None) -> LayerShape:
     size = max(1, round(layer.intermediate * chunks / _chunks(layer)))
     at = np.arange(size) * layer.intermediate // size
     kept = size / layer.intermediate
     if layer.rank:  # what sees the input is computed by each machine
         kept = (layer.hidden + size) / (layer.hidden + layer.intermediate)
+    attention: dict[str, Any] = {}
+    if layer.heads is not None and heads is not None:
+        own = round(layer.heads.nbytes * heads / layer.heads.number)
+        attention = {
+            "attention_bytes": layer.attention_bytes - layer.heads.nbytes + own,
+            "kv_bytes": layer.kv_bytes * heads // layer.heads.number,
+            "heads": layer.heads._replace(number=heads, nbytes=own),
+        }
     return replace(
         layer,
         intermediate=size,
         base_hot=int((at < layer.base_hot).sum()),
         predictor_bytes=round(layer.predictor_bytes * kept),
         frequencies=tuple((tokens, f_I[at]) for tokens, f_I in layer.frequencies),
+        **attention,
     )
 
 
-def _neurons(asked: _Asked, way: str) -> Dealt | None:
+def _neurons(asked: _Asked, way: str, attention: str) -> Dealt | None:
     """None: more machines than chunks, or one has no memory for its part, however few neurons it has."""
     count, total = len(asked.members), min(map(_chunks, asked.shape.layers))
     if count > total:
@@ -240,42 +287,62 @@ def _neurons(asked: _Asked, way: str) -> Dealt | None:
     while True:
         moves = [(a, b) for a in range(count) for b in range(count) if a != b and best[a] > 1]
         tried = [[n - (rank == a) + (rank == b) for rank, n in enumerate(best)] for a, b in moves]
-        better = min([best, *tried], key=partial(_rated, asked, way))
+        better = min([best, *tried], key=partial(_rated, asked, way, attention))
         if better is best:  # the first of equals
-            return _of_neurons(asked, way, best)
+            return _of_neurons(asked, way, attention, best)
         best = better
 
 
-def _rated(asked: _Asked, way: str, shares: Sequence[int]) -> tuple[int, float]:
+def _rated(asked: _Asked, way: str, attention: str, shares: Sequence[int]) -> tuple[int, float]:
     """Less is better: chunks on machines that have no memory for their part, milliseconds."""
-    without = sum(n for n, cost in zip(shares, _neuron_costs(asked, shares), strict=True) if cost is None)
-    dealt = _of_neurons(asked, way, shares)
+    costs = _neuron_costs(asked, _parts(asked.shape, attention, shares))
+    without = sum(n for n, cost in zip(shares, costs, strict=True) if cost is None)
+    dealt = _of_neurons(asked, way, attention, shares)
     return without, math.inf if dealt is None else dealt.ms
 
 
-def _neuron_costs(asked: _Asked, shares: Sequence[int]) -> list[Cost | None]:
-    return [asked.cost(rank, n, partial(neurons_of, asked.shape, n)) for rank, n in enumerate(shares)]
+def _parts(shape: ModelShape, attention: str, shares: Sequence[int]) -> list[tuple[int, int | None]]:
+    """By machine, its chunks and heads, as :func:`neurons_of` takes them."""
+    heads = next((layer.heads for layer in shape.layers if layer.heads is not None), None)
+    own = heads_of(shares, heads.number) if heads is not None and attention == "heads" else [None] * len(shares)
+    return [*zip(shares, own, strict=True)]
 
 
-def _of_neurons(asked: _Asked, way: str, shares: Sequence[int]) -> Dealt | None:
+def _neuron_costs(asked: _Asked, parts: Sequence[tuple[int, int | None]]) -> list[Cost | None]:
+    return [asked.cost(rank, part, partial(neurons_of, asked.shape, *part)) for rank, part in enumerate(parts)]
+
+
+def _of_neurons(asked: _Asked, way: str, attention: str, shares: Sequence[int]) -> Dealt | None:
     """With so many chunks on each machine; None: one has no memory for them."""
-    costs = [cost for cost in _neuron_costs(asked, shares) if cost is not None]
-    if len(costs) < len(shares):
+    count, shape, parts = len(shares), asked.shape, _parts(asked.shape, attention, shares)
+    costs = [cost for cost in _neuron_costs(asked, parts) if cost is not None]
+    if len(costs) < count:
         return None
-    count, shape = len(shares), asked.shape
-    rows = zip(*(_row_ms(cost) for cost in costs), strict=True)
-    computing = sum(max(row) for row in rows) + max(cost.ms["head"] for cost in costs)
+    waits = zip(*(_phases_ms(cost, shape, heads) for cost, (_, heads) in zip(costs, parts, strict=True)), strict=True)
+    computing = sum(map(max, waits)) + max(cost.ms["head"] for cost in costs)
     calls = sum(1 / layer.experts for layer in shape.layers)
-    sums = max(shares) if way == "chunks" else 1
-    each = _FLOAT * asked.batch * shape.hidden * sums
+    each = _FLOAT * asked.batch * shape.hidden * (max(shares) if way == "chunks" else 1)
     link_ms = calls * asked.link.ms(each, count - 1) + asked.link.ms(asked.logits_bytes, math.ceil(math.log2(count)))
-    members = tuple(_facts(cost, neurons_of(shape, n)) for cost, n in zip(costs, shares, strict=True))
-    return Dealt(way, tuple(shares), computing + link_ms, link_ms, calls * each, members, asked.batch)
+    sent_bytes = calls * each
+    for layer in shape.layers if attention == "heads" else ():
+        if layer.block and layer.heads is not None:
+            most = max(heads or 0 for _, heads in parts)
+            outputs = _FLOAT * asked.batch * layer.heads.width * most / layer.heads.number
+            link_ms, sent_bytes = link_ms + asked.link.ms(outputs, count - 1), sent_bytes + outputs
+    members = tuple(_facts(cost, neurons_of(shape, *part)) for cost, part in zip(costs, parts, strict=True))
+    return Dealt(way, tuple(shares), computing + link_ms, link_ms, sent_bytes, members, asked.batch, attention)
 
 
-def _row_ms(cost: Cost) -> list[float]:
-    """Milliseconds of each layer."""
-    return [sum(row[part] for part in cost.ms if part in row) for row in cost.layers]
+def _phases_ms(cost: Cost, shape: ModelShape, heads: int | None) -> list[float]:
+    """Milliseconds of what is between exchanges: of layers; with ``heads``, of these and of the rest of each."""
+    found = []
+    for row, layer in zip(cost.layers, shape.layers, strict=True):
+        ms, before = sum(row[part] for part in cost.ms if part in row), 0.0
+        if layer.heads is not None and heads is not None:
+            own = layer.heads.nbytes * heads / layer.heads.number
+            before = row["sdpa"] + row["attention"] * own / (layer.attention_bytes - layer.heads.nbytes + own)
+        found += [before, ms - before]
+    return found
 
 
 # --- whole layers ---

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +40,19 @@ def numbers(kernel: str, nbytes: float) -> float:
     return 8 * nbytes / FORMATS[kernel.partition("/")[0]].bits_per_weight
 
 
+class Heads(NamedTuple):
+    """Attention that can be divided by key-value heads: made of linear layers of queries, keys, values and outputs.
+
+    Attributes:
+        number: of key-value heads. nbytes: of the rows of queries, keys and values. width: numbers of a token that all
+            heads give the linear layer of outputs.
+    """
+
+    number: int
+    nbytes: int
+    width: int
+
+
 @dataclass(frozen=True, eq=False)
 class LayerShape:
     """One FFN, or one expert, and the attention before it. Neurons are in plan order: the most frequent first.
@@ -57,7 +70,7 @@ class LayerShape:
         chosen: share of tokens that an expert gets (1: no expert). experts: how many share one call.
         attention_bytes, attention_kernel: of the linear layers before the FFN; attention_calls: in so many calls. All
             0 bytes and ``block`` false where the FFN is not the first of its block: no attention, norms and Python.
-        kv_bytes: keys and values of one token in this block.
+        kv_bytes: keys and values of one token in this block. heads: of its attention; None: it cannot be divided.
         base_hot: the fewest hot neurons, ``LayerPlan.n_hot``: there is no predictor for those before.
         frequencies: (tokens, float64 ``[I]``): share of steps of so many tokens, of different sequences, in which the
             neuron fires for at least one; of an expert, of so many tokens that it gets. Ascending, the first is 1.
@@ -88,6 +101,7 @@ class LayerShape:
     experts: int = 1
     attention_calls: int = 1
     block: bool = True
+    heads: Heads | None = None
     _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def kept(self, name: Any, make: Any) -> Any:
@@ -285,7 +299,7 @@ class _Reading:
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
         kv = 0 if config is None else kv_bytes(config, 1, dtype) // len(blocks)
         chosen = chosen_shares(config, [layer.site for layer in self.plan.layers])
-        calls = len(linears) // len(blocks)
+        calls, heads = len(linears) // len(blocks), _heads(model, len(blocks))
         first_kernel = _most([(_kernel(module), _weight(module).nbytes) for module in linears])
         layers = []
         for layer in self.plan.layers:
@@ -299,6 +313,7 @@ class _Reading:
                     attention_calls=max(1, calls - 2 if self.compiled and calls >= 4 else calls),
                     kv_bytes=kv,
                     block=True,
+                    heads=heads,
                 )
             layers.append(made)
         return ModelShape(
@@ -387,6 +402,25 @@ class _Reading:
             least = np.maximum(least, f_I)
             rising.append((size, least))
         return tuple(rising)
+
+
+def _heads(model: Any, blocks: int) -> Heads | None:
+    """None: not each of so many blocks has one linear layer of queries, keys, values and outputs, alike in all."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    sizes = []
+    for name in "qkvo":
+        linears = [
+            module
+            for path, module in model.named_modules()
+            if path.endswith(f".{name}_proj") and isinstance(module, QuantLinear | nn.Linear)
+        ]
+        alike = {(_weight(module).nbytes, module.in_features) for module in linears}
+        if len(linears) != blocks or len(alike) != 1:
+            return None
+        sizes.append(alike.pop())
+    count = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    return Heads(count, sum(nbytes for nbytes, _ in sizes[:3]), sizes[3][1]) if count else None
 
 
 def _weight(module: Any) -> torch.Tensor:
