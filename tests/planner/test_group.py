@@ -220,12 +220,13 @@ def test_experts_are_added_by_machine() -> None:
 
 def test_what_cannot_be_dealt_out_is_refused() -> None:
     shape = fake_shape(2)
-    for members, link in (([member()], FAST), ([member()] * 17, FAST), ([member()] * 2, Link(0, 1))):
-        with pytest.raises(ConfigError, match="expected 2 to 16 machines, a link of more than 0 Mbit/s"):
+    for members, link in (([member()], FAST), ([member()] * 65, FAST), ([member()] * 2, Link(0, 1))):
+        with pytest.raises(ConfigError, match="expected 2 to 64 machines, a link of more than 0 Mbit/s"):
             deal_out(shape, members, link)
     with pytest.raises(ConfigError, match=r"memory of 2 machines: expected room on each of them .*, found 1 MiB, any"):
         deal_out(shape, [member(1 << 20), member()], FAST)
     assert {dealt.way for dealt in deal_out(shape, [member()] * 3, FAST)} == {"chunks", "ranks"}  # two blocks
+    assert {d.way for d in deal_out(fake_shape(17), [member()] * 17, FAST)} == {"layers"}  # 16 chunks of neurons
     assert predicted("ranks", (8, 8), shape, [member(), member(1)], FAST) is None
     assert predicted("layers", (1, 1), shape, [member(), member(1)], FAST) is None
 
@@ -261,7 +262,7 @@ def test_a_description_of_machines(tmp_path: Path) -> None:
     assert [(one.hardware.name, one.budget_bytes) for one in members] == [("mine", 1 << 30), ("sm8475-ufs3.1", None)]
     assert link == Link(1000, 200)
     for changes, expected in (
-        ({"machines": about["machines"][:1]}, "machines: expected a list of 2 or more, at most 16"),
+        ({"machines": about["machines"][:1]}, "machines: expected a list of 2 or more, at most 64"),
         ({"machines": [{"budget": "1GiB"}] * 2}, "expected a field hardware, found none"),
         ({"machines": [{"hardware": "sm8475-ufs3.1", "memory": 1}] * 2}, "no other fields than hardware, budget"),
         ({"link": {"mbit_per_s": 0, "exchange_us": 1}}, "link, mbit_per_s: expected a number, above 0"),

@@ -105,7 +105,14 @@ def read_machines(path: str | Path) -> tuple[list[Member], Link]:
 
 
 def deal_out(
-    shape: ModelShape, members: Sequence[Member], link: Link, *, batch: int = 1, context: int = 1024, misses: Any = None
+    shape: ModelShape,
+    members: Sequence[Member],
+    link: Link,
+    *,
+    batch: int = 1,
+    context: int = 1024,
+    misses: Any = None,
+    costs: dict[Any, Any] | None = None,
 ) -> list[Dealt]:
     """``shape`` dealt out to ``members`` in each way that is possible, the fastest step of ``batch`` tokens first.
 
@@ -116,9 +123,10 @@ def deal_out(
 
     Args:
         misses: of what a machine computes, what its cache lacks (default: by the frequencies of its neurons).
+        costs: what calls for this shape, batch, context and misses have found, and this one adds to.
 
     Raises:
-        ConfigError: not 2 to 16 machines, a link that makes no sense, or no way in which every machine has memory for
+        ConfigError: not 2 to 64 machines, a link that makes no sense, or no way in which every machine has memory for
             what it is given.
     """
     if (
@@ -132,7 +140,7 @@ def deal_out(
             found=f"{len(members)}, {link.mbit_per_s:g} Mbit/s, {link.exchange_us:g} us",
             fix="Correct the description.",
         )
-    asked = _Asked(shape, tuple(members), link, batch, context, misses)
+    asked = _Asked(shape, tuple(members), link, batch, context, misses, {} if costs is None else costs)
     by_chunk = all(layer.experts == 1 for layer in shape.layers)  # experts' sums are by machine in any case
     attention = ATTENTION if _divisible(shape, len(members)) else ATTENTION[:1]
     ways = [_neurons(asked, way, of) for way in WAYS[:2] if by_chunk or way == "ranks" for of in attention]
@@ -147,6 +155,10 @@ def deal_out(
     return sorted(found, key=lambda dealt: dealt.ms)
 
 
+#: Chunks of every layer, and key-value heads; None: all.
+_Part = tuple[int, int | None]
+
+
 @dataclass
 class _Asked:
     """What is dealt out, and what parts of it cost on which machine."""
@@ -157,13 +169,12 @@ class _Asked:
     batch: int = 1
     context: int = 1024
     misses: Callable[[ModelShape], MissCurve] | None = None
-    _costs: dict[Any, Cost | None] = field(default_factory=dict)
+    costs: dict[Any, Any] = field(default_factory=dict)
 
     def cost(self, member: int, what: Any, part: Callable[[], ModelShape]) -> Cost | None:
         """Of ``part()``, which ``what`` names, on a machine; None: it has no memory for it."""
-        machine = self.members[member]
-        key = id(machine.hardware), machine.budget_bytes, what
-        if key not in self._costs:
+        machine, key = self.members[member], self._key(member, what)
+        if key not in self.costs:
             own = part()
             task = Task(
                 own,
@@ -175,17 +186,36 @@ class _Asked:
             )
             hot = tuple(layer.base_hot for layer in task.shape.layers)
             fits = machine.budget_bytes is None or machine.budget_bytes >= task.smallest()
-            self._costs[key] = task.cost(self.batch, Choice(hot, (0,) * len(hot))) if fits else None
-        return self._costs[key]
+            self.costs[key] = task.cost(self.batch, Choice(hot, (0,) * len(hot))) if fits else None
+        found: Cost | None = self.costs[key]
+        return found
+
+    def _key(self, member: int, what: Any) -> Any:
+        machine = self.members[member]
+        return id(machine.hardware), machine.budget_bytes, what
+
+    def neurons(self, member: int, part: _Part) -> Cost | None:
+        """Of so many chunks and heads (:func:`neurons_of`)."""
+        return self.cost(member, part, partial(neurons_of, self.shape, *part))
+
+    def phases(self, member: int, part: _Part, cost: Cost) -> list[float]:
+        """See :func:`_phases_ms`."""
+        key = self._key(member, ("phases", part))
+        if key not in self.costs:
+            self.costs[key] = _phases_ms(cost, self.shape, part[1])
+        found: list[float] = self.costs[key]
+        return found
 
     @cached_property
-    def block_sizes(self) -> tuple[tuple[int, ...], ...]:
-        return _block_sizes(self.shape)
+    def kinds(self) -> tuple[int, ...]:
+        """Of each block: a number, the same for blocks that cost the same."""
+        numbers_of: dict[tuple[int, ...], int] = {}
+        return tuple(numbers_of.setdefault(sizes, len(numbers_of)) for sizes in _block_sizes(self.shape))
 
     def stage(self, member: int, first: int, last: int) -> Cost | None:
         """Of the blocks ``[first, last)``, on the last machine with the head."""
         head = member == len(self.members) - 1
-        what = self.block_sizes[first:last], head
+        what = self.kinds[first:last], head
         return self.cost(member, what, lambda: stage_of(self.shape, first, last, head=head))
 
     @property
@@ -295,42 +325,54 @@ def _neurons(asked: _Asked, way: str, attention: str) -> Dealt | None:
 
 def _rated(asked: _Asked, way: str, attention: str, shares: Sequence[int]) -> tuple[int, float]:
     """Less is better: chunks on machines that have no memory for their part, milliseconds."""
-    costs = _neuron_costs(asked, _parts(asked.shape, attention, shares))
+    costs = [asked.neurons(rank, part) for rank, part in enumerate(_parts(asked.shape, attention, shares))]
     without = sum(n for n, cost in zip(shares, costs, strict=True) if cost is None)
-    dealt = _of_neurons(asked, way, attention, shares)
-    return without, math.inf if dealt is None else dealt.ms
+    return without, math.inf if without else sum(_neurons_ms(asked, way, attention, shares))
 
 
-def _parts(shape: ModelShape, attention: str, shares: Sequence[int]) -> list[tuple[int, int | None]]:
-    """By machine, its chunks and heads, as :func:`neurons_of` takes them."""
+def _parts(shape: ModelShape, attention: str, shares: Sequence[int]) -> list[_Part]:
+    """What each machine has."""
     heads = next((layer.heads for layer in shape.layers if layer.heads is not None), None)
     own = heads_of(shares, heads.number) if heads is not None and attention == "heads" else [None] * len(shares)
     return [*zip(shares, own, strict=True)]
 
 
-def _neuron_costs(asked: _Asked, parts: Sequence[tuple[int, int | None]]) -> list[Cost | None]:
-    return [asked.cost(rank, part, partial(neurons_of, asked.shape, *part)) for rank, part in enumerate(parts)]
+def _neurons_ms(asked: _Asked, way: str, attention: str, shares: Sequence[int]) -> tuple[float, float]:
+    """Of a step: to compute it, and for exchanges; every machine has memory for its part."""
+    parts, last = [], 0.0
+    for rank, part in enumerate(_parts(asked.shape, attention, shares)):
+        cost = asked.neurons(rank, part)
+        assert cost is not None
+        parts.append(asked.phases(rank, part, cost))
+        last = max(last, cost.ms["head"])
+    hops, trees = len(shares) - 1, math.ceil(math.log2(len(shares)))
+    link_ms = sum(times * asked.link.ms(each, hops) for times, each in _exchanges(asked, way, attention, shares))
+    return sum(map(max, zip(*parts, strict=True))) + last, link_ms + asked.link.ms(asked.logits_bytes, trees)
+
+
+def _exchanges(asked: _Asked, way: str, attention: str, shares: Sequence[int]) -> list[tuple[float, float]]:
+    """How often in a step all get from all how many bytes."""
+    shape = asked.shape
+    number, sums = _FLOAT * asked.batch, max(shares) if way == "chunks" else 1
+    found = [(sum(1 / layer.experts for layer in shape.layers), number * shape.hidden * sums)]
+    if attention == "heads":
+        most = max(heads or 0 for _, heads in _parts(shape, attention, shares))
+        found += [(1, number * y.heads.width * most / y.heads.number) for y in shape.layers if y.heads is not None]
+    return found
 
 
 def _of_neurons(asked: _Asked, way: str, attention: str, shares: Sequence[int]) -> Dealt | None:
     """With so many chunks on each machine; None: one has no memory for them."""
-    count, shape, parts = len(shares), asked.shape, _parts(asked.shape, attention, shares)
-    costs = [cost for cost in _neuron_costs(asked, parts) if cost is not None]
-    if len(costs) < count:
+    parts = _parts(asked.shape, attention, shares)
+    costs = [asked.neurons(rank, part) for rank, part in enumerate(parts)]
+    if None in costs:
         return None
-    waits = zip(*(_phases_ms(cost, shape, heads) for cost, (_, heads) in zip(costs, parts, strict=True)), strict=True)
-    computing = sum(map(max, waits)) + max(cost.ms["head"] for cost in costs)
-    calls = sum(1 / layer.experts for layer in shape.layers)
-    each = _FLOAT * asked.batch * shape.hidden * (max(shares) if way == "chunks" else 1)
-    link_ms = calls * asked.link.ms(each, count - 1) + asked.link.ms(asked.logits_bytes, math.ceil(math.log2(count)))
-    sent_bytes = calls * each
-    for layer in shape.layers if attention == "heads" else ():
-        if layer.block and layer.heads is not None:
-            most = max(heads or 0 for _, heads in parts)
-            outputs = _FLOAT * asked.batch * layer.heads.width * most / layer.heads.number
-            link_ms, sent_bytes = link_ms + asked.link.ms(outputs, count - 1), sent_bytes + outputs
-    members = tuple(_facts(cost, neurons_of(shape, *part)) for cost, part in zip(costs, parts, strict=True))
-    return Dealt(way, tuple(shares), computing + link_ms, link_ms, sent_bytes, members, asked.batch, attention)
+    computing, link_ms = _neurons_ms(asked, way, attention, shares)
+    members = tuple(
+        _facts(cost, neurons_of(asked.shape, *part)) for cost, part in zip(costs, parts, strict=True) if cost
+    )
+    sent = sum(times * each for times, each in _exchanges(asked, way, attention, shares))
+    return Dealt(way, tuple(shares), computing + link_ms, link_ms, sent, members, asked.batch, attention)
 
 
 def _phases_ms(cost: Cost, shape: ModelShape, heads: int | None) -> list[float]:
@@ -360,7 +402,7 @@ def stage_of(shape: ModelShape, first: int, last: int, *, head: bool) -> ModelSh
 
 def _layers(asked: _Asked) -> Dealt | None:
     """None: fewer blocks than machines, or a machine has no memory for a block."""
-    blocks, count = len(asked.block_sizes), len(asked.members)
+    blocks, count = len(asked.kinds), len(asked.members)
     # best[b]: of the first b blocks on the machines so far, milliseconds and where stages end
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for rank in range(count):

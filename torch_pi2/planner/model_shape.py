@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -213,7 +214,7 @@ class ModelShape:
         ``kv`` is of ``batch`` sequences of ``context`` tokens. ``token`` (what one wants) is left at 0, ``total`` is
         what all takes together.
         """
-        entries = [layer.entry(i) for i, layer in enumerate(self.layers)]
+        entries = [layer.kept("entry", partial(layer.entry, 0)) for layer in self.layers]
         staging, tables, _ = engine_bytes(entries, config)
         place = self.place_bytes
         made = Budget(
