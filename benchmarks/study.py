@@ -377,15 +377,18 @@ def step_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def dealt_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Tokens/s in the fastest way, that and, in brackets, the others. Empty: more machines than blocks of layers."""
+    """Tokens/s in the fastest way, that, and in brackets the best of the others, layers or neurons.
+
+    Empty: more machines than blocks of layers.
+    """
     cases: dict[tuple[str, ...], dict[int, str]] = {}
     for row in result["rows"] if result["part"] == "machines" else ():
         room = f"{common.percent(row['room'], 0)}, {common.size(row['memory_bytes'])}"
         case = row["hardware"], row["model"], room, row["link"], f"{row['alone_tokens_per_s']:.2f}"
-        best, *others = sorted(row["ways"], key=lambda way: -float(row["ways"][way]["tokens_per_s"]))
-        rest = ", ".join(f"{way} {row['ways'][way]['tokens_per_s']:.2f}" for way in others)
-        shown = f"{best} {row['ways'][best]['tokens_per_s']:.2f}" + (f" ({rest})" if rest else "")
-        cases.setdefault(case, {})[row["machines"]] = shown
+        ways = sorted(row["ways"], key=lambda way: -float(row["ways"][way]["tokens_per_s"]))
+        other = next((way for way in ways if (way == "layers") != (ways[0] == "layers")), None)
+        best, *rest = (f"{way} {row['ways'][way]['tokens_per_s']:.2f}" for way in (ways[0], other) if way)
+        cases.setdefault(case, {})[row["machines"]] = best + "".join(f" ({one})" for one in rest)
     return [(*case, *(speeds.get(count, "") for count in COUNTS)) for case, speeds in cases.items()]
 
 

@@ -151,11 +151,11 @@ def deepseek_v3(*, compiled: bool = True) -> ModelShape:
         (2 * heads * head, latent), (hidden, heads * head),
     )  # fmt: skip
     attention = sum(rows * row_bytes("int4", columns) for rows, columns in matrices)
-    block = {
+    block: dict[str, Any] = {
         "attention_bytes": attention, "attention_calls": len(matrices), "kv_bytes": 2 * (latent + rotary),
         "heads": None, "block": True,
     }  # fmt: skip
-    alone = {"experts": 1, "chosen": 1.0}
+    alone: dict[str, Any] = {"experts": 1, "chosen": 1.0}
     wide = 18432
     dense = replace(expert, **alone, **block, intermediate=wide, frequencies=((1, np.ones(wide)),))
     layers = [dense] * 3 + [replace(expert, **block), *[expert] * 255, replace(expert, **alone)] * 58

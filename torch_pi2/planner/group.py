@@ -354,7 +354,7 @@ def _exchanges(asked: _Asked, way: str, attention: str, shares: Sequence[int]) -
     """How often in a step all get from all how many bytes."""
     shape = asked.shape
     number, sums = _FLOAT * asked.batch, max(shares) if way == "chunks" else 1
-    found = [(sum(1 / layer.experts for layer in shape.layers), number * shape.hidden * sums)]
+    found: list[tuple[float, float]] = [(sum(1 / y.experts for y in shape.layers), number * shape.hidden * sums)]
     if attention == "heads":
         most = max(heads or 0 for _, heads in _parts(shape, attention, shares))
         found += [(1, number * y.heads.width * most / y.heads.number) for y in shape.layers if y.heads is not None]
