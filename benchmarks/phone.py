@@ -128,7 +128,9 @@ def shape_of(model: Model) -> ModelShape:
     sizes = SHAPES[model.shape]
     nbytes = RANK * (sizes["hidden_size"] + sizes["intermediate_size"])
     predictor = Predictor("lowrank/int8/int8", RANK, nbytes, RECALL, FALSE_ALARMS * model.active)
-    return study_model.shape_of(model.shape, active=model.active, n_hot=0, predictor=predictor, kv_dtype="float16")
+    return study_model.shape_of(
+        SHAPES[model.shape], active=model.active, n_hot=0, predictor=predictor, kv_dtype="float16"
+    )
 
 
 def decode(row: Decoding, hardware: Hardware, *, recurring: bool) -> dict[str, Any]:

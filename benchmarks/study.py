@@ -8,6 +8,7 @@ descriptions of drives (docs/DEVICES.md). ``study-validate`` says how near that 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 from benchmarks import phone
 from benchmarks.arguments import list_of
 from benchmarks.figures import known
-from benchmarks.study_model import StreamMisses, decode, drawn_misses, synthetic_shape, with_memory, with_reads
+from benchmarks.study_model import OTHERS, StreamMisses, decode, drawn_misses, synthetic_shape, with_memory, with_reads
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.machine.device import find_device
@@ -27,7 +28,7 @@ from torch_pi2.machine.presets import device_reads
 from torch_pi2.planner.choices import Choice
 from torch_pi2.planner.cost import Cost, step_cost, streamed
 from torch_pi2.planner.drive import offload_settings
-from torch_pi2.planner.group import Member, deal_out
+from torch_pi2.planner.group import Dealt, Member, deal_out
 from torch_pi2.planner.misses import FrequencyMisses
 from torch_pi2.planner.model_shape import ModelShape
 from torch_pi2.planner.request import Task
@@ -35,6 +36,8 @@ from torch_pi2.store.shapes import SHAPES
 
 _DEVICES = Path(__file__).parent / "devices"
 MODELS = ("llama-1b", "mistral-7b", "llama-13b", "qwen3-30b-a3b", "mixtral-8x7b")
+#: For machines, beside them; of ``OTHERS``, too.
+LARGE = ("llama-70b", "deepseek-v3")
 BATCHES = (1, 4, 8, 16, 32)
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 #: Presets and descriptions beside them.
@@ -68,9 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--models",
         type=list_of(str),
-        default=[*MODELS],
         metavar="NAMES",
-        help=f"of cache and machines (default: {','.join(MODELS)})",
+        help=f"of cache and machines (default: {','.join(MODELS)}, and for machines {','.join(LARGE)})",
     )
     add("--batch", type=list_of(common.positive), default=[*BATCHES], metavar="B,...", help="of cache")
 
@@ -79,7 +81,7 @@ def run(
     *,
     part: str = "cache",
     hardware: Sequence[str] = ("measured", "sm8650-ufs4.0"),
-    models: Sequence[str] = MODELS,
+    models: Sequence[str] | None = None,
     batch: Sequence[int] = BATCHES,
 ) -> dict[str, Any]:
     """``rows`` of one of ``PARTS``, simulated.
@@ -88,7 +90,8 @@ def run(
         ConfigError: no such profile or model, or a profile that has no times for int4 weights.
     """
     known("part", [part], PARTS)
-    known("model", models, SHAPES)
+    models = models or (*MODELS, *LARGE[: len(LARGE) * (part == "machines")])
+    known("model", models, SHAPES | OTHERS if part == "machines" else SHAPES)
     profiles = [find_hardware(name) for name in (ABLATED if part == "ablation" else hardware)]
     makers: dict[str, Callable[[Hardware], Iterator[dict[str, Any]]]] = {
         "cache": lambda profile: _cache(profile, models, batch),
@@ -291,35 +294,42 @@ LINKS = {
     "25 GbE": (25_000, 80),
     "100 GbE": (100_000, 80),
 }
-COUNTS = (2, 4, 8, 16)
+COUNTS = (2, 4, 8, 16, 32, 64)
 #: Of the model's neurons, what each machine has room for.
-_ROOM = 0.3
+ROOMS = (0.3, 0.03)
 
 
 def _machines(profile: Hardware, models: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """As many alike, with a drive and ``_ROOM`` each; what caches lack by how often neurons fire."""
-    for name in models:
-        shape = synthetic_shape(name)
+    """As many alike, with a drive and one of ``ROOMS`` each; what caches lack by how often neurons fire."""
+    for name, room in itertools.product(models, ROOMS):
+        shape, costs = synthetic_shape(name), dict[Any, Any]()
         empty = Task(shape, profile, budget_bytes=0, batches=(1,), context=CONTEXT)
-        budget = empty.smallest() + int(_ROOM * shape.slots) * shape.place_bytes
+        budget = empty.smallest() + int(room * shape.slots) * shape.place_bytes
         task = replace(empty, budget_bytes=budget)
         hot = tuple(layer.base_hot for layer in shape.layers)
         alone = task.cost(1, Choice(hot, (0,) * len(hot))).tokens_per_s
         for link, (mbit_per_s, exchange_us) in LINKS.items():
             for count in COUNTS:
-                found = deal_out(
-                    shape, [Member(profile, budget)] * count, Link(mbit_per_s, exchange_us), context=CONTEXT
-                )
+                if count > sum(layer.block for layer in shape.layers):
+                    continue  # more machines than blocks or chunks
+                members = [Member(profile, budget)] * count
+                found = deal_out(shape, members, Link(mbit_per_s, exchange_us), context=CONTEXT, costs=costs)
                 yield {
                     "model": name,
+                    "room": room,
+                    "memory_bytes": budget,
                     "link": link,
                     "machines": count,
                     "alone_tokens_per_s": round(alone, 3),
                     "ways": {
-                        way.way: {"tokens_per_s": round(way.tokens_per_s, 3), "link_ms": round(way.link_ms, 3)}
+                        _named(way): {"tokens_per_s": round(way.tokens_per_s, 3), "link_ms": round(way.link_ms, 3)}
                         for way in found
                     },
                 }
+
+
+def _named(way: Dealt) -> str:
+    return way.way + (", heads" if way.attention == "heads" else "")
 
 
 PARTS = ("cache", "drives", "ablation", "machines")
@@ -329,7 +339,7 @@ LIMITS = (
     "hardware", "in memory", "memory GB/s", "drive", "tokens/s", "with look-ahead", "waiting",
     "saved by twice as fast: drive", "store", "memory", "reads/s", "enough", "MB/s",
 )  # fmt: skip
-DEALT = ("hardware", "model", "link", "one machine", *(f"{count} machines" for count in COUNTS))
+DEALT = ("hardware", "model", "room", "link", "one machine", *(f"{count} machines" for count in COUNTS))
 STEPS = ("hardware", "step", "paper", "simulated", "hits", "MB read", "drive ms", "waiting ms", "computing ms")
 
 
@@ -367,14 +377,19 @@ def step_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def dealt_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Tokens/s in the fastest way, and that, and in brackets in the other one."""
-    cases: dict[tuple[str, ...], list[str]] = {}
+    """Tokens/s in the fastest way, that, and in brackets the best of the others, layers or neurons.
+
+    Empty: more machines than blocks of layers.
+    """
+    cases: dict[tuple[str, ...], dict[int, str]] = {}
     for row in result["rows"] if result["part"] == "machines" else ():
-        case = row["hardware"], row["model"], row["link"], f"{row['alone_tokens_per_s']:.2f}"
-        best, *others = sorted(row["ways"], key=lambda way: -float(row["ways"][way]["tokens_per_s"]))
-        rest = ", ".join(f"{way} {row['ways'][way]['tokens_per_s']:.2f}" for way in others)
-        cases.setdefault(case, []).append(f"{best} {row['ways'][best]['tokens_per_s']:.2f} ({rest})")
-    return [(*case, *speeds) for case, speeds in cases.items()]
+        room = f"{common.percent(row['room'], 0)}, {common.size(row['memory_bytes'])}"
+        case = row["hardware"], row["model"], room, row["link"], f"{row['alone_tokens_per_s']:.2f}"
+        ways = sorted(row["ways"], key=lambda way: -float(row["ways"][way]["tokens_per_s"]))
+        other = next((way for way in ways if (way == "layers") != (ways[0] == "layers")), None)
+        best, *rest = (f"{way} {row['ways'][way]['tokens_per_s']:.2f}" for way in (ways[0], other) if way)
+        cases.setdefault(case, {})[row["machines"]] = best + "".join(f" ({one})" for one in rest)
+    return [(*case, *(speeds.get(count, "") for count in COUNTS)) for case, speeds in cases.items()]
 
 
 def render(result: dict[str, Any]) -> str:
@@ -385,7 +400,7 @@ def render(result: dict[str, Any]) -> str:
         "machines": (
             DEALT,
             dealt_rows,
-            f"each has room for {_ROOM:.0%} of the neurons",
+            "room: of the neurons, and what it takes with all else; heads: attention is divided, too",
         ),
         "ablation": (STEPS, step_rows, "paper: PowerInfer-2, arXiv 2406.06282v3, Figures 7 and 14"),
     }[result["part"]]

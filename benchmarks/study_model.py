@@ -25,7 +25,7 @@ from torch_pi2.ops import load
 from torch_pi2.planner.cost import Cost, step_cost
 from torch_pi2.planner.layer_cost import predicted_share
 from torch_pi2.planner.misses import ReplayMisses
-from torch_pi2.planner.model_shape import LayerShape, ModelShape
+from torch_pi2.planner.model_shape import Heads, LayerShape, ModelShape
 from torch_pi2.spec.config import Config
 from torch_pi2.store.firing import LOCALITY, TOPIC_IDS, GateMaker, TokenStream, direction, power_law
 from torch_pi2.store.shapes import SHAPES
@@ -75,7 +75,7 @@ def _law(hidden: int, neurons: int, active: float) -> tuple[torch.Tensor, torch.
 
 
 def shape_of(
-    name: str,
+    sizes: Mapping[str, Any],
     *,
     active: float,
     n_hot: int,
@@ -83,13 +83,12 @@ def shape_of(
     compiled: bool = True,
     kv_dtype: str = "bfloat16",
 ) -> ModelShape:
-    """Sizes of ``SHAPES`` in 4 bits, blocks of 32 with a scale, int8 activations, as stores of ours have them.
+    """Sizes as of ``SHAPES`` in 4 bits, blocks of 32 with a scale, int8 activations, as stores of ours have them.
 
     Args:
         active: share of neurons that fire; 1: all, as SwiGLU's do, and slots are then clusters as ``pack`` makes them.
         n_hot: neurons of a layer that are computed for every token.
     """
-    sizes = SHAPES[name]
     hidden, blocks = sizes["hidden_size"], sizes["num_hidden_layers"]
     inner = sizes["moe_intermediate_size" if "moe_intermediate_size" in sizes else "intermediate_size"]
     head = sizes.get("head_dim", hidden // sizes["num_attention_heads"])
@@ -123,7 +122,8 @@ def shape_of(
         block=False,
     ).with_cluster(1 if predictor is not None else largest_cluster(3 * row))
     attention = (q + 2 * kv) * row + hidden * out_row
-    block = {"attention_bytes": attention, "attention_calls": 2, "kv_bytes": 2 * 2 * kv, "block": True}
+    heads = Heads(sizes["num_key_value_heads"], (q + 2 * kv) * row, q)
+    block = {"attention_bytes": attention, "attention_calls": 2, "kv_bytes": 2 * 2 * kv, "heads": heads, "block": True}
     # the same objects: what is worked out of one holds for all
     layers = [replace(layer, **block), *[layer] * (experts - 1)] * blocks
     head_bytes = sizes["vocab_size"] * row
@@ -131,17 +131,55 @@ def shape_of(
     return ModelShape(tuple(layers), head_bytes, "int4/int8", fixed, hidden, compiled, kv_dtype)
 
 
+def deepseek_v3(*, compiled: bool = True) -> ModelShape:
+    """DeepSeek-V3 (arXiv 2412.19437, 4.2), 671 billion parameters, in the formats of :func:`shape_of`.
+
+    All neurons fire. Each token has 8 of 256 experts and one more that all tokens have; three blocks have a
+    feed-forward layer without experts. Of a token attention keeps one vector for all heads (576 numbers), so that it
+    cannot be divided by heads.
+    """
+    latent, queries, heads, head, rotary = 512, 1536, 128, 128, 64
+    sizes = {
+        "hidden_size": 7168, "moe_intermediate_size": 2048, "num_hidden_layers": 58, "num_attention_heads": heads,
+        "num_key_value_heads": heads, "head_dim": head, "vocab_size": 129280, "num_experts": 256,
+        "num_experts_per_tok": 8,
+    }  # fmt: skip
+    made = shape_of(sizes, active=1, n_hot=0, predictor=None, compiled=compiled)
+    hidden, expert = made.hidden, made.layers[1]
+    matrices = (  # rows and columns
+        (queries, hidden), (heads * (head + rotary), queries), (latent + rotary, hidden),
+        (2 * heads * head, latent), (hidden, heads * head),
+    )  # fmt: skip
+    attention = sum(rows * row_bytes("int4", columns) for rows, columns in matrices)
+    block: dict[str, Any] = {
+        "attention_bytes": attention, "attention_calls": len(matrices), "kv_bytes": 2 * (latent + rotary),
+        "heads": None, "block": True,
+    }  # fmt: skip
+    alone: dict[str, Any] = {"experts": 1, "chosen": 1.0}
+    wide = 18432
+    dense = replace(expert, **alone, **block, intermediate=wide, frequencies=((1, np.ones(wide)),))
+    layers = [dense] * 3 + [replace(expert, **block), *[expert] * 255, replace(expert, **alone)] * 58
+    away = sum(layer.attention_bytes for layer in made.layers) - 61 * attention
+    return replace(made, layers=tuple(layers), fixed_bytes=made.fixed_bytes - away)
+
+
+#: Shapes that ``torch_pi2.synthetic`` has no model class for.
+OTHERS = {"deepseek-v3": deepseek_v3}
+
+
 @cache
 def synthetic_shape(name: str, *, compiled: bool = True) -> ModelShape:
-    """As ``torch_pi2.synthetic`` makes a model for the benchmarks, and ``pack`` its store."""
+    """As ``torch_pi2.synthetic`` makes a model for the benchmarks, and ``pack`` its store; or one of ``OTHERS``."""
+    if name in OTHERS:
+        return OTHERS[name](compiled=compiled)
     firing = _firing(name)
     sizes, active = SHAPES[name], firing["active"]
     if firing["predictor"] is None:
-        return shape_of(name, active=active, n_hot=0, predictor=None, compiled=compiled)
+        return shape_of(sizes, active=active, n_hot=0, predictor=None, compiled=compiled)
     hidden, neurons = sizes["hidden_size"], sizes["intermediate_size"]
     hot = int((power_law(neurons, active) >= Config().hot_frequency).sum()) if "num_local_experts" not in sizes else 0
     own = own_predictor(hidden, neurons, active, hot)
-    return shape_of(name, active=active, n_hot=hot, predictor=own, compiled=compiled)
+    return shape_of(sizes, active=active, n_hot=hot, predictor=own, compiled=compiled)
 
 
 def locality_of(name: str) -> float:

@@ -611,8 +611,9 @@ neurons up and handling each read), and the reads of a neuron a second from whic
 reads take no time.
 """
 _DEALT_NOTE = """
-**Simulated.** Tokens/s of one sequence on machines that are alike, in the fastest way and in the others
-(docs/DISTRIBUTED.md); the links' exchanges are assumptions.
+**Simulated.** Tokens/s of one sequence on machines that are alike, each with room for a share of the neurons (and in
+bytes, with all else), in the fastest way and, in brackets, in the best of the others: layers or neurons, the latter
+with attention divided by heads where they say so (docs/DISTRIBUTED.md). The links' exchanges are assumptions.
 """
 _STEPS_NOTE = """
 **Simulated.** Steps of PowerInfer-2's ablation (arXiv 2406.06282v3) for its two phones, beside its own figures.

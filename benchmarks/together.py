@@ -228,12 +228,17 @@ def _predictions(
             task = Task(shape, profile, budget_bytes=budget, batches=(1,), context=context, misses=misses(shape))
             hot = tuple(layer.base_hot for layer in shape.layers)
             rate = task.cost(1, Choice(hot, (0,) * len(hot))).tokens_per_s
-        elif name.endswith(_HEADS):
-            return {}
         else:
             members = [Member(profile, budget)] * len(shards_in(way))
             dealt = predicted(
-                name, _shares(way), shape, members, Link(**figures["link"]), context=context, misses=misses
+                name.removesuffix(_HEADS),
+                _shares(way),
+                shape,
+                members,
+                Link(**figures["link"]),
+                attention="heads" if name.endswith(_HEADS) else "whole",
+                context=context,
+                misses=misses,
             )
             rate = math.nan if dealt is None else dealt.tokens_per_s
         return {

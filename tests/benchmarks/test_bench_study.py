@@ -130,10 +130,11 @@ def test_machines_from_the_command_line(monkeypatch, capsys):
     assert main(["study", "--part", "machines", "--hardware", "sm8650-ufs4.0", "--models", "llama-1b", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["simulated"] is True
-    by_case = {(row["link"], row["machines"]): row for row in result["rows"]}
+    assert {row["room"] for row in result["rows"]} == {*study.ROOMS}
+    by_case = {(row["link"], row["machines"]): row for row in result["rows"] if row["room"] == study.ROOMS[0]}
     assert by_case.keys() == {(link, count) for link in study.LINKS for count in (2, 4)}
     for count in (2, 4):
-        for way in ("chunks", "ranks", "layers"):
+        for way in ("chunks", "ranks", "chunks, heads", "ranks, heads", "layers"):
             speeds = [by_case[link, count]["ways"][way]["tokens_per_s"] for link in study.LINKS]
             assert speeds == sorted(speeds), way
     fast = by_case["100 GbE", 2]
@@ -206,6 +207,29 @@ def test_a_prediction_beside_every_measurement(store, capsys):
     text = render(result)
     assert "predicted / measured" in text
     assert f"{result['near']} of 4 within 15 %" in text
+
+
+def test_six_hundred_and_seventy_one_billion():
+    shape = synthetic_shape("deepseek-v3")
+    weights = sum(layer.intermediate * layer.hidden * 3 for layer in shape.layers)
+    rest = sum(layer.attention_bytes for layer in shape.layers if layer.block) * 16 / 9  # 4.5 bits each
+    assert weights + rest + 2 * 129280 * 7168 == pytest.approx(671e9, rel=0.002)
+    used = sum(layer.chosen * layer.intermediate * layer.hidden * 3 for layer in shape.layers)
+    assert used + rest + 129280 * 7168 == pytest.approx(37e9, rel=0.02)  # of a token
+    assert sum(layer.block for layer in shape.layers) == 61
+
+
+def test_more_machines_than_chunks_of_a_layer(monkeypatch):
+    """They are a pipeline, and faster than few that have to read; more than blocks are left out."""
+    monkeypatch.setattr(study, "LINKS", {"10 GbE": (10_000, 100)})
+    result = study.run(part="machines", hardware=["sm8650-ufs4.0"], models=["qwen3-30b-a3b"])
+    by_case = {(row["room"], row["machines"]): row["ways"] for row in result["rows"]}
+    assert {count for _, count in by_case} == {2, 4, 8, 16, 32}  # 48 blocks
+    assert {*by_case[0.03, 32]} == {"layers"}
+    assert {*by_case[0.03, 8]} == {"layers", "ranks"}
+    few, many = (by_case[0.03, count]["layers"]["tokens_per_s"] for count in (8, 32))
+    assert many > 2 * few
+    assert f"layers {many:.2f}" in render(result)
 
 
 def test_thirteen_billion():

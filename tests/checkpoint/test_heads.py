@@ -95,8 +95,20 @@ def test_heads_are_dealt_out_as_neurons_are() -> None:
     config = _tiny("Llama", num_attention_heads=12, num_key_value_heads=6).config
     shards = _shards([0, 1, 2, 3, 4], [5, 6], [7])
     assert [Heads(config, shards, 0).counts, Heads(config, shards, 2).share] == [[4, 1, 1], 1 / 6]
-    assert apportioned(7, [0.5, 0.25, 0.25]) == [3, 2, 2]
-    assert apportioned(3, [0.98, 0.01, 0.01]) == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("shares", "count", "expected"),
+    [
+        ((8, 8), 8, [4, 4]),
+        ((12, 4), 8, [6, 2]),
+        ((15, 1), 4, [3, 1]),
+        ((6, 5, 5), 8, [3, 3, 2]),
+        ((1, 1, 14), 3, [1, 1, 1]),
+    ],
+)
+def test_as_many_heads_as_its_share(shares: tuple[int, ...], count: int, expected: list[int]) -> None:
+    assert apportioned(count, [share / sum(shares) for share in shares]) == expected
 
 
 def _shards(*chunks: list[int]) -> list[Shard]:

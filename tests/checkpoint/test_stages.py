@@ -19,6 +19,7 @@ from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ArtifactError, UnsupportedModelError
 from torch_pi2.layers.stages import _count_tokens, _returns_one, join_stages, leave_out
 from torch_pi2.spec.shard import Shard, ShardLayer
+from torch_pi2.store.shapes import SHAPES
 from torch_pi2.store.storefile import StoreReader
 
 #: Each of several processes has one, too.
@@ -93,6 +94,24 @@ def test_stages_become_one_store_again(made: Path, name: str, tmp_path: Path) ->
         path = Path(f"rank-{rank}-of-2") / "pi2" / "model.pi2"
         with StoreReader(tmp_path / "layers" / path) as made_again, StoreReader(made / name / "2" / path) as first:
             assert (made_again.specs, made_again.checks) == (first.specs, first.checks)
+
+
+def test_a_model_of_many_layers_in_as_many_stages(tmp_path: Path) -> None:
+    """More than layers have chunks, 16; and all of them are one store again."""
+    shape = SHAPES["tiny"] | {"num_hidden_layers": 20, "hidden_size": 64, "intermediate_size": 128}
+    torch_pi2.synthetic(tmp_path / "plain", shape, active=0.2, rank=16, weights="int4")
+    torch_pi2.pack(tmp_path / "plain", tmp_path / "store")
+    torch_pi2.pack(tmp_path / "store", tmp_path / "20", ranks=20, by="layers")
+    for rank in (0, 19):
+        with StoreReader(tmp_path / "20" / f"rank-{rank}-of-20" / "pi2" / "model.pi2") as one:
+            assert one.shard is not None
+            assert [*one.shard.blocks(20)] == [rank]
+    torch_pi2.pack(tmp_path / "20", tmp_path / "whole")
+    torch_pi2.pack(tmp_path / "store", tmp_path / "again")
+    stores = (StoreReader(tmp_path / name / "pi2" / "model.pi2") for name in ("whole", "again"))
+    whole, again = stores
+    with whole, again:
+        assert (whole.specs, whole.checks) == (again.specs, again.checks)
 
 
 def test_a_stage_has_its_own_layers_alone(made: Path, tmp_path: Path) -> None:

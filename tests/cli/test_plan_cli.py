@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from stores import SMALL
 
 import torch_pi2
 from torch_pi2 import cli, errors
+from torch_pi2.cli.plan_group import _options
 from torch_pi2.decode.kv import cache_name, cache_of
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.planner.diff import diff
@@ -393,6 +395,18 @@ def test_messages(command, root, tmp_path, argv, message) -> None:
     assert re.search(message, found), found
 
 
+@pytest.mark.parametrize(
+    ("way", "attention", "options"),
+    [
+        ("layers", "whole", ""),
+        ("chunks", "whole", "--reduction chunks"),
+        ("ranks", "heads", "--reduction ranks --attention heads"),
+    ],
+)
+def test_what_generate_has_to_be_told(way: str, attention: str, options: str) -> None:
+    assert _options(way, attention) == options
+
+
 def test_several_machines(command, root, tmp_path) -> None:
     (tmp_path / "machines.json").write_text(
         '{"machines": [{"hardware": "sm8650-ufs4.0"}, {"hardware": "sm8475-ufs3.1", "budget": "1GiB"}], '
@@ -407,7 +421,10 @@ def test_several_machines(command, root, tmp_path) -> None:
     by = "layers" if best["way"] == "layers" else "neurons"
     shares = ",".join(map(str, best["shares"]))
     assert found["pack"] == f"torch-pi2 pack {root / 'store'} OUT --ranks 2 --by {by} --shares {shares}"
+    ways = {(way["way"], way["attention"]) for way in found["ways"]}
+    assert ways == {("layers", "whole"), *itertools.product(("chunks", "ranks"), ("whole", "heads"))}
     text = command(*given).out
+    assert "ranks, attention by heads" in text
     assert "1000 Mbit/s, 200 us an exchange; predicted, of one sequence after 16 tokens" in text
     assert found["pack"] in text
     for option in (("--hardware", PHONE), ("--out", tmp_path / "p"), ("--budget", "1GiB")):

@@ -22,7 +22,7 @@ from torch_pi2.machine.hardware import Accelerator, Hardware
 from torch_pi2.ops.constants import constants
 from torch_pi2.planner.cost import PARTS, _io_ms, step_cost
 from torch_pi2.planner.layer_cost import TIMES, expert_use, layer_curve, predicted_share
-from torch_pi2.planner.model_shape import LayerShape, ModelShape, numbers
+from torch_pi2.planner.model_shape import Heads, LayerShape, ModelShape, numbers
 from torch_pi2.planner.prompt_cost import best_chunk, prompt_cost, switch_point
 from torch_pi2.spec.offload import OffloadConfig
 
@@ -384,6 +384,7 @@ def test_shape_of_a_model_in_memory() -> None:
     assert (layer.kernel, layer.attention_kernel, layer.method) == ("float32/float", "float32/float", "exact")
     assert layer.attention_bytes == 4 * (32 * 32 + 2 * 32 * 16 + 32 * 32)
     assert (layer.attention_calls, layer.kv_bytes, shape.kv_dtype) == (4, 2 * 2 * 8 * 4, "float32")
+    assert layer.heads == Heads(2, 4 * (32 * 32 + 2 * 32 * 16), 32)
     assert shape.head_bytes == 64 * 32 * 4
     neurons = sum(y.intermediate * y.neuron_bytes for y in shape.layers)
     assert 0 <= shape.fixed_bytes + neurons - size <= 1024  # and the rotary frequencies
@@ -392,6 +393,13 @@ def test_shape_of_a_model_in_memory() -> None:
     assert layer.base_hot == parts.plan.layers[0].n_hot
     made = step_cost(shape, HARDWARE, batch=2, hot=[y.base_hot for y in shape.layers], context=16)
     assert made.memory_bytes == shape.fixed_bytes + neurons + made.memory["kv"]
+
+
+@pytest.mark.parametrize("name", ["phi3", "gpt2-relu"])
+def test_attention_of_fused_matrices_has_no_heads_to_divide(name: str) -> None:
+    model = torch_pi2.optimize(tiny(name), config=torch_pi2.Config(method="exact"))
+    plan = model.torch_pi2.plan
+    assert {layer.heads for layer in ModelShape.of(model, fake_stats(plan), plan).layers} == {None}
 
 
 @pytest.fixture(scope="module")

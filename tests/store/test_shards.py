@@ -121,7 +121,8 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "chunks twice": (lambda said: said["layers"]["layers.0"].update(chunks=[1, 1]), "ascending numbers of chunks"),
     "a chunk beyond": (lambda said: said["layers"]["layers.0"].update(chunks=[4]), "at most 3, found 4"),
     "no chunks": (lambda said: said["layers"]["layers.0"].update(chunks=[]), _STAGE),
-    "one rank": (lambda said: said.update(ranks=1), "2 or more, at most 16, found 1"),
+    "one rank": (lambda said: said.update(ranks=1), "2 or more, at most 64, found 1"),
+    "more ranks than chunks": (lambda said: said.update(ranks=5), "no more machines than each layer has chunks"),
     "rank beyond": (lambda said: said.update(rank=2), "at most 1, found 2"),
     "another layer": (lambda said: said["layers"].update(more=said["layers"]["layers.0"]), "the layers of the store"),
     "more": (lambda said: said.update(more=1), "no other fields"),
@@ -224,8 +225,9 @@ def test_chunks_are_dealt_by_their_work() -> None:
     assert [len(shard.layers["a"].chunks) for shard in deal(plan, 2, [1e308, 1e308])] == [8, 8]
     assert sorted(c for shard in deal(plan, 16) for c in shard.layers["a"].chunks) == list(range(16))
     for ranks, shares, expected in (
-        (1, None, "expected 2 to 16 machines"),
-        (17, None, "found 17"),
+        (1, None, "expected 2 to 64 machines"),
+        (65, None, "expected 2 to 64 machines, found 65"),
+        (17, None, "17 machines for a: expected at most 16, as it has 16 chunks of 896 neurons"),
         (2, [1.0], "expected 2 numbers above 0"),
         (2, [1.0, 0.0], "found 1, 0"),
     ):
@@ -263,6 +265,7 @@ def test_layers_are_dealt_by_their_weights() -> None:
     assert dealt(even, 3, [100, 1, 1]) == [[0, 1, 2, 3, 4, 5], [6], [7]]
     assert dealt(even, 3, [1, 1, 100]) == [[0], [1], [2, 3, 4, 5, 6, 7]]
     assert dealt(even, 8) == [[i] for i in range(8)]
+    assert dealt(_row([64] * 64), 64) == [[i] for i in range(64)]
     assert dealt(_row([1024, 64, 64, 64]), 2) == [[0], [1, 2, 3]]
     experts = Plan([y for i in (0, 1) for y in _row([64] * 3, f"model.layers.{i}.mlp.experts.{{}}").layers], "ab")
     assert [[*shard.plan(experts).by_key()] for shard in deal_layers(experts, 2)] == [

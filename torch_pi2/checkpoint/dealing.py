@@ -29,7 +29,7 @@ def deal(
         stats: how often neurons fire; without, hot ones are taken to fire always, and the others as the plan expects.
 
     Raises:
-        ConfigError: not 2 to 16 machines, or other shares than one above 0 for each, or more machines than a layer has
+        ConfigError: not 2 to 64 machines, or other shares than one above 0 for each, or more machines than a layer has
             chunks.
     """
     weights = _shares(ranks, shares)
@@ -101,7 +101,7 @@ def check_ranks(ranks: int, shares: Sequence[float] | None) -> None:
     if not 2 <= ranks <= MOST_RANKS:
         raise ConfigError(
             "ranks",
-            expected=f"2 to {MOST_RANKS} machines, as a layer has {MOST_RANKS} chunks",
+            expected=f"2 to {MOST_RANKS} machines",
             found=str(ranks),
             fix="Choose another number.",
         )

@@ -27,6 +27,7 @@ def for_group(args: argparse.Namespace) -> dict[str, Any]:
         "ways": [
             {
                 "way": way.way,
+                "attention": way.attention,
                 "shares": list(way.shares),
                 "tokens_per_s": way.tokens_per_s,
                 "ms": way.ms,
@@ -37,8 +38,14 @@ def for_group(args: argparse.Namespace) -> dict[str, Any]:
             for way in found
         ],
         "pack": f"torch-pi2 pack {args.model} OUT --ranks {len(members)} --by {best.by} --shares {shares}",
-        "generate": "" if best.by == "layers" else f"--reduction {best.way}",
+        "generate": _options(best.way, best.attention),
     }
+
+
+def _options(way: str, attention: str) -> str:
+    """Of ``generate`` and the like."""
+    by_heads = " --attention heads" if attention == "heads" else ""
+    return "" if way == "layers" else f"--reduction {way}{by_heads}"
 
 
 def render_group(result: dict[str, Any]) -> str:
@@ -50,7 +57,8 @@ def render_group(result: dict[str, Any]) -> str:
         waits = ", ".join(f"{member['ms']['io']:.1f}" for member in way["members"])
         given = f"{', '.join(map(str, way['shares']))} {unit}"
         times = (f"{way['tokens_per_s']:.2f}", f"{way['ms']:.1f}", f"{way['link_ms']:.1f}")
-        rows.append((way["way"], *times, given, memory, kept, waits))
+        name = way["way"] + (", attention by heads" if way["attention"] == "heads" else "")
+        rows.append((name, *times, given, memory, kept, waits))
     header = ("way", "tokens/s", "ms", "for the link", "machines have", "memory", "neurons in memory", "waiting ms")
     how = f"\ntorchrun ... -m torch_pi2 generate OUT {result['generate']}" if result["generate"] else ""
     link = result["link"]

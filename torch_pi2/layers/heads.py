@@ -46,7 +46,7 @@ class Heads:
         self._what = f"attention of {config.model_type} by heads"
         if shards[rank].by_layers:
             raise self._refused("shards of neurons", "stages, which have whole layers")
-        self._parents = _divisible(getattr(config, "base_model_tp_plan", None) or {})
+        self._parents = _divided(config)
         if not self._parents:
             raise self._refused(
                 "a plan of tensor parallelism with q_proj, k_proj, v_proj and o_proj", "another, or none"
@@ -130,8 +130,14 @@ class Heads:
         group.divides_kv = True
 
 
-def _divisible(plan: Mapping[str, str]) -> list[re.Pattern[str]]:
-    """Of attention modules that ``plan`` divides by heads: finds the projection in the name of a tensor or module."""
+def can_divide(hf: Any) -> bool:
+    """Whether attention of a model with the configuration ``hf`` is of the kind that :class:`Heads` divides."""
+    return bool(_divided(hf.get_text_config()))
+
+
+def _divided(config: Any) -> list[re.Pattern[str]]:
+    """Of attention modules with a plan by heads: finds the projection in the name of a tensor or module."""
+    plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     by_parent: dict[str, dict[str, str]] = {}
     for name, way in plan.items():
         parent, _, role = name.rpartition(".")

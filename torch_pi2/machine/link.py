@@ -10,8 +10,8 @@ class Link:
     """Between any two machines.
 
     Attributes:
-        mbit_per_s: how fast bytes go. exchange_us: what an exchange of next to none takes, microseconds
-            (:func:`torch_pi2.measure.link.measure_link` measures both).
+        mbit_per_s: how fast bytes go. exchange_us: what an exchange of next to none takes after a stretch of
+            computing, microseconds (:func:`torch_pi2.measure.link.measure_link` measures both).
     """
 
     mbit_per_s: float

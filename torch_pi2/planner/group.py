@@ -29,7 +29,7 @@ from torch_pi2.planner.cost import Cost
 from torch_pi2.planner.misses import MissCurve
 from torch_pi2.planner.model_shape import LayerShape, ModelShape, numbers
 from torch_pi2.planner.request import Task
-from torch_pi2.spec.shard import MOST_RANKS
+from torch_pi2.spec.shard import ATTENTION, MOST_RANKS, apportioned
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware
@@ -54,8 +54,9 @@ class Dealt:
     """A model dealt out in one way, and what a decoding step is predicted to take.
 
     Attributes:
-        way: of ``WAYS``. shares: by machine, chunks of each layer, or decoder blocks. ms: of a step, ``link_ms`` of it
-            for exchanges. sent_bytes: by a machine in a step, to each of the others (``layers``: to the next).
+        way: of ``WAYS``. attention: of neurons, see ``GroupConfig``. shares: by machine, chunks of each layer, or
+            decoder blocks. ms: of a step, ``link_ms`` of it for exchanges. sent_bytes: by a machine in a step, to each
+            of the others (``layers``: to the next).
         members: by machine, ``ms`` of its own by part of :data:`torch_pi2.planner.cost.PARTS`, ``memory_bytes``, and
             ``in_memory``, the share of its neurons that its cache holds.
     """
@@ -67,6 +68,7 @@ class Dealt:
     sent_bytes: float
     members: tuple[dict[str, Any], ...] = field(repr=False)
     batch: int = 1
+    attention: str = ATTENTION[0]
 
     @property
     def by(self) -> str:
@@ -101,18 +103,28 @@ def read_machines(path: str | Path) -> tuple[list[Member], Link]:
 
 
 def deal_out(
-    shape: ModelShape, members: Sequence[Member], link: Link, *, batch: int = 1, context: int = 1024, misses: Any = None
+    shape: ModelShape,
+    members: Sequence[Member],
+    link: Link,
+    *,
+    batch: int = 1,
+    context: int = 1024,
+    misses: Any = None,
+    costs: dict[Any, Any] | None = None,
 ) -> list[Dealt]:
     """``shape`` dealt out to ``members`` in each way that is possible, the fastest step of ``batch`` tokens first.
 
     Neurons: machines compute a layer side by side and wait for the slowest, then all partial sums go to all (a ring).
+    With attention by heads each has keys and values of as many as its share of the neurons, at least one, and their
+    outputs go to all before the linear layer of outputs, which each computes whole: one exchange of a layer more.
     Layers: one machine after another computes, and hands on hidden states. Blocks of the same sizes count as alike.
 
     Args:
         misses: of what a machine computes, what its cache lacks (default: by the frequencies of its neurons).
+        costs: what calls for this shape, batch, context and misses have found, and this one adds to.
 
     Raises:
-        ConfigError: not 2 to 16 machines, a link that makes no sense, or no way in which every machine has memory for
+        ConfigError: not 2 to 64 machines, a link that makes no sense, or no way in which every machine has memory for
             what it is given.
     """
     if (
@@ -126,9 +138,10 @@ def deal_out(
             found=f"{len(members)}, {link.mbit_per_s:g} Mbit/s, {link.exchange_us:g} us",
             fix="Correct the description.",
         )
-    asked = _Asked(shape, tuple(members), link, batch, context, misses)
+    asked = _Asked(shape, tuple(members), link, batch, context, misses, {} if costs is None else costs)
     by_chunk = all(layer.experts == 1 for layer in shape.layers)  # experts' sums are by machine in any case
-    ways = [_neurons(asked, way) for way in WAYS[:2] if by_chunk or way == "ranks"]
+    attention = ATTENTION if _divisible(shape, len(members)) else ATTENTION[:1]
+    ways = [_neurons(asked, way, of) for way in WAYS[:2] if by_chunk or way == "ranks" for of in attention]
     found = [dealt for dealt in (*ways, _layers(asked)) if dealt]
     if not found:
         raise ConfigError(
@@ -138,6 +151,10 @@ def deal_out(
             fix="Give them more, lower the context, or use more machines.",
         )
     return sorted(found, key=lambda dealt: dealt.ms)
+
+
+#: Chunks of every layer, and key-value heads; None: all.
+_Part = tuple[int, int | None]
 
 
 @dataclass
@@ -150,13 +167,12 @@ class _Asked:
     batch: int = 1
     context: int = 1024
     misses: Callable[[ModelShape], MissCurve] | None = None
-    _costs: dict[Any, Cost | None] = field(default_factory=dict)
+    costs: dict[Any, Any] = field(default_factory=dict)
 
     def cost(self, member: int, what: Any, part: Callable[[], ModelShape]) -> Cost | None:
         """Of ``part()``, which ``what`` names, on a machine; None: it has no memory for it."""
-        machine = self.members[member]
-        key = id(machine.hardware), machine.budget_bytes, what
-        if key not in self._costs:
+        machine, key = self.members[member], self._key(member, what)
+        if key not in self.costs:
             own = part()
             task = Task(
                 own,
@@ -168,17 +184,36 @@ class _Asked:
             )
             hot = tuple(layer.base_hot for layer in task.shape.layers)
             fits = machine.budget_bytes is None or machine.budget_bytes >= task.smallest()
-            self._costs[key] = task.cost(self.batch, Choice(hot, (0,) * len(hot))) if fits else None
-        return self._costs[key]
+            self.costs[key] = task.cost(self.batch, Choice(hot, (0,) * len(hot))) if fits else None
+        found: Cost | None = self.costs[key]
+        return found
+
+    def _key(self, member: int, what: Any) -> Any:
+        machine = self.members[member]
+        return id(machine.hardware), machine.budget_bytes, what
+
+    def neurons(self, member: int, part: _Part) -> Cost | None:
+        """Of so many chunks and heads (:func:`neurons_of`)."""
+        return self.cost(member, part, partial(neurons_of, self.shape, *part))
+
+    def phases(self, member: int, part: _Part, cost: Cost) -> list[float]:
+        """See :func:`_phases_ms`."""
+        key = self._key(member, ("phases", part))
+        if key not in self.costs:
+            self.costs[key] = _phases_ms(cost, self.shape, part[1])
+        found: list[float] = self.costs[key]
+        return found
 
     @cached_property
-    def block_sizes(self) -> tuple[tuple[int, ...], ...]:
-        return _block_sizes(self.shape)
+    def kinds(self) -> tuple[int, ...]:
+        """Of each block: a number, the same for blocks that cost the same."""
+        numbers_of: dict[tuple[int, ...], int] = {}
+        return tuple(numbers_of.setdefault(sizes, len(numbers_of)) for sizes in _block_sizes(self.shape))
 
     def stage(self, member: int, first: int, last: int) -> Cost | None:
         """Of the blocks ``[first, last)``, on the last machine with the head."""
         head = member == len(self.members) - 1
-        what = self.block_sizes[first:last], head
+        what = self.kinds[first:last], head
         return self.cost(member, what, lambda: stage_of(self.shape, first, last, head=head))
 
     @property
@@ -187,11 +222,21 @@ class _Asked:
 
 
 def predicted(
-    way: str, shares: Sequence[int], shape: ModelShape, members: Sequence[Member], link: Link, **how: Any
+    way: str,
+    shares: Sequence[int],
+    shape: ModelShape,
+    members: Sequence[Member],
+    link: Link,
+    *,
+    attention: str = "whole",
+    **how: Any,
 ) -> Dealt | None:
-    """As :func:`deal_out`, of one ``way`` and with these ``shares``; None: a machine has no memory for its own."""
+    """As :func:`deal_out`, of one ``way`` and with these ``shares``; None: a machine has no memory for its own.
+
+    ``attention="heads"``: of a model whose heads can be dealt out so.
+    """
     asked = _Asked(shape, tuple(members), link, **how)
-    return _of_layers(asked, [*accumulate(shares)]) if way == "layers" else _of_neurons(asked, way, shares)
+    return _of_layers(asked, [*accumulate(shares)]) if way == "layers" else _of_neurons(asked, way, attention, shares)
 
 
 def _facts(cost: Cost, shape: ModelShape) -> dict[str, Any]:
@@ -203,35 +248,54 @@ def _facts(cost: Cost, shape: ModelShape) -> dict[str, Any]:
 # --- some neurons of every layer ---
 
 
-def neurons_of(shape: ModelShape, chunks: int) -> ModelShape:
-    """What a machine with so many of every layer's chunks computes: of neurons an even part, of all else everything."""
+def neurons_of(shape: ModelShape, chunks: int, heads: int | None = None) -> ModelShape:
+    """What a machine with so many of every layer's chunks computes: of neurons an even part, of all else everything.
+
+    ``heads``: of every layer's attention, queries, keys and values of so many key-value heads; None: of all.
+    """
     parts: dict[int, LayerShape] = {}
     for layer in shape.layers:
         if id(layer) not in parts:
-            parts[id(layer)] = _part(layer, chunks)
-    return replace(shape, layers=tuple(parts[id(layer)] for layer in shape.layers))
+            parts[id(layer)] = _part(layer, chunks, heads)
+    layers = tuple(parts[id(layer)] for layer in shape.layers)
+    away = sum(y.attention_bytes for y in shape.layers) - sum(y.attention_bytes for y in layers)
+    return replace(shape, layers=layers, fixed_bytes=shape.fixed_bytes - away)
+
+
+def _divisible(shape: ModelShape, machines: int) -> bool:
+    """Whether each machine can have some heads of every layer's attention."""
+    return all(y.heads is not None and y.heads.number >= machines for y in shape.layers if y.block)
 
 
 def _chunks(layer: LayerShape) -> int:
     return -(-layer.intermediate // chunk_neurons(layer.intermediate))
 
 
-def _part(layer: LayerShape, chunks: int) -> LayerShape:
+def _part(layer: LayerShape, chunks: int, heads: int | None) -> LayerShape:
     size = max(1, round(layer.intermediate * chunks / _chunks(layer)))
     at = np.arange(size) * layer.intermediate // size
     kept = size / layer.intermediate
     if layer.rank:  # what sees the input is computed by each machine
         kept = (layer.hidden + size) / (layer.hidden + layer.intermediate)
+    attention: dict[str, Any] = {}
+    if layer.heads is not None and heads is not None:
+        own = round(layer.heads.nbytes * heads / layer.heads.number)
+        attention = {
+            "attention_bytes": layer.attention_bytes - layer.heads.nbytes + own,
+            "kv_bytes": layer.kv_bytes * heads // layer.heads.number,
+            "heads": layer.heads._replace(number=heads, nbytes=own),
+        }
     return replace(
         layer,
         intermediate=size,
         base_hot=int((at < layer.base_hot).sum()),
         predictor_bytes=round(layer.predictor_bytes * kept),
         frequencies=tuple((tokens, f_I[at]) for tokens, f_I in layer.frequencies),
+        **attention,
     )
 
 
-def _neurons(asked: _Asked, way: str) -> Dealt | None:
+def _neurons(asked: _Asked, way: str, attention: str) -> Dealt | None:
     """None: more machines than chunks, or one has no memory for its part, however few neurons it has."""
     count, total = len(asked.members), min(map(_chunks, asked.shape.layers))
     if count > total:
@@ -240,42 +304,76 @@ def _neurons(asked: _Asked, way: str) -> Dealt | None:
     while True:
         moves = [(a, b) for a in range(count) for b in range(count) if a != b and best[a] > 1]
         tried = [[n - (rank == a) + (rank == b) for rank, n in enumerate(best)] for a, b in moves]
-        better = min([best, *tried], key=partial(_rated, asked, way))
+        better = min([best, *tried], key=partial(_rated, asked, way, attention))
         if better is best:  # the first of equals
-            return _of_neurons(asked, way, best)
+            return _of_neurons(asked, way, attention, best)
         best = better
 
 
-def _rated(asked: _Asked, way: str, shares: Sequence[int]) -> tuple[int, float]:
+def _rated(asked: _Asked, way: str, attention: str, shares: Sequence[int]) -> tuple[int, float]:
     """Less is better: chunks on machines that have no memory for their part, milliseconds."""
-    without = sum(n for n, cost in zip(shares, _neuron_costs(asked, shares), strict=True) if cost is None)
-    dealt = _of_neurons(asked, way, shares)
-    return without, math.inf if dealt is None else dealt.ms
+    costs = [asked.neurons(rank, part) for rank, part in enumerate(_parts(asked.shape, attention, shares))]
+    without = sum(n for n, cost in zip(shares, costs, strict=True) if cost is None)
+    return without, math.inf if without else sum(_neurons_ms(asked, way, attention, shares))
 
 
-def _neuron_costs(asked: _Asked, shares: Sequence[int]) -> list[Cost | None]:
-    return [asked.cost(rank, n, partial(neurons_of, asked.shape, n)) for rank, n in enumerate(shares)]
+def _parts(shape: ModelShape, attention: str, shares: Sequence[int]) -> list[_Part]:
+    """What each machine has."""
+    heads = next((layer.heads for layer in shape.layers if layer.heads is not None), None)
+    if heads is None or attention != "heads":
+        return [(share, None) for share in shares]
+    own = apportioned(heads.number, [share / sum(shares) for share in shares])
+    return [*zip(shares, own, strict=True)]
 
 
-def _of_neurons(asked: _Asked, way: str, shares: Sequence[int]) -> Dealt | None:
+def _neurons_ms(asked: _Asked, way: str, attention: str, shares: Sequence[int]) -> tuple[float, float]:
+    """Of a step: to compute it, and for exchanges; every machine has memory for its part."""
+    parts, last = [], 0.0
+    for rank, part in enumerate(_parts(asked.shape, attention, shares)):
+        cost = asked.neurons(rank, part)
+        assert cost is not None
+        parts.append(asked.phases(rank, part, cost))
+        last = max(last, cost.ms["head"])
+    hops, trees = len(shares) - 1, math.ceil(math.log2(len(shares)))
+    link_ms = sum(times * asked.link.ms(each, hops) for times, each in _exchanges(asked, way, attention, shares))
+    return sum(map(max, zip(*parts, strict=True))) + last, link_ms + asked.link.ms(asked.logits_bytes, trees)
+
+
+def _exchanges(asked: _Asked, way: str, attention: str, shares: Sequence[int]) -> list[tuple[float, float]]:
+    """How often in a step all get from all how many bytes."""
+    shape = asked.shape
+    number, sums = _FLOAT * asked.batch, max(shares) if way == "chunks" else 1
+    found: list[tuple[float, float]] = [(sum(1 / y.experts for y in shape.layers), number * shape.hidden * sums)]
+    if attention == "heads":
+        most = max(heads or 0 for _, heads in _parts(shape, attention, shares))
+        found += [(1, number * y.heads.width * most / y.heads.number) for y in shape.layers if y.heads is not None]
+    return found
+
+
+def _of_neurons(asked: _Asked, way: str, attention: str, shares: Sequence[int]) -> Dealt | None:
     """With so many chunks on each machine; None: one has no memory for them."""
-    costs = [cost for cost in _neuron_costs(asked, shares) if cost is not None]
-    if len(costs) < len(shares):
+    parts = _parts(asked.shape, attention, shares)
+    costs = [asked.neurons(rank, part) for rank, part in enumerate(parts)]
+    if None in costs:
         return None
-    count, shape = len(shares), asked.shape
-    rows = zip(*(_row_ms(cost) for cost in costs), strict=True)
-    computing = sum(max(row) for row in rows) + max(cost.ms["head"] for cost in costs)
-    calls = sum(1 / layer.experts for layer in shape.layers)
-    sums = max(shares) if way == "chunks" else 1
-    each = _FLOAT * asked.batch * shape.hidden * sums
-    link_ms = calls * asked.link.ms(each, count - 1) + asked.link.ms(asked.logits_bytes, math.ceil(math.log2(count)))
-    members = tuple(_facts(cost, neurons_of(shape, n)) for cost, n in zip(costs, shares, strict=True))
-    return Dealt(way, tuple(shares), computing + link_ms, link_ms, calls * each, members, asked.batch)
+    computing, link_ms = _neurons_ms(asked, way, attention, shares)
+    members = tuple(
+        _facts(cost, neurons_of(asked.shape, *part)) for cost, part in zip(costs, parts, strict=True) if cost
+    )
+    sent = sum(times * each for times, each in _exchanges(asked, way, attention, shares))
+    return Dealt(way, tuple(shares), computing + link_ms, link_ms, sent, members, asked.batch, attention)
 
 
-def _row_ms(cost: Cost) -> list[float]:
-    """Milliseconds of each layer."""
-    return [sum(row[part] for part in cost.ms if part in row) for row in cost.layers]
+def _phases_ms(cost: Cost, shape: ModelShape, heads: int | None) -> list[float]:
+    """Milliseconds of what is between exchanges: of layers; with ``heads``, of these and of the rest of each."""
+    found = []
+    for row, layer in zip(cost.layers, shape.layers, strict=True):
+        ms, before = sum(row[part] for part in cost.ms if part in row), 0.0
+        if layer.heads is not None and heads is not None:
+            own = layer.heads.nbytes * heads / layer.heads.number
+            before = row["sdpa"] + row["attention"] * own / (layer.attention_bytes - layer.heads.nbytes + own)
+        found += [before, ms - before]
+    return found
 
 
 # --- whole layers ---
@@ -293,7 +391,7 @@ def stage_of(shape: ModelShape, first: int, last: int, *, head: bool) -> ModelSh
 
 def _layers(asked: _Asked) -> Dealt | None:
     """None: fewer blocks than machines, or a machine has no memory for a block."""
-    blocks, count = len(asked.block_sizes), len(asked.members)
+    blocks, count = len(asked.kinds), len(asked.members)
     # best[b]: of the first b blocks on the machines so far, milliseconds and where stages end
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for rank in range(count):

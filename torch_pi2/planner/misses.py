@@ -6,7 +6,7 @@ Sizes are slots of a store, which have ``LayerShape.cluster`` neurons each; coun
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -83,22 +83,25 @@ class FrequencyMisses:
         shape = self.shape
         room = _room(shape, min(slots, shape.slots), resident, accelerator)
         firsts = accelerator or [0] * len(shape.layers)
-        wanted = []
-        for layer, (begin, end), h, first in zip(
-            shape.layers, _fixed(shape, resident, accelerator), hot, firsts, strict=True
-        ):
-            share_S = _wanted_slots(layer, batch, h, first)
-            wanted.append(np.concatenate((share_S[:begin], share_S[end:])))
-        everything = np.concatenate(wanted)
+        fixed = _fixed(shape, resident, accelerator)
+        kinds = [*zip(shape.layers, fixed, hot, firsts, strict=True)]  # experts are the same object where all are alike
+        of_kind: dict[Any, np.ndarray] = {}
+        for kind in kinds:
+            if kind not in of_kind:
+                layer, (begin, end), h, first = kind
+                share_S = _wanted_slots(layer, batch, h, first)
+                of_kind[kind] = np.concatenate((share_S[:begin], share_S[end:]))
+        everything = np.concatenate([of_kind[kind] for kind in kinds])
         if room >= len(everything):
-            return np.zeros(len(wanted))
+            return np.zeros(len(kinds))
         # The cache has what is wanted more often than `least`, and of what is wanted so often a share of each layer's.
         kept = len(everything) - room
         least = float(np.partition(everything, kept - 1)[kept - 1])
         above = int((everything > least).sum())
         equal = int((everything == least).sum())
         left = least * (1 - (room - above) / equal)
-        return np.array([float(w[w < least].sum()) + left * float((w == least).sum()) for w in wanted])
+        missed = {kind: float(w[w < least].sum()) + left * float((w == least).sum()) for kind, w in of_kind.items()}
+        return np.array([missed[kind] for kind in kinds])
 
 
 def _wanted_slots(layer: LayerShape, batch: int, hot: int, first: int) -> np.ndarray:

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch_pi2.formats import FORMATS, formats_of, has_two_formats, row_bytes
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.heads import can_divide
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import homes
 from torch_pi2.ops.activations import exact_zeros
@@ -40,6 +42,19 @@ def numbers(kernel: str, nbytes: float) -> float:
     return 8 * nbytes / FORMATS[kernel.partition("/")[0]].bits_per_weight
 
 
+class Heads(NamedTuple):
+    """Attention that can be divided by key-value heads: made of linear layers of queries, keys, values and outputs.
+
+    Attributes:
+        number: of key-value heads. nbytes: of the rows of queries, keys and values. width: numbers of a token that all
+            heads give the linear layer of outputs.
+    """
+
+    number: int
+    nbytes: int
+    width: int
+
+
 @dataclass(frozen=True, eq=False)
 class LayerShape:
     """One FFN, or one expert, and the attention before it. Neurons are in plan order: the most frequent first.
@@ -57,7 +72,7 @@ class LayerShape:
         chosen: share of tokens that an expert gets (1: no expert). experts: how many share one call.
         attention_bytes, attention_kernel: of the linear layers before the FFN; attention_calls: in so many calls. All
             0 bytes and ``block`` false where the FFN is not the first of its block: no attention, norms and Python.
-        kv_bytes: keys and values of one token in this block.
+        kv_bytes: keys and values of one token in this block. heads: of its attention; None: it cannot be divided.
         base_hot: the fewest hot neurons, ``LayerPlan.n_hot``: there is no predictor for those before.
         frequencies: (tokens, float64 ``[I]``): share of steps of so many tokens, of different sequences, in which the
             neuron fires for at least one; of an expert, of so many tokens that it gets. Ascending, the first is 1.
@@ -88,6 +103,7 @@ class LayerShape:
     experts: int = 1
     attention_calls: int = 1
     block: bool = True
+    heads: Heads | None = None
     _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def kept(self, name: Any, make: Any) -> Any:
@@ -199,7 +215,7 @@ class ModelShape:
         ``kv`` is of ``batch`` sequences of ``context`` tokens. ``token`` (what one wants) is left at 0, ``total`` is
         what all takes together.
         """
-        entries = [layer.entry(i) for i, layer in enumerate(self.layers)]
+        entries = [layer.kept("entry", partial(layer.entry, 0)) for layer in self.layers]
         staging, tables, _ = engine_bytes(entries, config)
         place = self.place_bytes
         made = Budget(
@@ -285,7 +301,7 @@ class _Reading:
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
         kv = 0 if config is None else kv_bytes(config, 1, dtype) // len(blocks)
         chosen = chosen_shares(config, [layer.site for layer in self.plan.layers])
-        calls = len(linears) // len(blocks)
+        calls, heads = len(linears) // len(blocks), _heads(model, len(blocks))
         first_kernel = _most([(_kernel(module), _weight(module).nbytes) for module in linears])
         layers = []
         for layer in self.plan.layers:
@@ -299,6 +315,7 @@ class _Reading:
                     attention_calls=max(1, calls - 2 if self.compiled and calls >= 4 else calls),
                     kv_bytes=kv,
                     block=True,
+                    heads=heads,
                 )
             layers.append(made)
         return ModelShape(
@@ -387,6 +404,27 @@ class _Reading:
             least = np.maximum(least, f_I)
             rising.append((size, least))
         return tuple(rising)
+
+
+def _heads(model: Any, blocks: int) -> Heads | None:
+    """None: heads cannot be divided, or not each of so many blocks has q, k, v and o projections, alike in all."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config") or not can_divide(config):
+        return None
+    config = config.get_text_config()
+    sizes = []
+    for name in "qkvo":
+        linears = [
+            module
+            for path, module in model.named_modules()
+            if path.endswith(f".{name}_proj") and isinstance(module, QuantLinear | nn.Linear)
+        ]
+        alike = {(_weight(module).nbytes, module.in_features) for module in linears}
+        if len(linears) != blocks or len(alike) != 1:
+            return None
+        sizes.append(alike.pop())
+    count = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    return Heads(count, sum(nbytes for nbytes, _ in sizes[:3]), sizes[3][1]) if count else None
 
 
 def _weight(module: Any) -> torch.Tensor:

@@ -21,8 +21,8 @@ from torch_pi2.ops.constants import chunk_neurons
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import MOST_SIZE, block_of, row_of_blocks
 
-#: Machines at most: a layer has no more chunks.
-MOST_RANKS = 16
+#: Machines at most. Neurons: no more than a layer has chunks, 16.
+MOST_RANKS = 64
 #: See :class:`GroupConfig`.
 REDUCTIONS = ("chunks", "ranks")
 ATTENTION = ("whole", "heads")
@@ -182,6 +182,8 @@ class Shard:
         shard = Shard(said.at("rank").whole(0, ranks - 1), ranks, layers)
         if shard.by_layers:
             _check_stage(shard, said.at("layers"))
+        elif any(-(-mine.whole // mine.chunk) < ranks for mine in layers.values()):
+            said.at("ranks").wrong("no more machines than each layer has chunks")
         return shard
 
 

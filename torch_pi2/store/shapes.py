@@ -9,8 +9,8 @@ from torch_pi2.base.extras import missing_package
 from torch_pi2.errors import ConfigError
 
 #: ``llama-1b`` has the sizes of TinyLlama-like benchmarks (2048, 8192, 16 layers), not those of one published model;
-#: ``llama-13b`` has those of Llama-2-13B; ``smallthinker-4b`` and ``gpt-oss-20b`` those of SmallThinker-4B-A0.6B and
-#: gpt-oss-20b, in the form of Qwen3-MoE.
+#: ``llama-13b`` has those of Llama-2-13B, ``llama-70b`` those of Llama-3-70B; ``smallthinker-4b`` and ``gpt-oss-20b``
+#: those of SmallThinker-4B-A0.6B and gpt-oss-20b, in the form of Qwen3-MoE.
 SHAPES: dict[str, dict[str, Any]] = {
     "mistral-7b": {
         "model_type": "mistral",
@@ -40,6 +40,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 40,
         "num_key_value_heads": 40,
         "vocab_size": 32000,
+    },
+    "llama-70b": {
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
     },
     "qwen2-7b": {
         "model_type": "qwen2",
