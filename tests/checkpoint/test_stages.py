@@ -221,6 +221,7 @@ _REFUSED = {
     "openai-gpt": ("transformer.h", "Block in stages: .* found one that returns a tuple"),
     "recurrent_gemma": ("model.layers", "RecurrentGemmaDecoderLayer .* asks for 'temporal_block' of block 0"),
     "reformer": ("reformer.encoder.layers", "ReformerDynamicCache .* found a cache without layers"),
+    "xlm": ("transformer.ffns", "TransformerFFN in stages: .* block 1 called with something else after block 0"),
 }
 
 

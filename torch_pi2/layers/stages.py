@@ -12,13 +12,14 @@ import copy
 import inspect
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_pi2.base.group import Group
 from torch_pi2.errors import UnsupportedModelError
@@ -72,16 +73,26 @@ def _try(model: nn.Module, shard: Shard) -> None:
     for name in blocks:
         tried.get_submodule(name).register_forward_hook(row, with_kwargs=True)
     ids = torch.zeros(1, 3, dtype=torch.int64, device="meta")
-    with torch.no_grad():
+    takes = inspect.signature(tried.forward).parameters
+    with torch.no_grad(), _AllTrue():
         try:
             found = tried(ids[:, :2], use_cache=True)
             row.before = None
-            cache = {name: getattr(found, name) for name in ("past_key_values", "cache_params") if hasattr(found, name)}
+            cache = {name: found[name] for name in ("cache", "past_key_values") if name in takes and name in found}
             tried(ids[:, 2:], use_cache=True, attention_mask=torch.ones_like(ids), **cache)
         except UnsupportedModelError:
             raise
         except Exception:  # of models that ask for values, or take more than ids: nothing more is known of these
             return
+
+
+class _AllTrue(TorchDispatchMode):
+    """Code that asks a tensor without values for one, such as whether all of a mask is true, is told so."""
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.ones((), dtype=args[0].dtype, device="cpu").item()
+        return func(*args, **(kwargs or {}))
 
 
 class _Row:
