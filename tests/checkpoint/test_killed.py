@@ -58,6 +58,10 @@ def _pack_quantised(sources: Path, out: Path) -> None:
     torch_pi2.pack(sources / "float", out, weights="int4")
 
 
+def _pack_in_stages(sources: Path, out: Path) -> None:
+    torch_pi2.pack(sources / "float", out, ranks=2, by="layers")
+
+
 def _synthetic(sources: Path, out: Path) -> None:
     torch_pi2.synthetic(out, "tiny", layers=1, rank=8)
 
@@ -82,6 +86,7 @@ WRITERS: dict[str, Callable[[Path, Path], None]] = {
     "pack float": _pack,
     "pack bundles": partial(_pack, source="bundles"),
     "pack quantised": _pack_quantised,
+    "pack in stages": _pack_in_stages,
     "synthetic": _synthetic,
     "plan": _plan,
     "stats": _stats,

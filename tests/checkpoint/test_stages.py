@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import families
 import pytest
 import tiny_experts
 import tiny_models
@@ -215,9 +216,80 @@ def test_linear_attention_of_other_stages_is_told_of_tokens() -> None:
     cache = DynamicCache(config=Qwen3NextConfig(num_hidden_layers=3, layer_types=kinds))
     for tokens in (5, 1):
         for layer in range(3):
-            _count_tokens(cache, layer, torch.zeros(2, tokens, 8))
+            _count_tokens(cache, layer, 3, torch.zeros(2, tokens, 8))
     assert cache.get_seq_length() == 6
     assert cache.has_previous_state()
+
+
+def test_tokens_are_counted_in_one_of_several_streams() -> None:
+    """Gemma 3n's hidden states are four, and transformers has caches of two kinds for MusicGen."""
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    for cache in (DynamicCache(), EncoderDecoderCache(DynamicCache(), DynamicCache())):
+        for tokens in (5, 1):
+            for layer in range(3):
+                _count_tokens(cache, layer, 3, torch.zeros(4, 2, tokens, 8))
+        assert cache.get_seq_length() == 6
+
+
+#: Family -> what its blocks' names begin with, and what of the model is refused.
+_REFUSED = {
+    "big_bird": ("bert.encoder.layer", "BigBirdLayer in stages: .* code that asks for 'attention' of block 0"),
+    "git": ("git.encoder.layer", "GitLayer in stages: .* code that asks for 'attention' of block 0"),
+    "longcat_flash": ("model.layers", "DynamicCache of a model in stages: .* found 4 layers"),
+    "openai-gpt": ("transformer.h", "Block in stages: .* found one that returns a tuple"),
+    "recurrent_gemma": ("model.layers", "RecurrentGemmaDecoderLayer .* asks for 'temporal_block' of block 0"),
+    "reformer": ("reformer.encoder.layers", "ReformerDynamicCache .* found a cache without layers"),
+    "xlm": ("transformer.ffns", "TransformerFFN in stages: .* block 1 called with something else after block 0"),
+}
+
+
+@pytest.mark.parametrize("family", _REFUSED)
+def test_models_that_need_more_of_their_blocks_are_refused_in_all_processes(family: str) -> None:
+    blocks, message = _REFUSED[family]
+    for rank in range(2):
+        layers = {f"{blocks}.{n}.mlp": ShardLayer(64, (0,) if n == rank else ()) for n in range(2)}
+        with pytest.raises(UnsupportedModelError, match=message):
+            leave_out(families.tiny_family(family), Shard(rank, 2, layers))
+
+
+def test_a_model_that_does_more_between_its_blocks_is_refused() -> None:
+    class Block(torch.nn.Module):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return hidden_states
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList([Block(), Block()])
+
+        def forward(self, ids: torch.Tensor, **_: Any) -> torch.Tensor:
+            x = ids[..., None].float()
+            for layer in self.layers:
+                x = x + layer(x)
+            return x
+
+    shard = Shard(0, 2, {"layers.0.mlp": ShardLayer(64, (0,)), "layers.1.mlp": ShardLayer(64, ())})
+    with pytest.raises(UnsupportedModelError, match="block 1 called with something else after block 0"):
+        leave_out(Model(), shard)
+
+
+def test_a_refused_model_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+    saved(tmp_path, families.tiny_family("big_bird"), method="exact")
+    torch_pi2.pack(tmp_path / "store", tmp_path / "2", ranks=2, by="layers")
+    script = """
+import torch_pi2
+try:
+    torch_pi2.load(sys.argv[4])
+except torch_pi2.errors.UnsupportedModelError as error:
+    print(error)
+"""
+    for said in together(tmp_path / "out", script, 2, tmp_path / "2"):
+        assert said == (
+            "BigBirdLayer in stages: expected decoder blocks that only their own code looks into, found code that asks "
+            "for 'attention' of block 0, which has no modules in this process. Deal out neurons: torch-pi2 pack "
+            "--ranks N --by neurons.\n"
+        )
 
 
 def test_what_fails_in_a_stage_is_told_at_once(made: Path, tmp_path: Path) -> None:
@@ -274,11 +346,15 @@ def test_what_a_block_returns_is_seen_in_its_source() -> None:
         def forward(self, hidden_states: Any) -> Any:
             return (hidden_states,) + ()  # noqa: RUF005
 
+    class Listed(torch.nn.Module):
+        def forward(self, hidden_states: Any) -> Any:
+            return [hidden_states]
+
     class Unnamed(torch.nn.Module):
         def forward(self, hidden_states, use=False):  # type: ignore[no-untyped-def]
             return hidden_states, use
 
-    assert [_returns_one(kind) for kind in (Alone, ByName, Added, Unnamed)] == [True, False, False, False]
+    assert [_returns_one(kind) for kind in (Alone, ByName, Added, Listed, Unnamed)] == [True] + [False] * 4
     unknown = type("Unknown", (torch.nn.Module,), {"forward": eval("lambda self, x: x")})
     assert not _returns_one(unknown)
 

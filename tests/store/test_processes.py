@@ -127,6 +127,7 @@ def writers(base: Path) -> dict[str, Callable[[Path], object]]:
     model = torch_pi2.optimize(tiny("llama-relu"), None, torch_pi2.Config(method="exact"))
     return {
         "pack": lambda folder: torch_pi2.pack(base / "one-plain", folder),
+        "pack in stages": lambda folder: torch_pi2.pack(base / "one-plain", folder, ranks=2, by="layers"),
         "quantize": lambda folder: torch_pi2.quantize(base / "float", folder),
         "synthetic": lambda folder: torch_pi2.synthetic(folder, SMALL, active=0.2, rank=16),
         "save": lambda folder: torch_pi2.save(model, folder),

@@ -335,8 +335,9 @@ import torch_pi2
 from torch_pi2.checkpoint import pack as packing
 torch.set_num_threads(1)
 packing._RECORD = 3000
-source, root = Path(sys.argv[1]), Path(sys.argv[2])
-torch_pi2.pack(source, root / "whole", cluster=1)
+source, root, how = Path(sys.argv[1]), Path(sys.argv[2]), {"cluster": 1} | json.loads(sys.argv[3])
+every = how.pop("every", 1)
+torch_pi2.pack(source, root / "whole", **how)
 def digest(folder):
     files = (p for p in folder.rglob("*") if p.is_file())
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
@@ -350,17 +351,17 @@ def counted(real):
         return real(*args, **options)
     return call
 found = []
-for n in range(1, 1000):
+for n in range(1, 1000, every):
     child = os.fork()
     if child == 0:
         for name in ("pwrite", "ftruncate", "fsync", "replace", "rename", "unlink", "mkdir"):
             setattr(os, name, counted(getattr(os, name)))
-        torch_pi2.pack(source, root / "out", cluster=1)
+        torch_pi2.pack(source, root / "out", **how)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     if not os.WIFSIGNALED(status):
         break
-    report = torch_pi2.pack(source, root / "out", cluster=1)
+    report = torch_pi2.pack(source, root / "out", **how)
     same = digest(root / "out") == digest(root / "whole")
     sizes = (report.bytes_written, report.resumed_layers, report.file_bytes)
     found.append((*sizes, same, sorted(os.listdir(root))))
@@ -369,11 +370,10 @@ print(json.dumps([os.waitstatus_to_exitcode(status), found]))
 """
 
 
-def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
-    """SIGKILL before every write, sync, rename and removal in turn, then the same call again."""
-    source = toy(tmp_path / "in", (50, 9, 33, 64))
+def _killed_at_any_moment(tmp_path: Path, source: Path, **how: Any) -> list[list[Any]]:
+    """What the call after each kill has written, gone on with, and the size; the files are those of one without."""
     (tmp_path / "root").mkdir()
-    argv = [sys.executable, "-c", _KILLED, str(source), str(tmp_path / "root")]
+    argv = [sys.executable, "-c", _KILLED, str(source), str(tmp_path / "root"), json.dumps(how)]
     done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     code, found = json.loads(done.stdout)
@@ -381,11 +381,69 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
     assert len(found) > 30
     assert all(same for *_, same, _ in found)
     assert all(names == ["out", "whole"] for *_, names in found)
-    written, resumed, size, *_ = zip(*found)
+    return [sizes for *sizes, _, _ in found]
+
+
+def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
+    """SIGKILL before every write, sync, rename and removal in turn, then the same call again."""
+    found = _killed_at_any_moment(tmp_path, toy(tmp_path / "in", (50, 9, 33, 64)))
+    written, resumed, size = zip(*found)
     assert {*resumed} == {0, 1, 2, 3, 4}
     # the header is written twice; all that was recorded is not
     assert all(w <= s + 4096 - 512 * 50 for w, r, s in zip(written, resumed, size) if r)
     assert min(written) < size[0] / 3
+
+
+@pytest.mark.parametrize("by", ["neurons", "layers"])
+def test_killed_at_any_moment_shards_go_on(tmp_path: Path, by: str) -> None:
+    """Those that are done stay so; no other is taken for one."""
+    found = _killed_at_any_moment(tmp_path, toy(tmp_path / "in", (130, 70)), ranks=2, by=by, every=2)
+    written, resumed, size = zip(*found)
+    assert max(resumed) == (4 if by == "neurons" else 2)
+    assert min(written) == 0
+    assert any(size[0] / 4 < w < size[0] for w, r in zip(written, resumed) if 2 * r == max(resumed))
+
+
+def _shards_stopped(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, at: str, calls: int, **how: Any) -> None:
+    """``pack`` of two shards that is interrupted at such a call of its own function ``at``."""
+    real, left = getattr(packing, at), [calls]
+
+    def counted(*args: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(packing, at, counted)
+        with pytest.raises(KeyboardInterrupt):
+            pack(source, out, ranks=2, **how)
+
+
+def test_a_finished_shard_of_another_configuration_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = toy(tmp_path / "in", (130, 70)), tmp_path / "out"
+    _shards_stopped(source, out, monkeypatch, "_pack", 2)
+    (source / "config.json").write_text('{"rms_norm_eps": 0.5}')
+    assert pack(source, out, ranks=2).resumed_layers == 0
+    said = [json.loads((out / f"rank-{rank}-of-2" / "config.json").read_text()) for rank in (0, 1)]
+    assert [one["rms_norm_eps"] for one in said] == [0.5, 0.5]
+
+
+def test_a_shard_that_is_begun_anew_is_finished_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever goes back to the settings before would take what is left of it for a whole one."""
+    source, out, partial = toy(tmp_path / "in", (130, 70)), tmp_path / "out", tmp_path / ".out.partial"
+    _shards_stopped(source, out, monkeypatch, "_pack", 2)
+    assert (partial / "rank-0-of-2" / ".done").is_file()
+    _shards_stopped(source, out, monkeypatch, "_layout", 1, slot_align=1024)
+    assert not (partial / "rank-0-of-2" / ".done").exists()
+    assert (partial / "rank-0-of-2" / "config.json").is_file()
+    pack(source, out, ranks=2)
+    pack(source, tmp_path / "wanted", ranks=2)
+    for rank in (0, 1):
+        path = Path(f"rank-{rank}-of-2") / "pi2" / "model.pi2"
+        assert (out / path).read_bytes() == (tmp_path / "wanted" / path).read_bytes()
 
 
 def test_interrupted_it_goes_on(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: None) -> None:

@@ -279,11 +279,13 @@ def _pack_shards(
 ) -> PackReport:
     """A folder for each of ``shards``; those that an earlier call has finished are kept."""
     total, ranks = PackReport(layers=len(whole.plan.layers)), len(shards)
+    source = _identity(__version__.encode(), [*whole.sources, *small_files(whole.folder)])
     for shard in shards:
         folder = staging / shard_name(shard.rank, ranks)
-        done, about = folder / _DONE, json.dumps([_identity(b"", whole.sources), shard.to_json(), slot_align, cluster])
+        done, about = folder / _DONE, json.dumps([source, shard.to_json(), slot_align, cluster])
         if not done.is_file() or done.read_text() != about:
             folder.mkdir(exist_ok=True)
+            _remove(done)  # before anything else of what it stands for
             report = _pack(whole, folder, slot_align, cluster, progress, shard)
             atomic_write(done, about)
             total.bytes_written += report.bytes_written

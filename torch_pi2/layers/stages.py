@@ -8,22 +8,26 @@ says in all processes what it says in the last.
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_pi2.base.group import Group
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.layers.sharded import computed_together
 from torch_pi2.spec.shard import Shard
 from torch_pi2.spec.site import block_of
+
+_BY_NEURONS = "Deal out neurons: torch-pi2 pack --ranks N --by neurons."
 
 _wanted = ContextVar("whether somebody looks at logits", default=True)
 
@@ -32,22 +36,82 @@ def leave_out(model: nn.Module, shard: Shard) -> None:
     """Blocks of ``model`` (of transformers, without weights) that other processes have lose their modules.
 
     Raises:
-        UnsupportedModelError: its blocks return more than hidden states.
+        UnsupportedModelError: its blocks return more than hidden states, or the model looks into them.
     """
-    for name, block in list(model.named_modules()):
-        number = shard.block(name)
-        if name != block_of(name) or number is None or shard.has(name):
-            continue
+    _leave_out(model, shard, [name for name in _blocks(model, shard) if not shard.has(name)])
+    _try(model, shard)
+
+
+def _leave_out(model: nn.Module, shard: Shard, names: Sequence[str]) -> None:
+    """Blocks with these ``names``. Raises as :func:`leave_out`."""
+    count = len(_blocks(model, shard))
+    for name in names:
+        block = model.get_submodule(name)
         if not _returns_one(type(block)):
             raise UnsupportedModelError(
                 f"{type(block).__name__} in stages",
                 expected="decoder blocks that return hidden states alone",
                 found="one that returns a tuple, or whose source cannot be read",
-                fix="Deal out neurons: torch-pi2 pack --ranks N --by neurons.",
+                fix=_BY_NEURONS,
             )
         for own in (block._modules, block._parameters, block._buffers):
             own.clear()
-        block.__class__ = type(type(block).__name__, (_Elsewhere, type(block)), {"number": number})
+        about = {"number": shard.block(name), "count": count}
+        block.__class__ = type(type(block).__name__, (_Elsewhere, type(block)), about)
+
+
+def _try(model: nn.Module, shard: Shard) -> None:
+    """What is around the blocks of ``model`` is called for a prompt and a step, without values and without blocks.
+
+    All processes refuse alike. Raises UnsupportedModelError: something looks into a block, its blocks do not take what
+    the one before returns, or keys and values are not kept by block.
+    """
+    tried: Any = copy.deepcopy(model).to("meta")
+    blocks = _blocks(tried, shard)
+    _leave_out(tried, shard, [name for name in blocks if shard.has(name)])
+    row = _Row()
+    for name in blocks:
+        tried.get_submodule(name).register_forward_hook(row, with_kwargs=True)
+    ids = torch.zeros(1, 3, dtype=torch.int64, device="meta")
+    takes = inspect.signature(tried.forward).parameters
+    with torch.no_grad(), _AllTrue():
+        try:
+            found = tried(ids[:, :2], use_cache=True)
+            row.before = None
+            cache = {name: found[name] for name in ("cache", "past_key_values") if name in takes and name in found}
+            tried(ids[:, 2:], use_cache=True, attention_mask=torch.ones_like(ids), **cache)
+        except UnsupportedModelError:
+            raise
+        except Exception:  # of models that ask for values, or take more than ids: nothing more is known of these
+            return
+
+
+class _AllTrue(TorchDispatchMode):
+    """Code that asks a tensor without values for one, such as whether all of a mask is true, is told so."""
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.ones((), dtype=args[0].dtype, device="cpu").item()
+        return func(*args, **(kwargs or {}))
+
+
+class _Row:
+    """A hook of all blocks of a model that is tried: each is to take what the one before has returned."""
+
+    def __init__(self) -> None:
+        #: Number of the block before, and what it has returned.
+        self.before: tuple[int, torch.Tensor] | None = None
+
+    def __call__(self, block: _Elsewhere, args: tuple[Any, ...], named: dict[str, Any], found: torch.Tensor) -> None:
+        taken = args[0] if args else named.get("hidden_states")
+        if self.before is not None and (block.number <= self.before[0] or taken is not self.before[1]):
+            raise UnsupportedModelError(
+                f"{type(block).__name__} in stages",
+                expected="decoder blocks that are called once each, with what the one before returned",
+                found=f"block {block.number} called with something else after block {self.before[0]}",
+                fix=_BY_NEURONS,
+            )
+        self.before = block.number, found
 
 
 def join_stages(model: Any, shard: Shard, group: Group) -> None:
@@ -62,12 +126,14 @@ def join_stages(model: Any, shard: Shard, group: Group) -> None:
             f"{type(model).__name__} in stages",
             expected="a causal language model with a head",
             found="none",
-            fix="Deal out neurons: torch-pi2 pack --ranks N --by neurons.",
+            fix=_BY_NEURONS,
         )
     elsewhere = {block.number: block for block in model.modules() if isinstance(block, _Elsewhere)}
-    numbers = shard.blocks(max(_numbers(model, shard)) + 1)
-    for name, block in list(model.named_modules()):
-        if name == block_of(name) and shard.block(name) in numbers:
+    blocks = _blocks(model, shard)
+    numbers = shard.blocks(max(blocks.values()) + 1)
+    for name, number in blocks.items():
+        block = model.get_submodule(name)
+        if number in numbers:
             block.__class__ = type(type(block).__name__, (_Here, type(block)), {"group": group})
     for number, source in ((numbers.start - 1, shard.rank - 1), (numbers.stop, shard.rank)):
         if number in elsewhere:
@@ -76,7 +142,7 @@ def join_stages(model: Any, shard: Shard, group: Group) -> None:
 
 
 def _returns_one(kind: type[nn.Module]) -> bool:
-    """Whether ``forward`` returns no tuple, by its source: what transformers annotates is often not what comes."""
+    """Whether ``forward`` returns no tuple or list, by its source: what transformers annotates is often wrong."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
     except (OSError, SyntaxError, TypeError):
@@ -93,12 +159,17 @@ def _returns_one(kind: type[nn.Module]) -> bool:
 def _is_tuple(value: ast.expr) -> bool:
     """Also ``(a,) + others``, and either one of a choice."""
     parts = {ast.BinOp: ("left", "right"), ast.IfExp: ("body", "orelse")}.get(type(value), ())
-    return isinstance(value, ast.Tuple) or any(_is_tuple(getattr(value, part)) for part in parts)
+    return isinstance(value, (ast.Tuple, ast.List)) or any(_is_tuple(getattr(value, part)) for part in parts)
 
 
-def _numbers(model: nn.Module, shard: Shard) -> list[int]:
-    """Of all blocks."""
-    return [number for name, _ in model.named_modules() if (number := shard.block(name)) is not None]
+def _blocks(model: nn.Module, shard: Shard) -> dict[str, int]:
+    """The numbers of all decoder blocks, by name."""
+    numbers = {name: shard.block(name) for name, _ in model.named_modules() if name == block_of(name)}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+class _LooksInside(UnsupportedModelError, AttributeError):
+    """Also what whoever asks whether there is such an attribute expects."""
 
 
 class _Here:
@@ -120,24 +191,51 @@ class _Elsewhere:
     """
 
     number: int
+    #: Of the model's blocks.
+    count: int
     #: Of the first block before or after those here: the group, and the stage that found what is handed on.
     hands_on: tuple[Group, int] | None = None
 
     def forward(self, hidden_states: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
         for cache in (*others, *named.values()):
             if hasattr(cache, "get_seq_length"):
-                _count_tokens(cache, self.number, hidden_states)
+                _count_tokens(cache, self.number, self.count, hidden_states)
         if self.hands_on is None:
             return torch.full_like(hidden_states, math.nan)
         group, source = self.hands_on
         found = computed_together(group, group.hand_on, hidden_states, source)
         return found * math.nan if source == group.rank else found  # computed, so that no compiler leaves it out
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError as error:
+            kind, number = type(self), type(self).__dict__.get("number")
+            raise _LooksInside(
+                f"{kind.__name__} in stages",
+                expected="decoder blocks that only their own code looks into",
+                found=f"code that asks for {name!r} of block {number}, which has no modules in this process",
+                fix=_BY_NEURONS,
+            ) from error
 
-def _count_tokens(cache: Any, number: int, hidden_states: torch.Tensor) -> None:
-    """A layer of another process is asked how many tokens there are, too: those of ``hidden_states`` more."""
-    batch, tokens = hidden_states.shape[:2]
-    state = cache.layers[number] if number < len(cache.layers) else None
+
+def _count_tokens(cache: Any, number: int, count: int, hidden_states: torch.Tensor) -> None:
+    """A layer of another process is asked how many tokens there are, too: those of ``hidden_states`` more.
+
+    Raises:
+        UnsupportedModelError: the cache is not of ``count`` blocks with a layer each.
+    """
+    cache = getattr(cache, "self_attention_cache", cache)
+    layers = getattr(cache, "layers", None)
+    if layers is None or len(layers) > count:
+        raise UnsupportedModelError(
+            f"{type(cache).__name__} of a model in stages",
+            expected=f"a layer for each of {count} decoder blocks",
+            found="a cache without layers" if layers is None else f"{len(layers)} layers",
+            fix=_BY_NEURONS,
+        )
+    batch, tokens = hidden_states.shape[-3:-1]  # some models have several streams before these
+    state = layers[number] if number < len(layers) else None
     for part in range(getattr(state, "number_of_states", 0)):  # of linear attention
         cache.update_conv_state(hidden_states.new_zeros(batch, 1, 1), number, state_idx=part)
     if state is None or hasattr(state, "update"):
