@@ -140,8 +140,9 @@ def test_machines_from_the_command_line(monkeypatch, capsys):
     fast = by_case["100 GbE", 2]
     assert all(way["tokens_per_s"] > 2 * fast["alone_tokens_per_s"] for way in fast["ways"].values())
     rows = study.dealt_rows(result)
-    assert [row[:3] for row in rows] == [("sm8650-ufs4.0", "llama-1b", link) for link in study.LINKS]
-    assert rows[0][4].startswith("layers ")
+    assert [row[3] for row in rows] == 2 * [*study.LINKS]
+    assert [row[2].split(",")[0] for row in rows] == ["30 %"] * len(study.LINKS) + ["3 %"] * len(study.LINKS)
+    assert rows[0][5].startswith("layers ")
 
 
 def test_enough_is_where_a_step_hardly_waits(monkeypatch):

@@ -265,13 +265,15 @@ def test_a_description_of_machines(tmp_path: Path) -> None:
 def test_a_link_is_measured(tmp_path: Path) -> None:
     script = """
 from torch_pi2.measure.link import measure_link
+from torch_pi2.observe import timings
 found = measure_link()
-print(found.mbit_per_s, found.exchange_us)
+print(found.mbit_per_s, found.exchange_us, sum(row[3] for row in timings.read() if row[0] == timings.LINEAR))
 dist.destroy_process_group()
 """
     first, second, third = together(tmp_path, script, 3)
     assert first == second == third
-    rate, exchange_us = map(float, first.split())
+    rate, exchange_us, calls = map(float, first.split())
+    assert calls > 20  # something is computed before each of the exchanges
     assert 10 < rate < math.inf
     assert 0 <= exchange_us < 1e6
     with pytest.raises(ConfigError, match="a link to measure: expected at least two processes, found one"):

@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape",
         default="mistral-7b",
-        help="mistral-7b, llama-1b, llama-13b, qwen2-7b, mixtral-8x7b, mixtral-8x7b-quarter, smallthinker-4b, "
-        "qwen3-30b-a3b, gpt-oss-20b or tiny; or configuration values as JSON, with model_type",
+        help="mistral-7b, llama-1b, llama-13b, llama-70b, qwen2-7b, mixtral-8x7b, mixtral-8x7b-quarter, "
+        "smallthinker-4b, qwen3-30b-a3b, gpt-oss-20b or tiny; or configuration values as JSON, with model_type",
     )
     parser.add_argument(
         "--active", type=float, default=0.1, metavar="SHARE", help="mean share of neurons that fire; 1: SwiGLU"
