@@ -117,8 +117,10 @@ def _quantised(site: FFNSite, cold: torch.Tensor, lowrank: Mapping[str, torch.Te
         return Cold({"a": a.clone(), "b": b[cold]} | found, kind)
     if bias is None:
         found["bias"] = torch.zeros(len(cold))
-    for name, rows, columns in (("a", a, site.hidden), ("b", b[filled], rank)):
-        found[name] = new_tensor(rows.shape, torch.uint8).copy_(to_blocks(rows, kind, columns))
+    b = b[filled]
+    both = new_tensor((a.numel() + b.numel(),), torch.uint8)  # either alone is often too small for huge pages
+    for name, rows, columns, memory in zip("ab", (a, b), (site.hidden, rank), both.split([a.numel(), b.numel()])):
+        found[name] = memory.view(rows.shape).copy_(to_blocks(rows, kind, columns))
     return Cold(found, kind, None, True)
 
 
