@@ -83,6 +83,30 @@ def test_three_processes_compiled_and_over_flash(made: Path, name: str, tmp_path
     check_answers(tmp_path, 3, answers_of_one(made / name / "store", compiled=True), same=BITS)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["neurons", "layers"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_shard_that_is_compiled_has_the_same_tokens(tmp_path: Path, dtype: str, by: str) -> None:
+    """Logits as near as Inductor's roundings are on one machine."""
+    saved(tmp_path, _llama(hidden_act="relu").to(getattr(torch, dtype)), method="exact")
+    torch_pi2.pack(tmp_path / "store", tmp_path / "2", ranks=2, by=by)
+    script = """
+import torch_pi2
+model = torch.compile(torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(patience_s=280)), backend="torch_pi2")
+with torch.no_grad():
+    torch.save(model(torch.arange(1, 6)[None], use_cache=False).logits, out / f"{rank}.pt")
+"""
+    together(tmp_path / "out", script, 2, tmp_path / "2")
+    one: Any = torch_pi2.load(tmp_path / "store", budget="1GiB")
+    first, second = (torch.load(tmp_path / "out" / f"{rank}.pt") for rank in range(2))
+    assert torch.equal(first, second)
+    with torch.no_grad():
+        wanted = one(FEW, use_cache=False).logits
+    near = 1e-4 if dtype == "float32" else 0.05
+    torch.testing.assert_close(first, wanted, rtol=near, atol=near * float(wanted.abs().max()))
+    assert torch.equal(first[:, -1].argmax(-1), wanted[:, -1].argmax(-1))
+
+
 def test_the_same_text_is_generated(made: Path, tmp_path: Path) -> None:
     script = """
 import torch_pi2

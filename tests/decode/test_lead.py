@@ -238,11 +238,13 @@ def test_who_is_stopped_within_a_prompt_goes_on_or_is_named(
     """By SIGSTOP, for less than ``patience_s``, and for more."""
     script = """
 import subprocess
-led, victim, stops = sys.argv[5], int(sys.argv[6]), []
+led, victim, stops = sys.argv[5], int(sys.argv[6]), out / "stops"
 
 def stop(*_):
-    if stops:
-        subprocess.Popen(["sh", "-c", f"sleep {stops.pop()}; kill -CONT {os.getpid()}"])
+    if stops.exists():
+        seconds = stops.read_text()
+        stops.unlink()
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
 
 if rank == victim:
@@ -250,12 +252,12 @@ if rank == victim:
 leader = torch_pi2.lead(model) if led and not rank else None
 try:
     if led and rank:
-        stops[:] = [7, 1]
         torch_pi2.lead(model)
     else:
         decoder = Decoder(model, max_tokens=64, chunk_tokens=8, compiled=False)
         for seconds in (1, 7):
-            stops[:] = [seconds]
+            if rank == (0 if led else victim):
+                stops.write_text(str(seconds))
             token = decoder.prompt(torch.arange(40)[None])
             print([int(token), int(decoder.step(token))])
 except torch_pi2.errors.GroupError as error:
