@@ -351,6 +351,36 @@ def test_a_talk_and_losses_are_those_of_one_machine(tmp_path: Path) -> None:
     assert json.loads(two)["suite"]["tasks"] == json.loads(one)["suite"]["tasks"]
 
 
+def test_decoders_of_other_settings_are_refused(made: Path, tmp_path: Path) -> None:
+    script = """
+import torch_pi2
+from torch_pi2.decode.decode import Decoder
+model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(patience_s=30))
+few = torch.arange(1, 6)[None]
+for wrong in (
+    lambda: Decoder(model, max_tokens=64, compiled=bool(rank)).prompt(few),
+    lambda: Decoder(model, max_tokens=64, chunk_tokens=4 * rank, compiled=False).prompt(few),
+    lambda: torch_pi2.generate(model, few, max_new_tokens=20 - rank),
+):
+    try:
+        print("nothing was wrong", wrong())
+    except torch_pi2.Pi2Error as error:
+        print(error)
+print(torch_pi2.generate(model, few, max_new_tokens=8).sequences)
+"""
+    store = made / "lowrank, int4" / "store"
+    wanted = torch_pi2.generate(torch_pi2.load(store, budget="1GiB"), FEW, max_new_tokens=8).sequences
+    for said in together(tmp_path, script, 2, store.parent / "2"):
+        compiled, pieces, room, good = said.splitlines()
+        assert compiled == (
+            "Decoder.compiled of process 1 of 2: expected 0, as process 0 has, found 1. All processes make the same "
+            "calls: they compute one model together."
+        )
+        assert pieces.startswith("Decoder.chunk_tokens of process 1 of 2: expected 0, as process 0 has, found 4.")
+        assert room.startswith("Decoder.max_tokens of process 1 of 2: expected ")
+        assert good == str(wanted)
+
+
 def test_other_prompts_are_refused_and_equal_ones_go_on(made: Path, tmp_path: Path) -> None:
     script = """
 import torch_pi2
