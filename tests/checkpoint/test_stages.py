@@ -14,6 +14,7 @@ import tiny_experts
 import tiny_models
 import torch
 from sharding import ANSWERS, FEW, answers_of_one, check_answers, made_in_parts, saved, together
+from transformers import Gemma4TextConfig
 
 import torch_pi2
 from torch_pi2.decode.decode import Decoder
@@ -221,20 +222,21 @@ def test_linear_attention_of_other_stages_is_told_of_tokens() -> None:
     assert cache.has_previous_state()
 
 
-def test_tokens_are_counted_in_one_of_several_streams() -> None:
-    """Gemma 3n's hidden states are four, and transformers has caches of two kinds for MusicGen."""
+def test_a_decoder_of_something_larger_has_its_tokens_counted() -> None:
+    """MusicGen's cache is in another one."""
     from transformers import DynamicCache, EncoderDecoderCache
 
-    for cache in (DynamicCache(), EncoderDecoderCache(DynamicCache(), DynamicCache())):
-        for tokens in (5, 1):
-            for layer in range(3):
-                _count_tokens(cache, layer, 3, torch.zeros(4, 2, tokens, 8))
-        assert cache.get_seq_length() == 6
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    for tokens in (5, 1):
+        for layer in range(3):
+            _count_tokens(cache, layer, 3, torch.zeros(2, tokens, 8))
+    assert cache.get_seq_length() == 6
 
 
 #: Family -> what its blocks' names begin with, and what of the model is refused.
 _REFUSED = {
     "big_bird": ("bert.encoder.layer", "BigBirdLayer in stages: .* code that asks for 'attention' of block 0"),
+    "gemma3n_text": ("model.layers", "expected hidden states .batch, tokens, .* of 2 tokens"),
     "git": ("git.encoder.layer", "GitLayer in stages: .* code that asks for 'attention' of block 0"),
     "longcat_flash": ("model.layers", "DynamicCache of a model in stages: .* found 4 layers"),
     "openai-gpt": ("transformer.h", "Block in stages: .* found one that returns a tuple"),
@@ -251,6 +253,15 @@ def test_models_that_need_more_of_their_blocks_are_refused_in_all_processes(fami
         layers = {f"{blocks}.{n}.mlp": ShardLayer(64, (0,) if n == rank else ()) for n in range(2)}
         with pytest.raises(UnsupportedModelError, match=message):
             leave_out(families.tiny_family(family), Shard(rank, 2, layers))
+
+
+def test_blocks_that_take_keys_and_values_of_others_are_refused() -> None:
+    class Model(torch.nn.Module):
+        config = Gemma4TextConfig(num_kv_shared_layers=2)
+
+    shard = Shard(0, 2, {"layers.0.mlp": ShardLayer(64, (0,)), "layers.1.mlp": ShardLayer(64, ())})
+    with pytest.raises(UnsupportedModelError, match="keys and values of their own, found 2 that take those of others"):
+        leave_out(Model(), shard)
 
 
 def test_a_model_that_does_more_between_its_blocks_is_refused() -> None:

@@ -83,6 +83,30 @@ def test_three_processes_compiled_and_over_flash(made: Path, name: str, tmp_path
     check_answers(tmp_path, 3, answers_of_one(made / name / "store", compiled=True), same=BITS)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["neurons", "layers"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_shard_that_is_compiled_has_the_same_tokens(tmp_path: Path, dtype: str, by: str) -> None:
+    """Logits as near as Inductor's roundings are on one machine."""
+    saved(tmp_path, _llama(hidden_act="relu").to(getattr(torch, dtype)), method="exact")
+    torch_pi2.pack(tmp_path / "store", tmp_path / "2", ranks=2, by=by)
+    script = """
+import torch_pi2
+model = torch.compile(torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(patience_s=280)), backend="torch_pi2")
+with torch.no_grad():
+    torch.save(model(torch.arange(1, 6)[None], use_cache=False).logits, out / f"{rank}.pt")
+"""
+    together(tmp_path / "out", script, 2, tmp_path / "2")
+    one: Any = torch_pi2.load(tmp_path / "store", budget="1GiB")
+    first, second = (torch.load(tmp_path / "out" / f"{rank}.pt") for rank in range(2))
+    assert torch.equal(first, second)
+    with torch.no_grad():
+        wanted = one(FEW, use_cache=False).logits
+    near = 1e-4 if dtype == "float32" else 0.05
+    torch.testing.assert_close(first, wanted, rtol=near, atol=near * float(wanted.abs().max()))
+    assert torch.equal(first[:, -1].argmax(-1), wanted[:, -1].argmax(-1))
+
+
 def test_the_same_text_is_generated(made: Path, tmp_path: Path) -> None:
     script = """
 import torch_pi2
@@ -325,6 +349,36 @@ def test_a_talk_and_losses_are_those_of_one_machine(tmp_path: Path) -> None:
     one, _ = _shell("torch_pi2", *ask, tmp_path / "store", "--budget", "1GiB")
     two, _ = _shell(*group, *ask, tmp_path / "2")
     assert json.loads(two)["suite"]["tasks"] == json.loads(one)["suite"]["tasks"]
+
+
+def test_decoders_of_other_settings_are_refused(made: Path, tmp_path: Path) -> None:
+    script = """
+import torch_pi2
+from torch_pi2.decode.decode import Decoder
+model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(patience_s=30))
+few = torch.arange(1, 6)[None]
+for wrong in (
+    lambda: Decoder(model, max_tokens=64, compiled=bool(rank)).prompt(few),
+    lambda: Decoder(model, max_tokens=64, chunk_tokens=4 * rank, compiled=False).prompt(few),
+    lambda: torch_pi2.generate(model, few, max_new_tokens=20 - rank),
+):
+    try:
+        print("nothing was wrong", wrong())
+    except torch_pi2.Pi2Error as error:
+        print(error)
+print(torch_pi2.generate(model, few, max_new_tokens=8).sequences)
+"""
+    store = made / "lowrank, int4" / "store"
+    wanted = torch_pi2.generate(torch_pi2.load(store, budget="1GiB"), FEW, max_new_tokens=8).sequences
+    for said in together(tmp_path, script, 2, store.parent / "2"):
+        compiled, pieces, room, good = said.splitlines()
+        assert compiled == (
+            "Decoder.compiled of process 1 of 2: expected 0, as process 0 has, found 1. All processes make the same "
+            "calls: they compute one model together."
+        )
+        assert pieces.startswith("Decoder.chunk_tokens of process 1 of 2: expected 0, as process 0 has, found 4.")
+        assert room.startswith("Decoder.max_tokens of process 1 of 2: expected ")
+        assert good == str(wanted)
 
 
 def test_other_prompts_are_refused_and_equal_ones_go_on(made: Path, tmp_path: Path) -> None:

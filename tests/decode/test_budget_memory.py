@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sharding import together
 
 import torch_pi2
 from benchmarks import cap
@@ -122,6 +123,40 @@ def test_the_smallest_budget_holds(stores: dict[str, Path], name: str, activatio
     else:
         found = _run(stores, name, activations, way, "")
     assert found["peak"] <= found["budget"] + _MARGIN, found
+
+
+_TOGETHER = """
+import ctypes, gc, torch_pi2
+from torch_pi2.base import process as machine
+from torch_pi2.decode.decode import Decoder
+
+def use(model, tokens):
+    decoder = Decoder(model, max_tokens=tokens + 40, compiled=False)
+    token = decoder.prompt(torch.arange(tokens)[None] * 7 % 1000)
+    for _ in range(32):
+        token = decoder.step(token)
+
+tiny, folder = sys.argv[4:]
+use(torch_pi2.load(tiny, budget="1GiB"), 40)  # libraries are there after this
+budget = torch_pi2.stats(torch_pi2.load(folder))["budget"].smallest
+gc.collect()
+ctypes.CDLL(None).malloc_trim(0)
+machine.reset_peak()
+base = machine.peak_rss_bytes()
+model = torch_pi2.load(folder, budget=budget)
+use(model, 1000)
+print(budget, machine.peak_rss_bytes() - base)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["neurons", "layers"])
+def test_each_of_several_processes_keeps_to_its_budget(stores: dict[str, Path], tmp_path: Path, by: str) -> None:
+    for name in ("tiny", "int4"):
+        torch_pi2.pack(stores[name], tmp_path / name, ranks=2, by=by)
+    for said in together(tmp_path / "out", _TOGETHER, 2, tmp_path / "tiny", tmp_path / "int4"):
+        budget, peak = map(int, said.split())
+        assert budget / 4 < peak <= budget + _MARGIN
 
 
 def test_every_part_is_in_the_smallest_budget(stores: dict[str, Path]) -> None:

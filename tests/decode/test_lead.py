@@ -249,6 +249,57 @@ os._exit(0)
             assert survivor[0] == "noticed True"
 
 
+@pytest.mark.parametrize(
+    ("shards", "led", "victim"), [("2", "", 0), ("2", "led", 1), ("float/stages", "led", 0), ("float/stages", "", 1)]
+)
+def test_who_is_stopped_within_a_prompt_goes_on_or_is_named(
+    folder: Path, tmp_path: Path, shards: str, led: str, victim: int
+) -> None:
+    """By SIGSTOP, for less than ``patience_s``, and for more."""
+    script = """
+import subprocess
+led, victim, stops = sys.argv[5], int(sys.argv[6]), out / "stops"
+
+def stop(*_):
+    if stops.exists():
+        seconds = stops.read_text()
+        stops.unlink()
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+if rank == victim:
+    [m for m in model.modules() if hasattr(m, "store_layer")][-1].register_forward_hook(stop)
+leader = torch_pi2.lead(model) if led and not rank else None
+try:
+    if led and rank:
+        torch_pi2.lead(model)
+    else:
+        decoder = Decoder(model, max_tokens=64, chunk_tokens=8, compiled=False)
+        for seconds in (1, 7):
+            if rank == (0 if led else victim):
+                stops.write_text(str(seconds))
+            token = decoder.prompt(torch.arange(40)[None])
+            print([int(token), int(decoder.step(token))])
+except torch_pi2.errors.GroupError as error:
+    print(error)
+if leader is not None:
+    leader.close()
+sys.stdout.flush()
+os._exit(0)
+"""
+    said = together(tmp_path, _BEGIN + script, 2, folder / shards, led, victim)
+    store = folder / ("store" if shards == "2" else "float/store")
+    decoder = Decoder(torch_pi2.load(store, budget="1GiB"), max_tokens=64, chunk_tokens=8, compiled=False)
+    token = decoder.prompt(torch.arange(40)[None])
+    wanted = str([int(token), int(decoder.step(token))])
+    for rank, lines in enumerate(said):
+        answers, errors = lines.splitlines()[:-1], lines.splitlines()[-1]
+        assert answers == ([] if led and rank else [wanted])
+        assert "compute one model" in errors
+        if rank != victim:
+            assert f"expected an answer of each within 3 s, found none of process {victim}. See" in errors
+
+
 def test_a_call_that_ends_otherwise_elsewhere_ends_the_group(folder: Path, tmp_path: Path) -> None:
     """Of one that fails here alone nobody knows what the others have: not of the leader's hook, nor of a follower."""
     script = """

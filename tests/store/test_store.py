@@ -435,9 +435,9 @@ def test_a_shard_that_is_begun_anew_is_finished_no_more(tmp_path: Path, monkeypa
     """Whoever goes back to the settings before would take what is left of it for a whole one."""
     source, out, partial = toy(tmp_path / "in", (130, 70)), tmp_path / "out", tmp_path / ".out.partial"
     _shards_stopped(source, out, monkeypatch, "_pack", 2)
-    assert (partial / "rank-0-of-2" / ".done").is_file()
+    assert (partial / "rank-0-of-2.done").is_file()
     _shards_stopped(source, out, monkeypatch, "_layout", 1, slot_align=1024)
-    assert not (partial / "rank-0-of-2" / ".done").exists()
+    assert not (partial / "rank-0-of-2.done").exists()
     assert (partial / "rank-0-of-2" / "config.json").is_file()
     pack(source, out, ranks=2)
     pack(source, tmp_path / "wanted", ranks=2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -64,18 +64,27 @@ class Group:
         found: torch.Tensor = ops.wait_tensor(ops.all_gather_into_tensor(own.contiguous(), self.size, self.name))
         return found
 
-    def check_same(self, what: str, ids: torch.Tensor) -> None:
-        """Raises ConfigError, in all processes, unless they have the same ``ids``, int64 of any shape."""
+    def check_same(self, what: str, ids: torch.Tensor, settings: Mapping[str, int]) -> None:
+        """Raises ConfigError, in all processes, unless they have the same ``ids``, int64 of any shape, and settings."""
         own = [*ids.shape, *ids.flatten().tolist()]
         digest = int.from_bytes(hashlib.sha256(repr(own).encode()).digest()[:7], "little")
         with self.together():
-            found = self.gather(torch.tensor([[ids.numel(), digest]], dtype=torch.int64, device="cpu"))
+            row = [[ids.numel(), digest, *settings.values()]]
+            found = self.gather(torch.tensor(row, dtype=torch.int64, device="cpu")).tolist()
         for rank in range(1, self.size):
-            if not torch.equal(found[rank], found[0]):
+            for name, first, other in zip(settings, found[0][2:], found[rank][2:], strict=True):
+                if first != other:
+                    raise ConfigError(
+                        f"{name} of process {rank} of {self.size}",
+                        expected=f"{first}, as process 0 has",
+                        found=str(other),
+                        fix="All processes make the same calls: they compute one model together.",
+                    )
+            if found[rank] != found[0]:
                 raise ConfigError(
                     f"{what} of process {rank} of {self.size}",
-                    expected=f"the {int(found[0, 0])} tokens that process 0 has",
-                    found=f"{int(found[rank, 0])} tokens, others",
+                    expected=f"the {found[0][0]} tokens that process 0 has",
+                    found=f"{found[rank][0]} tokens, others",
                     fix="All processes make the same calls: they compute one model together.",
                 )
 

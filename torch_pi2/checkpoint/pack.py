@@ -59,7 +59,7 @@ BY = ("neurons", "layers")
 #: Bytes after which what is written is put on disk and recorded: as many are written again after a kill, at most.
 _RECORD = 64 << 20
 _PROGRESS, _PARTIAL, _NEURONS = "progress.json", f".{STORE_FILE}.partial", "bundles"
-#: In a finished shard while others are being written.
+#: Beside a finished shard while others are being written: its name and this.
 _DONE = ".done"
 
 
@@ -282,7 +282,7 @@ def _pack_shards(
     source = _identity(__version__.encode(), [*whole.sources, *small_files(whole.folder)])
     for shard in shards:
         folder = staging / shard_name(shard.rank, ranks)
-        done, about = folder / _DONE, json.dumps([source, shard.to_json(), slot_align, cluster])
+        done, about = folder.with_suffix(_DONE), json.dumps([source, shard.to_json(), slot_align, cluster])
         if not done.is_file() or done.read_text() != about:
             folder.mkdir(exist_ok=True)
             _remove(done)  # before anything else of what it stands for
@@ -297,7 +297,8 @@ def _pack_shards(
             total.neurons += sum(entry.neurons for entry in made.entries)
             total.regions = {name: total.regions.get(name, 0) + size for name, size in made.regions().items()}
     for path in staging.iterdir():
-        _remove(path / _DONE) if _of_shards(path, ranks) else _remove(path)
+        if not _of_shards(path, ranks):
+            _remove(path)
     return total
 
 

@@ -602,10 +602,12 @@ class Decoder:
         return came_from
 
     def _check_same(self, what: str, ids_BT: torch.Tensor) -> None:
-        """Raises ConfigError unless all processes that compute the model together were given these tokens."""
+        """Raises ConfigError unless all processes that compute the model together do the same with the same tokens."""
         group = group_of(self.model)
         if group is not None and not group.led:
-            group.check_same(what, ids_BT)
+            # a step that is compiled is made two more times, of which who records it knows nothing
+            names = ("max_tokens", "rows", "chunk_tokens", "compiled")
+            group.check_same(what, ids_BT, {f"Decoder.{name}": int(getattr(self, name)) for name in names})
 
     def agreed(self, numbers: list[int]) -> list[int]:
         """``numbers`` as the first of the processes has them that compute the model together: as many in each."""

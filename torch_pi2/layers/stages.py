@@ -36,8 +36,17 @@ def leave_out(model: nn.Module, shard: Shard) -> None:
     """Blocks of ``model`` (of transformers, without weights) that other processes have lose their modules.
 
     Raises:
-        UnsupportedModelError: its blocks return more than hidden states, or the model looks into them.
+        UnsupportedModelError: its blocks return more than hidden states, the model looks into them, or some take keys
+            and values of others.
     """
+    config = getattr(model, "config", None)
+    if config is not None and (count := getattr(config.get_text_config(), "num_kv_shared_layers", 0)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} in stages",
+            expected="decoder blocks with keys and values of their own",
+            found=f"{count} that take those of others",
+            fix=_BY_NEURONS,
+        )
     _leave_out(model, shard, [name for name in _blocks(model, shard) if not shard.has(name)])
     _try(model, shard)
 
@@ -70,6 +79,7 @@ def _try(model: nn.Module, shard: Shard) -> None:
     blocks = _blocks(tried, shard)
     _leave_out(tried, shard, [name for name in blocks if shard.has(name)])
     row = _Row()
+    row.begin(2)
     for name in blocks:
         tried.get_submodule(name).register_forward_hook(row, with_kwargs=True)
     ids = torch.zeros(1, 3, dtype=torch.int64, device="meta")
@@ -77,7 +87,7 @@ def _try(model: nn.Module, shard: Shard) -> None:
     with torch.no_grad(), _AllTrue():
         try:
             found = tried(ids[:, :2], use_cache=True)
-            row.before = None
+            row.begin(1)
             cache = {name: found[name] for name in ("cache", "past_key_values") if name in takes and name in found}
             tried(ids[:, 2:], use_cache=True, attention_mask=torch.ones_like(ids), **cache)
         except UnsupportedModelError:
@@ -98,20 +108,29 @@ class _AllTrue(TorchDispatchMode):
 class _Row:
     """A hook of all blocks of a model that is tried: each is to take what the one before has returned."""
 
-    def __init__(self) -> None:
+    def begin(self, tokens: int) -> None:
+        """A call for so many of one sequence."""
+        self._tokens = tokens
         #: Number of the block before, and what it has returned.
-        self.before: tuple[int, torch.Tensor] | None = None
+        self._before: tuple[int, torch.Tensor] | None = None
 
     def __call__(self, block: _Elsewhere, args: tuple[Any, ...], named: dict[str, Any], found: torch.Tensor) -> None:
-        taken = args[0] if args else named.get("hidden_states")
-        if self.before is not None and (block.number <= self.before[0] or taken is not self.before[1]):
-            raise UnsupportedModelError(
-                f"{type(block).__name__} in stages",
-                expected="decoder blocks that are called once each, with what the one before returned",
-                found=f"block {block.number} called with something else after block {self.before[0]}",
-                fix=_BY_NEURONS,
+        taken = args[0] if args else named["hidden_states"]
+        if taken.shape[:2] != (1, self._tokens):
+            self._refuse(block, "hidden states [batch, tokens, ...]", f"{list(taken.shape)} of {self._tokens} tokens")
+        if self._before is not None and (block.number <= self._before[0] or taken is not self._before[1]):
+            self._refuse(
+                block,
+                "decoder blocks that are called once each, with what the one before returned",
+                f"block {block.number} called with something else after block {self._before[0]}",
             )
-        self.before = block.number, found
+        self._before = block.number, found
+
+    @staticmethod
+    def _refuse(block: _Elsewhere, expected: str, found: str) -> None:
+        raise UnsupportedModelError(
+            f"{type(block).__name__} in stages", expected=expected, found=found, fix=_BY_NEURONS
+        )
 
 
 def join_stages(model: Any, shard: Shard, group: Group) -> None:
@@ -234,7 +253,7 @@ def _count_tokens(cache: Any, number: int, count: int, hidden_states: torch.Tens
             found="a cache without layers" if layers is None else f"{len(layers)} layers",
             fix=_BY_NEURONS,
         )
-    batch, tokens = hidden_states.shape[-3:-1]  # some models have several streams before these
+    batch, tokens = hidden_states.shape[:2]
     state = layers[number] if number < len(layers) else None
     for part in range(getattr(state, "number_of_states", 0)):  # of linear attention
         cache.update_conv_state(hidden_states.new_zeros(batch, 1, 1), number, state_idx=part)
