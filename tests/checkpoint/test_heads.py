@@ -120,6 +120,13 @@ def _shards(*chunks: list[int]) -> list[Shard]:
     ]
 
 
+def _without_keys() -> Any:
+    """As layers are that take the keys and values of others."""
+    model = _tiny("Llama")
+    del model.model.layers[1].self_attn.k_proj
+    return model
+
+
 REFUSED: list[tuple[Callable[[], Any], int, str]] = [
     (
         lambda: tiny_models._hf("OPT", ffn_dim=200, word_embed_proj_dim=32),
@@ -142,6 +149,7 @@ REFUSED: list[tuple[Callable[[], Any], int, str]] = [
         r"expected model.layers.0.self_attn with 3 key-value heads, linear projections, and nothing else of each head, "
         "found a CohereAttention",
     ),
+    (_without_keys, 2, "expected model.layers.1.self_attn with 3 key-value heads, .* found a LlamaAttention"),
 ]
 
 

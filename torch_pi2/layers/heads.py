@@ -96,14 +96,17 @@ class Heads:
         return [name.rpartition(".")[0] for name in names if name.endswith(".o_proj")]
 
     def _check(self, name: str, module: Any) -> None:
-        roles = {role: getattr(module, role) for role in _PLAN}
+        roles = {role: getattr(module, role, None) for role in _PLAN}  # layers that share keys have no k_proj
+        plain = all(type(linear) is nn.Linear for linear in roles.values())
         others = [tensor for tensor in module._parameters.values() if tensor is not None]
         others += [p for role, child in module.named_children() if role not in roles for p in child.parameters()]
         width = getattr(module, "head_dim", 0)
-        sizes = [roles["q_proj"].out_features, roles["o_proj"].in_features]
-        plain = all(type(linear) is nn.Linear for linear in roles.values())
-        whole = plain and {roles["k_proj"].out_features, roles["v_proj"].out_features} == {self.all * width}
-        if not whole or any(size % self.all for size in sizes) or any(p.shape != (width,) for p in others):
+        if (
+            not plain
+            or {module.k_proj.out_features, module.v_proj.out_features} != {self.all * width}
+            or any(size % self.all for size in (module.q_proj.out_features, module.o_proj.in_features))
+            or any(p.shape != (width,) for p in others)
+        ):
             raise self._refused(
                 f"{name} with {self.all} key-value heads, linear projections, and nothing else of each head",
                 f"a {type(module).__name__}",
