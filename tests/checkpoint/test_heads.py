@@ -149,6 +149,11 @@ REFUSED: list[tuple[Callable[[], Any], int, str]] = [
         r"expected model.layers.0.self_attn with 3 key-value heads, linear projections, and nothing else of each head, "
         "found a CohereAttention",
     ),
+    (
+        lambda: torch.nn.Sequential(_tiny("Llama")),  # under another name
+        2,
+        "expected attention in the blocks of feed-forward layers, found none",
+    ),
     (_without_keys, 2, "expected model.layers.1.self_attn with 3 key-value heads, .* found a LlamaAttention"),
 ]
 
@@ -156,8 +161,9 @@ REFUSED: list[tuple[Callable[[], Any], int, str]] = [
 @pytest.mark.parametrize(("model", "ranks", "message"), REFUSED)
 def test_what_cannot_be_divided_is_refused_by_name(model: Callable[[], Any], ranks: int, message: str) -> None:
     made, shards = model(), _shards(*([i] for i in range(ranks)))
+    config = made[0].config if isinstance(made, torch.nn.Sequential) else made.config
     with pytest.raises(UnsupportedModelError, match=message):
-        Heads(made.config, shards, 0).rows(made)
+        Heads(config, shards, 0).rows(made)
 
 
 def test_stages_have_whole_heads() -> None:

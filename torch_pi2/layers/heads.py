@@ -88,6 +88,8 @@ class Heads:
                 each = linear.out_features // self.all  # of a key-value head, and of the queries that ask it
                 here = slice(before * each, (before + self.counts[self._rank]) * each)
                 found |= {f"{parent}.{role}.{name}": here for name, _ in linear.named_parameters()}
+        if not found:
+            raise self._refused("attention in the blocks of feed-forward layers", "none")
         return found
 
     def _attention(self, model: nn.Module) -> list[str]:
