@@ -193,9 +193,19 @@ except torch_pi2.Pi2Error as error:
 parts = [decoder.copied(0, 0, 8)]
 del parts
 list(decoder.joining(asked, [decoder.copied(0, 0, 9)]))
+time.sleep(1.5)  # longer than between signs of life
+decoder.step(torch.tensor([[1], [2]]))
+part = decoder.copied(0, 0, 9)
+for wrong, ids in ((copy.copy(part), asked), (pickle.loads(pickle.dumps(part)), asked), (part, few)):
+    try:
+        decoder.keep([0])
+        list(decoder.joining(ids, [wrong]))
+    except torch_pi2.Pi2Error as error:
+        print(type(error).__name__, error)
 leader.close()
 """
     watched = """
+import copy, pickle
 from torch_pi2.decode.lead import _Follower
 make = _Follower._make
 def noted(self, call):
@@ -204,7 +214,7 @@ def noted(self, call):
 _Follower._make = noted
 """
     said, other = together(tmp_path, watched + _BEGIN + _LEAD + script, 2, folder / "float" / "stages")
-    known, kept = said.splitlines()
+    known, kept, *copies, longer = said.splitlines()
     assert known.startswith(
         "UnsupportedModelError joining(known=...) of a model whose keys and values are divided among processes: "
         "expected what copied gave since torch_pi2.lead: every process has a part of it, found others."
@@ -213,8 +223,57 @@ _Follower._make = noted
         "ConfigError prefix_folder of a model whose keys and values are divided among processes: expected none: each "
         "process has those of its own layers or heads, found"
     )
-    kept_there = [line for line in other.splitlines() if line.startswith("keep_part")]
-    assert kept_there == ["keep_part [8]", "keep_part [8]", "keep_part [9]"]  # each is gone when the next one comes
+    assert copies == [known, known]  # the others have no parts of copies
+    assert longer == (
+        "ShapeError joining(known=...): expected keys and values of the first tokens of the prompt, at most 5, found "
+        "those of 9. Leave out what the prompt does not begin with."
+    )
+    kept_there = [line for line in other.splitlines() if line.startswith(("keep_part", "step"))]
+    # each is gone when the next one comes, or a sign of life
+    assert kept_there == ["keep_part [8]", "keep_part [8]", "keep_part [9]", "step []", "keep_part [9]"]
+
+
+def test_what_one_leader_had_the_next_one_has_not(folder: Path, tmp_path: Path) -> None:
+    """Nor does it take something else for it."""
+    script = """
+leader = torch_pi2.lead(model)
+if leader is not None:
+    old = Decoder(model, max_tokens=64, batch=2, compiled=False)
+    list(old.joining(asked))
+    part = old.copied(0, 0, 9)
+    leader.close()
+leader = torch_pi2.lead(model)
+if leader is None:
+    sys.exit()
+new = Decoder(model, max_tokens=64, batch=2, compiled=False)
+list(new.joining(asked))
+for wrong in (lambda: old.prompt(few), lambda: list(new.joining(asked, [part]))):
+    try:
+        print("nothing was wrong", wrong())
+    except torch_pi2.Pi2Error as error:
+        print(type(error).__name__, error)
+print(new.step(torch.tensor([[3]])).tolist())
+leader.close()
+"""
+    said, _ = together(tmp_path, _BEGIN + script, 2, folder / "2", "", "heads")
+    decoder, part, token = said.splitlines()
+    assert decoder.startswith("ConfigError Decoder of a model that several processes compute: expected one that was")
+    assert part.startswith("UnsupportedModelError joining(known=...) of a model whose keys and values are divided")
+    one = Decoder(torch_pi2.load(folder / "store", budget="1GiB"), max_tokens=64, compiled=False)
+    list(one.joining(ASKED))
+    assert token == str(one.step(torch.tensor([[3]])).tolist())
+
+
+def test_a_led_model_that_is_compiled_is_called_by_all(folder: Path, tmp_path: Path) -> None:
+    """By itself, and within something else."""
+    script = """
+wanted = model(few).logits
+print(torch.equal(torch.compile(model, backend="eager")(few).logits, wanted))
+print(torch.equal(torch.compile(lambda ids: model(ids).logits + 1, backend="eager")(few), wanted + 1))
+leader.close()
+"""
+    said, _ = together(tmp_path, _BEGIN + _LEAD + script, 2, folder / "2")
+    assert said == "True\nTrue\n"
 
 
 def test_who_is_killed_is_named(folder: Path, tmp_path: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tiny_models
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -395,9 +398,17 @@ def test_shape_of_a_model_in_memory() -> None:
     assert made.memory_bytes == shape.fixed_bytes + neurons + made.memory["kv"]
 
 
-@pytest.mark.parametrize("name", ["phi3", "gpt2-relu"])
-def test_attention_of_fused_matrices_has_no_heads_to_divide(name: str) -> None:
-    model = torch_pi2.optimize(tiny(name), config=torch_pi2.Config(method="exact"))
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tiny("phi3"),
+        lambda: tiny("gpt2-relu"),
+        # norms of all heads, which its plan does not say
+        lambda: tiny_models._hf("Cohere", use_qk_norm=True).eval(),
+    ],
+)
+def test_attention_that_loading_does_not_divide_has_no_heads(make: Callable[[], Any]) -> None:
+    model = torch_pi2.optimize(make(), config=torch_pi2.Config(method="exact"))
     plan = model.torch_pi2.plan
     assert {layer.heads for layer in ModelShape.of(model, fake_stats(plan), plan).layers} == {None}
 

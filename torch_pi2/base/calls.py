@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import signal
@@ -16,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,8 @@ _FIRST_BYTES = 1024
 _BEAT_S = 1.0
 #: Names of what is no method: nothing is to be done yet; nothing will be any more.
 _WAIT, _END = "", "."
+#: What is called, of all leaders that this process has had: no two objects have one number.
+_numbers = itertools.count(1)
 #: What is raised where a call makes no sense, before any of it is done: in all processes alike.
 _REFUSALS = (ConfigError, DeviceError, DtypeError, ShapeError, UnsupportedModelError)
 
@@ -65,10 +68,13 @@ class Call:
 
 class Part(list[torch.Tensor]):
     """Of something of which every process has a part, that of this one. In calls it is named by ``number``
-    (:meth:`Leader.number`), for which each process takes its own.
+    (:meth:`Leader.number`), for which each process takes its own. A copy is a plain list: the others have none of it.
     """
 
     number: int | None = None
+
+    def __reduce_ex__(self, _protocol: SupportsIndex) -> tuple[Any, ...]:
+        return list, ([*self],)
 
 
 class _Line:
@@ -110,13 +116,16 @@ class Leader:
 
     Calls of several threads are made one after another. SIGINT and SIGTERM that come during one are handled after it,
     in the main thread's (the second one at once): a call that only some of the processes make ends them all.
+
+    Attributes:
+        within: whether a call is being made, of which the others know.
     """
 
     def __init__(self, group: Group) -> None:
         self._group, self._line = group, _Line(group)
         self._lock, self._closed = threading.RLock(), threading.Event()
-        self._count, self._within, self._raised = 0, False, False
-        self._gone: list[int] = []
+        self.within = self._raised = False
+        self._known, self._gone = set[int](), list[int]()
         group.leader, group.led = self, True
         self._beats = threading.Thread(target=self._beat, name="pi2-leader", daemon=True)
         self._beats.start()
@@ -129,22 +138,31 @@ class Leader:
             ConfigError: an argument that cannot be sent. GroupError: a process is lost, or has failed.
         """
         with _signals_later(), self._lock:
-            if self._within:
+            if self.within:
                 yield
                 return
             self._send(call)
-            self._within = self._raised = True
+            self.within = self._raised = True
             try:
                 yield
                 self._raised = False
             finally:
-                self._within = False
+                self.within = False
 
     def number(self, called: object) -> int:
         """By which the others know ``called``, until it is gone."""
-        self._count += 1
-        weakref.finalize(called, self._gone.append, self._count).atexit = False
-        return self._count
+        number = next(_numbers)
+        self._known.add(number)
+        weakref.finalize(called, self._forget, number).atexit = False
+        return number
+
+    def knows(self, number: int | None) -> bool:
+        """Whether the others know an object by it: not by that of a leader before this one."""
+        return number in self._known
+
+    def _forget(self, number: int) -> None:
+        self._known.discard(number)
+        self._gone.append(number)
 
     def close(self) -> None:
         """The others are told that there is nothing more to do: :func:`torch_pi2.lead` returns there."""
@@ -188,8 +206,9 @@ class Leader:
         return self  # of a copied model: of the same processes
 
 
-def follow(group: Group, make: Callable[[Call], object]) -> None:
-    """``make`` the first process's calls, until it has closed its :class:`Leader`.
+def follow(group: Group, make: Callable[[Call], object], forget: Callable[[Sequence[int]], object]) -> None:
+    """``make`` the first process's calls, until it has closed its :class:`Leader`; ``forget`` objects with these
+    numbers.
 
     Errors of which calls are refused are the first process's, too, and are its to tell. With any other this process is
     of no use any more.
@@ -204,6 +223,7 @@ def follow(group: Group, make: Callable[[Call], object]) -> None:
             if call.raised != bool(refused):
                 raise _differs(group, refused)
             refused = []
+            forget(call.gone)
             try:
                 if call.name != _WAIT:
                     make(call)

@@ -54,7 +54,7 @@ def led(method: Callable[Concatenate[Some, P], Result]) -> Callable[Concatenate[
         leader = leader_of(self.model)
         if leader is None:
             return method(self, *args, **kwargs)
-        if self.number is None:
+        if not leader.knows(self.number):
             raise ConfigError(
                 f"{type(self).__name__} of a model that several processes compute",
                 expected="one that was made since torch_pi2.lead",

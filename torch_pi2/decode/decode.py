@@ -306,8 +306,8 @@ class Decoder:
                 last.
 
         Raises:
-            ShapeError: there are as many sequences as there is room for, one is being read, or a prompt that leaves no
-                room.
+            ShapeError: there are as many sequences as there is room for, one is being read, a prompt that leaves no
+                room, or more ``known`` than the prompt has.
             UnsupportedModelError: the model cannot have sequences of several lengths; or, with ``known``, keys and
                 values are divided among processes of which this one leads, and these are none of its parts.
         """
@@ -322,9 +322,17 @@ class Decoder:
                 found=f"{list(ids_1T.shape)} beside {len(self.lengths)}",
                 fix="Let others leave first (keep), or make a Decoder for more.",
             )
-        group = group_of(self.model)
-        divided = group is not None and group.divides_kv and group.led
-        if divided and not all(isinstance(part, Part) for part in known):
+        kept = sum(part[0].shape[1] for part in known)
+        if kept > ids_1T.shape[1]:
+            raise ShapeError(
+                "joining(known=...)",
+                expected=f"keys and values of the first tokens of the prompt, at most {ids_1T.shape[1]}",
+                found=f"those of {kept}",
+                fix="Leave out what the prompt does not begin with.",
+            )
+        leader, group = leader_of(self.model), group_of(self.model)
+        divided_by = leader if group is not None and group.divides_kv else None
+        if divided_by and not all(isinstance(part, Part) and divided_by.knows(part.number) for part in known):
             raise UnsupportedModelError(
                 "joining(known=...) of a model whose keys and values are divided among processes",
                 expected="what copied gave since torch_pi2.lead: every process has a part of it",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -60,9 +61,16 @@ class _Told:
     """Before the class of a model among its bases: of its calls the other processes are told."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leader = None if torch.compiler.is_compiling() else leader_of(self)  # type: ignore[arg-type]
-        with nullcontext() if leader is None else leader.call(Call(_MODEL, None, args, kwargs, is_sparse_only())):
+        leader = leader_of(self)  # type: ignore[arg-type]
+        if leader is None or (torch.compiler.is_compiling() and leader.within):  # the latter: a step of a Decoder
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return _tell(leader, super().__call__, args, kwargs)  # type: ignore[misc]
+
+
+@torch.compiler.disable(reason="the other processes are told of each call, and do not compile it")
+def _tell(leader: Leader, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with leader.call(Call(_MODEL, None, args, kwargs, is_sparse_only())):
+        return call(*args, **kwargs)
 
 
 class _Follower:
@@ -76,15 +84,17 @@ class _Follower:
     def follow(self, group: Group) -> None:
         """Until the first process has closed its leader. Raises GroupError."""
         try:
-            follow(group, self._make)
+            follow(group, self._make, self._forget)
         finally:
             self._decoders.clear()
             self._parts.clear()
 
-    def _make(self, call: Call) -> None:
-        for number in call.gone:
+    def _forget(self, gone: Sequence[int]) -> None:
+        for number in gone:
             self._decoders.pop(number, None)
             self._parts.pop(number, None)
+
+    def _make(self, call: Call) -> None:
         with torch.no_grad(), sparse_only() if call.sparse else nullcontext():
             if call.of is None:
                 self._model(*call.args, **call.kwargs)

@@ -16,6 +16,7 @@ from torch import nn
 
 from torch_pi2.base.group import Group
 from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.sharded import computed_together
 from torch_pi2.spec.shard import Shard, apportioned
 
@@ -98,17 +99,7 @@ class Heads:
         return [name.rpartition(".")[0] for name in names if name.endswith(".o_proj")]
 
     def _check(self, name: str, module: Any) -> None:
-        roles = {role: getattr(module, role, None) for role in _PLAN}  # layers that share keys have no k_proj
-        plain = all(type(linear) is nn.Linear for linear in roles.values())
-        others = [tensor for tensor in module._parameters.values() if tensor is not None]
-        others += [p for role, child in module.named_children() if role not in roles for p in child.parameters()]
-        width = getattr(module, "head_dim", 0)
-        if (
-            not plain
-            or {module.k_proj.out_features, module.v_proj.out_features} != {self.all * width}
-            or any(size % self.all for size in (module.q_proj.out_features, module.o_proj.in_features))
-            or any(p.shape != (width,) for p in others)
-        ):
+        if not has_heads(module, self.all):
             raise self._refused(
                 f"{name} with {self.all} key-value heads, linear projections, and nothing else of each head",
                 f"a {type(module).__name__}",
@@ -138,6 +129,21 @@ class Heads:
 def can_divide(hf: Any) -> bool:
     """Whether attention of a model with the configuration ``hf`` is of the kind that :class:`Heads` divides."""
     return bool(_divided(hf.get_text_config()))
+
+
+def has_heads(module: Any, count: int) -> bool:
+    """Whether attention ``module``, with a plan as above, has so many key-value heads, each of them of rows of linear
+    projections and nothing else.
+    """
+    roles = {role: getattr(module, role, None) for role in _PLAN}  # layers that share keys have no k_proj
+    if not all(type(linear) in (nn.Linear, QuantLinear) for linear in roles.values()):
+        return False
+    others = [tensor for tensor in module._parameters.values() if tensor is not None]
+    others += [p for role, child in module.named_children() if role not in roles for p in child.parameters()]
+    width = getattr(module, "head_dim", 0)
+    sizes = [module.q_proj.out_features, module.o_proj.in_features]
+    whole = {module.k_proj.out_features, module.v_proj.out_features} == {count * width}
+    return whole and not any(size % count for size in sizes) and all(p.shape == (width,) for p in others)
 
 
 def _divided(config: Any) -> list[re.Pattern[str]]:

@@ -19,7 +19,7 @@ from torch_pi2.formats import FORMATS, formats_of, has_two_formats, row_bytes
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.heads import can_divide
+from torch_pi2.layers.heads import can_divide, has_heads
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import homes
 from torch_pi2.ops.activations import exact_zeros
@@ -412,19 +412,21 @@ def _heads(model: Any, blocks: int) -> Heads | None:
     if not hasattr(config, "get_text_config") or not can_divide(config):
         return None
     config = config.get_text_config()
+    count = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     sizes = []
     for name in "qkvo":
         linears = [
-            module
+            (path.rpartition(".")[0], module)
             for path, module in model.named_modules()
             if path.endswith(f".{name}_proj") and isinstance(module, QuantLinear | nn.Linear)
         ]
-        alike = {(_weight(module).nbytes, module.in_features) for module in linears}
+        alike = {(_weight(module).nbytes, module.in_features) for _, module in linears}
         if len(linears) != blocks or len(alike) != 1:
             return None
         sizes.append(alike.pop())
-    count = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-    return Heads(count, sum(nbytes for nbytes, _ in sizes[:3]), sizes[3][1]) if count else None
+    if not all(has_heads(model.get_submodule(parent), count) for parent, _ in linears):
+        return None
+    return Heads(count, sum(nbytes for nbytes, _ in sizes[:3]), sizes[3][1])
 
 
 def _weight(module: Any) -> torch.Tensor:
