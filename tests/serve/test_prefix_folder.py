@@ -443,6 +443,17 @@ def test_answers_after_a_restart_have_the_same_bits(tmp_path: Path, prompts: lis
     assert small.prefixes.bytes <= 40_000
 
 
+def test_a_damaged_block_that_two_threads_find_is_one(tmp_path: Path) -> None:
+    """The one that reads prompts, and the one that writes."""
+    filled(tmp_path, 1)
+    folder, error = opened(tmp_path), ArtifactError("block", expected="sound bytes", found="others", fix="None.")
+    folder.close()
+    for _ in range(2):
+        folder._count_damaged(name(1), error)
+    assert folder.counts.damaged == 1
+    assert not path_of(tmp_path, 1).exists()
+
+
 def test_damaged_blocks_change_no_answer(tmp_path: Path, prompts: list[list[int]]) -> None:
     wanted, _ = answers(made(), prompts, prefix_bytes=1 << 24, prefix_folder=tmp_path)
     chance, files = random.Random(1), sorted(tmp_path.iterdir())

@@ -126,15 +126,23 @@ class PrefixFolder:
     def _spoil(self, name: bytes, error: ArtifactError) -> None:
         """Say it, once, and delete the file, unless it is the system that cannot read it now."""
         self._spoiled.add(name)
-        with self._changed:
-            self.counts.damaged += 1
         self._doubted = True
-        if not isinstance(error.__cause__, OSError):
-            with suppress(OSError):
-                self._path(name).unlink()
+        self._count_damaged(name, error)
         with self._changed:
             self._known.clear()  # those after it were not looked at: who computes them writes them again
         _log.warning("a block of a prefix is computed again: %s", error)
+
+    def _count_damaged(self, name: bytes, error: ArtifactError) -> None:
+        """And delete it, unless it is the system that cannot read it now. Two threads may find the same one."""
+        try:
+            if not isinstance(error.__cause__, OSError):
+                self._path(name).unlink()
+        except FileNotFoundError:
+            return
+        except OSError:
+            pass
+        with self._changed:
+            self.counts.damaged += 1
 
     def use(self, name: bytes) -> None:
         """It is used now, here or in memory: others go before it."""
@@ -229,9 +237,7 @@ class PrefixFolder:
             read_block(self._path(name), self._specs, self.identity, name.hex())
         except ArtifactError as error:
             if not isinstance(error.__cause__, OSError):
-                with self._changed:
-                    self.counts.damaged += 1
-                self._path(name).unlink(missing_ok=True)
+                self._count_damaged(name, error)
             return False
         return True
 
