@@ -25,7 +25,9 @@ _BEGIN = """
 import os, signal, threading, time, torch_pi2
 from torch_pi2.decode.decode import Decoder
 few, asked = torch.arange(1, 6)[None], torch.tensor([[5, 6, 7, 8] * 4])
-model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(patience_s=3, attention=[*sys.argv[7:], "whole"][0]))
+attention, patience_s = (*sys.argv[7:], "whole", 3)[:2]
+how = torch_pi2.GroupConfig(patience_s=float(patience_s), attention=attention)
+model = torch_pi2.load(sys.argv[4], group=how)
 (out / f"pid-{rank}").write_text(str(os.getpid()))
 """
 #: After it there is the leader alone.
@@ -95,7 +97,7 @@ def test_all_calls_have_the_bits_of_one_machine(
 ) -> None:
     here = f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
     script = _BEGIN + _LEAD + here + _CALLS + "leader.close()"
-    said = together(tmp_path, script, 2, folder / shards, compiled, "", attention)
+    said = together(tmp_path, script, 2, folder / shards, compiled, "", attention, 60)  # seconds: others may compile
     assert said[1].startswith("through ")
     found = torch.load(tmp_path / "found.pt")
     wanted = _all_calls(torch_pi2.load(folder / store, budget="1GiB"), bool(compiled))
@@ -255,7 +257,7 @@ for wrong in (lambda: old.prompt(few), lambda: list(new.joining(asked, [part])))
 print(new.step(torch.tensor([[3]])).tolist())
 leader.close()
 """
-    said, _ = together(tmp_path, _BEGIN + script, 2, folder / "2", "", "heads")
+    said, _ = together(tmp_path, _BEGIN + script, 2, folder / "2", "", "", "heads")
     decoder, part, token = said.splitlines()
     assert decoder.startswith("ConfigError Decoder of a model that several processes compute: expected one that was")
     assert part.startswith("UnsupportedModelError joining(known=...) of a model whose keys and values are divided")
