@@ -25,8 +25,8 @@ _BEGIN = """
 import os, signal, threading, time, torch_pi2
 from torch_pi2.decode.decode import Decoder
 few, asked = torch.arange(1, 6)[None], torch.tensor([[5, 6, 7, 8] * 4])
-attention, patience_s = (*sys.argv[7:], "whole", 3)[:2]
-how = torch_pi2.GroupConfig(patience_s=float(patience_s), attention=attention)
+attention, patience_s = [*sys.argv[7:8], "whole"][0], float([*sys.argv[8:], 3][0])
+how = torch_pi2.GroupConfig(patience_s=patience_s, attention=attention)
 model = torch_pi2.load(sys.argv[4], group=how)
 (out / f"pid-{rank}").write_text(str(os.getpid()))
 """
