@@ -28,7 +28,7 @@ from torch_pi2.machine.presets import device_reads
 from torch_pi2.planner.choices import Choice
 from torch_pi2.planner.cost import Cost, step_cost, streamed
 from torch_pi2.planner.drive import offload_settings
-from torch_pi2.planner.group import Dealt, Member, deal_out
+from torch_pi2.planner.group import Member, deal_out
 from torch_pi2.planner.misses import FrequencyMisses
 from torch_pi2.planner.model_shape import ModelShape
 from torch_pi2.planner.request import Task
@@ -322,14 +322,10 @@ def _machines(profile: Hardware, models: Sequence[str]) -> Iterator[dict[str, An
                     "machines": count,
                     "alone_tokens_per_s": round(alone, 3),
                     "ways": {
-                        _named(way): {"tokens_per_s": round(way.tokens_per_s, 3), "link_ms": round(way.link_ms, 3)}
+                        way.name: {"tokens_per_s": round(way.tokens_per_s, 3), "link_ms": round(way.link_ms, 3)}
                         for way in found
                     },
                 }
-
-
-def _named(way: Dealt) -> str:
-    return way.way + (", heads" if way.attention == "heads" else "")
 
 
 PARTS = ("cache", "drives", "ablation", "machines")

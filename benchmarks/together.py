@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,7 +34,7 @@ from torch_pi2.formats import ACTIVATIONS
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.link import Link
 from torch_pi2.planner.choices import Choice
-from torch_pi2.planner.group import Member, predicted
+from torch_pi2.planner.group import Member, name_of, predicted
 from torch_pi2.planner.request import Task
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.shard import ATTENTION, REDUCTIONS
@@ -46,8 +46,6 @@ from torch_pi2.store.storefile import STORE_FILE, StoreReader
 #: Tokens of a prompt, and of an answer that is not timed, before the first round.
 _PROMPT, _WARM_UP = 8, 8
 _PORT = 29477
-#: After the name of a reduction, where attention is divided.
-_HEADS = ", heads"
 #: Of a process whose threads share a core: in the usual class of Linux's scheduler one that wakes takes it from another
 #: that would have been done with it in a microsecond, and some messages wait for the next tick, 4 ms.
 _BATCH = ("chrt", "-b", "0")
@@ -122,11 +120,10 @@ def run(
     known("reduction", reductions, REDUCTIONS)
     known("attention", attention, ATTENTION)
     ranks, sizes = _sizes(folder, shards)
-    divided = [_HEADS if how == "heads" else "" for how in attention]
-    ways = {reduction + heads: shards for heads in divided for reduction in reductions}
+    ways = [_Way(shards, reduction, how) for how in attention for reduction in reductions]
     if stages is not None:
         _check_stages(folder, stages, ranks)
-        ways["layers"] = stages
+        ways.append(_Way(stages, "layers"))
     context = max(_PROMPT + _WARM_UP + rounds * tokens, prompt) + 1
     rooms = Rooms(folder, context)
     budget = rooms.budget(OffloadConfig(), ffn_in_memory)
@@ -143,31 +140,30 @@ def run(
         "trace": None,
     }
     cap_bytes = budget + _ROOM if cap.available() else None
-    for path in (folder, *(path for way in {*ways.values()} for path in shards_in(way).values())):
+    for path in (folder, *(path for one in {way.folder for way in ways} for path in shards_in(one).values())):
         cap.warm(path / PI2_FOLDER / STORE_FILE)
     predict = _predictions(hardware, folder, budget, context, compiled)
     asked = tokens, rounds, prompt
     alone = _measured([settings | {"folder": str(folder)}], None, cap_bytes, *asked)
-    alone |= predict(None, None, alone)
+    alone |= predict(None, alone)
     found: dict[str, Any] = {}
     for link in links:
-        for name, way in ways.items():
-            reduction = name.removesuffix(_HEADS)
+        for way in ways:
             group = {
                 "ranks": ranks,
-                "reduction": reduction if reduction in REDUCTIONS else REDUCTIONS[0],
-                "attention": "heads" if name.endswith(_HEADS) else "whole",
+                "reduction": way.way if way.way in REDUCTIONS else REDUCTIONS[0],
+                "attention": way.attention,
                 "port": _PORT,
             }
             each = [
                 settings | {"folder": str(path), "group": group | {"rank": rank}}
-                for rank, path in sorted(shards_in(way).items())
+                for rank, path in sorted(shards_in(way.folder).items())
             ]
             figures = _measured(each, link, cap_bytes, *asked)
-            figures["sent_bytes"] = sizes[reduction] + (sizes["heads"] if name.endswith(_HEADS) else 0)
+            figures["sent_bytes"] = sizes[way.way] + (sizes["heads"] if way.attention == "heads" else 0)
             for ratio, rate in (("ratio", "tokens_per_s"), ("prompt_ratio", "prompt_tokens_per_s")):
                 figures[ratio] = round(figures[rate] / alone[rate], 2)
-            found.setdefault(link, {})[name] = figures | predict(name, way, figures)
+            found.setdefault(link, {})[name_of(way.way, way.attention)] = figures | predict(way, figures)
     return {
         "what": "together",
         "model": alone.pop("subject"),
@@ -187,6 +183,14 @@ def run(
         "links": found,
         **machine.describe(),
     }
+
+
+class _Way(NamedTuple):
+    """A folder of shards and how they compute together: of :data:`torch_pi2.planner.group.WAYS`, and attention."""
+
+    folder: Path
+    way: str
+    attention: str = ATTENTION[0]
 
 
 def _sizes(folder: Path, shards: Path) -> tuple[int, dict[str, int]]:
@@ -214,32 +218,25 @@ def _sizes(folder: Path, shards: Path) -> tuple[int, dict[str, int]]:
 
 def _predictions(
     hardware: str | None, folder: Path, budget: int, context: int, compiled: bool
-) -> Callable[[str | None, Path | None, Mapping[str, Any]], dict[str, Any]]:
-    """Of a way to deal out (None: one process), its shards and what was measured: what the planner says of it."""
+) -> Callable[[_Way | None, Mapping[str, Any]], dict[str, Any]]:
+    """Of a way to deal out (None: one process), and what was measured: what the planner says of it."""
     if hardware is None:
-        return lambda name, way, figures: {}
+        return lambda way, figures: {}
     profile = find_hardware(hardware)
     named: str = read_config(folder)["torch_pi2_synthetic"]["shape"]
     shape = synthetic_shape(named, compiled=compiled)
     misses = partial(drawn_misses, named, batch=1)
 
-    def predict(name: str | None, way: Path | None, figures: Mapping[str, Any]) -> dict[str, Any]:
-        if name is None or way is None:
+    def predict(way: _Way | None, figures: Mapping[str, Any]) -> dict[str, Any]:
+        if way is None:
             task = Task(shape, profile, budget_bytes=budget, batches=(1,), context=context, misses=misses(shape))
             hot = tuple(layer.base_hot for layer in shape.layers)
             rate = task.cost(1, Choice(hot, (0,) * len(hot))).tokens_per_s
         else:
-            members = [Member(profile, budget)] * len(shards_in(way))
-            dealt = predicted(
-                name.removesuffix(_HEADS),
-                _shares(way),
-                shape,
-                members,
-                Link(**figures["link"]),
-                attention="heads" if name.endswith(_HEADS) else "whole",
-                context=context,
-                misses=misses,
-            )
+            shares = _shares(way.folder)
+            members, link = [Member(profile, budget)] * len(shares), Link(**figures["link"])
+            how: dict[str, Any] = {"attention": way.attention, "context": context, "misses": misses}
+            dealt = predicted(way.way, shares, shape, members, link, **how)
             rate = math.nan if dealt is None else dealt.tokens_per_s
         return {
             "predicted_tokens_per_s": round(rate, 3),

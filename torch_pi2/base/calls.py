@@ -12,7 +12,7 @@ import math
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -71,7 +71,9 @@ class Part(list[torch.Tensor]):
     (:meth:`Leader.number`), for which each process takes its own. A copy is a plain list: the others have none of it.
     """
 
-    number: int | None = None
+    def __init__(self, tensors: Iterable[torch.Tensor] = (), number: int | None = None) -> None:
+        super().__init__(tensors)
+        self.number = number
 
     def __reduce_ex__(self, _protocol: SupportsIndex) -> tuple[Any, ...]:
         return list, ([*self],)
@@ -292,9 +294,7 @@ def _unpacked(message: torch.Tensor) -> Call:
         if not isinstance(value, dict):
             return value
         if "part" in value:
-            part = Part()
-            part.number = value["part"]
-            return part
+            return Part(number=value["part"])
         dtype = getattr(torch, value["dtype"])
         first, at = at, at + math.prod(value["shape"]) * dtype.itemsize
         return message[first:at].clone().view(dtype).view(value["shape"])

@@ -429,9 +429,7 @@ class Decoder:
     @torch.inference_mode()
     def keep_part(self, row: int, first: int, last: int, number: int) -> Part:
         """A part of :meth:`copied`."""
-        part = Part(self._kv.copied(row, first, last))
-        part.number = number
-        return part
+        return Part(self._kv.copied(row, first, last), number)
 
     def _read(self, ids_BT: torch.Tensor, known: int = 0) -> torch.Tensor:
         """Prompts of all sequences; of the first so many tokens are ``known``."""

@@ -21,7 +21,8 @@ from torch_pi2.layers.sharded import computed_together
 from torch_pi2.spec.shard import Shard, apportioned
 
 #: What a plan says of attention that can be divided: rows of a head after another's, and columns.
-_PLAN = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+_BY_ROWS = ("q_proj", "k_proj", "v_proj")
+_PLAN = {**dict.fromkeys(_BY_ROWS, "colwise"), "o_proj": "rowwise"}
 #: Of norms of one head, which are alike for all.
 _ALIKE = "replicated_with_grad_allreduce"
 _FIX = 'Leave attention whole: GroupConfig(attention="whole"), --attention whole.'
@@ -36,7 +37,7 @@ class Heads:
         hf: the configuration of the model, of transformers. shards: of all processes, by rank.
 
     Attributes:
-        counts: by rank.
+        all: how many there are. counts: by rank.
 
     Raises:
         UnsupportedModelError: attention is not of the kind that can be divided, or has fewer heads than processes.
@@ -52,7 +53,7 @@ class Heads:
             raise self._refused(
                 "a plan of tensor parallelism with q_proj, k_proj, v_proj and o_proj", "another, or none"
             )
-        self.all: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self.all = _key_value_heads(config)
         if self.all < len(shards):
             raise self._refused(f"a key-value head for each of {len(shards)} processes", str(self.all))
         mine = [sum(layer.neurons for layer in shard.layers.values()) / shard.whole for shard in shards]
@@ -61,11 +62,11 @@ class Heads:
     @property
     def share(self) -> float:
         """Of all heads, those that are here."""
-        return self.counts[self._rank] / sum(self.counts)
+        return self.counts[self._rank] / self.all
 
     def names(self, names: Iterable[str]) -> list[str]:
         """Of tensors or modules, those of projections of which some rows are here."""
-        return [name for name in names if self._role(name) not in (None, "o_proj")]
+        return [name for name in names if self._role(name) in _BY_ROWS]
 
     def _role(self, name: str) -> str | None:
         """Which projection of attention that is divided it is, or a tensor of."""
@@ -84,7 +85,7 @@ class Heads:
         for parent in self._attention(model):
             module = model.get_submodule(parent)
             self._check(parent, module)
-            for role in ("q_proj", "k_proj", "v_proj"):
+            for role in _BY_ROWS:
                 linear: Any = getattr(module, role)
                 each = linear.out_features // self.all  # of a key-value head, and of the queries that ask it
                 here = slice(before * each, (before + self.counts[self._rank]) * each)
@@ -112,7 +113,7 @@ class Heads:
         """Attention of ``model``, of which the :meth:`rows` are in place, asks the others of ``group`` for theirs."""
         for parent in self._attention(model):
             module: Any = model.get_submodule(parent)
-            for role in ("q_proj", "k_proj", "v_proj"):
+            for role in _BY_ROWS:
                 linear = getattr(module, role)
                 if isinstance(linear, nn.Linear):
                     linear.out_features = len(linear.weight)
@@ -126,9 +127,16 @@ class Heads:
         group.divides_kv = True
 
 
-def can_divide(hf: Any) -> bool:
-    """Whether attention of a model with the configuration ``hf`` is of the kind that :class:`Heads` divides."""
-    return bool(_divided(hf.get_text_config()))
+def heads_that_divide(hf: Any) -> int:
+    """Key-value heads of a model with the configuration ``hf``; 0: its attention is not of the kind that
+    :class:`Heads` divides.
+    """
+    config = hf.get_text_config()
+    return _key_value_heads(config) if _divided(config) else 0
+
+
+def _key_value_heads(config: Any) -> int:
+    return getattr(config, "num_key_value_heads", None) or int(config.num_attention_heads)
 
 
 def has_heads(module: Any, count: int) -> bool:

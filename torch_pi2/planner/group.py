@@ -71,6 +71,10 @@ class Dealt:
     attention: str = ATTENTION[0]
 
     @property
+    def name(self) -> str:
+        return name_of(self.way, self.attention)
+
+    @property
     def by(self) -> str:
         """Of :func:`torch_pi2.pack`."""
         return "layers" if self.way == "layers" else "neurons"
@@ -78,6 +82,11 @@ class Dealt:
     @property
     def tokens_per_s(self) -> float:
         return self.batch * 1e3 / self.ms
+
+
+def name_of(way: str, attention: str) -> str:
+    """Of a way to deal out, in tables and results."""
+    return way + (", heads" if attention == "heads" else "")
 
 
 def read_machines(path: str | Path) -> tuple[list[Member], Link]:

@@ -19,7 +19,7 @@ from torch_pi2.formats import FORMATS, formats_of, has_two_formats, row_bytes
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.heads import can_divide, has_heads
+from torch_pi2.layers.heads import has_heads, heads_that_divide
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import homes
 from torch_pi2.ops.activations import exact_zeros
@@ -409,10 +409,9 @@ class _Reading:
 def _heads(model: Any, blocks: int) -> Heads | None:
     """None: heads cannot be divided, or not each of so many blocks has q, k, v and o projections, alike in all."""
     config: Any = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config") or not can_divide(config):
+    count = heads_that_divide(config) if hasattr(config, "get_text_config") else 0
+    if not count:
         return None
-    config = config.get_text_config()
-    count = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     sizes = []
     for name in "qkvo":
         linears = [
