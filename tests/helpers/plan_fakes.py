@@ -129,7 +129,7 @@ class FakeHardware:
     ) -> float:
         return self.call_us * calls + kv_bytes / (self.run_gb_per_s * GB)
 
-    def glue_us(self, *, batch: float, hidden: int, compiled: bool) -> float:
+    def glue_us(self, *, batch: float, hidden: int, compiled: bool, model_bytes: float | None = None) -> float:
         return 10.0 if compiled else 100.0
 
     def read_us(self, reads: float, block_bytes: float, *, range_bytes: float, depth: float) -> float:

@@ -75,6 +75,7 @@ def make(**changes: Any) -> Hardware:
         cached=Rates({"int4/int8": Kernel(lines(0.1), lines(0.1), lines(0.1))}, {}, {}),
         thread_factors=(ThreadFactor(1, 3.5), ThreadFactor(2, 1.9), ThreadFactor(4, 1.0)),
         glue=Glue(100.0, 2.0, 10.0, 0.5),
+        cached_glue=Glue(50.0, 1.0, 5.0, 0.25),
         reads=Reads("io_uring", True, True, 512 * MIB, 2.0, 7.0, {"io_uring": table}),
         interference=Interference(1.1, 1.3),
         accelerator=Accelerator("an NPU", 1 << 32, 50.0, 50.0, 60.0, 5000.0, 3.0),
@@ -113,6 +114,10 @@ def test_glue_and_interference() -> None:
     hardware = make()
     assert hardware.glue_us(batch=2, hidden=1000, compiled=False) == pytest.approx(104)
     assert hardware.glue_us(batch=2, hidden=1000, compiled=True) == pytest.approx(11)
+    assert hardware.glue_us(batch=2, hidden=1000, compiled=True, model_bytes=1 << 24) == pytest.approx(5.5)
+    assert hardware.glue_us(batch=2, hidden=1000, compiled=True, model_bytes=(1 << 24) + 1) == pytest.approx(11)
+    old = replace(hardware, cached_glue=None)  # files of before
+    assert old.glue_us(batch=2, hidden=1000, compiled=False, model_bytes=1) == pytest.approx(104)
     assert (hardware.compute_while_reading, hardware.read_while_computing) == (1.1, 1.3)
 
 
@@ -323,10 +328,11 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
-def test_files_of_before_gpus_are_read() -> None:
+def test_files_of_before_are_read() -> None:
     data = json.loads(make().to_json())
     assert data["accelerator"].pop("holds_rest") is False
-    assert Hardware.from_json(json.dumps(data)) == make()
+    assert data.pop("cached_glue")
+    assert Hardware.from_json(json.dumps(data)) == make(cached_glue=None)
     npu = make().accelerator
     assert npu is not None
     gpu = make(accelerator=replace(npu, name="a GPU", holds_rest=True))
@@ -447,7 +453,17 @@ def test_presets_are_published_and_say_where_each_part_is_from(name: str) -> Non
     hardware = find_hardware(name)
     assert hardware.source == "published"
     assert Hardware.from_json(hardware.to_json()) == hardware
-    parts = set(WHOLE) - {"format", "version", "name", "source", "machine", "versions", "notes", "cached"}
+    parts = set(WHOLE) - {
+        "format",
+        "version",
+        "name",
+        "source",
+        "machine",
+        "versions",
+        "notes",
+        "cached",
+        "cached_glue",
+    }
     assert set(hardware.notes) == parts
     assert all(note.startswith(("assumed", "PowerInfer-2, arXiv 2406.06282v3")) for note in hardware.notes.values())
     assert set(hardware.rates.kernels) == set(KERNELS)

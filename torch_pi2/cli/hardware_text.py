@@ -25,7 +25,8 @@ def describe(hardware: Hardware) -> str:
         _kernels(hardware),
         _lines("predictors, tokens", "us a call and GB/s", list(hardware.rates.predictors.items())),
         _lines("attention, sequences", "us a call and GB/s", list(hardware.rates.attention.items())),
-        _glue(hardware.glue),
+        _glue("a decoder layer", hardware.glue),
+        *([] if hardware.cached_glue is None else [_glue("a layer of a model in the caches", hardware.cached_glue)]),
         "fewer threads take "
         + ", ".join(f"{f.factor:.2f} times as long on {f.threads}" for f in hardware.thread_factors),
         _reads(hardware),
@@ -57,10 +58,10 @@ def _accelerator(theirs: Accelerator) -> str:
     )
 
 
-def _glue(glue: Glue) -> str:
+def _glue(what: str, glue: Glue) -> str:
     eager = f"{glue.eager_us:.0f} us + {glue.eager_ns_per_number:.2f} ns a number"
     compiled = f"{glue.compiled_us:.0f} us + {glue.compiled_ns_per_number:.2f} ns"
-    return f"a decoder layer beside that: eager {eager}, compiled {compiled}"
+    return f"{what} beside that: eager {eager}, compiled {compiled}"
 
 
 def _memory(hardware: Hardware) -> str:

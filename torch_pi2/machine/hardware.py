@@ -128,6 +128,7 @@ class ThreadFactor:
 class Glue:
     """What a layer takes outside our operators, linear layers and SDPA: norms, rotary embedding, residuals, Python.
 
+    Weights that stream through the caches push its code and numbers out of them, so that it takes longer beside them.
     ``..._us`` of each layer, ``..._ns_per_number`` of each number of its hidden states.
     """
 
@@ -198,7 +199,8 @@ class Hardware:
         machine, versions: of what was measured, in words. notes: by field, where a figure is from, or what is assumed.
         cores, threads: of the machine, and those that computed in what follows.
         memory_bytes: of the machine. cache_bytes: what its caches hold from one token to the next.
-        memory: plain reads. rates: with weights in memory. cached: with weights in the caches, of a small model.
+        memory: plain reads. rates, glue: with weights in memory. cached, cached_glue: with weights in the caches, of a
+            small model.
         thread_factors: by threads, ascending.
     """
 
@@ -216,6 +218,7 @@ class Hardware:
     cached: Rates | None = None
     thread_factors: tuple[ThreadFactor, ...] = ()
     glue: Glue = field(default_factory=lambda: Glue(0.0, 0.0, 0.0, 0.0))
+    cached_glue: Glue | None = field(metadata={"later": True}, default=None)
     reads: Reads = field(default_factory=Reads)
     interference: Interference = field(default_factory=lambda: Interference(1.0, 1.0))
     store: StoreCosts = field(default_factory=lambda: StoreCosts(0.0, 0.0))
@@ -312,9 +315,9 @@ class Hardware:
         """
         return self._line("attention", dtype, "", batch, model_bytes).us(hot=kv_bytes, calls=calls)
 
-    def glue_us(self, *, batch: float, hidden: int, compiled: bool) -> float:
+    def glue_us(self, *, batch: float, hidden: int, compiled: bool, model_bytes: float | None = None) -> float:
         """Microseconds of a decoder layer beside the above: see :class:`Glue`."""
-        glue = self.glue
+        glue = self.cached_glue if self.cached_glue is not None and self._in_cache(model_bytes) else self.glue
         each, number = (
             (glue.compiled_us, glue.compiled_ns_per_number) if compiled else (glue.eager_us, glue.eager_ns_per_number)
         )
@@ -384,11 +387,14 @@ class Hardware:
     # --- inside ---
 
     def _line(self, part: str, name: str, path: str, tokens: float, model_bytes: float | None) -> Line:
-        in_cache = model_bytes is not None and self.cached is not None and model_bytes <= self.cache_bytes
+        in_cache = self.cached is not None and self._in_cache(model_bytes)
         key = (part, name, path, tokens, in_cache)
         if key not in self._memo:
             self._memo[key] = _at(self._lines(part, name, path, in_cache), tokens)
         return self._memo[key]
+
+    def _in_cache(self, model_bytes: float | None) -> bool:
+        return model_bytes is not None and model_bytes <= self.cache_bytes
 
     def _lines(self, part: str, name: str, path: str, in_cache: bool) -> tuple[Line, ...]:
         name = timed_as(name) if part == "kernels" else name

@@ -24,8 +24,8 @@ from torch_pi2.observe.steps import timed_steps
 #: Rows that are gathered: a row of int4 for H = 2048 and 4096, a neuron's rows of it, and of bfloat16.
 _ROWS = (1152, 2304, 6912, 24576)
 _SHARE = 0.1
-#: Of the decoders whose glue is measured.
-_LAYERS, _HIDDEN = (2, 6), (256, 2048)
+#: Of the decoders whose glue is measured: sizes (H, I) whose weights stay in the caches, and ones whose weights do not.
+_LAYERS, _SMALL, _LARGE = (2, 6), ((256, 256), (2048, 256)), ((2048, 8192), (4096, 14336))
 _STEPS, _PROMPT = 64, 8
 
 SetThreads = Callable[[int], None]
@@ -83,54 +83,58 @@ def thread_factors(
     return tuple(ThreadFactor(n, six_digits(max(ratio[m] for m in counts if m >= n))) for n in counts)
 
 
-def glue(*, real: bool, tick: Callable[[float], None]) -> Glue:
-    """Of small decoders, what their steps take outside our operators and SDPA: the difference of two depths, by layer.
+def glue(*, real: bool, tick: Callable[[float], None]) -> tuple[Glue, Glue | None]:
+    """What steps of decoders take outside our operators and SDPA, by layer: of large models, and of small ones.
 
-    real: of two hidden sizes, and compiled by :class:`~torch_pi2.decode.decode.Decoder`, too (some 10 seconds); else
-    all layers are taken to be as small ones are eagerly.
+    Of small ones it is the difference of two depths; what is not of a layer is taken to be the same of large ones.
+
+    real: eagerly and compiled by :class:`~torch_pi2.decode.decode.Decoder` (some 20 seconds); else all layers are taken
+    to be as small ones are eagerly, and there is one figure.
     """
-    steps = [(layers, _HIDDEN[0], False) for layers in _LAYERS]
-    if real:
-        steps += [(layers, _HIDDEN[1], False) for layers in _LAYERS]
-        steps += [(layers, _HIDDEN[0], True) for layers in _LAYERS] + [(_LAYERS[1], _HIDDEN[1], True)]
+    few, many = _LAYERS
+    ways = (False, True) if real else (False,)
+    steps = [(many, size, way) for way in ways for size in (*_SMALL, *_LARGE)] if real else [(many, _SMALL[0], False)]
+    steps += [(few, _SMALL[0], way) for way in ways]
     us = {}
     with tempfile.TemporaryDirectory() as folder:
-        for layers, hidden, through_compiler in steps:
-            us[layers, hidden, through_compiler] = _outside_us(Path(folder), layers, hidden, through_compiler)
+        for layers, size, compiled in steps:
+            us[layers, size, compiled] = _outside_us(Path(folder), layers, size, compiled)
             tick(1 / len(steps))
-    few, many = _LAYERS
-    narrow, wide = _HIDDEN
 
-    def line(small: float, large: float) -> tuple[float, float]:
+    def layer(size: tuple[int, int], compiled: bool) -> float:
+        """Of the smallest, the difference; of others, all but what is not of its layers."""
+        smallest = max(0.0, us[many, _SMALL[0], compiled] - us[few, _SMALL[0], compiled]) / (many - few)
+        rest = us[few, _SMALL[0], compiled] - few * smallest
+        return max(0.0, us[many, size, compiled] - rest) / many
+
+    def line(sizes: tuple[tuple[int, int], ...], compiled: bool) -> tuple[float, float]:
+        (narrow, _), (wide, _) = sizes
+        small, large = (layer(size, compiled) for size in sizes)
         number = max(0.0, large - small) / (wide - narrow)
         return six_digits(max(0.0, small - number * narrow)), six_digits(number * 1e3)
 
-    def layer(hidden: int, how: bool) -> float:
-        return max(0.0, us[many, hidden, how] - us[few, hidden, how]) / (many - few)
-
     if not real:
-        each = six_digits(layer(narrow, False))
-        return Glue(each, 0.0, each, 0.0)
-    eager = line(layer(narrow, False), layer(wide, False))
-    # Of the wide one what is not of a layer is that of the narrow one: one compilation less.
-    rest = max(0.0, us[few, narrow, True] - few * layer(narrow, True))
-    return Glue(*eager, *line(layer(narrow, True), max(0.0, us[many, wide, True] - rest) / many))
+        each = six_digits(layer(_SMALL[0], False))
+        return Glue(each, 0.0, each, 0.0), None
+    large, small = (Glue(*line(sizes, False), *line(sizes, True)) for sizes in (_LARGE, _SMALL))
+    return large, small
 
 
-def _outside_us(folder: Path, layers: int, hidden: int, compiled: bool) -> float:
+def _outside_us(folder: Path, layers: int, size: tuple[int, int], compiled: bool) -> float:
     """Microseconds of a step of one token: of the faster quarter, as what disturbs only makes it longer."""
-    where = folder / f"{layers}-{hidden}"
+    hidden, intermediate = size
+    where = folder / f"{layers}-{hidden}-{intermediate}"
     if not where.exists():
         shape = {
             "hidden_size": hidden,
-            "intermediate_size": 256,
+            "intermediate_size": intermediate,
             "num_hidden_layers": layers,
             "num_attention_heads": 8,
             "num_key_value_heads": 2,
             "head_dim": 64,
             "vocab_size": 256,
         }
-        synthetic(where, shape, weights="int4", active=0.1)
+        synthetic(where, shape, weights="int4", active=0.1, distinct_layers=1)
     model: Any = load(where, activations="int8")
     decoder = Decoder(model, max_tokens=_PROMPT + _STEPS + 8, compiled=compiled)
     next_B1 = decoder.prompt(torch.arange(_PROMPT)[None])

@@ -95,7 +95,7 @@ def measure(
         cached = rates(Weights(_CACHED_BYTES), CACHED, *part("kernels in cache")) if real else None
         factors = thread_factors(weights, grid, set_threads, part("threads")[0])
         bar("threads", _SHARES["threads"])
-        of_layers = glue(real=real, tick=part("layers")[1])
+        of_layers, of_small_layers = glue(real=real, tick=part("layers")[1])
         bar("file", _SHARES["file"])
         of_drive = reads(file, *part("reads"))
         busy = sparse_cases(weights, "int4/int8", *grid.layers[-1], batch=1)[0].ready
@@ -126,6 +126,7 @@ def measure(
         cached=cached,
         thread_factors=factors,
         glue=of_layers,
+        cached_glue=of_small_layers,
         reads=of_drive,
         interference=together,
         store=of_store,

@@ -288,7 +288,7 @@ def block_ms(
         model_bytes=nbytes,
     )
     sdpa = hardware.attention_us(batch=sequences, kv_bytes=kv_bytes, dtype=shape.kv_dtype, model_bytes=nbytes)
-    glue = hardware.glue_us(batch=tokens, hidden=layer.hidden, compiled=compiled)
+    glue = hardware.glue_us(batch=tokens, hidden=layer.hidden, compiled=compiled, model_bytes=nbytes)
     return {"attention": linears, "sdpa": sdpa / 1e3, "glue": glue / 1e3}
 
 
