@@ -195,7 +195,8 @@ def test_what_cannot_be_put_together_is_refused_in_all_processes(made: Path, tmp
     script = """
 import torch_pi2
 int8 = {"activations": ["float", "int8"][rank]}
-for folder, how in ((sys.argv[4], {}), (sys.argv[5 + rank], {}), (sys.argv[7], int8)):
+small = {"budget": [None, "1KiB"][rank]}
+for folder, how in ((sys.argv[4], {}), (sys.argv[5 + rank], {}), (sys.argv[7], int8), (sys.argv[7], small)):
     try:
         torch_pi2.load(folder, **how)
         print("loaded")
@@ -205,7 +206,8 @@ for folder, how in ((sys.argv[4], {}), (sys.argv[5 + rank], {}), (sys.argv[7], i
     one, other = made / "lowrank, int4", made / "biases"
     both = one / "2" / "rank-0-of-2", other / "2" / "rank-1-of-2"
     for said in together(tmp_path, script, 2, one / "3", *both, one / "2"):
-        size, model, activations = said.splitlines()
+        size, model, activations, budget = said.splitlines()
+        assert budget.startswith(f"ConfigError budget for {one / '2' / 'rank-1-of-2'}: expected at least")
         assert size == (
             f"ConfigError {one / '3'}: expected a group of 3 processes, one for each shard, found 2 processes. Start "
             "it with torchrun --nproc-per-node 3 (or --nnodes), and call "

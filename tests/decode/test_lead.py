@@ -146,6 +146,9 @@ for wrong in (
     lambda: Decoder(model, max_tokens=64, backend=lambda *_: None),
     lambda: decoder.step(few),
     lambda: decoder.prompt(torch.full((1, 3), 10**6)),
+    lambda: decoder.prompt(few) + decoder.step(torch.tensor([[10**6]])),
+    lambda: decoder.copied(1, 0, 4),
+    lambda: decoder.copied(0, 0, 6),
 ):
     try:
         print("nothing was wrong", wrong())
@@ -156,7 +159,7 @@ leader.close()
 """
     )
     said, _ = together(tmp_path, _BEGIN + script, 2, folder / "2")
-    old, twice, cache, backend, early, token, good = said.splitlines()
+    old, twice, cache, backend, early, token, step, row, tokens, good = said.splitlines()
     assert old == (
         "ConfigError Decoder of a model that several processes compute: expected one that was made since "
         "torch_pi2.lead, found one from before, or a copy, which the other processes have not. Make it again."
@@ -172,6 +175,9 @@ leader.close()
     assert backend.startswith("ConfigError Decoder(...) of a model that several processes compute: expected numbers")
     assert early.startswith("ShapeError decoding step: expected a prompt before it")
     assert token.startswith("ConfigError prompt: expected tokens of 0 to")
+    assert step.startswith("ConfigError token: expected tokens of 0 to")
+    assert row.startswith("ShapeError copied: expected tokens, 1 or more, of a sequence that there is (now [5])")
+    assert "found 0 to 6 of row 0" in tokens
     one = Decoder(torch_pi2.load(folder / "store", budget="1GiB"), max_tokens=64, compiled=False)
     assert good == str(one.prompt(FEW).tolist())
     with pytest.raises(ConfigError, match=r"lead\(model\): expected .* found one that this process computes alone"):

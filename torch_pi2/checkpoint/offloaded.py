@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.heap import give_back_freed_memory
+from torch_pi2.base.ranks import Ranks
 from torch_pi2.checkpoint.shards import Together, join, own_predictors
 from torch_pi2.checkpoint.sparse import load_sparse, weights_of
 from torch_pi2.decode.budget import divide
@@ -89,7 +90,11 @@ def load_offloaded(
             predictors = own
         heads = None if together is None else together.heads
         sizes: dict[str, Any] = {"config": offload, "context": context, "dtype": kind, "strict": strict, "heads": heads}
-        budget = divide(_ALL if total is None else total, reader, here, predictors, hf, **sizes)
+        # one that is too small is refused in all processes, or the others would wait for this one
+        ranks = Ranks(together=together is not None)
+        most = _ALL if total is None else total
+        budgets = ranks.map(lambda _: divide(most, reader, here, predictors, hf, **sizes), range(ranks.size))
+        budget = budgets[ranks.rank]
         if total is None:
             budget = budget.with_total(budget.whole, folder)
         index_of = {key: i for i, key in enumerate(reader.keys)}

@@ -416,7 +416,17 @@ class Decoder:
 
         Where they are divided among processes of which this one leads, it is those that are here; each of the others
         keeps its own for as long as these are referred to.
+
+        Raises:
+            ShapeError: the row has no such tokens.
         """
+        if not (0 <= row < len(self.lengths) and 0 <= first < last <= self.lengths[row]):
+            raise ShapeError(
+                "copied",
+                expected=f"tokens, 1 or more, of a sequence that there is (now {self.lengths})",
+                found=f"{first} to {last} of row {row}",
+                fix="Name tokens that were read or fed.",
+            )
         leader, group = leader_of(self.model), group_of(self.model)
         if leader is None or group is None or not group.divides_kv:
             return self._kv.copied(row, first, last)
@@ -626,7 +636,8 @@ class Decoder:
 
     def _fed(self, ids_BT: torch.Tensor, forward: Forward) -> torch.Tensor:
         """What ``forward`` says of tokens that come next. If it fails, it is as if they had not been fed."""
-        if self.device.type != "cpu" and ids_BT.device.type == "cpu":  # where a wrong one would end CUDA
+        on_gpu = self.device.type != "cpu" and ids_BT.device.type == "cpu"
+        if on_gpu or group_of(self.model) is not None:  # where a wrong one would end CUDA, or the group
             check_vocabulary(self.model, ids_BT, "token")
         ids_BT = ids_BT.to(self.device, torch.int64).contiguous()  # compiled code would not see another layout
         of_each = forward == self._forward_each
