@@ -195,6 +195,8 @@ def test_what_cannot_be_done_says_so(folders: tuple[Path, Path], caplog: pytest.
         layer._compute(torch.zeros(1, layer.site.hidden), torch.ones(1, 1, dtype=torch.bool), 0, 0.0)
     with pytest.raises(ConfigError, match="expected a budget with it, found none"):
         torch_pi2.load(folder, offload=OffloadConfig())
+    with pytest.raises(ConfigError, match=r"group=\.\.\.\): expected a shard, found a whole model"):
+        torch_pi2.load(folder, group=torch_pi2.GroupConfig())
     with pytest.raises(ConfigError, match=r"load\(context=\.\.\.\): expected a whole number, 1 or more, .*found -1"):
         torch_pi2.load(folder, budget="1GiB", context=-1)
     with pytest.raises(ConfigError, match="expected a model over a neuron store, found one in memory"):

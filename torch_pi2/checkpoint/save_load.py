@@ -81,7 +81,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
             f"saving a {type(model).__name__} over a neuron store",
             expected="a model in memory",
             found=f"{len(stored)} layers whose weights are in a file already",
-            fix="Copy the store's folder, or load it without a budget.",
+            fix="Copy the store's folder, or load the whole model without a budget.",
         )
     parts, folder = parts_of_these_weights(model), Path(folder).resolve()
     check_replaceable(folder)
@@ -226,7 +226,8 @@ def load(
         plan: another than the folder's, or the folder that it is in (``torch-pi2 plan FOLDER --hardware ... --out``):
             of the same weights, neuron orders and methods. A plan with a part for hardware, this one or the folder's,
             is followed as the number of sequences changes (:func:`torch_pi2.follow`).
-        group: of shards (``pack(ranks=N)``), of which each process of a group loads its own: how they work together.
+        group: of shards alone (``pack(ranks=N)``), of which each process of a group loads its own: how they work
+            together.
             Their ``budget`` may be None: what it takes to have all neurons of the shard in memory.
         gpu_memory: as of :func:`torch_pi2.optimize`. With ``budget``, which is for what the CPU holds until then, too,
             neurons of a store: those on the GPU are not in the cache, which is for the others. Neurons are there that a
@@ -311,6 +312,13 @@ def read_model(
                 expected="a budget with it",
                 found="none: all weights would be in memory",
                 fix="Pass budget=..., for instance '2.5GiB'.",
+            )
+        if group is not None and parts.shard is None:
+            raise ConfigError(
+                f"load({folder}, group=...)",
+                expected="a shard",
+                found="a whole model, which each process computes alone",
+                fix="Make shards (torch-pi2 pack --ranks N), or leave --reduction, --attention and --patience out.",
             )
         made = planned_anew(parts.plan(), plan, folder)
         predictors = parts.predictors(made.model_hash)

@@ -475,5 +475,5 @@ class OffloadedFFN(InStore, SparseFFN):
             f"the weights of {self.site.key}",
             expected="a layer in memory",
             found=f"one in {self.store.path.name}",
-            fix="Load the model without a budget, or read the store (torch_pi2.store.storefile).",
+            fix="Load the whole model without a budget, or read the store (torch_pi2.store.storefile).",
         )
