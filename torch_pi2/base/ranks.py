@@ -39,10 +39,10 @@ class Ranks:
         Raises:
             Pi2Error: one of them has raised something, or has ended. None of the others waits for it.
         """
-        found = self._exchanged(lambda: [function(item) for item in items[self.rank :: self.size]])
+        found = self.of_each(lambda: [function(item) for item in items[self.rank :: self.size]])
         return [found[i % self.size][i // self.size] for i in range(len(items))]
 
-    def _exchanged(self, make: Callable[[], Made]) -> list[Made]:
+    def of_each(self, make: Callable[[], Made]) -> list[Made]:
         """What ``make`` returns in each of the processes, in their order. Raises as :meth:`map`."""
         if self.size == 1:
             return [make()]
@@ -69,7 +69,7 @@ class Ranks:
 
     def each(self, own: Made) -> list[Made]:
         """What each of the processes has for ``own``, in their order."""
-        return self._exchanged(lambda: own)
+        return self.of_each(lambda: own)
 
     def check_same(self, what: str, make: Callable[[], str]) -> str:
         """What ``make`` returns, which stands for ``what``.
@@ -77,7 +77,7 @@ class Ranks:
         Raises:
             ConfigError: in all processes, unless it is the same in all. Pi2Error: as :meth:`map`.
         """
-        found = self._exchanged(make)
+        found = self.of_each(make)
         if len(set(found)) > 1:
             other = next(rank for rank, value in enumerate(found) if value != found[0])
             raise ConfigError(

@@ -93,8 +93,7 @@ def load_offloaded(
         # one that is too small is refused in all processes, or the others would wait for this one
         ranks = Ranks(together=together is not None)
         most = _ALL if total is None else total
-        budgets = ranks.map(lambda _: divide(most, reader, here, predictors, hf, **sizes), range(ranks.size))
-        budget = budgets[ranks.rank]
+        budget = ranks.of_each(lambda: divide(most, reader, here, predictors, hf, **sizes))[ranks.rank]
         if total is None:
             budget = budget.with_total(budget.whole, folder)
         index_of = {key: i for i, key in enumerate(reader.keys)}

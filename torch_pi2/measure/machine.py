@@ -83,23 +83,25 @@ def thread_factors(
     return tuple(ThreadFactor(n, six_digits(max(ratio[m] for m in counts if m >= n))) for n in counts)
 
 
-def glue(*, real: bool, tick: Callable[[float], None]) -> tuple[Glue, Glue | None]:
+def glue(folder: Path, *, real: bool, tick: Callable[[float], None]) -> tuple[Glue, Glue | None]:
     """What steps of decoders take outside our operators and SDPA, by layer: of large models, and of small ones.
 
     Of small ones it is the difference of two depths; what is not of a layer is taken to be the same of large ones.
 
+    folder: each model is there (at most 0.7 GB) while it is measured.
     real: eagerly and compiled by :class:`~torch_pi2.decode.decode.Decoder` (some 20 seconds); else all layers are taken
     to be as small ones are eagerly, and there is one figure.
     """
     few, many = _LAYERS
     ways = (False, True) if real else (False,)
-    steps = [(many, size, way) for way in ways for size in (*_SMALL, *_LARGE)] if real else [(many, _SMALL[0], False)]
-    steps += [(few, _SMALL[0], way) for way in ways]
+    models = [(few, _SMALL[0]), *((many, size) for size in ((*_SMALL, *_LARGE) if real else _SMALL[:1]))]
     us = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for layers, size, compiled in steps:
-            us[layers, size, compiled] = _outside_us(Path(folder), layers, size, compiled)
-            tick(1 / len(steps))
+    for layers, size in models:
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            _synthetic(Path(made) / "m", layers, size)
+            for compiled in ways:
+                us[layers, size, compiled] = _outside_us(Path(made) / "m", compiled)
+                tick(1 / len(models) / len(ways))
 
     def layer(size: tuple[int, int], compiled: bool) -> float:
         """Of the smallest, the difference; of others, all but what is not of its layers."""
@@ -120,22 +122,23 @@ def glue(*, real: bool, tick: Callable[[float], None]) -> tuple[Glue, Glue | Non
     return large, small
 
 
-def _outside_us(folder: Path, layers: int, size: tuple[int, int], compiled: bool) -> float:
-    """Microseconds of a step of one token: of the faster quarter, as what disturbs only makes it longer."""
+def _synthetic(folder: Path, layers: int, size: tuple[int, int]) -> None:
     hidden, intermediate = size
-    where = folder / f"{layers}-{hidden}-{intermediate}"
-    if not where.exists():
-        shape = {
-            "hidden_size": hidden,
-            "intermediate_size": intermediate,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "vocab_size": 256,
-        }
-        synthetic(where, shape, weights="int4", active=0.1, distinct_layers=1)
-    model: Any = load(where, activations="int8")
+    shape = {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 256,
+    }
+    synthetic(folder, shape, weights="int4", active=0.1, distinct_layers=1)
+
+
+def _outside_us(folder: Path, compiled: bool) -> float:
+    """Microseconds of a step of one token: of the faster quarter, as what disturbs only makes it longer."""
+    model: Any = load(folder, activations="int8")
     decoder = Decoder(model, max_tokens=_PROMPT + _STEPS + 8, compiled=compiled)
     next_B1 = decoder.prompt(torch.arange(_PROMPT)[None])
     steps = [timed_steps(decoder, next_B1) for _ in range(_STEPS)]

@@ -59,7 +59,8 @@ def measure(
     """Measure this machine on torch's current number of threads.
 
     Args:
-        folder: on the drive that is to be read; a file of up to 512 MiB is made there and removed (default: where
+        folder: on the drive that is to be read; a file of up to 512 MiB, and models of up to 0.7 GB, one at a time, are
+            made there and removed (default: where
             :func:`~torch_pi2.machine.find.cached_path` is).
         seconds: about how long; less than 20 is only a look.
         progress: show a bar on standard error.
@@ -95,7 +96,7 @@ def measure(
         cached = rates(Weights(_CACHED_BYTES), CACHED, *part("kernels in cache")) if real else None
         factors = thread_factors(weights, grid, set_threads, part("threads")[0])
         bar("threads", _SHARES["threads"])
-        of_layers, of_small_layers = glue(real=real, tick=part("layers")[1])
+        of_layers, of_small_layers = glue(folder, real=real, tick=part("layers")[1])
         bar("file", _SHARES["file"])
         of_drive = reads(file, *part("reads"))
         busy = sparse_cases(weights, "int4/int8", *grid.layers[-1], batch=1)[0].ready
