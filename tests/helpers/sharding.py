@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from shared import shared_folder
 
 import torch_pi2
@@ -22,38 +24,54 @@ FEW, MANY = torch.arange(1, 6)[None], torch.arange(1, 25)[None]
 
 #: ``rank``, ``ranks`` and ``out`` (where the others of the run write, too) are known in a script, and ``group`` begun.
 _BEGIN = """
-import atexit
 import sys
 from datetime import timedelta
 from pathlib import Path
 import torch
 import torch.distributed as dist
-sys.path.insert(0, {helpers!r})
 rank, ranks, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 store = dist.FileStore(str(out / "group"), ranks)
 dist.init_process_group("gloo", store=store, timeout=timedelta(seconds=100), rank=rank, world_size=ranks)
-atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())  # threads of gloo's must not outlive it
 """
+
+#: Scripts run in copies of a process that has imported this: it takes seconds, more than what most scripts do.
+_IMPORTED = ["torch._inductor.compile_fx", "transformers.models.llama.modeling_llama", "torch_pi2.api", "sharding"]
+
+
+def _run(script: str, argv: list[str], said: str, environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[:] = argv
+    for stream, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{said}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), stream)
+    try:
+        exec(compile(script, "script", "exec"), {"__name__": "__main__"})
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()  # threads of gloo's must not outlive it
 
 
 def together(out: Path, script: str, ranks: int, *arguments: object, codes: list[int] | None = None) -> list[str]:
     """Run ``script`` in so many processes, each of which is to end with its code (default: 0 all); what they print."""
     out.mkdir(exist_ok=True)
-    begin = _BEGIN.format(helpers=str(Path(__file__).parent))
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", begin + script, str(rank), str(ranks), out, *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(ranks)
-    ]
-    ended = [(*process.communicate(timeout=300), process.returncode) for process in started]
-    assert [code for *_, code in ended] == (codes or [0] * ranks), ended
+    copies = multiprocessing.get_context("forkserver")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with pytest.MonkeyPatch.context() as patch:  # of what is imported first: OpenMP looks at it then
+        patch.setenv("OMP_NUM_THREADS", "1")
+        copies.set_forkserver_preload(_IMPORTED)
+        started = []
+        for rank in range(ranks):
+            argv = ["script", str(rank), str(ranks), str(out), *map(str, arguments)]
+            process = copies.Process(target=_run, args=(_BEGIN + script, argv, str(out / f"said-{rank}"), environment))
+            process.start()
+            started.append(process)
+    for process in started:
+        process.join(300)
+        process.kill()
+    said = [[(out / f"said-{rank}.{name}").read_text() for name in ("out", "err")] for rank in range(ranks)]
+    assert [process.exitcode for process in started] == (codes or [0] * ranks), said
     (out / "group").unlink(missing_ok=True)
-    return [said for said, *_ in ended]
+    return [printed for printed, _ in said]
 
 
 #: Folder, ``GroupConfig.reduction``, whether steps are compiled, a budget and ``GroupConfig.attention`` are arguments;

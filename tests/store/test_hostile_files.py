@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import resource
@@ -49,7 +48,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def bounded(path: Path) -> Iterator[None]:
     """Memory for 64 MiB and twice the file more than there is now, and ten seconds."""
-    gc.collect()
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     most = now + (64 << 20) + 2 * (path.stat().st_size if path.is_file() else 0)
