@@ -53,19 +53,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
     return bundle_of(tmp_path_factory, "plain", optimized, batches=(1,))
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
-    """In 4 bit, linear layers too, without an accelerator."""
-    return bundle_of(tmp_path_factory, "int4", int4, batches=(1,))
-
-
 def int4() -> nn.Module:
     return torch_pi2.optimize(one_layer(), weights="int4", activations="int8")
 
 
 @pytest.fixture(scope="module")
 def thresholds(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
-    """SwiGLU, of which half of the neurons are below thresholds of their own, in 4 bit."""
+    """SwiGLU, of which half of the neurons are below thresholds of their own, in 4 bit, linear layers too."""
     return bundle_of(tmp_path_factory, "thresholds", partial(with_thresholds, "output"), batches=(1,))
 
 
@@ -123,7 +117,7 @@ def test_an_accelerator_may_have_predicted_neurons(predicted: tuple[nn.Module, P
     assert not torch.allclose(found, whole, rtol=0, atol=1e-3 * float(wanted.abs().max()))  # the predictor misses some
 
 
-@pytest.mark.parametrize("kind", ["split", "whole", "plain", "thresholds", "up_first"])
+@pytest.mark.parametrize("kind", ["split", "plain", "thresholds", "up_first"])
 def test_greedy_text_and_logits_are_the_models(kind: str, request: pytest.FixtureRequest) -> None:
     model, folder = request.getfixturevalue(kind)
     expected = greedy(model, PROMPT, 30)
@@ -200,12 +194,17 @@ def test_no_weight_of_a_feed_forward_layer_is_in_the_program(plain: tuple[nn.Mod
     assert middle not in (folder / "model.pte").read_bytes()
 
 
-def test_quantised_linears_stay_ours(whole: tuple[nn.Module, Path]) -> None:
-    methods = describe_program(whole[1] / "model.pte")["methods"]
+def test_quantised_linears_stay_ours(thresholds: tuple[nn.Module, Path]) -> None:
+    methods = describe_program(thresholds[1] / "model.pte")["methods"]
     assert methods["decode_b1"]["operators"]["pi2::linear.out"] == 3  # q, o and the head: k and v are too small
-    manifest = Manifest.load(whole[1])
+    manifest = Manifest.load(thresholds[1])
     assert (manifest.model.weights, manifest.model.linears) == ("int4", "int4")
-    assert manifest.lossy == ("neurons in int4", "linear layers in int4", "inputs of layers in int8")
+    assert manifest.lossy == (
+        "cold neurons chosen by threshold",
+        "neurons in int4",
+        "linear layers in int4",
+        "inputs of layers in int8",
+    )
 
 
 @pytest.mark.slow

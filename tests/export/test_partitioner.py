@@ -13,7 +13,7 @@ import torch
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir import ExecutorchBackendConfig, to_edge, to_edge_transform_and_lower
 from executorch.exir.pass_base import ExportPass
-from lowered import CONFIG, IDS, backends, dense, exact, experts, exported, int4, quantised, signbit
+from lowered import CONFIG, IDS, Small, backends, dense, exact, exported, int4, quantised, signbit
 from tiny_models import _hf, tiny
 from torch import nn
 
@@ -43,9 +43,8 @@ def ran() -> Iterator[Callable[[Path], torch.Tensor]]:
     backend.set_options({"store_path": ""})
 
 
-@pytest.mark.parametrize(
-    ("make", "way"), [(quantised, "list"), (int4, "reversed"), (signbit, "rest"), (experts, "list")]
-)
+# of experts, in a list: test_recipe.py
+@pytest.mark.parametrize(("make", "way"), [(quantised, "list"), (int4, "reversed"), (signbit, "rest")])
 def test_any_program_of_the_model(make: Callable[[], nn.Module], way: str, tmp_path: Path, ran: Any) -> None:
     model = make()
     program, store = exported(model), tmp_path / "model.pi2"
@@ -91,9 +90,11 @@ def test_nothing_of_the_framework_is_replaced_meanwhile(tmp_path: Path, monkeypa
             seen.append((of_ours(), dict(markers._models)))
             return super().call(graph_module)
 
-    model = exact()
+    model = torch_pi2.optimize(Small().eval(), [(torch.randn(80, 24),)], method="exact")
+    with torch.no_grad():
+        program = torch.export.export(model, (torch.randn(5, 24),), strict=False)
     edge = to_edge_transform_and_lower(
-        exported(model),
+        program,
         transform_passes=[Look()],
         partitioner=[Pi2Partitioner(model, tmp_path / "model.pi2"), XnnpackPartitioner()],
         compile_config=CONFIG,

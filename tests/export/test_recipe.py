@@ -14,7 +14,7 @@ from executorch.backends.xnnpack.recipes import XNNPackRecipeType
 from executorch.exir import ExecutorchBackendConfig
 from executorch.exir.pass_base import ExportPass
 from executorch.export import ExportRecipe, LoweringRecipe, export, recipe_registry
-from lowered import IDS, Logits, backends, dense, exact, experts, signbit
+from lowered import IDS, Logits, Small, backends, dense, exact, experts, signbit
 from torch import nn
 
 import torch_pi2
@@ -22,6 +22,7 @@ from torch_pi2.decode import executorch as backend
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.export.etdump import call_figures
 from torch_pi2.export.recipe import Pi2RecipeProvider, Pi2RecipeType
+from torch_pi2.layers.of_model import sparse_layers
 
 FIGURES = ("wanted", "hits", "reads", "bytes_read", "wait_ns")
 
@@ -69,6 +70,10 @@ def test_from_the_model_to_the_inspector(make: Callable[[], nn.Module], event: s
     found = backends(session.get_edge_program_manager())
     assert found.count("Pi2Backend") == 1
     assert found.count("XnnpackBackend") >= 3
+    left = [str(node.target) for node in session.get_edge_program_manager().exported_program().graph.nodes]
+    assert not any("quantize" in name or "addmm" in name for name in left)
+    pte = (tmp_path / "model.pte").read_bytes()
+    assert all(ffn.neuron_rows[0].numpy().tobytes() not in pte for ffn in sparse_layers(model))  # in the store alone
     with torch.no_grad():
         wanted = model(IDS, use_cache=False).logits
     for cache in (4, ""):  # less than a call wants; room for all
@@ -99,19 +104,6 @@ class Counted(ExportPass):
     def call(self, graph_module: torch.fx.GraphModule) -> Any:
         Counted.calls += 1
         return super().call(graph_module)
-
-
-class Small(nn.Module):
-    """Linear layers around a feed-forward layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = nn.Linear(24, 24), nn.Linear(24, 8)
-        self.mlp = nn.Sequential(nn.Linear(24, 70), nn.ReLU(), nn.Linear(70, 24))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.after(self.mlp(torch.sigmoid(self.before(x))))
-        return y
 
 
 def test_combined_with_other_recipes_passes_and_settings(tmp_path: Path) -> None:

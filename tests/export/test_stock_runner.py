@@ -21,7 +21,7 @@ TEXT = "the five boxing wizards jump quickly over a lazy dog, and the dog sleeps
 PIECE = 8
 
 
-def make(folder: Path, bos: bool = False) -> None:
+def make(folder: Path, bos: bool = False, batches: tuple[int, ...] = (1, 2)) -> None:
     tokenizer = byte_tokenizer(TEXT, bos=bos)
     model = torch_pi2.optimize(one_layer(vocab_size=300, bos_token_id=0, eos_token_id=0))
     with torch.no_grad():  # of tokens that are a part of a character no text is made
@@ -31,7 +31,7 @@ def make(folder: Path, bos: bool = False) -> None:
             elif token == 0 or not piece.replace("\u0120", "").isascii():
                 model.get_input_embeddings().weight[token] = 0
     torch_pi2.export(
-        model, folder, tokenizer=tokenizer, max_tokens=ROOM, max_prompt=PIECE, batches=(1, 2), linears="float32"
+        model, folder, tokenizer=tokenizer, max_tokens=ROOM, max_prompt=PIECE, batches=batches, linears="float32"
     )
 
 
@@ -91,7 +91,7 @@ def test_what_every_text_begins_with_is_asked_for(folder: Path, tmp_path: Path) 
     from executorch.extension.llm.runner import TextLLMRunner
 
     own = tmp_path / "bundle"
-    make(own, bos=True)
+    make(own, bos=True, batches=(1,))
     set_options({"store_path": str(own)})
     runner = TextLLMRunner(str(own / "model.pte"), str(own / "tokenizer.json"))
     begun = said(runner, TEXT[:30], 12, num_bos=1)

@@ -28,6 +28,19 @@ class Logits(nn.Module):
         return logits
 
 
+class Small(nn.Module):
+    """Linear layers around a feed-forward layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(24, 24), nn.Linear(24, 8)
+        self.mlp = nn.Sequential(nn.Linear(24, 70), nn.ReLU(), nn.Linear(70, 24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.after(self.mlp(torch.sigmoid(self.before(x))))
+        return y
+
+
 def dense() -> nn.Module:
     torch.manual_seed(0)
     return _hf("Llama", hidden_act="relu", num_hidden_layers=1).eval()
