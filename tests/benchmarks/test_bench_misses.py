@@ -12,6 +12,7 @@ from benchmarks import misses, table
 from torch_pi2.errors import ConfigError
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_margin_reads_less_than_without_and_loses_less_than_a_higher_threshold() -> None:
     result = misses.run(shares=[0.5], margins=[1.0], tokens=512, calibration_tokens=4000)
@@ -53,6 +54,7 @@ def test_experts_of_little_weight_are_left_out(tmp_path: Path) -> None:
     assert "| times | 50% | drop_experts 0.2 |" in page
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_predictors_that_were_trained_for_it_guess_more_of_what_is_wanted() -> None:
     result = misses.run(shares=[0.5], tokens=512, calibration_tokens=4000, device="ufs-4.0")

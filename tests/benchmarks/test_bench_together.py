@@ -19,6 +19,7 @@ from torch_pi2.errors import ConfigError
 _RESULT = Path(together.__file__).parent / "results" / "together-mistral-7b.json"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_processes_beside_one(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     base = small_store(tmp_path_factory)

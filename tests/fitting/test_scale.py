@@ -269,6 +269,7 @@ def test_memory_does_not_grow_with_the_layers(tmp_path: Path) -> None:
     assert took[16] < 200e6, took
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_processes_fit_what_one_does(tmp_path: Path) -> None:
     sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,7 +72,6 @@ def _loaded(tasks: Sequence[str]) -> list[Any]:
     """Tasks with their data. Raises ConfigError."""
     from lm_eval.tasks import TaskManager
 
-    known: Any = None
     loaded: list[Any] = []
     for task in tasks:
         try:
@@ -81,7 +81,7 @@ def _loaded(tasks: Sequence[str]) -> list[Any]:
             elif Path(task).is_file():
                 manager, wanted = TaskManager(include_defaults=False), [task]
             else:
-                manager = known = known or TaskManager()
+                manager = _every_task()
                 wanted = [task] if task in manager.all_tasks else []
             found = manager.load(wanted)
         except Exception as error:  # lm-eval, datasets and the Hub raise what they like
@@ -92,7 +92,7 @@ def _loaded(tasks: Sequence[str]) -> list[Any]:
                 fix="Nothing is downloaded here: run it once with lm-eval's own command, or correct its file.",
             ) from error
         if not found["tasks"]:
-            near = difflib.get_close_matches(task, [] if known is None else known.all_tasks, 1)
+            near = [] if Path(task).exists() else difflib.get_close_matches(task, _every_task().all_tasks, 1)
             raise ConfigError(
                 f"lm-eval's task {task}",
                 expected="a name that it knows, the YAML file of a task, or a folder of such",
@@ -101,6 +101,14 @@ def _loaded(tasks: Sequence[str]) -> list[Any]:
             )
         loaded += found["tasks"].values()
     return loaded
+
+
+@functools.cache
+def _every_task() -> Any:
+    """Those that lm-eval has itself, fourteen thousand files."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
 
 
 def _metrics(figures: dict[str, Any]) -> dict[str, float]:
