@@ -69,7 +69,7 @@ test-slow: install runner
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'slow and not long and not qnn and not faults' -n $(PYTEST_WORKERS) --dist worksteal
 
 # What takes minutes: tutorials, notebooks and the first hour as pasted, a wheel in an environment of its own, soaks, every family
-# of transformers. Some 40 minutes.
+# of transformers, what benchmarks of minutes find. Some 50 minutes.
 test-long: install runner
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m long -n $(PYTEST_WORKERS) --dist worksteal
 

@@ -87,6 +87,7 @@ struct Case {
 };
 
 void check_values(const Case& c, const std::vector<char>& y) {
+  if (kThreadSanitizer) return;
   const AttentionArgs& a = c.args;
   for (std::int64_t row = 0; row < a.batch * a.tokens * a.heads; ++row) {
     const std::int64_t n = row % a.heads, t = row / a.heads % a.tokens, b = row / a.heads / a.tokens;

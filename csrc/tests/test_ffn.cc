@@ -166,7 +166,7 @@ int main() {
   long cases = 0;
   int count = 0;
   const KernelTable* const* tables = available_kernels(&count);
-  for (int i = 0; i < count; ++i) {
+  for (int i = first_of(count); i < count; ++i) {
     PI2_CHECK(select_kernels(tables[i]->isa), "cannot select %s", tables[i]->isa);
     for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
       for (const std::int64_t rows : {2, 3}) {

@@ -11,6 +11,7 @@
 #include "pi2/kernels.h"
 #include "pi2/offload.h"
 #include "pi2/thread_pool.h"
+#include "tests/check.h"
 #include "tests/store_fixture.h"
 
 namespace {
@@ -371,7 +372,7 @@ int main() {
   int count = 0;
   ThreadPool pool(3);
   const KernelTable* const* tables = available_kernels(&count);
-  for (int i = 0; i < count; ++i) {
+  for (int i = first_of(count); i < count; ++i) {
     PI2_CHECK(select_kernels(tables[i]->isa), "cannot select %s", tables[i]->isa);
     for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kQ4, DType::kQ8}) {
       for (const bool a8 : {false, true}) {

@@ -318,7 +318,7 @@ int main() {
   int count = 0;
   const pi2::KernelTable* const* tables = pi2::available_kernels(&count);
   check_available(tables, count);
-  for (int i = 0; i < count; ++i) {
+  for (int i = first_of(count); i < count; ++i) {
     for (const DType dtype : kTypes) {
       cases += check_dot(*tables[i], dtype, rng);
       if (dtype != DType::kI8) cases += check_axpy(*tables[i], dtype, rng);

@@ -417,7 +417,7 @@ int main() {
   long cases = check_timings() + check_nested(rng, pool) + check_slices(rng, pool);
   int count = 0;
   const KernelTable* const* tables = available_kernels(&count);
-  for (int i = 0; i < count; ++i) {
+  for (int i = first_of(count); i < count; ++i) {
     PI2_CHECK(select_kernels(tables[i]->isa), "cannot select %s", tables[i]->isa);
     cases += check_nothing_to_project(pool);
     for (const DType dtype : {DType::kI8, DType::kQ4, DType::kQ8}) {

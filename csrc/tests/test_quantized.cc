@@ -437,7 +437,7 @@ int main() {
   long cases = check_refusals(rng);
   int count = 0;
   const KernelTable* const* tables = available_kernels(&count);
-  for (int i = 0; i < count; ++i) {
+  for (int i = first_of(count); i < count; ++i) {
     for (const DType dtype : {DType::kQ4, DType::kQ8}) {
       for (const std::int64_t n : kSizes) {
         for (const bool a8 : {false, true}) {

@@ -242,7 +242,7 @@ int main() {
   long cases = 0;
   int count = 0;
   const KernelTable* const* tables = available_kernels(&count);
-  for (int i = 0; i < count; ++i) {
+  for (int i = first_of(count); i < count; ++i) {
     PI2_CHECK(select_kernels(tables[i]->isa), "cannot select %s", tables[i]->isa);
     for (const DType dtype : {DType::kQ4, DType::kQ8}) {
       for (const bool a8 : {false, true}) {
