@@ -18,7 +18,9 @@ def test_a_method_costs_the_same_everywhere(
     activation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "model"
-    randomise(_hf("Llama", vocab_size=300, hidden_act=activation, max_position_embeddings=256, num_hidden_layers=1)).save_pretrained(path)
+    randomise(
+        _hf("Llama", vocab_size=300, hidden_act=activation, max_position_embeddings=256, num_hidden_layers=1)
+    ).save_pretrained(path)
     byte_tokenizer(TEXT).save_pretrained(path)
     of = methods.SPARSE if activation == "relu" else methods.NOT_SPARSE
     for name in [name for name in of if name not in ("exact gate", "ours, at most 1 %")]:
