@@ -164,6 +164,7 @@ int main() {
       for (const std::int64_t window : {0, 1, 60, 600}) {
         for (const std::int64_t tokens : {1, 3, 100}) {
           if (tokens + 2 > used) continue;
+          if (tokens * used > 100000 && kv != DType::kF16) continue;  // the sums in double take long
           Case c(rng, DType::kF32, kv, 2, tokens > 64 ? 3 : 2, 4, tokens, used, 24);
           c.by_position(window);
           c.args.softcap = window == 60 ? 3 : 0;

@@ -14,6 +14,7 @@ from benchmarks.early import INPUTS, render, run
 from torch_pi2.errors import ConfigError
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_each_input_has_its_predictor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["early", "--tokens", "2560", "--steps", "40", "--rank", "32", "--json"]) == 0
@@ -31,6 +32,7 @@ def test_each_input_has_its_predictor(capsys: pytest.CaptureFixture[str]) -> Non
     assert "| x: drelu-stdlib-5m, 2,560 tokens, rank 32 |" in table.page({"x": result})
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_experts_are_guessed_and_read_early(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with_tokenizer(tmp_path)

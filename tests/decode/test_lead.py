@@ -87,10 +87,16 @@ torch.save(found, out / "found.pt")
 """
 
 
-@pytest.mark.parametrize("compiled", ["", pytest.param("compiled", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("store", "shards", "attention"),
-    [("store", "2", "whole"), ("store", "2", "heads"), ("float/store", "float/stages", "whole")],
+    ("store", "shards", "attention", "compiled"),
+    [
+        ("store", "2", "whole", ""),
+        ("store", "2", "heads", ""),
+        ("float/store", "float/stages", "whole", ""),
+        pytest.param("store", "2", "heads", "compiled", marks=pytest.mark.slow),
+        pytest.param("store", "2", "whole", "compiled", marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param("float/store", "float/stages", "whole", "compiled", marks=[pytest.mark.slow, pytest.mark.long]),
+    ],
 )
 def test_all_calls_have_the_bits_of_one_machine(
     folder: Path, tmp_path: Path, store: str, shards: str, attention: str, compiled: str
