@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from cli_calls import Ran
 from tiny_models import _hf, drelu_module, randomise
 from tiny_tokenizers import byte_tokenizer
 
+import torch_pi2
 from torch_pi2 import cli
 from torch_pi2.cli import common
 
@@ -228,6 +230,15 @@ def test_several_sequences_in_one_batch(command, made) -> None:
     assert shown.startswith("--- 1 of 3\ndef")
     assert "--- 3 of 3\ndef" in shown
     assert "sequences that would all be the most likely one" in _error(command(*argv, "--json", ok=False))["found"]
+
+
+def test_a_budget_has_room_for_the_keys_and_values_of_all_sequences(command, made, tmp_path) -> None:
+    torch_pi2.pack(made["exact"], tmp_path / "store")
+    argv = ["generate", tmp_path / "store", "--prompt", "def", "--max-new-tokens", "800", "--trust-remote-code"]
+    argv += ["--temperature", "1", "--budget", "1MB", "--json"]
+    one, many = (_error(command(*argv, "--num-return-sequences", n, ok=False))["expected"] for n in (1, 40))
+    one_mib, many_mib = (int(re.search(r"at least (\d+) MiB", text)[1]) for text in (one, many))
+    assert many_mib > one_mib + 20
 
 
 def test_guesses_from_the_prompt_change_no_text(command, made) -> None:

@@ -108,7 +108,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     inputs = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
     if inputs["input_ids"].numel() == 0:
         raise ConfigError("--prompt", expected="at least one token", found=repr(args.prompt), fix="Pass some text.")
-    args.context = inputs["input_ids"].numel() + args.max_new_tokens
+    args.context = args.num_return_sequences * (inputs["input_ids"].numel() + args.max_new_tokens)
     model: Any = common.load_any(args, args.dense)
     check_vocabulary(model, inputs["input_ids"])
     prompt, shown = inputs["input_ids"][0].tolist(), not args.json and args.num_return_sequences == 1

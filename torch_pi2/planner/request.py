@@ -48,6 +48,7 @@ class Task:
     _frequency: MissCurve | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        _check_batches(self)
         self.batches = tuple(sorted(set(self.batches)))
         if self.misses is None or not self.stored:
             self.misses = {}
@@ -189,14 +190,27 @@ def _check_memory(task: Task) -> None:
         )
 
 
+def _check_batches(task: Task) -> None:
+    good = bool(task.batches) and all(type(b) is int and b >= 1 for b in task.batches)
+    _refuse(("batches", good, "batch sizes of 1 or more", task.batches))
+    weights = task.weights if isinstance(task.weights, Mapping) else {0: task.weights}
+    good = all(type(w) in (int, float) and w >= 0 for w in weights.values())
+    _refuse(
+        ("weights", good, "0 or more for each batch size", task.weights),
+        ("weights", weights.keys() <= {*task.batches}, f"batch sizes of {list(task.batches)}", task.weights),
+        ("weights", good and any(weights.get(b, 1) for b in task.batches), "one above 0", task.weights),
+    )
+
+
 def _check_numbers(task: Task) -> None:
-    checks = (
-        ("batches", bool(task.batches) and task.batches[0] >= 1, "batch sizes of 1 or more", task.batches),
+    _refuse(
         ("context", task.context >= 0, "0 or more tokens", task.context),
         ("accelerator_bytes", task.accelerator_bytes >= 0, "0 or more bytes", task.accelerator_bytes),
         ("min_recall", task.min_recall is None or 0 <= task.min_recall <= 1, "0 to 1", task.min_recall),
-        ("weights", all(w >= 0 for w in task.weights.values()), "0 or more for each batch size", task.weights),
     )
+
+
+def _refuse(*checks: tuple[str, bool, str, Any]) -> None:
     for name, good, expected, found in checks:
         if not good:
             raise ConfigError(f"solve({name})", expected=expected, found=str(found), fix="Correct it.")

@@ -99,7 +99,7 @@ def solve(
             None if clusters else misses,
             min_recall,
             one_boundary,
-            dict(weights or {}),
+            {} if weights is None else weights,
             progress=progress,
         )
         check(task)
