@@ -85,7 +85,7 @@ def relative(got: torch.Tensor, right: torch.Tensor) -> float:
     ("soc", "precision", "activation", "blocks"),
     [
         *((soc, *case, 0) for soc in ("SM8650", "SM8850") for case in (("w8a16", "silu"), ("fp16", "relu"))),
-        *((soc, "w4a16", "relu", 0) for soc in ("SM8650", "SM8750", "SM8845", "SM8850")),
+        *((soc, "w4a16", "relu", 0) for soc in ("SM8650", "SM8850")),
         *((soc, "w4a16", "relu", 16) for soc in qnn.SOCS),
         *(("SM8650", "w4a16", activation, size) for activation, size in (("relu", 32), ("silu", 64))),
     ],
