@@ -17,8 +17,8 @@ inline int finish(const char* name, long cases) {
   return failures() == 0 && cases > 0 ? 0 : 1;
 }
 
-// It takes a hundred times as long, so that what one thread computes is checked without it, or for the best set of
-// instructions alone.
+// The thread sanitizer takes a hundred times as long, so that what one thread computes is checked without it, or for
+// the best set of instructions alone.
 #ifdef __SANITIZE_THREAD__
 constexpr bool kThreadSanitizer = true;
 #else

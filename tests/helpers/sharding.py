@@ -67,9 +67,11 @@ def together(out: Path, script: str, ranks: int, *arguments: object, codes: list
             started.append(process)
     for process in started:
         process.join(300)
+    ended = [process.exitcode for process in started]  # None: it hangs, which no killed one that is expected may hide
+    for process in started:
         process.kill()
     said = [[(out / f"said-{rank}.{name}").read_text() for name in ("out", "err")] for rank in range(ranks)]
-    assert [process.exitcode for process in started] == (codes or [0] * ranks), said
+    assert ended == (codes or [0] * ranks), said
     (out / "group").unlink(missing_ok=True)
     return [printed for printed, _ in said]
 
