@@ -1,4 +1,4 @@
-"""A memory cap over processes: a group of the memory controller of cgroup v1, and files made ready for it.
+"""Caps over processes: groups of the memory and the CPU controllers of cgroup v1, and files made ready for them.
 
 Page cache belongs to the group that reads a page first, so a file is evicted before capped processes read it; what lies
 below the page cache is warmed first by one sequential read past it.
@@ -10,61 +10,68 @@ import contextlib
 import mmap
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from torch_pi2.errors import Pi2Error
 
-CONTROLLER = Path("/sys/fs/cgroup/memory")
+CONTROLLER, CPU = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup/cpu")
+_LIMIT = "memory.limit_in_bytes"
+#: Microseconds, the least that Linux gives a group.
+_LEAST_QUOTA_US = 1000
 _BLOCK = 4 << 20
 #: Seconds until a group whose processes have ended must be empty.
 _EMPTY_S = 5.0
 
 
 class CapError(Pi2Error):
-    """This machine cannot cap the memory of a process."""
+    """This machine cannot cap a process."""
 
 
 def available(controller: Path = CONTROLLER) -> bool:
     """Whether :class:`MemoryCap` can work: a v1 memory controller in which groups may be made."""
-    return (controller / "memory.limit_in_bytes").is_file() and os.access(controller, os.W_OK)
+    return (controller / _LIMIT).is_file() and os.access(controller, os.W_OK)
 
 
-class MemoryCap:
-    """A group of at most ``limit`` bytes, page cache included, removed at the end of the ``with`` block.
+class _Cap:
+    """A group of one controller, removed at the end of the ``with`` block.
 
     A process joins with :func:`join`, given ``folder``; the processes that it starts are in the group as well.
 
     Args:
+        values: of files of the group, in this order. of: what is capped, in words. controller: its name.
         name: of one of several groups at a time.
 
     Attributes:
         folder: of the group.
 
     Raises:
-        CapError: no v1 memory controller, no permission, or a limit that it refuses.
+        CapError: no such controller of cgroup v1, no permission, or a value that it refuses.
     """
 
-    def __init__(self, limit: int, controller: Path = CONTROLLER, *, name: str = "") -> None:
-        self.limit, self._controller = limit, controller
+    def __init__(self, of: str, controller: Path, values: Mapping[str, int], name: str) -> None:
+        self._of, self._values, self._controller = of, values, controller
         self.folder = controller / f"pi2-bench-{os.getpid()}{name and '-'}{name}"
 
-    def __enter__(self) -> MemoryCap:
-        if not (self._controller / "memory.limit_in_bytes").is_file():
+    def __enter__(self) -> Self:
+        if not all((self._controller / file).is_file() for file in self._values):
             raise CapError(
-                "memory cap",
-                expected=f"the memory controller of cgroup v1 in {self._controller}",
+                f"{self._of} cap",
+                expected=f"the {self._of} controller of cgroup v1 in {self._controller}",
                 found="none",
-                fix="Mount it (mount -t cgroup -o memory cgroup DIR), or measure without a cap.",
+                fix=f"Mount it (mount -t cgroup -o {self._of} cgroup DIR), or measure without a cap.",
             )
         try:
             self.folder.mkdir(exist_ok=True)  # one that a killed process of this number left
-            (self.folder / "memory.limit_in_bytes").write_text(str(self.limit))
+            for file, value in self._values.items():
+                (self.folder / file).write_text(str(value))
         except OSError as error:
             self._remove()
             raise CapError(
-                "memory cap",
-                expected=f"permission to make a group of {self.limit} bytes in {self._controller}",
+                f"{self._of} cap",
+                expected=f"permission to make a group in {self._controller} with {self._values}",
                 found=error.strerror or str(error),
                 fix="Run it as root, or measure without a cap.",
             ) from error
@@ -74,10 +81,6 @@ class MemoryCap:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._remove()
-
-    def most_bytes(self) -> int:
-        """The most that the group has had, page cache included."""
-        return int((self.folder / "memory.max_usage_in_bytes").read_text())
 
     def _remove(self) -> None:
         end = time.monotonic() + _EMPTY_S
@@ -98,13 +101,33 @@ class MemoryCap:
                     (self._controller / "cgroup.procs").write_text(number)
 
 
+class MemoryCap(_Cap):
+    """Of at most ``limit`` bytes, page cache included."""
+
+    def __init__(self, limit: int, controller: Path = CONTROLLER, *, name: str = "") -> None:
+        super().__init__("memory", controller, {_LIMIT: limit}, name)
+        self.limit = limit
+
+    def most_bytes(self) -> int:
+        """The most that the group has had, page cache included."""
+        return int((self.folder / "memory.max_usage_in_bytes").read_text())
+
+
+class CpuCap(_Cap):
+    """Of at most ``share`` of a core, in slices as short as the system allows."""
+
+    def __init__(self, share: float, controller: Path = CPU, *, name: str = "") -> None:
+        values = {"cpu.cfs_period_us": round(_LEAST_QUOTA_US / share), "cpu.cfs_quota_us": _LEAST_QUOTA_US}
+        super().__init__("cpu", controller, values, name)
+
+
 def join(folder: str | Path) -> None:
     """Put this process into the group in ``folder``. Raises CapError."""
     try:
         (Path(folder) / "cgroup.procs").write_text(str(os.getpid()))
     except OSError as error:
         raise CapError(
-            "memory cap",
+            "cap",
             expected=f"a group in {folder} that may be joined",
             found=error.strerror or str(error),
             fix="Run it as root, or measure without a cap.",

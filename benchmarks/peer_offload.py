@@ -19,8 +19,8 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     and ``about`` has what a process takes before it loads a model. group: of a process that has a shard, its rank,
     ranks, reduction, attention, and address and port of the first; all of them are asked the same at the same time.
 
-    A round without a prompt goes on where the last one ended. Tokens are drawn, not what the model says
-    (:class:`~torch_pi2.store.firing.TokenStream`).
+    A round without a prompt goes on where the last one ended. Tokens are drawn, not what the model says (``said`` of a
+    round; :class:`~torch_pi2.store.firing.TokenStream`).
     """
     if settings.get("cap"):
         cap.join(settings["cap"])
@@ -95,6 +95,7 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
             "prompt_s": prompt_s,
             "prompt_stats": prompt_stats,
             "step_s": [step.seconds for step in steps],
+            "said": [int(answer) for step in steps for answer in step.answers],
             "stats": store.stats(),
             "ffn_s": sum(step.ms(timings.FFN) for step in steps) / 1e3,
             "disk_bytes": None if disk is None or after is None else after - disk,

@@ -1,13 +1,14 @@
 """Several processes that each have a shard of one model, beside one process that has as much memory as each of them.
 
-Each process has a core, and a memory cap (cgroup) if groups can be made; between them is a network of namespaces as
-slow as ``--links`` says. They share one drive, which several machines would not.
+Each process has a core or a share of one, and a memory cap (cgroup) if groups can be made; between them is a network of
+namespaces as slow as ``--links`` says. They share one drive, which several machines would not.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import operator
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -78,6 +79,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--tokens", type=common.positive, default=24, metavar="N", help="of a round")
     add("--rounds", type=common.positive, default=2, metavar="N")
+    add(
+        "--core-share",
+        type=common.probability,
+        default=1.0,
+        metavar="SHARE",
+        help="of a core, for each process: where there are fewer cores than processes (default: 1)",
+    )
     add("--hardware", metavar="FILE", help="profile of one core, for predictions (torch_pi2.planner.group)")
     add("--activations", default="int8", choices=ACTIVATIONS, help="int8 is lossy")
     add("--eager", dest="compiled", action="store_false", help="do not compile the decoding step")
@@ -97,6 +105,7 @@ def run(
     chunk_tokens: int = 0,
     tokens: int = 24,
     rounds: int = 2,
+    core_share: float = 1.0,
     hardware: str | None = None,
     activations: str = "int8",
     compiled: bool = True,
@@ -107,9 +116,10 @@ def run(
     Returns:
         ``alone`` and by ``links`` and reduction (and ``, heads`` where attention is divided; or ``layers``):
         ``tokens_per_s``, ``prompt_tokens_per_s``, ``spread``, what the first process read a token, ``sent_bytes`` a
-        token (computed: what each process gives the others, or of stages the first one the second), and ``ratio`` and
-        ``prompt_ratio`` to the one alone; with a profile ``predicted_tokens_per_s``, of the ``link`` as it was measured
-        before.
+        token (computed: what each process gives the others, or of stages the first one the second), ``ratio`` and
+        ``prompt_ratio`` to the one alone, and ``same``: after which share of all tokens its most likely next one is
+        that of the one alone, which was fed the same; with a profile ``predicted_tokens_per_s``, of the ``link`` as it
+        was measured before.
 
     Raises:
         ConfigError: a setting makes no sense, or the shards are of another store. PeerError: a process ended.
@@ -143,9 +153,10 @@ def run(
     for path in (folder, *(path for one in {way.folder for way in ways} for path in shards_in(one).values())):
         cap.warm(path / PI2_FOLDER / STORE_FILE)
     predict = _predictions(hardware, folder, budget, context, compiled)
-    asked = tokens, rounds, prompt
+    asked = tokens, rounds, prompt, core_share
     alone = _measured([settings | {"folder": str(folder)}], None, cap_bytes, *asked)
     alone |= predict(None, alone)
+    said = alone.pop("said")
     found: dict[str, Any] = {}
     for link in links:
         for way in ways:
@@ -163,6 +174,7 @@ def run(
             figures["sent_bytes"] = sizes[way.way] + (sizes["heads"] if way.attention == "heads" else 0)
             for ratio, rate in (("ratio", "tokens_per_s"), ("prompt_ratio", "prompt_tokens_per_s")):
                 figures[ratio] = round(figures[rate] / alone[rate], 2)
+            figures["same"] = sum(map(operator.eq, figures.pop("said"), said)) / len(said)
             found.setdefault(link, {})[name_of(way.way, way.attention)] = figures | predict(way, figures)
     return {
         "what": "together",
@@ -177,6 +189,7 @@ def run(
         "prompt": prompt,
         "chunk_tokens": chunk_tokens,
         "rounds": rounds,
+        "core_share": core_share,
         "compiled": compiled,
         "drive": "one, for all processes",
         "alone": alone,
@@ -276,7 +289,13 @@ def _check_stages(folder: Path, stages: Path, ranks: int) -> None:
 
 
 def _measured(
-    each: Sequence[Mapping[str, Any]], link: str | None, cap_bytes: int | None, tokens: int, rounds: int, prompt: int
+    each: Sequence[Mapping[str, Any]],
+    link: str | None,
+    cap_bytes: int | None,
+    tokens: int,
+    rounds: int,
+    prompt: int,
+    core_share: float,
 ) -> dict[str, Any]:
     """Figures of processes with these settings, each on a core, which run the same rounds at the same time."""
     with ExitStack() as held, ThreadPoolExecutor(len(each)) as at_once:
@@ -292,9 +311,14 @@ def _measured(
             if network:
                 before = network.inside(rank) + before
             env = {"GLOO_SOCKET_IFNAME": INTERFACE if network else "lo", "OMP_NUM_THREADS": "1"}
-            if cap_bytes:  # joined from outside of the namespace, which does not see groups
-                capped = held.enter_context(cap.MemoryCap(cap_bytes, name=f"rank-{rank}"))
-                before = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(capped.folder), *before]
+            caps: list[cap.MemoryCap | cap.CpuCap] = []
+            if cap_bytes:
+                caps.append(cap.MemoryCap(cap_bytes, name=f"rank-{rank}"))
+            if core_share < 1:
+                caps.append(cap.CpuCap(core_share, name=f"rank-{rank}"))
+            for one in caps:  # joined from outside of the namespace, which does not see groups
+                folder = held.enter_context(one).folder
+                before = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(folder), *before]
             peer = Peer("benchmarks.peer_offload", {**each[rank], **group}, before=before, env=env)
             held.callback(peer.close)
             return peer
@@ -316,6 +340,7 @@ def _measured(
             "p50_ms": round(statistics.median(steps) * 1e3, 2),
             **of_store([r["stats"] for r in kept], len(steps), sum(steps), 1),
             "peak_rss_bytes": kept[-1]["peak_rss_bytes"],
+            "said": [token for r in kept for token in r["said"]],
             "subject": peers[0].about["subject"],
             **({"link": peers[0].about["link"]} if "link" in peers[0].about else {}),
         }
@@ -332,6 +357,7 @@ HEADER = (
     "in the cache",
     "read a token",
     "sent a token",
+    "same next tokens",
 )
 
 
@@ -351,6 +377,7 @@ def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
             shown(case["hit_rate"], common.percent),
             common.size(case["bytes_read_per_token"]),
             shown(case.get("sent_bytes"), common.size),
+            shown(case.get("same"), common.percent),
         )
 
     rows = [row("one process", result["alone"])]
@@ -361,5 +388,6 @@ def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def render(result: dict[str, Any]) -> str:
-    about = f"{result['model']['shape']}, {result['ffn_in_memory']:.0%} of the neurons in each process, a core each"
+    about = f"{result['model']['shape']}, {result['ffn_in_memory']:.0%} of the neurons in each process, "
+    about += "a core each" if result.get("core_share", 1) == 1 else f"{result['core_share']:g} of a core each"
     return f"{about}\n{common.table(HEADER, rows_of(result))}"

@@ -155,12 +155,20 @@ MESSAGES: list[tuple[Any, str]] = [
     ),
     (lambda: torch_pi2.generate(tiny("llama-relu"), 5), r"generate\(input_ids\): expected a Tensor or text, found 5"),
     (lambda: torch_pi2.load("x", budget=True), r"load\(budget\): expected a finite number or text or None, found T"),
-    (lambda: torch_pi2.load("x", context=1.5), r"load\(context\): expected a whole number, found 1.5"),
+    (lambda: torch_pi2.load("x", context=1.5), r"load\(context\): expected a whole number or None, found 1.5"),
     (lambda: torch_pi2.load("x", budget=1, context=-1), r"load\(context=...\): expected a whole number, 1 or more"),
     (lambda: torch_pi2.OffloadConfig(window="1"), r"OffloadConfig.window: expected a whole number, found '1'"),
     (lambda: torch_pi2.OffloadConfig(io_threads=10**9), r"OffloadConfig.io_threads: expected at most 65536"),
     (lambda: torch_pi2.Config(seed=None), r"Config.seed: expected a whole number, found None"),
-    (lambda: torch_pi2.Config(seed=10**30), r"Config.seed: expected a whole number, found 1000"),
+    (lambda: torch_pi2.Config(seed=10**30), r"Config.seed: expected a whole number between -2\^62 and 2\^62, f"),
+    (
+        lambda: torch_pi2.load("x", budget=1e301),
+        r"load\(budget\): expected a number between -1e300 and 1e300 or tex",
+    ),
+    (
+        lambda: torch_pi2.load("x", budget=1, context=1 << 40),
+        r"1 or more, at most 2147483648, found 1099511627776",
+    ),
     (lambda: torch_pi2.Config(seed=-1), r"Config.seed: expected 0 or more, found -1"),
     (lambda: torch_pi2.NeuronClusterMode(5), r"NeuronClusterMode\(plan\): expected a Plan, found 5"),
     (

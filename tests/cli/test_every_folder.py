@@ -208,7 +208,11 @@ def test_a_bundle_has_the_settings_of_models(command: Command, kinds: dict[str, 
 
 def test_a_budget_is_of_what_is_in_a_store(command: Command, kinds: dict[str, Path]) -> None:
     asked = ("--prompt", "x", "--max-new-tokens", "1", "--budget", "1GB")
-    assert command("generate", kinds["store"], *asked).out
+    assert "% of " in command("generate", kinds["store"], *asked).out.partition("sparse; ")[2]
+    store = command("generate", kinds["store"], *asked, "--json").json["store"]
+    assert (store["budget_bytes"], store["lossy"], store["left_out"]) == (10**9, False, 0)
+    assert store["wanted"] > 0
+    assert command("generate", kinds["optimised"], *asked[:-2], "--json").json["store"] is None
     folder = kinds["checkpoint"]
     assert (
         f"--budget 1GB: expected a model over a store, as pack writes it, found the weights of {folder} as they were, "
@@ -296,6 +300,25 @@ def test_eval_has_any_two_models_answer_the_same_questions(
     assert [row.split()[0] for row in rows] == [*wanted]
     assert " 0.0 " in rows[-1]
     assert re.fullmatch(r"\d+ threads", end)
+
+
+def test_eval_keeps_to_a_budget(command: Command, kinds: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    store, asked = kinds["store"], ("--max-tokens", "900", "--budget", "1GB", "--json")
+    found = command("eval", store, *asked, "--window", "512").json
+    assert found["store"]["budget_bytes"] == 10**9
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+    for more, expected in (
+        (("--batch-size", "3", "--window", "512"), "at most 1024 tokens in a call"),
+        (("--window", "2048"), "--batch-size 1 --window 2048 with --budget: expected at most 1024 tokens in a call"),
+        (
+            ("--rounds", "5"),
+            f"--rounds: expected a folder that optimize wrote, and no --against: .* found {store}, w",
+        ),
+        (("--decode-tokens", "32"), "--decode-tokens: expected a folder that optimize wrote"),
+    ):
+        assert re.search(expected, command("eval", store, *asked[:-1], *more, ok=False).err)
+    against = ("--suite", "--against", kinds["checkpoint"], "--limit", "1", "--rounds", "1")
+    assert "found --against" in command("eval", kinds["optimised"], *against, ok=False).err
 
 
 def test_what_a_suite_needs(command: Command, kinds: dict[str, Path]) -> None:

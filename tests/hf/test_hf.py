@@ -182,7 +182,7 @@ def test_settings(root: Path, tmp_path: Path) -> None:
         Settings(quant_method="gptq")
     with pytest.raises(ConfigError, match=r"expected a Pi2QuantizationConfig.* found a BitsAndBytesConfig"):
         opened(folder, BitsAndBytesConfig(load_in_8bit=True))
-    with pytest.raises(ConfigError, match=r"budget for .*: expected at least \d+ MiB"):
+    with pytest.raises(ConfigError, match=r"budget for .*: expected at least [\d.]+ MiB"):
         opened(folder, Settings(budget=1000))
     with pytest.raises(ConfigError, match="expected a folder with a neuron store"):
         opened(root / "int4", Settings(**BUDGET))

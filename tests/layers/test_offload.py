@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_pi2
-from torch_pi2.base.units import parse_bytes
+from torch_pi2.base.units import mebibytes, parse_bytes
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.layers.ffn import SparseFFN
@@ -120,7 +121,7 @@ def test_two_models_over_one_store_and_closing(folders: tuple[Path, Path]) -> No
     wanted = logits(first)
     assert torch.equal(logits(second), wanted)
     torch_pi2.stats(first)["store"].close()
-    with pytest.raises(ArtifactError, match=r"and an open store, found a store that has been closed"):
+    with pytest.raises(ArtifactError, match=r"expected an open store, found a store that has been closed"):
         logits(first)
     assert torch.equal(logits(second), wanted)
 
@@ -181,7 +182,7 @@ def test_what_cannot_be_done_says_so(folders: tuple[Path, Path], caplog: pytest.
     plain, folder = folders
     with pytest.raises(ConfigError, match=r"expected a folder with a neuron store .* torch_pi2.pack"):
         torch_pi2.load(plain, budget="1GiB")
-    with pytest.raises(ConfigError, match=r"expected at least \d+ MiB \(fixed .*\), found 1 MiB. Give it more"):
+    with pytest.raises(ConfigError, match=r"expected at least [\d.]+ MiB \(fixed .*\), found 1.0 MiB. Give"):
         torch_pi2.load(folder, budget="1MiB", context=100_000)
     least = torch_pi2.stats(torch_pi2.load(folder, budget=smallest(folder)))["budget"].smallest
     with caplog.at_level(logging.WARNING, "torch_pi2"):
@@ -193,8 +194,12 @@ def test_what_cannot_be_done_says_so(folders: tuple[Path, Path], caplog: pytest.
         model.state_dict()
     with pytest.raises(ConfigError, match=r"a mask for .*expected a layer in memory"):
         layer._compute(torch.zeros(1, layer.site.hidden), torch.ones(1, 1, dtype=torch.bool), 0, 0.0)
-    with pytest.raises(ConfigError, match="expected a budget with it, found none"):
-        torch_pi2.load(folder, offload=OffloadConfig())
+    with pytest.raises(ConfigError, match=rf"at least {mebibytes(least, up=True)} .*, found {mebibytes(least - 1)}\. "):
+        torch_pi2.load(folder, budget=least - 1)
+    for settings in ({"offload": OffloadConfig()}, {"context": 64}, {"context": 64, "strict_budget": True}):
+        named = ", ".join(f"{name}=..." for name in sorted(settings, reverse=True))
+        with pytest.raises(ConfigError, match=re.escape(f"load({folder}, {named}): expected a budget with it, found")):
+            torch_pi2.load(folder, **settings)
     with pytest.raises(ConfigError, match=r"group=\.\.\.\): expected a shard, found a whole model"):
         torch_pi2.load(folder, group=torch_pi2.GroupConfig())
     with pytest.raises(ConfigError, match=r"load\(context=\.\.\.\): expected a whole number, 1 or more, .*found -1"):
@@ -232,6 +237,7 @@ def test_a_margin_leaves_out_what_is_neither_likely_nor_in_memory(
     assert whole.torch_pi2.loss_change is None
     assert torch.equal(logits(whole), wanted)  # everything is there
     assert torch_pi2.stats(whole)["left_out"] == 0
+    assert "lossy" not in str(torch_pi2.stats(whole))
 
     higher = torch_pi2.load(plain)  # what it comes to if nothing is there
     for module in higher.modules():
@@ -245,7 +251,9 @@ def test_a_margin_leaves_out_what_is_neither_likely_nor_in_memory(
         for ids in IDS[:1, :, None].split(1, dim=1):
             found = nothing(ids.view(1, 1)).logits
             assert torch.equal(found, higher(ids.view(1, 1)).logits)
-    assert torch_pi2.stats(nothing)["left_out"] > 0
+    stats = torch_pi2.stats(nothing)
+    assert stats["left_out"] > 0
+    assert str(stats).endswith(f" of cache); {stats['left_out']} neurons were left out (lossy)")
 
     some = torch_pi2.load(store, budget=smallest(store) + 100_000, offload=replace(config, preload=False))
     decoder = Decoder(some, max_tokens=64, compiled=False)
@@ -284,6 +292,12 @@ def test_copies_share_the_store_and_conversions_leave_it(folders: tuple[Path, Pa
     model = torch_pi2.load(folders[1], budget=smallest(folders[1]) + 50_000)
     wanted = logits(model)
     twin = copy.deepcopy(model).cpu()
+    loaded = torch_pi2.stats(model)
+    parts = loaded["budget"]
+    small = torch_pi2.set_budget(model, parts.smallest + 10_000)
+    assert torch_pi2.stats(twin)["budget"] == small  # of the one cache that there is
+    assert torch_pi2.set_budget(twin, parts.total) == parts == torch_pi2.stats(model)["budget"]
+    assert torch_pi2.stats(model)["resident"] == loaded["resident"]  # filled again
     del model
     assert torch.equal(logits(twin), wanted)
     assert logits(twin.to(torch.float32)).dtype == torch.float32
@@ -291,6 +305,48 @@ def test_copies_share_the_store_and_conversions_leave_it(folders: tuple[Path, Pa
         pickle.dumps(twin)
     with pytest.raises(ConfigError, match="over a neuron store: expected a model in memory, found 4 layers"):
         torch_pi2.save(twin, tmp_path / "copy")
+
+
+def test_more_tokens_than_the_budget_has_room_for(folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
+    """Of all sequences together, whichever way they come to be so many; once."""
+    ids, message = (
+        IDS[:1, :20],
+        "keys and values of {} tokens, all sequences together, take more memory than its budget",
+    )
+
+    def joined(model: Any) -> None:
+        decoder = Decoder(model, max_tokens=64, batch=3, compiled=False)
+        for _ in range(3):
+            list(decoder.joining(ids))
+
+    def stepped(model: Any) -> None:
+        decoder = Decoder(model, max_tokens=64, compiled=False)
+        token = decoder.prompt(IDS[:1, :50])
+        for _ in range(3):
+            token = decoder.step(token)
+
+    for decode, found in (
+        (lambda model: Decoder(model, max_tokens=64, batch=4, compiled=False).prompt(IDS[:4, :20]), 80),
+        (lambda model: torch_pi2.generate(model, ids, max_new_tokens=8, num_return_sequences=3, do_sample=True), 60),
+        (joined, 57),
+        (stepped, 51),
+        (lambda model: torch_pi2.generate(model, ids, max_new_tokens=30), None),
+    ):
+        for context in (50, 100):
+            caplog.clear()
+            with caplog.at_level(logging.WARNING, "torch_pi2"):
+                decode(torch_pi2.load(folders[1], budget="1GiB", context=context))
+            told = [r.getMessage() for r in caplog.records if "keys and values" in r.getMessage()]
+            assert len(told) == (context == 50 and found is not None)
+            assert all(message.format(found) in t and "has room for those of 50. Load it with a" in t for t in told)
+
+
+def test_a_store_without_a_cache_has_no_hits(folders: tuple[Path, Path]) -> None:
+    model = torch_pi2.load(folders[1], budget="1GiB", offload=OffloadConfig(engine="mmap"))
+    logits(model)
+    stats = torch_pi2.stats(model)
+    assert stats["hit_rate"] is None
+    assert str(stats) == f"{stats['wanted']} neurons were read where the system has the file (mmap)"
 
 
 def test_long_prompts_compute_what_models_in_memory_compute(folders: tuple[Path, Path]) -> None:

@@ -390,7 +390,7 @@ def test_the_highest_recall_is_named() -> None:
         ({"batches": (0, 1)}, r"batch sizes of 1 or more, found \(0, 1\)"),
         ({"batches": (1.5,)}, r"batch sizes of 1 or more, found \(1.5,\)"),
         ({"batches": ("1", True)}, r"batch sizes of 1 or more, found \('1', True\)"),
-        ({"context": -1}, r"solve\(context\): expected 0 or more tokens, found -1"),
+        ({"context": 0}, r"solve\(context\): expected 1 or more tokens, found 0"),
         ({"accelerator_bytes": -1}, r"solve\(accelerator_bytes\): expected 0 or more bytes"),
         ({"min_recall": 1.5}, r"solve\(min_recall\): expected 0 to 1, found 1.5"),
         ({"weights": {1: -1.0}}, r"solve\(weights\): expected 0 or more for each batch size"),

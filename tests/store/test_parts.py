@@ -19,6 +19,7 @@ from stores import SMALL, Damaged, logits, parts_beside, rename_checked, stopped
 import torch_pi2
 from torch_pi2 import compile as compiling
 from torch_pi2.base.tensorfile import Spec
+from torch_pi2.base.units import mebibytes
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.cli import common, main
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, StaleArtifactError
@@ -418,14 +419,14 @@ def test_inspect_shows_parts_provenance_and_budgets(
 def test_a_budget_below_one_token_can_be_refused(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = root / "store"
     budget = torch_pi2.stats(torch_pi2.load(folder, budget="1GiB"))["budget"]
-    least = -(-budget.cliff // 2**20)
-    message = rf"strict_budget\): expected at least {least} MiB: a cache for the 0\.0 MiB .*, with a cache of 0\.0 MiB"
+    least = mebibytes(budget.cliff, up=True)
+    message = rf"strict_budget\): expected at least {least}: a cache for the 0\.0 MiB .*, with a cache of 0\.0 MiB"
     with pytest.raises(ConfigError, match=message):
         torch_pi2.load(folder, budget=budget.cliff - 1, strict_budget=True)
     assert not caplog.records
     with caplog.at_level(logging.WARNING, "torch_pi2"):
         torch_pi2.load(folder, budget=budget.cliff - 1)
-    assert f"From a budget of {least} MiB on it would not." in caplog.text
+    assert f"From a budget of {least} on it would not." in caplog.text
     torch_pi2.load(folder, budget=budget.cliff, strict_budget=True)
     with pytest.raises(ConfigError, match=r"strict_budget=\.\.\.\): expected a budget with it, found none"):
         torch_pi2.load(folder, strict_budget=True)

@@ -22,8 +22,10 @@ R = TypeVar("R")
 
 _WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a finite number", type(None): "None"}
 #: Whole numbers as the core and PyTorch's generators have them.
-_MOST_WHOLE = 1 << 62
+_MOST_WHOLE: Any = 1 << 62
 _MOST_NUMBER: Any = 1e300
+#: What is expected in place of a larger one.
+_SMALLER = {int: "a whole number between -2^62 and 2^62", float: "a number between -1e300 and 1e300"}
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
@@ -130,7 +132,8 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 def _check(hint: Any, value: Any, name: str) -> None:
     kinds = _kinds(hint)
     if not any(_is(kind, value) for kind in kinds):
-        expected = " or ".join(dict.fromkeys(_WORDS.get(kind) or f"a {kind.__name__}" for kind in kinds))
+        words = _WORDS | (_SMALLER if isinstance(value, numbers.Real) and abs(value) >= _MOST_WHOLE else {})
+        expected = " or ".join(dict.fromkeys(words.get(kind) or f"a {kind.__name__}" for kind in kinds))
         if str in kinds and Path in kinds:
             expected = expected.replace("text or a Path", "the name of a file or folder")
         raise ConfigError(name, expected=expected, found=shown(value), fix="Correct it.")

@@ -108,15 +108,18 @@ class Field:
 
     def whole(self, least: int = 0, most: int = int(MOST)) -> int:
         if not isinstance(self.value, int) or isinstance(self.value, bool) or not least <= self.value <= most:
-            self.wrong(f"a whole number, {_range(least, most)}")
+            self.wrong(f"a whole number, {_range(least, most, said=self._too_large(most))}")
         return int(self.value)
 
     def number(self, least: float = 0, most: float = MOST, *, above: bool = False) -> float:
         """A finite number of ``least`` to ``most``; ``above``: more than ``least``."""
         good = isinstance(self.value, int | float) and not isinstance(self.value, bool)
         if not good or not (least < self.value if above else least <= self.value) or not self.value <= most:
-            self.wrong(f"a number, {_range(least, most, above)}")
+            self.wrong(f"a number, {_range(least, most, above, self._too_large(most))}")
         return float(self.value)
+
+    def _too_large(self, most: float) -> bool:
+        return isinstance(self.value, int | float) and most < self.value < math.inf
 
     def path_name(self) -> Path:
         """The name of a file or folder, which may or may not be there."""
@@ -125,9 +128,14 @@ class Field:
         return Path(self.value)
 
 
-def _range(least: float, most: float, above: bool = False) -> str:
-    low = f"above {least:g}" if above else f"{least:g} or more" if abs(least) < MOST else f"{least} or more"
-    return low if most >= MOST else f"{low}, at most {most:g}"
+def _range(least: float, most: float, above: bool = False, said: bool = False) -> str:
+    """``said``: whether ``most`` is, even if hardly anybody has more."""
+    low = f"above {_plain(least)}" if above else f"{_plain(least)} or more"
+    return low if most >= MOST and not said else f"{low}, at most {_plain(most)}"
+
+
+def _plain(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def argument(value: Any, name: str, fix: str = "Correct it.") -> Field:

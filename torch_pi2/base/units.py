@@ -34,5 +34,10 @@ def size(count: float) -> str:
     return f"{count:.1f} GB"
 
 
+def mebibytes(count: int, up: bool = False) -> str:
+    """With one digit, never more than there are; ``up``: never fewer."""
+    return f"{(-(-count * 10 >> 20) if up else count * 10 >> 20) / 10:.1f} MiB"
+
+
 def percent(share: float | None, digits: int = 1) -> str:
     return "-" if share is None else f"{100 * share:.{digits}f} %"

@@ -100,7 +100,7 @@ def load_offloaded(
     if offload.lossy:
         _check_lossy(plan, offload)
     store = Store(pi2 / STORE_FILE, budget.cache, offload, token_bytes=budget.token)
-    store.most_tokens = budget.piece_tokens
+    store.budget = budget
     make = _OverStore(store, index_of, predictors, int8_activations, together)
     give_back_freed_memory()
     model = load_sparse(
@@ -121,7 +121,6 @@ def load_offloaded(
         None,
         weights=weights_of(model),
         store=store,
-        budget=budget,
         group=None if together is None else together.group,
     )
     made.attach(model)

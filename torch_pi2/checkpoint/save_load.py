@@ -62,6 +62,8 @@ if TYPE_CHECKING:
     from torch_pi2.rewrite.handle import LoadedModel
 
 _WEIGHTS = "model.safetensors"
+#: Tokens that a budget has room for, where nobody says how many.
+_CONTEXT = 1024
 
 
 @checked
@@ -188,7 +190,7 @@ def load(
     activations: str = "float",
     budget: float | str | None = None,
     offload: OffloadConfig | None = None,
-    context: int = 1024,
+    context: int | None = None,
     strict_budget: bool = False,
     plan: Plan | str | Path | None = None,
     gpu_memory: float | str | None = None,
@@ -220,7 +222,8 @@ def load(
             ``mallopt``). None: all in memory.
         offload: how neurons are read and kept; with ``budget`` only. Default: as the plan says, if it has a part for
             hardware.
-        context: tokens whose keys and values, and activations, the budget is to have room for.
+        context: with ``budget`` only, tokens of all sequences together whose keys and values, and activations, it is to
+            have room for (default: 1,024). Decoding more is a warning.
         strict_budget: refuse a budget whose cache holds less than one token wants, instead of a warning: nearly
             everything would come from flash each time. Both name the budget from which on it would not.
         plan: another than the folder's, or the folder that it is in (``torch-pi2 plan FOLDER --hardware ... --out``):
@@ -288,7 +291,7 @@ def read_model(
     activations: str = "float",
     budget: float | str | None = None,
     offload: OffloadConfig | None = None,
-    context: int = 1024,
+    context: int | None = None,
     strict_budget: bool = False,
     plan: Plan | str | Path | None = None,
     group: GroupConfig | None = None,
@@ -301,14 +304,16 @@ def read_model(
         config: of transformers, to build the model with in place of the folder's.
     """
     pi2 = folder / PI2_FOLDER
-    argument(context, "load(context=...)").whole(1, 1 << 31)
+    if context is not None:
+        argument(context, "load(context=...)").whole(1, 1 << 31)
     if dtype is not None:
         check_computed("load(dtype=...)", dtype)
     with Parts(pi2) as parts:
         over_store = budget is not None or parts.shard is not None
-        if (offload is not None or strict_budget) and not over_store:
+        of_budgets = {"offload": offload is not None, "strict_budget": strict_budget, "context": context is not None}
+        if any(of_budgets.values()) and not over_store:
             raise ConfigError(
-                f"load({folder}, {'strict_budget' if strict_budget else 'offload'}=...)",
+                f"load({folder}, {', '.join(f'{name}=...' for name, said in of_budgets.items() if said)})",
                 expected="a budget with it",
                 found="none: all weights would be in memory",
                 fix="Pass budget=..., for instance '2.5GiB'.",
@@ -334,7 +339,7 @@ def read_model(
         }
         if over_store:
             room = None if budget is None else parse_bytes(budget)
-            more = (offload or offload_of(made), context, strict_budget)
+            more = (offload or offload_of(made), context or _CONTEXT, strict_budget)
             return load_offloaded(folder, pi2, made, predictors, room, *more, group=group, **how)
         quantized = load_sparse(folder, pi2, made, predictors, **how)
         Optimized(made, predictors, stats, weights=weights_of(quantized)).attach(quantized)

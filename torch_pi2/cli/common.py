@@ -137,7 +137,7 @@ def add_every(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
     level = parser.add_mutually_exclusive_group()
     level.add_argument("-v", "--verbose", action="store_true", help="say more, and what other libraries warn of")
-    level.add_argument("-q", "--quiet", action="store_true", help="say only what went wrong; no progress")
+    level.add_argument("-q", "--quiet", action="store_true", help="results and errors alone: no warnings, no progress")
     if "--threads" not in parser._option_string_actions:
         parser.add_argument("--threads", type=threads, help="compute threads, 1 to 1024 (default: torch's)")
 
@@ -479,6 +479,21 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
 def left_out(args: argparse.Namespace) -> dict[str, Any]:
     """Those of :data:`LEAVE_OUT` that ``args`` set."""
     return {name: value for name in LEAVE_OUT if (value := getattr(args, name, 0.0))}
+
+
+def of_store(model: nn.Module) -> dict[str, Any] | None:
+    """What a model over a store has read and left out, as verbs say it; None: it is in memory."""
+    from torch_pi2.decode.budget import stats
+    from torch_pi2.rewrite.handle import store_of
+
+    store = store_of(model)
+    if store is None:
+        return None
+    found = stats(model)
+    read = {name: found[name] for name in ("wanted", "hit_rate", "wait_share", "bytes_read")}
+    lossy = {name: getattr(store.config, name) for name in LEAVE_OUT}
+    left = {"lossy": store.config.lossy, **lossy, **{name: found[name] for name in ("left_out", "experts_left_out")}}
+    return {"budget_bytes": found["budget"].total, **read, **left, "text": str(found)}
 
 
 def option_of(name: str) -> str:

@@ -19,6 +19,8 @@ from torch_pi2.errors import ConfigError
 
 #: Of each task of the suite, where nobody says how many.
 _ITEMS = 200
+#: Windows at once, likewise, at most; and what is timed.
+_WINDOWS, _TIMED = 8, {"decode_tokens": 32, "rounds": 5}
 #: Rows of the table, by key of the result.
 _LOSS = (("held-out bits per byte", "bits_per_byte", ".4f"), ("perplexity per token", "perplexity", ".3f"))
 _WORK = (("neurons computed", "neurons_computed"), ("FFN matrix rows used", "rows_used"))
@@ -31,9 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_text(parser, "stdlib-heldout")
     parser.add_argument("--max-tokens", type=common.positive, default=20_000, metavar="N", help="scored tokens")
     parser.add_argument("--window", type=common.positive, default=256, metavar="N", help="tokens per window")
-    parser.add_argument("--batch-size", type=common.positive, default=8, metavar="N", help="windows at once")
-    parser.add_argument("--decode-tokens", type=common.positive, default=32, metavar="N", help="timed tokens per round")
-    parser.add_argument("--rounds", type=common.positive, default=5, metavar="N", help="timed rounds")
+    parser.add_argument(
+        "--batch-size",
+        type=common.positive,
+        metavar="N",
+        help=f"windows at once (default: {_WINDOWS}; with --budget as many as it has room for, if that is less)",
+    )
+    timed = "beside a dense model: timed {} (default: {})"
+    for name, what in (("decode_tokens", "tokens per round"), ("rounds", "rounds")):
+        option, told = common.option_of(name), timed.format(what, _TIMED[name])
+        parser.add_argument(option, type=common.positive, metavar="N", help=told)
     parser.add_argument(
         "--lm-eval",
         nargs="+",
@@ -76,14 +85,16 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.store.parts import Parts
     from torch_pi2.store.storefile import weights_path
 
-    args.context = args.window
+    _set_batch(args)
     pi2, result = Path(args.model) / "pi2", {"model": args.named, "threads": torch.get_num_threads()}
     rows = weights_path(pi2) is not None  # of neurons, which have no dense form to compare with
     _check_suite(args, rows)
+    _set_timing(args, rows)
     if args.against is not None:
         own = common.given(args, "budget", *common.LEAVE_OUT)
         _, *own_model = _of_any_kind(args, args.model, **own)  # first: in shards, others are the first process's alone
-        return result | {"suite": _suite(args, [_of_any_kind(args, args.against), (args.named, *own_model)])}
+        result["suite"] = _suite(args, [_of_any_kind(args, args.against), (args.named, *own_model)])
+        return result | {"store": common.of_store(own_model[0])}
     sparse = common.load_sparse(args)
     dense = None if rows else common.load_dense(args)
     tokenizer = common.load_tokenizer(args)
@@ -95,11 +106,41 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     if args.suite is not None:
         result["suite"] = _suite(args, [("dense", dense, tokenizer), ("sparse", sparse, tokenizer)])
     if dense is None:
-        if args.lm_eval:
-            return result
-        text = common.text_of(args, tokenizer, args.max_tokens)
-        return result | {"sparse": _loss_and_work(args, sparse, tokenizer, text)}
+        if not args.lm_eval:
+            text = common.text_of(args, tokenizer, args.max_tokens)
+            result["sparse"] = _loss_and_work(args, sparse, tokenizer, text)
+        return result | {"store": common.of_store(sparse)}
     return result | _compared(args, dense, sparse, tokenizer, plan)
+
+
+def _set_batch(args: argparse.Namespace) -> None:
+    """``--batch-size`` where it is not said, and ``context``. Raises ConfigError: a budget has no room for them."""
+    from torch_pi2.store.budget import PIECE_TOKENS
+
+    most = _WINDOWS if args.budget is None else min(_WINDOWS, PIECE_TOKENS // args.window)
+    args.batch_size = args.batch_size or max(1, most)
+    args.context = args.batch_size * args.window
+    if args.budget is not None and args.context > PIECE_TOKENS and not common.left_out(args):  # else token by token
+        raise ConfigError(
+            f"--batch-size {args.batch_size} --window {args.window} with --budget",
+            expected=f"at most {PIECE_TOKENS} tokens in a call, whose activations a budget has room for",
+            found=str(args.context),
+            fix="Make one of them smaller.",
+        )
+
+
+def _set_timing(args: argparse.Namespace, rows: bool) -> None:
+    """Options of what is timed, where they are not said. Raises ConfigError: they are, and nothing is."""
+    beside = args.against is None and not rows
+    for name, default in _TIMED.items():
+        if getattr(args, name) is not None and not beside:
+            raise ConfigError(
+                common.option_of(name),
+                expected="a folder that optimize wrote, and no --against: times are compared with its dense weights",
+                found="--against" if args.against is not None else f"{args.named}, with rows of neurons alone",
+                fix="Leave it out; torch-pi2 generate --json says ms_per_token.",
+            )
+        setattr(args, name, getattr(args, name) or default)
 
 
 def _check_suite(args: argparse.Namespace, rows: bool) -> None:
@@ -244,6 +285,8 @@ def render(result: dict[str, Any]) -> str:
     tables = [common.table(("", "dense", "sparse"), rows)] if rows else []
     if "suite" in result:
         tables.append(suite_table(result["suite"]["models"], result["suite"]["tasks"]))
+    if result.get("store"):
+        told += f"{result['store']['text']}; "
     return "\n".join([*tables, f"{told}{result['threads']} threads"])
 
 

@@ -147,6 +147,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         "new_tokens": count,
         "ms_per_token": elapsed * 1e3 / max(1, count),
         "sparse": Handle.of(model) is not None,
+        "store": common.of_store(model),
         "trace": recorded and recorded.summary(),
         **more,
     }
@@ -194,6 +195,8 @@ def render(result: dict[str, Any]) -> str:
         return run.render(result)
     kind = "sparse" if result["sparse"] else "dense"
     speed = f"{result['new_tokens']} tokens, {result['ms_per_token']:.1f} ms each with the prompt, {kind}"
+    if result["store"]:
+        speed += f"; {result['store']['text']}"
     if result["trace"]:
         speed += f", while recording {result['trace']['events']} events into {result['trace']['path']}"
     if result.get("drafts"):

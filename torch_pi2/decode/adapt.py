@@ -84,7 +84,7 @@ def follow(model: nn.Module, plan: Plan | HardwarePlan) -> Engine:
         _unhook(model, before)
     handle.engine = engine
     if handle.budget is not None and handle.budget is not budget:  # set_budget by another thread told no engine, or own
-        engine.refresh(handle.budget.cache)
+        engine.refresh()
     if Handle.of(model) is None:  # one that holds an optimised model
         handle.attach(model)
     return engine
@@ -176,15 +176,15 @@ class Engine:
                 self._ms.append(took)
             self._sequences = sequences
 
-    def refresh(self, room: int) -> None:
-        """Arrange the store for the bucket in force once more: :func:`torch_pi2.set_budget` gave it other ``room``.
+    def refresh(self) -> None:
+        """Arrange the store for the bucket in force once more: :func:`torch_pi2.set_budget` gave it other room.
 
         Raises:
             ArtifactError: the store has been closed.
         """
         with self._lock:
             if not self._closed:
-                self._switch(self.bucket, room)
+                self._switch(self.bucket)
 
     def stats(self) -> dict[str, Any]:
         """``sequences`` now, the batch size of their ``bucket``, ``switches`` so far, ``total_ms`` and last ``ms``."""
@@ -251,18 +251,17 @@ class Engine:
 
     # --- what is switched ---
 
-    def _switch(self, bucket: Bucket, room: int | None = None) -> None:
+    def _switch(self, bucket: Bucket) -> None:
         budget = self._budget()
         if self._store is None or budget is None:
             return
-        cache_bytes = min(bucket.cache_bytes, budget.cache if room is None else room)
+        cache_bytes = min(bucket.cache_bytes, budget.cache)
         self._store.arrange(self._resident(bucket, cache_bytes), cache_bytes)
         self._announce(bucket.batch)
 
     def _budget(self) -> Budget | None:
-        """Whose cache is never less than what changes with the plan; None: the model is gone, or is in memory."""
-        handle = self._handle()
-        return None if handle is None else handle.budget
+        """Whose cache is never less than what changes with the plan; None: the plan arranges no store."""
+        return None if self._store is None else self._store.budget
 
     def _resident(self, bucket: Bucket, cache_bytes: int) -> list[int]:
         """By layer of the store, neurons that do not leave the cache: fewer than planned where it is smaller."""

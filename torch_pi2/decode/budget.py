@@ -15,7 +15,7 @@ from torch import nn
 
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.heap import give_back_freed_memory
-from torch_pi2.base.units import parse_bytes
+from torch_pi2.base.units import mebibytes, parse_bytes
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.layers.heads import Heads
@@ -52,6 +52,7 @@ def set_budget(model: nn.Module, budget: float | str) -> Budget:
     the system; a cache that grows is filled with the most frequent neurons, if the model was loaded so
     (``OffloadConfig.preload``). Results keep their bits. It waits for calls of other threads to end their layer.
     A model that follows a plan (:func:`torch_pi2.follow`) goes on with it: its cache is never larger than planned.
+    Copies of a model (``copy.deepcopy``) are over the same store, and have the same budget.
 
     Args:
         budget: bytes, or text such as ``"2.5GiB"``; at most that with which the model was loaded.
@@ -70,16 +71,15 @@ def set_budget(model: nn.Module, budget: float | str) -> Budget:
         most = parts.smallest + parts.in_slots(store.opened_bytes)
         raise ConfigError(
             f"budget for {store.path.parent.parent}",
-            expected=f"at most {most / 2**20:.1f} MiB, as it was loaded",
-            found=f"{made.total / 2**20:.1f} MiB",
+            expected=f"at most {mebibytes(most)}, as it was loaded",
+            found=mebibytes(made.total, up=True),
             fix="Load the model with the largest budget that it is going to have.",
         )
     store.resize(made.cache)
+    store.budget = made
     handle = Handle.of(model)
-    assert handle is not None
-    handle.budget = made
-    if handle.engine is not None:
-        handle.engine.refresh(made.cache)  # not the budget of the model that this may be a copy of
+    if handle is not None and handle.engine is not None:
+        handle.engine.refresh()
     if made.cache > parts.cache and store.config.preload:
         store.preload()
     if made.cache < min(made.token, made.neurons):
@@ -100,7 +100,13 @@ class Stats(dict[str, Any]):
         if not self.generated:
             return f"nothing generated yet ({size})"
         waited = "" if self["wait_share"] is None else f", {self['wait_share']:.1%} of the time waiting for them"
-        return f"{self['hit_rate']:.1%} of {self['wanted']} neurons were in the cache{waited} ({size})"
+        if self["hit_rate"] is None:
+            said = f"{self['wanted']} neurons were read where the system has the file (mmap)"
+        else:
+            said = f"{self['hit_rate']:.1%} of {self['wanted']} neurons were in the cache{waited} ({size})"
+        missed = ((self["left_out"], "neurons"), (self["experts_left_out"], "choices of an expert"))
+        left_out = [f"{count} {of} were left out (lossy)" for count, of in missed if count]
+        return "; ".join([said, *left_out])
 
 
 @checked
@@ -111,8 +117,9 @@ def stats(model: nn.Module, *, reset: bool = False) -> Stats:
     and the line says so.
 
     Returns:
-        :meth:`Store.stats`; ``hit_rate``: of the neurons wanted, the share that was in the cache; ``wait_share``: of
-        the time of compute threads in layers, the share spent waiting for neurons (both None: nothing generated yet);
+        :meth:`Store.stats`; ``hit_rate``: of the neurons wanted and not left out, the share that was in the cache
+        (None, too: engine ``mmap`` has no cache); ``wait_share``: of the time of compute threads in layers, the share
+        spent waiting for neurons (both None: nothing generated yet);
         ``budget``: a :class:`~torch_pi2.store.budget.Budget`; ``store``: the :class:`Store`; ``simulated``: whether
         reads are as slow as a described device's (``late`` of them took longer than there).
 
@@ -123,7 +130,7 @@ def stats(model: nn.Module, *, reset: bool = False) -> Stats:
     found: dict[str, Any] = store.stats(reset=reset)
     return Stats(
         found,
-        hit_rate=found["hits"] / found["wanted"] if found["wanted"] else None,
+        hit_rate=found["hits"] / found["wanted"] if found["wanted"] and store.config.engine != "mmap" else None,
         wait_share=found["wait_ns"] / found["busy_ns"] if found["busy_ns"] else None,
         budget=budget,
         store=store,
@@ -193,13 +200,13 @@ def divide(
         needed = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in parts.items())
         raise ConfigError(
             f"budget for {store.path.parent.parent}",
-            expected=f"at least {-(-sum(parts.values()) // 2**20)} MiB ({needed})",
-            found=f"{total / 2**20:.0f} MiB",
+            expected=f"at least {mebibytes(sum(parts.values()), up=True)} ({needed})",
+            found=mebibytes(total),
             fix="Give it more, or lower context (--max-tokens, --max-new-tokens) or OffloadConfig.in_flight.",
         )
     slots = min(count, left // (slot + SLOT_BYTES))
     found = {"cache": slots * slot, "neurons": count * slot, "token": token, "slot": slot}
-    made = Budget(total=total, **parts, **found, piece_tokens=piece_tokens(context))
+    made = Budget(total=total, **parts, **found, context=context, piece_tokens=piece_tokens(context))
     if slots < count and made.cache < token and config.engine != "mmap":
         _below_the_cliff(made, Path(store.path).parent.parent, strict)
     return made
@@ -215,13 +222,12 @@ def _own_kv(store: StoreReader, model_config: Any, all_bytes: int) -> int:
 
 def _below_the_cliff(budget: Budget, folder: Path, strict: bool) -> None:
     """A warning, or with ``strict`` a ConfigError, that says from where on a token's neurons fit."""
-    cache, token = f"{budget.cache / 2**20:.1f} MiB", f"{budget.token / 2**20:.1f} MiB"
-    enough = f"{-(-budget.cliff // 2**20)} MiB"
+    cache, token, enough = mebibytes(budget.cache), mebibytes(budget.token), mebibytes(budget.cliff, up=True)
     if strict:
         raise ConfigError(
             f"budget for {folder} (strict_budget)",
             expected=f"at least {enough}: a cache for the {token} of neurons that a token wants on average",
-            found=f"{budget.total / 2**20:.0f} MiB, with a cache of {cache}",
+            found=f"{mebibytes(budget.total)}, with a cache of {cache}",
             fix="Give it more; without strict_budget it is a warning, and much of it comes from flash for each token.",
         )
     _log.warning(

@@ -403,7 +403,7 @@ class Decoder:
             self._kv.lengths[row].fill_(fed)
             if new != row:
                 self._kv.copy_row(row, new)
-            self.lengths.append(fed)
+            self._count([*self.lengths, fed])
             self._use(new + 1)
             self.cache = self._kv.stepping(new + 1)
             self._forget()
@@ -462,7 +462,7 @@ class Decoder:
             self._use(1)
             raise
         self._kv.lengths[:rows].fill_(tokens)
-        self.lengths = [tokens] * rows
+        self._count([tokens] * rows)
         self.cache = self._kv.stepping(rows)
         self._forget()
         return result
@@ -578,7 +578,7 @@ class Decoder:
         self._tell(sequences)  # so that a cache of neurons gives memory back before keys and values want it
         for row in range(1, sequences):
             self._kv.copy_row(0, row)
-        self.lengths *= sequences
+        self._count(self.lengths * sequences)
         self._use(sequences)
 
     @led
@@ -716,7 +716,12 @@ class Decoder:
         """Each sequence has so many tokens more."""
         lengths = [length + tokens for length in self.lengths]
         self._kv.add(tokens, lengths)
+        self._count(lengths)
+
+    def _count(self, lengths: list[int]) -> None:
         self.lengths = lengths
+        if (store := store_of(self.model)) is not None:
+            store.check_context(sum(lengths))
 
     @contextmanager
     def _attending(self, of_each: bool) -> Iterator[None]:

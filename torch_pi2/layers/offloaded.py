@@ -25,6 +25,7 @@ from torch_pi2.ops.library import unseen_by_modes
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import LayerPlan
 from torch_pi2.spec.site import FFNSite
+from torch_pi2.store.budget import Budget
 
 _log = logging.getLogger("torch_pi2")
 
@@ -64,8 +65,9 @@ class Store:
         load()
         self.path, self.config = Path(path).absolute(), config or OffloadConfig()  # the current folder may change
         self.token_bytes, self.opened_bytes = token_bytes, cache_bytes
-        #: Tokens of a call whose activations are in a budget; 0: of any. More are a warning, once.
-        self.most_tokens = 0
+        #: Of the models over it (one and its copies), of which the cache is a part; None: of none.
+        self.budget: Budget | None = None
+        self._said = set[str]()
         self._since_trim = 0
         #: What :meth:`arrange` has asked for; None: nothing.
         self.resident: tuple[int, ...] | None = None
@@ -229,14 +231,31 @@ class Store:
         if self._since_trim >= _TRIM_TOKENS:
             self._since_trim = 0
             trim()
-        if 0 < self.most_tokens < tokens:
-            _log.warning(
-                "%s: a call for %d tokens takes more memory than its budget, which has room for the activations of %d. "
-                "Load it with a larger context, or read prompts in pieces (torch_pi2.Decoder, torch_pi2.generate, "
-                "model.generate(..., prefill_chunk_size=%d)).",
-                *(self.path.parent.parent, tokens, self.most_tokens, self.most_tokens),
+        most = tokens if self.budget is None else self.budget.piece_tokens
+        if tokens > most:
+            self._warn_once(
+                f"a call for {tokens} tokens takes more memory than its budget, which has room for the activations of "
+                f"{most}. Load it with a larger context, or read prompts in pieces (torch_pi2.Decoder, "
+                f"torch_pi2.generate, model.generate(..., prefill_chunk_size={most})).",
+                "activations",
             )
-            self.most_tokens = 0
+
+    def check_context(self, tokens: int) -> None:
+        """Keys and values of so many tokens are in memory, those of all sequences: log, once, that the budget has room
+        for fewer.
+        """
+        most = tokens if self.budget is None else self.budget.context
+        if tokens > most:
+            self._warn_once(
+                f"keys and values of {tokens} tokens, all sequences together, take more memory than its budget, which "
+                f"has room for those of {most}. Load it with a larger context, or decode fewer sequences at a time.",
+                "keys and values",
+            )
+
+    def _warn_once(self, message: str, of: str) -> None:
+        if of not in self._said:
+            self._said.add(of)
+            _log.warning("%s: %s", self.path.parent.parent, message)
 
     def close(self) -> None:
         """Give memory and threads back now; layers over this store raise from then on."""
@@ -261,8 +280,11 @@ class Store:
         """Since the last reset: calls, neurons wanted and found, reads, bytes, nanoseconds; and the cache's sizes.
 
         ``wait_ns`` and ``busy_ns`` are sums over compute threads: waiting for neurons, and in layers at all.
-        ``resident``, ``slots``, ``fixed`` (never evicted) and ``arranging`` (see :meth:`arrange`) are slots of the
-        file: mostly a neuron each. ``left_out`` are neurons that predictors wanted and ``OffloadConfig.miss_margin``
+        ``evictions``, ``uncached`` (read into ``staging_bytes``, as the cache had no room), ``guessed`` (read before
+        their layer was reached; without ``lookahead``, too, of layers that want nearly all neurons, one after the
+        other) and ``used`` of these, ``resident``, ``slots``, ``fixed`` (never evicted) and ``arranging`` (see
+        :meth:`arrange`) are slots of the file: mostly a neuron each, of mixtures with dense experts a run of neurons.
+        ``left_out`` are neurons that predictors wanted and ``OffloadConfig.miss_margin``
         left out, ``experts_left_out`` choices of an expert by a token that ``OffloadConfig.drop_experts`` did.
         """
         with explained(str(self.path)):
@@ -314,7 +336,7 @@ def unreadable(error: RuntimeError | MemoryError, where: str) -> ArtifactError |
         return None
     return ArtifactError(
         where,
-        expected="the neurons that were packed, and an open store",
+        expected="the neurons that were packed" if reading else "an open store",
         found=reading or "a store that has been closed",
         fix="Check it with `torch-pi2 inspect --verify`, and load the model again.",
     )

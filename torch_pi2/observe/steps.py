@@ -15,12 +15,15 @@ from torch_pi2.observe import timings
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """How many, how long they took together, the core's clock, and what the store counted (None: no store)."""
+    """How many, how long they took together, the core's clock, what the store counted (None: no store), and what the
+    model would have said after each (as :meth:`Decoder.step` returns it).
+    """
 
     steps: int
     seconds: float
     timings: list[list[int]]
     stats: dict[str, int] | None
+    answers: list[torch.Tensor]
 
     def ms(self, kind: int) -> float:
         """Of one kind of :mod:`torch_pi2.observe.timings`, of all steps together."""
@@ -39,10 +42,10 @@ def timed_steps(
     if store is not None:
         store.stats(reset=True)
     timings.read()  # forget what was before
-    steps, seconds, started = 0, 0.0, time.perf_counter()
+    answers, seconds, started = list[torch.Tensor](), 0.0, time.perf_counter()
     for next_B1 in ids_BT.split(1, dim=1):
-        decoder.step(next_B1)
-        steps, seconds = steps + 1, time.perf_counter() - started
-        if seconds > limit_s and steps >= 2:
+        answers.append(decoder.step(next_B1))
+        seconds = time.perf_counter() - started
+        if seconds > limit_s and len(answers) >= 2:
             break
-    return TimedSteps(steps, seconds, timings.read(), None if store is None else store.stats())
+    return TimedSteps(len(answers), seconds, timings.read(), None if store is None else store.stats(), answers)

@@ -230,6 +230,7 @@ class ModelShape:
             neurons=self.slots * place,
             token=0,
             slot=place,
+            context=batch * context,
             piece_tokens=piece_tokens(context),
         )
         return replace(made, total=made.smallest + made.in_slots(made.cache))

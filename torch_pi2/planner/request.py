@@ -204,7 +204,7 @@ def _check_batches(task: Task) -> None:
 
 def _check_numbers(task: Task) -> None:
     _refuse(
-        ("context", task.context >= 0, "0 or more tokens", task.context),
+        ("context", task.context >= 1, "1 or more tokens", task.context),
         ("accelerator_bytes", task.accelerator_bytes >= 0, "0 or more bytes", task.accelerator_bytes),
         ("min_recall", task.min_recall is None or 0 <= task.min_recall <= 1, "0 to 1", task.min_recall),
     )

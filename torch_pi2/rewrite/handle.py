@@ -27,8 +27,8 @@ class Follows(Protocol):
     def batch(self, sequences: int) -> None:
         """From the next step on there are so many sequences."""
 
-    def refresh(self, room: int) -> None:
-        """The budget has other ``room`` for neurons."""
+    def refresh(self) -> None:
+        """The budget has other room for neurons."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -36,15 +36,18 @@ class Handle:
     """The state of a model that is nobody's parameter; a copied model has a copy, over the same store.
 
     Attributes:
-        store: that the model reads its neurons from, divided as ``budget`` says; None: it is in memory.
+        store: that the model reads its neurons from; None: it is in memory. budget: of the store.
         group: of the processes that each have a shard of it; None: this one has all.
         engine: that lets it follow a plan (:func:`torch_pi2.follow`), of this model or of that which it is a copy of.
     """
 
     store: Store | None = None
-    budget: Budget | None = None
     engine: Follows | None = None
     group: Group | None = None
+
+    @property
+    def budget(self) -> Budget | None:
+        return None if self.store is None else self.store.budget
 
     @staticmethod
     def of(model: nn.Module) -> Handle | None:

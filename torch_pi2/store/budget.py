@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torch_pi2.base.units import mebibytes
 from torch_pi2.errors import ConfigError
 from torch_pi2.ops.constants import chunk_neurons, constants
 from torch_pi2.spec.offload import OffloadConfig
@@ -32,11 +33,13 @@ class Budget:
     Attributes:
         total: what was asked for.
         fixed: attention, embeddings, head, norms and biases. predictors: of all layers. neuron_tables: bookkeeping.
-        kv: keys and values of ``context`` tokens. staging: where neurons go that a full cache has no room for.
+        kv: keys and values of ``context`` tokens, of all sequences together.
+        staging: where neurons go that a full cache has no room for.
         activations: of a prompt of ``context`` tokens, of which ``piece_tokens`` are read at a time
             (:class:`torch_pi2.Decoder`), what operators need besides, and some MiB for objects and threads.
         cache: what is left, for neurons (and 40 bytes a slot). neurons: all of them. token: those of an average token.
         slot: one of them (or a cluster, if a store has such) in the cache.
+        context, piece_tokens: tokens, as above.
     """
 
     total: int
@@ -50,6 +53,7 @@ class Budget:
     neurons: int
     token: int
     slot: int
+    context: int
     piece_tokens: int = PIECE_TOKENS
 
     @property
@@ -73,8 +77,8 @@ class Budget:
         if left < 0:
             raise ConfigError(
                 f"budget for {folder}",
-                expected=f"at least {-(-self.smallest // 2**20)} MiB, for all but neurons",
-                found=f"{total / 2**20:.0f} MiB",
+                expected=f"at least {mebibytes(self.smallest, up=True)}, for all but neurons",
+                found=mebibytes(total),
                 fix="Give it more.",
             )
         slots = min(self.neurons // self.slot, left // (self.slot + SLOT_BYTES))
