@@ -124,6 +124,22 @@ def test_what_a_killed_process_left_is_removed(earlier: Path) -> None:
     assert os.listdir(earlier.parent) == ["m"]
 
 
+def test_scratch_folders_are_of_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = tmp_path / ".x.partial"
+    left.mkdir()
+    (left / "part").write_text("x")
+    monkeypatch.setattr(files, "_PATIENCE_S", 0.0)
+    with files.scratch(tmp_path, "x") as made:
+        assert list(made.iterdir()) == []
+        (made / "more").touch()
+        with (
+            pytest.raises(ArtifactError, match="expected no other process that writes it"),
+            files.scratch(tmp_path, "x"),
+        ):
+            pass
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_killed_between_the_two_renames_the_earlier_folder_comes_back(earlier: Path) -> None:
     earlier.rename(earlier.parent / ".m.old")
     (earlier.parent / ".m.partial").mkdir()

@@ -153,6 +153,8 @@ for wrong in (
     lambda: decoder.step(few),
     lambda: decoder.prompt(torch.full((1, 3), 10**6)),
     lambda: decoder.prompt(few) + decoder.step(torch.tensor([[10**6]])),
+    lambda: model(torch.tensor([[10**6]])),
+    lambda: model(input_ids=torch.tensor([[-1]])),
     lambda: decoder.copied(1, 0, 4),
     lambda: decoder.copied(0, 0, 6),
 ):
@@ -165,7 +167,7 @@ leader.close()
 """
     )
     said, _ = together(tmp_path, _BEGIN + script, 2, folder / "2")
-    old, twice, cache, backend, early, token, step, row, tokens, good = said.splitlines()
+    old, twice, cache, backend, early, token, step, call, named, row, tokens, good = said.splitlines()
     assert old == (
         "ConfigError Decoder of a model that several processes compute: expected one that was made since "
         "torch_pi2.lead, found one from before, or a copy, which the other processes have not. Make it again."
@@ -182,6 +184,8 @@ leader.close()
     assert early.startswith("ShapeError decoding step: expected a prompt before it")
     assert token.startswith("ConfigError prompt: expected tokens of 0 to")
     assert step.startswith("ConfigError token: expected tokens of 0 to")
+    assert call.startswith("ConfigError input_ids: expected tokens of 0 to")
+    assert named.endswith("found the token -1. Use the tokenizer of this model.")
     assert row.startswith("ShapeError copied: expected tokens, 1 or more, of a sequence that there is (now [5])")
     assert "found 0 to 6 of row 0" in tokens
     one = Decoder(torch_pi2.load(folder / "store", budget="1GiB"), max_tokens=64, compiled=False)
@@ -369,8 +373,8 @@ os._exit(0)
         answers, errors = lines.splitlines()[:-1], lines.splitlines()[-1]
         assert answers == ([] if led and rank else [wanted])
         assert "compute one model" in errors
-        if rank != victim:
-            assert f"expected an answer of each within 3 s, found none of process {victim}. See" in errors
+        lost = f"process {victim}. See" if rank != victim else "this one in time: all others have given up, as they do"
+        assert f"expected an answer of each within 3 s, found none of {lost}" in errors
 
 
 def test_a_call_that_ends_otherwise_elsewhere_ends_the_group(folder: Path, tmp_path: Path) -> None:

@@ -171,6 +171,18 @@ def claimed(target: Path, *, keep: bool = False, patience_s: float = 0.0) -> Ite
 
 
 @contextmanager
+def scratch(folder: Path, name: str) -> Iterator[Path]:
+    """An empty folder in ``folder`` while the block lasts, for one process at a time; what a killed one left goes.
+
+    Raises:
+        ArtifactError: another process has it. OSError: it cannot be written.
+    """
+    with claimed(folder / name, patience_s=_PATIENCE_S) as made:
+        made.mkdir()
+        yield made
+
+
+@contextmanager
 def locked(target: Path, patience_s: float, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
     """The lock of ``target``; it ends with the process, however that ends.
 

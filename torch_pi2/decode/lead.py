@@ -14,7 +14,7 @@ from torch_pi2.base.calls import Call, Leader, Part, follow
 from torch_pi2.base.group import Group
 from torch_pi2.base.ranks import Ranks
 from torch_pi2.decode.calls import LED, group_of, leader_of
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decode import Decoder, check_vocabulary
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.prompt import is_sparse_only, sparse_only
 
@@ -64,6 +64,9 @@ class _Told:
         leader = leader_of(self)  # type: ignore[arg-type]
         if leader is None or (torch.compiler.is_compiling() and leader.within):  # the latter: a step of a Decoder
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        ids = kwargs.get("input_ids", next(iter(args), None))
+        if isinstance(ids, torch.Tensor):  # before the others begin what would fail in the middle
+            check_vocabulary(self, ids)  # type: ignore[arg-type]
         return _tell(leader, super().__call__, args, kwargs)  # type: ignore[misc]
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from torch_pi2.base.files import scratch
 from torch_pi2.checkpoint.save_load import load
 from torch_pi2.checkpoint.synthetic import synthetic
 from torch_pi2.decode.decode import Decoder
@@ -97,10 +97,10 @@ def glue(folder: Path, *, real: bool, tick: Callable[[float], None]) -> tuple[Gl
     models = [(few, _SMALL[0]), *((many, size) for size in ((*_SMALL, *_LARGE) if real else _SMALL[:1]))]
     us = {}
     for layers, size in models:
-        with tempfile.TemporaryDirectory(dir=folder) as made:
-            _synthetic(Path(made) / "m", layers, size)
+        with scratch(folder, "pi2-measured-model") as made:
+            _synthetic(made / "m", layers, size)
             for compiled in ways:
-                us[layers, size, compiled] = _outside_us(Path(made) / "m", compiled)
+                us[layers, size, compiled] = _outside_us(made / "m", compiled)
                 tick(1 / len(models) / len(ways))
 
     def layer(size: tuple[int, int], compiled: bool) -> float:

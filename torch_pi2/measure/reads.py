@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from torch_pi2.base.files import not_written
+from torch_pi2.base.files import not_written, scratch
 from torch_pi2.errors import ArtifactError
 from torch_pi2.machine.hardware import Interference
 from torch_pi2.machine.reads import ReadRate, Reads, monotone
@@ -134,7 +133,7 @@ def drive(folder: Path, nbytes: int, seconds: float) -> Iterator[Drive]:
                 found=str(free),
                 fix="Free some space, or name another folder: --measure-folder.",
             )
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".pi2-reads-") as file:
+        with scratch(folder, "pi2-measured-reads") as made, (made / "random").open("xb") as file:
             piece = os.urandom(min(16 * _MIB, nbytes))
             for start in range(0, nbytes, len(piece)):
                 file.write(piece[: nbytes - start])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import shutil
 import statistics
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from torch_pi2.base.files import scratch
 from torch_pi2.checkpoint.pack import pack
 from torch_pi2.checkpoint.save_load import load
 from torch_pi2.checkpoint.synthetic import synthetic
@@ -50,8 +50,8 @@ def store_costs(folder: Path, *, real: bool, tick: Callable[[float], None]) -> S
     neuron that is wanted. ``slot_us``: how much longer where the cache holds little, for each slot that is read, in
     steps of many tokens.
     """
-    with tempfile.TemporaryDirectory(dir=folder) as made:
-        dense, store = Path(made) / "m", Path(made) / "s"
+    with scratch(folder, "pi2-measured-store") as made:
+        dense, store = made / "m", made / "s"
         synthetic(dense, _SHAPE if real else _SMALL, weights="int4", active=0.1, rank=64)
         pack(dense, store)
         tick(0.5)
