@@ -16,9 +16,9 @@ from torch_pi2.cli import common
 from torch_pi2.decode.budget import divide
 from torch_pi2.errors import ConfigError
 from torch_pi2.rewrite.skeleton import model_config
+from torch_pi2.spec.budget import Budget
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import Plan
-from torch_pi2.store.budget import Budget
 from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.shapes import SHAPES

@@ -25,11 +25,12 @@ from torch_pi2.layers.of_model import homes
 from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.ops.dtypes import dtype_name, format_name
 from torch_pi2.rewrite.handle import Handle, Optimized
+from torch_pi2.spec.budget import Budget
 from torch_pi2.spec.method import PREDICTED, Method
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.spec.site import block_of
-from torch_pi2.store.budget import Budget, engine_bytes, kv_bytes, piece_tokens, place_bytes
+from torch_pi2.store.budget import engine_bytes, kv_bytes, piece_tokens, place_bytes
 from torch_pi2.store.storefile import StoreReader, format_fields
 from torch_pi2.store.superblock import LayerEntry, slot_bytes
 
