@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -191,11 +193,13 @@ def test_a_group_that_cannot_be_made(tmp_path):
     (tmp_path / "memory.limit_in_bytes").write_text("0")
     target = tmp_path / f"pi2-bench-{os.getpid()}"
     target.write_text("in the way")
-    with pytest.raises(cap.CapError, match=r"permission to make a group of 4096 bytes in .*, found File exists"):
+    with pytest.raises(cap.CapError, match=r"permission to make a group in .*4096\}, found File exists"):
         cap.MemoryCap(4096, tmp_path).__enter__()
 
 
 def test_a_group_that_cannot_be_joined(tmp_path):
+    with pytest.raises(cap.CapError, match=r"the cpu controller of cgroup v1 in .*, found none. Mount"):
+        cap.CpuCap(0.5, tmp_path).__enter__()
     with pytest.raises(cap.CapError, match=r"expected a group in .* that may be joined, found No such file"):
         cap.join(tmp_path / "none")
 
@@ -222,3 +226,26 @@ def test_bytes_read_are_those_of_this_process():
     before = cap.read_bytes()
     assert before is None or (isinstance(before, int) and before >= 0)
     assert Path("/proc/self/io").exists() == (before is not None)
+
+
+_BUSY = """
+import sys, time
+from benchmarks import cap
+
+cap.join(sys.argv[1])
+end, used = time.monotonic() + 0.5, time.process_time()
+while time.monotonic() < end:
+    pass
+print((time.process_time() - used) / 0.5)
+"""
+
+
+def test_a_share_of_a_core(tmp_path: Path) -> None:
+    try:
+        with cap.CpuCap(0.25, name="busy") as group:
+            run = [sys.executable, "-c", _BUSY, str(group.folder)]
+            share = float(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
+    except cap.CapError:
+        pytest.skip("no groups here")
+    assert not group.folder.exists()
+    assert share < 0.35
