@@ -313,6 +313,8 @@ def test_doctor_knows_the_library_and_the_extras(command) -> None:
     for extra in found["extras"].values():
         assert (extra["install"] is not None) == bool(extra["missing"])
     assert "all is well" in command("doctor").out
+    alone = command("doctor", "--measure-folder", ".", ok=False).err
+    assert "--measure-folder: expected --measure beside it, found nothing to measure. Pass --measure." in alone
 
 
 def test_doctor_reports_a_missing_library(command, monkeypatch) -> None:

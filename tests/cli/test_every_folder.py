@@ -216,10 +216,14 @@ def test_a_budget_is_of_what_is_in_a_store(command: Command, kinds: dict[str, Pa
     folder = kinds["checkpoint"]
     assert (
         f"--budget 1GB: expected a model over a store, as pack writes it, found the weights of {folder} as they were, "
-        f"all of which are in memory. Leave --budget out, or pack it: torch-pi2 pack {folder} --out DIR."
+        f"all of which are in memory. Leave --budget out, or pack it: torch-pi2 pack {folder} STORE."
     ) in command("generate", folder, *asked, ok=False).err
     dense = command("generate", kinds["optimised"], *asked, "--dense", ok=False).err
-    assert "--budget 1GB: expected a model over a store" in dense
+    assert "--budget 1GB with --dense: expected one of them" in dense
+    few = command("generate", kinds["store"], *asked[:-1], "20kB", ok=False).err
+    assert "Give it more, or lower --max-new-tokens or --num-return-sequences." in few
+    few = command("eval", kinds["store"], "--budget", "20kB", ok=False).err
+    assert "Give it more, or lower --window or --batch-size." in few
 
 
 @pytest.mark.parametrize(
@@ -309,7 +313,7 @@ def test_eval_keeps_to_a_budget(command: Command, kinds: dict[str, Path], caplog
     assert not [r for r in caplog.records if r.levelname == "WARNING"]
     for more, expected in (
         (("--batch-size", "3", "--window", "512"), "at most 1024 tokens in a call"),
-        (("--window", "2048"), "--batch-size 1 --window 2048 with --budget: expected at most 1024 tokens in a call"),
+        (("--window", "2048"), "--window 2048 with --budget: expected at most 1024 tokens in a call"),
         (
             ("--rounds", "5"),
             f"--rounds: expected a folder that optimize wrote, and no --against: .* found {store}, w",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import os
@@ -286,7 +287,6 @@ def test_a_margin_that_nothing_can_be_done_with_is_refused(
 
 
 def test_copies_share_the_store_and_conversions_leave_it(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    import copy
     import pickle
 
     model = torch_pi2.load(folders[1], budget=smallest(folders[1]) + 50_000)
@@ -323,11 +323,18 @@ def test_more_tokens_than_the_budget_has_room_for(folders: tuple[Path, Path], ca
         for _ in range(3):
             token = decoder.step(token)
 
+    def both(model: Any) -> None:
+        decoders = [Decoder(m, max_tokens=64, compiled=False) for m in (model, copy.deepcopy(model))]
+        for decoder in decoders:
+            decoder.prompt(long[:1, :30])
+
     for decode, found in (
         (lambda model: Decoder(model, max_tokens=64, batch=4, compiled=False).prompt(long[:, :20]), 80),
         (lambda model: torch_pi2.generate(model, ids, max_new_tokens=8, num_return_sequences=3, do_sample=True), 60),
         (joined, 57),
         (stepped, 51),
+        (both, 60),
+        (lambda model: [torch_pi2.generate(model, ids, max_new_tokens=30) for _ in range(3)], None),
         (lambda model: torch_pi2.generate(model, ids, max_new_tokens=30), None),
     ):
         for context in (50, 100):

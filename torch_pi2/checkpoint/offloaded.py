@@ -68,6 +68,8 @@ def load_offloaded(
             found="weights that are read whole",
             fix="Make one with torch_pi2.pack(folder, out).",
         )
+    if offload.lossy:
+        _check_lossy(plan, offload)
     how: dict[str, Any] = {
         "dtype": dtype,
         "trust_remote_code": trust_remote_code,
@@ -97,8 +99,6 @@ def load_offloaded(
         if total is None:
             budget = budget.with_total(budget.whole, folder)
         index_of = {key: i for i, key in enumerate(reader.keys)}
-    if offload.lossy:
-        _check_lossy(plan, offload)
     store = Store(pi2 / STORE_FILE, budget.cache, offload, token_bytes=budget.token)
     store.budget = budget
     make = _OverStore(store, index_of, predictors, int8_activations, together)

@@ -223,7 +223,9 @@ def load(
         offload: how neurons are read and kept; with ``budget`` only. Default: as the plan says, if it has a part for
             hardware.
         context: with ``budget`` only, tokens of all sequences together whose keys and values, and activations, it is to
-            have room for (default: 1,024). Decoding more is a warning.
+            have room for (default: 1,024). More in a :class:`torch_pi2.Decoder`, and so in :func:`torch_pi2.generate`
+            and ``model.generate``, is a warning; what transformers keeps by itself (of beams; caches of one's own)
+            nobody counts.
         strict_budget: refuse a budget whose cache holds less than one token wants, instead of a warning: nearly
             everything would come from flash each time. Both name the budget from which on it would not.
         plan: another than the folder's, or the folder that it is in (``torch-pi2 plan FOLDER --hardware ... --out``):
@@ -505,7 +507,7 @@ def _from_pretrained(folder: Path, trust_remote_code: bool, dtype: torch.dtype |
         raise ArtifactError(
             f"loading {folder}",
             expected="a model that transformers can build",
-            found=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            found=f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}",
             fix=f"{_what_to_do(folder, error)} Or pass model=... to load into.",
         ) from error
     if missing := sorted(loading["missing_keys"]):  # transformers gives them random numbers

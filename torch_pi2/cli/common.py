@@ -38,6 +38,13 @@ _MODEL = "a Hugging Face causal language model"
 MOST_TOKENS = 4096
 #: ``--gpu-memory`` of it: the model is on the GPU as a whole.
 ALL = "all"
+#: By verb: options that make what is beside neurons smaller.
+_LESS = {
+    "generate": ("--max-new-tokens", "--num-return-sequences"),
+    "chat": ("--max-tokens",),
+    "serve": ("--max-tokens", "--lanes"),
+    "eval": ("--window", "--batch-size"),
+}
 #: Fields of OffloadConfig that leave out what is not in memory.
 LEAVE_OUT = ("miss_margin", "drop_experts")
 
@@ -357,11 +364,17 @@ def _loading(args: argparse.Namespace, part: str, expected: str) -> Iterator[Non
         from transformers.utils import logging
     except ImportError as error:
         raise missing_package("transformers", "hf", error) from error
+    from torch_pi2.decode.budget import LESS
+
     logging.disable_progress_bar()
     try:
         yield
-    except Pi2Error:
-        raise
+    except Pi2Error as error:
+        fix = error.fix.replace("trust_remote_code=True", "--trust-remote-code")
+        fix = fix.replace(LESS, " or ".join(_LESS.get(getattr(args, "verb", ""), ())) or LESS)
+        if fix == error.fix:
+            raise
+        raise type(error)(error.what, expected=error.expected, found=error.found, fix=fix) from error
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         message = " ".join(str(error).split())
         if not Path(args.model).exists() and not args.allow_download:
@@ -525,12 +538,19 @@ def load_any(args: argparse.Namespace, dense: bool = False) -> nn.Module:
     dense, wanted = dense or not (Path(args.model) / "pi2").is_dir(), getattr(args, "gpu_memory", None)
     for name, value in {"budget": getattr(args, "budget", None), **left_out(args)}.items():
         option = option_of(name)
+        if getattr(args, "dense", False) and value is not None:
+            raise ConfigError(
+                f"{option} {value} with --dense",
+                expected="one of them: a dense model has all of its weights in memory",
+                found="both",
+                fix="Leave one of them out.",
+            )
         if dense and value is not None:
             raise ConfigError(
                 f"{option} {value}",
                 expected="a model over a store, as pack writes it",
                 found=f"the weights of {args.model} as they were, all of which are in memory",
-                fix=f"Leave {option} out, or pack it: torch-pi2 pack {args.model} --out DIR.",
+                fix=f"Leave {option} out, or pack it: torch-pi2 pack {args.model} STORE.",
             )
     if wanted is not None:
         _check_gpu(args, wanted, dense)

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("hardware profile")
     group.add_argument(
-        "--measure", action="store_true", help="measure this machine, about a minute; let nothing else run"
+        "--measure", action="store_true", help="measure this machine, two to three minutes; let nothing else run"
     )
     group.add_argument(
         "--measure-folder",
@@ -61,6 +61,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     if getattr(args, "link", False):
         return _link(args)
+    if getattr(args, "measure_folder", None) is not None and not args.measure:
+        raise ConfigError(
+            "--measure-folder", expected="--measure beside it", found="nothing to measure", fix="Pass --measure."
+        )
     library = _library()
     asked = getattr(args, "target", None)  # examples/demo.py asks without a command line of ours
     target = None if asked is None else _target(asked, args.compile)

@@ -118,14 +118,15 @@ def _set_batch(args: argparse.Namespace) -> None:
     from torch_pi2.spec.budget import PIECE_TOKENS
 
     most = _WINDOWS if args.budget is None else min(_WINDOWS, PIECE_TOKENS // args.window)
+    said = f" --batch-size {args.batch_size}" if (args.batch_size or 1) > 1 else ""
     args.batch_size = args.batch_size or max(1, most)
     args.context = args.batch_size * args.window
     if args.budget is not None and args.context > PIECE_TOKENS and not common.left_out(args):  # else token by token
         raise ConfigError(
-            f"--batch-size {args.batch_size} --window {args.window} with --budget",
+            f"--window {args.window}{said} with --budget",
             expected=f"at most {PIECE_TOKENS} tokens in a call, whose activations a budget has room for",
             found=str(args.context),
-            fix="Make one of them smaller.",
+            fix="Pass a smaller --window" + (" or --batch-size." if said else "."),
         )
 
 

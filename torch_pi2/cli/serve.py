@@ -47,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefix-cache",
         default="256MiB",
         metavar="BYTES",
-        help="keys and values of prompts, of each model, for others that begin alike (default: 256MiB; 0: none)",
+        help="keys and values of prompts, of each model, for others that begin alike, beside its --budget (default: "
+        "256MiB; 0: none)",
     )
     add("--prefix-dir", metavar="DIR", help="keep them on disk as well, for the next run and for other servers")
     add(

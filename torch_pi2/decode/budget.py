@@ -33,6 +33,8 @@ _log = logging.getLogger("torch_pi2")
 
 #: Objects of a model, stacks of the threads that read, and what the allocator keeps.
 _OBJECT_BYTES = 8 << 20
+#: What takes less of a budget if it is smaller.
+LESS = "context or OffloadConfig.in_flight"
 #: What compiling a step takes besides, measured: for each layer, and at all.
 _COMPILED_LAYER_BYTES, _COMPILER_BYTES = 8 << 20, 32 << 20
 
@@ -48,7 +50,8 @@ def set_budget(model: nn.Module, budget: float | str) -> Budget:
     Copies of a model (``copy.deepcopy``) are over the same store, and have the same budget.
 
     Args:
-        budget: bytes, or text such as ``"2.5GiB"``; at most that with which the model was loaded.
+        budget: bytes, or text such as ``"2.5GiB"``; at most that with which the model was loaded, if not all neurons
+            have room in that.
 
     Returns:
         How it is divided, as in :func:`torch_pi2.stats`.
@@ -195,7 +198,7 @@ def divide(
             f"budget for {store.path.parent.parent}",
             expected=f"at least {mebibytes(sum(parts.values()), up=True)} ({needed})",
             found=mebibytes(total),
-            fix="Give it more, or lower context (--max-tokens, --max-new-tokens) or OffloadConfig.in_flight.",
+            fix=f"Give it more, or lower {LESS}.",
         )
     slots = min(count, left // (slot + SLOT_BYTES))
     found = {"cache": slots * slot, "neurons": count * slot, "token": token, "slot": slot}
@@ -292,9 +295,9 @@ def room_for_compiling(model: nn.Module) -> Iterator[None]:
     left = max(0, size - max(0, needed - (budget.total - budget.smallest - budget.in_slots(size))))
     missing = needed - (budget.total - budget.smallest - budget.in_slots(left))
     if missing > 0:
-        _log.warning(
-            "%s: compiling a step may take %.0f MiB more than the budget has room for, until it is done.",
-            *(store.path.parent.parent, missing / 2**20),
+        store.warn_once(
+            f"compiling a step may take {missing / 2**20:.0f} MiB more than the budget has room for, until it is done.",
+            "compiling",
         )
     if left == size:
         yield

@@ -721,7 +721,7 @@ class Decoder:
     def _count(self, lengths: list[int]) -> None:
         self.lengths = lengths
         if (store := store_of(self.model)) is not None:
-            store.check_context(sum(lengths))
+            store.check_context(self, sum(lengths))
 
     @contextmanager
     def _attending(self, of_each: bool) -> Iterator[None]:

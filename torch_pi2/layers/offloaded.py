@@ -68,6 +68,7 @@ class Store:
         #: Of the models over it (one and its copies), of which the cache is a part; None: of none.
         self.budget: Budget | None = None
         self._said = set[str]()
+        self._kept = weakref.WeakKeyDictionary[object, int]()
         self._since_trim = 0
         #: What :meth:`arrange` has asked for; None: nothing.
         self.resident: tuple[int, ...] | None = None
@@ -233,26 +234,28 @@ class Store:
             trim()
         most = tokens if self.budget is None else self.budget.piece_tokens
         if tokens > most:
-            self._warn_once(
+            self.warn_once(
                 f"a call for {tokens} tokens takes more memory than its budget, which has room for the activations of "
                 f"{most}. Load it with a larger context, or read prompts in pieces (torch_pi2.Decoder, "
                 f"torch_pi2.generate, model.generate(..., prefill_chunk_size={most})).",
                 "activations",
             )
 
-    def check_context(self, tokens: int) -> None:
-        """Keys and values of so many tokens are in memory, those of all sequences: log, once, that the budget has room
-        for fewer.
+    def check_context(self, holder: object, tokens: int) -> None:
+        """``holder`` has keys and values of so many tokens from now on: log, once, that the budget has room for fewer
+        than all have that there are.
         """
-        most = tokens if self.budget is None else self.budget.context
-        if tokens > most:
-            self._warn_once(
+        self._kept[holder] = tokens
+        if self.budget is not None and (tokens := sum(self._kept.values())) > self.budget.context:
+            self.warn_once(
                 f"keys and values of {tokens} tokens, all sequences together, take more memory than its budget, which "
-                f"has room for those of {most}. Load it with a larger context, or decode fewer sequences at a time.",
+                f"has room for those of {self.budget.context}. Load it with a larger context, or decode fewer "
+                "sequences at a time.",
                 "keys and values",
             )
 
-    def _warn_once(self, message: str, of: str) -> None:
+    def warn_once(self, message: str, of: str) -> None:
+        """Log it, if nothing has been ``of`` this store before."""
         if of not in self._said:
             self._said.add(of)
             _log.warning("%s: %s", self.path.parent.parent, message)

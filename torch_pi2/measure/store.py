@@ -15,13 +15,12 @@ from torch_pi2.base.files import scratch
 from torch_pi2.checkpoint.pack import pack
 from torch_pi2.checkpoint.save_load import load
 from torch_pi2.checkpoint.synthetic import synthetic
-from torch_pi2.decode.budget import stats
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.machine.hardware import StoreCosts
 from torch_pi2.measure.fit import six_digits
 from torch_pi2.observe import timings
 from torch_pi2.observe.steps import timed_steps
-from torch_pi2.rewrite.handle import store_of
+from torch_pi2.rewrite.handle import store_and_budget, store_of
 from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.store.firing import TokenStream
 
@@ -60,12 +59,13 @@ def store_costs(folder: Path, *, real: bool, tick: Callable[[float], None]) -> S
         whole = load(store, activations="int8", budget=1 << 40)
         found_us, wanted, _ = _step(whole, 1)
         many_us, _, _ = _step(whole, _MANY)
-        budget = stats(whole)["budget"]
         del whole
         tick(0.25)
-        some = budget.smallest + budget.in_slots(math.floor(_CACHED * budget.neurons))
         how = OffloadConfig(preload=False, hot_share=0.0)
-        read_us, _, missed = _step(load(store, activations="int8", budget=some, offload=how), _MANY)
+        some = load(store, activations="int8", budget=1 << 40, offload=how)
+        opened, budget = store_and_budget(some)
+        opened.resize(math.floor(_CACHED * budget.neurons / budget.slot) * budget.slot)
+        read_us, _, missed = _step(some, _MANY)
         tick(0.25)
     return StoreCosts(
         lookup_us=six_digits(max(0.0, found_us - alone_us) / max(1.0, wanted)),

@@ -128,7 +128,7 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 
 def _not_built(folder: str | Path, error: Exception) -> ArtifactError:
-    said, there = " ".join(str(error).split())[:300], os.path.isdir(folder)
+    said, there = " ".join(str(error).split())[:300].rstrip("."), os.path.isdir(folder)
     fix = "Correct its config.json, or update transformers if it is newer." if there else "Check the folder's name."
     if _TRUST in said or (there and any(Path(folder).glob("*.py"))):
         fix = how_to_trust(folder)
