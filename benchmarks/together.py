@@ -380,10 +380,12 @@ def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
             shown(case.get("same"), common.percent),
         )
 
-    rows = [row("one process", result["alone"])]
+    share = result.get("core_share", 1)
+    part = "" if share == 1 else f", {share:g} of a core"
+    rows = [row(f"one process{part}", result["alone"])]
     for link, cases in result["links"].items():
         name = "no limit" if link == "none" else f"{link} Mbit/s"
-        rows += [row(f"{result['ranks']} processes, {name}, {reduction}", case) for reduction, case in cases.items()]
+        rows += [row(f"{result['ranks']} processes{part}, {name}, {way}", case) for way, case in cases.items()]
     return rows
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -68,7 +69,7 @@ class Store:
         #: Of the models over it (one and its copies), of which the cache is a part; None: of none.
         self.budget: Budget | None = None
         self._said = set[str]()
-        self._kept = weakref.WeakKeyDictionary[object, int]()
+        self._kept, self._lock = weakref.WeakKeyDictionary[object, int](), threading.Lock()
         self._since_trim = 0
         #: What :meth:`arrange` has asked for; None: nothing.
         self.resident: tuple[int, ...] | None = None
@@ -245,8 +246,10 @@ class Store:
         """``holder`` has keys and values of so many tokens from now on: log, once, that the budget has room for fewer
         than all have that there are.
         """
-        self._kept[holder] = tokens
-        if self.budget is not None and (tokens := sum(self._kept.values())) > self.budget.context:
+        with self._lock:
+            self._kept[holder] = tokens
+            tokens = sum(self._kept.values())
+        if self.budget is not None and tokens > self.budget.context:
             self.warn_once(
                 f"keys and values of {tokens} tokens, all sequences together, take more memory than its budget, which "
                 f"has room for those of {self.budget.context}. Load it with a larger context, or decode fewer "
