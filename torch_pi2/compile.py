@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.fields import argument
+from torch_pi2.base.group import groups
 from torch_pi2.base.warn import warn_once
 from torch_pi2.errors import ConfigError, DeviceError, DtypeError, NonFiniteError, StaleArtifactError
 from torch_pi2.graph.left import left_dense
@@ -90,7 +91,8 @@ def backend(
         gm = changed if sparse or merged else gm
     placeholders = gm.graph.find_nodes(op="placeholder")
     ours = [node.meta["example_value"] for node in placeholders[len(example_inputs) :]]
-    return _with_rows(_explaining(_inductor(gm, [*example_inputs, *ours], mode), gm), sparse, merged)
+    compiled = _explaining(_inductor(gm, [*example_inputs, *ours], mode), gm)
+    return _with_rows(_together(compiled, gm), sparse, merged)
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None) -> Callable[..., Any]:
@@ -124,6 +126,21 @@ def _explaining(compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..
             if explained is None:
                 raise
             raise explained from error
+
+    return run
+
+
+def _together(compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
+    """Raise GroupError where another process is lost with which a graph computes, as the modules do without a graph."""
+    calls = [n for n in gm.graph.nodes if n.op == "call_function" and "_c10d_functional." in str(n.target)]
+    found = {groups[arg] for node in calls for arg in node.args if isinstance(arg, str) and arg in groups}
+    if len(found) != 1:
+        return compiled
+    (group,) = found
+
+    def run(*args: Any) -> Any:
+        with group.together():
+            return compiled(*args)
 
     return run
 

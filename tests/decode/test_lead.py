@@ -326,6 +326,27 @@ os._exit(0)
             assert survivor[0] == "noticed True"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", ["2", "float/stages"])
+def test_who_is_killed_is_named_by_a_graph_of_ours(folder: Path, tmp_path: Path, shards: str) -> None:
+    """The user's own ``torch.compile``."""
+    script = """
+compiled = torch.compile(model, backend="torch_pi2")
+try:
+    with torch.no_grad():
+        compiled(few)
+        if rank:
+            os.kill(os.getpid(), 9)
+        compiled(few)
+except torch_pi2.errors.GroupError as error:
+    print(error)
+sys.stdout.flush()
+os._exit(0)
+"""
+    said, _ = together(tmp_path, _BEGIN + script, 2, folder / shards, codes=[0, -9])
+    assert "expected an answer of each within 3 s, found none of process 1. See what it says" in said
+
+
 @pytest.mark.parametrize(
     ("shards", "led", "victim"), [("2", "", 0), ("2", "led", 1), ("float/stages", "led", 0), ("float/stages", "", 1)]
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,6 +24,10 @@ from torch_pi2.errors import ConfigError, GroupError
 _ASKING_S = 2.0
 #: What gloo's errors have in them, wherever they come from.
 _OF_GLOO = ("gloo", "onnection closed by peer", "onnection reset", "Timed out waiting", "Broken pipe")
+
+
+#: By the names that operators call them, which is all that compiled code knows of one.
+groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
 
 
 def _sent(own: torch.Tensor, root: int, group_name: str) -> torch.Tensor:
@@ -104,6 +109,7 @@ class Group:
         if self.rank not in ranks:
             return ""
         self._groups.append(group)
+        groups[str(group.group_name)] = self
         return str(group.group_name)
 
     def hand_on(self, own: torch.Tensor, rank: int) -> torch.Tensor:
