@@ -328,7 +328,16 @@ def test_more_tokens_than_the_budget_has_room_for(folders: tuple[Path, Path], ca
         for decoder in decoders:
             decoder.prompt(long[:1, :30])
 
+    def left(model: Any) -> None:
+        decoder = Decoder(model, max_tokens=64, batch=3, compiled=False)
+        decoder.prompt(long[:2, :20])
+        decoder.keep([1])
+        decoder.fork(2)
+        decoder.rest()
+        Decoder(model, max_tokens=64, compiled=False).prompt(long[:1, :45])
+
     for decode, found in (
+        (left, None),
         (lambda model: Decoder(model, max_tokens=64, batch=4, compiled=False).prompt(long[:, :20]), 80),
         (lambda model: torch_pi2.generate(model, ids, max_new_tokens=8, num_return_sequences=3, do_sample=True), 60),
         (joined, 57),

@@ -288,7 +288,7 @@ class Decoder:
                 fix="Read it whole.",
             )
         self._check_same("prompt", ids_BT)
-        self.lengths = []  # whatever happens below, what was before is gone
+        self._count([])  # whatever happens below, what was before is gone
         return self._read(ids_BT, known)
 
     def joining(self, ids_1T: torch.Tensor, known: Sequence[list[torch.Tensor]] = ()) -> Iterator[int]:
@@ -599,7 +599,7 @@ class Decoder:
         self._check_read("keep")
         kept = sorted(set(rows))
         if not kept:
-            self.lengths = []
+            self._count([])
             return []
         if kept[0] < 0 or kept[-1] >= self.batch:
             raise ShapeError(
@@ -613,7 +613,7 @@ class Decoder:
         for row, last in zip(free, reversed(kept)):
             self._kv.copy_row(last, row)
             came_from[row] = last
-        self.lengths = [self.lengths[row] for row in came_from]
+        self._count([self.lengths[row] for row in came_from])
         self._use(len(kept))
         return came_from
 
@@ -696,7 +696,7 @@ class Decoder:
         """Forget all sequences; the memory of their keys and values goes back to the system until the next prompt (on a
         GPU it is kept).
         """
-        self.lengths = []
+        self._count([])
         self._kv.give_back(0)
 
     def let_go(self) -> None:
