@@ -43,6 +43,7 @@ from torch_pi2.spec.site import block_of
 from torch_pi2.store.folder import PI2_FOLDER, read_config
 from torch_pi2.store.shards import shards_in
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
+from torch_pi2.store.superblock import LayerEntry
 
 #: Tokens of a prompt, and of an answer that is not timed, before the first round.
 _PROMPT, _WARM_UP = 8, 8
@@ -218,9 +219,14 @@ def _sizes(folder: Path, shards: Path) -> tuple[int, dict[str, int]]:
             raise ConfigError(
                 str(shards), expected=f"shards of {folder}", found="those of another model", fix="Pack them again."
             )
-        chunks = sum(-(-entry.neurons // (entry.chunk or entry.neurons)) * entry.hidden for entry in one.entries)
-        calls = {block_of(key): entry.hidden for key, entry in zip(one.keys, one.entries, strict=True)}
-        sums = sum(calls.values())  # experts of a block are added together
+        calls: dict[object, list[LayerEntry]] = {}
+        for key, entry in zip(one.keys, one.entries, strict=True):
+            calls.setdefault(block_of(key), []).append(entry)
+        sums = sum(entries[0].hidden for entries in calls.values())  # experts of a block are added together, by rank
+        chunks = sum(
+            entry.hidden * (-(-entry.neurons // (entry.chunk or entry.neurons)) if not others else 1)
+            for entry, *others in calls.values()
+        )
         hidden = one.entries[0].hidden * (whole.float_dtype or torch.float32).itemsize
     config = read_config(folder)
     queries = config["num_attention_heads"]

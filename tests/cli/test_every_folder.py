@@ -220,9 +220,9 @@ def test_a_budget_is_of_what_is_in_a_store(command: Command, kinds: dict[str, Pa
     ) in command("generate", folder, *asked, ok=False).err
     dense = command("generate", kinds["optimised"], *asked, "--dense", ok=False).err
     assert "--budget 1GB with --dense: expected one of them" in dense
-    few = command("generate", kinds["store"], *asked[:-1], "20kB", ok=False).err
+    few = command("generate", kinds["store"], *asked[:-1], "20KB", ok=False).err
     assert "Give it more, or lower --max-new-tokens or --num-return-sequences." in few
-    few = command("eval", kinds["store"], "--budget", "20kB", ok=False).err
+    few = command("eval", kinds["store"], "--budget", "20KB", ok=False).err
     assert "Give it more, or lower --window or --batch-size." in few
 
 

@@ -19,10 +19,10 @@ def parse_bytes(value: float | str, what: str = "budget") -> int:
         found = value
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", value, re.ASCII) if isinstance(value, str) else None
     if match is not None and match.group(2) in _UNITS:
-        found = math.ceil(round(float(match.group(1)) * _UNITS[match.group(2)], 3))
+        found = round(float(match.group(1)) * _UNITS[match.group(2)], 3)
     if not 0 <= found < math.inf:
         raise ConfigError(what, expected="bytes, or text such as 2.5GiB or 700MB", found=repr(value), fix="Correct it.")
-    return int(found)
+    return math.ceil(found)  # what a message names, rounded up to a tenth of a MiB, is enough
 
 
 def size(count: float) -> str:

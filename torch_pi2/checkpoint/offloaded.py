@@ -100,7 +100,7 @@ def load_offloaded(
             budget = budget.with_total(budget.whole, folder)
         index_of = {key: i for i, key in enumerate(reader.keys)}
     store = Store(pi2 / STORE_FILE, budget.cache, offload, token_bytes=budget.token)
-    store.budget = budget
+    store.budget, store.limited = budget, total is not None
     make = _OverStore(store, index_of, predictors, int8_activations, together)
     give_back_freed_memory()
     model = load_sparse(

@@ -72,7 +72,7 @@ def set_budget(model: nn.Module, budget: float | str) -> Budget:
             fix="Load the model with the largest budget that it is going to have.",
         )
     store.resize(made.cache)
-    store.budget = made
+    store.budget, store.limited = made, True
     handle = Handle.of(model)
     if handle is not None and handle.engine is not None:
         handle.engine.refresh()
@@ -282,10 +282,10 @@ def room_for_compiling(model: nn.Module) -> Iterator[None]:
     """While this is entered, the neuron cache of a model over a store has no more than compiling a step leaves.
 
     A budget has no other room for that: where it is smaller, a warning says what is missing. Afterwards the cache has
-    its size again, and is filled as at loading. Nothing happens to a model in memory.
+    its size again, and is filled as at loading. Nothing happens to a model in memory, or a shard without a budget.
     """
     in_use = store_of(model)
-    if in_use is None or in_use.config.engine == "mmap":
+    if in_use is None or in_use.config.engine == "mmap" or not in_use.limited:
         yield
         return
     store, budget = store_and_budget(model)

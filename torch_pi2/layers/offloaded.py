@@ -66,8 +66,10 @@ class Store:
         load()
         self.path, self.config = Path(path).absolute(), config or OffloadConfig()  # the current folder may change
         self.token_bytes, self.opened_bytes = token_bytes, cache_bytes
-        #: Of the models over it (one and its copies), of which the cache is a part; None: of none.
+        #: Of the models over it (one and its copies), of which the cache is a part; None: of none. Whether they are to
+        #: keep to it: nobody has asked for that of a shard.
         self.budget: Budget | None = None
+        self.limited = False
         self._said = set[str]()
         self._kept, self._lock = weakref.WeakKeyDictionary[object, int](), threading.Lock()
         self._since_trim = 0
@@ -233,8 +235,7 @@ class Store:
         if self._since_trim >= _TRIM_TOKENS:
             self._since_trim = 0
             trim()
-        most = tokens if self.budget is None else self.budget.piece_tokens
-        if tokens > most:
+        if self.limited and self.budget is not None and tokens > (most := self.budget.piece_tokens):
             self.warn_once(
                 f"a call for {tokens} tokens takes more memory than its budget, which has room for the activations of "
                 f"{most}. Load it with a larger context, or read prompts in pieces (torch_pi2.Decoder, "
@@ -249,7 +250,7 @@ class Store:
         with self._lock:
             self._kept[holder] = tokens
             tokens = sum(self._kept.values())
-        if self.budget is not None and tokens > self.budget.context:
+        if self.limited and self.budget is not None and tokens > self.budget.context:
             self.warn_once(
                 f"keys and values of {tokens} tokens, all sequences together, take more memory than its budget, which "
                 f"has room for those of {self.budget.context}. Load it with a larger context, or decode fewer "
