@@ -106,7 +106,6 @@ class MemoryCap(_Cap):
 
     def __init__(self, limit: int, controller: Path = CONTROLLER, *, name: str = "") -> None:
         super().__init__("memory", controller, {_LIMIT: limit}, name)
-        self.limit = limit
 
     def most_bytes(self) -> int:
         """The most that the group has had, page cache included."""

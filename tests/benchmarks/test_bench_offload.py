@@ -241,11 +241,10 @@ print((time.process_time() - used) / 0.5)
 
 
 def test_a_share_of_a_core(tmp_path: Path) -> None:
-    try:
-        with cap.CpuCap(0.25, name="busy") as group:
-            run = [sys.executable, "-c", _BUSY, str(group.folder)]
-            share = float(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
-    except cap.CapError:
-        pytest.skip("no groups here")
+    if not os.access(cap.CPU / "cpu.cfs_quota_us", os.W_OK):
+        pytest.skip("no groups of the CPU controller may be made here")
+    with cap.CpuCap(0.25, name="busy") as group:
+        run = [sys.executable, "-c", _BUSY, str(group.folder)]
+        share = float(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
     assert not group.folder.exists()
     assert share < 0.35

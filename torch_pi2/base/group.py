@@ -166,10 +166,7 @@ class Group:
         """Who has ended or hangs, if that is what ``error`` is about."""
         if type(error) is not RuntimeError or not any(word in str(error) for word in _OF_GLOO):
             return None  # an error of ours may have such words in it, too
-        who, said = self._who()
-        if not who:
-            return self._lost("this one in time: all others have given up, as they do where one is stopped", "")
-        return self._lost(who, said)
+        return self._lost(*self._who())
 
     def _lost(self, who: str, said: str) -> GroupError:
         return GroupError(
@@ -180,7 +177,7 @@ class Group:
         )
 
     def _who(self) -> tuple[str, str]:
-        """Which processes are lost, and why, as far as they have said so; "": none of the others."""
+        """Which processes are lost, and why, as far as they have said so; this one, where no other is."""
         self._say(f"noticed/{self.rank}", "")
         self._leave()
         others, until = [rank for rank in range(self.size) if rank != self.rank], time.monotonic() + _ASKING_S
@@ -192,7 +189,9 @@ class Group:
             time.sleep(0.01)
         if failed:
             return f"process {failed[0]}", self._get(f"failed/{failed[0]}")
-        return f"process {' and '.join(map(str, silent))}" if silent else "", ""
+        if not silent:
+            return "this one in time: all others have given up, as they do where one is stopped", ""
+        return f"process {' and '.join(map(str, silent))}", ""
 
     def _say(self, name: str, text: str) -> None:
         self._ask(name, lambda key: self._store.set(key, text))

@@ -15,15 +15,19 @@ from torch_pi2.observe import timings
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """How many, how long they took together, the core's clock, what the store counted (None: no store), and what the
-    model would have said after each (as :meth:`Decoder.step` returns it).
+    """How long they took together, the core's clock, what the store counted (None: no store), and what the model would
+    have said after each (as :meth:`Decoder.step` returns it).
     """
 
-    steps: int
     seconds: float
     timings: list[list[int]]
     stats: dict[str, int] | None
     answers: list[torch.Tensor]
+
+    @property
+    def steps(self) -> int:
+        """How many."""
+        return len(self.answers)
 
     def ms(self, kind: int) -> float:
         """Of one kind of :mod:`torch_pi2.observe.timings`, of all steps together."""
@@ -48,4 +52,4 @@ def timed_steps(
         seconds = time.perf_counter() - started
         if seconds > limit_s and len(answers) >= 2:
             break
-    return TimedSteps(len(answers), seconds, timings.read(), None if store is None else store.stats(), answers)
+    return TimedSteps(seconds, timings.read(), None if store is None else store.stats(), answers)
