@@ -134,11 +134,11 @@ def test_the_command(root: Path, tmp_path: Path) -> None:
     torch_pi2.save(model, tmp_path / "saved", AutoTokenizer.from_pretrained(root / "float"))
 
     def told(folder: Path, *more: str) -> str:
-        command = [sys.executable, "-m", "torch_pi2", "eval", str(folder), "--max-tokens", "200", "--rounds", "1"]
-        command += ["--decode-tokens", "2", "--limit", "4", "--lm-eval", str(root / "tasks" / "quiz.yaml"), *more]
+        command = [sys.executable, "-m", "torch_pi2", "eval", str(folder), "--max-tokens", "200", "--limit", "4"]
+        command += ["--lm-eval", str(root / "tasks" / "quiz.yaml"), *more]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-    found = json.loads(told(tmp_path / "saved", "--json"))
+    found = json.loads(told(tmp_path / "saved", "--json", "--rounds", "1", "--decode-tokens", "2"))
     quiz = found["lm_eval"]["quiz"]
     assert quiz["dense"] == quiz["sparse"]  # lossless
     assert quiz["dense"].keys() == {"acc", "acc_stderr"}
