@@ -68,7 +68,12 @@ def way_rows(ways: Mapping[str, Any], ratio: str, answers: int, digits: int) -> 
         return f"{found[name]:.{digits}f}", f"{low:.{digits}f} to {high:.{digits}f}"
 
     return [
-        (way, *shown(found, "ms", digits), *shown(found, ratio, 2), f"{found['same']} of {answers}")
+        (
+            way,
+            *shown(found, "ms", digits),
+            *shown(found, ratio, 2),
+            "-" if found["same"] is None else f"{found['same']} of {answers}",
+        )
         for way, found in ways.items()
     ]
 

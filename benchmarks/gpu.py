@@ -1,4 +1,5 @@
-"""One gated layer on a GPU: predictor and the neurons it says, the exact gate, and all neurons by cuBLAS.
+"""One gated layer on a GPU: predictor and the neurons it says, the exact gate, and all neurons by cuBLAS; in int4 also
+by PyTorch's own 4-bit kernel, which torchao calls (tinygemm).
 
 Several layers' weights in turn, or a GPU's cache would hold what is read; a CUDA graph of all of them, so that no
 launch is waited for. ``--device cpu`` runs the same calls there, to see that they are right.
@@ -19,6 +20,7 @@ from benchmarks.arguments import add_sizes
 from benchmarks.figures import alternate, at_least, spread
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
+from torch_pi2.formats import GROUP
 from torch_pi2.layers.gpu import check_gpu
 from torch_pi2.ops import load
 
@@ -55,6 +57,9 @@ class _Layer:
         else:
             made = [torch.ops.pi2.quantize(rows_IRH[:, row].float(), weights, None) for row in range(3)]
             self.rows = torch.stack(made, 1).contiguous().to(device)
+        self.packed = []
+        if weights == "int4":
+            self.packed = [_Packed(rows_IRH[:, row], device) for row in (0, 1)] + [_Packed(rows_IRH[:, 2].T, device)]
         self.weights = weights
         a, b = drawn(rank, hidden), drawn(intermediate, rank)
         a, b = ((w / w.abs().max() * 127).round().to(torch.int8).to(device) for w in (a, b))
@@ -88,6 +93,42 @@ class _Layer:
 
     def dense(self, x_TH: torch.Tensor) -> torch.Tensor:
         return F.linear(torch.relu(F.linear(x_TH, self.gate)) * F.linear(x_TH, self.up), self.down)
+
+    def dense_int4(self, x_TH: torch.Tensor) -> torch.Tensor:
+        gate, up, down = self.packed
+        return down(torch.relu(gate(x_TH)) * up(x_TH))
+
+
+class _Packed:
+    """A matrix ``[N, K]`` in 4 bits, groups of 32, as PyTorch's kernels have it; N is padded with zeros to 64s, K to
+    128s."""
+
+    def __init__(self, w_NK: torch.Tensor, device: torch.device) -> None:
+        self.shape = w_NK.shape
+        rows, columns = (-(-size // to) * to for size, to in zip(w_NK.shape, (64, 128), strict=True))
+        w_NK = F.pad(w_NK.float(), (0, columns - self.shape[1], 0, rows - self.shape[0]))
+        w_NGk = w_NK.unflatten(1, (-1, GROUP))
+        scale_NG1 = (w_NGk.abs().amax(-1, keepdim=True) / 7).clamp_min(1e-8).bfloat16()
+        q_NK = ((w_NGk / scale_NG1.float()).round().clamp(-8, 7) + 8).flatten(1).to(torch.int32)
+        # a number is (q - 8) * scale + zero
+        scales_NG = scale_NG1.squeeze(-1)
+        self.scales_GN2 = (
+            torch.stack((scales_NG, torch.zeros_like(scales_NG)), -1).transpose(0, 1).contiguous().to(device)
+        )
+        if device.type == "cuda":
+            halves = (q_NK[:, ::2] << 4 | q_NK[:, 1::2]).to(torch.uint8).to(device)
+            self.w = torch.ops.aten._convert_weight_to_int4pack(halves, 8)
+            self._times = torch.ops.aten._weight_int4pack_mm
+        else:
+            self.w = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q_NK, 1)
+            self._times = torch.ops.aten._weight_int4pack_mm_for_cpu
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        rows, columns = self.shape
+        missing = len(self.scales_GN2) * GROUP - columns
+        x_TK = F.pad(x_TK, (0, missing)) if missing else x_TK
+        y_TN: torch.Tensor = self._times(x_TK, self.w, GROUP, self.scales_GN2)
+        return y_TN[:, :rows]
 
 
 def _timer(device: str, work: Callable[[], None]) -> Callable[[], float]:
@@ -140,8 +181,9 @@ def run(
 
     Returns:
         ``us`` and ``spread``, by case: ``sparse`` (predictor included), ``exact`` (gate of every neuron), ``dense``
-        (three products of PyTorch's), ``read`` (a plain read, of as many bytes as ``sparse`` reads of the weights);
-        ``over_dense``, ``exact_over_dense``: times as fast as dense within each round, with spreads; ``of_read``:
+        (three products of PyTorch's), of int4 also ``dense_int4`` (of its 4-bit ones), ``read`` (a plain read, of as
+        many bytes as ``sparse`` reads of the weights); ``over_dense``, ``exact_over_dense``, ``over_dense_int4``: times
+        as fast as dense within each round, with spreads; ``of_read``:
         share of a plain read's speed that ``sparse`` reaches; ``fired``: share of neurons that the predictor said.
 
     Raises:
@@ -162,7 +204,8 @@ def run(
         return work
 
     with torch.inference_mode():
-        timers = {name: _timer(device, all_layers(name)) for name in ("dense", "exact", "sparse")}
+        ways = ("dense", *["dense_int4"] * (weights == "int4"), "exact", "sparse")
+        timers = {name: _timer(device, all_layers(name)) for name in ways}
         timers["read"] = _timer(device, lambda: _read(big))
         fired = [layer.said(x_TH) for layer in made]
         samples = alternate(tuple(timers), rounds + 1, lambda name, _: timers[name]())
@@ -170,9 +213,11 @@ def run(
     union = statistics.mean(float(mask.any(0).float().mean()) for mask in fired)
     wanted_bytes = union * made[0].rows.nbytes + sum(t.nbytes for t in made[0].predictor)
     read_bytes_per_us = big.nbytes / statistics.median(us["read"])
+    compared = [("over_dense", "dense", "sparse"), ("exact_over_dense", "dense", "exact")]
+    compared += [("over_dense_int4", "dense_int4", "sparse")] * (weights == "int4")
     ratios = {
-        name: [dense / ours for dense, ours in zip(us["dense"], us[case], strict=True)]
-        for name, case in (("over_dense", "sparse"), ("exact_over_dense", "exact"))
+        name: [theirs / ours for theirs, ours in zip(us[dense], us[case], strict=True)]
+        for name, dense, case in compared
     }
     return {
         "what": "gpu",
@@ -206,11 +251,13 @@ def render(result: dict[str, Any]) -> str:
         for name, us in result["us"].items()
         if name != "read"
     ]
+    packed = result.get("over_dense_int4")
+    int4 = "" if packed is None else f" ({packed:.2f} times PyTorch's 4-bit kernel)"
     return (
         f"FFN {result['hidden']} x {result['intermediate']} {result['weights']}, {result['tokens']} token(s), "
         f"{common.percent(result['fired'])} predicted, {result['layers']} layers in turn, {result['device']}\n"
         f"{common.table(('', 'us a layer', 'from - to'), rows)}\n"
-        f"sparse {result['over_dense']:.2f} times as fast as dense, exact gate {result['exact_over_dense']:.2f}; "
+        f"sparse {result['over_dense']:.2f} times as fast as dense{int4}, exact gate {result['exact_over_dense']:.2f}; "
         f"sparse reads at {common.percent(result['of_read'])} of {result['read_gb_per_s']:.0f} GB/s\n"
         f"({result['synthetic']})"
     )

@@ -1,4 +1,5 @@
-"""A whole model on a GPU: our layers beside dense ones; and, in less memory than it takes, beside offloading.
+"""A whole model on a GPU: our layers beside dense ones; and, in less memory than it takes, beside offloading and
+llama.cpp.
 
 Greedy answers of one sequence. Models that are on the GPU as a whole have a static cache, whose steps transformers
 compiles (``max-autotune``: into CUDA graphs); divided ones run eagerly. ``--device cpu`` runs the same calls there, to
@@ -19,10 +20,13 @@ from typing import Any
 import torch
 
 from benchmarks.figures import alternate, at_least, spread, way_rows
+from benchmarks.gguf import write_gguf
+from benchmarks.peer import Peer
 from benchmarks.subject import WORK, Subject
 from torch_pi2.base import process as machine
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.cli import common
+from torch_pi2.errors import Pi2Error
 from torch_pi2.layers.gpu import check_gpu
 from torch_pi2.layers.of_model import homes
 from torch_pi2.rewrite.gpu import hot_on_gpu, rest_bytes
@@ -57,12 +61,13 @@ def run(
     Args:
         share: with it ``divided`` (:func:`torch_pi2.load` with ``gpu_memory``), ``offloaded`` (accelerate, the dense
             model with as much memory) and ``cpu`` (our steps there); without ``sparse`` and ``dense``, both as a whole
-            on the GPU.
+            on the GPU. Of int4 also ``llama.cpp`` with as many blocks there as that memory is of its file, random
+            weights in Q4_0, if it was built for GPUs (on the CPU: with none).
 
     Returns:
         ``ways``, by name: ``ms`` a token, ``spread``, and ``ours_over`` it: how many times as fast our first way is
-        within each round; ``same``: of how many rounds the tokens were those of the first way. ``left_out``: what was
-        not run, and why.
+        within each round; ``same``: of how many rounds the tokens were those of the first way (None: its weights are
+        others). ``left_out``: what was not run, and why. ``peers``: what they say of themselves.
 
     Raises:
         DeviceError: no GPU that has kernels. Pi2Error: the folder cannot be made or loaded.
@@ -77,6 +82,7 @@ def run(
     model: Any = torch_pi2.load(folder)
     subject, left_out = Subject.of(model, folder), {}
     answers: dict[str, Callable[[torch.Tensor], list[int]]] = {}
+    peers: dict[str, Peer] = {}
     if share is None:
         answers["sparse"] = _whole(model.to(device), tokens)
         answers["steps"] = _ours(model, tokens)
@@ -93,16 +99,32 @@ def run(
             answers["offloaded"] = _eager(_offloaded(load_dense(folder), memory_bytes), device, tokens)
         on_cpu: Any = torch_pi2.load(folder)
         answers["cpu"] = _ours(on_cpu, tokens)
+        if subject.weights == "int4":
+            try:
+                gguf = write_gguf(folder.parent / f"{subject.stem}.q4_0.gguf", model.config, seed=seed)
+                peers["llama.cpp"] = _llama(gguf, model.config.num_hidden_layers, memory_bytes, device, prompt + tokens)
+            except Pi2Error as error:
+                left_out["llama.cpp"] = error.found
+        else:
+            left_out["llama.cpp"] = "it has 4 bits: compare --weights int4"
     drawn = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(model.config.vocab_size, (1, prompt), generator=drawn) for _ in range(rounds + 2)]
     said: dict[tuple[str, int], list[int]] = {}
 
     def timed(way: str, index: int) -> float:
+        if way in peers:
+            took = peers[way].round(prompt, tokens)
+            return float(took["prompt_s"] + took["decode_s"]) * 1e3 / tokens
         started = time.perf_counter()
         said[way, index] = answers[way](prompts[index])  # a list: the GPU is done
         return (time.perf_counter() - started) * 1e3 / tokens
 
-    ms = {way: values[2:] for way, values in alternate(tuple(answers), rounds + 2, timed).items()}
+    try:
+        samples = alternate((*answers, *peers), rounds + 2, timed)
+    finally:
+        for peer in peers.values():
+            peer.close()
+    ms = {way: values[2:] for way, values in samples.items()}
     ours = next(iter(ms))
     ways = {}
     for way, values in ms.items():
@@ -111,12 +133,13 @@ def run(
             "ms": round(statistics.median(values), 3),
             "ours_over": round(statistics.median(ratios), 3),
             "spread": {"ms": spread(values), "ours_over": spread(ratios)},
-            "same": sum(said[way, i] == said[ours, i] for i in range(rounds + 2)),
+            "same": None if way in peers else sum(said[way, i] == said[ours, i] for i in range(rounds + 2)),
         }
     head = {"what": "gpu-model", "shape": subject.shape, "weights": subject.weights, "synthetic": subject.synthetic}
     about = {"share": share, "memory_bytes": memory_bytes, "prompt": prompt, "tokens": tokens, "rounds": rounds}
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    return {**head, **about, "seed": seed, "device": name, "ways": ways, "left_out": left_out, **machine.describe()}
+    found = {"ways": ways, "left_out": left_out, "peers": {way: peer.about for way, peer in peers.items()}}
+    return {**head, **about, "seed": seed, "device": name, **found, **machine.describe()}
 
 
 def _settings(tokens: int) -> dict[str, Any]:
@@ -160,6 +183,17 @@ def _offloaded(model: Any, memory_bytes: int) -> Any:
     most = {0: memory_bytes, "cpu": 1 << 40}
     device_map = accelerate.infer_auto_device_map(model, most, no_split_module_classes=model._no_split_modules)
     return accelerate.dispatch_model(model, device_map)
+
+
+def _llama(gguf: Path, blocks: int, memory_bytes: int, device: str, context: int) -> Peer:
+    """llama.cpp with so many of its ``blocks`` on the GPU as ``memory_bytes`` are of its file, all where they are more.
+
+    Raises:
+        PeerError, LibraryMissingError: it cannot be run, or there.
+    """
+    there = min(blocks, int(blocks * memory_bytes / gguf.stat().st_size)) if device == "cuda" else 0
+    settings = {"gguf": str(gguf), "threads": torch.get_num_threads(), "context": context + 1, "gpu_layers": there}
+    return Peer("benchmarks.peer_llama", settings)
 
 
 def render(result: dict[str, Any]) -> str:

@@ -16,7 +16,10 @@ SMALL = {"hidden": 64, "intermediate": 300, "rank": 16, "layers": 2, "rounds": 2
 @pytest.mark.parametrize(("weights", "tokens"), [("float", 1), ("int4", 3)])
 def test_figures_and_table(weights: str, tokens: int) -> None:
     result = gpu.run(**SMALL, active=0.2, weights=weights, tokens=tokens)
-    assert list(result["us"]) == ["dense", "exact", "sparse", "read"]
+    four_bits = weights == "int4"
+    assert list(result["us"]) == ["dense", *["dense_int4"] * four_bits, "exact", "sparse", "read"]
+    assert ("over_dense_int4" in result) == four_bits
+    assert ("PyTorch's 4-bit kernel" in gpu.render(result)) == four_bits
     for name, us in result["us"].items():
         low, high = result["spread"][name]
         assert 0 < low <= us <= high
@@ -31,6 +34,11 @@ def test_what_is_timed_is_the_layer() -> None:
     layer = gpu._Layer(64, 300, 16, 1.0, "float", x_TH, seed=3)
     for found in (layer.sparse(x_TH), layer.exact(x_TH)):
         torch.testing.assert_close(found, layer.dense(x_TH), rtol=0.05, atol=0.05)
+
+    layer = gpu._Layer(64, 300, 16, 1.0, "int4", x_TH, seed=3)
+    for found in (layer.sparse(x_TH), layer.dense_int4(x_TH)):
+        off = (found - layer.dense(x_TH)).float().norm() / layer.dense(x_TH).float().norm()
+        assert 0.01 < off < 0.2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -37,9 +37,12 @@ def test_a_divided_model_beside_offloading_and_the_cpu(folder: Path, monkeypatch
     monkeypatch.setattr(gpu, "CudaLink", lambda _: ThreadLink())
     monkeypatch.setattr(gpu_model, "_offloaded", lambda model, _: model)
     result = gpu_model.run(folder, share=0.5, **SHORT)
-    has = importlib.util.find_spec("accelerate") is not None
-    assert list(result["ways"]) == ["divided", *["offloaded"] * has, "cpu"]
-    assert list(result["left_out"]) == ["offloaded"] * (not has)
+    has, llama = (importlib.util.find_spec(name) is not None for name in ("accelerate", "llama_cpp"))
+    assert list(result["ways"]) == ["divided", *["offloaded"] * has, "cpu", *["llama.cpp"] * llama]
+    assert list(result["left_out"]) == [*["offloaded"] * (not has), *["llama.cpp"] * (not llama)]
+    if llama:
+        assert result["ways"]["llama.cpp"]["same"] is None
+        assert result["peers"]["llama.cpp"]["gpu_layers"] == 0
     assert has or "not run: offloaded, package accelerate is not installed" in gpu_model.render(result)
 
 

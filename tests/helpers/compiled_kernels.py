@@ -20,7 +20,7 @@ from triton.compiler import ASTSource, compile
 
 from torch_pi2.formats import FORMATS
 from torch_pi2.ops import load
-from torch_pi2.ops.gpu import kernels, listed
+from torch_pi2.ops.gpu import dequantize, kernels, listed
 
 H, RANK = 4096, 256
 ROW = {"float": H, **{name: FORMATS[name].row_bytes(H) for name in ("int4", "int8")}}
@@ -61,6 +61,12 @@ def cases() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
         {"z": "*fp32", "b": "*i8", "scales": "*i8", "b_scale": "*fp32", "bias": "*fp32"} | lists,
         {"RANK": RANK, "ROW": RANK, "FORMAT": "float"} | TILES,
     )
+    for form in ("int4", "int8"):
+        found[f"numbers {form}"] = (
+            kernels.numbers,
+            {"rows": "*u8", "scales": "*fp16", "y": "*bf16"},
+            {"STRIDE": 3 * ROW[form], "H": H, "FORMAT": form, "BLOCK": dequantize.MOST_BLOCK},
+        )
     signs = {"H": H, "WORDS": H // 32, "TILE": kernels.TILE, "BLOCK": listed.BLOCK_OF_SIGNS}
     found["list_signed"] = (kernels.list_signed, {"x": "*bf16", "signs": "*i32"} | lists, signs)
     found["list_masked"] = (kernels.list_masked, {"mask": "*u8"} | lists, {"TILE": kernels.TILE})

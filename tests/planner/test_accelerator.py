@@ -143,8 +143,8 @@ def test_a_gpu_reads_at_its_own_speed_and_quantised_rows_of_many_tokens_again() 
     shape, hardware, numbers = fake_shape(1, intermediate=1024), with_gpu(stream_gb_per_s=200.0), 1024 * 3 * 256
     floats = replace(shape.layers[0], kernel="bfloat16/float", neuron_bytes=2 * 3 * 256)
     for layer, tokens, bits in (
-        (shape.layers[0], 8, 4.5),
-        (shape.layers[0], 9, 36.5),
+        (shape.layers[0], 6, 4.5),
+        (shape.layers[0], 7, 36.5),
         (floats, 1, 16),
         (floats, 9, 16),
     ):

@@ -12,10 +12,11 @@ from torch import nn
 from torch_pi2.base.absent import AbsentParameter
 from torch_pi2.decode.attention import adds_masks, has_sinks, uses_sdpa
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.gpu import DENSE_FROM, device_of
+from torch_pi2.layers.gpu import device_of
 from torch_pi2.layers.linear import QuantLinear
-from torch_pi2.layers.prompt import has_tiles, prompt_from
+from torch_pi2.layers.prompt import dense_on_gpu_from, has_tiles, prompt_from
 from torch_pi2.ops.constants import constants
+from torch_pi2.ops.gpu.linear import products_from
 
 #: Tokens of a piece of a prompt, of all sequences together, where pieces are lossless: activations of more leave the
 #: CPU's caches between layers.
@@ -51,8 +52,11 @@ def ways_of_prompts(model: nn.Module) -> tuple[int, ...]:
     Keys and values of the same tokens have the same bits in prompts that go one way.
     """
     layers = [m for m in model.modules() if isinstance(m, SparseFFN)]
-    there = set() if device_of(model).type == "cpu" else {DENSE_FROM}
-    return tuple(sorted({constants().gemm_tokens, *map(prompt_from, layers)} - {0} | there))
+    found = {constants().gemm_tokens, *map(prompt_from, layers)} - {0}
+    if device_of(model).type != "cpu":
+        linears = [m for m in model.modules() if isinstance(m, QuantLinear)]
+        found |= {*map(dense_on_gpu_from, layers), *(products_from(m.weights, m.in_features) for m in linears)}
+    return tuple(sorted(found))
 
 
 def has_our_attention(model: nn.Module) -> bool:

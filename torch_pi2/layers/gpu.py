@@ -15,9 +15,6 @@ from torch_pi2.formats import has_two_formats
 
 #: The oldest architecture that Triton compiles for (Volta), as torch has it.
 LEAST_CAPABILITY = (7, 0)
-#: Tokens of a call from which on all neurons are computed there, in products of matrices: a tenth of the neurons each,
-#: so many tokens want most of them. By arithmetic, not measured.
-DENSE_FROM = 9
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:

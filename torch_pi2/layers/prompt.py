@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 
 from torch_pi2.formats import FLOAT
-from torch_pi2.layers.gpu import DENSE_FROM, on_gpu
+from torch_pi2.layers.gpu import on_gpu
 from torch_pi2.layers.neuron_rows import row_of_each
 from torch_pi2.ops import ACTIVATIONS, load
-from torch_pi2.ops.activations import cuts, on_up
+from torch_pi2.ops.activations import cuts, exact_zeros, on_up
 from torch_pi2.ops.dtypes import DTYPES
-from torch_pi2.ops.gpu.linear import rows_at_once
+from torch_pi2.ops.gpu.linear import products_from, rows_at_once
 from torch_pi2.spec.site import FFNSite
 
 #: Tokens from which on matrix products are used, where no plan says it (``SparseFFN.dense_from``).
@@ -33,6 +33,8 @@ PROMPT_TOKENS = 32
 PREDICTED_SHARE = 0.15
 #: The same with int8 activations, where both ways have kernels for several tokens.
 PREDICTED_SHARE_INT8 = 0.3
+#: Share of the neurons of an exact gate that fire, where nobody has counted: as of models that were made sparse.
+_FIRING = 0.1
 #: Neurons per slice: their activations stay in the cache, and only so many weights are dequantised at a time.
 _SLICE = 1024
 
@@ -141,7 +143,20 @@ def _dense_on_gpu(layer: PromptLayer, x: torch.Tensor) -> bool:
         tokens = _tokens(layer, x)
     # rows that a product of matrices takes as they are; others would be dequantised in each call
     all_of_floats = layer.n_hot == layer.site.intermediate and layer.weights == FLOAT
-    return all_of_floats or tokens >= DENSE_FROM
+    return all_of_floats or tokens >= dense_on_gpu_from(layer)
+
+
+def dense_on_gpu_from(layer: PromptLayer) -> int:
+    """Tokens of a call from which on every neuron of ``layer`` is computed, where it is on a GPU: together they would
+    read more than all of them, as each reads its own."""
+    site, share = layer.site, layer.expected_share
+    hot = layer.by_batch[-1][1] if layer.by_batch else layer.n_hot
+    if hot == site.intermediate:
+        share = 1.0
+    elif not layer.has_predictor:  # the first row of every neuron, and the others of those that fire
+        fires = _FIRING if share == 1 and exact_zeros(site.activation) else share
+        share = (1 + (site.rows_per_neuron - 1) * fires) / site.rows_per_neuron
+    return products_from(layer.weights, site.hidden, share)
 
 
 def skips_predictor(layer: PromptLayer, x: torch.Tensor) -> bool:
@@ -212,7 +227,7 @@ def _prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
     y_TH = x_TH.new_zeros(x_TH.shape, dtype=torch.float32)
     step = _SLICE
     if on_gpu(x):
-        step = site.intermediate if kind == FLOAT else rows_at_once(site.hidden)
+        step = site.intermediate if kind == FLOAT else rows_at_once(kind, site.hidden)
     parts = [slice(start, min(start + step, site.intermediate)) for start in range(0, site.intermediate, step)]
     up_row = site.rows_per_neuron - 2
 

@@ -61,7 +61,7 @@ from torch_pi2.ops import (
     stored_experts,
     stored_ffn,
 )
-from torch_pi2.ops.gpu import gathered_experts, gathered_ffn
+from torch_pi2.ops.gpu import dequantize, gathered_experts, gathered_ffn
 from torch_pi2.ops.gpu import linear as gpu_linear
 
 _LIBRARY = "libpi2_torch.so"
@@ -108,7 +108,7 @@ _ON_A_GPU: dict[str, Callable[..., torch.Tensor]] = {
     "sparse_ffn": gathered_ffn.sparse_ffn,
     "predicted_ffn": gathered_ffn.predicted_ffn,
     "linear": gpu_linear.launch,
-    "dequantize": quantize.dequantize,
+    "dequantize": dequantize.launch,
     "predict_signbit": predict_signbit.predict_signbit,
 }
 

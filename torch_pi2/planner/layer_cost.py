@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import QUANTIZED
-from torch_pi2.layers.gpu import DENSE_FROM
+from torch_pi2.ops.gpu.linear import DEQUANTISED_BYTES, products_from
 from torch_pi2.planner.model_shape import LayerShape, ModelShape, numbers
 from torch_pi2.spec.method import Method
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 #: Columns of :func:`layer_curve` that are milliseconds of a step and add up to the layer.
 TIMES = ("predictor", "hot", "cold", "merge")
-#: Of a number that a GPU dequantises in a call, beside those that it is stored in.
-_DEQUANTISED_BITS = 32
 
 
 class Sums(NamedTuple):
@@ -132,8 +130,9 @@ def layer_curve(
       CPU)``, and not before the bytes of both have come at ``accelerator.shared_gb_per_s``. What the CPU's part does
       not hide of it is in ``hot``; then ``merge``, ``accelerator.merge_us`` a token.
     * One that has the rest of the model in memory of its own (``accelerator.holds_rest``) reads at its own speed
-      whatever the CPU reads; ``merge`` is one ``merge_us`` wherever a < I, with a = 0 too. From ``DENSE_FROM`` tokens
-      on quantised neurons become 16 bits there in each call, written and read: 32 bits more of each number.
+      whatever the CPU reads; ``merge`` is one ``merge_us`` wherever a < I, with a = 0 too. From so many tokens on
+      (:func:`~torch_pi2.ops.gpu.linear.products_from`) quantised neurons become 16 bits there in each call, written and
+      read: 32 bits more of each number.
 
     All is multiplied by the share of steps in which an expert has tokens (:func:`expert_use`); experts share a call.
     Source: papers.md 11.1 (PowerInfer-2, arXiv 2406.06282, section 5, as worked out there); rates from
@@ -180,8 +179,8 @@ def layer_curve(
     theirs = hardware.accelerator
     if theirs is not None and (first_N.any() or theirs.holds_rest):
         bits = 8 * layer.neuron_bytes / (layer.rows * layer.hidden)
-        if theirs.holds_rest and tokens >= DENSE_FROM and layer.weights in QUANTIZED:
-            bits += _DEQUANTISED_BITS
+        if theirs.holds_rest and layer.weights in QUANTIZED and tokens >= products_from(layer.weights, layer.hidden):
+            bits += 8 * DEQUANTISED_BYTES
 
         def their_us(neurons: int) -> float:
             return theirs.ffn_us(

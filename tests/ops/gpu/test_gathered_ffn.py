@@ -11,7 +11,9 @@ import pytest
 import torch
 from drawn_layers import close, drawn, layer, predictors, quantize, quantized
 
+from torch_pi2.errors import ShapeError
 from torch_pi2.ops import ACTIVATIONS, load, reference
+from torch_pi2.ops.gpu import dequantize as gpu_dequantize
 from torch_pi2.ops.gpu import gathered_ffn as gpu
 from torch_pi2.ops.gpu import kernels, listed
 from torch_pi2.ops.gpu import linear as gpu_linear
@@ -131,9 +133,31 @@ def test_linear(tokens: int) -> None:
             torch.testing.assert_close(found, wanted, rtol=2e-3 if dtype is torch.float16 else 1e-6, atol=0.02)
     whole = gpu_linear.launch(x, rows, bias, "int8", True)
     with pytest.MonkeyPatch.context() as patch:  # seven rows at a time
-        patch.setattr(gpu_linear, "TEMPORARY_BYTES", 8 * 77 * 16 - 1)
+        patch.setattr(gpu_linear, "TEMPORARY_BYTES", 8 * 77 * 4 - 1)
         torch.testing.assert_close(gpu_linear.launch(x, rows, bias, "int8", True), whole)
     assert gpu_linear.launch(x.view(1, tokens, 77), rows, None, "int8").shape == (1, tokens, 21)
+
+
+@pytest.mark.parametrize("columns", [1, 32, 77, 160])
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_dequantised_bit_for_bit(weights: str, columns: int) -> None:
+    """Rows that lie together, and one row of every neuron; in one block and in several."""
+    rows_NRb = quantize(drawn(3 * 7, columns) * 100, weights).view(7, 3, -1)
+    for rows in (rows_NRb.flatten(0, 1), rows_NRb[:, 1], rows_NRb[:0, 2]):
+        for dtype, most in ((torch.float32, 4096), (torch.float16, 64)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(gpu_dequantize, "MOST_BLOCK", most)
+                found = gpu_dequantize.launch(rows, weights, columns, dtype)
+            assert torch.equal(found, reference.dequantize(rows, weights, columns, dtype))
+    with pytest.raises(ShapeError, match="rows: expected"):
+        gpu_dequantize.launch(rows_NRb[:, 0], weights, columns + 32, torch.float32)
+
+
+def test_ggmls_blocks_are_dequantised_there_too() -> None:
+    rows = torch.randint(0, 255, (3, 2 * 20), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    rows[:, [1, 3, 21, 23]] = 60  # scales that are numbers
+    found = gpu_dequantize.launch(rows, "q4_1", 64, torch.float32)
+    assert torch.equal(found, torch.ops.pi2.dequantize(rows, "q4_1", 64, torch.float32))
 
 
 def test_the_same_bits_again_and_in_any_company() -> None:
@@ -187,5 +211,5 @@ def test_they_are_what_the_operators_are_on_a_gpu() -> None:
         found = gpu.predicted_ffn(*tensors, *predictor, *settings)
         wanted = torch.ops.pi2.predicted_ffn(*tensors, *predictor, *settings)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-    for name in ("sparse_ffn", "predicted_ffn"):
+    for name in ("sparse_ffn", "predicted_ffn", "linear", "dequantize"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"pi2::{name}", "CUDA")

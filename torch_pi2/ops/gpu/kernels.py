@@ -88,6 +88,31 @@ def _dots(rows, scales, start_N, live_N, x, H: tl.constexpr, FORMAT: tl.constexp
 
 
 @triton.jit
+def numbers(rows, scales, y, STRIDE: tl.constexpr, H: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
+    """``y [N, H]``: what quantised rows stand for, each ``STRIDE`` bytes after the one before it."""
+    GROUPS: tl.constexpr = (H + 31) // 32
+    BYTES: tl.constexpr = 16 if FORMAT == "int4" else 32
+    row = tl.program_id(0).to(tl.int64)
+    g_G = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+    k_K = tl.arange(0, BYTES)
+    inside_G = g_G < GROUPS
+    byte_GK = g_G[:, None] * BYTES + k_K[None, :]
+    w_GK = tl.load(rows + row * STRIDE + byte_GK, mask=inside_G[:, None], other=0)
+    scale_G = tl.load(scales + row * (STRIDE // 2) + (GROUPS * BYTES // 2 + g_G), mask=inside_G, other=0.0)
+    scale_GK = scale_G.to(tl.float32)[:, None]
+    h_GK = g_G[:, None] * 32 + k_K[None, :]
+    y += row * H
+    if FORMAT == "int4":
+        low_GK = ((w_GK & 15).to(tl.float32) - 8.0) * scale_GK
+        high_GK = ((w_GK >> 4).to(tl.float32) - 8.0) * scale_GK
+        tl.store(y + h_GK, low_GK.to(y.dtype.element_ty), mask=h_GK < H)
+        tl.store(y + h_GK + 16, high_GK.to(y.dtype.element_ty), mask=h_GK + 16 < H)
+    else:
+        w_GK = w_GK.to(tl.int8, bitcast=True).to(tl.float32) * scale_GK
+        tl.store(y + h_GK, w_GK.to(y.dtype.element_ty), mask=h_GK < H)
+
+
+@triton.jit
 def _of_pair(pair, experts, rows, SLOTS: tl.constexpr, EXPERTS: tl.constexpr):
     """A pair's token, its expert, and how many of an expert's ``rows`` it has: none without an expert."""
     if EXPERTS == 0:

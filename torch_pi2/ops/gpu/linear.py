@@ -1,25 +1,43 @@
-"""``linear`` on a GPU: quantised rows times few tokens in Triton, times many as a product of floats."""
+"""``linear`` on a GPU: quantised rows times few tokens in Triton, times many as a product of floats.
+
+Where one becomes the other is arithmetic, for feed-forward layers, too (:func:`products_from`); it was never measured.
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-from torch_pi2.formats import GGML
+from torch_pi2.formats import FORMATS, GGML, QUANTIZED
+from torch_pi2.ops.gpu import dequantize
 from torch_pi2.ops.gpu.listed import block_of_part, kernel_rows, rounded
-from torch_pi2.ops.quantize import dequantize
 
-#: Up to so many tokens each reads the rows by itself, from the cache but for the first.
-MOST_TOKENS = 8
 #: What dequantising for a product of matrices may take at a time.
 TEMPORARY_BYTES = 64 << 20
-#: Of a number on its way: integers, the same as floats, times their scales, in another dtype.
-_BYTES_OF_NUMBER = 16
+#: Of a number on its way: a float; of ggml's blocks integers, the same as floats, times their scales, in another dtype.
+_BYTES_OF_NUMBER, _BYTES_OF_GGML = 4, 16
+#: Of a number that is written as a float and read again by a product of matrices, in 16 bits each time.
+DEQUANTISED_BYTES = 4
+#: Of the bytes that would then be read and written, so many are worth reading again: kernels unpack, too.
+_WORTH = 0.75
 
 
-def rows_at_once(columns: int) -> int:
+def products_from(weights: str, columns: int, share: float = 1.0) -> int:
+    """Tokens of a call, 2 or more, from which on all rows are multiplied as floats, by cuBLAS.
+
+    Kernels read ``share`` of the bytes for each token, mostly again from the cache, which is no slower than memory. A
+    product reads all of them once; quantised rows are read, written as floats and read again.
+    """
+    times = 1.0
+    if weights in QUANTIZED:
+        row_bytes = FORMATS[weights].row_bytes(columns)
+        times = _WORTH * (1 + DEQUANTISED_BYTES * columns / row_bytes)
+    return max(2, int(times / max(share, 1 / 1024)) + 1)
+
+
+def rows_at_once(weights: str, columns: int) -> int:
     """Quantised rows that are dequantised together."""
-    return max(1, TEMPORARY_BYTES // (_BYTES_OF_NUMBER * columns))
+    return max(1, TEMPORARY_BYTES // ((_BYTES_OF_GGML if weights in GGML else _BYTES_OF_NUMBER) * columns))
 
 
 def launch(
@@ -32,11 +50,12 @@ def launch(
     x_TK = rounded(x.reshape(-1, x.shape[-1])) if int8_activations else x.reshape(-1, x.shape[-1]).contiguous()
     tokens, columns = x_TK.shape
     shape = (*x.shape[:-1], len(rows))
-    if tokens > MOST_TOKENS or weights in GGML:
+    if weights in GGML or tokens >= products_from(weights, columns):
         x_TK = x_TK.to(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            slices = rows.split(rows_at_once(columns))
-            y_TN = torch.cat([F.linear(x_TK, dequantize(part, weights, columns, x.dtype)) for part in slices], -1)
+            slices = rows.split(rows_at_once(weights, columns))
+            parts = [F.linear(x_TK, dequantize.launch(part, weights, columns, x.dtype)) for part in slices]
+            y_TN = torch.cat(parts, -1)
         return (y_TN if bias is None else (y_TN + bias).to(x.dtype)).reshape(shape)
     y = x.new_empty(shape)
     if tokens:

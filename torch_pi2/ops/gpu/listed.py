@@ -34,12 +34,13 @@ class Routed(NamedTuple):
     routing_Tk: torch.Tensor
 
 
-def _power_of_two(least: int) -> int:
+def power_of_two(least: int) -> int:
+    """The least one that is no less."""
     return 1 << max(0, least - 1).bit_length()
 
 
 def block_of_part(form: str, columns: int) -> int:
-    return min(BLOCKS_OF_PART[form], max(32, _power_of_two(columns)))
+    return min(BLOCKS_OF_PART[form], max(32, power_of_two(columns)))
 
 
 def kernel_rows(tensor: torch.Tensor, weights: str, columns: int) -> tuple[torch.Tensor, torch.Tensor, int, str]:
@@ -100,7 +101,7 @@ def compute(
         weighed = {"routing": routed.routing_Tk}
     pairs = tokens * slots
     tiles, programs = -(-intermediate // kernels.TILE), max(1, kernels.PARTS // slots)
-    most_tiles = _power_of_two(tiles)
+    most_tiles = power_of_two(tiles)
     lists = x_TH.new_empty((pairs, tiles, kernels.TILE), dtype=torch.int32)
     counts = x_TH.new_empty((pairs, tiles), dtype=torch.int32)
     gates: torch.Tensor | None = None
