@@ -51,8 +51,10 @@ void Prefetch::operator()(std::int64_t layer, std::int64_t n_hot, const std::uin
 bool Prefetch::mostly_missing(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active,
                               std::int64_t tokens) const {
   if (common_.layout.mapped() != nullptr || common_.forked()) return false;
-  const std::vector<std::int64_t> slots = likely(common_.layout.about(layer), n_hot, active, tokens);
+  std::vector<std::int64_t> slots = likely(common_.layout.about(layer), n_hot, active, tokens);
   const Locked lock(common_.mutex);
+  const std::int64_t first = residents_.first_wanted(layer);  // slots before it are somebody else's
+  slots.erase(slots.begin(), std::lower_bound(slots.begin(), slots.end(), first));
   const NeuronCache& cache = common_.places.cache();
   const std::int64_t key = common_.layout.key_of(layer);
   const auto there =

@@ -185,20 +185,22 @@ FfnArgs layer_of(const ExpertStack& stack, const ExpertWork& work) {
 
 Predictor predictor_of(const ExpertStack& stack, std::int64_t expert) {
   Predictor p = stack.predictor;
+  const std::int64_t hot = stack.layer.n_hot;
   if (p.kind == Predictor::Kind::kLowrank) {
     LowrankArgs& l = p.lowrank;
-    const auto skip = [expert](const auto** data, std::int64_t count) {
-      if (*data != nullptr) *data += expert * count;
+    const auto skip = [](const auto** data, std::int64_t count) {
+      if (*data != nullptr) *data += count;
     };
+    const std::int64_t cold = expert * l.cold + hot;
     l.a = static_cast<const char*>(l.a) + expert * l.rank * row_bytes(l.dtype, l.hidden);
-    l.b = static_cast<const char*>(l.b) + expert * l.cold * row_bytes(l.dtype, l.rank);
-    skip(&l.a_scale, l.rank);
-    skip(&l.b_scale, l.cold);
-    skip(&l.b_bias, l.cold);
+    l.b = static_cast<const char*>(l.b) + cold * row_bytes(l.dtype, l.rank);
+    skip(&l.a_scale, expert * l.rank);
+    skip(&l.b_scale, cold);
+    skip(&l.b_bias, cold);
     l.threshold = static_cast<float>(stack.cuts[expert]);
   } else if (p.kind == Predictor::Kind::kSignbit) {
     SignbitArgs& s = p.signbit;
-    s.signs = static_cast<const char*>(s.signs) + expert * s.cold * sign_bytes(s.columns);
+    s.signs = static_cast<const char*>(s.signs) + (expert * s.cold + hot) * sign_bytes(s.columns);
     s.margin = stack.cuts[expert];
   }
   return p;

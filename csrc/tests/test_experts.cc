@@ -94,21 +94,25 @@ struct Experts {
     layer.y = y.data();
     layer.tokens = 1;
     if (stack.thresholds != nullptr) layer.threshold = static_cast<float>(thresholds[static_cast<std::size_t>(e)]);
+    // Of neurons from `first` on as an expert of its own.
+    const std::int64_t first = all.first, neuron = e * all.neurons + first;
     layer.neuron_rows =
-        static_cast<const char*>(all.neuron_rows) + e * (all.neurons * all.rows * row_bytes(all.w_dtype, all.hidden));
+        static_cast<const char*>(all.neuron_rows) + neuron * all.rows * row_bytes(all.w_dtype, all.hidden);
+    layer.neurons -= first;
+    layer.first = layer.n_hot = 0;
     Predictor p = stack.predictor;
     const auto part = [&](const std::vector<char>& data) {
       return data.data() + static_cast<std::size_t>(e) * (data.size() / static_cast<std::size_t>(count));
     };
     p.lowrank.a = part(a);
-    p.lowrank.b = part(b);
+    p.lowrank.b = part(b) + first * row_bytes(p.lowrank.dtype, kRank);
     if (p.lowrank.a_scale != nullptr) {
       p.lowrank.a_scale = &a_scale[static_cast<std::size_t>(e * kRank)];
-      p.lowrank.b_scale = &b_scale[static_cast<std::size_t>(e * all.neurons)];
+      p.lowrank.b_scale = &b_scale[static_cast<std::size_t>(neuron)];
     }
-    p.lowrank.b_bias = &b_bias[static_cast<std::size_t>(e * all.neurons)];
+    p.lowrank.b_bias = &b_bias[static_cast<std::size_t>(neuron)];
     p.lowrank.threshold = static_cast<float>(cuts[static_cast<std::size_t>(e)]);
-    p.signbit.signs = part(signs);
+    p.signbit.signs = part(signs) + first * sign_bytes(all.hidden);
     p.signbit.margin = cuts[static_cast<std::size_t>(e)];
     predicted_ffn(p, layer, serial());
     return y;
@@ -171,10 +175,12 @@ long check_bits(std::mt19937& rng, std::int64_t experts, std::int64_t neurons, s
   static const DType floats_of[] = {DType::kF32, DType::kBF16, DType::kF16};
   long cases = 0;
   for (const auto& p : predictors) {
-    const Experts made(rng, experts, neurons, rows, hidden, w_dtype, p.kind, p.dtype, a8);
+    Experts made(rng, experts, neurons, rows, hidden, w_dtype, p.kind, p.dtype, a8);
     Tokens in(rng, tokens, hidden, slots, experts, floats_of[cases % 3], floats_of[(cases + experts) % 3]);
-    const std::vector<char> wanted = in.wanted(made);
     for (const int threads : {1, 3}) {
+      // With some of each expert's neurons left out, if it has so many.
+      made.stack.layer.first = made.stack.layer.n_hot = threads > 1 && neurons > 64 ? 64 : 0;
+      const std::vector<char> wanted = in.wanted(made);
       ThreadPool pool(threads);
       std::fill(in.y.begin(), in.y.end(), static_cast<char>(77));
       const std::string wrong = experts_ffn(in.args, made.stack, pool.parallel());

@@ -215,7 +215,7 @@ def test_compiled_and_exported(models: dict[str, nn.Module], name: str) -> None:
 def test_gpus_have_no_numbers_of_activations(models: dict[str, nn.Module]) -> None:
     experts = experts_of(optimised(models["gpt-oss"]))[0]
     with pytest.raises(UnsupportedModelError, match=r"activation silu\[in=1\.702.*kernels on a GPU have no others"):
-        experts.split_off([True] * 5, SimpleNamespace(device="cpu"))
+        experts.split_off([48] * 5, SimpleNamespace(device="cpu"))
     experts.site = replace(experts.site, activation="silu")
     with pytest.raises(DeviceError, match=r"experts, whose experts have biases: expected it on the CPU"):
         experts.check_gpu_has_kernels()

@@ -151,6 +151,40 @@ def test_mixtures_of_experts_compute_what_they_do_on_the_cpu(name: str, method: 
     assert kinds == ["signbit" if method == "signbit" else gathered_ffn.NO_PREDICTOR] * 2
 
 
+@pytest.mark.parametrize(("method", "weights"), [("exact", "float"), ("threshold", "int4")])
+def test_experts_of_a_prompt_are_products_of_matrices(method: str, weights: str) -> None:
+    """With enough tokens for each; of slots without an expert nothing is added."""
+    dense = build("Mixtral", hidden_act="relu")
+    ids = torch.randint(0, 96, (12, 16), generator=torch.Generator().manual_seed(0))
+    module = homes(torch_pi2.optimize(dense, None if method == "exact" else ids, method=method, weights=weights))[0]
+    generator = torch.Generator().manual_seed(1)
+    x_TH, routing_Tk = torch.randn(80, 64, generator=generator), torch.rand(80, 2, generator=generator)
+    index_Tk = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(80)])
+    wanted = module.compute(x_TH, index_Tk, routing_Tk)
+    with interpreted() as kinds:
+        found = module.compute(x_TH, torch.where(index_Tk == 4, -1, index_Tk), routing_Tk)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+        assert not kinds
+        with sparse_only():
+            module.compute(x_TH[:33], index_Tk[:33], routing_Tk[:33])
+        module.compute(x_TH[:31], index_Tk[:31], routing_Tk[:31])
+        assert len(kinds) == 2
+
+
+def test_first_neurons_of_experts_by_the_kernels() -> None:
+    """Without the predictors, which stay where the others are."""
+    dense = build("Mixtral", hidden_act="relu", intermediate_size=160)
+    ids = torch.randint(0, 96, (12, 16), generator=torch.Generator().manual_seed(0))
+    module = homes(torch_pi2.optimize(dense, ids, method="signbit", weights="int8"))[0]
+    part = module.part([0, 2, 3], torch.device("cpu"), 64)
+    x_TH, index_Tk = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)), torch.tensor([[0, 2], [1, 3]])
+    wanted = part.compute(x_TH, index_Tk, torch.ones(2, 2))
+    with interpreted() as kinds:
+        torch.testing.assert_close(part.compute(x_TH, index_Tk, torch.ones(2, 2)), wanted, rtol=1e-4, atol=1e-4)
+    assert kinds == [gathered_ffn.NO_PREDICTOR]
+    assert part.neuron_rows.shape[:2] == (3, 64)
+
+
 @pytest.fixture
 def meta_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "on_gpu", lambda tensor: tensor.is_meta)

@@ -226,9 +226,39 @@ def test_bits_do_not_depend_on_where_experts_are(path: Path, kind: str, int8_act
     assert torch.equal(reference, reference_experts.experts_ffn(**memory))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_first_neurons_of_each_expert_are_somebody_elses(path: Path, kind: str) -> None:
+    """Bits of experts that have the others alone, in memory and over a store."""
+    for weights, int8_activations, tokens in (("int4", True, 40), ("bfloat16", False, 7)):
+        whole = mixture(kind, weights, tokens=tokens, sizes=(330, 3, 64), int8_activations=int8_activations)
+        whole |= {
+            "bias_up": torch.randn(4, 330, generator=generator(8)).to(
+                torch.float32 if weights == "int4" else torch.bfloat16
+            )
+        }
+        for first in (64, 320):
+            others = whole | {"neuron_rows": whole["neuron_rows"][:, first:].contiguous()}
+            others["bias_up"] = whole["bias_up"][:, first:].contiguous()
+            by_neuron = {"none": 0, "signbit": 0, "lowrank": 2, "lowrank_q": 1}[kind]
+            others["predictor"] = [
+                tensor[:, first:].contiguous() if place >= by_neuron else tensor
+                for place, tensor in enumerate(whole["predictor"])
+            ]
+            assert torch.equal(run(whole | {"first": first}), run(others))
+            assert_follows_reference(whole | {"first": first})
+    over, memory, _ = stored(path, kind)
+    for budget in (0, 30_000, 1 << 30):
+        store = Store(path, budget)
+        store.leave_out(1, [128] * over["experts"])
+        for _ in range(2):
+            found = torch.ops.pi2.stored_experts(**over, store=store.number, first=128)
+            assert torch.equal(found, run(memory | {"first": 128}))
+
+
 def test_opcheck(path: Path) -> None:
     for kind in KINDS:
         opcheck(torch.ops.pi2.experts_ffn.default, (), mixture(kind))
+    opcheck(torch.ops.pi2.experts_ffn.default, (), mixture("signbit", first=64))
     store = Store(path, 1 << 20)
     over, _, _ = stored(path, "signbit")
     opcheck(torch.ops.pi2.stored_experts.default, (), over | {"store": store.number})
@@ -282,6 +312,9 @@ LONG = torch.zeros(7, 2, dtype=torch.int64)
             {"thresholds": [0.0, -1.0, 0.0, 0.0]},
             "thresholds: expected 0 or more, found -1 for expert 1. Check the plan",
         ),
+        ({"first": 63}, "first: expected a multiple of 64 below 85, found 63. It is how many neurons of each expert"),
+        ({"first": -64}, "first: expected a multiple of 64 below 85, found -64"),
+        ({"first": 128}, "first: expected a multiple of 64 below 85, found 128"),
         ({"thresholds": [0.5]}, "thresholds: expected none, or 4, one for each expert, found 1"),
         ({"kind": "none"}, "predictor: expected no tensors and cuts for kind none, found 1 and 4"),
         ({"kind": "oracle"}, "kind: expected lowrank, lowrank_q or signbit, found 'oracle'"),

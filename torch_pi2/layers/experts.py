@@ -18,6 +18,7 @@ from torch_pi2.layers.cold import PREDICTOR_TENSORS
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.gpu import check_gpu_has_format, check_together, goes_to_gpu, on_gpu, stays
 from torch_pi2.layers.offloaded import InStore, OffloadedFFN, Store, check_store_layer
+from torch_pi2.layers.prompt import goes_by_expert, prompt_ffn
 from torch_pi2.layers.split import ExpertsSplit, Link, only_moves
 from torch_pi2.layers.standin import StandIn
 from torch_pi2.ops import load
@@ -54,7 +55,7 @@ class SparseExperts(StandIn):
         sites: of the experts. site: what they share, under the module's name. method, weights, int8_activations: as
             of the parts. thresholds: of their gates (none: 0 for all); cuts: of their predictors (none: no predictors).
             errors, output_errors: what quantising did to each.
-        split: with some of its experts on a GPU, where its input is then; None: all are where its tensors are.
+        split: with some of its neurons on a GPU, where its input is then; None: all are where its tensors are.
     """
 
     #: Whether ``neuron_rows`` has them all.
@@ -170,16 +171,32 @@ class SparseExperts(StandIn):
             y = self.compute(hidden_states, top_k_index, top_k_weights)
         return y.to(result_dtype(hidden_states))
 
-    def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
-        """What the experts whose tensors are here make of ``x``; arguments and result as of :meth:`forward`."""
+    def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """What the experts whose tensors are here make of ``x``; arguments and result as of :meth:`forward`. On the CPU
+        without the ``first`` neurons of each.
+        """
         routed, stored = (x, index, routing, self.neuron_rows), (self.weights, self.int8_activations)
         y: torch.Tensor
-        if on_gpu(x):
+        if on_gpu(x) and goes_by_expert(self._form[0], len(self.sites), index):
+            y = self._by_expert(x, index, routing)
+        elif on_gpu(x):
             y = torch.ops.pi2.gathered_experts(*routed, *self._asked(self.cuts_E, self.thresholds_E), *stored)
         else:
             asked = self._asked(self.cuts, self.thresholds)
-            y = torch.ops.pi2.experts_ffn(*routed, *asked, *stored, *self.biases())
+            y = torch.ops.pi2.experts_ffn(*routed, *asked, *stored, *self.biases(), first)
         return y
+
+    def _by_expert(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+        """As :meth:`compute`, of many tokens: every neuron of each expert, in products of matrices."""
+        experts, slots = len(self.sites), index.shape[1]
+        expert_P = torch.where((index < 0) | (index > experts), experts, index).flatten()
+        by_expert = expert_P.argsort(stable=True).split(expert_P.bincount(minlength=experts + 1).tolist())
+        y_TH = torch.zeros_like(x, dtype=torch.float32)
+        for expert, pair_P in enumerate(by_expert[:experts]):
+            if len(pair_P):
+                token_P, weight_P = pair_P // slots, routing.flatten()[pair_P].float()
+                y_TH.index_add_(0, token_P, prompt_ffn(self.expert(expert), x[token_P]).float() * weight_P[:, None])
+        return y_TH.to(x.dtype)
 
     def biases(self) -> list[torch.Tensor | None]:
         """What the operators of the CPU take at the end."""
@@ -202,25 +219,21 @@ class SparseExperts(StandIn):
         rows = self.predictor_weights
         return self.predictor(), self.predictor_kind, cuts, rows, self.int8_activations and bool(rows)
 
-    def split_off(self, on_gpu: Sequence[bool], link: Link, neuron_rows: torch.Tensor | None = None) -> None:
-        """The experts of which ``on_gpu [E]`` says so are computed at the end of ``link``, where inputs and results are
-        from now on.
-
-        ``neuron_rows``: theirs, one after another, if this module has them not in memory.
-
-        Raises:
-            ShapeError: ``on_gpu`` is for another number of experts.
+    def split_off(self, n_gpu: Sequence[int], link: Link, neuron_rows: torch.Tensor | None = None) -> None:
+        """So many neurons of each expert are computed at the end of ``link``, where inputs and results are from now on;
+        arguments and errors: :class:`~torch_pi2.layers.split.ExpertsSplit`.
         """
-        self.split = ExpertsSplit(self, on_gpu, link, neuron_rows)
+        self.split = ExpertsSplit(self, n_gpu, link, neuron_rows)
 
     def end_split(self) -> None:
         """Everything is computed here again."""
         self.split = None
 
     def part(
-        self, experts: Sequence[int], device: torch.device, neuron_rows: torch.Tensor | None = None
+        self, experts: Sequence[int], device: torch.device, first: int = 0, neuron_rows: torch.Tensor | None = None
     ) -> SparseExperts:
-        """A module of these experts, one after another, over copies on ``device``; ``neuron_rows``: theirs.
+        """A module of these experts, one after another, over copies on ``device``; with ``first``, of so many of their
+        neurons, without predictors. ``neuron_rows``: theirs.
 
         Raises:
             DeviceError, UnsupportedModelError: see :meth:`check_gpu_has_kernels`.
@@ -231,18 +244,29 @@ class SparseExperts(StandIn):
         part.split, part.sites = None, tuple(self.sites[expert] for expert in experts)
         part._original, part._elsewhere, part._names, part._parameters = (), (), {}, {}
         part._buffers = dict(self._buffers)
-        for name, stack in self._buffers.items():
+        if first:
+            part.site, part.sites = (
+                replace(self.site, intermediate=first),
+                tuple(replace(site, intermediate=first) for site in part.sites),
+            )
+            part._buffers |= {name: None for name in self._buffers if name.startswith("predictor_")} | {"inverse": None}
+            part.has_predictor, part.predictor_kind, part.predictor_weights = False, "none", ""
+        for name, stack in part._buffers.items():
             if stack is not None:
                 rows = [stack[expert] for expert in experts]
+                if first and name in ("neuron_rows", "order"):
+                    rows = [row[:first] for row in rows]
                 if name == "neuron_rows" and neuron_rows is not None:
                     rows = list(neuron_rows)
-                held = torch.empty((len(experts), *stack.shape[1:]), dtype=stack.dtype, device=device)
+                held = torch.empty((len(experts), *rows[0].shape), dtype=stack.dtype, device=device)
                 part._buffers[name] = held
                 for place, row in enumerate(rows):  # one by one: no second copy of all of them
                     held[place].copy_(row)
         for name in ("thresholds", "cuts", "errors", "output_errors"):
             numbers = getattr(self, name)
             setattr(part, name, [numbers[expert] for expert in experts] if numbers else [])
+        if first:
+            part.cuts = []
         return part
 
     # --- what StandIn asks its home for: the dense parameters, of all experts ---
@@ -338,10 +362,10 @@ class OffloadedExperts(InStore, SparseExperts):
         part._store, part.store_layer = self._store, self.first_layer + expert
         return part
 
-    def split_off(self, on_gpu: Sequence[bool], link: Link, neuron_rows: torch.Tensor | None = None) -> None:
-        """See the base class. The cache is for the other experts from now on: :meth:`Store.preload` fills it."""
-        super().split_off(on_gpu, link, neuron_rows)
-        self.store.leave_out(self.first_layer, [self.site.intermediate * there for there in on_gpu])
+    def split_off(self, n_gpu: Sequence[int], link: Link, neuron_rows: torch.Tensor | None = None) -> None:
+        """See the base class. The cache is for the other neurons from now on: :meth:`Store.preload` fills it."""
+        super().split_off(n_gpu, link, neuron_rows)
+        self.store.leave_out(self.first_layer, n_gpu)
 
     def end_split(self) -> None:
         super().end_split()
@@ -366,7 +390,7 @@ class OffloadedExperts(InStore, SparseExperts):
             *self._predicted(self.cuts),
         )
 
-    def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+    def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor, first: int = 0) -> torch.Tensor:
         """See the base class."""
         return self.read(
             torch.ops.pi2.stored_experts,
@@ -379,6 +403,7 @@ class OffloadedExperts(InStore, SparseExperts):
             *self._asked(self.cuts, self.thresholds),
             self.int8_activations,
             *self.biases(),
+            first,
         )
 
 

@@ -159,6 +159,17 @@ def dense_on_gpu_from(layer: PromptLayer) -> int:
     return products_from(layer.weights, site.hidden, share)
 
 
+def goes_by_expert(expert: PromptLayer, experts: int, index_Tk: torch.Tensor) -> bool:
+    """Whether a mixture on a GPU computes each of its ``experts`` as :func:`prompt_ffn` does: a prompt, with so many
+    tokens for each, were they spread evenly. That waits for the router, which a graph being captured cannot."""
+    tokens, slots = index_Tk.shape
+    if tokens < PROMPT_TOKENS or is_sparse_only() or torch.compiler.is_compiling():
+        return False
+    if index_Tk.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return tokens * slots >= experts * dense_on_gpu_from(expert)
+
+
 def skips_predictor(layer: PromptLayer, x: torch.Tensor) -> bool:
     """Whether ``x [..., H]`` is a prompt of which the operator computes every gate and up (int8 activations: by tiles).
 

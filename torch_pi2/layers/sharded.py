@@ -83,12 +83,12 @@ class ShardedExperts(OffloadedExperts):
 
     share: Share
 
-    def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+    def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor, first: int = 0) -> torch.Tensor:
         """See the base class."""
-        return computed_together(self.share.group, self._summed, x, index, routing)
+        return computed_together(self.share.group, self._summed, x, index, routing, first)
 
-    def _summed(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
-        return self.share.add_ranks(super().compute(x.float(), index, routing), x)
+    def _summed(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor, first: int) -> torch.Tensor:
+        return self.share.add_ranks(super().compute(x.float(), index, routing, first), x)
 
     def biases(self) -> list[torch.Tensor | None]:
         """See the base class; the bias of the down matrix is added once."""

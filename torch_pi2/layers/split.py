@@ -156,37 +156,46 @@ class Split:
 
 
 class ExpertsSplit:
-    """What a mixture of experts, which stays on the CPU as a whole, computes with some of its experts on a GPU.
+    """What a mixture of experts, which stays on the CPU as a whole, computes with some of its neurons on a GPU.
 
-    Each expert is in one place as a whole, and asks its predictor there: what a token's experts are is as without.
+    These are all of some experts, which ask their predictors there, so that what is computed of each is as without; or
+    the first neurons of every expert, which follow their own gates.
 
     Args:
-        layer: a :class:`~torch_pi2.layers.experts.SparseExperts` that is not split. on_gpu: ``[E]``, which experts.
-        link: to the GPU. neuron_rows: of those experts, one after another, of a layer over a store.
+        layer: a :class:`~torch_pi2.layers.experts.SparseExperts` that is not split. n_gpu: ``[E]``, neurons there of
+            each expert: none or all of them, or of every expert the same number, a multiple of ``Split.CHUNK``.
+        link: to the GPU. neuron_rows: theirs, ``[experts there, neurons there, ...]``, of a layer over a store.
 
     Attributes:
-        on_gpu: as given. hot: a SparseExperts of the experts there; None: there are none.
+        n_gpu: as given. hot: a SparseExperts of what is there; None: there is nothing.
 
     Raises:
-        ShapeError: ``on_gpu`` is for another number of experts.
+        ShapeError: ``n_gpu`` is for another number of experts, or says something else.
     """
 
-    def __init__(self, layer: Any, on_gpu: Sequence[bool], link: Link, neuron_rows: torch.Tensor | None = None) -> None:
-        if len(on_gpu) != len(layer.sites):
+    def __init__(self, layer: Any, n_gpu: Sequence[int], link: Link, neuron_rows: torch.Tensor | None = None) -> None:
+        experts, neurons = len(layer.sites), layer.site.intermediate
+        self.n_gpu, self.link = tuple(map(int, n_gpu)), link
+        whole = {*self.n_gpu} <= {0, neurons}
+        few = {self.n_gpu[0]} == {*self.n_gpu} <= {*range(0, neurons, Split.CHUNK)} if self.n_gpu else False
+        if len(self.n_gpu) != experts or not (whole or few):
             raise ShapeError(
-                f"experts of {layer.site.key} on a GPU",
-                expected=f"{len(layer.sites)} answers, one for each expert",
-                found=str(len(on_gpu)),
-                fix="Say of every expert of the module whether it is there.",
+                f"neurons of experts of {layer.site.key} on a GPU",
+                expected=f"{experts} numbers, one for each expert: 0 or {neurons}, or all the same multiple of "
+                f"{Split.CHUNK} below",
+                found=f"{len(self.n_gpu)}: {', '.join(map(str, self.n_gpu[:8]))}{', ...' * (len(self.n_gpu) > 8)}",
+                fix="Give a GPU whole experts, or the first neurons of all of them.",
             )
-        self.on_gpu, self.link = tuple(map(bool, on_gpu)), link
-        there = [expert for expert, is_there in enumerate(self.on_gpu) if is_there]
-        self.hot = layer.part(there, link.device, neuron_rows) if there else None
-        experts = len(self.on_gpu)
+        #: Neurons of every expert that the CPU leaves out; 0: its experts are whole.
+        self.first = 0 if whole else self.n_gpu[0]
+        there = [expert for expert, count in enumerate(self.n_gpu) if count]
+        self.hot = layer.part(there, link.device, self.first, neuron_rows) if there else None
         place_E1 = torch.full((experts + 1,), len(there), dtype=torch.int64)  # where no expert is
         place_E1[there] = torch.arange(len(there))
         self._place_E1 = place_E1.to(link.device)
-        self._cold_E1 = torch.tensor([experts if there else e for e, there in enumerate(self.on_gpu)] + [experts])
+        self._all_there = {*self.n_gpu} == {neurons}
+        cold = [experts if count == neurons else expert for expert, count in enumerate(self.n_gpu)]
+        self._cold_E1 = torch.tensor([*cold, experts])
 
     @torch.compiler.disable(reason=_UNORDERED)
     def __call__(self, layer: Any, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
@@ -194,7 +203,7 @@ class ExpertsSplit:
         have ``x``'s dtype, their sum is taken in float32. Calls of several threads take turns.
         """
         y: torch.Tensor
-        if all(self.on_gpu):
+        if self._all_there:
             y = self._on_gpu(x, index, routing)
             return y
         sent = (index, routing.float(), x)
@@ -203,14 +212,14 @@ class ExpertsSplit:
             work = functools.partial(self._on_gpu, x, index, routing)
             hot = None if self.hot is None else self.link.queue(work)
             index_Tk, routing_Tk, x_TH = _from_bytes(arriving(), *sent)
-            y = self.link.enter(layer.compute(x_TH, self._cold_E1[index_Tk], routing_Tk))
+            y = self.link.enter(layer.compute(x_TH, self._cold_E1[index_Tk], routing_Tk, self.first))
             return y if hot is None else (hot().float() + y.float()).to(x.dtype)
 
     def refresh(self, layer: Any) -> None:
         """See :meth:`Split.refresh`."""
         if self.hot is not None:
-            for place, expert in enumerate(expert for expert, there in enumerate(self.on_gpu) if there):
-                self.hot.neuron_rows[place].copy_(layer.neuron_rows[expert])
+            for place, expert in enumerate(expert for expert, count in enumerate(self.n_gpu) if count):
+                self.hot.neuron_rows[place].copy_(layer.neuron_rows[expert, : self.n_gpu[expert]])
 
     def _on_gpu(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         assert self.hot is not None

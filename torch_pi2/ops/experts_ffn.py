@@ -31,6 +31,7 @@ def experts_ffn(
     bias_gate: torch.Tensor | None = None,
     bias_up: torch.Tensor | None = None,
     bias_down: torch.Tensor | None = None,
+    first: int = 0,
 ) -> torch.Tensor:
     """Each token's sum of what its experts compute, weighted by the router: ``x [T, H]`` -> ``[T, H]``.
 
@@ -48,12 +49,14 @@ def experts_ffn(
         cuts: E thresholds or margins of the predictors; empty for ``none``.
         thresholds: E cuts on ``|act(gate)|``; empty: 0 for all.
         bias_gate, bias_up: ``[E, I]`` or None; bias_down: ``[E, H]`` or None.
+        first: so many neurons of each expert, a multiple of 64, are computed elsewhere: the bits of experts that have
+            the others alone. Predictors have rows for all.
         The others: as in ``predicted_ffn``, the same for all experts.
     """
 
     def expert(e: int, x_H: torch.Tensor) -> torch.Tensor:
-        biases = [None if bias is None else bias[e] for bias in (bias_gate, bias_up, bias_down)]
-        layer: tuple[Any, ...] = (neuron_rows[e], *biases)
+        biases = [None if bias is None else bias[e, first:] for bias in (bias_gate, bias_up)]
+        layer: tuple[Any, ...] = (neuron_rows[e, first:], *biases, None if bias_down is None else bias_down[e])
         threshold = thresholds[e] if thresholds else 0.0
         settings: tuple[Any, ...] = (activation, activation_on_up, 0, threshold, weights, int8_activations)
         if kind == "none":

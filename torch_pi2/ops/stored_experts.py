@@ -28,6 +28,7 @@ def stored_experts(
     bias_gate: torch.Tensor | None = None,
     bias_up: torch.Tensor | None = None,
     bias_down: torch.Tensor | None = None,
+    first: int = 0,
 ) -> torch.Tensor:
     """:func:`experts_ffn` with the neurons of ``experts`` layers of a store, from ``first_layer`` on.
 
@@ -39,8 +40,8 @@ def stored_experts(
     how: tuple[Any, ...] = (predictor, kind, cuts, predictor_weights, predictor_int8_activations)
     weights = reader.operand_of(reader.keys[first_layer])
     settings: tuple[Any, ...] = (activation, activation_on_up, thresholds, weights, int8_activations)
-    biases: tuple[Any, ...] = (bias_gate, bias_up, bias_down)
-    return experts_ffn(x, index, routing, neuron_rows, *how, *settings, *biases)
+    rest: tuple[Any, ...] = (bias_gate, bias_up, bias_down, first)
+    return experts_ffn(x, index, routing, neuron_rows, *how, *settings, *rest)
 
 
 def fake(x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor, *_: object) -> torch.Tensor:

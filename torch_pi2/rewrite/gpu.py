@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -117,7 +118,8 @@ def hot_on_gpu(model: nn.Module, memory_bytes: int, link: Link | None = None) ->
     """Put as many neurons of ``model``, which is optimised and on the CPU, on a GPU as have room, and all else.
 
     Those that its plan gives to an accelerator, if it gives it any and all have room. Else those that are wanted most,
-    of all layers, of mixtures whole experts; without statistics an equal share of each layer. Of a model in memory they
+    of all layers; of mixtures whole experts, or the first neurons of every expert of a module, whichever are wanted
+    more; without statistics an equal share of each layer, and of mixtures of whole experts. Of a model in memory they
     stay on the CPU, too: what is saved and restored is there. Of one over a store they are read into the GPU's memory,
     and the cache is for the others (:meth:`~torch_pi2.layers.offloaded.Store.preload`).
 
@@ -147,12 +149,12 @@ def hot_on_gpu(model: nn.Module, memory_bytes: int, link: Link | None = None) ->
     return {layer.site.key: count for home in found for layer, count in _counts(home)}
 
 
-def _split_off(home: SparseFFN | SparseExperts, units: Sequence[int], link: Link) -> None:
-    """``units``: experts that are there, or neurons, which are the first."""
+def _split_off(home: SparseFFN | SparseExperts, there: Sequence[int], link: Link) -> None:
+    """``there``: neurons that are there, the first ones: of the layer, or of each expert."""
     if isinstance(home, SparseExperts):
-        home.split_off([expert in units for expert in range(len(home.sites))], link, _stored_experts(home, units))
+        home.split_off(there, link, _stored_experts(home, there))
     else:
-        count = len(units)
+        (count,) = there
         if not home.in_memory and count < home.site.intermediate:
             count = count // Split.CHUNK * Split.CHUNK
         home.split_off(count, link, _stored_neurons(home, count))
@@ -162,8 +164,7 @@ def _counts(home: SparseFFN | SparseExperts) -> list[tuple[SparseFFN, int]]:
     """Layers of ``home``, which is split, and how many neurons of each are there."""
     if isinstance(home, SparseExperts):
         assert home.split is not None
-        every = home.site.intermediate
-        return [(layer, every * there) for layer, there in zip(home.experts(), home.split.on_gpu, strict=True)]
+        return list(zip(home.experts(), home.split.n_gpu, strict=True))
     assert home.split is not None
     return [(home, home.split.n_gpu)]
 
@@ -176,20 +177,20 @@ def _stored_neurons(layer: SparseFFN, count: int) -> torch.Tensor | None:
         return reader.as_computed(reader.read_layer(layer.store_layer, (0, count)))
 
 
-def _stored_experts(home: SparseExperts, experts: Sequence[int]) -> torch.Tensor | None:
-    """Neurons of some experts, one after another, as :func:`_stored_neurons`."""
+def _stored_experts(home: SparseExperts, there: Sequence[int]) -> torch.Tensor | None:
+    """The first so many neurons of each expert, of those that have any, as :func:`_stored_neurons`."""
     if not isinstance(home, OffloadedExperts):
         return None
-    rows = home.neuron_rows
-    found = torch.empty((len(experts), *rows.shape[1:]), dtype=rows.dtype)
+    rows, counts = home.neuron_rows, [(expert, count) for expert, count in enumerate(there) if count]
+    found = torch.empty((len(counts), max(there), *rows.shape[2:]), dtype=rows.dtype)
     with StoreReader(home.store.path) as reader:
-        for place, expert in enumerate(experts):
-            found[place] = reader.as_computed(reader.read_layer(home.first_layer + expert))
+        for place, (expert, count) in enumerate(counts):
+            found[place] = reader.as_computed(reader.read_layer(home.first_layer + expert, (0, count)))
     return found
 
 
-def _planned(found: Sequence[SparseFFN | SparseExperts], plan: Plan, room_bytes: int) -> list[Sequence[int]] | None:
-    """What ``plan`` gives to an accelerator at any batch size; None: nothing, or more than has room."""
+def _planned(found: Sequence[SparseFFN | SparseExperts], plan: Plan, room_bytes: int) -> list[list[int]] | None:
+    """Of each layer what ``plan`` gives to an accelerator at any batch size; None: nothing, or more than has room."""
     layers = [home for home in found if isinstance(home, SparseFFN)]
     if plan.hardware is None or not plan.hardware.accelerator_bytes or len(layers) < len(found):
         return None
@@ -206,7 +207,7 @@ def _planned(found: Sequence[SparseFFN | SparseExperts], plan: Plan, room_bytes:
             size(room_bytes),
         )
         return None
-    return [range(count) for count in counts]
+    return [[count] for count in counts]
 
 
 def neuron_bytes(layer: SparseFFN) -> int:
@@ -217,43 +218,97 @@ def neuron_bytes(layer: SparseFFN) -> int:
 
 def _most_wanted(
     found: Sequence[SparseFFN | SparseExperts], stats: ActivationStats | None, room_bytes: int
-) -> list[Sequence[int]]:
-    """Of each layer so many of its first neurons, and of each mixture those experts, that all have room: what a byte is
-    wanted for most often before others.
+) -> list[list[int]]:
+    """Of each layer, and of each expert, how many of its first neurons are wanted most and have room.
+
+    Of mixtures these are whole experts or the first neurons of all of them: which of both is wanted more.
     """
-    ranks, sizes = [], []
-    for home in found:
-        rank, nbytes = _experts(home, stats) if isinstance(home, SparseExperts) else _neurons(home, stats)
-        ranks.append(rank)
-        sizes.append(torch.full((len(rank),), nbytes, dtype=torch.int64))
-    by_rank = torch.cat(ranks).argsort(descending=True, stable=True)
+    ways: list[Callable[..., _Units]] = [_experts]
+    if stats is not None and any(isinstance(home, SparseExperts) for home in found):
+        ways.append(_of_every_expert)
+
+    def filled(way: Callable[..., _Units]) -> tuple[float, list[list[int]]]:
+        units = [way(h, stats) if isinstance(h, SparseExperts) else _neurons(h, stats) for h in found]
+        return _fill(units, room_bytes)
+
+    return max(map(filled, ways), key=lambda found: found[0])[1]
+
+
+class _Units(NamedTuple):
+    """What a GPU may have of a layer or mixture; of two with the same rank the first one.
+
+    Attributes:
+        rank: float64 ``[units]``, in what share of the model's tokens a neuron of each is wanted. nbytes, neurons: of
+            each unit. experts: of a mixture, so many. whole: its units are experts, and not neurons of all of them.
+    """
+
+    rank: torch.Tensor
+    nbytes: int
+    neurons: int
+    experts: int = 1
+    whole: bool = False
+
+    def there(self, taken: torch.Tensor) -> list[int]:
+        """Neurons of the layer, or of each expert, of the units that are ``taken``."""
+        if self.whole:
+            return [self.neurons * int(unit) for unit in taken]
+        return [int(taken.sum()) * self.neurons // self.experts] * self.experts
+
+
+def _fill(units: Sequence[_Units], room_bytes: int) -> tuple[float, list[list[int]]]:
+    """How many neurons a token wants of those units that are wanted most and have room, by byte; and these."""
+    rank = torch.cat([one.rank for one in units])
+    nbytes = torch.cat([torch.full((len(one.rank),), one.nbytes, dtype=torch.int64) for one in units])
+    neurons = torch.cat([torch.full((len(one.rank),), one.neurons, dtype=torch.int64) for one in units])
+    by_rank = rank.argsort(descending=True, stable=True)
     taken = torch.zeros(len(by_rank), dtype=torch.bool)
-    taken[by_rank] = torch.cat(sizes)[by_rank].cumsum(0) <= room_bytes
-    return [part.nonzero().flatten().tolist() for part in taken.split([len(rank) for rank in ranks])]
+    taken[by_rank] = nbytes[by_rank].cumsum(0) <= room_bytes
+    parts = taken.split([len(one.rank) for one in units])
+    wanted = float((rank * neurons)[taken].sum())
+    return wanted, [one.there(part) for one, part in zip(units, parts, strict=True)]
 
 
-def _neurons(layer: SparseFFN, stats: ActivationStats | None) -> tuple[torch.Tensor, int]:
-    """How often each neuron fires, falling: one comes after those before it; and bytes of one."""
+def _neurons(layer: SparseFFN, stats: ActivationStats | None) -> _Units:
+    """How often each neuron fires, falling: one comes after those before it."""
     neurons = layer.site.intermediate
     if stats is None:
         rank = 1 - torch.arange(neurons, dtype=torch.float64) / neurons
     else:
         of_layer = stats[layer.site.key]
         rank = of_layer.fired[layer.order.cpu()].double() / max(1, of_layer.tokens)
-    return rank.cummin(0).values, neuron_bytes(layer)
+    return _Units(rank.cummin(0).values, neuron_bytes(layer), 1)
 
 
-def _experts(home: SparseExperts, stats: ActivationStats | None) -> tuple[torch.Tensor, int]:
-    """How often a neuron of each expert is wanted: how often the router asks for it, times the share that fires; and
-    bytes of an expert.
-    """
-    experts = len(home.sites)
+def _experts(home: SparseExperts, stats: ActivationStats | None) -> _Units:
+    """How often a neuron of each expert is wanted: how often the router asks for it, times the share that fires."""
+    experts, neurons = len(home.sites), home.site.intermediate
     nbytes = sum(t.nbytes for t in home.buffers()) // experts
     if stats is None:
-        return 1 - torch.arange(experts, dtype=torch.float64) / experts, nbytes
+        rank = 1 - torch.arange(experts, dtype=torch.float64) / experts
+    else:
+        shares = [stats[site.key].active_share for site in home.sites]
+        rank = _asked(home, stats) * torch.tensor(shares, dtype=torch.float64)
+    return _Units(rank, nbytes, neurons, experts, whole=True)
+
+
+def _of_every_expert(home: SparseExperts, stats: ActivationStats) -> _Units:
+    """The same of chunks of neurons, those of all experts in the same places at once; without their predictors."""
+    experts, chunk = len(home.sites), Split.CHUNK
+    chunks = (home.site.intermediate - 1) // chunk
     layers = [stats[site.key] for site in home.sites]
-    asked = [(layer.tokens - layer.borrowed) / max(1, stats.tokens) for layer in layers]
-    return torch.tensor([a * y.active_share for a, y in zip(asked, layers, strict=True)], dtype=torch.float64), nbytes
+    fired_EI = torch.stack(
+        [of.fired[order].double() / max(1, of.tokens) for of, order in zip(layers, home.order.cpu(), strict=True)]
+    )
+    wanted_I = (_asked(home, stats)[:, None] * fired_EI).mean(0)
+    rank = wanted_I[: chunks * chunk].view(chunks, chunk).mean(1)
+    nbytes = home.neuron_rows.nbytes // home.site.intermediate
+    return _Units(rank.cummin(0).values, nbytes * chunk, chunk * experts, experts)
+
+
+def _asked(home: SparseExperts, stats: ActivationStats) -> torch.Tensor:
+    """``[E]`` float64: share of tokens that the router sends to each expert."""
+    layers = [stats[site.key] for site in home.sites]
+    return torch.tensor([(of.tokens - of.borrowed) / max(1, stats.tokens) for of in layers], dtype=torch.float64)
 
 
 def refuse_split(model: nn.Module, what: str, whole: bool = False) -> None:

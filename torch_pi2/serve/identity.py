@@ -20,7 +20,6 @@ from torch_pi2.decode.pieces import pieces_without_loss
 from torch_pi2.layers.gpu import device_of
 from torch_pi2.layers.of_model import homes
 from torch_pi2.layers.sharded import Share
-from torch_pi2.layers.split import Split
 from torch_pi2.ops.library import library_path
 from torch_pi2.rewrite.handle import store_of
 from torch_pi2.store.storefile import StoreReader, block_checks
@@ -63,7 +62,7 @@ def _parts(model: nn.Module) -> Iterator[bytes]:
             yield block_checks(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)).numpy().tobytes()
     for home in homes(model):
         if home.split is not None:
-            there = home.split.n_gpu if isinstance(home.split, Split) else home.split.on_gpu
+            there = home.split.n_gpu
             yield json.dumps([home.site.key, there]).encode()
     for part in model.modules():
         share = getattr(part, "share", None)

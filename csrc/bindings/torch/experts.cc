@@ -54,12 +54,17 @@ MaybeTensor of_first(const MaybeTensor& biases, int64_t experts, const char* nam
   return torch::stable::select(*biases, 0, 0);
 }
 
-// `layer` with the thresholds and the predictors of all experts; tensors and numbers must outlive what is returned.
+// `layer` with the thresholds and the predictors of all experts; tensors and numbers must outlive what is returned. The
+// first so many neurons of each are computed elsewhere.
 ExpertStack stack_of(const Tensor& x, const FfnArgs& layer, int64_t experts, const std::vector<Tensor>& tensors,
                      const std::string& kind, const std::vector<double>& cuts, const std::string& weights,
-                     bool int8_activations, const std::vector<double>& thresholds) {
+                     bool int8_activations, const std::vector<double>& thresholds, int64_t first_neuron = 0) {
+  STD_TORCH_CHECK(first_neuron >= 0 && first_neuron < layer.neurons && first_neuron % 64 == 0,
+                  "pi2: first: expected a multiple of 64 below ", layer.neurons, ", found ", first_neuron,
+                  ". It is how many neurons of each expert are computed elsewhere.");
   ExpertStack stack;
   stack.layer = layer;
+  stack.layer.first = stack.layer.n_hot = first_neuron;  // of which no predictor is asked
   STD_TORCH_CHECK(thresholds.empty() || static_cast<int64_t>(thresholds.size()) == experts,
                   "pi2: thresholds: expected none, or ", experts, ", one for each expert, found ", thresholds.size(),
                   ". See torch_pi2.ops.reference_experts.");
@@ -106,7 +111,8 @@ Tensor experts_ffn(const Tensor& x, const Tensor& index, const Tensor& routing, 
                    std::vector<Tensor> predictor, const Text& kind, std::vector<double> cuts,
                    const Text& predictor_weights, bool predictor_int8_activations, const Text& activation,
                    bool activation_on_up, std::vector<double> thresholds, const Text& weights, bool int8_activations,
-                   const MaybeTensor& bias_gate, const MaybeTensor& bias_up, const MaybeTensor& bias_down) {
+                   const MaybeTensor& bias_gate, const MaybeTensor& bias_up, const MaybeTensor& bias_down,
+                   int64_t first_neuron) {
   check_plain(neuron_rows, "neuron_rows");
   const bool two = has_two_formats(weights);
   STD_TORCH_CHECK(neuron_rows.dim() == (two ? 3 : 4) && neuron_rows.is_contiguous() && neuron_rows.numel() > 0,
@@ -122,7 +128,7 @@ Tensor experts_ffn(const Tensor& x, const Tensor& index, const Tensor& routing, 
   const FfnArgs layer =
       ffn_args(x, first, gate, up, down, activation, activation_on_up, 0, 0, weights, int8_activations);
   const ExpertStack stack = stack_of(x, layer, r.args.experts, predictor, kind, cuts, predictor_weights,
-                                     predictor_int8_activations, thresholds);
+                                     predictor_int8_activations, thresholds, first_neuron);
   const std::string problem = pi2::experts_ffn(r.args, stack, torch_threads());
   STD_TORCH_CHECK(problem.empty(), "pi2: ", problem);
   return r.y;
@@ -158,7 +164,8 @@ Tensor stored_experts(const Tensor& x, const Tensor& index, const Tensor& routin
                       int64_t experts, std::vector<Tensor> predictor, const Text& kind, std::vector<double> cuts,
                       const Text& predictor_weights, bool predictor_int8_activations, const Text& activation,
                       bool activation_on_up, std::vector<double> thresholds, bool int8_activations,
-                      const MaybeTensor& bias_gate, const MaybeTensor& bias_up, const MaybeTensor& bias_down) {
+                      const MaybeTensor& bias_gate, const MaybeTensor& bias_up, const MaybeTensor& bias_down,
+                      int64_t first_neuron) {
   const std::shared_ptr<Offload> offload = store_of(store);
   FfnArgs layer = common_shape(*offload, first_layer, experts);
   const Routed r = routed(x, index, routing, experts);
@@ -169,8 +176,8 @@ Tensor stored_experts(const Tensor& x, const Tensor& index, const Tensor& routin
   const MaybeTensor down = of_first(bias_down, experts, "bias_down");
   layer = with_settings(layer, x, bias_type(layer.dtype_of_down()), gate, up, down, activation, activation_on_up, 0,
                         int8_activations);
-  const ExpertStack stack =
-      stack_of(x, layer, experts, predictor, kind, cuts, predictor_weights, predictor_int8_activations, thresholds);
+  const ExpertStack stack = stack_of(x, layer, experts, predictor, kind, cuts, predictor_weights,
+                                     predictor_int8_activations, thresholds, first_neuron);
   const Guesses guesses = early_routing(store, first_layer);
   const std::string problem = pi2::stored_experts(r.args, stack, *offload, first_layer, torch_threads(), nullptr,
                                                   guesses.next == nullptr ? nullptr : &guesses.next->next,
@@ -231,7 +238,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   const std::string predictor =
       "Tensor[] predictor, str kind, float[] cuts, str predictor_weights, bool predictor_int8_activations, "
       "str activation, bool activation_on_up, float[] thresholds, ";
-  const std::string biases = ", Tensor? bias_gate=None, Tensor? bias_up=None, Tensor? bias_down=None";
+  const std::string biases = ", Tensor? bias_gate=None, Tensor? bias_up=None, Tensor? bias_down=None, int first=0";
   m.def(("experts_ffn(" + tokens + "Tensor neuron_rows, " + predictor + "str weights, bool int8_activations=False" +
          biases + ") -> Tensor")
             .c_str());

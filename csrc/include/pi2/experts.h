@@ -68,8 +68,9 @@ std::string mix_experts(const ExpertsArgs& args, ExpertLayers& layers, const Par
 
 // Experts of equal sizes and settings: expert 0, behind whose tensors those of the others lie.
 struct ExpertStack {
-  FfnArgs layer;                       // but for x, y and tokens; over a store without neuron_rows
-  Predictor predictor;                 // but for its cut
+  // But for x, y and tokens; over a store without neuron_rows. n_hot: as many as `first`, which others compute.
+  FfnArgs layer;
+  Predictor predictor;                 // but for its cut; has rows for all neurons
   const double* cuts = nullptr;        // [experts]: the predictors' thresholds, or margins; not for kind kNone
   const double* thresholds = nullptr;  // [experts]: the layers'; null: `layer` has that of all
 };
