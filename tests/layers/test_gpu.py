@@ -23,7 +23,7 @@ import torch_pi2
 from torch_pi2.errors import DeviceError
 from torch_pi2.layers import experts, ffn, gpu, prompt
 from torch_pi2.layers.of_model import homes, sparse_layers
-from torch_pi2.layers.prompt import dense_on_gpu_from, sparse_only, steps_of_one
+from torch_pi2.layers.prompt import dense_on_gpu_from, goes_by_expert, sparse_only, steps_of_one
 from torch_pi2.ops.gpu import gathered_experts, gathered_ffn, kernels
 from torch_pi2.ops.gpu import linear as gpu_linear
 from torch_pi2.ops.gpu.linear import products_from
@@ -169,6 +169,18 @@ def test_experts_of_a_prompt_are_products_of_matrices(method: str, weights: str)
             module.compute(x_TH[:33], index_Tk[:33], routing_Tk[:33])
         module.compute(x_TH[:31], index_Tk[:31], routing_Tk[:31])
         assert len(kinds) == 2
+
+
+def test_from_how_many_tokens_on_a_mixture_goes_by_expert() -> None:
+    """As many for each as a layer has, which knows of its predictor."""
+    ids = torch.randint(0, 96, (12, 16), generator=torch.Generator().manual_seed(0))
+    for method in ("exact", "signbit"):
+        module = homes(torch_pi2.optimize(build("Mixtral", hidden_act="relu"), ids, method=method, weights="int4"))[0]
+        many = dense_on_gpu_from(module.expert(0))
+        assert module.expert(0).has_predictor == (method == "signbit")
+        for tokens in (31, 32, 2 * many - 1, 2 * many):
+            index_Tk = torch.zeros(tokens, 2, dtype=torch.int64)
+            assert goes_by_expert(module.expert, 4, index_Tk) == (tokens >= max(32, 2 * many))
 
 
 def test_first_neurons_of_experts_by_the_kernels() -> None:

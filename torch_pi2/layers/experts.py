@@ -177,7 +177,7 @@ class SparseExperts(StandIn):
         """
         routed, stored = (x, index, routing, self.neuron_rows), (self.weights, self.int8_activations)
         y: torch.Tensor
-        if on_gpu(x) and goes_by_expert(self._form[0], len(self.sites), index):
+        if on_gpu(x) and goes_by_expert(self.expert, len(self.sites), index):
             y = self._by_expert(x, index, routing)
         elif on_gpu(x):
             y = torch.ops.pi2.gathered_experts(*routed, *self._asked(self.cuts_E, self.thresholds_E), *stored)

@@ -11,7 +11,7 @@ tenth of the neurons, which therefore stays with the sparse operator; int4 with 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -159,15 +159,15 @@ def dense_on_gpu_from(layer: PromptLayer) -> int:
     return products_from(layer.weights, site.hidden, share)
 
 
-def goes_by_expert(expert: PromptLayer, experts: int, index_Tk: torch.Tensor) -> bool:
-    """Whether a mixture on a GPU computes each of its ``experts`` as :func:`prompt_ffn` does: a prompt, with so many
+def goes_by_expert(expert: Callable[[int], PromptLayer], experts: int, index_Tk: torch.Tensor) -> bool:
+    """Whether a mixture on a GPU computes each of its ``experts`` as :func:`prompt_ffn` does: a prompt, with enough
     tokens for each, were they spread evenly. That waits for the router, which a graph being captured cannot."""
     tokens, slots = index_Tk.shape
     if tokens < PROMPT_TOKENS or is_sparse_only() or torch.compiler.is_compiling():
         return False
     if index_Tk.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
-    return tokens * slots >= experts * dense_on_gpu_from(expert)
+    return tokens * slots >= experts * dense_on_gpu_from(expert(0))
 
 
 def skips_predictor(layer: PromptLayer, x: torch.Tensor) -> bool:
