@@ -1,5 +1,5 @@
-"""One gated layer on a GPU: predictor and the neurons it says, the exact gate, and all neurons by cuBLAS; in int4 also
-by PyTorch's own 4-bit kernel, which torchao calls (tinygemm).
+"""One gated layer on a GPU: predictor and the neurons it says, the exact gate, and all neurons by cuBLAS; in int4, from
+Ampere on, also by PyTorch's own 4-bit kernel, which torchao calls (tinygemm).
 
 Several layers' weights in turn, or a GPU's cache would hold what is read; a CUDA graph of all of them, so that no
 launch is waited for. ``--device cpu`` runs the same calls there, to see that they are right.
@@ -26,6 +26,8 @@ from torch_pi2.ops import load
 
 #: Bytes of the plain read beside which the figures stand, on a GPU; the CPU has benchmarks of its own.
 _READ_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}
+#: The first architecture that PyTorch's 4-bit kernels are for (Ampere).
+_INT4_SINCE = (8, 0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +60,7 @@ class _Layer:
             made = [torch.ops.pi2.quantize(rows_IRH[:, row].float(), weights, None) for row in range(3)]
             self.rows = torch.stack(made, 1).contiguous().to(device)
         self.packed = []
-        if weights == "int4":
+        if weights == "int4" and (device.type == "cpu" or torch.cuda.get_device_capability(device) >= _INT4_SINCE):
             self.packed = [_Packed(rows_IRH[:, row], device) for row in (0, 1)] + [_Packed(rows_IRH[:, 2].T, device)]
         self.weights = weights
         a, b = drawn(rank, hidden), drawn(intermediate, rank)
@@ -204,7 +206,7 @@ def run(
         return work
 
     with torch.inference_mode():
-        ways = ("dense", *["dense_int4"] * (weights == "int4"), "exact", "sparse")
+        ways = ("dense", *["dense_int4"] * bool(made[0].packed), "exact", "sparse")
         timers = {name: _timer(device, all_layers(name)) for name in ways}
         timers["read"] = _timer(device, lambda: _read(big))
         fired = [layer.said(x_TH) for layer in made]
@@ -214,7 +216,7 @@ def run(
     wanted_bytes = union * made[0].rows.nbytes + sum(t.nbytes for t in made[0].predictor)
     read_bytes_per_us = big.nbytes / statistics.median(us["read"])
     compared = [("over_dense", "dense", "sparse"), ("exact_over_dense", "dense", "exact")]
-    compared += [("over_dense_int4", "dense_int4", "sparse")] * (weights == "int4")
+    compared += [("over_dense_int4", "dense_int4", "sparse")] * bool(made[0].packed)
     ratios = {
         name: [theirs / ours for theirs, ours in zip(us[dense], us[case], strict=True)]
         for name, dense, case in compared

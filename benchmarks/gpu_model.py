@@ -186,12 +186,14 @@ def _offloaded(model: Any, memory_bytes: int) -> Any:
 
 
 def _llama(gguf: Path, blocks: int, memory_bytes: int, device: str, context: int) -> Peer:
-    """llama.cpp with so many of its ``blocks`` on the GPU as ``memory_bytes`` are of its file, all where they are more.
+    """llama.cpp with so many of its ``blocks`` on the GPU as ``memory_bytes`` are of its file; its head, too, where all
+    have room.
 
     Raises:
         PeerError, LibraryMissingError: it cannot be run, or there.
     """
-    there = min(blocks, int(blocks * memory_bytes / gguf.stat().st_size)) if device == "cuda" else 0
+    there = int(blocks * memory_bytes / gguf.stat().st_size)
+    there = min(there, blocks + 1) if device == "cuda" else 0
     settings = {"gguf": str(gguf), "threads": torch.get_num_threads(), "context": context + 1, "gpu_layers": there}
     return Peer("benchmarks.peer_llama", settings)
 

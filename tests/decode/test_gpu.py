@@ -21,7 +21,7 @@ from tiny_models import tiny
 from torch import nn
 
 import torch_pi2
-from torch_pi2.decode import cuda_graph
+from torch_pi2.decode import cuda_graph, pieces
 from torch_pi2.decode.cuda_graph import captured
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.decode.generate import Sampling, pick
@@ -29,7 +29,10 @@ from torch_pi2.decode.kept import Kept
 from torch_pi2.errors import ConfigError, DeviceError
 from torch_pi2.layers import gpu
 from torch_pi2.layers.gpu import device_of
-from torch_pi2.layers.of_model import homes
+from torch_pi2.layers.linear import QuantLinear
+from torch_pi2.layers.of_model import homes, sparse_layers
+from torch_pi2.layers.prompt import dense_on_gpu_from
+from torch_pi2.ops.gpu.linear import products_from
 from torch_pi2.rewrite.gpu import hot_on_gpu, rest_bytes
 from torch_pi2.serve.batch import Batch, Sequence
 from torch_pi2.serve.identity import identity
@@ -107,6 +110,21 @@ def test_a_divided_model_answers_requests() -> None:
     batch.start()
     batch.close(60)
     assert said == wanted
+
+
+def test_prompts_go_the_ways_of_what_is_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of parts of layers there, which ask no predictor, and of quantised linear layers."""
+    ids = torch.randint(0, 64, (12, 32), generator=torch.Generator().manual_seed(0))
+    model = torch_pi2.optimize(tiny("drelu"), ids, method="signbit", weights="int4")
+    inside = sum(layer.neuron_rows.nbytes for layer in sparse_layers(model))
+    hot_on_gpu(model, rest_bytes(model) + inside // 2, ThreadLink())
+    monkeypatch.setattr(pieces, "device_of", lambda _: torch.device("cuda"))
+    ways = pieces.ways_of_prompts(model)
+    parts = [layer.split.hot for layer in sparse_layers(model) if layer.split is not None]
+    assert {dense_on_gpu_from(part) for part in parts if part is not None} <= {*ways}
+    linears = [module for module in model.modules() if isinstance(module, QuantLinear)]
+    assert linears
+    assert {products_from("int4", module.in_features, 4) for module in linears} <= {*ways}
 
 
 def test_keys_and_values_of_another_division_are_not_used() -> None:

@@ -21,9 +21,10 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.errors import DeviceError
-from torch_pi2.layers import experts, ffn, gpu, prompt
+from torch_pi2.layers import experts, ffn, gpu, linear, prompt
+from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import homes, sparse_layers
-from torch_pi2.layers.prompt import dense_on_gpu_from, goes_by_expert, sparse_only, steps_of_one
+from torch_pi2.layers.prompt import dense_on_gpu_from, sparse_only, steps_of_one
 from torch_pi2.ops.gpu import gathered_experts, gathered_ffn, kernels
 from torch_pi2.ops.gpu import linear as gpu_linear
 from torch_pi2.ops.gpu.linear import products_from
@@ -87,7 +88,7 @@ def test_predicted_and_quantised_layers_compute_what_they_do_on_the_cpu() -> Non
 
 def test_quantised_layers_of_hot_neurons_are_dequantised_for_many_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """And of those not all at a time."""
-    for weights, listed, many in (("int8", True, 4), ("float", False, 9)):
+    for weights, listed, many in (("int8", True, 7), ("float", False, 9)):
         model = torch_pi2.optimize(tiny("drelu"), weights=weights)
         layers = sparse_layers(model)
         for layer in layers:
@@ -101,28 +102,65 @@ def test_quantised_layers_of_hot_neurons_are_dequantised_for_many_tokens_only(mo
             assert len(kinds) == len(layers) * listed
 
 
-@pytest.mark.parametrize("weights", ["float", "int4", "int8"])
+@pytest.mark.parametrize("weights", ["bfloat16", "float16", "float32", "int4", "int8"])
 @pytest.mark.parametrize("rows", [2, 3])
 def test_from_how_many_tokens_on_neurons_are_all_computed(rows: int, weights: str) -> None:
-    """What each token reads of the neurons by itself is no more than a dense layer reads, of quantised ones as floats,
-    too."""
-    model = torch_pi2.optimize(tiny("drelu" if rows == 3 else "opt"), weights=weights)
-    layer = sparse_layers(model)[0]
+    """What each token reads by itself is no more than a dense layer reads: rows, and what they are converted to."""
+    dense = tiny("drelu" if rows == 3 else "opt").to(torch.bfloat16 if weights == "bfloat16" else torch.float32)
+    dense = dense.half() if weights == "float16" else dense
+    layer = sparse_layers(torch_pi2.optimize(dense, weights=weights if weights.startswith("int") else "float"))[0]
+    stored, factor = {
+        "bfloat16": (2, 0),
+        "float32": (4, 0),
+        "float16": (2, 4),
+        "int4": (0.5625, 4),
+        "int8": (1.0625, 4),
+    }[weights]  # bytes of a number; of float32 models
+    reads = 0.75 * (stored + 2 * factor) if factor else stored
     for share, predicted in ((0.05, True), (0.1, True), (0.5, True), (0.3, False), (1.0, False)):
         layer.expected_share, layer.n_hot = share, 0
         layer._buffers["predictor_signs"] = torch.zeros(1) if predicted else None
         # nobody has counted what an exact gate lets through: a tenth
         fires = 0.1 if share == 1 else share
         of_token = share if predicted else (1 + (rows - 1) * fires) / rows
-        stored = {"float": 2.0, "int4": 0.5625, "int8": 1.0625}[weights]
-        dense = stored if weights == "float" else 0.75 * (stored + 4)
         many = dense_on_gpu_from(layer)
-        assert many == 2 or (many - 1) * of_token * stored <= dense
-        assert many * of_token * stored > dense
+        assert many == 2 or (many - 1) * of_token * stored <= reads
+        assert many * of_token * stored > reads
+    many_of_all = {"bfloat16": 2, "float32": 2, "float16": 4, "int4": 12, "int8": 7}[weights]
     layer.n_hot = layer.site.intermediate
-    assert dense_on_gpu_from(layer) == {"float": 2, "int4": 7, "int8": 4}[weights]
+    assert dense_on_gpu_from(layer) == many_of_all
     layer.n_hot, layer.by_batch = 0, ((1, 0), (4, layer.site.intermediate))
-    assert dense_on_gpu_from(layer) == {"float": 2, "int4": 7, "int8": 4}[weights]
+    assert dense_on_gpu_from(layer) == many_of_all
+
+
+def test_float16_is_converted_for_many_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Factors of products are float32: a few rows at a time."""
+    model = torch_pi2.optimize(tiny("drelu").half())
+    layer = sparse_layers(model)[0]
+    layer.n_hot = layer.site.intermediate
+    x_TH = torch.randn(4, layer.site.hidden, generator=torch.Generator().manual_seed(1)).half()
+    wanted = layer(x_TH)
+    made: list[int] = []
+    plain = prompt.row_of_each
+    monkeypatch.setattr(prompt, "row_of_each", lambda rows, *how: made.append(len(rows)) or plain(rows, *how))
+    monkeypatch.setattr(gpu_linear, "TEMPORARY_BYTES", 4 * layer.site.hidden * 20)
+    with interpreted() as kinds:
+        torch.testing.assert_close(layer(x_TH[:3]), wanted[:3], rtol=2**-9, atol=1e-3)
+        assert (kinds, made) == ([gathered_ffn.NO_PREDICTOR], [])
+        torch.testing.assert_close(layer(x_TH), wanted, rtol=2**-9, atol=1e-3)
+        assert (len(kinds), max(made)) == (1, 20)
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_linear_layers_of_several_steps_have_the_bits_of_each(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = QuantLinear.from_linear(tiny("drelu").lm_head, weights)
+    x_TK = torch.randn(1, 20, layer.in_features, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(linear, "on_gpu", lambda _: True)
+    monkeypatch.setattr(torch.ops.pi2, "linear", gpu_linear.launch)
+    with torch.no_grad():
+        each = torch.cat([layer(x_TK[:, t : t + 1]) for t in range(20)], 1)
+        with steps_of_one():
+            assert torch.equal(layer(x_TK), each)
 
 
 def test_the_documentations_table_of_the_switch() -> None:
@@ -131,8 +169,10 @@ def test_the_documentations_table_of_the_switch() -> None:
     for active, *cells in rows:
         share = float(active.rstrip(" %")) / 100
         gate = (1 + 2 * share) / 3
-        cases = itertools.product(("float", "int4"), (share, gate))
-        assert [int(cell) for cell in cells] == [products_from(weights, 4096, of) - 1 for weights, of in cases]
+        cases = itertools.product((("bfloat16", 0), ("int4", 2)), (share, gate))
+        assert [int(cell) for cell in cells] == [
+            products_from(stored, 4096, factor_bytes, of) - 1 for (stored, factor_bytes), of in cases
+        ]
     assert len(rows) == 3
 
 
@@ -149,38 +189,6 @@ def test_mixtures_of_experts_compute_what_they_do_on_the_cpu(name: str, method: 
     with interpreted() as kinds:
         torch.testing.assert_close(logits(model, 3), wanted, rtol=0, atol=1e-3 * float(wanted.abs().max()))
     assert kinds == ["signbit" if method == "signbit" else gathered_ffn.NO_PREDICTOR] * 2
-
-
-@pytest.mark.parametrize(("method", "weights"), [("exact", "float"), ("threshold", "int4")])
-def test_experts_of_a_prompt_are_products_of_matrices(method: str, weights: str) -> None:
-    """With enough tokens for each; of slots without an expert nothing is added."""
-    dense = build("Mixtral", hidden_act="relu")
-    ids = torch.randint(0, 96, (12, 16), generator=torch.Generator().manual_seed(0))
-    module = homes(torch_pi2.optimize(dense, None if method == "exact" else ids, method=method, weights=weights))[0]
-    generator = torch.Generator().manual_seed(1)
-    x_TH, routing_Tk = torch.randn(80, 64, generator=generator), torch.rand(80, 2, generator=generator)
-    index_Tk = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(80)])
-    wanted = module.compute(x_TH, index_Tk, routing_Tk)
-    with interpreted() as kinds:
-        found = module.compute(x_TH, torch.where(index_Tk == 4, -1, index_Tk), routing_Tk)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
-        assert not kinds
-        with sparse_only():
-            module.compute(x_TH[:33], index_Tk[:33], routing_Tk[:33])
-        module.compute(x_TH[:31], index_Tk[:31], routing_Tk[:31])
-        assert len(kinds) == 2
-
-
-def test_from_how_many_tokens_on_a_mixture_goes_by_expert() -> None:
-    """As many for each as a layer has, which knows of its predictor."""
-    ids = torch.randint(0, 96, (12, 16), generator=torch.Generator().manual_seed(0))
-    for method in ("exact", "signbit"):
-        module = homes(torch_pi2.optimize(build("Mixtral", hidden_act="relu"), ids, method=method, weights="int4"))[0]
-        many = dense_on_gpu_from(module.expert(0))
-        assert module.expert(0).has_predictor == (method == "signbit")
-        for tokens in (31, 32, 2 * many - 1, 2 * many):
-            index_Tk = torch.zeros(tokens, 2, dtype=torch.int64)
-            assert goes_by_expert(module.expert, 4, index_Tk) == (tokens >= max(32, 2 * many))
 
 
 def test_first_neurons_of_experts_by_the_kernels() -> None:

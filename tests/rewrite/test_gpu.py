@@ -82,6 +82,19 @@ def test_both_parts_together_are_the_layer(method: str, weights: str, name: str)
             layer.split = None
 
 
+@pytest.mark.parametrize(("method", "weights"), [("exact", "float"), ("exact", "int4"), ("signbit", "float")])
+def test_no_more_goes_there_than_was_said(method: str, weights: str) -> None:
+    """Of neurons with all that belongs to them, and of what is no feed-forward layer."""
+    model = made(method, weights)
+    room = sum(layer.neuron_rows.nbytes for layer in sparse_layers(model))
+    for share in (0.1, 0.5, 0.9):
+        memory = rest_bytes(model) + int(room * share)
+        hot_on_gpu(model, memory, ThreadLink())
+        parts = [layer.split.hot for layer in sparse_layers(model) if layer.split is not None]
+        there = sum(tensor.nbytes for part in parts if part is not None for tensor in part.buffers())
+        assert 0.8 * (memory - rest_bytes(model)) < there <= memory - rest_bytes(model)
+
+
 def test_both_work_at_the_same_time_and_in_order() -> None:
     model = made()
     layers = sparse_layers(model)
@@ -410,10 +423,11 @@ def test_a_folder_keeps_where_its_neurons_are(
 
 def test_what_a_plan_may_fill_of_a_gpu() -> None:
     model, biased = made(), made(name="opt")
-    assert accelerator_room(model, machine(), 1000) == 1000
+    order = sum(layer.order.nbytes for layer in sparse_layers(model))
+    assert accelerator_room(model, machine(), 1000 + order) == 1000
     assert accelerator_room(model, machine(), 1 << 40) == 1 << 32  # what it has
-    biases = sum(layer.bias_up.nbytes for layer in sparse_layers(biased) if layer.bias_up is not None)
-    assert accelerator_room(biased, machine(), 1 << 20) == (1 << 20) - biases > 0
+    beside = sum(y.bias_up.nbytes + y.order.nbytes for y in sparse_layers(biased) if y.bias_up is not None)
+    assert accelerator_room(biased, machine(), 1 << 20) == (1 << 20) - beside > 0
     assert accelerator_room(biased, machine(), 1) == 0
     assert accelerator_room(made("threshold", name="llama"), machine(), 1000) == 0
     assert accelerator_room(model, find_hardware("sm8650-ufs4.0"), 1000) == 0  # that of a phone is in its memory

@@ -14,7 +14,7 @@ from tiny_experts import IDS, build, logits
 from torch import nn
 
 import torch_pi2
-from torch_pi2.errors import ShapeError
+from torch_pi2.errors import DtypeError, ShapeError
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.of_model import homes
 from torch_pi2.rewrite.gpu import hot_on_gpu, rest_bytes
@@ -121,6 +121,23 @@ def test_moves_copies_and_conversions() -> None:
     torch_pi2.restore(model)
 
 
+def test_an_index_that_names_no_expert() -> None:
+    """-1 adds nothing, as E does; others are refused as by a module that is not divided."""
+    module = mixtures(made())[0]
+    x, ones = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)), torch.ones(2, 2)
+    index = torch.tensor([[0, 1], [2, EXPERTS]])
+    for n_gpu in ([NEURONS, 0, 0, NEURONS], [64] * 4):
+        module.split_off(n_gpu, ThreadLink())
+        with torch.no_grad():
+            wanted = module(x, index, ones)
+            assert torch.equal(module(x, torch.where(index == EXPERTS, -1, index), ones), wanted)
+            for wrong in (-2, EXPERTS + 1):
+                with pytest.raises(RuntimeError, match=rf"index: expected 0 to 3, or 4 for no expert, found {wrong}"):
+                    module(x, torch.where(index == 1, wrong, index), ones)
+            with pytest.raises(DtypeError, match=r"index of .*experts: expected int64, found uint8. Use .long\(\)"):
+                module(x, index.to(torch.uint8), ones)
+
+
 def test_what_cannot_be_done_says_so() -> None:
     model = made()
     for wrong in ([NEURONS] * 3, [64, 64, 64, 0], [63] * 4, [192, NEURONS, 192, 192], [-64] * 4, [256] * 4):
@@ -163,6 +180,8 @@ def test_neurons_of_every_expert_where_they_are_wanted_more(tmp_path: Path) -> N
         some = sum(module.neuron_rows.nbytes for module in mixtures(tried)) * 2 // 5
         there = hot_on_gpu(tried, rest_bytes(tried) + some, ThreadLink())
         assert {*there.values()} == {64}
+        parts = [module.split.hot for module in mixtures(tried) if module.split is not None]
+        assert sum(tensor.nbytes for part in parts if part is not None for tensor in part.buffers()) <= some
         torch.testing.assert_close(logits(tried), wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
     other = {name: value * 1.5 for name, value in dense.state_dict().items() if "experts" in name}
     model.load_state_dict(other, strict=False)

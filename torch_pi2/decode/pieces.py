@@ -11,10 +11,12 @@ from torch import nn
 
 from torch_pi2.base.absent import AbsentParameter
 from torch_pi2.decode.attention import adds_masks, has_sinks, uses_sdpa
+from torch_pi2.formats import GGML
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.gpu import device_of
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.prompt import dense_on_gpu_from, has_tiles, prompt_from
+from torch_pi2.layers.split import Split
 from torch_pi2.ops.constants import constants
 from torch_pi2.ops.gpu.linear import products_from
 
@@ -54,8 +56,10 @@ def ways_of_prompts(model: nn.Module) -> tuple[int, ...]:
     layers = [m for m in model.modules() if isinstance(m, SparseFFN)]
     found = {constants().gemm_tokens, *map(prompt_from, layers)} - {0}
     if device_of(model).type != "cpu":
-        linears = [m for m in model.modules() if isinstance(m, QuantLinear)]
-        found |= {*map(dense_on_gpu_from, layers), *(products_from(m.weights, m.in_features) for m in linears)}
+        linears = [m for m in model.modules() if isinstance(m, QuantLinear) and m.weights not in GGML]
+        there = [home.split.hot if isinstance(home.split, Split) else home for home in layers]
+        found |= {dense_on_gpu_from(layer) for layer in there if layer is not None}
+        found |= {products_from(m.weights, m.in_features, m.dtype.itemsize) for m in linears}
     return tuple(sorted(found))
 
 

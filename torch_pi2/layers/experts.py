@@ -18,7 +18,6 @@ from torch_pi2.layers.cold import PREDICTOR_TENSORS
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.gpu import check_gpu_has_format, check_together, goes_to_gpu, on_gpu, stays
 from torch_pi2.layers.offloaded import InStore, OffloadedFFN, Store, check_store_layer
-from torch_pi2.layers.prompt import goes_by_expert, prompt_ffn
 from torch_pi2.layers.split import ExpertsSplit, Link, only_moves
 from torch_pi2.layers.standin import StandIn
 from torch_pi2.ops import load
@@ -177,26 +176,12 @@ class SparseExperts(StandIn):
         """
         routed, stored = (x, index, routing, self.neuron_rows), (self.weights, self.int8_activations)
         y: torch.Tensor
-        if on_gpu(x) and goes_by_expert(self.expert, len(self.sites), index):
-            y = self._by_expert(x, index, routing)
-        elif on_gpu(x):
+        if on_gpu(x):
             y = torch.ops.pi2.gathered_experts(*routed, *self._asked(self.cuts_E, self.thresholds_E), *stored)
         else:
             asked = self._asked(self.cuts, self.thresholds)
             y = torch.ops.pi2.experts_ffn(*routed, *asked, *stored, *self.biases(), first)
         return y
-
-    def _by_expert(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
-        """As :meth:`compute`, of many tokens: every neuron of each expert, in products of matrices."""
-        experts, slots = len(self.sites), index.shape[1]
-        expert_P = torch.where((index < 0) | (index > experts), experts, index).flatten()
-        by_expert = expert_P.argsort(stable=True).split(expert_P.bincount(minlength=experts + 1).tolist())
-        y_TH = torch.zeros_like(x, dtype=torch.float32)
-        for expert, pair_P in enumerate(by_expert[:experts]):
-            if len(pair_P):
-                token_P, weight_P = pair_P // slots, routing.flatten()[pair_P].float()
-                y_TH.index_add_(0, token_P, prompt_ffn(self.expert(expert), x[token_P]).float() * weight_P[:, None])
-        return y_TH.to(x.dtype)
 
     def biases(self) -> list[torch.Tensor | None]:
         """What the operators of the CPU take at the end."""
@@ -221,8 +206,9 @@ class SparseExperts(StandIn):
 
     def split_off(self, n_gpu: Sequence[int], link: Link, neuron_rows: torch.Tensor | None = None) -> None:
         """So many neurons of each expert are computed at the end of ``link``, where inputs and results are from now on;
-        arguments and errors: :class:`~torch_pi2.layers.split.ExpertsSplit`.
+        arguments and errors: :class:`~torch_pi2.layers.split.ExpertsSplit`, :meth:`check_gpu_has_kernels`.
         """
+        self.check_gpu_has_kernels()
         self.split = ExpertsSplit(self, n_gpu, link, neuron_rows)
 
     def end_split(self) -> None:
@@ -234,11 +220,7 @@ class SparseExperts(StandIn):
     ) -> SparseExperts:
         """A module of these experts, one after another, over copies on ``device``; with ``first``, of so many of their
         neurons, without predictors. ``neuron_rows``: theirs.
-
-        Raises:
-            DeviceError, UnsupportedModelError: see :meth:`check_gpu_has_kernels`.
         """
-        self.check_gpu_has_kernels()
         part = copy.copy(self)
         part.__class__ = SparseExperts
         part.split, part.sites = None, tuple(self.sites[expert] for expert in experts)

@@ -12,10 +12,12 @@ from torch_pi2.base.absent import AbsentParameter, Holder, ListedParameters
 from torch_pi2.errors import ConfigError, GradientError, ShapeError
 from torch_pi2.formats import FORMATS, GGML, row_bytes
 from torch_pi2.layers.checks import result_dtype
-from torch_pi2.layers.gpu import goes_to_gpu
+from torch_pi2.layers.gpu import goes_to_gpu, on_gpu
+from torch_pi2.layers.prompt import is_steps_of_one
 from torch_pi2.ops import load
 from torch_pi2.ops.constants import constants
 from torch_pi2.ops.dtypes import check_on_cpu, dtype_name
+from torch_pi2.ops.gpu.linear import products_from
 from torch_pi2.ops.linear_blocks import ROWS as BLOCK_ROWS
 from torch_pi2.ops.linear_blocks import fits, from_blocks, to_blocks
 from torch_pi2.ops.memory import new_tensor
@@ -159,9 +161,18 @@ class QuantLinear(Holder):
             )
         if self.blocks:
             y: torch.Tensor = torch.ops.pi2.linear_blocks(input, self.rows, self.bias, self.weights)
+        elif on_gpu(input) and is_steps_of_one() and self.weights not in GGML:
+            # so many at a time as have the bits of each alone
+            few = products_from(self.weights, self.in_features, input.dtype.itemsize) - 1
+            parts = input.reshape(-1, self.in_features).split(few)
+            y = torch.cat([self._times(part) for part in parts]).view(*input.shape[:-1], self.out_features)
         else:
-            y = torch.ops.pi2.linear(input, self.rows, self.bias, self.weights, self.int8_activations)
+            y = self._times(input)
         return y.to(result_dtype(input))
+
+    def _times(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.pi2.linear(x, self.rows, self.bias, self.weights, self.int8_activations)
+        return y
 
     @property
     def dtype(self) -> torch.dtype:

@@ -11,19 +11,19 @@ tenth of the neurons, which therefore stays with the sparse operator; int4 with 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from torch_pi2.formats import FLOAT
+from torch_pi2.formats import FLOAT, FORMATS
 from torch_pi2.layers.gpu import on_gpu
 from torch_pi2.layers.neuron_rows import row_of_each
 from torch_pi2.ops import ACTIVATIONS, load
 from torch_pi2.ops.activations import cuts, exact_zeros, on_up
-from torch_pi2.ops.dtypes import DTYPES
+from torch_pi2.ops.dtypes import DTYPES, dtype_name
 from torch_pi2.ops.gpu.linear import products_from, rows_at_once
 from torch_pi2.spec.site import FFNSite
 
@@ -58,6 +58,10 @@ class PromptLayer(Protocol):
     bias_gate: torch.Tensor | None
     bias_up: torch.Tensor | None
     bias_down: torch.Tensor | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the float parameters that it has or stands for."""
 
     @property
     def has_predictor(self) -> bool:
@@ -118,9 +122,14 @@ def steps_of_one() -> Iterator[None]:
         _off.one = before
 
 
+def is_steps_of_one() -> bool:
+    """Whether this is within :func:`steps_of_one`."""
+    return getattr(_off, "one", False)
+
+
 def decoded_together(x: torch.Tensor, hidden: int) -> int:
     """Sequences, at most, that the tokens of ``x [..., hidden]`` are of: 1 within :func:`steps_of_one`."""
-    return 1 if getattr(_off, "one", False) else x.numel() // hidden
+    return 1 if is_steps_of_one() else x.numel() // hidden
 
 
 def takes_prompt_path(layer: PromptLayer, x: torch.Tensor) -> bool:
@@ -141,14 +150,18 @@ def _dense_on_gpu(layer: PromptLayer, x: torch.Tensor) -> bool:
         return False
     else:
         tokens = _tokens(layer, x)
-    # rows that a product of matrices takes as they are; others would be dequantised in each call
-    all_of_floats = layer.n_hot == layer.site.intermediate and layer.weights == FLOAT
+    all_of_floats = layer.n_hot == layer.site.intermediate and _as_they_are(layer)
     return all_of_floats or tokens >= dense_on_gpu_from(layer)
+
+
+def _as_they_are(layer: PromptLayer) -> bool:
+    """Whether a product of matrices takes the rows of ``layer`` as they are; others are converted in each call."""
+    return layer.weights == FLOAT and layer.dtype == _of_factors(layer.dtype)
 
 
 def dense_on_gpu_from(layer: PromptLayer) -> int:
     """Tokens of a call from which on every neuron of ``layer`` is computed, where it is on a GPU: together they would
-    read more than all of them, as each reads its own."""
+    read more than that does, as each reads its own. For inputs of the layer's dtype."""
     site, share = layer.site, layer.expected_share
     hot = layer.by_batch[-1][1] if layer.by_batch else layer.n_hot
     if hot == site.intermediate:
@@ -156,18 +169,9 @@ def dense_on_gpu_from(layer: PromptLayer) -> int:
     elif not layer.has_predictor:  # the first row of every neuron, and the others of those that fire
         fires = _FIRING if share == 1 and exact_zeros(site.activation) else share
         share = (1 + (site.rows_per_neuron - 1) * fires) / site.rows_per_neuron
-    return products_from(layer.weights, site.hidden, share)
-
-
-def goes_by_expert(expert: Callable[[int], PromptLayer], experts: int, index_Tk: torch.Tensor) -> bool:
-    """Whether a mixture on a GPU computes each of its ``experts`` as :func:`prompt_ffn` does: a prompt, with enough
-    tokens for each, were they spread evenly. That waits for the router, which a graph being captured cannot."""
-    tokens, slots = index_Tk.shape
-    if tokens < PROMPT_TOKENS or is_sparse_only() or torch.compiler.is_compiling():
-        return False
-    if index_Tk.is_cuda and torch.cuda.is_current_stream_capturing():
-        return False
-    return tokens * slots >= experts * dense_on_gpu_from(expert(0))
+    factor_bytes = 0 if _as_they_are(layer) else _of_factors(layer.dtype).itemsize
+    stored = layer.weights if layer.weights in FORMATS else dtype_name(layer.dtype)
+    return products_from(stored, site.hidden, factor_bytes, share)
 
 
 def skips_predictor(layer: PromptLayer, x: torch.Tensor) -> bool:
@@ -219,6 +223,11 @@ def prompt_from(layer: PromptLayer) -> int:
     return max(least, layer.by_batch[-1][0] + 1) if least and layer.by_batch else least
 
 
+def _of_factors(dtype: torch.dtype) -> torch.dtype:
+    """Of the factors of products of inputs of ``dtype``."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
 def prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
     """Every neuron of ``layer`` on ``x [..., H]``; the result has ``x``'s dtype.
 
@@ -232,13 +241,13 @@ def prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
 
 def _prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
     site, kind = layer.site, layer.weights
-    dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32  # of the factors of products
+    dtype = _of_factors(x.dtype)
     x_TH = x.reshape(-1, site.hidden).to(dtype)
     act, factor = ACTIVATIONS[site.activation], on_up(site.activation, site.activation_on_up)
     y_TH = x_TH.new_zeros(x_TH.shape, dtype=torch.float32)
     step = _SLICE
     if on_gpu(x):
-        step = site.intermediate if kind == FLOAT else rows_at_once(kind, site.hidden)
+        step = site.intermediate if layer.neuron_rows.dtype == dtype else rows_at_once(kind, site.hidden)
     parts = [slice(start, min(start + step, site.intermediate)) for start in range(0, site.intermediate, step)]
     up_row = site.rows_per_neuron - 2
 

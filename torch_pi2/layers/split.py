@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from torch_pi2.base.warn import log_once
-from torch_pi2.errors import ConfigError, ShapeError
+from torch_pi2.errors import ConfigError, DtypeError, ShapeError
 from torch_pi2.ops.dtypes import dtype_name
 
 #: Why no compiler looks into a divided layer.
@@ -175,7 +175,7 @@ class ExpertsSplit:
 
     def __init__(self, layer: Any, n_gpu: Sequence[int], link: Link, neuron_rows: torch.Tensor | None = None) -> None:
         experts, neurons = len(layer.sites), layer.site.intermediate
-        self.n_gpu, self.link = tuple(map(int, n_gpu)), link
+        self.n_gpu, self.link = tuple(n_gpu), link
         whole = {*self.n_gpu} <= {0, neurons}
         few = {self.n_gpu[0]} == {*self.n_gpu} <= {*range(0, neurons, Split.CHUNK)} if self.n_gpu else False
         if len(self.n_gpu) != experts or not (whole or few):
@@ -206,13 +206,20 @@ class ExpertsSplit:
         if self._all_there:
             y = self._on_gpu(x, index, routing)
             return y
+        if index.dtype != torch.int64:
+            raise DtypeError(
+                f"index of {layer.site.key}",
+                expected="int64",
+                found=dtype_name(index.dtype),
+                fix="Use .long().",
+            )
         sent = (index, routing.float(), x)
         with self.link.turn:
             arriving = self.link.leave(_as_bytes(*sent))
             work = functools.partial(self._on_gpu, x, index, routing)
             hot = None if self.hot is None else self.link.queue(work)
             index_Tk, routing_Tk, x_TH = _from_bytes(arriving(), *sent)
-            y = self.link.enter(layer.compute(x_TH, self._cold_E1[index_Tk], routing_Tk, self.first))
+            y = self.link.enter(layer.compute(x_TH, self._cold(index_Tk), routing_Tk, self.first))
             return y if hot is None else (hot().float() + y.float()).to(x.dtype)
 
     def refresh(self, layer: Any) -> None:
@@ -223,8 +230,13 @@ class ExpertsSplit:
 
     def _on_gpu(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         assert self.hot is not None
-        y: torch.Tensor = self.hot.compute(x, self._place_E1[index], routing)
+        y: torch.Tensor = self.hot.compute(x, self._place_E1[index.clamp(-1, len(self.n_gpu))], routing)
         return y
+
+    def _cold(self, index_Tk: torch.Tensor) -> torch.Tensor:
+        """Experts that the CPU computes; what is no expert stays for its operator to refuse, but -1 is none."""
+        known_Tk = index_Tk.clamp(-1, len(self.n_gpu))
+        return torch.where(known_Tk == index_Tk, self._cold_E1[known_Tk], index_Tk)
 
 
 def only_moves(split: Split | ExpertsSplit, fn: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> bool:

@@ -19,13 +19,13 @@ def accelerator_room(model: nn.Module, hardware: Hardware, room_bytes: int) -> i
     """Of ``room_bytes`` of a GPU, those that a plan for ``hardware`` divides among neurons of ``model``.
 
     0, where it has no such plan: that was not measured with a GPU, or layers have thresholds or are experts, whose
-    neurons may not be hot. Biases are counted first: a plan knows rows alone.
+    neurons may not be hot. What else is of neurons (biases, their order) is counted first: a plan knows rows alone.
     """
     theirs, layers = hardware.accelerator, sparse_layers(model)
     if theirs is None or not theirs.holds_rest or any(map(_never_hot, layers)):
         return 0
-    biases = sum(neuron_bytes(layer) * layer.site.intermediate - layer.neuron_rows.nbytes for layer in layers)
-    return max(0, min(room_bytes - biases, theirs.memory_bytes))
+    beside = sum(neuron_bytes(layer) * layer.site.intermediate - layer.neuron_rows.nbytes for layer in layers)
+    return max(0, min(room_bytes - beside, theirs.memory_bytes))
 
 
 def _never_hot(layer: SparseFFN) -> bool:

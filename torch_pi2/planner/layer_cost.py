@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import QUANTIZED
-from torch_pi2.ops.gpu.linear import DEQUANTISED_BYTES, products_from
+from torch_pi2.ops.gpu.linear import products_from
 from torch_pi2.planner.model_shape import LayerShape, ModelShape, numbers
 from torch_pi2.spec.method import Method
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Columns of :func:`layer_curve` that are milliseconds of a step and add up to the layer.
 TIMES = ("predictor", "hot", "cold", "merge")
+#: Of a number of products of matrices on a GPU.
+_FACTOR_BYTES = 2
 
 
 class Sums(NamedTuple):
@@ -179,8 +181,12 @@ def layer_curve(
     theirs = hardware.accelerator
     if theirs is not None and (first_N.any() or theirs.holds_rest):
         bits = 8 * layer.neuron_bytes / (layer.rows * layer.hidden)
-        if theirs.holds_rest and layer.weights in QUANTIZED and tokens >= products_from(layer.weights, layer.hidden):
-            bits += 8 * DEQUANTISED_BYTES
+        if (
+            theirs.holds_rest
+            and layer.weights in QUANTIZED
+            and tokens >= products_from(layer.weights, layer.hidden, _FACTOR_BYTES)
+        ):
+            bits += 2 * 8 * _FACTOR_BYTES
 
         def their_us(neurons: int) -> float:
             return theirs.ffn_us(

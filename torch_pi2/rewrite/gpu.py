@@ -212,7 +212,7 @@ def _planned(found: Sequence[SparseFFN | SparseExperts], plan: Plan, room_bytes:
 
 def neuron_bytes(layer: SparseFFN) -> int:
     """Bytes of one neuron on a GPU, with its biases, and its part of a predictor that the layer has."""
-    held = sum(t.nbytes for name, t in layer.named_buffers() if name not in ("bias_down", "order", "inverse"))
+    held = sum(t.nbytes for name, t in layer.named_buffers() if name not in ("bias_down", "inverse"))
     return held // layer.site.intermediate
 
 
@@ -227,9 +227,12 @@ def _most_wanted(
     if stats is not None and any(isinstance(home, SparseExperts) for home in found):
         ways.append(_of_every_expert)
 
+    # thresholds, cuts and places of experts, which are there whatever their neurons are
+    beside_bytes = sum(8 * (3 * len(home.sites) + 1) for home in found if isinstance(home, SparseExperts))
+
     def filled(way: Callable[..., _Units]) -> tuple[float, list[list[int]]]:
         units = [way(h, stats) if isinstance(h, SparseExperts) else _neurons(h, stats) for h in found]
-        return _fill(units, room_bytes)
+        return _fill(units, room_bytes - (beside_bytes if way is _of_every_expert else 0))
 
     return max(map(filled, ways), key=lambda found: found[0])[1]
 
@@ -301,7 +304,7 @@ def _of_every_expert(home: SparseExperts, stats: ActivationStats) -> _Units:
     )
     wanted_I = (_asked(home, stats)[:, None] * fired_EI).mean(0)
     rank = wanted_I[: chunks * chunk].view(chunks, chunk).mean(1)
-    nbytes = home.neuron_rows.nbytes // home.site.intermediate
+    nbytes = (home.neuron_rows.nbytes + home.order.nbytes) // home.site.intermediate
     return _Units(rank.cummin(0).values, nbytes * chunk, chunk * experts, experts)
 
 

@@ -27,7 +27,7 @@ from torch_pi2.store.storefile import StoreReader, block_checks
 #: Of whose modules the version says enough.
 _VERSIONED = ("torch", "transformers")
 #: Where a model is from, which changes nothing.
-_PLACES = ("name_or_path", "_name_or_path")
+_PLACES = ("name_or_path", "_name_or_path", "split")
 
 
 def identity(model: nn.Module) -> str:

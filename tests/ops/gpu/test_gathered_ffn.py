@@ -149,6 +149,9 @@ def test_dequantised_bit_for_bit(weights: str, columns: int) -> None:
                 patch.setattr(gpu_dequantize, "MOST_BLOCK", most)
                 found = gpu_dequantize.launch(rows, weights, columns, dtype)
             assert torch.equal(found, reference.dequantize(rows, weights, columns, dtype))
+    odd = torch.zeros(1 + rows_NRb.numel(), dtype=torch.uint8)[1:].view(21, -1).copy_(rows_NRb.flatten(0, 1))
+    found = gpu_dequantize.launch(odd, weights, columns, torch.float32)
+    assert torch.equal(found, reference.dequantize(odd, weights, columns, torch.float32))
     with pytest.raises(ShapeError, match="rows: expected"):
         gpu_dequantize.launch(rows_NRb[:, 0], weights, columns + 32, torch.float32)
 

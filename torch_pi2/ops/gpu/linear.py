@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from torch_pi2.formats import FORMATS, GGML, QUANTIZED
+from torch_pi2.formats import FORMATS, GGML
 from torch_pi2.ops.gpu import dequantize
 from torch_pi2.ops.gpu.listed import block_of_part, kernel_rows, rounded
 
@@ -16,22 +16,22 @@ from torch_pi2.ops.gpu.listed import block_of_part, kernel_rows, rounded
 TEMPORARY_BYTES = 64 << 20
 #: Of a number on its way: a float; of ggml's blocks integers, the same as floats, times their scales, in another dtype.
 _BYTES_OF_NUMBER, _BYTES_OF_GGML = 4, 16
-#: Of a number that is written as a float and read again by a product of matrices, in 16 bits each time.
-DEQUANTISED_BYTES = 4
 #: Of the bytes that would then be read and written, so many are worth reading again: kernels unpack, too.
 _WORTH = 0.75
 
 
-def products_from(weights: str, columns: int, share: float = 1.0) -> int:
+def products_from(stored: str, columns: int, factor_bytes: int, share: float = 1.0) -> int:
     """Tokens of a call, 2 or more, from which on all rows are multiplied as floats, by cuBLAS.
 
     Kernels read ``share`` of the bytes for each token, mostly again from the cache, which is no slower than memory. A
-    product reads all of them once; quantised rows are read, written as floats and read again.
+    product reads all of them once; rows that it cannot take are read, written as factors and read again.
+
+    Args:
+        stored: format of the rows. factor_bytes: of a number that is written; 0: rows are taken as they are.
     """
     times = 1.0
-    if weights in QUANTIZED:
-        row_bytes = FORMATS[weights].row_bytes(columns)
-        times = _WORTH * (1 + DEQUANTISED_BYTES * columns / row_bytes)
+    if factor_bytes:
+        times = _WORTH * (1 + 2 * factor_bytes * columns / FORMATS[stored].row_bytes(columns))
     return max(2, int(times / max(share, 1 / 1024)) + 1)
 
 
@@ -50,7 +50,7 @@ def launch(
     x_TK = rounded(x.reshape(-1, x.shape[-1])) if int8_activations else x.reshape(-1, x.shape[-1]).contiguous()
     tokens, columns = x_TK.shape
     shape = (*x.shape[:-1], len(rows))
-    if weights in GGML or tokens >= products_from(weights, columns):
+    if weights in GGML or tokens >= products_from(weights, columns, x.dtype.itemsize):
         x_TK = x_TK.to(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
             slices = rows.split(rows_at_once(weights, columns))
