@@ -62,8 +62,8 @@ def cases() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
         {"RANK": RANK, "ROW": RANK, "FORMAT": "float"} | TILES,
     )
     for form in ("int4", "int8"):
-        found[f"numbers {form}"] = (
-            kernels.numbers,
+        found[f"dequantize_rows {form}"] = (
+            kernels.dequantize_rows,
             {"rows": "*u8", "scales": "*fp16", "y": "*bf16"},
             {"STRIDE": 3 * ROW[form], "H": H, "FORMAT": form, "BLOCK": dequantize.MOST_BLOCK},
         )

@@ -25,7 +25,7 @@ def launch(rows: torch.Tensor, weights: str, columns: int, dtype: torch.dtype) -
         if rows.stride(1) != 1 or rows.stride(0) % 2 or rows.storage_offset() % 2:  # scales are of two bytes
             rows = rows.clone(memory_format=torch.contiguous_format)
         block = min(MOST_BLOCK, max(32, power_of_two(columns)))
-        kernels.numbers[(len(rows), -(-columns // block))](
+        kernels.dequantize_rows[(len(rows), -(-columns // block))](
             rows, rows.view(torch.float16), y, STRIDE=rows.stride(0), H=columns, FORMAT=weights, BLOCK=block
         )
     return y

@@ -88,7 +88,7 @@ def _dots(rows, scales, start_N, live_N, x, H: tl.constexpr, FORMAT: tl.constexp
 
 
 @triton.jit
-def numbers(rows, scales, y, STRIDE: tl.constexpr, H: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
+def dequantize_rows(rows, scales, y, STRIDE: tl.constexpr, H: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
     """``y [N, H]``: what quantised rows stand for, each ``STRIDE`` bytes after the one before it."""
     GROUPS: tl.constexpr = (H + 31) // 32
     BYTES: tl.constexpr = 16 if FORMAT == "int4" else 32
