@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,13 @@ from benchmarks.subject import WORK, Subject
 from torch_pi2.base import process as machine
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.cli import common
-from torch_pi2.errors import Pi2Error
+from torch_pi2.errors import Pi2Error, UnsupportedModelError
 from torch_pi2.layers.gpu import check_gpu
 from torch_pi2.layers.of_model import homes
 from torch_pi2.rewrite.gpu import hot_on_gpu, rest_bytes
+
+#: Tokens of a greedy answer to ids ``[1, T]``.
+Answer = Callable[[torch.Tensor], list[int]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,33 +83,26 @@ def run(
     if not (folder / "pi2").is_dir():
         torch_pi2.synthetic(folder, shape, active=0.1, weights=weights, seed=seed)
     model: Any = torch_pi2.load(folder)
-    subject, left_out = Subject.of(model, folder), {}
-    answers: dict[str, Callable[[torch.Tensor], list[int]]] = {}
-    peers: dict[str, Peer] = {}
+    subject, memory_bytes = Subject.of(model, folder), None
+    peers, left_out = dict[str, Peer](), dict[str, str]()
     if share is None:
-        answers["sparse"] = _whole(model.to(device), tokens)
-        answers["steps"] = _ours(model, tokens)
+        answers = {"sparse": _whole(model.to(device), tokens), "steps": _ours(model, tokens)}
         answers["dense"] = _whole(load_dense(folder).to(device), tokens)
-        memory_bytes = None
     else:
         inside = sum(tensor.nbytes for home in homes(model) for tensor in home.buffers())
         memory_bytes = rest_bytes(model) + int(share * inside)
         hot_on_gpu(model, memory_bytes)
-        answers["divided"] = _eager(model, device, tokens)
+        answers = {"divided": _eager(model, device, tokens)}
         if importlib.util.find_spec("accelerate") is None:
             left_out["offloaded"] = "package accelerate is not installed"
         else:
             answers["offloaded"] = _eager(_offloaded(load_dense(folder), memory_bytes), device, tokens)
-        on_cpu: Any = torch_pi2.load(folder)
-        answers["cpu"] = _ours(on_cpu, tokens)
-        if subject.weights == "int4":
-            try:
-                gguf = write_gguf(folder.parent / f"{subject.stem}.q4_0.gguf", model.config, seed=seed)
-                peers["llama.cpp"] = _llama(gguf, model.config.num_hidden_layers, memory_bytes, device, prompt + tokens)
-            except Pi2Error as error:
-                left_out["llama.cpp"] = error.found
-        else:
-            left_out["llama.cpp"] = "it has 4 bits: compare --weights int4"
+        answers["cpu"] = _ours(torch_pi2.load(folder), tokens)
+        gguf, there = folder.parent / f"{subject.stem}.q4_0.gguf", memory_bytes if device == "cuda" else 0
+        try:
+            peers["llama.cpp"] = _llama(gguf, subject, model.config, there, prompt + tokens, seed)
+        except Pi2Error as error:
+            left_out["llama.cpp"] = error.found
     drawn = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(model.config.vocab_size, (1, prompt), generator=drawn) for _ in range(rounds + 2)]
     said: dict[tuple[str, int], list[int]] = {}
@@ -124,29 +120,39 @@ def run(
     finally:
         for peer in peers.values():
             peer.close()
-    ms = {way: values[2:] for way, values in samples.items()}
-    ours = next(iter(ms))
+    head = {"what": "gpu-model", "shape": subject.shape, "weights": subject.weights, "synthetic": subject.synthetic}
+    about = {"share": share, "memory_bytes": memory_bytes, "prompt": prompt, "tokens": tokens, "rounds": rounds}
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    told = {"ways": _told(samples, said), "left_out": left_out}
+    told |= {"peers": {way: peer.about for way, peer in peers.items()}}
+    return {**head, **about, "seed": seed, "device": name, **told, **machine.describe()}
+
+
+def _told(
+    samples: Mapping[str, Sequence[float]], said: Mapping[tuple[str, int], Sequence[int]]
+) -> dict[str, dict[str, Any]]:
+    """``ways`` of :func:`run`, of milliseconds in each round and, of those with the same weights, tokens; two rounds
+    were warm-up."""
+    ours, *_ = samples
     ways = {}
-    for way, values in ms.items():
-        ratios = [theirs / mine for theirs, mine in zip(values, ms[ours], strict=True)]
+    for way, every in samples.items():
+        values, mine = every[2:], samples[ours][2:]
+        ratios = [theirs / own for theirs, own in zip(values, mine, strict=True)]
+        answers = [said[way, i] == said[ours, i] for i in range(len(every)) if (way, i) in said]
         ways[way] = {
             "ms": round(statistics.median(values), 3),
             "ours_over": round(statistics.median(ratios), 3),
             "spread": {"ms": spread(values), "ours_over": spread(ratios)},
-            "same": None if way in peers else sum(said[way, i] == said[ours, i] for i in range(rounds + 2)),
+            "same": sum(answers) if answers else None,
         }
-    head = {"what": "gpu-model", "shape": subject.shape, "weights": subject.weights, "synthetic": subject.synthetic}
-    about = {"share": share, "memory_bytes": memory_bytes, "prompt": prompt, "tokens": tokens, "rounds": rounds}
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    found = {"ways": ways, "left_out": left_out, "peers": {way: peer.about for way, peer in peers.items()}}
-    return {**head, **about, "seed": seed, "device": name, **found, **machine.describe()}
+    return ways
 
 
 def _settings(tokens: int) -> dict[str, Any]:
     return {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
-def _ours(model: Any, tokens: int) -> Callable[[torch.Tensor], list[int]]:
+def _ours(model: Any, tokens: int) -> Answer:
     import torch_pi2
 
     def answer(ids: torch.Tensor) -> list[int]:
@@ -155,7 +161,7 @@ def _ours(model: Any, tokens: int) -> Callable[[torch.Tensor], list[int]]:
     return answer
 
 
-def _whole(model: Any, tokens: int) -> Callable[[torch.Tensor], list[int]]:
+def _whole(model: Any, tokens: int) -> Answer:
     from transformers import CompileConfig
 
     how = {"cache_implementation": "static", "compile_config": CompileConfig(mode="max-autotune", fullgraph=False)}
@@ -168,7 +174,7 @@ def _whole(model: Any, tokens: int) -> Callable[[torch.Tensor], list[int]]:
     return answer
 
 
-def _eager(model: Any, device: str, tokens: int) -> Callable[[torch.Tensor], list[int]]:
+def _eager(model: Any, device: str, tokens: int) -> Answer:
     def answer(ids: torch.Tensor) -> list[int]:
         out = type(model).generate(model, ids.to(device), **_settings(tokens))
         found: list[int] = out[0, ids.shape[1] :].tolist()
@@ -185,15 +191,23 @@ def _offloaded(model: Any, memory_bytes: int) -> Any:
     return accelerate.dispatch_model(model, device_map)
 
 
-def _llama(gguf: Path, blocks: int, memory_bytes: int, device: str, context: int) -> Peer:
-    """llama.cpp with so many of its ``blocks`` on the GPU as ``memory_bytes`` are of its file; its head, too, where all
-    have room.
+def _llama(gguf: Path, subject: Subject, config: Any, memory_bytes: int, context: int, seed: int) -> Peer:
+    """llama.cpp with so many blocks on the GPU as ``memory_bytes`` are of its file ``gguf``, which is made;
+    its head, too, where all have room.
 
     Raises:
-        PeerError, LibraryMissingError: it cannot be run, or there.
+        PeerError, LibraryMissingError: it cannot be run, or there. UnsupportedModelError: it has no such model.
     """
-    there = int(blocks * memory_bytes / gguf.stat().st_size)
-    there = min(there, blocks + 1) if device == "cuda" else 0
+    if subject.weights != "int4":
+        raise UnsupportedModelError(
+            "llama.cpp beside the model",
+            expected="one in int4",
+            found="it has 4 bits: compare --weights int4",
+            fix="Pass --weights int4.",
+        )
+    write_gguf(gguf, config, seed=seed)
+    blocks = config.num_hidden_layers
+    there = min(blocks + 1, int(blocks * memory_bytes / gguf.stat().st_size))
     settings = {"gguf": str(gguf), "threads": torch.get_num_threads(), "context": context + 1, "gpu_layers": there}
     return Peer("benchmarks.peer_llama", settings)
 

@@ -53,8 +53,7 @@ bool Prefetch::mostly_missing(std::int64_t layer, std::int64_t n_hot, const std:
   if (common_.layout.mapped() != nullptr || common_.forked()) return false;
   std::vector<std::int64_t> slots = likely(common_.layout.about(layer), n_hot, active, tokens);
   const Locked lock(common_.mutex);
-  const std::int64_t first = residents_.first_wanted(layer);  // slots before it are somebody else's
-  slots.erase(slots.begin(), std::lower_bound(slots.begin(), slots.end(), first));
+  leave_to_others(layer, &slots);
   const NeuronCache& cache = common_.places.cache();
   const std::int64_t key = common_.layout.key_of(layer);
   const auto there =
@@ -62,13 +61,16 @@ bool Prefetch::mostly_missing(std::int64_t layer, std::int64_t n_hot, const std:
   return 2 * there < static_cast<std::int64_t>(slots.size());
 }
 
+void Prefetch::leave_to_others(std::int64_t layer, std::vector<std::int64_t>* slots) const {
+  slots->erase(slots->begin(), std::lower_bound(slots->begin(), slots->end(), residents_.first_wanted(layer)));
+}
+
 // Places in the cache for those that are not there, as many as it lets in, and their reads.
 void Prefetch::take(std::vector<std::int64_t> slots, ReadBatch* batch) {
   Places& places = common_.places;
   NeuronCache& cache = places.cache();
   const std::int64_t key = common_.layout.key_of(batch->layer);
-  const std::int64_t first = residents_.first_wanted(batch->layer);  // slots before it are somebody else's
-  slots.erase(slots.begin(), std::lower_bound(slots.begin(), slots.end(), first));
+  leave_to_others(batch->layer, &slots);
   // What is there is used by this, so that room is not made of it.
   slots.erase(std::remove_if(slots.begin(), slots.end(),
                              [&](std::int64_t in_file) { return cache.look_up(key + in_file) >= 0; }),

@@ -25,6 +25,8 @@ class Prefetch {
       PI2_EXCLUDES(kLock);
 
  private:
+  // Takes from `slots`, ascending, those before the first that is wanted here: they are somebody else's.
+  void leave_to_others(std::int64_t layer, std::vector<std::int64_t>* slots) const PI2_REQUIRES(kLock);
   void take(std::vector<std::int64_t> slots, ReadBatch* batch) PI2_REQUIRES(kLock);
 
   Common& common_;

@@ -225,30 +225,26 @@ class SparseExperts(StandIn):
         part.__class__ = SparseExperts
         part.split, part.sites = None, tuple(self.sites[expert] for expert in experts)
         part._original, part._elsewhere, part._names, part._parameters = (), (), {}, {}
-        part._buffers = dict(self._buffers)
+        held: dict[str, torch.Tensor | None] = dict(self._buffers)
         if first:
-            part.site, part.sites = (
-                replace(self.site, intermediate=first),
-                tuple(replace(site, intermediate=first) for site in part.sites),
-            )
-            part._buffers |= {name: None for name in self._buffers if name.startswith("predictor_")} | {"inverse": None}
-            part.has_predictor, part.predictor_kind, part.predictor_weights = False, "none", ""
-        for name, stack in part._buffers.items():
+            held |= {name: None for name in held if name.startswith("predictor_") or name == "inverse"}
+            held |= {name: stack[:, :first] for name in ("neuron_rows", "order") if (stack := held[name]) is not None}
+        part._buffers = held
+        for name, stack in held.items():
             if stack is not None:
                 rows = [stack[expert] for expert in experts]
-                if first and name in ("neuron_rows", "order"):
-                    rows = [row[:first] for row in rows]
                 if name == "neuron_rows" and neuron_rows is not None:
                     rows = list(neuron_rows)
-                held = torch.empty((len(experts), *rows[0].shape), dtype=stack.dtype, device=device)
-                part._buffers[name] = held
+                held[name] = there = torch.empty((len(experts), *stack.shape[1:]), dtype=stack.dtype, device=device)
                 for place, row in enumerate(rows):  # one by one: no second copy of all of them
-                    held[place].copy_(row)
+                    there[place].copy_(row)
         for name in ("thresholds", "cuts", "errors", "output_errors"):
             numbers = getattr(self, name)
             setattr(part, name, [numbers[expert] for expert in experts] if numbers else [])
         if first:
-            part.cuts = []
+            part.site = replace(self.site, intermediate=first)
+            part.sites = tuple(replace(site, intermediate=first) for site in part.sites)
+            part.cuts, part.has_predictor, part.predictor_kind, part.predictor_weights = [], False, "none", ""
         return part
 
     # --- what StandIn asks its home for: the dense parameters, of all experts ---

@@ -176,9 +176,10 @@ class ExpertsSplit:
     def __init__(self, layer: Any, n_gpu: Sequence[int], link: Link, neuron_rows: torch.Tensor | None = None) -> None:
         experts, neurons = len(layer.sites), layer.site.intermediate
         self.n_gpu, self.link = tuple(n_gpu), link
-        whole = {*self.n_gpu} <= {0, neurons}
-        few = {self.n_gpu[0]} == {*self.n_gpu} <= {*range(0, neurons, Split.CHUNK)} if self.n_gpu else False
-        if len(self.n_gpu) != experts or not (whole or few):
+        counts = {*self.n_gpu}
+        whole = counts <= {0, neurons}
+        same = len(counts) == 1 and counts <= {*range(0, neurons, Split.CHUNK)}
+        if len(self.n_gpu) != experts or not (whole or same):
             raise ShapeError(
                 f"neurons of experts of {layer.site.key} on a GPU",
                 expected=f"{experts} numbers, one for each expert: 0 or {neurons}, or all the same multiple of "
@@ -193,7 +194,7 @@ class ExpertsSplit:
         place_E1 = torch.full((experts + 1,), len(there), dtype=torch.int64)  # where no expert is
         place_E1[there] = torch.arange(len(there))
         self._place_E1 = place_E1.to(link.device)
-        self._all_there = {*self.n_gpu} == {neurons}
+        self._all_there = counts == {neurons}
         cold = [experts if count == neurons else expert for expert, count in enumerate(self.n_gpu)]
         self._cold_E1 = torch.tensor([*cold, experts])
 

@@ -211,7 +211,7 @@ def _planned(found: Sequence[SparseFFN | SparseExperts], plan: Plan, room_bytes:
 
 
 def neuron_bytes(layer: SparseFFN) -> int:
-    """Bytes of one neuron on a GPU, with its biases, and its part of a predictor that the layer has."""
+    """Bytes of one neuron on a GPU, with its biases, place in the order, and part of a predictor that the layer has."""
     held = sum(t.nbytes for name, t in layer.named_buffers() if name not in ("bias_down", "inverse"))
     return held // layer.site.intermediate
 
@@ -227,12 +227,9 @@ def _most_wanted(
     if stats is not None and any(isinstance(home, SparseExperts) for home in found):
         ways.append(_of_every_expert)
 
-    # thresholds, cuts and places of experts, which are there whatever their neurons are
-    beside_bytes = sum(8 * (3 * len(home.sites) + 1) for home in found if isinstance(home, SparseExperts))
-
     def filled(way: Callable[..., _Units]) -> tuple[float, list[list[int]]]:
         units = [way(h, stats) if isinstance(h, SparseExperts) else _neurons(h, stats) for h in found]
-        return _fill(units, room_bytes - (beside_bytes if way is _of_every_expert else 0))
+        return _fill(units, room_bytes)
 
     return max(map(filled, ways), key=lambda found: found[0])[1]
 
@@ -243,6 +240,7 @@ class _Units(NamedTuple):
     Attributes:
         rank: float64 ``[units]``, in what share of the model's tokens a neuron of each is wanted. nbytes, neurons: of
             each unit. experts: of a mixture, so many. whole: its units are experts, and not neurons of all of them.
+        beside_bytes: there beside units, however many these are.
     """
 
     rank: torch.Tensor
@@ -250,6 +248,7 @@ class _Units(NamedTuple):
     neurons: int
     experts: int = 1
     whole: bool = False
+    beside_bytes: int = 0
 
     def there(self, taken: torch.Tensor) -> list[int]:
         """Neurons of the layer, or of each expert, of the units that are ``taken``."""
@@ -265,7 +264,7 @@ def _fill(units: Sequence[_Units], room_bytes: int) -> tuple[float, list[list[in
     neurons = torch.cat([torch.full((len(one.rank),), one.neurons, dtype=torch.int64) for one in units])
     by_rank = rank.argsort(descending=True, stable=True)
     taken = torch.zeros(len(by_rank), dtype=torch.bool)
-    taken[by_rank] = nbytes[by_rank].cumsum(0) <= room_bytes
+    taken[by_rank] = nbytes[by_rank].cumsum(0) <= room_bytes - sum(one.beside_bytes for one in units)
     parts = taken.split([len(one.rank) for one in units])
     wanted = float((rank * neurons)[taken].sum())
     return wanted, [one.there(part) for one, part in zip(units, parts, strict=True)]
@@ -305,7 +304,8 @@ def _of_every_expert(home: SparseExperts, stats: ActivationStats) -> _Units:
     wanted_I = (_asked(home, stats)[:, None] * fired_EI).mean(0)
     rank = wanted_I[: chunks * chunk].view(chunks, chunk).mean(1)
     nbytes = (home.neuron_rows.nbytes + home.order.nbytes) // home.site.intermediate
-    return _Units(rank.cummin(0).values, nbytes * chunk, chunk * experts, experts)
+    beside_bytes = 8 * (3 * experts + 1)  # thresholds, cuts and places of experts
+    return _Units(rank.cummin(0).values, nbytes * chunk, chunk * experts, experts, beside_bytes=beside_bytes)
 
 
 def _asked(home: SparseExperts, stats: ActivationStats) -> torch.Tensor:

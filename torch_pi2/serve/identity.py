@@ -26,7 +26,7 @@ from torch_pi2.store.storefile import StoreReader, block_checks
 
 #: Of whose modules the version says enough.
 _VERSIONED = ("torch", "transformers")
-#: Where a model is from, which changes nothing.
+#: Where a model is from, which changes nothing, and what of it is on a GPU, which is said by itself.
 _PLACES = ("name_or_path", "_name_or_path", "split")
 
 
