@@ -31,9 +31,9 @@ from torch_pi2.decode.decode import Decoder
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
 from torch_pi2.rewrite.handle import store_of
-from torch_pi2.spec.machine_plan import Bucket, HardwarePlan
-from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.spec.plan import Plan
+from torch_pi2.types.machine_plan import Bucket, HardwarePlan
+from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.plan import Plan
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware

@@ -29,7 +29,7 @@ from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ConfigError
 from torch_pi2.export.cached_attention import KV_DTYPES, packed
 from torch_pi2.observe.steps import timed_steps
-from torch_pi2.spec.config import KV_FORMATS
+from torch_pi2.types.config import KV_FORMATS
 
 DECODER = "PyTorch's Decoder"
 PEERS = {"executorch": "ExecuTorch's own export"}

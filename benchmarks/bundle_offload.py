@@ -31,8 +31,8 @@ from torch_pi2.export.manifest import Manifest
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.of_model import homes
 from torch_pi2.rewrite.handle import parts_of
-from torch_pi2.spec.site import FFNSite, LinearRef
 from torch_pi2.store.shapes import build_config
+from torch_pi2.types.site import FFNSite, LinearRef
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -37,10 +37,10 @@ from torch_pi2.graph.routed import Routed, modules_of
 from torch_pi2.graph.router import LinearRouter, find_router
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.profiling.samples import Samples
-from torch_pi2.spec.config import Config
-from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.spec.site import FFNSite
-from torch_pi2.spec.stats import pack_bits
+from torch_pi2.types.config import Config
+from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.site import FFNSite
+from torch_pi2.types.stats import pack_bits
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "drelu-stdlib-5m"
 _LENGTH, _BATCH = 128, 8

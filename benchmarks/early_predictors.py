@@ -24,9 +24,9 @@ from torch_pi2.ops.rows import values
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.predict.lowrank_rows import LowRankRows
 from torch_pi2.profiling.samples import Samples, collect_samples
-from torch_pi2.spec.config import Config
-from torch_pi2.spec.site import FFNSite
-from torch_pi2.spec.stats import ActivationStats, pack_bits
+from torch_pi2.types.config import Config
+from torch_pi2.types.site import FFNSite
+from torch_pi2.types.stats import ActivationStats, pack_bits
 
 _TOKENS, _STEPS, _BATCH = 20_000, 500, 256
 WAYS = ("whole", "first matrix")

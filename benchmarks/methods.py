@@ -31,8 +31,8 @@ from torch_pi2.eval.work import work
 from torch_pi2.graph.find import find_sites
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.ops.activations import exact_zeros
-from torch_pi2.spec.config import Config, ConfigFields
-from torch_pi2.spec.method import PREDICTED
+from torch_pi2.types.config import Config, ConfigFields
+from torch_pi2.types.method import PREDICTED
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "drelu-stdlib-5m"
 _WINDOW, _TOKENS = 256, 8192

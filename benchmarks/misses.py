@@ -41,7 +41,7 @@ from torch_pi2.graph.find import find_sites
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.rewrite.handle import store_and_budget
-from torch_pi2.spec.config import Config
+from torch_pi2.types.config import Config
 
 _WINDOW = 256
 FIGURES = ("wanted", "left_out", "read", "in_time")

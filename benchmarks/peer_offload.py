@@ -40,8 +40,8 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     from torch_pi2.observe.steps import timed_steps
     from torch_pi2.observe.trace import trace
     from torch_pi2.ops import load as load_library
-    from torch_pi2.spec.offload import OffloadConfig
     from torch_pi2.store.firing import TokenStream
+    from torch_pi2.types.offload import OffloadConfig
 
     torch.set_num_threads(settings["threads"])
     load_library()

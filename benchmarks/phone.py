@@ -26,8 +26,8 @@ from torch_pi2.planner.misses import FrequencyMisses
 from torch_pi2.planner.model_shape import LayerShape, ModelShape, numbers
 from torch_pi2.planner.prompt_cost import dense_ms
 from torch_pi2.planner.solve import solve
-from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.store.shapes import SHAPES
+from torch_pi2.types.offload import OffloadConfig
 
 #: Of the paper: prompts of at most 64 tokens and answers of 1,024, half of which are there on average.
 CONTEXT = 64 + 512

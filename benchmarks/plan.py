@@ -29,11 +29,11 @@ from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 from torch_pi2.eval.token_source import Tokens
 from torch_pi2.ops import load as load_library
-from torch_pi2.spec.machine_plan import Bucket, HardwarePlan
-from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.spec.stats import ActivationStats
 from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.storefile import STORE_FILE
+from torch_pi2.types.machine_plan import Bucket, HardwarePlan
+from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.stats import ActivationStats
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware

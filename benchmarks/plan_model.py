@@ -26,15 +26,15 @@ from torch_pi2.observe.watched import watched_stats
 from torch_pi2.ops.memory import new_tensor
 from torch_pi2.profiling.text import stdlib_text
 from torch_pi2.rewrite.skeleton import model_config
-from torch_pi2.spec.budget import Budget
-from torch_pi2.spec.config import Config
-from torch_pi2.spec.method import Method
-from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.stats import ActivationStats
 from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import STORE_FILE, open_weights, weights_path
+from torch_pi2.types.budget import Budget
+from torch_pi2.types.config import Config
+from torch_pi2.types.method import Method
+from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.stats import ActivationStats
 
 #: Methods with which a float checkpoint is optimised.
 MADE = ("exact", "lowrank")

@@ -33,8 +33,8 @@ from torch_pi2.planner.greedy import hot_cut
 from torch_pi2.predict.lowrank_rows import LowRankRows, quantised
 from torch_pi2.profiling.data import calibration_batches
 from torch_pi2.profiling.samples import Samples, collect_samples
-from torch_pi2.spec.config import Config
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.config import Config
+from torch_pi2.types.site import FFNSite
 
 FORMATS = ("int8", "int8, int4", "int4")
 _RANKS = [16, 32, 64, 96, 128, 192]

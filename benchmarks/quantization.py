@@ -25,7 +25,7 @@ from torch_pi2.eval.loss import bits_per_byte
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.profiling.text import stdlib_text
-from torch_pi2.spec.config import QUANTIZATIONS, Config
+from torch_pi2.types.config import QUANTIZATIONS, Config
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "drelu-stdlib-5m"
 #: Tokens that are scored, of so many bytes of held-out text, and how many see each other.

@@ -31,8 +31,8 @@ from torch_pi2.graph.find import find_sites
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import ACTIVATIONS, exact_zeros, on_up
 from torch_pi2.planner.greedy import greedy_plan
-from torch_pi2.spec.config import Config
-from torch_pi2.spec.plan import LayerPlan
+from torch_pi2.types.config import Config
+from torch_pi2.types.plan import LayerPlan
 
 _WINDOW, _BATCH = 256, 4
 _TOKENS, _CALIBRATION, _SHARES = 7168, 20_000, (0.25, 0.5, 0.75)

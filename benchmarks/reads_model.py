@@ -15,8 +15,8 @@ import torch
 
 from torch_pi2.machine.device import Device, find_device
 from torch_pi2.measure import reads as measured
-from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.spec.stats import pack_bits, unpack_bits
+from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.stats import pack_bits, unpack_bits
 
 #: Of the 7B model, and bytes of one of its neurons in int4 (6,912) in pages, of half of that, and of its gate.
 NEURONS, LAYERS, SLOT, PAGE, GATE = 14336, 32, 8192, 4096, 2304

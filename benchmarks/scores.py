@@ -37,8 +37,8 @@ from torch_pi2.graph.find import find_sites
 from torch_pi2.ops.activations import ACTIVATIONS, exact_zeros
 from torch_pi2.planner.greedy import gate_share, hot_cut
 from torch_pi2.profiling.data import Batch, calibration_batches
-from torch_pi2.spec.config import SCORES, Config
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.config import SCORES, Config
+from torch_pi2.types.site import FFNSite
 
 _SHARES = [0.4, 0.5, 0.6, 0.7, 0.8]
 #: Neurons side by side of which the same number is taken for every token, of which shapes are static.

@@ -16,13 +16,13 @@ from torch_pi2.cli import common
 from torch_pi2.decode.budget import divide
 from torch_pi2.errors import ConfigError
 from torch_pi2.rewrite.skeleton import model_config
-from torch_pi2.spec.budget import Budget
-from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.spec.plan import Plan
 from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.shapes import SHAPES
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
+from torch_pi2.types.budget import Budget
+from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.plan import Plan
 
 if TYPE_CHECKING:
     from torch_pi2.predict.file import FittedPredictors

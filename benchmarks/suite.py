@@ -26,7 +26,7 @@ from torch_pi2.eval.items import TASKS
 from torch_pi2.graph.find import find_sites
 from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.profiling.text import stdlib_text
-from torch_pi2.spec.config import Config, ConfigFields
+from torch_pi2.types.config import Config, ConfigFields
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "drelu-stdlib-5m"
 #: Forms of a model. Every gate is read: 60 % of neurons skipped are 40 % of the bytes of gated layers.

@@ -37,13 +37,13 @@ from torch_pi2.machine.link import Link
 from torch_pi2.planner.choices import Choice
 from torch_pi2.planner.group import Member, name_of, predicted
 from torch_pi2.planner.request import Task
-from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.spec.shard import ATTENTION, REDUCTIONS
-from torch_pi2.spec.site import block_of
 from torch_pi2.store.folder import PI2_FOLDER, read_config
 from torch_pi2.store.shards import shards_in
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
 from torch_pi2.store.superblock import LayerEntry
+from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.shard import ATTENTION, REDUCTIONS
+from torch_pi2.types.site import block_of
 
 #: Tokens of a prompt, and of an answer that is not timed, before the first round.
 _PROMPT, _WARM_UP = 8, 8

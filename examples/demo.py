@@ -34,8 +34,8 @@ from torch_pi2.cli.common import percent, size, stdlib_sample, table
 from torch_pi2.cli.logs import said
 from torch_pi2.eval import bits_per_byte, ffn_modules, time_decode_many, work
 from torch_pi2.eval.verdict import judge
-from torch_pi2.spec.config import Config
-from torch_pi2.spec.verdict import Loss, Verdict
+from torch_pi2.types.config import Config
+from torch_pi2.types.verdict import Loss, Verdict
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import ffn

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from torch_pi2.observe.watch import watch
     from torch_pi2.planner.for_machine import plan_for
     from torch_pi2.planner.supported import supported
-    from torch_pi2.spec.config import Config
-    from torch_pi2.spec.offload import OffloadConfig
-    from torch_pi2.spec.shard import GroupConfig
     from torch_pi2.training.sparsify import sparsify
+    from torch_pi2.types.config import Config
+    from torch_pi2.types.offload import OffloadConfig
+    from torch_pi2.types.shard import GroupConfig
 
 #: Module -> the public names that are its own; each is imported when it is first used (PEP 562).
 _FROM = {
@@ -73,9 +73,9 @@ _FROM = {
     "observe.watch": ("watch",),
     "planner.for_machine": ("plan_for",),
     "planner.supported": ("supported",),
-    "spec.config": ("Config",),
-    "spec.offload": ("OffloadConfig",),
-    "spec.shard": ("GroupConfig",),
+    "types.config": ("Config",),
+    "types.offload": ("OffloadConfig",),
+    "types.shard": ("GroupConfig",),
     "training.sparsify": ("sparsify",),
 }
 _MODULE_OF = {name: f"torch_pi2.{module}" for module, names in _FROM.items() for name in names}

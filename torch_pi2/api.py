@@ -55,11 +55,11 @@ from torch_pi2.rewrite.handle import Handle, Optimized, parts_of
 from torch_pi2.rewrite.rewrite import replaceable
 from torch_pi2.rewrite.rewrite import restore as restore_modules
 from torch_pi2.rewrite.skeleton import on_meta
-from torch_pi2.spec.config import Config, ConfigFields, configured
-from torch_pi2.spec.method import LOSSY, PREDICTED, Method
-from torch_pi2.spec.plan import Plan, lossy_methods, weights_hash
-from torch_pi2.spec.site import FFNSite
-from torch_pi2.spec.stats import ActivationStats, LayerStats
+from torch_pi2.types.config import Config, ConfigFields, configured
+from torch_pi2.types.method import LOSSY, PREDICTED, Method
+from torch_pi2.types.plan import Plan, lossy_methods, weights_hash
+from torch_pi2.types.site import FFNSite
+from torch_pi2.types.stats import ActivationStats, LayerStats
 
 _log = logging.getLogger("torch_pi2")
 

@@ -35,10 +35,10 @@ from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.predict.file import PREDICTORS_FILE
 from torch_pi2.rewrite.merge import merge_linears
 from torch_pi2.rewrite.rewrite import predictor_tensors
-from torch_pi2.spec.method import Method
-from torch_pi2.spec.plan import LayerPlan, Plan, weights_hash
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import STORE_FILE
+from torch_pi2.types.method import Method
+from torch_pi2.types.plan import LayerPlan, Plan, weights_hash
 
 _log = logging.getLogger("torch_pi2")
 

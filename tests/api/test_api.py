@@ -298,7 +298,7 @@ def test_mixed_dtypes(drelu) -> None:
 
 
 def test_mixed_dtypes_by_name() -> None:
-    from torch_pi2.spec.site import check_weights
+    from torch_pi2.types.site import check_weights
 
     model = tiny_models.tiny("drelu")
     site = torch_pi2.find_sites(model)[0]

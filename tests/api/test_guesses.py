@@ -22,8 +22,8 @@ from torch_pi2.eval.loss import bits_per_byte
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.rewrite.linears import MIN_OUTPUTS
-from torch_pi2.spec.config import ConfigFields
 from torch_pi2.store.storefile import weights_path
+from torch_pi2.types.config import ConfigFields
 
 TEXT = "def some(x):\n    return x + 1\n" * 20
 FEW: dict[str, Any] = {"calibration_tokens": 64, "seq_len": 16, "batch_size": 2}

@@ -13,8 +13,8 @@ from torch_pi2 import errors
 from torch_pi2.decode.adapt import engine_of
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.machine.find import find_hardware
-from torch_pi2.spec.plan import Plan
 from torch_pi2.store.parts import Parts
+from torch_pi2.types.plan import Plan
 
 PRESET = "sm8650-ufs4.0"
 IDS = torch.randint(VOCAB, (64, 24), generator=torch.Generator().manual_seed(0))

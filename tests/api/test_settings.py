@@ -18,7 +18,7 @@ from torch import nn
 import torch_pi2
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.find import look
-from torch_pi2.spec.config import Config
+from torch_pi2.types.config import Config
 
 IDS_NT = torch.randint(3, VOCAB, (32, 24), generator=torch.Generator().manual_seed(0))
 X_BTH = torch.randn(2, 40, HIDDEN, generator=torch.Generator().manual_seed(1))

@@ -16,7 +16,7 @@ from torch_pi2.base import process as machine
 from torch_pi2.decode.adapt import engine_of
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.of_model import sparse_layers
-from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
+from torch_pi2.types.machine_plan import Bucket, HardwarePlan, PromptPlan
 
 PROMPT, EVERY, ROUNDS = 5, 2, 2
 

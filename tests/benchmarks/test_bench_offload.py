@@ -18,7 +18,7 @@ from benchmarks.__main__ import main, render
 from benchmarks.peer import PeerError
 from benchmarks.subject import Rooms
 from torch_pi2.errors import ConfigError
-from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.types.offload import OffloadConfig
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from benchmarks.timed_steps import PROMPT, Round, Steps
 from torch_pi2.errors import ConfigError
 from torch_pi2.eval import token_source
 from torch_pi2.layers.of_model import sparse_layers
-from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
-from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.stats import ActivationStats
+from torch_pi2.types.machine_plan import Bucket, HardwarePlan, PromptPlan
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.stats import ActivationStats
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from benchmarks import reads, reads_model, table
 from benchmarks.reads_model import PAGE, SLOT, Seen, merged
 from torch_pi2.errors import ConfigError
 from torch_pi2.ops.constants import chunk_neurons
-from torch_pi2.spec.stats import unpack_bits
+from torch_pi2.types.stats import unpack_bits
 
 
 def test_runs_and_gaps() -> None:

@@ -12,7 +12,7 @@ from tiny_tokenizers import TEXT, byte_tokenizer
 from benchmarks import drawings, scores, table
 from benchmarks.__main__ import main, render
 from torch_pi2.errors import UnsupportedModelError
-from torch_pi2.spec.config import SCORES
+from torch_pi2.types.config import SCORES
 
 
 def folder(path: Path, **config: object) -> Path:

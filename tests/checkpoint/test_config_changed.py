@@ -16,7 +16,7 @@ from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.errors import StaleArtifactError
 from torch_pi2.graph.find import find_sites
 from torch_pi2.rewrite.fits import check_fits
-from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.types.plan import LayerPlan, Plan
 
 
 @pytest.fixture(scope="module")

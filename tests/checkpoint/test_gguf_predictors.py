@@ -18,7 +18,7 @@ from torch_pi2 import cli
 from torch_pi2.errors import ArtifactError, CalibrationError, Pi2Error, UnsupportedModelError
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.predict.file import load_predictors
-from torch_pi2.spec.plan import Plan
+from torch_pi2.types.plan import Plan
 
 IDS = torch.randint(0, ggufs.VOCABULARY, (8, 64), generator=torch.Generator().manual_seed(1))
 KEYS = [f"model.layers.{i}.mlp" for i in range(2)]

@@ -15,7 +15,7 @@ from sharding import ANSWERS, answers_of_one, check_answers, made_in_parts, save
 import torch_pi2
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.layers.heads import Heads
-from torch_pi2.spec.shard import Shard, ShardLayer, apportioned
+from torch_pi2.types.shard import Shard, ShardLayer, apportioned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -19,9 +19,9 @@ from tiny_models import tiny
 
 import torch_pi2
 from torch_pi2.errors import ArtifactError, Pi2Error
-from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.site import FFNSite, LinearRef
-from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
+from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.site import FFNSite, LinearRef
+from torch_pi2.types.stats import HIST_BINS, ActivationStats, LayerStats
 
 #: Imports once, and forks for each process that is to be killed.
 _FORKS = multiprocessing.get_context("forkserver")

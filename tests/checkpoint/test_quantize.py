@@ -39,9 +39,9 @@ from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.profiling.text import stdlib_text
 from torch_pi2.rewrite.linears import find_linears
 from torch_pi2.rewrite.skeleton import skeleton
-from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.predictor import PredictorCard
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.predictor import PredictorCard
+from torch_pi2.types.site import FFNSite
 
 TRAINED = Path(__file__).resolve().parents[2] / "examples" / "models" / "drelu-stdlib-5m"
 NAMES = ["llama-relu", "llama", "qwen2", "phi3", "opt", "llama-bias", "gemma"]

@@ -20,9 +20,9 @@ import torch_pi2
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ArtifactError, UnsupportedModelError
 from torch_pi2.layers.stages import _count_tokens, _returns_one, join_stages, leave_out
-from torch_pi2.spec.shard import Shard, ShardLayer
 from torch_pi2.store.shapes import SHAPES
 from torch_pi2.store.storefile import StoreReader
+from torch_pi2.types.shard import Shard, ShardLayer
 
 #: Each of several processes has one, too.
 pytestmark = pytest.mark.usefixtures("one_thread")

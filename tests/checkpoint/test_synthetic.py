@@ -18,7 +18,6 @@ from torch_pi2.ops.rows import values
 from torch_pi2.predict.file import load_predictors
 from torch_pi2.predict.lowrank_rows import LowRankRows
 from torch_pi2.predict.signbit import SignBit
-from torch_pi2.spec.plan import Plan
 from torch_pi2.store.firing import (
     LOCALITY,
     TOPIC_IDS,
@@ -31,6 +30,7 @@ from torch_pi2.store.firing import (
     random_rows,
 )
 from torch_pi2.store.shapes import SHAPES
+from torch_pi2.types.plan import Plan
 
 ACTIVE, LAYERS = 0.1, 4
 SMALL = {

@@ -13,8 +13,8 @@ import torch_pi2
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.machine.presets import preset
 from torch_pi2.observe.accesses import Accesses
-from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.stats import ActivationStats
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.stats import ActivationStats
 
 WRITTEN = Path(__file__).resolve().parent.parent / "data" / "written"
 IDS = torch.tensor([[5, 6, 7, 8, 9]])

@@ -20,8 +20,8 @@ from torch_pi2.cli.plan_group import _options
 from torch_pi2.decode.kv import cache_name, cache_of
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.planner.diff import diff
-from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.stats import HIST_BINS, ActivationStats, LayerStats
 
 PHONE = "sm8650-ufs4.0"
 LAYERS, NEURONS = SMALL["num_hidden_layers"], SMALL["intermediate_size"]

@@ -18,7 +18,7 @@ from torch_pi2 import cli
 from torch_pi2.base import process
 from torch_pi2.checkpoint import card
 from torch_pi2.errors import ArtifactError, StaleArtifactError
-from torch_pi2.spec.verdict import Loss, Speed, Verdict
+from torch_pi2.types.verdict import Loss, Speed, Verdict
 
 TEXT = "".join(f"def f{i}(x, y={i}):\n    return x * {i % 7} + y\n\n" for i in range(200))
 

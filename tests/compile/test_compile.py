@@ -17,7 +17,7 @@ from torch._dynamo.backends.debugging import aot_eager
 import torch_pi2.compile as compile_module
 from torch_pi2.base import warn
 from torch_pi2.rewrite.rewrite import restore, rewrite
-from torch_pi2.spec.plan import weights_hash
+from torch_pi2.types.plan import weights_hash
 
 X_BTH = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
 

@@ -29,10 +29,10 @@ from torch_pi2.observe import counters
 from torch_pi2.planner.greedy import plan_without_data
 from torch_pi2.rewrite.handle import store_and_budget
 from torch_pi2.rewrite.rewrite import rewrite
-from torch_pi2.spec.machine_plan import HardwarePlan, PromptPlan
-from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.spec.plan import Plan, weights_hash
 from torch_pi2.store.shapes import SHAPES
+from torch_pi2.types.machine_plan import HardwarePlan, PromptPlan
+from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.plan import Plan, weights_hash
 
 IDS = torch.arange(1, 9)[None]
 PREDICTORS: dict[str, dict[str, Any]] = {

@@ -19,8 +19,8 @@ from torch_pi2.decode.budget import room_for_compiling
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.prompt import piece_of
-from torch_pi2.spec.budget import PIECE_TOKENS, Budget
-from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.types.budget import PIECE_TOKENS, Budget
+from torch_pi2.types.offload import OffloadConfig
 
 #: What the system rounds up to where it charges a group, and tables of pages.
 _MARGIN = 4 << 20

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError
 from torch_pi2.eval import bits_per_byte, compare_decode, ffn_modules, nats_per_token, time_decode, work
 from torch_pi2.eval.work import Work
-from torch_pi2.spec.site import FFNSite, LinearRef
+from torch_pi2.types.site import FFNSite, LinearRef
 
 TEXT = "def f(x):\n    return x + 1  # plain\nprint(f(2))\n" * 8
 

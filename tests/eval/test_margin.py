@@ -19,7 +19,7 @@ from torch_pi2.graph.routed import Routed
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.prompt import sparse_only
-from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.types.offload import OffloadConfig
 
 MARGIN, SHARE = 2.0, 0.45
 #: Of each setting, a shape that it is for, and what counts what it leaves out.

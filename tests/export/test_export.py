@@ -37,7 +37,7 @@ class Two(nn.Module):
 def test_operators_are_in_the_program_and_any_length_runs() -> None:
     from torch_pi2.planner.greedy import plan_without_data
     from torch_pi2.rewrite.rewrite import rewrite
-    from torch_pi2.spec.plan import weights_hash
+    from torch_pi2.types.plan import weights_hash
 
     model = nn.Sequential(nn.Sequential(nn.Linear(24, 70), nn.ReLU(), nn.Linear(70, 24))).eval()
     x = torch.randn(2, 5, 24)

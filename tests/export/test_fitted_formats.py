@@ -23,7 +23,7 @@ from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.predict.lowrank_rows import LowRankRows
 from torch_pi2.rewrite.handle import Handle
-from torch_pi2.spec.stats import ActivationStats
+from torch_pi2.types.stats import ActivationStats
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4}
 SHORT = {"n_tokens": 800, "steps": 40, "max_rounds": 1, "tolerance": 0.5, "hot_frequency": 0.9, "seq_len": 32}

@@ -25,9 +25,9 @@ from torch_pi2.predict.lowrank_rows import LowRankRows, quantised
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.run import profile
 from torch_pi2.profiling.samples import Samples
-from torch_pi2.spec.plan import weights_hash
-from torch_pi2.spec.site import FFNSite, FFNWeights, LinearRef
-from torch_pi2.spec.stats import pack_bits
+from torch_pi2.types.plan import weights_hash
+from torch_pi2.types.site import FFNSite, FFNWeights, LinearRef
+from torch_pi2.types.stats import pack_bits
 
 H, I = 16, 45  # noqa: E741  the package's suffixes; 45 is no multiple of 8
 

@@ -35,9 +35,9 @@ from torch_pi2.observe import counters
 from torch_pi2.profiling.data import Batch, batches
 from torch_pi2.report.collect import collect
 from torch_pi2.report.page import plots
-from torch_pi2.spec.loss_curve import LossCurve
-from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.stats import ActivationStats
+from torch_pi2.types.loss_curve import LossCurve
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.stats import ActivationStats
 
 QUICK = {"calibration_tokens": 4000, "seq_len": 32}
 

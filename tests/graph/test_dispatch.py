@@ -21,8 +21,8 @@ from torch_pi2.graph.dispatch import NeuronClusterMode, PredictedMaskMode
 from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.ops.reference import sparse_ffn
 from torch_pi2.predict.lowrank import LowRank
-from torch_pi2.spec.plan import LayerPlan, Plan, weights_hash
-from torch_pi2.spec.site import FFNSite, LinearRef
+from torch_pi2.types.plan import LayerPlan, Plan, weights_hash
+from torch_pi2.types.site import FFNSite, LinearRef
 
 H, I = 12, 37  # noqa: E741  the package's suffixes; 37 is no multiple of 8
 

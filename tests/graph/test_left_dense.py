@@ -21,7 +21,7 @@ from torch_pi2.errors import CalibrationError, GradientError, NoFFNFoundError, U
 from torch_pi2.graph.experts import all_experts
 from torch_pi2.graph.find import search
 from torch_pi2.profiling.data import batches
-from torch_pi2.spec.config import Config
+from torch_pi2.types.config import Config
 
 IDS_NT = torch.randint(3, VOCAB, (16, 16), generator=torch.Generator().manual_seed(0))
 X_BTH = torch.randn(2, 40, HIDDEN, generator=torch.Generator().manual_seed(1))

@@ -289,7 +289,7 @@ def judge(family: str, make: Callable[[str], nn.Module] = tiny_family) -> Row:
     from torch_pi2.errors import Pi2Error
     from torch_pi2.graph.find import look
     from torch_pi2.rewrite.rewrite import replaceable, rewrite
-    from torch_pi2.spec.plan import LayerPlan, Plan, weights_hash
+    from torch_pi2.types.plan import LayerPlan, Plan, weights_hash
 
     task = families()[family][0]
     try:

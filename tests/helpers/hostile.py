@@ -32,16 +32,16 @@ from torch_pi2.predict.file import FitReport, FittedPredictors, load_predictors,
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.predict.signbit import SignBit
 from torch_pi2.serve.prefix_file import read_block, write_block
-from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
-from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.predictor import PredictorCard
-from torch_pi2.spec.site import FFNSite, LinearRef
-from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
-from torch_pi2.spec.verdict import Loss, Speed, Verdict
 from torch_pi2.store.folder import read_config
 from torch_pi2.store.source import Checkpoint
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.store.weights import QuantizedWeights
+from torch_pi2.types.machine_plan import Bucket, HardwarePlan, PromptPlan
+from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.predictor import PredictorCard
+from torch_pi2.types.site import FFNSite, LinearRef
+from torch_pi2.types.stats import HIST_BINS, ActivationStats, LayerStats
+from torch_pi2.types.verdict import Loss, Speed, Verdict
 
 HASH = "ab" * 32
 #: In place of what ``json.dumps`` cannot write.

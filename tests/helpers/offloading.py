@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import torch_pi2
-from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.types.offload import OffloadConfig
 
 IDS = torch.arange(1, 25).reshape(2, 12)
 

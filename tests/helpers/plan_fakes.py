@@ -12,9 +12,9 @@ from torch import nn
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.machine.hardware import StoreCosts
 from torch_pi2.planner.model_shape import LayerShape, ModelShape
-from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
-from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
+from torch_pi2.types.machine_plan import Bucket, HardwarePlan, PromptPlan
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.stats import HIST_BINS, ActivationStats, LayerStats
 
 GB = 1e3  # bytes in a microsecond at 1 GB/s
 

@@ -8,7 +8,7 @@ from tiny_models import HIDDEN, INTERMEDIATE
 from torch import nn
 
 from torch_pi2.graph import find_sites
-from torch_pi2.spec.plan import LayerPlan, Plan, weights_hash
+from torch_pi2.types.plan import LayerPlan, Plan, weights_hash
 
 X_BTH = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import torch_pi2
-from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.types.offload import OffloadConfig
 
 IDS = torch.arange(1, 13)[None]
 

@@ -32,7 +32,7 @@ from torch_pi2.decode.adapt import follow
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.rewrite.handle import store_and_budget
-from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.types.offload import OffloadConfig
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "drelu-stdlib-5m"
 _SIZES = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 32}

@@ -17,12 +17,12 @@ from torch_pi2.base.crc32c import crc32c_by_table
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint import pack as packing
 from torch_pi2.predict.file import save_predictors
-from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.site import FFNSite, LinearRef
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import PADDING, StoreReader, part_of
 from torch_pi2.store.superblock import Superblock
 from torch_pi2.store.weights import metadata, neuron_specs
+from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.site import FFNSite, LinearRef
 
 #: The toys have no predictors: without it, their neurons would be in clusters.
 pack = functools.partial(torch_pi2.pack, cluster=1)

@@ -41,8 +41,8 @@ import torch_pi2.hf
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.errors import ArtifactError, ConfigError, DeviceError, DtypeError, UnsupportedModelError
 from torch_pi2.hf.register import register
-from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.store.folder import HF_FILE
+from torch_pi2.types.offload import OffloadConfig
 
 Settings = torch_pi2.Pi2QuantizationConfig
 IDS = torch.arange(3, 11)[None]

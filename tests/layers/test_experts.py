@@ -39,11 +39,11 @@ from torch_pi2.planner.greedy import plan_without_data
 from torch_pi2.rewrite.linears import Storage
 from torch_pi2.rewrite.rewrite import rewrite
 from torch_pi2.rewrite.skeleton import skeleton
-from torch_pi2.spec.config import Config
-from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.spec.plan import LayerPlan, Plan, weights_hash
 from torch_pi2.store.shapes import SHAPES
 from torch_pi2.store.storefile import StoreReader
+from torch_pi2.types.config import Config
+from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.plan import LayerPlan, Plan, weights_hash
 
 
 @pytest.fixture(scope="module")

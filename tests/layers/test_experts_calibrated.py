@@ -38,8 +38,8 @@ from torch_pi2.rewrite.apply import apply
 from torch_pi2.rewrite.handle import Optimized
 from torch_pi2.rewrite.linears import Storage
 from torch_pi2.rewrite.rewrite import rewrite
-from torch_pi2.spec.config import Config
-from torch_pi2.spec.predictor import PredictorCard
+from torch_pi2.types.config import Config
+from torch_pi2.types.predictor import PredictorCard
 
 SMOOTH: dict[str, dict[str, Any]] = {
     "Mixtral": {"hidden_act": "silu"},

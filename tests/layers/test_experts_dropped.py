@@ -15,7 +15,7 @@ from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.experts import OffloadedExperts
 from torch_pi2.serve.identity import identity
-from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.types.offload import OffloadConfig
 
 EXPERTS, CHOSEN = 8, 4
 SHAPE = {"model_type": "qwen3_moe", "num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "head_dim": 16}

@@ -15,7 +15,7 @@ import torch_pi2
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.graph.router import LinearRouter
 from torch_pi2.layers.offloaded import Store
-from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.types.offload import OffloadConfig
 
 PREDICTORS = ("lowrank", "signbit", None)
 

@@ -30,9 +30,9 @@ from torch_pi2.layers.experts import OffloadedExperts
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops import reference_store
-from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import StoreReader
+from torch_pi2.types.offload import OffloadConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

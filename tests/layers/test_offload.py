@@ -30,8 +30,8 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import STATISTICS, OffloadedFFN, Store, open_stores
 from torch_pi2.ops import load, reference_store
 from torch_pi2.rewrite.handle import store_and_budget
-from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.store.storefile import StoreReader
+from torch_pi2.types.offload import OffloadConfig
 
 
 @pytest.fixture(scope="module")

@@ -35,9 +35,9 @@ from torch_pi2.ops.constants import constants
 from torch_pi2.profiling.inputs import SAMPLE_TOKENS, InputStats, gather_inputs
 from torch_pi2.rewrite.linears import Storage, find_linears, quantize_linears
 from torch_pi2.rewrite.rewrite import rewrite
-from torch_pi2.spec.method import Method
-from torch_pi2.spec.plan import LayerPlan
-from torch_pi2.spec.site import FFNSite, LinearRef
+from torch_pi2.types.method import Method
+from torch_pi2.types.plan import LayerPlan
+from torch_pi2.types.site import FFNSite, LinearRef
 
 IDS = torch.arange(3, 35).reshape(2, 16) % 64
 CALIBRATION = torch.randint(3, 64, (40, 32), generator=torch.Generator().manual_seed(5))

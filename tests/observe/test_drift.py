@@ -10,11 +10,11 @@ import torch
 
 from torch_pi2.errors import ConfigError, StaleArtifactError
 from torch_pi2.observe.drift import Drift, drift, update
-from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
-from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.site import FFNSite, LinearRef
-from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
 from torch_pi2.store.firing import power_law
+from torch_pi2.types.machine_plan import Bucket, HardwarePlan, PromptPlan
+from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.site import FFNSite, LinearRef
+from torch_pi2.types.stats import HIST_BINS, ActivationStats, LayerStats
 
 NEURONS, LAYERS, HOT = 2000, 3, 300
 

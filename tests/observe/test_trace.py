@@ -21,7 +21,7 @@ from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.observe.trace import COUNTERS, STAGES
 from torch_pi2.ops import load
-from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.types.offload import OffloadConfig
 
 IDS = torch.arange(1, 9).reshape(1, 8)
 #: Rounding of the file's microseconds.

@@ -35,9 +35,9 @@ from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.predict.signbit import SignBit
 from torch_pi2.rewrite.apply import apply
 from torch_pi2.rewrite.handle import Optimized
-from torch_pi2.spec.config import Config
-from torch_pi2.spec.plan import LayerPlan, Plan, weights_hash
-from torch_pi2.spec.stats import ActivationStats
+from torch_pi2.types.config import Config
+from torch_pi2.types.plan import LayerPlan, Plan, weights_hash
+from torch_pi2.types.stats import ActivationStats
 
 SIZES = (1, 2, 4, 8, 16)
 VOCABULARY = 64

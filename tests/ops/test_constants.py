@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch_pi2.observe.trace import COUNTERS, STAGES
 from torch_pi2.ops.constants import chunk_neurons, constants
-from torch_pi2.spec.offload import POLICIES
+from torch_pi2.types.offload import POLICIES
 
 
 def test_names_are_the_cores() -> None:

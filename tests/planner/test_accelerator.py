@@ -19,7 +19,7 @@ from torch_pi2.planner.layer_cost import TIMES, layer_curve
 from torch_pi2.planner.model_shape import ModelShape
 from torch_pi2.planner.request import Task
 from torch_pi2.planner.solve import solve
-from torch_pi2.spec.machine_plan import HardwarePlan
+from torch_pi2.types.machine_plan import HardwarePlan
 
 
 @settings(deadline=None, max_examples=40)

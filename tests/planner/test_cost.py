@@ -27,7 +27,7 @@ from torch_pi2.planner.cost import PARTS, _io_ms, step_cost
 from torch_pi2.planner.layer_cost import TIMES, expert_use, layer_curve, predicted_share
 from torch_pi2.planner.model_shape import Heads, LayerShape, ModelShape, numbers
 from torch_pi2.planner.prompt_cost import best_chunk, prompt_cost, switch_point
-from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.types.offload import OffloadConfig
 
 HARDWARE = FakeHardware()
 PHONE = FakeHardware(accelerator=FakeAccelerator())

@@ -18,9 +18,9 @@ import torch_pi2
 from torch_pi2.errors import ConfigError
 from torch_pi2.planner.explain import MEASURED, Explained, compare, explained_tokens, render
 from torch_pi2.rewrite.handle import store_and_budget
-from torch_pi2.spec.budget import Budget
-from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
-from torch_pi2.spec.plan import Plan
+from torch_pi2.types.budget import Budget
+from torch_pi2.types.machine_plan import Bucket, HardwarePlan, PromptPlan
+from torch_pi2.types.plan import Plan
 
 
 def explained(model: Any, plan: Plan | None = None, **how: Any) -> Explained:

@@ -219,8 +219,8 @@ def test_what_cannot_be_dealt_out_is_refused() -> None:
 @pytest.mark.parametrize("shares", [(3, 13), (5, 4, 7), (1, 1, 14)])
 def test_pack_deals_out_what_was_planned(shares: tuple[int, ...]) -> None:
     """The shares that ``plan --machines`` prints are those that ``pack --shares`` makes."""
-    from torch_pi2.spec.plan import LayerPlan, Plan
-    from torch_pi2.spec.site import FFNSite, LinearRef
+    from torch_pi2.types.plan import LayerPlan, Plan
+    from torch_pi2.types.site import FFNSite, LinearRef
 
     def layer(i: int) -> LayerPlan:
         refs = LinearRef(f"l.{i}.up"), LinearRef(f"l.{i}.down")

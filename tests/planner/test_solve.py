@@ -23,8 +23,8 @@ from torch_pi2.planner.model_shape import ModelShape
 from torch_pi2.planner.prompt_cost import prompt_cost, prompt_plan, switch_point
 from torch_pi2.planner.request import Task
 from torch_pi2.planner.solve import solve
-from torch_pi2.spec.machine_plan import HardwarePlan
-from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.types.machine_plan import HardwarePlan
+from torch_pi2.types.offload import OffloadConfig
 
 QUICK = settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 CONTEXT = 64

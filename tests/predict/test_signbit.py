@@ -17,7 +17,7 @@ from torch_pi2.predict.file import FittedPredictors, load_predictors, save_predi
 from torch_pi2.predict.signbit import SignBit, pack_signs
 from torch_pi2.profiling.samples import Samples
 from torch_pi2.profiling.text import stdlib_text
-from torch_pi2.spec.stats import pack_bits
+from torch_pi2.types.stats import pack_bits
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "models" / "drelu-stdlib-5m"
 

@@ -25,8 +25,8 @@ from torch_pi2.graph import find_sites
 from torch_pi2.profiling.data import MIN_TOKENS, Batch, batches
 from torch_pi2.profiling.run import profile
 from torch_pi2.profiling.samples import collect_samples, sample_groups
-from torch_pi2.spec.site import FFNSite, LinearRef
-from torch_pi2.spec.stats import ActivationStats, Reservoir, pack_bits, unpack_bits
+from torch_pi2.types.site import FFNSite, LinearRef
+from torch_pi2.types.stats import ActivationStats, Reservoir, pack_bits, unpack_bits
 
 H, I = 12, 37  # noqa: E741  the package's suffixes; 37 is no multiple of 8
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from torch_pi2.profiling.data import MIN_TOKENS
-from torch_pi2.spec.stats import ActivationStats, Reservoir
+from torch_pi2.types.stats import ActivationStats, Reservoir
 
 HELPERS = Path(__file__).resolve().parents[1] / "helpers"
 

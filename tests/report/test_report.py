@@ -31,11 +31,11 @@ from torch_pi2.report.measured import read_measured
 from torch_pi2.report.planned import planned
 from torch_pi2.report.style import THEMES
 from torch_pi2.report.timeline import ACTIVITIES, MOST_SPANS, read_trace
-from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
-from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.site import FFNSite, LinearRef
-from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
 from torch_pi2.store.parts import Parts
+from torch_pi2.types.machine_plan import Bucket, HardwarePlan, PromptPlan
+from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.site import FFNSite, LinearRef
+from torch_pi2.types.stats import HIST_BINS, ActivationStats, LayerStats
 
 BATCHES = (1, 4, 16)
 MS = {"attention": 1.0, "predictor": 0.5, "hot": 0.25, "cold": 2.0, "io": 1.5, "glue": 0.75}

@@ -32,7 +32,7 @@ from torch_pi2.serve.identity import identity
 from torch_pi2.serve.prefix import PrefixCache, _name
 from torch_pi2.serve.prefix_file import Block, read_block, write_block
 from torch_pi2.serve.prefix_folder import PrefixFolder
-from torch_pi2.spec.shard import Shard, ShardLayer
+from torch_pi2.types.shard import Shard, ShardLayer
 
 IDENTITY = "ab" * 32
 SPECS = [Spec((2, 32, 8), torch.float32), Spec((2, 32, 8), torch.bfloat16)]

@@ -27,8 +27,8 @@ import torch_pi2
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ArtifactError, Pi2Error, StaleArtifactError
 from torch_pi2.layers.offloaded import Store
-from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.store.storefile import StoreReader
+from torch_pi2.types.offload import OffloadConfig
 
 LAYERS = 3
 SHAPE = SMALL | {"num_hidden_layers": LAYERS}

@@ -24,10 +24,10 @@ from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.cli import common, main
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, StaleArtifactError
 from torch_pi2.predict.file import load_predictors, save_predictors
-from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import StoreReader, block_checks, part_of, tensor_check
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.stats import HIST_BINS, ActivationStats, LayerStats
 
 KEY = "model.layers.{}.mlp"
 

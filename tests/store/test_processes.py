@@ -37,7 +37,7 @@ def one(base: Path, tmp_path: Path) -> Path:
 
 _READER = """
 import sys, torch, torch_pi2
-from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.types.offload import OffloadConfig
 torch.set_num_threads(1)
 folder, *settings = sys.argv[1:]
 config = OffloadConfig(preload=False, io_threads=2, engine=settings[0])

@@ -19,11 +19,11 @@ from torch_pi2.checkpoint.dealing import deal, deal_layers
 from torch_pi2.checkpoint.shards import check_kinds
 from torch_pi2.cli.inspect import describe, render
 from torch_pi2.errors import ArtifactError, ConfigError
-from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.shard import GroupConfig, Shard, ShardLayer
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.shards import shards_in
 from torch_pi2.store.storefile import StoreReader
+from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.shard import GroupConfig, Shard, ShardLayer
 
 
 def _store(folder: Path, neurons: tuple[int, ...] = (250, 129), **how: Any) -> Path:
@@ -207,7 +207,7 @@ def test_a_shard_says_what_it_is(tmp_path: Path) -> None:
 
 
 def _plan(neurons: int, method: str = "lowrank", n_hot: int = 70, active: float = 0.1) -> Plan:
-    from torch_pi2.spec.site import FFNSite, LinearRef
+    from torch_pi2.types.site import FFNSite, LinearRef
 
     site = FFNSite("a", 0, "relu", False, None, LinearRef("a.up"), LinearRef("a.down"), 8, neurons, "a")
     order = torch.arange(neurons, dtype=torch.int32).flip(0)

@@ -33,11 +33,11 @@ from torch_pi2.checkpoint.sparse import load_sparse
 from torch_pi2.cli import main
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, StaleArtifactError
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.site import FFNSite
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import StoreReader, open_weights, part_of, tensor_check
 from torch_pi2.store.superblock import LayerEntry, Superblock, slot_bytes
+from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.site import FFNSite
 
 
 @pytest.fixture(scope="module")

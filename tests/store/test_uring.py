@@ -16,14 +16,14 @@ import torch_pi2
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
 from torch_pi2.ops.library import library_path
-from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.types.offload import OffloadConfig
 
 IDS = torch.arange(1, 13).reshape(1, 12)
 
 SCRIPT = """
 import torch, torch_pi2
 from torch_pi2.errors import ConfigError
-from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.types.offload import OffloadConfig
 from torch_pi2.layers.offloaded import Store
 path = sys.argv[1]
 print(Store(path, 1 << 20, OffloadConfig(engine="auto", direct=False)).describe())

@@ -20,7 +20,7 @@ from torch_pi2.fitting.calibrated import calibrated_rows, say_rounded
 from torch_pi2.graph.routed import modules_of
 from torch_pi2.profiling.data import Batch
 from torch_pi2.rewrite.skeleton import put
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.site import FFNSite
 
 
 class RowFiles(dict[str, torch.Tensor]):

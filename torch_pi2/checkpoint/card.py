@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.files import atomic_write
-from torch_pi2.spec.verdict import Verdict
 from torch_pi2.store.folder import CARD_FILE
+from torch_pi2.types.verdict import Verdict
 
 #: What is between these lines is written anew each time; what is outside is the user's.
 BEGIN = "<!-- torch_pi2: begin (written by torch-pi2, and written anew; what is outside of these lines stays) -->"

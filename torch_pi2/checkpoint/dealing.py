@@ -9,11 +9,11 @@ import torch
 
 from torch_pi2.errors import ConfigError
 from torch_pi2.ops.constants import chunk_neurons
-from torch_pi2.spec.method import PREDICTED
-from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.shard import MOST_RANKS, Shard, ShardLayer, apportioned
-from torch_pi2.spec.site import block_of, row_of_blocks
-from torch_pi2.spec.stats import ActivationStats
+from torch_pi2.types.method import PREDICTED
+from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.shard import MOST_RANKS, Shard, ShardLayer, apportioned
+from torch_pi2.types.site import block_of, row_of_blocks
+from torch_pi2.types.stats import ActivationStats
 
 
 def deal(

@@ -15,10 +15,10 @@ from torch_pi2.ops.memory import new_tensor
 from torch_pi2.ops.rows import row_of_neurons
 from torch_pi2.rewrite.fits import check_fits
 from torch_pi2.rewrite.skeleton import check_filled, fill, places, skeleton
-from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.site import LinearRef
 from torch_pi2.store.storefile import open_weights
 from torch_pi2.store.weights import QuantizedWeights, neuron_specs
+from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.site import LinearRef
 
 #: Rows dequantised at a time.
 _CHUNK = 4096

@@ -14,9 +14,9 @@ from torch_pi2.checkpoint.quantize import Quantizer, QuantizeReport, convert, co
 from torch_pi2.formats import FLOATS, row_bytes
 from torch_pi2.ops.dtypes import DTYPES, dtype_name
 from torch_pi2.rewrite.skeleton import model_config
-from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.site import FFNSite, LinearRef
 from torch_pi2.store.names import ExpertMatrix
+from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.site import FFNSite, LinearRef
 
 #: Bytes of neurons made at a time: a whole layer of a model of 7 billion parameters in 16 bits. Matrices are read once
 #: for each such group of neurons.
@@ -93,7 +93,7 @@ class _FloatQuantizer(Quantizer):
         name, first, shape = self._place(site, ref, role)
         dtype = self._checkpoint.spec(name).dtype
         per_row = shape[1] * dtype.itemsize
-        if digest is not None:  # as torch_pi2.spec.plan.weights_hash
+        if digest is not None:  # as torch_pi2.types.plan.weights_hash
             digest.update(str(shape).encode() + str(dtype).encode())
         step = max(1, _STRIP // per_row)
         for start in range(0, shape[0], step):

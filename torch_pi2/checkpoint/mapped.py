@@ -20,9 +20,9 @@ from torch_pi2.errors import ArtifactError, DtypeError
 from torch_pi2.graph.find import search
 from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.rewrite.skeleton import check_filled, fill, on_meta, put, skeleton
-from torch_pi2.spec.site import FFNSite, LinearRef
 from torch_pi2.store.folder import check_float, read_config
 from torch_pi2.store.source import Checkpoint
+from torch_pi2.types.site import FFNSite, LinearRef
 
 #: Tensors of fewer bytes are read, and converted where the model computes with another dtype.
 _SMALL_BYTES = 1 << 20

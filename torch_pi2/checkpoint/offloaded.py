@@ -26,12 +26,12 @@ from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.rewrite.handle import Optimized
 from torch_pi2.rewrite.rewrite import predictor_tensors
 from torch_pi2.rewrite.skeleton import model_config
-from torch_pi2.spec.method import Method
-from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.shard import GroupConfig
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
 from torch_pi2.store.weights import QuantizedWeights
+from torch_pi2.types.method import Method
+from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.shard import GroupConfig
 
 _log = logging.getLogger("torch_pi2")
 

@@ -26,8 +26,6 @@ from torch_pi2.checkpoint.float_neurons import float_neurons
 from torch_pi2.checkpoint.quantize import copy_small_files, quantize, small_files
 from torch_pi2.errors import ArtifactError, ConfigError, check_choice
 from torch_pi2.formats import FLOAT, FLOATS, QUANTIZED
-from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.shard import Shard
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, declare
 from torch_pi2.store.layout import Layout
 from torch_pi2.store.parts import PartFiles, Parts, check_predictors
@@ -51,6 +49,8 @@ from torch_pi2.store.superblock import (
     SECTOR,
 )
 from torch_pi2.store.trust import remember
+from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.shard import Shard
 
 #: Of neurons; ``float``: what the model has, nothing is rounded.
 WEIGHTS = (*QUANTIZED, FLOAT, *FLOATS)

@@ -42,10 +42,6 @@ from torch_pi2.profiling.data import calibration_batches
 from torch_pi2.rewrite.fits import check_names
 from torch_pi2.rewrite.linears import check_some, find_linears
 from torch_pi2.rewrite.skeleton import skeleton
-from torch_pi2.spec.config import Config
-from torch_pi2.spec.method import Method
-from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.site import FFNSite, LinearRef
 from torch_pi2.store.folder import (
     PI2_FOLDER,
     SMALL_FILES,
@@ -60,6 +56,10 @@ from torch_pi2.store.parts import Parts, check_predictors
 from torch_pi2.store.source import Checkpoint
 from torch_pi2.store.trust import remember
 from torch_pi2.store.weights import NO_EMBEDDINGS, NO_FORMATS, WEIGHTS_FILE, metadata, neuron_specs
+from torch_pi2.types.config import Config
+from torch_pi2.types.method import Method
+from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.site import FFNSite, LinearRef
 
 #: Float32 bytes of the rows that are quantised at a time.
 _CHUNK = 2 << 20
@@ -512,6 +512,6 @@ def row_chunks(spec: Spec) -> Iterator[tuple[int, int]]:
 
 
 def update_digest(digest: Any, tensor: torch.Tensor) -> None:
-    """As :func:`torch_pi2.spec.plan.weights_hash` does."""
+    """As :func:`torch_pi2.types.plan.weights_hash` does."""
     digest.update(str(tuple(tensor.shape)).encode() + str(tensor.dtype).encode())
     digest.update(tensor.contiguous().view(torch.uint8).reshape(-1).numpy().data)

@@ -40,10 +40,6 @@ from torch_pi2.rewrite.apply import apply
 from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu
 from torch_pi2.rewrite.handle import Optimized, parts_of, store_of
 from torch_pi2.rewrite.skeleton import model_config, named_class
-from torch_pi2.spec.method import LOSSY
-from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.spec.plan import Plan, weights_hash
-from torch_pi2.spec.shard import GroupConfig
 from torch_pi2.store.folder import (
     PI2_FOLDER,
     check_folder,
@@ -57,6 +53,10 @@ from torch_pi2.store.gguf_parts import gguf_in
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import weights_path
 from torch_pi2.store.trust import how_to_trust, remember, trusted
+from torch_pi2.types.method import LOSSY
+from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.plan import Plan, weights_hash
+from torch_pi2.types.shard import GroupConfig
 
 if TYPE_CHECKING:
     from torch_pi2.rewrite.handle import LoadedModel

@@ -24,10 +24,10 @@ from torch_pi2.layers.sharded import Share, agree_on_logits
 from torch_pi2.layers.stages import join_stages
 from torch_pi2.ops.activations import cuts
 from torch_pi2.rewrite.rewrite import predictor_tensors
-from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.shard import GroupConfig, Shard
 from torch_pi2.store.shards import check_together, common_hash, ranks_of, shard_name, shards_in
 from torch_pi2.store.storefile import StoreReader
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.shard import GroupConfig, Shard
 
 #: What folders of one model may say differently in config.json; its dtype is compared where it is chosen.
 _NOT_OF_THE_MODEL = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype")
@@ -74,7 +74,7 @@ class Together:
     """What several processes have of one model.
 
     Attributes:
-        group: they. shards: theirs, by rank. reduction: see :class:`~torch_pi2.spec.shard.GroupConfig`.
+        group: they. shards: theirs, by rank. reduction: see :class:`~torch_pi2.types.shard.GroupConfig`.
         heads: of attention, if they divide it.
     """
 

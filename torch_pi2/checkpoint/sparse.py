@@ -33,9 +33,9 @@ from torch_pi2.rewrite.fits import check_fits
 from torch_pi2.rewrite.place import place, place_experts, way_taken
 from torch_pi2.rewrite.rewrite import predictor_tensors
 from torch_pi2.rewrite.skeleton import check_filled, fill, places, put, skeleton
-from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.store.storefile import open_weights
 from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights, metadata, neuron_specs
+from torch_pi2.types.plan import LayerPlan, Plan
 
 _log = logging.getLogger("torch_pi2")
 T = TypeVar("T", torch.Tensor, torch.Tensor | None)

@@ -29,14 +29,14 @@ from torch_pi2.graph.experts import expert_sites
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.predict.file import FittedPredictors, save_predictors
-from torch_pi2.spec.config import Config
-from torch_pi2.spec.method import PREDICTED, Method
-from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.site import ExpertsForm, FFNSite, LinearRef
 from torch_pi2.store.firing import LOCALITY, RESIDUAL, GateMaker, direction, embedding_noise, power_law, random_rows
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, declare
 from torch_pi2.store.shapes import CLASSES, build_config
 from torch_pi2.store.weights import WEIGHTS_FILE, metadata, neuron_specs
+from torch_pi2.types.config import Config
+from torch_pi2.types.method import PREDICTED, Method
+from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.site import ExpertsForm, FFNSite, LinearRef
 
 #: What a block adds, relative to the noise of the embedding: 64 blocks change the stream by 16 %.
 _BLOCK = 0.02

@@ -23,14 +23,14 @@ from torch_pi2.cli.processes import led
 from torch_pi2.cli.tables import table as table
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
 from torch_pi2.formats import ACTIVATIONS, FLOATS
-from torch_pi2.spec.config import METHODS, QUANTIZATIONS, SCORES, WEIGHTS, Config
+from torch_pi2.types.config import METHODS, QUANTIZATIONS, SCORES, WEIGHTS, Config
 
 if TYPE_CHECKING:
     from torch import nn
 
     from torch_pi2.predict.file import FittedPredictors
-    from torch_pi2.spec.offload import OffloadConfig
-    from torch_pi2.spec.stats import ActivationStats
+    from torch_pi2.types.offload import OffloadConfig
+    from torch_pi2.types.stats import ActivationStats
 
 DTYPES = ("auto", *FLOATS)
 _MODEL = "a Hugging Face causal language model"
@@ -264,7 +264,7 @@ def add_text(parser: argparse.ArgumentParser, default: str = "stdlib") -> None:
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """The fields of :class:`torch_pi2.spec.config.Config`; what is not given keeps the default of that class."""
+    """The fields of :class:`torch_pi2.types.config.Config`; what is not given keeps the default of that class."""
     lossless = "lossless: exact, hot-frequency; lossy: lowrank, threshold, weights, activations"
     group = parser.add_argument_group("settings", lossless)
     add = partial(_add_setting, group)
@@ -620,8 +620,8 @@ def load_tokenizer(args: argparse.Namespace) -> Any:
 
 
 def load_stats(folder: Path) -> ActivationStats:
-    from torch_pi2.spec.stats import ActivationStats
     from torch_pi2.store.parts import Parts
+    from torch_pi2.types.stats import ActivationStats
 
     if folder.is_dir():
         with Parts(folder) as parts:

@@ -115,7 +115,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _set_batch(args: argparse.Namespace) -> None:
     """``--batch-size`` where it is not said, and ``context``. Raises ConfigError: a budget has no room for them."""
-    from torch_pi2.spec.budget import PIECE_TOKENS
+    from torch_pi2.types.budget import PIECE_TOKENS
 
     most = _WINDOWS if args.budget is None else min(_WINDOWS, PIECE_TOKENS // args.window)
     said = f" --batch-size {args.batch_size}" if (args.batch_size or 1) > 1 else ""

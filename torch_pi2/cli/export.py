@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from torch_pi2.cli import common, verdict
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS, GGUF_TYPES
-from torch_pi2.spec.config import HOT_ATTENTION, KV_FORMATS, LINEARS
+from torch_pi2.types.config import HOT_ATTENTION, KV_FORMATS, LINEARS
 
 if TYPE_CHECKING:
-    from torch_pi2.spec.verdict import Verdict
+    from torch_pi2.types.verdict import Verdict
 
 EXAMPLE = "torch-pi2 export my-sparse-model --out bundle --target xnnpack --max-tokens 512"
 _PRECISIONS = ("w4a16", "w8a16", "fp16")

@@ -20,12 +20,12 @@ from torch_pi2.cli import common, verdict
 from torch_pi2.cli.inspect_bundle import describe_bundle, render_bundle
 from torch_pi2.cli.inspect_checkpoint import describe_checkpoint, nothing_to_verify, render_checkpoint, stays_dense
 from torch_pi2.errors import ArtifactError, Pi2Error
-from torch_pi2.spec.loss_curve import LossCurve
+from torch_pi2.types.loss_curve import LossCurve
 
 if TYPE_CHECKING:
     from torch_pi2.predict.file import FittedPredictors
-    from torch_pi2.spec.plan import Plan
-    from torch_pi2.spec.stats import ActivationStats
+    from torch_pi2.types.plan import Plan
+    from torch_pi2.types.stats import ActivationStats
 
 #: Tokens whose keys and values have room in the budgets that are shown: the default of ``torch_pi2.load``.
 _CONTEXT = 1024
@@ -198,8 +198,8 @@ def _budget(folder: Path, store: Path, plan: Plan, predictors: Mapping[str, Any]
     from torch_pi2.checkpoint.shards import own_predictors
     from torch_pi2.decode.budget import divide
     from torch_pi2.rewrite.skeleton import model_config
-    from torch_pi2.spec.offload import OffloadConfig
     from torch_pi2.store.storefile import StoreReader
+    from torch_pi2.types.offload import OffloadConfig
 
     try:
         hf = model_config(folder)

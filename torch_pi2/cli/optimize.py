@@ -16,7 +16,7 @@ from torch_pi2.cli import common, verdict
 from torch_pi2.cli.processes import together
 from torch_pi2.cli.profile import render as render_profile
 from torch_pi2.errors import ConfigError
-from torch_pi2.spec.config import Config
+from torch_pi2.types.config import Config
 
 __all__ = ["EXAMPLE", "add_arguments", "render", "run"]
 

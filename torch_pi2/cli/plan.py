@@ -17,7 +17,7 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS
 
 if TYPE_CHECKING:
-    from torch_pi2.spec.plan import Plan
+    from torch_pi2.types.plan import Plan
 
 EXAMPLE = "torch-pi2 plan my-model --stats my-stats --predictors my-predictors --out my-plan --hot-frequency 0.5"
 

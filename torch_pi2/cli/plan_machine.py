@@ -14,9 +14,9 @@ from torch_pi2.errors import ConfigError
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware
     from torch_pi2.planner.model_shape import ModelShape
-    from torch_pi2.spec.machine_plan import HardwarePlan
-    from torch_pi2.spec.plan import Plan
-    from torch_pi2.spec.stats import ActivationStats
+    from torch_pi2.types.machine_plan import HardwarePlan
+    from torch_pi2.types.plan import Plan
+    from torch_pi2.types.stats import ActivationStats
 
 
 def for_machine(args: argparse.Namespace) -> dict[str, Any]:
@@ -180,8 +180,8 @@ def subject(args: argparse.Namespace, stats: ActivationStats) -> tuple[Any, Plan
 def _loaded(args: argparse.Namespace, folder: Path, **how: Any) -> Any:
     """A folder of ours; one with a store with as little memory as a token wants, unless ``how`` has a budget."""
     import torch_pi2
-    from torch_pi2.spec.offload import OffloadConfig
     from torch_pi2.store.storefile import STORE_FILE
+    from torch_pi2.types.offload import OffloadConfig
 
     if os.path.lexists(folder / "pi2" / STORE_FILE) and not how:
         from torch_pi2.cli.inspect import describe

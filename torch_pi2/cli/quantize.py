@@ -14,7 +14,7 @@ from typing import Any
 
 from torch_pi2.cli import common, verdict
 from torch_pi2.formats import QUANTIZED
-from torch_pi2.spec.config import QUANTIZATIONS, Config
+from torch_pi2.types.config import QUANTIZATIONS, Config
 
 EXAMPLE = "torch-pi2 quantize my-sparse-model my-int4-model --weights int4"
 

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.observe import replay
     from torch_pi2.observe.accesses import Accesses
-    from torch_pi2.spec.offload import POLICIES
+    from torch_pi2.types.offload import POLICIES
 
     accesses = Accesses.load(args.file)
     policies = args.policies.split(",") if args.policies else [*POLICIES, replay.OPTIMAL]

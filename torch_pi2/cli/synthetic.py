@@ -14,7 +14,7 @@ from torch_pi2.base.reading import parse
 from torch_pi2.cli import common
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.formats import FLOATS, QUANTIZED
-from torch_pi2.spec.method import PREDICTED
+from torch_pi2.types.method import PREDICTED
 
 EXAMPLE = "torch-pi2 synthetic m7b --shape mistral-7b --active 0.1 --weights int4"
 

@@ -16,7 +16,7 @@ from torch_pi2.errors import Pi2Error
 if TYPE_CHECKING:
     from torch import nn
 
-    from torch_pi2.spec.verdict import Verdict
+    from torch_pi2.types.verdict import Verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +129,7 @@ def inner(folder: Path) -> Path:
 
 def read(folder: Path, model_hash: str | None = None) -> Verdict | None:
     """That of a folder, if it has one."""
-    from torch_pi2.spec.verdict import Verdict
+    from torch_pi2.types.verdict import Verdict
 
     return Verdict.find(inner(folder), model_hash)
 
@@ -153,7 +153,7 @@ def shown(data: dict[str, Any] | None) -> str:
     if data is None:
         return ""
     from torch_pi2.machine.json import from_plain
-    from torch_pi2.spec.verdict import Verdict
+    from torch_pi2.types.verdict import Verdict
 
     verdict = from_plain(Verdict, {k: v for k, v in data.items() if k not in ("format", "version")}, "verdict")
     lines = (f"{name + ':':10}{value}" for name, value in verdict.lines().items())

@@ -29,9 +29,9 @@ from torch_pi2.layers.of_model import homes, sparse_layers
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
 from torch_pi2.layers.prompt import within_piece
 from torch_pi2.rewrite.handle import Handle
-from torch_pi2.spec.budget import Budget
-from torch_pi2.spec.machine_plan import Bucket, HardwarePlan
-from torch_pi2.spec.plan import Plan
+from torch_pi2.types.budget import Budget
+from torch_pi2.types.machine_plan import Bucket, HardwarePlan
+from torch_pi2.types.plan import Plan
 
 _log = logging.getLogger("torch_pi2")
 

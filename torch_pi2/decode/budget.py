@@ -21,13 +21,13 @@ from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.layers.heads import Heads
 from torch_pi2.ops.constants import constants
 from torch_pi2.rewrite.handle import Handle, store_and_budget, store_of
-from torch_pi2.spec.budget import SLOT_BYTES, Budget
-from torch_pi2.spec.method import PREDICTED
-from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.spec.plan import LayerPlan, Plan
 from torch_pi2.store.budget import engine_bytes, kv_bytes, piece_tokens, place_bytes, predictor_bytes
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.store.superblock import LayerEntry
+from torch_pi2.types.budget import SLOT_BYTES, Budget
+from torch_pi2.types.method import PREDICTED
+from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.plan import LayerPlan, Plan
 
 _log = logging.getLogger("torch_pi2")
 
@@ -116,7 +116,7 @@ def stats(model: nn.Module, *, reset: bool = False) -> Stats:
         :meth:`Store.stats`; ``hit_rate``: of the neurons wanted and not left out, the share that was in the cache
         (None, too: engine ``mmap`` has no cache); ``wait_share``: of the time of compute threads in layers, the share
         spent waiting for neurons (both None: nothing generated yet);
-        ``budget``: a :class:`~torch_pi2.spec.budget.Budget`; ``store``: the :class:`Store`; ``simulated``: whether
+        ``budget``: a :class:`~torch_pi2.types.budget.Budget`; ``store``: the :class:`Store`; ``simulated``: whether
         reads are as slow as a described device's (``late`` of them took longer than there).
 
     Raises:

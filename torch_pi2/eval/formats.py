@@ -12,8 +12,8 @@ from torch_pi2.api import fit, optimize, profile
 from torch_pi2.base.arguments import checked
 from torch_pi2.eval.loss import bits_per_byte
 from torch_pi2.eval.work import work
-from torch_pi2.spec.config import Config, ConfigFields, configured
-from torch_pi2.spec.method import PREDICTED, Method
+from torch_pi2.types.config import Config, ConfigFields, configured
+from torch_pi2.types.method import PREDICTED, Method
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class FormatLoss:
     """One form of the model.
 
     Attributes:
-        weights, activations, method: see :class:`torch_pi2.spec.config.Config`.
+        weights, activations, method: see :class:`torch_pi2.types.config.Config`.
         bits_per_byte: loss on the text. change: relative to the float dense model. change_by_sparsity: relative to the
             dense model of the same format (0 where it is dense).
         rows_used: share of FFN matrix rows used; None for the float dense model, which counts nothing.

@@ -21,7 +21,7 @@ from torch_pi2.base.evaluating import evaluating
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.decode.kv import cache_name, cache_of
 from torch_pi2.errors import ConfigError
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.site import FFNSite
 
 
 @dataclass(frozen=True)

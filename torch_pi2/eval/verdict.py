@@ -1,4 +1,4 @@
-"""Makes a :class:`torch_pi2.spec.verdict.Verdict`: dense against sparse, in some seconds whatever the model's size."""
+"""Makes a :class:`torch_pi2.types.verdict.Verdict`: dense against sparse, in some seconds whatever the model's size."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from torch_pi2.eval.token_source import Tokens, tokens_of
 from torch_pi2.formats import QUANTIZED
 from torch_pi2.profiling.text import stdlib_text
 from torch_pi2.rewrite.handle import parts_of
-from torch_pi2.spec.plan import Plan, lossy_methods
-from torch_pi2.spec.verdict import Loss, Speed, Verdict
 from torch_pi2.store.folder import PI2_FOLDER
+from torch_pi2.types.plan import Plan, lossy_methods
+from torch_pi2.types.verdict import Loss, Speed, Verdict
 
 #: Of a sequence that is decoded, before the clock starts.
 _PROMPT = 16

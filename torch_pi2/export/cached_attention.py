@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torch_pi2.ops import load
-from torch_pi2.spec.config import KV_FORMATS
+from torch_pi2.types.config import KV_FORMATS
 
 #: What the formats of a cache are stored in.
 KV_DTYPES = dict(zip(KV_FORMATS, (torch.float32, torch.float16, torch.uint8)))

@@ -11,7 +11,7 @@ from torch import nn
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.profiling.data import Batch, batches
-from torch_pi2.spec.config import Config
+from torch_pi2.types.config import Config
 
 #: Tokens of which a layer's inputs are kept, by which ranges are set; and on which a loss is taken.
 TOKENS = 512

@@ -25,9 +25,9 @@ from torch_pi2.export.store import StoreFacts, kind_of, kinds_of
 from torch_pi2.formats import FLOATS
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.layers.linear import QuantLinear
-from torch_pi2.spec.method import LOSSY
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.store.superblock import LayerEntry
+from torch_pi2.types.method import LOSSY
 
 
 def manifest_of(

@@ -16,9 +16,9 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.neuron_rows import row_of_each
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.ops.activations import ACTIVATIONS
-from torch_pi2.spec.machine_plan import HardwarePlan
-from torch_pi2.spec.site import FFNSite
-from torch_pi2.spec.stats import ActivationStats
+from torch_pi2.types.machine_plan import HardwarePlan
+from torch_pi2.types.site import FFNSite
+from torch_pi2.types.stats import ActivationStats
 
 #: Neurons of a chunk: matrices of 512 x H keep a phone's NPU busy, and four of them are a step in the plan.
 CHUNK = 512

@@ -15,8 +15,8 @@ from torch_pi2.base.files import atomic_write, parse_json, read_text
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import ArtifactError
 from torch_pi2.formats import OF_NEURONS, PAIRS
-from torch_pi2.spec.verdict import VERDICT_FILE
 from torch_pi2.store.folder import CARD_FILE
+from torch_pi2.types.verdict import VERDICT_FILE
 
 MANIFEST_FILE = "manifest.json"
 #: For people, and in no manifest: the verdict, and the card that a user may have changed.

@@ -12,9 +12,9 @@ import torch
 
 from torch_pi2.decode.budget import scratch_bytes
 from torch_pi2.ops.constants import constants
-from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.store.budget import engine_bytes
 from torch_pi2.store.superblock import LayerEntry
+from torch_pi2.types.offload import OffloadConfig
 
 #: The runner with its libraries, stacks and thread pool, before anything is loaded (11 MB on x86-64), and the 4 MiB
 #: in which the cache is filled.

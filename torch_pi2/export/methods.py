@@ -27,7 +27,7 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import SparseLayer
 from torch_pi2.profiling.data import Batch
 from torch_pi2.rewrite.handle import Optimized
-from torch_pi2.spec.config import Config
+from torch_pi2.types.config import Config
 
 if TYPE_CHECKING:
     from torch_pi2.export.lower import Method

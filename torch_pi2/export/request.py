@@ -12,7 +12,7 @@ from torch_pi2.decode.executorch import check_executorch
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.export.choose import is_whole
 from torch_pi2.export.manifest import BESIDE, MANIFEST_FILE, Manifest
-from torch_pi2.spec.config import HOT_ATTENTION, KV_FORMATS, LINEARS
+from torch_pi2.types.config import HOT_ATTENTION, KV_FORMATS, LINEARS
 
 #: As :class:`torch_pi2.export.qnn.Settings` has them.
 _NPU_DEFAULTS = {

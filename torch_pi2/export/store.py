@@ -31,7 +31,6 @@ from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.prompt import PREDICTED_SHARE, PROMPT_TOKENS
 from torch_pi2.ops.activations import ACTIVATIONS, Shaped, shaped
 from torch_pi2.ops.dtypes import format_name
-from torch_pi2.spec.plan import Plan
 from torch_pi2.store.layout import Layout
 from torch_pi2.store.slots import write_slots
 from torch_pi2.store.storefile import (
@@ -41,6 +40,7 @@ from torch_pi2.store.storefile import (
     tensor_check,
 )
 from torch_pi2.store.weights import metadata
+from torch_pi2.types.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch_pi2.errors import CalibrationError, UnsupportedModelError
 from torch_pi2.fitting.gptq import Moments, Solver
 from torch_pi2.graph.routed import Routed, intermediate, modules_of
 from torch_pi2.profiling.data import MIN_TOKENS, Batch
-from torch_pi2.spec.site import FFNSite, FFNWeights
+from torch_pi2.types.site import FFNSite, FFNWeights
 
 _log = logging.getLogger("torch_pi2")
 

@@ -40,9 +40,9 @@ from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.profiling.data import Batch, batches, digest
 from torch_pi2.profiling.recorder import check_sites
 from torch_pi2.profiling.samples import Samples, collect_samples
-from torch_pi2.spec.predictor import PredictorCard
-from torch_pi2.spec.site import FFNSite
-from torch_pi2.spec.stats import ActivationStats
+from torch_pi2.types.predictor import PredictorCard
+from torch_pi2.types.site import FFNSite
+from torch_pi2.types.stats import ActivationStats
 
 #: ``predictors -> context`` inside which the model skips what they do not predict.
 ApplyFn = Callable[[Mapping[str, LowRank]], AbstractContextManager[Any]]

@@ -21,7 +21,7 @@ from torch_pi2.ops.activations import exact_zeros, on_up
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.firing import Firing
 from torch_pi2.profiling.recorder import record
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.site import FFNSite
 
 #: Tokens of which up is measured, and the least of a layer's mean that a neuron counts: thresholds are finite.
 _TOKENS, _LEAST = 8192, 1e-4

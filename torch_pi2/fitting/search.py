@@ -18,8 +18,8 @@ from torch_pi2.layers.cold import BY_NEURON
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.predict.lowrank_rows import FITTED, LowRankRows, quantised
 from torch_pi2.profiling.samples import Samples
-from torch_pi2.spec.config import Config
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.config import Config
+from torch_pi2.types.site import FFNSite
 
 _HIGHEST_RECALL = 0.999
 

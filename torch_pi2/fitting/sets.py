@@ -9,9 +9,9 @@ from torch import nn
 
 from torch_pi2.errors import CalibrationError, check_made_from
 from torch_pi2.profiling.data import Batch
-from torch_pi2.spec.plan import weights_hash
-from torch_pi2.spec.site import FFNSite
-from torch_pi2.spec.stats import ActivationStats
+from torch_pi2.types.plan import weights_hash
+from torch_pi2.types.site import FFNSite
+from torch_pi2.types.stats import ActivationStats
 
 #: Of calibration data, to fit predictors to.
 MIN_SEQUENCES = 10

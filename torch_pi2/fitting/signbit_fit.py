@@ -21,8 +21,8 @@ from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.predict.signbit import SignBit
 from torch_pi2.profiling.data import digest
 from torch_pi2.profiling.samples import SampleFiles, Samples, collect_samples, sample_groups
-from torch_pi2.spec.site import FFNSite, FFNWeights
-from torch_pi2.spec.stats import ActivationStats
+from torch_pi2.types.site import FFNSite, FFNWeights
+from torch_pi2.types.stats import ActivationStats
 
 
 @fresh_settings()

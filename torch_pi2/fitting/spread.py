@@ -30,7 +30,7 @@ from torch_pi2.graph.routed import intermediate
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.firing import Firing
 from torch_pi2.profiling.recorder import record
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.site import FFNSite
 
 #: Shares at which a layer's error is taken, and that at which the model is run. Tokens of calibration data for both.
 _SHARES, _PRICED = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95), 0.6

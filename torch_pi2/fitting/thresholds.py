@@ -24,10 +24,10 @@ from torch_pi2.fitting.spread import Cuts, Spread, Way, masked
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.run import profile
-from torch_pi2.spec.config import Config
-from torch_pi2.spec.loss_curve import LossCurve
-from torch_pi2.spec.method import PREDICTED
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.config import Config
+from torch_pi2.types.loss_curve import LossCurve
+from torch_pi2.types.method import PREDICTED
+from torch_pi2.types.site import FFNSite
 
 _log = logging.getLogger("torch_pi2")
 
@@ -43,7 +43,7 @@ class Thresholds:
     Attributes:
         sites: as their scores read them. cuts: site key -> the threshold on its score. scales: see
             :func:`~torch_pi2.fitting.scores.score_scales`.
-        made_by: ``score``; with a budget what a :class:`~torch_pi2.spec.loss_curve.LossCurve` says.
+        made_by: ``score``; with a budget what a :class:`~torch_pi2.types.loss_curve.LossCurve` says.
     """
 
     sites: Sequence[FFNSite] = ()

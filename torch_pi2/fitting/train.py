@@ -19,8 +19,8 @@ from torch_pi2.ops.activations import ACTIVATIONS, on_up
 from torch_pi2.predict.exact import ExactGate
 from torch_pi2.predict.lowrank import ALWAYS, LowRank
 from torch_pi2.profiling.samples import Samples
-from torch_pi2.spec.predictor import Predictor, PredictorCard
-from torch_pi2.spec.site import FFNSite, FFNWeights
+from torch_pi2.types.predictor import Predictor, PredictorCard
+from torch_pi2.types.site import FFNSite, FFNWeights
 
 MIN_SAMPLES = 64
 

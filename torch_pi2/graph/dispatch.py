@@ -28,9 +28,9 @@ from torch_pi2.graph.active import ActiveNeurons
 from torch_pi2.graph.matmuls import Matmul, MatmulIndex, Member, site_tensors
 from torch_pi2.graph.routed import masked
 from torch_pi2.ops.activations import ACTIVATIONS, cuts
-from torch_pi2.spec.method import PREDICTED, Method
-from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.method import PREDICTED, Method
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.site import FFNSite
 
 aten = torch.ops.aten
 

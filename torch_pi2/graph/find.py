@@ -26,7 +26,7 @@ from torch_pi2.graph.left import left_dense, not_reached
 from torch_pi2.graph.match import Match, Projection, Seen, match_ffns
 from torch_pi2.ops.activations import ACTIVATIONS, scaled
 from torch_pi2.ops.dtypes import stands_for_another
-from torch_pi2.spec.site import ExpertsForm, FFNSite
+from torch_pi2.types.site import ExpertsForm, FFNSite
 
 _log = logging.getLogger("torch_pi2")
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.site import FFNSite
 
 aten = torch.ops.aten
 

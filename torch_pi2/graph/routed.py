@@ -16,7 +16,7 @@ from torch import nn
 
 from torch_pi2.graph.experts import ARGUMENTS
 from torch_pi2.ops.activations import ACTIVATIONS, on_up
-from torch_pi2.spec.site import FFNSite, FFNWeights
+from torch_pi2.types.site import FFNSite, FFNWeights
 
 
 class Routed(NamedTuple):

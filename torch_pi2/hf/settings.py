@@ -11,9 +11,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from torch_pi2.base.arguments import checked
 from torch_pi2.errors import ConfigError, check_choice
 from torch_pi2.formats import FLOATS, OF_NEURONS
-from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.spec.plan import Plan
 from torch_pi2.store.folder import HF_METHOD
+from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.plan import Plan
 
 
 class Pi2QuantizationConfig(QuantizationConfigMixin):

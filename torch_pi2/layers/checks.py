@@ -8,9 +8,9 @@ from torch.autograd import forward_ad
 from torch_pi2.base.hooks import refuse_global_hooks
 from torch_pi2.errors import ConfigError, DtypeError, GradientError, ShapeError
 from torch_pi2.ops.dtypes import DTYPES, dtype_name
-from torch_pi2.spec.method import METHODS
-from torch_pi2.spec.plan import LayerPlan
-from torch_pi2.spec.site import FFNSite, FFNWeights
+from torch_pi2.types.method import METHODS
+from torch_pi2.types.plan import LayerPlan
+from torch_pi2.types.site import FFNSite, FFNWeights
 
 
 def check_ffn_input(site: FFNSite, training: bool, x: torch.Tensor, weights: torch.dtype) -> None:

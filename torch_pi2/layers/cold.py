@@ -14,8 +14,8 @@ from torch_pi2.layers.linear import wants_blocks
 from torch_pi2.ops.linear_blocks import ROWS, to_blocks
 from torch_pi2.ops.memory import new_tensor
 from torch_pi2.predict.signbit import SIGNBIT_TENSORS, SignBit, sign_bytes
-from torch_pi2.spec.method import PREDICTED, Method
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.method import PREDICTED, Method
+from torch_pi2.types.site import FFNSite
 
 #: Tensors of a low-rank predictor, in the order in which ``torch.ops.pi2.predict_lowrank`` takes them.
 PREDICTOR_TENSORS = ("a", "a_scale", "b", "b_scale", "bias")

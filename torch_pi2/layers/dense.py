@@ -9,7 +9,7 @@ import torch
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.neuron_rows import permuted, row_of_each
 from torch_pi2.layers.standin import StandIn
-from torch_pi2.spec.site import FFNSite, LinearRef
+from torch_pi2.types.site import FFNSite, LinearRef
 
 
 class DenseForm(StandIn):

@@ -23,7 +23,7 @@ from torch_pi2.layers.standin import StandIn
 from torch_pi2.ops import load
 from torch_pi2.ops.activations import check_plain
 from torch_pi2.ops.memory import new_tensor
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.site import FFNSite
 
 #: Buffers that stay what they are when a model is converted, and buffers of one expert's layer that are stacked.
 _EXACT = ("predictor_a_scale", "predictor_b_scale", "predictor_bias", "cuts_E", "thresholds_E")

@@ -23,9 +23,9 @@ from torch_pi2.ops import load
 from torch_pi2.ops.activations import check_plain
 from torch_pi2.ops.linear_blocks import IN_BLOCKS, from_blocks
 from torch_pi2.ops.quantized import check_kind
-from torch_pi2.spec.method import PREDICTED, Method
-from torch_pi2.spec.plan import LayerPlan
-from torch_pi2.spec.site import FFNSite, FFNWeights, check_weights
+from torch_pi2.types.method import PREDICTED, Method
+from torch_pi2.types.plan import LayerPlan
+from torch_pi2.types.site import FFNSite, FFNWeights, check_weights
 
 
 class SparseFFN(DenseForm):

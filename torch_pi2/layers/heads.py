@@ -18,7 +18,7 @@ from torch_pi2.base.group import Group
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.sharded import computed_together
-from torch_pi2.spec.shard import Shard, apportioned
+from torch_pi2.types.shard import Shard, apportioned
 
 #: What a plan says of attention that can be divided: rows of a head after another's, and columns.
 _BY_ROWS = ("q_proj", "k_proj", "v_proj")

@@ -31,7 +31,7 @@ from torch_pi2.graph.elementwise import CASTS, ELEMENTWISE, RESHAPES, is_in_plac
 from torch_pi2.layers.checks import refuse_vmap, result_dtype
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.standin import StandIn
-from torch_pi2.spec.formula import Formula
+from torch_pi2.types.formula import Formula
 
 _log = logging.getLogger("torch_pi2")
 

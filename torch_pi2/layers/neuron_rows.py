@@ -10,7 +10,7 @@ from torch_pi2.formats import row_bytes
 from torch_pi2.ops.memory import new_tensor
 from torch_pi2.ops.quantized import quantize
 from torch_pi2.ops.rows import row_of_neurons
-from torch_pi2.spec.site import FFNSite, FFNWeights
+from torch_pi2.types.site import FFNSite, FFNWeights
 
 #: Float32 bytes of the rows that are quantised at a time.
 _CHUNK_BYTES = 32 << 20

@@ -9,7 +9,7 @@ from torch import nn
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.standin import StandIn
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.site import FFNSite
 
 #: What holds weights: a layer, or all experts of a block.
 SparseLayer = SparseFFN | SparseExperts

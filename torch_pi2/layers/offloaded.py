@@ -23,10 +23,10 @@ from torch_pi2.machine.device import find_device
 from torch_pi2.ops import load
 from torch_pi2.ops.gpu.listed import NO_PREDICTOR
 from torch_pi2.ops.library import unseen_by_modes
-from torch_pi2.spec.budget import Budget
-from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.spec.plan import LayerPlan
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.budget import Budget
+from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.plan import LayerPlan
+from torch_pi2.types.site import FFNSite
 
 _log = logging.getLogger("torch_pi2")
 

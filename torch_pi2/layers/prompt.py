@@ -25,7 +25,7 @@ from torch_pi2.ops import ACTIVATIONS, load
 from torch_pi2.ops.activations import cuts, exact_zeros, on_up
 from torch_pi2.ops.dtypes import DTYPES, dtype_name
 from torch_pi2.ops.gpu.linear import products_from, rows_at_once
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.site import FFNSite
 
 #: Tokens from which on matrix products are used, where no plan says it (``SparseFFN.dense_from``).
 PROMPT_TOKENS = 32

@@ -15,7 +15,7 @@ from torch_pi2.base.group import Group
 from torch_pi2.layers.experts import OffloadedExperts
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.ops.constants import constants
-from torch_pi2.spec.shard import Shard
+from torch_pi2.types.shard import Shard
 
 #: Tokens whose logits are sent to all: those of a step, not of a text that is scored.
 _AGREED_TOKENS = 64
@@ -26,7 +26,7 @@ class Share:
 
     Args:
         group: of all processes. shards: theirs, by rank. key: of the layer.
-        reduction: see :class:`~torch_pi2.spec.shard.GroupConfig`.
+        reduction: see :class:`~torch_pi2.types.shard.GroupConfig`.
     """
 
     def __init__(self, group: Group, shards: Sequence[Shard], key: str, reduction: str) -> None:

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_pi2.base.group import Group
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.layers.sharded import computed_together
-from torch_pi2.spec.shard import Shard
-from torch_pi2.spec.site import block_of
+from torch_pi2.types.shard import Shard
+from torch_pi2.types.site import block_of
 
 _BY_NEURONS = "Deal out neurons: torch-pi2 pack --ranks N --by neurons."
 

@@ -30,8 +30,8 @@ from torch_pi2.base.absent import (
 )
 from torch_pi2.base.hooks import allow_assignments, allow_hooks, refuse_assignments, refuse_hooks
 from torch_pi2.errors import ConfigError
-from torch_pi2.spec.method import LOSSY
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.method import LOSSY
+from torch_pi2.types.site import FFNSite
 
 _log = logging.getLogger("torch_pi2")
 

@@ -21,8 +21,8 @@ from torch_pi2.measure.fit import six_digits
 from torch_pi2.observe import timings
 from torch_pi2.observe.steps import timed_steps
 from torch_pi2.rewrite.handle import store_and_budget, store_of
-from torch_pi2.spec.offload import OffloadConfig
 from torch_pi2.store.firing import TokenStream
+from torch_pi2.types.offload import OffloadConfig
 
 #: Of the model that is made for it: four layers of a 1B model, 113 MB of neurons.
 _SHAPE = {

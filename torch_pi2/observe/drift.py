@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from torch_pi2.errors import ConfigError, check_made_from
-from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.stats import ActivationStats, LayerStats, same_thresholds
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.stats import ActivationStats, LayerStats, same_thresholds
 
 #: Standard errors from which on a difference of frequencies counts: one in 700 is larger by accident.
 SIGNIFICANT = 3.0

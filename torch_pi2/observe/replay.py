@@ -16,7 +16,7 @@ from torch_pi2.base.progress import bar
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.errors import ConfigError, check_choice
 from torch_pi2.observe.accesses import Accesses
-from torch_pi2.spec.offload import POLICIES
+from torch_pi2.types.offload import POLICIES
 
 #: No policy, but what none can surpass: it knows what is going to be wanted (Belady 1966).
 OPTIMAL = "optimal"
@@ -60,7 +60,7 @@ def replay(
     """Replay ``accesses`` with a cache of ``slots`` slots.
 
     Args:
-        policy: one of ``torch_pi2.spec.offload.POLICIES``, or ``optimal``.
+        policy: one of ``torch_pi2.types.offload.POLICIES``, or ``optimal``.
         hot_share, preload, window: as in :class:`~torch_pi2.OffloadConfig`; None: those of the run. The optimum begins
             with the same neurons, and reads neither of the others.
         resident: neurons by layer that are there from the beginning and never leave, as

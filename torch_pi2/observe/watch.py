@@ -43,9 +43,9 @@ from torch_pi2.ops.library import unseen_by_modes
 from torch_pi2.profiling.recorder import threshold_map
 from torch_pi2.rewrite.gpu import refuse_split
 from torch_pi2.rewrite.handle import parts_of
-from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats
 from torch_pi2.store.parts import Parts
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.stats import HIST_BINS, ActivationStats, LayerStats
 
 _log = logging.getLogger("torch_pi2")
 

@@ -18,10 +18,10 @@ from torch_pi2.errors import CalibrationError, ConfigError, check_made_from
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.observe.watch import BATCH_SIZES, watch
 from torch_pi2.ops.dtypes import dtype_name
-from torch_pi2.spec.stats import STATS_FILE, ActivationStats
 from torch_pi2.store.firing import TokenStream
 from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.parts import Parts
+from torch_pi2.types.stats import STATS_FILE, ActivationStats
 
 #: Decoding steps by default: a frequency of 1 % is known to 0.2 % at batch 1, and to 0.9 % at 16.
 TOKENS = 128

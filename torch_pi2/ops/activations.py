@@ -8,7 +8,7 @@ With ``sigmas=k`` v is ``max(0, gate - mean - k * deviation)``, mean and standar
 neurons: most are exactly zero (Gemma 3n's first layers, where k is the normal distribution's quantile of 0.95).
 
 With ``second=1`` gate and up change places in all of this: the first matrix of a neuron is up, which decides whether
-the others are read, and the activation is that of the second (:meth:`torch_pi2.spec.site.FFNSite.up_first`).
+the others are read, and the activation is that of the second (:meth:`torch_pi2.types.site.FFNSite.up_first`).
 """
 
 from __future__ import annotations

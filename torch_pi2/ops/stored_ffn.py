@@ -43,7 +43,7 @@ def stored_ffn(
             others.
         parts: number of the layer's chunks: their sums, float32 ``[parts, T, H]``, without the bias of the down
             matrix, of fewer tokens than ``constants().gemm_tokens``; 0: the result. A layer of a shard
-            (:mod:`torch_pi2.spec.shard`) has chunks of the size of the whole layer's.
+            (:mod:`torch_pi2.types.shard`) has chunks of the size of the whole layer's.
         The others: see :func:`torch_pi2.ops.predicted_ffn`.
     """
     neuron_rows = reader.as_computed(reader.read_layer(layer))[first:]

@@ -14,9 +14,9 @@ from torch_pi2.planner.layer_cost import without_rest
 from torch_pi2.planner.model_shape import LayerShape, ModelShape
 from torch_pi2.planner.prompt_cost import prompt_plan
 from torch_pi2.planner.request import Task, assemble, check
-from torch_pi2.spec.config import Config
-from torch_pi2.spec.machine_plan import ACCELERATOR_CHUNK, Bucket, HardwarePlan
-from torch_pi2.spec.method import Method
+from torch_pi2.types.config import Config
+from torch_pi2.types.machine_plan import ACCELERATOR_CHUNK, Bucket, HardwarePlan
+from torch_pi2.types.method import Method
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware

@@ -15,8 +15,8 @@ import numpy as np
 
 from torch_pi2.planner.layer_cost import TIMES, expert_use, layer_curve, predicted_share
 from torch_pi2.planner.model_shape import LayerShape, ModelShape
-from torch_pi2.spec.machine_plan import ACCELERATOR_CHUNK
-from torch_pi2.spec.method import Method
+from torch_pi2.types.machine_plan import ACCELERATOR_CHUNK
+from torch_pi2.types.method import Method
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware

@@ -19,7 +19,7 @@ from torch_pi2.ops.constants import constants
 from torch_pi2.planner.layer_cost import TIMES, block_ms, layer_curve, linear_ms, without_rest
 from torch_pi2.planner.misses import FrequencyMisses, MissCurve, resident_slots
 from torch_pi2.planner.model_shape import LayerShape, ModelShape
-from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.types.offload import OffloadConfig
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch_pi2.spec.machine_plan import Bucket, HardwarePlan
-from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.types.machine_plan import Bucket, HardwarePlan
+from torch_pi2.types.plan import LayerPlan, Plan
 
 #: Fields of a layer and of a bucket that are numbers or names of their own.
 _LAYER = ("method", "n_hot", "threshold", "expected_active")

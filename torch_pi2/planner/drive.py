@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch_pi2.planner.model_shape import ModelShape
-from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.types.offload import OffloadConfig
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware

@@ -22,11 +22,11 @@ from torch_pi2.planner.cost import Cost, step_cost
 from torch_pi2.planner.misses import MissCurve
 from torch_pi2.planner.model_shape import ModelShape
 from torch_pi2.rewrite.handle import store_of
-from torch_pi2.spec.plan import Plan
+from torch_pi2.types.plan import Plan
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware
-    from torch_pi2.spec.stats import ActivationStats
+    from torch_pi2.types.stats import ActivationStats
 
 #: What a run can tell apart, and the parts of :data:`torch_pi2.planner.cost.PARTS` that are in it.
 MEASURED: dict[str, tuple[str, ...]] = {

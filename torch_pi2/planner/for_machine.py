@@ -21,10 +21,10 @@ from torch_pi2.planner.model_shape import ModelShape
 from torch_pi2.planner.request import BATCHES
 from torch_pi2.planner.solve import solve
 from torch_pi2.rewrite.handle import parts_of, stored_stats
-from torch_pi2.spec.machine_plan import HardwarePlan
-from torch_pi2.spec.method import Method
-from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.stats import ActivationStats
+from torch_pi2.types.machine_plan import HardwarePlan
+from torch_pi2.types.method import Method
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.stats import ActivationStats
 
 #: Steps of recorded accesses that are replayed for each question: enough for hit rates, in seconds even for 7B.
 _REPLAYED = 64

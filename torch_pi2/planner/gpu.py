@@ -9,7 +9,7 @@ from torch import nn
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.rewrite.gpu import neuron_bytes
-from torch_pi2.spec.method import Method
+from torch_pi2.types.method import Method
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware

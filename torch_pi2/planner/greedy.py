@@ -17,14 +17,14 @@ import torch
 from torch_pi2.errors import ConfigError
 from torch_pi2.ops import ACTIVATIONS
 from torch_pi2.ops.activations import cuts, exact_zeros
-from torch_pi2.spec.config import Config
-from torch_pi2.spec.method import PREDICTED, Method
-from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.config import Config
+from torch_pi2.types.method import PREDICTED, Method
+from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.site import FFNSite
 
 if TYPE_CHECKING:
     from torch_pi2.predict.file import AnyPredictor
-    from torch_pi2.spec.stats import ActivationStats, LayerStats
+    from torch_pi2.types.stats import ActivationStats, LayerStats
 
 _log = logging.getLogger("torch_pi2")
 

@@ -29,7 +29,7 @@ from torch_pi2.planner.cost import Cost
 from torch_pi2.planner.misses import MissCurve
 from torch_pi2.planner.model_shape import LayerShape, ModelShape, numbers
 from torch_pi2.planner.request import Task
-from torch_pi2.spec.shard import ATTENTION, MOST_RANKS, apportioned
+from torch_pi2.types.shard import ATTENTION, MOST_RANKS, apportioned
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware

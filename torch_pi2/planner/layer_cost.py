@@ -17,7 +17,7 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.formats import QUANTIZED
 from torch_pi2.ops.gpu.linear import products_from
 from torch_pi2.planner.model_shape import LayerShape, ModelShape, numbers
-from torch_pi2.spec.method import Method
+from torch_pi2.types.method import Method
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware

@@ -25,17 +25,17 @@ from torch_pi2.layers.of_model import homes
 from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.ops.dtypes import dtype_name, format_name
 from torch_pi2.rewrite.handle import Handle, Optimized
-from torch_pi2.spec.budget import Budget
-from torch_pi2.spec.method import PREDICTED, Method
-from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.site import block_of
 from torch_pi2.store.budget import engine_bytes, kv_bytes, piece_tokens, place_bytes
 from torch_pi2.store.storefile import StoreReader, format_fields
 from torch_pi2.store.superblock import LayerEntry, slot_bytes
+from torch_pi2.types.budget import Budget
+from torch_pi2.types.method import PREDICTED, Method
+from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.site import block_of
 
 if TYPE_CHECKING:
-    from torch_pi2.spec.stats import ActivationStats
+    from torch_pi2.types.stats import ActivationStats
 
 
 def numbers(kernel: str, nbytes: float) -> float:
@@ -151,7 +151,7 @@ class LayerShape:
         """Float64 ``[I]``: how often a neuron fires for at least one of ``batch`` tokens of different sequences.
 
         Between measured sizes the next smaller and larger are interpolated in log2(batch), as
-        :meth:`torch_pi2.spec.stats.LayerStats.frequency` does. Beyond the largest, n, groups of n tokens are
+        :meth:`torch_pi2.types.stats.LayerStats.frequency` does. Beyond the largest, n, groups of n tokens are
         independent of each other: ``1 - (1 - f(n)) ** (batch / n)``, which is too much where tokens are alike.
         """
         found: np.ndarray = self.kept(("frequency", batch), lambda: self._frequency(batch))

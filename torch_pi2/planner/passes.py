@@ -8,7 +8,7 @@ from torch_pi2.decode.decode import VERIFIED
 from torch_pi2.planner.cost import step_cost
 from torch_pi2.planner.misses import FrequencyMisses
 from torch_pi2.planner.request import Task
-from torch_pi2.spec.machine_plan import Bucket
+from torch_pi2.types.machine_plan import Bucket
 
 #: Of the acceptance that is looked for.
 _EXACT = 1e-6

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch_pi2.ops.constants import constants
 from torch_pi2.planner.layer_cost import TIMES, block_ms, expert_use, layer_curve, linear_ms, sums
 from torch_pi2.planner.model_shape import LayerShape, ModelShape
-from torch_pi2.spec.machine_plan import Bucket, PromptPlan
+from torch_pi2.types.machine_plan import Bucket, PromptPlan
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware

@@ -14,8 +14,8 @@ from torch_pi2.planner.drive import offload_settings
 from torch_pi2.planner.layer_cost import without_rest
 from torch_pi2.planner.misses import FrequencyMisses, MissCurve, resident_slots
 from torch_pi2.planner.model_shape import ModelShape
-from torch_pi2.spec.machine_plan import Bucket, HardwarePlan, PromptPlan
-from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.types.machine_plan import Bucket, HardwarePlan, PromptPlan
+from torch_pi2.types.offload import OffloadConfig
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware

@@ -31,7 +31,7 @@ from torch_pi2.planner.model_shape import ModelShape
 from torch_pi2.planner.passes import pass_steps
 from torch_pi2.planner.prompt_cost import prompt_plan
 from torch_pi2.planner.request import BATCHES, Task, assemble, check
-from torch_pi2.spec.machine_plan import Bucket, HardwarePlan
+from torch_pi2.types.machine_plan import Bucket, HardwarePlan
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware

@@ -17,10 +17,10 @@ from torch_pi2.errors import ArtifactError
 from torch_pi2.graph.find import Found, look
 from torch_pi2.planner.greedy import gate_method
 from torch_pi2.rewrite.skeleton import skeleton
-from torch_pi2.spec.method import Method
-from torch_pi2.spec.site import FFNSite
 from torch_pi2.store.folder import quantised_by, read_config
 from torch_pi2.store.gguf_parts import gguf_in
+from torch_pi2.types.method import Method
+from torch_pi2.types.site import FFNSite
 
 #: Checkpoints of others that :func:`torch_pi2.import_quantized` takes.
 _IMPORTED = ("gptq", "awq", "compressed-tensors", "torchao")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from torch_pi2.ops.activations import ACTIVATIONS
-from torch_pi2.spec.predictor import PredictorCard
-from torch_pi2.spec.site import FFNSite, FFNWeights
+from torch_pi2.types.predictor import PredictorCard
+from torch_pi2.types.site import FFNSite, FFNWeights
 
 
 class ExactGate:

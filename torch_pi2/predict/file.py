@@ -20,9 +20,9 @@ from torch_pi2.formats import QUANTIZED
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.predict.lowrank_rows import LowRankRows
 from torch_pi2.predict.signbit import SIGNBIT_TENSORS, SignBit
-from torch_pi2.spec.method import PREDICTED, Method
-from torch_pi2.spec.predictor import PredictorCard
-from torch_pi2.spec.site import MOST_SIZE
+from torch_pi2.types.method import PREDICTED, Method
+from torch_pi2.types.predictor import PredictorCard
+from torch_pi2.types.site import MOST_SIZE
 
 PREDICTORS_VERSION = 1
 PREDICTORS_FILE = "predictors.safetensors"

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from torch_pi2.errors import ArtifactError
-from torch_pi2.spec.predictor import PredictorCard
+from torch_pi2.types.predictor import PredictorCard
 
 #: Bias of neurons that were not trained (hot ones): they count as active whatever the threshold.
 ALWAYS = 1e30

@@ -9,7 +9,7 @@ from torch_pi2.formats import FORMATS, GROUP, QUANTIZED, row_bytes
 from torch_pi2.ops.quantize import quantize
 from torch_pi2.ops.rows import rounded_activations, values
 from torch_pi2.predict.lowrank import LowRank
-from torch_pi2.spec.predictor import PredictorCard
+from torch_pi2.types.predictor import PredictorCard
 
 #: What matrices of a fitted predictor may be in: int8 with a scale for each row, int4 with one for each group of 32.
 FITTED = ("int4", "int8")

@@ -9,7 +9,7 @@ import torch
 
 from torch_pi2.errors import ArtifactError, ConfigError, ShapeError
 from torch_pi2.ops.predict_signbit import predict_signbit
-from torch_pi2.spec.predictor import PredictorCard
+from torch_pi2.types.predictor import PredictorCard
 
 #: What a sign-bit predictor is stored as.
 SIGNBIT_TENSORS = ("signs", "hidden", "margin")

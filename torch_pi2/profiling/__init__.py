@@ -4,7 +4,7 @@ from torch_pi2.profiling.data import MIN_TOKENS, Batch, batches
 from torch_pi2.profiling.recorder import ActivationRecorder
 from torch_pi2.profiling.run import profile
 from torch_pi2.profiling.samples import Samples, collect_samples, sample_groups
-from torch_pi2.spec.stats import ActivationStats, LayerStats
+from torch_pi2.types.stats import ActivationStats, LayerStats
 
 __all__ = [
     "MIN_TOKENS",

@@ -9,7 +9,7 @@ import torch
 
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.profiling.data import Batch
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.site import FFNSite
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import nn
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.firing import Firing
 from torch_pi2.profiling.recorder import record
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.site import FFNSite
 
 #: Tokens kept per layer, for its output error (7B: 2 MB each), and per expert, of which there are many.
 SAMPLE_TOKENS, EXPERT_TOKENS = 256, 32

@@ -24,7 +24,7 @@ from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.profiling.data import Batch, digest
 from torch_pi2.profiling.firing import Firing, Sink, real_tokens
 from torch_pi2.profiling.routed import RoutedRecorder
-from torch_pi2.spec.site import FFNSite, check_weights
+from torch_pi2.types.site import FFNSite, check_weights
 
 #: A threshold for all neurons of a layer, or ``[I]``, one for each.
 Cut = TypeVar("Cut", bound=float | torch.Tensor)

@@ -14,8 +14,8 @@ from torch_pi2.errors import NonFiniteError
 from torch_pi2.graph.routed import Routed, fired_scores, modules_of
 from torch_pi2.profiling.data import MIN_TOKENS, Batch
 from torch_pi2.profiling.firing import Firing, real_tokens
-from torch_pi2.spec.site import FFNSite
-from torch_pi2.spec.stats import Reservoir
+from torch_pi2.types.site import FFNSite
+from torch_pi2.types.stats import Reservoir
 
 #: Tokens kept of every module of experts, for those of its experts that get fewer than ``MIN_TOKENS``.
 _KEPT = 256

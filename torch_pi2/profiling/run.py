@@ -17,9 +17,9 @@ from torch_pi2.profiling.data import batches, digest
 from torch_pi2.profiling.firing import Firing
 from torch_pi2.profiling.recorder import record, threshold_map
 from torch_pi2.profiling.samples import routed_tokens
-from torch_pi2.spec.plan import weights_hash
-from torch_pi2.spec.site import FFNSite
-from torch_pi2.spec.stats import HIST_BINS, ActivationStats, LayerStats, Reservoir, pack_bits, score_bins
+from torch_pi2.types.plan import weights_hash
+from torch_pi2.types.site import FFNSite
+from torch_pi2.types.stats import HIST_BINS, ActivationStats, LayerStats, Reservoir, pack_bits, score_bins
 
 
 class _Counter:

@@ -23,8 +23,8 @@ from torch_pi2.ops.dtypes import DTYPES, dtype_name
 from torch_pi2.profiling.data import batches
 from torch_pi2.profiling.firing import Firing
 from torch_pi2.profiling.recorder import record, threshold_map
-from torch_pi2.spec.site import MOST_SIZE, FFNSite
-from torch_pi2.spec.stats import Reservoir, pack_bits, unpack_bits
+from torch_pi2.types.site import MOST_SIZE, FFNSite
+from torch_pi2.types.stats import Reservoir, pack_bits, unpack_bits
 
 #: Of a folder of samples: written when all of them are there. Format and version.
 _INDEX, _FORMAT = "samples.json", ("torch_pi2.samples", 1)
@@ -36,7 +36,7 @@ class Samples:
 
     Attributes:
         x_NH: ``[N, H]`` its inputs, model dtype.
-        fired_bits: ``[N, ceil(I/8)]`` uint8, see :func:`torch_pi2.spec.stats.pack_bits`.
+        fired_bits: ``[N, ceil(I/8)]`` uint8, see :func:`torch_pi2.types.stats.pack_bits`.
         intermediate: I.
     """
 

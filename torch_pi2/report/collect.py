@@ -22,9 +22,9 @@ from torch_pi2.report.measured import read_measured
 from torch_pi2.report.model import describe
 from torch_pi2.report.planned import planned
 from torch_pi2.report.timeline import read_trace
-from torch_pi2.spec.stats import ActivationStats, LayerStats
-from torch_pi2.spec.verdict import Verdict
 from torch_pi2.store.parts import Parts
+from torch_pi2.types.stats import ActivationStats, LayerStats
+from torch_pi2.types.verdict import Verdict
 
 #: Points of a curve: as many as a line 300 pixels wide shows.
 _POINTS = 60

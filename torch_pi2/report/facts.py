@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch_pi2.spec.loss_curve import LossCurve
+from torch_pi2.types.loss_curve import LossCurve
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from torch_pi2.base.units import size
 from torch_pi2.report.facts import Firing, Row
 from torch_pi2.report.looks import LABELS, SCALE, Plot, axis, layer_axis, layer_colour, plot, short, trace
-from torch_pi2.spec.loss_curve import LossCurve
+from torch_pi2.types.loss_curve import LossCurve
 
 _PERCENT = {"tickformat": ".0%"}
 #: Cells of a heat map in which a number can be read.

@@ -10,11 +10,11 @@ from typing import Any
 from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.report.facts import Model
-from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.stats import ActivationStats
 from torch_pi2.store.folder import read_config
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
 from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.stats import ActivationStats
 
 #: Regions of a store by what the report calls them.
 _REGIONS = {

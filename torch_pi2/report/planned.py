@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torch_pi2.report.facts import Bucket, Hardware, Planned, Predictor, Row
-from torch_pi2.spec.loss_curve import LossCurve
-from torch_pi2.spec.plan import LayerPlan, Plan
+from torch_pi2.types.loss_curve import LossCurve
+from torch_pi2.types.plan import LayerPlan, Plan
 
 if TYPE_CHECKING:
     from torch_pi2.predict.file import AnyPredictor
-    from torch_pi2.spec.machine_plan import HardwarePlan
-    from torch_pi2.spec.predictor import PredictorCard
+    from torch_pi2.types.machine_plan import HardwarePlan
+    from torch_pi2.types.predictor import PredictorCard
 
 #: By bucket: hot, accelerator and resident neurons of each layer.
 _Counts = list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]

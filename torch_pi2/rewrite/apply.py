@@ -17,7 +17,7 @@ from torch_pi2.profiling.inputs import InputStats, gather_inputs
 from torch_pi2.rewrite.handle import Optimized
 from torch_pi2.rewrite.linears import LayerError, Storage, check_linears, check_some, find_linears, quantize_linears
 from torch_pi2.rewrite.rewrite import abandon, rewrite
-from torch_pi2.spec.config import Config
+from torch_pi2.types.config import Config
 
 
 def apply(

@@ -19,9 +19,9 @@ from torch_pi2.layers.of_model import homes
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.split import CudaLink, Link, Split
 from torch_pi2.rewrite.handle import Handle, Optimized, stored_stats
-from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.stats import ActivationStats
 from torch_pi2.store.storefile import StoreReader
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.stats import ActivationStats
 
 _log = logging.getLogger("torch_pi2")
 

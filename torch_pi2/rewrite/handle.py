@@ -12,11 +12,11 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.rewrite.linears import LayerError
-from torch_pi2.spec.budget import Budget
-from torch_pi2.spec.method import Method
-from torch_pi2.spec.plan import Plan, lossy_methods
-from torch_pi2.spec.stats import ActivationStats
 from torch_pi2.store.parts import Parts
+from torch_pi2.types.budget import Budget
+from torch_pi2.types.method import Method
+from torch_pi2.types.plan import Plan, lossy_methods
+from torch_pi2.types.stats import ActivationStats
 
 _ATTRIBUTE = "torch_pi2"
 

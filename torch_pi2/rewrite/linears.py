@@ -24,7 +24,7 @@ from torch_pi2.ops.quantized import check_importance, check_quantizable
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.inputs import InputStats
 from torch_pi2.rewrite.install import everywhere, exchange
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.site import FFNSite
 
 _log = logging.getLogger("torch_pi2")
 
@@ -52,7 +52,7 @@ class Storage:
     """How weights are to be stored.
 
     Attributes:
-        weights: ``float``, ``int4`` or ``int8``. int8_activations: see :class:`torch_pi2.spec.config.Config`.
+        weights: ``float``, ``int4`` or ``int8``. int8_activations: see :class:`torch_pi2.types.config.Config`.
         inputs: name of a linear or key of a site -> its inputs on calibration text.
         weighted: whether ``inputs`` say how much an error counts, or only how large it is.
         rows: what is to be taken as it is, under the keys of :mod:`torch_pi2.fitting.calibrated`.

@@ -14,9 +14,9 @@ from torch_pi2.layers.standin import Absorbed
 from torch_pi2.rewrite import ways
 from torch_pi2.rewrite.install import install
 from torch_pi2.rewrite.skeleton import put
-from torch_pi2.spec.plan import LayerPlan
-from torch_pi2.spec.site import FFNSite
 from torch_pi2.store.weights import WAYS
+from torch_pi2.types.plan import LayerPlan
+from torch_pi2.types.site import FFNSite
 
 #: Experts of a module whose weights are read to see what it computes.
 TRIED_EXPERTS = 2

@@ -32,10 +32,10 @@ from torch_pi2.rewrite.gpu import refuse_split
 from torch_pi2.rewrite.install import Swap, install, put_back
 from torch_pi2.rewrite.linears import Storage, relative
 from torch_pi2.rewrite.ways import Probe, experts_way, find_way, left_of, no_way, probes_of
-from torch_pi2.spec.formula import dense_reference
-from torch_pi2.spec.method import Method
-from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.site import FFNSite, FFNWeights, check_weights
+from torch_pi2.types.formula import dense_reference
+from torch_pi2.types.method import Method
+from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.site import FFNSite, FFNWeights, check_weights
 
 
 @fresh_settings()

@@ -35,9 +35,9 @@ from torch_pi2.layers.lazy import LazyDown, LazySource
 from torch_pi2.layers.standin import Absorbed
 from torch_pi2.ops.activations import cuts
 from torch_pi2.rewrite.install import Swap
-from torch_pi2.spec.formula import Formula, apply_formula, dense_reference
-from torch_pi2.spec.plan import LayerPlan
-from torch_pi2.spec.site import ExpertsForm, FFNSite, FFNWeights
+from torch_pi2.types.formula import Formula, apply_formula, dense_reference
+from torch_pi2.types.plan import LayerPlan
+from torch_pi2.types.site import ExpertsForm, FFNSite, FFNWeights
 
 _log = logging.getLogger("torch_pi2")
 

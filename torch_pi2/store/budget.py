@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from torch_pi2.ops.constants import chunk_neurons, constants
-from torch_pi2.spec.budget import PIECE_TOKENS, SLOT_BYTES
-from torch_pi2.spec.offload import OffloadConfig
-from torch_pi2.spec.plan import LayerPlan
 from torch_pi2.store.superblock import SECTOR, LayerEntry
+from torch_pi2.types.budget import PIECE_TOKENS, SLOT_BYTES
+from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.plan import LayerPlan
 
 #: Bookkeeping per neuron: its order twice (int64) and in the plan (int32), pointer, key and checksum.
 _NEURON_BYTES = 2 * 8 + 4 + 8 + 4 + 4

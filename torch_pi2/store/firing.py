@@ -32,7 +32,7 @@ from torch_pi2.formats import FLOATS, row_bytes
 from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.predict.lowrank_rows import LowRankRows
 from torch_pi2.predict.signbit import SignBit
-from torch_pi2.spec.predictor import PredictorCard
+from torch_pi2.types.predictor import PredictorCard
 
 #: Share of a block's neurons that makes ``_ACTIVATIONS`` of its activations.
 _NEURONS, _ACTIVATIONS = 0.43, 0.80

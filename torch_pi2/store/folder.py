@@ -15,11 +15,11 @@ from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
 from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.predict.file import PREDICTORS_FILE
-from torch_pi2.spec.stats import STATS_FILE
-from torch_pi2.spec.verdict import VERDICT_FILE
 from torch_pi2.store.gguf import is_gguf
 from torch_pi2.store.storefile import STORE_FILE, open_weights, weights_path
 from torch_pi2.store.weights import WEIGHTS_FILE
+from torch_pi2.types.stats import STATS_FILE
+from torch_pi2.types.verdict import VERDICT_FILE
 
 PI2_FOLDER = "pi2"
 #: Of the folder of one machine's shard, in the folder of all: its rank, and how many there are.

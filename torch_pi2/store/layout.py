@@ -10,12 +10,12 @@ import torch
 
 from torch_pi2.base.tensorfile import Spec, TensorWriter, in_file_order
 from torch_pi2.formats import neuron_shape
-from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.shard import Shard
-from torch_pi2.spec.site import FFNSite
 from torch_pi2.store.slots import cluster_size, layer_entry
 from torch_pi2.store.storefile import SHARD, STORE_FORMAT, SUPERBLOCK, metadata_check, store_version
 from torch_pi2.store.superblock import PAGE, Superblock, hash_bytes, slot_bytes, superblock_bytes
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.shard import Shard
+from torch_pi2.types.site import FFNSite
 
 #: Stands in the header until all is written.
 _NO_CHECK = "0" * 8

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import torch
 
-from torch_pi2.spec.site import FFNSite, LinearRef
 from torch_pi2.store.source import Source
+from torch_pi2.types.site import FFNSite, LinearRef
 
 #: Parts of a parameter's name -> what checkpoints may have in their place.
 _OTHERS = ((".mlp.", ".block_sparse_moe."), ("model.", "backbone."))

@@ -29,11 +29,11 @@ from torch_pi2.predict.file import (
     load_predictors,
     predictors_of,
 )
-from torch_pi2.spec.method import PREDICTED, Method
-from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.shard import Shard
-from torch_pi2.spec.stats import STATS_FILE, ActivationStats, check_stats_artifact, parse_layers
 from torch_pi2.store.storefile import PIECE, STORE_FILE, StoreReader, block_checks, part_of, tensor_check
+from torch_pi2.types.method import PREDICTED, Method
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.shard import Shard
+from torch_pi2.types.stats import STATS_FILE, ActivationStats, check_stats_artifact, parse_layers
 
 #: Part -> the file without which it is not there, and the file of its tensors.
 _FILES = {

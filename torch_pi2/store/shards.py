@@ -17,12 +17,12 @@ import torch
 from torch_pi2.base.tensorfile import Spec
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.ops.constants import chunk_neurons
-from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.shard import Shard
-from torch_pi2.spec.site import FFNSite
 from torch_pi2.store.folder import PI2_FOLDER, SHARD_NAME
 from torch_pi2.store.storefile import SHARD, STORE_FILE, StoreReader
 from torch_pi2.store.weights import QuantizedWeights
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.shard import Shard
+from torch_pi2.types.site import FFNSite
 
 #: Tensors with a number for each neuron.
 _BY_NEURON = ("bias_gate", "bias_up")

@@ -8,11 +8,11 @@ import torch
 
 from torch_pi2.base.crc32c import crc32c
 from torch_pi2.base.tensorfile import TensorWriter
-from torch_pi2.spec.method import PREDICTED
-from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.site import FFNSite
 from torch_pi2.store.storefile import PIECE, check_bytes, format_fields
 from torch_pi2.store.superblock import MOST_CLUSTER, LayerEntry
+from torch_pi2.types.method import PREDICTED
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.site import FFNSite
 
 #: Of a slot of clusters, at most: from here on devices read at full speed.
 _CLUSTER_BYTES = 1 << 18

@@ -22,12 +22,12 @@ from torch_pi2.base.tensorfile import Spec
 from torch_pi2.errors import StaleArtifactError
 from torch_pi2.formats import FORMATS, formats_of, neuron_shape, row_bytes
 from torch_pi2.ops.memory import new_tensor
-from torch_pi2.spec.method import Method
-from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.shard import Shard
-from torch_pi2.spec.site import FFNSite
 from torch_pi2.store.superblock import PAGE, SECTOR, LayerEntry, Superblock, hash_bytes
 from torch_pi2.store.weights import MIXED_VERSION, PAIRS_VERSION, WEIGHTS_FILE, WEIGHTS_VERSION, QuantizedWeights
+from torch_pi2.types.method import Method
+from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.shard import Shard
+from torch_pi2.types.site import FFNSite
 
 STORE_FILE = "model.pi2"
 STORE_FORMAT = "torch_pi2.store"

@@ -21,8 +21,8 @@ from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
 from torch_pi2.formats import FLOAT, FLOATS, FORMATS, PAIRS, QUANTIZED, ROWS, neuron_shape, row_bytes
 from torch_pi2.ops.dtypes import DTYPES
-from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.site import MOST_SIZE, FFNSite
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.site import MOST_SIZE, FFNSite
 
 WEIGHTS_FILE = "weights.safetensors"
 WEIGHTS_VERSION = "1"

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from torch_pi2.errors import UnsupportedModelError
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.site import FFNSite
 
 _NAME = "modeling_drelu"
 _TEMPLATE = '''\

@@ -22,7 +22,6 @@ from torch_pi2.base.units import percent
 from torch_pi2.checkpoint.card import keep_card, section, write_part
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
-from torch_pi2.spec.plan import weights_hash
 from torch_pi2.store.folder import check_separate
 from torch_pi2.store.tokenizer import tokenizer_of
 from torch_pi2.training.begun import Begun
@@ -32,6 +31,7 @@ from torch_pi2.training.student import student_of, with_lora
 from torch_pi2.training.trainer import alone, train, training_arguments
 from torch_pi2.training.windows import check_enough, check_model_takes, digest, held_back, windows_of
 from torch_pi2.training.zeros import Measured, Zeros, measure
+from torch_pi2.types.plan import weights_hash
 
 FORMAT, VERSION = "torch_pi2.sparsify", 1
 #: In the folder that is written: settings, measurements, and the curves of training.

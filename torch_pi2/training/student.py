@@ -13,8 +13,8 @@ from torch_pi2.base.extras import missing_package
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.find import search
 from torch_pi2.ops.activations import exact_zeros
-from torch_pi2.spec.site import FFNSite
 from torch_pi2.training.drelu import Code, drelu_code
+from torch_pi2.types.site import FFNSite
 
 #: Where configurations of transformers name the activation of FFNs.
 _FIELDS = ("hidden_act", "hidden_activation", "activation_function", "activation")

@@ -14,7 +14,7 @@ from torch import nn
 
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.errors import NonFiniteError, UnsupportedModelError
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.site import FFNSite
 
 #: What is near zero, in root mean squares of a token's values.
 _SOFT = 0.1

@@ -30,7 +30,7 @@ from stores import SMALL
 
 import torch_pi2
 from torch_pi2.errors import Pi2Error
-from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.types.offload import OffloadConfig
 
 #: What a call of a kind fails with: once, and from the k-th on.
 ERRORS = {

@@ -32,12 +32,12 @@ from torch_pi2.predict.lowrank_rows import LowRankRows
 from torch_pi2.profiling.data import Batch, calibration_batches
 from torch_pi2.profiling.firing import real_tokens
 from torch_pi2.profiling.samples import Samples
-from torch_pi2.spec.config import Config
-from torch_pi2.spec.method import Method
-from torch_pi2.spec.plan import Plan
-from torch_pi2.spec.site import FFNSite
-from torch_pi2.spec.stats import pack_bits
 from torch_pi2.store.folder import PI2_FOLDER
+from torch_pi2.types.config import Config
+from torch_pi2.types.method import Method
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.site import FFNSite
+from torch_pi2.types.stats import pack_bits
 
 #: On which recall is measured: thousands of pairs of a token and a neuron for each of a layer's.
 _TOKENS = 2048

@@ -24,9 +24,9 @@ from torch_pi2.base.mapped import let_go
 from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
 from torch_pi2.ops.dtypes import dtype_name
-from torch_pi2.spec.machine_plan import HardwarePlan
-from torch_pi2.spec.method import METHODS, PREDICTED
-from torch_pi2.spec.site import FFNSite
+from torch_pi2.types.machine_plan import HardwarePlan
+from torch_pi2.types.method import METHODS, PREDICTED
+from torch_pi2.types.site import FFNSite
 
 #: 1 had no ``hardware`` part and is read, too. Plans in which neurons have thresholds of their own are of 3.
 PLAN_VERSION, _WITH_THRESHOLDS = 2, 3
@@ -41,7 +41,7 @@ class LayerPlan:
 
     Attributes:
         site: the FFN.
-        method: the text of a :class:`~torch_pi2.spec.method.Method`.
+        method: the text of a :class:`~torch_pi2.types.method.Method`.
         n_hot: the first ``n_hot`` neurons of ``order`` are computed densely.
         order: ``[I]`` int32, plan position -> original neuron (most frequent first).
         threshold: cut on the score for ``threshold`` (0 otherwise).

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch_pi2.base.fields import Field, shown
 from torch_pi2.errors import ArtifactError, ConfigError
-from torch_pi2.spec.offload import OffloadConfig
+from torch_pi2.types.offload import OffloadConfig
 
 #: Neurons of which an accelerator computes a whole number of, or all.
 ACCELERATOR_CHUNK = 512
@@ -39,7 +39,7 @@ class Bucket:
     Attributes:
         batch: tokens of a decoding step, at most.
         hot: by layer, so many neurons, the first in plan order, are computed without asking a predictor; all of them:
-            the layer is dense. At least the ``n_hot`` of its :class:`~torch_pi2.spec.plan.LayerPlan`.
+            the layer is dense. At least the ``n_hot`` of its :class:`~torch_pi2.types.plan.LayerPlan`.
         accelerator: by layer, those of them that an accelerator computes: a multiple of 512, or all neurons.
         resident: by layer, so many neurons, the first in plan order, never leave the cache of a store.
         cache_bytes: of a store's neuron cache; 0 if all neurons are in memory, or if the budget leaves none.

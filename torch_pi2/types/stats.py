@@ -439,7 +439,7 @@ class ActivationStats:
 
         Raises:
             ArtifactError: missing, damaged, of another version. StaleArtifactError: made from other weights
-                than ``model_hash`` (from :func:`torch_pi2.spec.plan.weights_hash`).
+                than ``model_hash`` (from :func:`torch_pi2.types.plan.weights_hash`).
         """
         path = _file(path)
         tensors, meta = read_tensors(path)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from torch_pi2.ops.activations import ACTIVATIONS, on_up
-from torch_pi2.spec.site import FFNSite, FFNWeights
+from torch_pi2.types.site import FFNSite, FFNWeights
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from torch_pi2.base.arguments import check_fields
 from torch_pi2.base.fields import Field
 from torch_pi2.errors import ConfigError, check_choice
 from torch_pi2.ops.constants import chunk_neurons
-from torch_pi2.spec.plan import LayerPlan, Plan
-from torch_pi2.spec.site import MOST_SIZE, block_of, row_of_blocks
+from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.site import MOST_SIZE, block_of, row_of_blocks
 
 #: Machines at most. Neurons: no more than a layer has chunks, 16.
 MOST_RANKS = 64

@@ -8,7 +8,7 @@ from typing import TypedDict
 from torch_pi2.base.arguments import check_fields, check_values
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS, FLOAT, QUANTIZED
-from torch_pi2.spec.method import Method
+from torch_pi2.types.method import Method
 
 #: ``auto`` picks per layer the cheapest of what the others offer.
 METHODS = ("auto", *(method.value for method in Method))
