@@ -174,8 +174,8 @@ class Pace:
     Args:
         counts: that may be chosen from, ascending.
         costs: by count what each guess costs, as a plan predicts it
-            (:attr:`torch_pi2.types.machine_plan.HardwarePlan`): believed instead of ``_COST`` until it is measured, which a try does even if the plan expects no gain of
-            guesses that are right as often as is believed.
+            (:attr:`torch_pi2.types.machine_plan.HardwarePlan`): believed instead of ``_COST`` until it is measured,
+            which a try does even if the plan expects no gain of
     """
 
     GAIN, LOSS, LOST, REST = 1.03, 0.015, 1.5, 32
