@@ -28,7 +28,7 @@ from torch_pi2.planner.misses import ReplayMisses
 from torch_pi2.planner.model_shape import Heads, LayerShape, ModelShape
 from torch_pi2.store.firing import LOCALITY, TOPIC_IDS, GateMaker, TokenStream, direction, power_law
 from torch_pi2.store.shapes import SHAPES
-from torch_pi2.store.slots import largest_cluster
+from torch_pi2.store.writer import largest_cluster
 from torch_pi2.types.config import Config
 
 #: Tokens of all sequences that a cache is warmed up by, and as many that are counted; and steps, at least.

@@ -1,4 +1,4 @@
-"""``torch_pi2.pack``: a folder becomes a neuron store, in pieces, and goes on where it was killed."""
+"""``torch_pi2.pack``: writes the neuron store of a folder, in steps that a later call can resume."""
 
 from __future__ import annotations
 
@@ -27,39 +27,32 @@ from torch_pi2.checkpoint.quantize import copy_small_files, quantize, small_file
 from torch_pi2.errors import ArtifactError, ConfigError, check_choice
 from torch_pi2.formats import FLOAT, FLOATS, QUANTIZED
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, declare
-from torch_pi2.store.layout import Layout
 from torch_pi2.store.parts import PartFiles, Parts, check_predictors
 from torch_pi2.store.shards import PartOf, WholeOf, refuse_shard, shard_name, shards_in
-from torch_pi2.store.slots import write_slots
 from torch_pi2.store.storefile import (
     PADDING,
-    PIECE,
     STORE_FILE,
     SUPERBLOCK,
     StoreReader,
-    block_checks,
     hot_neurons,
     open_weights,
     part_of,
-    tensor_check,
     weights_path,
 )
-from torch_pi2.store.superblock import (
-    MOST_CLUSTER,
-    SECTOR,
-)
+from torch_pi2.store.superblock import MOST_CLUSTER, SECTOR
 from torch_pi2.store.trust import remember
+from torch_pi2.store.writer import StoreAssembly, StoreLayer
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.shard import Shard
 
-#: Of neurons; ``float``: what the model has, nothing is rounded.
+#: Formats of neurons; ``float``: the model's own, nothing is rounded.
 WEIGHTS = (*QUANTIZED, FLOAT, *FLOATS)
-#: What of a model a machine's shard has, see :func:`pack`.
+#: What of a model one machine's shard has, see :func:`pack`.
 BY = ("neurons", "layers")
-#: Bytes after which what is written is put on disk and recorded: as many are written again after a kill, at most.
+#: Written data is put on disk and recorded after so many bytes: at most as many are written again after a kill.
 _RECORD = 64 << 20
 _PROGRESS, _PARTIAL, _NEURONS = "progress.json", f".{STORE_FILE}.partial", "bundles"
-#: Beside a finished shard while others are being written: its name and this.
+#: Suffix of a file beside a finished shard, while other shards are being written.
 _DONE = ".done"
 
 
@@ -102,28 +95,28 @@ def pack(
 ) -> PackReport:
     """Write the neuron store ``pi2/model.pi2`` of a folder, and everything else of it, to ``folder_out``.
 
-    No number is changed, unless ``weights`` says so: a packed model computes what the folder computes. Some ten MB of
-    memory are used whatever the size; for float checkpoints a layer's FFN at most. ``folder_out``
-    appears when all is there. A process that is killed or interrupted leaves ``.NAME.partial`` beside it, with which
-    the same call goes on, if the source is the same file (by size, time and hash) and the settings are the same;
-    otherwise it starts anew, as does every other call that writes ``folder_out``. After an error nothing is left.
+    No number is changed, unless ``weights`` says so: a packed model computes what the folder computes. It takes some
+    ten MB of memory whatever the size; for float checkpoints a layer's FFN at most. ``folder_out`` appears when
+    everything is written. A process that is killed or interrupted leaves ``.NAME.partial`` beside it, and the same call
+    resumes there if the source file (size, time and hash) and the settings are the same; otherwise it starts again, as
+    does every other call that writes ``folder_out``. After an error nothing is left.
 
     Args:
-        folder_in: written by :func:`torch_pi2.save`, ``quantize``, ``synthetic`` or ``pack``; or a float checkpoint.
-            Of shards all must be there; they become one store again, or as many shards as ``ranks``.
-        weights: of the neurons of a float checkpoint: ``float`` (default; the model's own dtype), or ``float32``,
-            ``bfloat16`` or ``float16``, rounded to where they are something else; everything else stays as it is.
-            ``int4`` or ``int8``: quantised, and other linear layers as well (lossy). Neurons are made in
-            ``.NAME.partial`` for the time being. Folders of quantised neurons: None, or what they are.
+        folder_in: written by :func:`torch_pi2.save`, ``quantize``, ``synthetic`` or ``pack``; or a float checkpoint. A
+            folder of shards must have all of them; they become one store again, or as many shards as ``ranks``.
+        weights: format of the neurons of a float checkpoint: ``float`` (default; the model's own dtype), or
+            ``float32``, ``bfloat16`` or ``float16``, to which neurons of another dtype are rounded; everything else
+            stays as it is. ``int4`` or ``int8``: neurons and other linear layers are quantised (lossy). Neurons are
+            kept in ``.NAME.partial`` meanwhile. For folders of quantised neurons: None, or their own format.
         slot_align: bytes from one neuron to the next are a multiple of it, a power of two from 512 to 65536 (default:
-            4096, the page that a device reads; 512 for neurons below that).
-        cluster: neurons that are read and kept together, a power of two up to 64. Default: 1 if there is a predictor
-            that says which are wanted; else all of a layer are, and clusters have some 200 KB, which devices read best.
-        ranks: more than 1: shards, each the store of one of so many machines, in folders ``rank-0-of-N`` and so on,
-            which :func:`torch_pi2.load` takes in a group of as many processes (docs/DISTRIBUTED.md).
-        shares: of the neurons, for each machine, in any unit (default: the same for all).
-        by: what of them a shard has: ``neurons``, some of every layer; or ``layers``, all of some decoder blocks that
-            follow each other, and of others nothing (stages of a pipeline).
+            4096, the page that a device reads; 512 for smaller neurons).
+        cluster: neurons that are read and cached together, a power of two up to 64. Default: 1 if a predictor chooses
+            neurons; else all of a layer are wanted, and clusters have some 200 KB, which devices read best.
+        ranks: more than 1 writes shards, each the store of one machine, in folders ``rank-0-of-N`` and so on, which
+            :func:`torch_pi2.load` takes in a group of as many processes (docs/DISTRIBUTED.md).
+        shares: of the neurons, for each machine, in any unit (default: equal).
+        by: what a shard has: ``neurons``, some of every layer; or ``layers``, all neurons of some consecutive decoder
+            blocks and nothing of the others (stages of a pipeline).
         trust_remote_code: passed to transformers, for float checkpoints with modelling code of their own.
 
     Raises:
@@ -148,15 +141,18 @@ def pack(
     start = time.perf_counter()
     with replacing_folder(folder, keep=True) as staging:
         keep_card(folder, staging)
-        made = None
+        neurons = None
         shards = shards_in(source)
         if weights_path(source / PI2_FOLDER) is None and not shards:
-            made = _as_neurons(source, staging / _NEURONS, weights or FLOAT, trust_remote_code, progress)
-        with _opened(made or source, None if made else weights, shards) as whole:
+            neurons = _as_neurons(source, staging / _NEURONS, weights or FLOAT, trust_remote_code, progress)
+        with _opened(neurons or source, None if neurons else weights, shards) as whole:
+            packer = _Packer(whole, slot_align, cluster, progress)
             if ranks == 1:
-                report = _pack(whole, staging, slot_align, cluster, progress)
+                report = packer.pack(staging)
+            elif by == "layers":
+                report = packer.pack_shards(staging, deal_layers(whole.plan, ranks, shares))
             else:
-                report = _pack_shards(whole, staging, _dealt(whole, ranks, shares, by), slot_align, cluster, progress)
+                report = packer.pack_shards(staging, deal(whole.plan, ranks, shares, whole.parts.stats()))
         _remove(staging / _NEURONS)
     if trust_remote_code:
         remember(folder)
@@ -165,26 +161,19 @@ def pack(
 
 
 def _check(weights: str | None, slot_align: int | None, cluster: int | None) -> None:
-    if weights not in (None, *WEIGHTS):
-        raise ConfigError("pack(weights=...)", expected=" or ".join(WEIGHTS), found=repr(weights), fix="Choose one.")
-    if slot_align is not None and (slot_align & (slot_align - 1) or not SECTOR <= slot_align <= 65536):
-        raise ConfigError(
-            "pack(slot_align=...)",
-            expected="a power of two from 512 to 65536",
-            found=repr(slot_align),
-            fix="Leave it out, or take the block size of the device.",
-        )
-    if cluster is not None and (cluster & (cluster - 1) or not 1 <= cluster <= MOST_CLUSTER):
-        raise ConfigError(
-            "pack(cluster=...)",
-            expected=f"a power of two from 1 to {MOST_CLUSTER}",
-            found=repr(cluster),
-            fix="Leave it out.",
-        )
+    if weights is not None:
+        check_choice("pack(weights=...)", weights, WEIGHTS, "Choose one.")
+    for name, value, least, most, fix in (
+        ("slot_align", slot_align, SECTOR, 65536, "Leave it out, or take the block size of the device."),
+        ("cluster", cluster, 1, MOST_CLUSTER, "Leave it out."),
+    ):
+        if value is not None and (value & (value - 1) or not least <= value <= most):
+            expected = f"a power of two from {least} to {most}"
+            raise ConfigError(f"pack({name}=...)", expected=expected, found=repr(value), fix=fix)
 
 
 def _as_neurons(source: Path, made: Path, weights: str, trust_remote_code: bool, progress: bool) -> Path:
-    """A folder ``made`` of neurons, of the float checkpoint ``source``; one that a kill left is used again."""
+    """Folder ``made``, with the neurons of the float checkpoint ``source``; one that a killed call left is reused."""
     make = quantize if weights in QUANTIZED else float_neurons
     about, marker = _source_marker(source, weights), made / PI2_FOLDER / "source.json"
     if not marker.is_file() or marker.read_text() != about:
@@ -195,7 +184,7 @@ def _as_neurons(source: Path, made: Path, weights: str, trust_remote_code: bool,
 
 
 def _source_marker(source: Path, weights: str) -> str:
-    """What neurons are made of: every file that is read or copied for them, and who makes them."""
+    """Identifies what neurons are made of: every file that is read or copied, and our version."""
     weight_files = [p for pattern in ("*.safetensors", "*.index.json") for p in source.glob(pattern)]
     plan = [p for p in (source / PI2_FOLDER).glob("*") if p.is_file()]
     files = sorted((*weight_files, *small_files(source), *plan))
@@ -204,25 +193,36 @@ def _source_marker(source: Path, weights: str) -> str:
 
 
 @dataclass
-class _Packed:
-    """What is packed: its small files are in ``folder``, and the files ``sources`` have its weights."""
+class _Whole:
+    """The model that is packed.
+
+    Attributes:
+        folder: with its small files. sources: files with its weights. reader: :class:`QuantizedWeights`, or
+            :class:`WholeOf` for shards. beside: plan, predictors and statistics in files of their own.
+    """
 
     folder: Path
     sources: list[Path]
-    reader: Any  # QuantizedWeights, or what has all of them: WholeOf
+    reader: Any
     beside: PartFiles
     parts: Parts
     plan: Plan
 
 
 @contextmanager
-def _opened(source: Path, weights: str | None, shards: dict[int, Path]) -> Iterator[_Packed]:
-    """The folder ``source``, or that of ``shards``. Raises ConfigError: its neurons are not ``weights``."""
+def _opened(source: Path, weights: str | None, shards: dict[int, Path]) -> Iterator[_Whole]:
+    """The folder ``source``, or that of ``shards``.
+
+    Raises:
+        ConfigError: its neurons are not ``weights``. ArtifactError, StaleArtifactError: predictors or statistics do not
+            belong to the plan.
+    """
     folder = next(iter(shards.values()), source)
     pi2 = folder / PI2_FOLDER
     with Parts(pi2) as parts:
         plan, inside = parts.plan(), parts.inside
-        _check_parts(parts, plan, source)
+        check_predictors(plan, parts.each_predictor(plan.model_hash), source)
+        parts.check_stats(plan.model_hash)
         whole: Any = WholeOf(source, shards) if shards else open_weights(pi2)
         with whole as reader, PartFiles(pi2, () if inside else None) as beside:
             known = reader.neuron_formats
@@ -237,79 +237,7 @@ def _opened(source: Path, weights: str | None, shards: dict[int, Path]) -> Itera
                 refuse_shard(reader)
                 reader.check_plan(plan)
             sources = [*(whole.sources if shards else [reader.path]), *beside.paths]
-            yield _Packed(folder, sources, reader, beside, parts, plan)
-
-
-def _pack(
-    whole: _Packed,
-    staging: Path,
-    slot_align: int | None,
-    cluster: int | None,
-    progress: bool,
-    shard: Shard | None = None,
-) -> PackReport:
-    """Write a store of ``whole``, or of its ``shard``, and everything else of its folder."""
-    plan, reader = whole.plan, whole.reader
-    here, had = plan, reader
-    if shard is not None:
-        here, had = shard.plan(plan), PartOf(reader, plan, shard)
-    layout = _layout(had, whole.beside, here, slot_align, cluster, plan, shard)
-    sites = {"sites": json.dumps({layer.site.key: reader.way(layer.site.key) for layer in here.layers})}
-    about = layout.metadata(had.metadata | sites, _provenance(whole.folder, reader))
-    for path in staging.iterdir():
-        if path.name not in (_PROGRESS, _PARTIAL) and path != whole.folder:
-            _remove(path)
-    (staging / PI2_FOLDER).mkdir()
-    copy_small_files(whole.folder, staging)
-    report = _write(layout, about, had, whole, here, staging, progress)
-    with StoreReader(staging / PI2_FOLDER / STORE_FILE) as made:
-        report.file_bytes, report.regions = made.file_bytes, made.regions()
-    declare(staging)
-    _remove(staging / _PROGRESS)
-    return report
-
-
-def _pack_shards(
-    whole: _Packed,
-    staging: Path,
-    shards: Sequence[Shard],
-    slot_align: int | None,
-    cluster: int | None,
-    progress: bool,
-) -> PackReport:
-    """A folder for each of ``shards``; those that an earlier call has finished are kept."""
-    total, ranks = PackReport(layers=len(whole.plan.layers)), len(shards)
-    source = _identity(__version__.encode(), [*whole.sources, *small_files(whole.folder)])
-    for shard in shards:
-        folder = staging / shard_name(shard.rank, ranks)
-        done, about = folder.with_suffix(_DONE), json.dumps([source, shard.to_json(), slot_align, cluster])
-        if not done.is_file() or done.read_text() != about:
-            folder.mkdir(exist_ok=True)
-            _remove(done)  # before anything else of what it stands for
-            report = _pack(whole, folder, slot_align, cluster, progress, shard)
-            atomic_write(done, about)
-            total.bytes_written += report.bytes_written
-            total.resumed_layers += report.resumed_layers
-        else:
-            total.resumed_layers += len(shard.plan(whole.plan).layers) if shard.by_layers else total.layers
-        with StoreReader(folder / PI2_FOLDER / STORE_FILE) as made:
-            total.file_bytes += made.file_bytes
-            total.neurons += sum(entry.neurons for entry in made.entries)
-            total.regions = {name: total.regions.get(name, 0) + size for name, size in made.regions().items()}
-    for path in staging.iterdir():
-        if not _of_shards(path, ranks):
-            _remove(path)
-    return total
-
-
-def _dealt(whole: _Packed, ranks: int, shares: Sequence[float] | None, by: str) -> list[Shard]:
-    if by == "layers":
-        return deal_layers(whole.plan, ranks, shares)
-    return deal(whole.plan, ranks, shares, whole.parts.stats())
-
-
-def _of_shards(path: Path, ranks: int) -> bool:
-    return path.name in {shard_name(rank, ranks) for rank in range(ranks)}
+            yield _Whole(folder, sources, reader, beside, parts, plan)
 
 
 def _remove(path: Path) -> None:
@@ -320,15 +248,145 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _check_parts(parts: Parts, plan: Plan, source: Path) -> None:
-    """Raises ArtifactError or StaleArtifactError for predictors or statistics that do not belong to ``plan``."""
-    check_predictors(plan, parts.each_predictor(plan.model_hash), source)
-    parts.check_stats(plan.model_hash)
+def _identity(contents: bytes, sources: Sequence[Path]) -> str:
+    """Of ``contents`` and the source files, by their sizes and times."""
+    digest = hashlib.sha256(contents)
+    for source in sources:
+        about = source.stat()
+        digest.update(json.dumps([str(source), about.st_size, about.st_mtime_ns]).encode())
+    return digest.hexdigest()
+
+
+class _Packer:
+    """Writes the store of ``whole``, or stores of its shards."""
+
+    def __init__(self, whole: _Whole, slot_align: int | None, cluster: int | None, progress: bool) -> None:
+        self._whole, self._align, self._cluster, self._progress = whole, slot_align, cluster, progress
+
+    def pack(self, staging: Path, shard: Shard | None = None) -> PackReport:
+        """Write the store, and everything else of the folder, into ``staging``."""
+        whole = self._whole
+        store = self._assembly(shard)
+        for path in staging.iterdir():
+            if path.name not in (_PROGRESS, _PARTIAL) and path != whole.folder:
+                _remove(path)
+        (staging / PI2_FOLDER).mkdir()
+        copy_small_files(whole.folder, staging)
+        report = self._write(store, staging)
+        with StoreReader(staging / PI2_FOLDER / STORE_FILE) as made:
+            report.file_bytes, report.regions = made.file_bytes, made.regions()
+        declare(staging)
+        _remove(staging / _PROGRESS)
+        return report
+
+    def pack_shards(self, staging: Path, shards: Sequence[Shard]) -> PackReport:
+        """A folder for each of ``shards``; those that an earlier call has finished are kept."""
+        whole, ranks = self._whole, len(shards)
+        total = PackReport(layers=len(whole.plan.layers))
+        source = _identity(__version__.encode(), [*whole.sources, *small_files(whole.folder)])
+        for shard in shards:
+            folder = staging / shard_name(shard.rank, ranks)
+            done = folder.with_suffix(_DONE)
+            about = json.dumps([source, shard.to_json(), self._align, self._cluster])
+            if not done.is_file() or done.read_text() != about:
+                folder.mkdir(exist_ok=True)
+                _remove(done)  # before anything else of the shard changes
+                report = self.pack(folder, shard)
+                atomic_write(done, about)
+                total.bytes_written += report.bytes_written
+                total.resumed_layers += report.resumed_layers
+            else:
+                total.resumed_layers += len(shard.plan(whole.plan).layers) if shard.by_layers else total.layers
+            with StoreReader(folder / PI2_FOLDER / STORE_FILE) as made:
+                total.file_bytes += made.file_bytes
+                total.neurons += sum(entry.neurons for entry in made.entries)
+                total.regions = {name: total.regions.get(name, 0) + size for name, size in made.regions().items()}
+        names = {shard_name(rank, ranks) for rank in range(ranks)}
+        for path in staging.iterdir():
+            if path.name not in names:
+                _remove(path)
+        return total
+
+    def _assembly(self, shard: Shard | None) -> StoreAssembly:
+        """Raises ArtifactError: neurons are missing. ConfigError: there are none at all."""
+        whole, beside = self._whole, self._whole.beside
+        here, reader = whole.plan, whole.reader
+        if shard is not None:
+            here, reader = shard.plan(whole.plan), PartOf(whole.reader, whole.plan, shard)
+        if not here.layers:
+            raise ConfigError(
+                f"packing {whole.reader.path.parent.parent}",
+                expected="layers of neurons",
+                found="none",
+                fix="Import its file or checkpoint again, with neurons='all' (--neurons all).",
+            )
+        layers = [self._layer(layer, reader) for layer in here.layers]
+        ours = {name for layer in layers for name in layer.tensors} | {SUPERBLOCK}
+        weights = {n: spec for n, spec in reader.specs.items() if n not in ours and not PADDING.fullmatch(n)}
+        parts = dict(beside.specs)
+        if not parts:  # the reader has them
+            parts = {n: weights.pop(n) for n in list(weights) if part_of(n) is not None}
+        sites = {"sites": json.dumps({layer.site.key: whole.reader.way(layer.site.key) for layer in here.layers})}
+        return StoreAssembly(
+            whole.plan,
+            layers,
+            [parts, weights],
+            lambda name: beside if name in beside.specs else reader,
+            reader.metadata | sites,
+            _provenance(whole.folder, whole.reader),
+            cluster=self._cluster,
+            align=self._align,
+            shard=shard,
+        )
+
+    @staticmethod
+    def _layer(layer: LayerPlan, reader: Any) -> StoreLayer:
+        site = layer.site
+        reader.read_neurons(site, (0, 0))  # raises for what is not there
+        kind = reader.format_of(site.key)
+        return StoreLayer(site, hot_neurons(layer), kind, lambda *rows: reader.read_neurons(site, rows))
+
+    def _write(self, store: StoreAssembly, staging: Path) -> PackReport:
+        """Write ``store`` into ``staging``, where an earlier call may have begun it."""
+        partial = staging / _PARTIAL
+        writer = _Writer(staging / PI2_FOLDER / STORE_FILE, partial, store.specs, store.metadata, self._progress)
+        superblock = store.superblock(writer)
+        identity = writer.identity(superblock.pack(), self._whole.sources)
+        done, checks = _progress(staging, identity, writer.file_bytes)
+        if not done:
+            for path in (staging / _PROGRESS, partial):  # in this order: what is recorded must be there
+                path.unlink(missing_ok=True)
+        writer.check_space()
+        neurons = sum(layer.site.intermediate for layer in store.layers)
+        report = PackReport(layers=len(store.layers), neurons=neurons, resumed_layers=min(done, len(store.layers)))
+        recorded = 0
+
+        def record(count: int, checks: Mapping[str, str]) -> None:
+            nonlocal recorded
+            if writer.written - recorded >= _RECORD:
+                writer.sync()  # what is recorded is on disk after a kill
+                about = {"identity": identity, "done": count, "checks": dict(checks)}
+                atomic_write(staging / _PROGRESS, json.dumps(about))
+                recorded = writer.written
+
+        with writer as out:
+            out.skip(store.tensors_of(done))
+            store.write(out, superblock, done=done, checks=checks, written=record)
+        report.bytes_written = writer.written
+        return report
+
+
+def _progress(staging: Path, identity: str, file_bytes: int) -> tuple[int, dict[str, str]]:
+    """How many layers and tensors of this very store are there already, and checksums of the latter."""
+    with suppress(OSError, ArtifactError, ValueError, KeyError, TypeError):
+        found = parse(read_bytes(staging / _PROGRESS), _PROGRESS)
+        if found["identity"] == identity and (staging / _PARTIAL).stat().st_size == file_bytes:
+            return int(found["done"]), dict(found["checks"])
+    return 0, {}
 
 
 def _provenance(source: Path, reader: Any) -> str:
     """Where a store comes from, as JSON: nothing that would differ from one packing to the next."""
-
     origin: dict[str, Any] = {}
     if hasattr(reader, "provenance"):
         model = reader.provenance().get("model")
@@ -343,59 +401,6 @@ def _provenance(source: Path, reader: Any) -> str:
             origin |= {name: known[name] for name in ("model_type", "architectures") if name in known}
     about_us = {"torch_pi2": __version__, "from": reader.file_format}
     return json.dumps(about_us | {"weights": reader.neuron_formats, "model": origin})
-
-
-def _layout(
-    reader: Any,
-    beside: PartFiles,
-    plan: Plan,
-    align: int | None,
-    cluster: int | None,
-    whole: Plan,
-    shard: Shard | None,
-) -> Layout:
-    """Of the store of a folder, or of one ``shard`` of it, of whose layers ``plan`` is: what ``reader`` and the files
-    ``beside`` it have. Raises ArtifactError: not all.
-    """
-    keys = [layer.site.key for layer in plan.layers]
-    if not keys:
-        raise ConfigError(
-            f"packing {reader.path.parent.parent}",
-            expected="layers of neurons",
-            found="none",
-            fix="Import its file or checkpoint again, with neurons='all' (--neurons all).",
-        )
-    for layer in plan.layers:
-        reader.read_neurons(layer.site, (0, 0))  # refuses what is not there
-    ours = {f"{key}.{what}" for key in keys for what in ("bundles", "checks")} | {SUPERBLOCK}
-    weights = {n: spec for n, spec in reader.specs.items() if n not in ours and not PADDING.fullmatch(n)}
-    parts = dict(beside.specs)
-    if not parts:  # the reader has them
-        parts = {n: weights.pop(n) for n in list(weights) if part_of(n) is not None}
-    layers = [(layer.site, hot_neurons(layer), reader.format_of(layer.site.key)) for layer in plan.layers]
-    return Layout(whole, layers, [parts, weights], cluster, align, shard)
-
-
-def _superblock(layout: Layout, plan: Plan, path: Path, out: TensorWriter) -> bytes:
-    """Raises ArtifactError for a model hash that is none."""
-    try:
-        return layout.superblock(out).pack()
-    except ValueError as error:
-        raise ArtifactError(
-            str(path),
-            expected="a hexadecimal model_hash",
-            found=repr(plan.model_hash),
-            fix="Make the folder again.",
-        ) from error
-
-
-def _identity(made: bytes, sources: Sequence[Path]) -> str:
-    """Of what is ``made`` of files, by their sizes and times."""
-    digest = hashlib.sha256(made)
-    for source in sources:
-        about = source.stat()
-        digest.update(json.dumps([str(source), about.st_size, about.st_mtime_ns]).encode())
-    return digest.hexdigest()
 
 
 class _Writer(TensorWriter):
@@ -414,7 +419,6 @@ class _Writer(TensorWriter):
         partial: Path,
         specs: Mapping[str, Spec],
         metadata: Mapping[str, str],
-        *,
         progress: bool,
     ) -> None:
         super().__init__(path, specs, metadata, progress=progress, order=list(specs))
@@ -470,81 +474,3 @@ class _Writer(TensorWriter):
             found=f"{free}",
             fix="Choose another output folder or free some space; nothing was left half-written.",
         ) from error
-
-
-def _write(
-    layout: Layout,
-    about: Mapping[str, str],
-    reader: Any,
-    whole: _Packed,
-    plan: Plan,
-    staging: Path,
-    progress: bool,
-) -> PackReport:
-    """Write the store of ``layout`` into ``staging``, where an earlier call may have begun it."""
-    layers = plan.layers
-    store, partial = staging / PI2_FOLDER / STORE_FILE, staging / _PARTIAL
-    writer = _Writer(store, partial, layout.specs, about, progress=progress)
-    superblock = _superblock(layout, plan, reader.path, writer)
-    identity = writer.identity(superblock, whole.sources)
-    done, checks = _progress(staging, identity, writer.file_bytes)
-    if not done:
-        for path in (staging / _PROGRESS, partial):  # in this order: what is recorded must be there
-            path.unlink(missing_ok=True)
-    writer.check_space()
-    report = PackReport(layers=len(layers), neurons=sum(layer.site.intermediate for layer in layers))
-    report.resumed_layers = min(done, len(layers))
-    with writer as out:
-        layout.begin(out, superblock)
-        recorded = out.written
-        items: list[LayerPlan | str] = [*layers, *layout.others]
-        for index, item in enumerate(items):
-            if index < done:
-                out.skip(_tensors(item))
-                continue
-            if isinstance(item, LayerPlan):
-                _write_layer(item, reader, out, layout.cluster)
-            else:
-                checks[item] = _write_other(item, whole.beside if item in whole.beside.specs else reader, out)
-            if out.written - recorded >= _RECORD:
-                out.sync()
-                _record(staging, identity, index + 1, checks)
-                recorded = out.written
-        out.set_metadata("checks", json.dumps({name: checks[name] for name in layout.others}))
-    report.bytes_written = writer.written
-    return report
-
-
-def _progress(staging: Path, identity: str, file_bytes: int) -> tuple[int, dict[str, str]]:
-    """How many layers and tensors of this very store are there already, and checksums of the latter."""
-    with suppress(OSError, ArtifactError, ValueError, KeyError, TypeError):
-        found = parse(read_bytes(staging / _PROGRESS), _PROGRESS)
-        if found["identity"] == identity and (staging / _PARTIAL).stat().st_size == file_bytes:
-            return int(found["done"]), dict(found["checks"])
-    return 0, {}
-
-
-def _record(staging: Path, identity: str, done: int, checks: Mapping[str, str]) -> None:
-    """What is on disk before this is called is there after a kill."""
-    atomic_write(staging / _PROGRESS, json.dumps({"identity": identity, "done": done, "checks": dict(checks)}))
-
-
-def _tensors(item: LayerPlan | str) -> list[str]:
-    return [item] if isinstance(item, str) else [f"{item.site.key}.{what}" for what in ("bundles", "checks")]
-
-
-def _write_layer(layer: LayerPlan, reader: Any, out: _Writer, cluster: int) -> None:
-    site = layer.site
-    write_slots(site.key, site.intermediate, lambda *rows: reader.read_neurons(site, rows), out, cluster)
-
-
-def _write_other(name: str, reader: Any, out: _Writer) -> str:
-    """Copy a tensor; its checksum."""
-    size, blocks = reader.specs[name].nbytes, []
-    for start in range(0, size, PIECE):
-        data = reader.read_bytes(name, start, min(start + PIECE, size))
-        blocks.append(block_checks(data))
-        out.write_bytes(name, data, start)
-    if hasattr(reader, "compare"):
-        reader.compare(name, blocks)
-    return tensor_check(name, reader.specs[name], blocks)

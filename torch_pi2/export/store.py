@@ -9,9 +9,10 @@ parses no JSON: a blob has the offsets of everything its layer needs.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -31,15 +32,9 @@ from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.prompt import PREDICTED_SHARE, PROMPT_TOKENS
 from torch_pi2.ops.activations import ACTIVATIONS, Shaped, shaped
 from torch_pi2.ops.dtypes import format_name
-from torch_pi2.store.layout import Layout
-from torch_pi2.store.slots import write_slots
-from torch_pi2.store.storefile import (
-    StoreReader,
-    block_checks,
-    format_fields,
-    tensor_check,
-)
+from torch_pi2.store.storefile import StoreReader, format_fields
 from torch_pi2.store.weights import metadata
+from torch_pi2.store.writer import StoreAssembly, StoreLayer
 from torch_pi2.types.plan import Plan
 
 
@@ -92,28 +87,21 @@ def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progres
     kind = formats_of(next(iter(kinds.values())))[1]  # of all that say no other
     small = [_small_tensors(home) for home in homes]
     text = torch.frombuffer(bytearray(plan.to_json().encode()), dtype=torch.uint8)
-    others = {"pi2.plan": text} | {f"pi2.plan.{name}": order for name, order in plan.orders.items()}
-    for home, tensors in zip(homes, small):
-        others |= {_name(home.site.key, role): tensor for role, tensor in tensors.items()}
-    specs = {name: Spec.of(tensor) for name, tensor in others.items()}
-    ours = {name: spec for name, spec in specs.items() if name.startswith("pi2.")}
-    sites = [(ffn.site, ffn.n_hot, kinds[ffn.site.key]) for ffn in layers]
-    layout = Layout(plan, sites, [ours, {n: spec for n, spec in specs.items() if n not in ours}])
+    parts = {"pi2.plan": text} | {f"pi2.plan.{name}": order for name, order in plan.orders.items()}
+    beside = {_name(y.site.key, role): tensor for y, tensors in zip(homes, small) for role, tensor in tensors.items()}
+    others = _InMemory(parts | beside)
+    groups = [{name: Spec.of(tensor) for name, tensor in group.items()} for group in (parts, beside)]
     provenance = json.dumps({"torch_pi2": __version__, "from": "torch_pi2.export", "weights": kinds_of(homes)})
     others_of = {key: other for key, other in kinds.items() if other != kind}
     weights = metadata(kind, plan.model_hash, {}, dict.fromkeys(kinds, "owner"), formats=others_of)
-    about = layout.metadata(weights, provenance)
-    with TensorWriter(path, layout.specs, about, progress=progress, order=list(layout.specs)) as out:
-        block = layout.superblock(out)
-        layout.begin(out, block.pack())
-        for ffn in layers:
-            with ExitStack() as stack:
-                write_slots(ffn.site.key, ffn.site.intermediate, _reader(ffn, stack), out, layout.cluster)
-        checks = {}
-        for name in layout.others:
-            out.write(name, others[name])
-            checks[name] = tensor_check(name, layout.specs[name], [block_checks(_bytes(others[name]))])
-        out.set_metadata("checks", json.dumps(checks))
+    with ExitStack() as stack:
+        opened = cache(lambda path: stack.enter_context(StoreReader(path)))
+        made = [StoreLayer(ffn.site, ffn.n_hot, kinds[ffn.site.key], _reader(ffn, opened)) for ffn in layers]
+        store = StoreAssembly(plan, made, groups, lambda name: others, weights, provenance)
+        out = TensorWriter(path, store.specs, store.metadata, progress=progress, order=list(store.specs))
+        stack.enter_context(out)
+        block = store.superblock(out)
+        store.write(out, block)
         places = tuple(
             {
                 role: (out.offset(_name(home.site.key, role)), tensor.nbytes, _crc(_bytes(tensor)))
@@ -128,8 +116,8 @@ def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progres
         block.model_hash,
         places,
         (0, *accumulate(map(len, of_home)))[:-1],
-        sum(ffn.site.intermediate * layout.neuron_bytes[ffn.site.key] for ffn in layers),
-        tuple(layout.slots[ffn.site.key] // layout.cluster for ffn in layers),
+        sum(ffn.site.intermediate * store.neuron_bytes[ffn.site.key] for ffn in layers),
+        tuple(store.slots[ffn.site.key] // store.cluster for ffn in layers),
         sum(tensor.nbytes for tensors in small for tensor in tensors.values()),
     )
 
@@ -213,11 +201,22 @@ def _small_tensors(home: SparseLayer) -> dict[str, torch.Tensor]:
     return {role: tensor.detach().contiguous() for role, tensor in found.items() if tensor is not None}
 
 
-def _reader(ffn: SparseFFN, stack: ExitStack) -> Callable[[int, int], torch.Tensor]:
+class _InMemory:
+    """Tensors that are copied into a store."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return _bytes(self._tensors[name])[start:stop]
+
+
+def _reader(ffn: SparseFFN, opened: Callable[[Path], StoreReader]) -> Callable[[int, int], torch.Tensor]:
+    """What reads its neurons, from memory or from the store ``opened``."""
     if not isinstance(ffn, OffloadedFFN):
         return lambda first, last: ffn.neuron_rows[first:last]
-    reader = stack.enter_context(StoreReader(ffn.store.path))
-    return lambda first, last: reader.read_layer(ffn.store_layer, (first, last))
+    reader, index = opened(ffn.store.path), ffn.store_layer
+    return lambda first, last: reader.read_layer(index, (first, last))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,267 @@
+"""The one writer of neuron stores: what is in the file, in which order, and where (docs/FORMATS.md)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torch_pi2.base.crc32c import crc32c
+from torch_pi2.base.tensorfile import Spec, TensorWriter, in_file_order
+from torch_pi2.errors import ArtifactError
+from torch_pi2.formats import neuron_shape
+from torch_pi2.store.storefile import (
+    PIECE,
+    SHARD,
+    STORE_FORMAT,
+    SUPERBLOCK,
+    block_checks,
+    check_bytes,
+    format_fields,
+    metadata_check,
+    store_version,
+    tensor_check,
+)
+from torch_pi2.store.superblock import (
+    MOST_CLUSTER,
+    PAGE,
+    LayerEntry,
+    Superblock,
+    hash_bytes,
+    slot_bytes,
+    superblock_bytes,
+)
+from torch_pi2.types.method import PREDICTED
+from torch_pi2.types.plan import Plan
+from torch_pi2.types.shard import Shard
+from torch_pi2.types.site import FFNSite
+
+#: Bytes of a slot of several neurons, at most: devices read at full speed from this size on.
+_CLUSTER_BYTES = 1 << 18
+#: In the header until everything is written.
+_NO_CHECK = "0" * 8
+
+
+def largest_cluster(neuron_bytes: int) -> int:
+    """Neurons of a slot where all neurons of a layer are read together."""
+    most = max(1, min(MOST_CLUSTER, _CLUSTER_BYTES // neuron_bytes))
+    return 1 << (most.bit_length() - 1)
+
+
+@dataclass(frozen=True)
+class StoreLayer:
+    """One layer of a store that is being written.
+
+    Attributes:
+        site: the layer. n_hot: how many of its first neurons are computed densely.
+        format: of its neurons, such as ``int4``, or two of them, such as ``q4_k+int8``.
+        read: first, last -> rows of neurons ``[first, last)`` in plan order, ``[n, ...]`` of any dtype.
+    """
+
+    site: FFNSite
+    n_hot: int
+    format: str
+    read: Callable[[int, int], torch.Tensor]
+
+    @property
+    def tensors(self) -> tuple[str, str]:
+        """Names of its tensors in the file: slots, and checksums of the neurons."""
+        return f"{self.site.key}.bundles", f"{self.site.key}.checks"
+
+
+class StoreAssembly:
+    """A neuron store, ready to be written: its tensors in file order, its metadata, its superblock.
+
+    Args:
+        plan: of the whole model.
+        layers: of the store, in plan order.
+        groups: tensors that are copied as they are: plan, predictors and statistics, then weights. Each group begins
+            on a page.
+        source: name of such a tensor -> what has it: ``read_bytes(name, start, stop)`` and, where the bytes have a
+            checksum, ``compare(name, blocks)``.
+        weights: metadata of a weights file or store. provenance: where the store comes from, as JSON.
+        cluster: neurons of a slot. align: slots are multiples of so many bytes. None: what suits plan and neurons.
+        shard: which neurons of the plan's layers these are; None: all.
+
+    Attributes:
+        specs: all tensors. metadata: of the file; checksums of ``others`` are filled in by :meth:`write`.
+        others: names of the tensors in ``groups``. slots: layer key -> bytes from one slot to the next.
+        neuron_bytes: layer key -> bytes of one neuron.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        layers: Sequence[StoreLayer],
+        groups: Sequence[Mapping[str, Spec]],
+        source: Callable[[str], Any],
+        weights: Mapping[str, str],
+        provenance: str,
+        *,
+        cluster: int | None = None,
+        align: int | None = None,
+        shard: Shard | None = None,
+    ) -> None:
+        self._plan, self.layers, self._source, self._shard = plan, layers, source, shard
+        self.neuron_bytes = {
+            layer.site.key: math.prod(neuron_shape(layer.format, layer.site.rows_per_neuron, layer.site.hidden))
+            for layer in layers
+        }
+        self.cluster = cluster or self._default_cluster()
+        self.slots = {key: slot_bytes(self.cluster * size, align) for key, size in self.neuron_bytes.items()}
+        self.specs: dict[str, Spec] = {}
+        self.others: list[str] = []
+        self._paddings: list[str] = []
+        self._end = 0
+        self._place(groups)
+        self.metadata = self._metadata(weights, provenance)
+
+    def _default_cluster(self) -> int:
+        """One size for all layers: a place in the cache has to fit any slot."""
+        if any(layer.method in PREDICTED for layer in self._plan.layers):
+            return 1
+        return largest_cluster(max(self.neuron_bytes.values()))
+
+    def _place(self, groups: Sequence[Mapping[str, Spec]]) -> None:
+        self._add(SUPERBLOCK, superblock_bytes(len(self.layers)))
+        for layer in self.layers:
+            self._to_page()
+            self._add(layer.tensors[0], -(-layer.site.intermediate // self.cluster), self.slots[layer.site.key])
+        for layer in self.layers:
+            self._add(layer.tensors[1], 4 * layer.site.intermediate)
+        for group in groups:
+            names = in_file_order(group)
+            if names:
+                self._to_page()
+            for name in names:
+                self._put(name, group[name])
+            self.others += names
+
+    def _put(self, name: str, spec: Spec) -> None:
+        self.specs[name] = spec
+        self._end += spec.nbytes
+
+    def _add(self, name: str, *shape: int) -> None:
+        self._put(name, Spec(shape, torch.uint8))
+
+    def _to_page(self) -> None:
+        if self._end % PAGE:
+            self._paddings.append(f"pi2.padding.{len(self._paddings)}")
+            self._add(self._paddings[-1], -self._end % PAGE)
+
+    def _metadata(self, weights: Mapping[str, str], provenance: str) -> dict[str, str]:
+        found = dict(weights) | {
+            "pi2_format": STORE_FORMAT,
+            "pi2_version": store_version(weights),
+            "layers": json.dumps([layer.site.key for layer in self.layers]),
+            "orders_hash": self._plan.orders_hash,
+            "checks": json.dumps(dict.fromkeys(self.others, _NO_CHECK)),
+            "provenance": provenance,
+        }
+        found.pop(SHARD, None)
+        if self._shard is not None:
+            found[SHARD] = self._shard.to_json()
+        return found | {"metadata_check": metadata_check(found)}
+
+    def superblock(self, out: TensorWriter) -> Superblock:
+        """The superblock of the file ``out``, which knows where everything is.
+
+        Raises:
+            ArtifactError: the plan's model hash is no hexadecimal number.
+        """
+        entries = []
+        for layer in self.layers:
+            site, (slots, checks) = layer.site, layer.tensors
+            entries.append(
+                LayerEntry(
+                    slots=out.offset(slots),
+                    checks=out.offset(checks),
+                    neurons=site.intermediate,
+                    hidden=site.hidden,
+                    rows=site.rows_per_neuron,
+                    slot_bytes=self.slots[site.key],
+                    n_hot=layer.n_hot,
+                    layer=site.layer,
+                    cluster=self.cluster,
+                    chunk=0 if self._shard is None else self._shard.layers[site.key].chunk,
+                    **format_fields(layer.format, site.hidden),
+                )
+            )
+        try:
+            model_hash = hash_bytes(self._plan.model_hash)
+        except ValueError as error:
+            raise ArtifactError(
+                "the plan of a store",
+                expected="a hexadecimal model_hash",
+                found=repr(self._plan.model_hash),
+                fix="Make the folder again.",
+            ) from error
+        return Superblock(out.file_bytes, model_hash, tuple(entries))
+
+    def write(
+        self,
+        out: TensorWriter,
+        superblock: Superblock,
+        *,
+        done: int = 0,
+        checks: Mapping[str, str] | None = None,
+        written: Callable[[int, Mapping[str, str]], None] = lambda count, checks: None,
+    ) -> None:
+        """Write everything into ``out``, which has :attr:`specs` and :attr:`metadata`, a few MB at a time.
+
+        Args:
+            done: how many layers and other tensors are in the file already, and ``checks`` the checksums of the latter.
+            written: called after each layer and each other tensor with what ``done`` and ``checks`` are then.
+        """
+        out.write(SUPERBLOCK, torch.frombuffer(bytearray(superblock.pack()), dtype=torch.uint8))
+        for name in self._paddings:
+            out.write(name, torch.zeros(self.specs[name].shape, dtype=torch.uint8))
+        found = dict(checks or {})
+        for count, item in enumerate((*self.layers, *self.others), 1):
+            if count <= done:
+                continue
+            if isinstance(item, StoreLayer):
+                self._write_slots(item, out)
+            else:
+                found[item] = self._copy(item, out)
+            written(count, found)
+        out.set_metadata("checks", json.dumps({name: found[name] for name in self.others}))
+
+    def tensors_of(self, done: int) -> list[str]:
+        """Names of the tensors that are in a file of which so many layers and other tensors are ``done``."""
+        items = (*(layer.tensors for layer in self.layers), *((name,) for name in self.others))
+        return [name for names in items[:done] for name in names]
+
+    def _write_slots(self, layer: StoreLayer, out: TensorWriter) -> None:
+        slots_name, checks_name = layer.tensors
+        n_slots, per_slot = self.specs[slots_name].shape
+        step = max(1, PIECE // per_slot)
+        checks = []
+        for slot in range(0, n_slots, step):
+            count = min(step, n_slots - slot)
+            first, last = slot * self.cluster, min((slot + count) * self.cluster, layer.site.intermediate)
+            neuron_rows = layer.read(first, last).flatten(1).contiguous().view(torch.uint8)
+            checks.append(crc32c(neuron_rows))
+            slots = torch.zeros((count, per_slot), dtype=torch.uint8)
+            whole, size = (last - first) // self.cluster, neuron_rows.shape[1]
+            slots[:whole, : self.cluster * size] = neuron_rows[: whole * self.cluster].reshape(whole, -1)
+            if whole < count:  # the layer's last slot, of fewer neurons
+                rest = neuron_rows[whole * self.cluster :].flatten()
+                slots[whole, : len(rest)] = rest
+            out.write(slots_name, slots, row=slot)
+        out.write(checks_name, check_bytes(torch.cat(checks)))
+
+    def _copy(self, name: str, out: TensorWriter) -> str:
+        """Copy a tensor; its checksum."""
+        spec, source, blocks = self.specs[name], self._source(name), []
+        for start in range(0, spec.nbytes, PIECE):
+            data = source.read_bytes(name, start, min(start + PIECE, spec.nbytes))
+            blocks.append(block_checks(data))
+            out.write_bytes(name, data, start)
+        if hasattr(source, "compare"):
+            source.compare(name, blocks)
+        return tensor_check(name, spec, blocks)
