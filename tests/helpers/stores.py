@@ -15,12 +15,12 @@ import torch
 import torch_pi2
 from torch_pi2.base.crc32c import crc32c_by_table
 from torch_pi2.base.tensorfile import Spec, TensorWriter
-from torch_pi2.checkpoint import pack as packing
 from torch_pi2.predict.file import save_predictors
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import PADDING, StoreReader, part_of
 from torch_pi2.store.superblock import Superblock
 from torch_pi2.store.weights import metadata, neuron_specs
+from torch_pi2.store.writer import StoreAssembly
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import FFNSite, LinearRef
 
@@ -78,7 +78,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 def stopped(error: BaseException, monkeypatch: pytest.MonkeyPatch, source: Path, out: Path, **options: Any) -> None:
     """``pack`` that raises ``error`` at the second layer."""
-    real, calls = packing._write_layer, []
+    real, calls = StoreAssembly._write_slots, []
 
     def write(*args: Any) -> None:
         calls.append(args)
@@ -87,7 +87,7 @@ def stopped(error: BaseException, monkeypatch: pytest.MonkeyPatch, source: Path,
         real(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "_write_layer", write)
+        patch.setattr(StoreAssembly, "_write_slots", write)
         with pytest.raises(type(error)):
             pack(source, out, **options)
 

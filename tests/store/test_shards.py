@@ -22,6 +22,7 @@ from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.shards import shards_in
 from torch_pi2.store.storefile import StoreReader
+from torch_pi2.store.writer import StoreAssembly
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.shard import GroupConfig, Shard, ShardLayer
 
@@ -80,10 +81,8 @@ def test_a_shard_has_its_neurons_and_nothing_of_the_others(tmp_path: Path) -> No
 
 
 def test_packing_goes_on_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_pi2.checkpoint import pack as packing
-
     base = _store(tmp_path / "base")
-    real, calls = packing._write_layer, list[Any]()
+    real, calls = StoreAssembly._write_slots, list[Any]()
 
     def write(*args: Any) -> None:
         calls.append(args)
@@ -92,7 +91,7 @@ def test_packing_goes_on_after_a_kill(tmp_path: Path, monkeypatch: pytest.Monkey
         real(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "_write_layer", write)
+        patch.setattr(StoreAssembly, "_write_slots", write)
         with pytest.raises(KeyboardInterrupt):
             torch_pi2.pack(base / "store", base / "2", ranks=2)
     assert not (base / "2").exists()

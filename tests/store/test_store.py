@@ -221,7 +221,7 @@ def test_everything_comes_back(tmp_path: Path, align: int | None, cluster: int |
 
 
 def test_pieces_do_not_show(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("checkpoint.pack", "store.storefile"):
+    for module in ("store.writer", "store.storefile"):
         monkeypatch.setattr(f"torch_pi2.{module}.PIECE", 4096)
     pack(toys / "in", tmp_path / "out")
     assert store_of(tmp_path / "out").read_bytes() == store_of(toys / "out").read_bytes()
@@ -406,7 +406,7 @@ def test_killed_at_any_moment_shards_go_on(tmp_path: Path, by: str) -> None:
 
 def _shards_stopped(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, at: str, calls: int, **how: Any) -> None:
     """``pack`` of two shards that is interrupted at such a call of its own function ``at``."""
-    real, left = getattr(packing, at), [calls]
+    real, left = getattr(packing._Packer, at), [calls]
 
     def counted(*args: Any) -> Any:
         left[0] -= 1
@@ -415,7 +415,7 @@ def _shards_stopped(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, at
         return real(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(packing, at, counted)
+        patched.setattr(packing._Packer, at, counted)
         with pytest.raises(KeyboardInterrupt):
             pack(source, out, ranks=2, **how)
 
@@ -424,7 +424,7 @@ def test_a_finished_shard_of_another_configuration_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, out = toy(tmp_path / "in", (130, 70)), tmp_path / "out"
-    _shards_stopped(source, out, monkeypatch, "_pack", 2)
+    _shards_stopped(source, out, monkeypatch, "pack", 2)
     (source / "config.json").write_text('{"rms_norm_eps": 0.5}')
     assert pack(source, out, ranks=2).resumed_layers == 0
     said = [json.loads((out / f"rank-{rank}-of-2" / "config.json").read_text()) for rank in (0, 1)]
@@ -434,9 +434,9 @@ def test_a_finished_shard_of_another_configuration_is_written_again(
 def test_a_shard_that_is_begun_anew_is_finished_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever goes back to the settings before would take what is left of it for a whole one."""
     source, out, partial = toy(tmp_path / "in", (130, 70)), tmp_path / "out", tmp_path / ".out.partial"
-    _shards_stopped(source, out, monkeypatch, "_pack", 2)
+    _shards_stopped(source, out, monkeypatch, "pack", 2)
     assert (partial / "rank-0-of-2.done").is_file()
-    _shards_stopped(source, out, monkeypatch, "_layout", 1, slot_align=1024)
+    _shards_stopped(source, out, monkeypatch, "_assembly", 1, slot_align=1024)
     assert not (partial / "rank-0-of-2.done").exists()
     assert (partial / "rank-0-of-2" / "config.json").is_file()
     pack(source, out, ranks=2)

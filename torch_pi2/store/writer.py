@@ -248,7 +248,9 @@ class StoreAssembly:
             checks.append(crc32c(neuron_rows))
             slots = torch.zeros((count, per_slot), dtype=torch.uint8)
             whole, size = (last - first) // self.cluster, neuron_rows.shape[1]
-            slots[:whole, : self.cluster * size] = neuron_rows[: whole * self.cluster].reshape(whole, -1)
+            slots[:whole, : self.cluster * size] = neuron_rows[: whole * self.cluster].reshape(
+                whole, self.cluster * size
+            )
             if whole < count:  # the layer's last slot, of fewer neurons
                 rest = neuron_rows[whole * self.cluster :].flatten()
                 slots[whole, : len(rest)] = rest
