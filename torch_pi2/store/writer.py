@@ -221,7 +221,8 @@ class StoreAssembly:
         for name in self._paddings:
             out.write(name, torch.zeros(self.specs[name].shape, dtype=torch.uint8))
         found = dict(checks or {})
-        for count, item in enumerate((*self.layers, *self.others), 1):
+        items: list[StoreLayer | str] = [*self.layers, *self.others]
+        for count, item in enumerate(items, 1):
             if count <= done:
                 continue
             if isinstance(item, StoreLayer):
