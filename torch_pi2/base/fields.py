@@ -1,24 +1,46 @@
-"""``Field``: a value out of a file or from a caller, taken only as what it has to be: type, range, finiteness."""
+"""The one validator: values from files and from callers, checked for type, range and finiteness.
+
+* :class:`Field` is one value and the path that leads to it, with a method for each kind of value.
+* :func:`from_json` reads a dataclass from parsed JSON by its annotations, and :func:`to_json` is its inverse.
+* :func:`check_fields` and :func:`check` compare what callers pass with annotations.
+
+``limited`` gives a dataclass field its range or its choices, which all of these obey; ``Annotated[int, Limits(1)]``
+does so in files for one without a default.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import numbers
 import os
 import reprlib
-from collections.abc import Collection, Iterable
+import types
+import typing
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
 
-#: Numbers of at most this: sums and products of a few such are finite, and whole ones are exact as floats.
+T = TypeVar("T")
+
+#: Largest number in a file: sums and products of a few such are finite, and whole ones are exact as floats.
 MOST = 1e15
-#: What is not there; None may be.
+#: Stands for a value that is missing; None may be a value.
 MISSING: Any = object()
+#: Largest numbers that callers may pass: whole ones as the core and PyTorch's generators have them.
+_MOST_WHOLE: Any = 1 << 62
+_MOST_NUMBER: Any = 1e300
+_WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a finite number", type(None): "None"}
+#: What is expected in place of a larger number.
+_SMALLER = {int: "a whole number between -2^62 and 2^62", float: "a number between -1e300 and 1e300"}
 
 
 class _Short(reprlib.Repr):
-    """Long texts and lists are cut, and what is no JSON is told by its type."""
+    """Long texts and lists are cut; what JSON cannot hold is described by its type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,23 +62,57 @@ _SHORT = _Short()
 
 
 def shown(value: object) -> str:
-    """``value`` in a message: short whatever it is."""
+    """``value`` for a message: short, whatever it is."""
     return _SHORT.repr(value)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Range of a number (``above``, ``below``: without the ends), choices of a text, and whether files may omit it."""
+
+    least: float = 0.0
+    most: float = MOST
+    above: bool = False
+    below: bool = False
+    choices: Collection[str] | None = None
+    optional: bool = False
+
+
+_NO_LIMITS = Limits()
+
+
+def limited(
+    least: float = 0.0,
+    most: float = MOST,
+    *,
+    above: bool = False,
+    below: bool = False,
+    choices: Collection[str] | None = None,
+    optional: bool = False,
+    **more: Any,
+) -> Any:
+    """A dataclass field with :class:`Limits`. ``more`` goes to ``dataclasses.field``, such as ``default``."""
+    return field(metadata={"limits": Limits(least, most, above, below, choices, optional)}, **more)
+
+
+def optional(default: Any) -> Any:
+    """A dataclass field that files of older versions do not have."""
+    return limited(optional=True, default=default)
 
 
 class Field:
     """A value, and the ``path`` that leads to it in messages.
 
-    Every method gives the value as what it is named for, or raises ``error``.
+    Every method returns the value as the kind it is named for, or raises ``error``.
     """
 
     def __init__(self, value: Any, path: str, fix: str, error: type[Pi2Error] = ArtifactError) -> None:
         self.value, self.path, self.fix, self.error = value, path, fix, error
 
     def wrong(self, expected: str, found: object = MISSING) -> NoReturn:
-        """Raises ``error``; ``found``: instead of the value, in words if it is text."""
-        said = shown(self.value) if found is MISSING else found if isinstance(found, str) else shown(found)
-        raise self.error(self.path, expected=expected, found=said, fix=self.fix)
+        """Raises ``error``; ``found`` replaces the value in the message, in words if it is text."""
+        words = shown(self.value) if found is MISSING else found if isinstance(found, str) else shown(found)
+        raise self.error(self.path, expected=expected, found=words, fix=self.fix)
 
     def names(self, needed: Iterable[str] = (), allowed: Iterable[str] | None = ()) -> dict[str, Any]:
         """An object with the fields ``needed``, and no others than ``allowed`` (None: any)."""
@@ -72,7 +128,7 @@ class Field:
         return self.value
 
     def at(self, name: str | int, default: Any = MISSING) -> Field:
-        """A field of an object, or an element of a list, that is known to be one; ``default`` if it is not there."""
+        """A field of an object, or an element of a list that is known to be one; ``default`` if it is missing."""
         if isinstance(name, str) and default is not MISSING:
             value = self.names(allowed=None).get(name, default)
         elif isinstance(name, str):
@@ -88,12 +144,12 @@ class Field:
     def items(self, least: int = 0, most: float = math.inf) -> list[Field]:
         """The elements of a list of ``least`` to ``most``."""
         if not isinstance(self.value, list | tuple) or not least <= len(self.value) <= most:
-            many = f"{least}" if least == most else _range(least, most)
+            many = f"{least}" if least == most else _range(Limits(least, most))
             self.wrong("a list" + (f" of {many}" if least or most < math.inf else ""))
         return [self.at(i) for i in range(len(self.value))]
 
     def text(self, choices: Collection[str] | None = None, *, empty: bool = False) -> str:
-        """Text that can be written as UTF-8, of ``choices`` if there are such; not blank unless ``empty``."""
+        """Text that can be written as UTF-8, one of ``choices`` if there are any; not blank unless ``empty``."""
         good = isinstance(self.value, str) and (empty or bool(self.value.strip()))
         if not good or (choices is not None and self.value not in choices):
             self.wrong("text" if choices is None else " or ".join(choices))
@@ -107,31 +163,63 @@ class Field:
         return self.value
 
     def whole(self, least: int = 0, most: int = int(MOST)) -> int:
-        if not isinstance(self.value, int) or isinstance(self.value, bool) or not least <= self.value <= most:
-            self.wrong(f"a whole number, {_range(least, most, said=self._too_large(most))}")
+        if not _is_whole(self.value) or not least <= self.value <= most:
+            self.wrong(f"a whole number, {_range(Limits(least, most), self.value)}")
         return int(self.value)
 
-    def number(self, least: float = 0, most: float = MOST, *, above: bool = False) -> float:
-        """A finite number of ``least`` to ``most``; ``above``: more than ``least``."""
-        good = isinstance(self.value, int | float) and not isinstance(self.value, bool)
-        if not good or not (least < self.value if above else least <= self.value) or not self.value <= most:
-            self.wrong(f"a number, {_range(least, most, above, self._too_large(most))}")
+    def number(self, least: float = 0, most: float = MOST, *, above: bool = False, below: bool = False) -> float:
+        """A finite number of ``least`` to ``most``; ``above``, ``below``: without these ends."""
+        good = isinstance(self.value, numbers.Real) and not isinstance(self.value, bool)
+        good = good and (least < self.value if above else least <= self.value)
+        if not good or not (self.value < most if below else self.value <= most):
+            self.wrong(f"a number, {_range(Limits(least, most, above, below), self.value)}")
         return float(self.value)
 
-    def _too_large(self, most: float) -> bool:
-        return isinstance(self.value, int | float) and most < self.value < math.inf
-
     def path_name(self) -> Path:
-        """The name of a file or folder, which may or may not be there."""
+        """The name of a file or folder, which need not exist."""
         if not isinstance(self.value, str | os.PathLike) or not str(self.value) or "\0" in str(self.value):
             self.wrong("the name of a file or folder")
         return Path(self.value)
 
+    def take(self, hint: Any, limits: Limits = _NO_LIMITS) -> Any:
+        """The value as the annotation ``hint`` says: JSON's objects become dataclasses, its lists tuples."""
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if origin in (types.UnionType, typing.Union):  # X | None
+            return None if self.value is None else self.take(arguments[0], limits)
+        if origin is typing.Annotated:  # [X, Limits]
+            return self.take(arguments[0], arguments[1])
+        if origin is tuple:
+            return tuple(item.take(arguments[0], limits) for item in self.items())
+        if origin is not None:  # Mapping[str, X]
+            return {key: item.take(arguments[1], limits) for key, item in self.each().items()}
+        if is_dataclass(hint):
+            return self._dataclass(typing.cast(type, hint))
+        if hint is str:
+            return self.text(limits.choices, empty=True)
+        if hint is bool:
+            return self.flag()
+        if hint is float:
+            return self.number(limits.least, limits.most, above=limits.above, below=limits.below)
+        return self.whole(int(limits.least), int(limits.most)) if hint is int else self.value
 
-def _range(least: float, most: float, above: bool = False, said: bool = False) -> str:
-    """``said``: whether ``most`` is, even if hardly anybody has more."""
-    low = f"above {_plain(least)}" if above else f"{_plain(least)} or more"
-    return low if most >= MOST and not said else f"{low}, at most {_plain(most)}"
+    def _dataclass(self, kind: type[T]) -> T:
+        known, hints = _public_fields(kind), _hints(typing.cast(Any, kind))
+        later = [f.name for f in known if _limits(f).optional]
+        present = self.names([f.name for f in known if f.name not in later], later)
+        return kind(**{f.name: self.at(f.name).take(hints[f.name], _limits(f)) for f in known if f.name in present})
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _range(limits: Limits, found: object = None) -> str:
+    """In words; a ``most`` that hardly anybody exceeds is mentioned only to those who do."""
+    low = f"above {_plain(limits.least)}" if limits.above else f"{_plain(limits.least)} or more"
+    exceeded = isinstance(found, int | float) and limits.most < found < math.inf
+    if limits.most >= MOST and not exceeded:
+        return low
+    return f"{low}, {'below' if limits.below else 'at most'} {_plain(limits.most)}"
 
 
 def _plain(value: float) -> str:
@@ -139,5 +227,94 @@ def _plain(value: float) -> str:
 
 
 def argument(value: Any, name: str, fix: str = "Correct it.") -> Field:
-    """What a caller passed as ``name``; wrong ones are a ConfigError."""
+    """What a caller passed as ``name``; a wrong value is a ConfigError."""
     return Field(value, name, fix, ConfigError)
+
+
+def to_json(value: Any) -> Any:
+    """A dataclass as ``json.dumps`` takes it, without fields whose names begin with ``_``."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in _public_fields(type(value))}
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    return [to_json(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def from_json(kind: type[T], value: Any, path: str, fix: str = "Correct it, or make it again.") -> T:
+    """Inverse of :func:`to_json`; for messages, ``path`` leads to the value and ``fix`` says what to do.
+
+    Raises:
+        ArtifactError: a field is missing, unknown, or not what its annotation and limits allow.
+    """
+    return Field(value, path, fix).take(kind)  # type: ignore[no-any-return]
+
+
+def check_fields(made: Any) -> None:
+    """For ``__post_init__`` of a dataclass. Raises ConfigError: a field is not what its annotation and limits allow."""
+    hints = _hints(typing.cast(Any, type(made)))
+    for one in fields(made):
+        if one.init:
+            check(hints[one.name], getattr(made, one.name), f"{type(made).__name__}.{one.name}", one.metadata)
+
+
+def check(hint: Any, value: Any, name: str, metadata: Mapping[str, Any] = types.MappingProxyType({})) -> None:
+    """Raises ConfigError unless what a caller passed as ``name`` fits its annotation, and its limits if it has any."""
+    kinds = _kinds(hint)
+    if not any(_is(kind, value) for kind in kinds):
+        words = _WORDS | (_SMALLER if isinstance(value, numbers.Real) and abs(value) >= _MOST_WHOLE else {})
+        expected = " or ".join(dict.fromkeys(words.get(kind) or f"a {kind.__name__}" for kind in kinds))
+        if str in kinds and Path in kinds:
+            expected = expected.replace("text or a Path", "the name of a file or folder")
+        argument(value, name).wrong(expected)
+    if "limits" in metadata:
+        argument(value, name).take(hint, metadata["limits"])
+    for part in _alternatives(hint):
+        if isinstance(value, Mapping) and typing.get_origin(part) is Mapping:
+            for key, element in value.items():
+                check(typing.get_args(part)[1], element, f"{name}[{shown(key)}]")
+
+
+def _public_fields(kind: Any) -> list[dataclasses.Field[Any]]:
+    return [f for f in fields(kind) if not f.name.startswith("_")]
+
+
+def _limits(one: dataclasses.Field[Any]) -> Limits:
+    return typing.cast(Limits, one.metadata.get("limits", _NO_LIMITS))
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """The types that an annotation allows; ``object`` for what cannot be compared."""
+    if hint is None:
+        return (type(None),)
+    if isinstance(hint, TypeVar):
+        return _kinds(hint.__bound__ or Any)
+    if len(parts := _alternatives(hint)) > 1:
+        return tuple(kind for part in parts for kind in _kinds(part))
+    kind = typing.get_origin(hint) or hint
+    known = isinstance(kind, type) and kind is not Any
+    if getattr(kind, "_is_protocol", False):
+        known = getattr(kind, "_is_runtime_protocol", False)
+    return (kind,) if known else (object,)
+
+
+def _is(kind: Any, value: Any) -> bool:
+    if isinstance(value, bool):
+        return kind in (bool, object)
+    if kind is int:
+        return isinstance(value, numbers.Integral) and abs(int(value)) < _MOST_WHOLE
+    if kind is float:
+        return isinstance(value, numbers.Real) and -_MOST_NUMBER < value < _MOST_NUMBER
+    if kind is Path:
+        return isinstance(value, os.PathLike) and "\0" not in os.fspath(value)
+    if kind is str:
+        return isinstance(value, str) and "\0" not in value
+    return isinstance(value, kind) and not (kind is Sequence and isinstance(value, str | bytes))

@@ -152,9 +152,9 @@ def shown(data: dict[str, Any] | None) -> str:
     """A verdict as ``--json`` has it, as lines; nothing if there is none."""
     if data is None:
         return ""
-    from torch_pi2.machine.json import from_plain
+    from torch_pi2.base.fields import from_json
     from torch_pi2.types.verdict import Verdict
 
-    verdict = from_plain(Verdict, {k: v for k, v in data.items() if k not in ("format", "version")}, "verdict")
+    verdict = from_json(Verdict, {k: v for k, v in data.items() if k not in ("format", "version")}, "verdict")
     lines = (f"{name + ':':10}{value}" for name, value in verdict.lines().items())
     return "\n" + "\n".join(textwrap.fill(line, 80, subsequent_indent=10 * " ") for line in lines)

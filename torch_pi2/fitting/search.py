@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torch_pi2.base.arguments import check_values
+from torch_pi2.base.fields import limited
 from torch_pi2.base.ranks import Ranks
 from torch_pi2.fitting.kept import Kept
 from torch_pi2.fitting.train import calibrate, train_matrices
@@ -39,22 +39,13 @@ class FitSettings(Config):
         max_bytes: bound on the memory of the samples of all layers, where they are in memory.
     """
 
-    margin: float = 0.5
-    weight_bits: float = 16.0
+    margin: float = limited(0, 1, above=True, default=0.5)
+    weight_bits: float = limited(above=True, default=16.0)
     n_tokens: int = 20_000
     eval_tokens: int = 16_384
     steps: int = 500
-    max_rounds: int = 24
+    max_rounds: int = limited(1, default=24)
     max_bytes: int = 2 << 30
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks = (
-            ("margin", 0 < self.margin <= 1, "more than 0, at most 1"),
-            ("weight_bits", self.weight_bits > 0, "more than 0"),
-            ("max_rounds", self.max_rounds >= 1, "at least 1"),
-        )
-        check_values(self, checks, "{}", "Leave it out for the default.")
 
 
 def initial_rank(site: FFNSite, active_share: float, skew: float) -> int:

@@ -23,11 +23,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from torch_pi2.base.fields import from_json, limited, optional, to_json
 from torch_pi2.base.files import atomic_write, parse_json, read_text
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import FLOATS, FORMATS, GGML, formats_of
-from torch_pi2.machine.json import from_plain, later, limited, to_plain, wrong
-from torch_pi2.machine.reads import Reads, check_reads
+from torch_pi2.machine.reads import FIX, Reads, check_reads, wrong
 
 FORMAT = "torch_pi2.hardware"
 VERSION = 1
@@ -179,7 +179,7 @@ class Accelerator:
     shared_gb_per_s: float = limited(above=True)
     gmacs_per_s: float = limited(above=True)
     merge_us: float = limited()
-    holds_rest: bool = later(False)
+    holds_rest: bool = optional(False)
 
     def ffn_us(self, *, batch: int, neurons: int, hidden: int, rows: int, weight_bits: float) -> float:
         """Microseconds of ``rows`` rows of ``neurons`` neurons, dense: the longer of reading and multiplying them."""
@@ -356,12 +356,12 @@ class Hardware:
     @property
     def hash(self) -> str:
         """SHA-256 of the numbers: the same for machines that are the same to a planner, whatever they are called."""
-        numbers = {k: v for k, v in to_plain(self).items() if k not in ("name", "machine", "versions", "notes")}
+        numbers = {k: v for k, v in to_json(self).items() if k not in ("name", "machine", "versions", "notes")}
         return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> str:
         """Text of a file; the same numbers give the same text."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **to_plain(self)}, indent=1, sort_keys=True) + "\n"
+        return json.dumps({"format": FORMAT, "version": VERSION, **to_json(self)}, indent=1, sort_keys=True) + "\n"
 
     @staticmethod
     def from_json(text: str, where: str = "hardware profile") -> Hardware:
@@ -371,7 +371,7 @@ class Hardware:
             ArtifactError: not such a file, or a number in it makes no sense; names ``where`` and the field.
         """
         data = parse_json(text, where, FORMAT, VERSION)
-        made = from_plain(Hardware, {k: v for k, v in data.items() if k not in ("format", "version")}, where)
+        made = from_json(Hardware, {k: v for k, v in data.items() if k not in ("format", "version")}, where, FIX)
         _check(made, where)
         return made
 

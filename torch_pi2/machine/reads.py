@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from typing import NoReturn
 
-from torch_pi2.machine.json import limited, wrong
+from torch_pi2.base.fields import MISSING, Field, limited
 
 #: Depths that a plan may choose.
 DEPTHS = (1, 2, 4, 8, 16, 32, 64)
@@ -23,6 +24,13 @@ _ENOUGH = 0.97
 _ROUNDING = 1 + 1e-9
 
 Key = tuple[int, int, int]
+
+FIX = "Measure again with `torch-pi2 doctor --measure`, or correct the file; its format is in docs/HARDWARE.md."
+
+
+def wrong(path: str, expected: str, found: object) -> NoReturn:
+    """Raises ArtifactError about the part of a hardware profile to which ``path`` leads."""
+    Field(MISSING if found is None else found, path, FIX).wrong(expected)
 
 
 @dataclass(frozen=True)

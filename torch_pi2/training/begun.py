@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from torch_pi2.base.fields import from_json, to_json
 from torch_pi2.base.files import atomic_write, parse_json, read_text, writing
 from torch_pi2.errors import StaleArtifactError
-from torch_pi2.machine.json import from_plain, to_plain
 from torch_pi2.training.settings import SparsifySettings
 from torch_pi2.training.zeros import Measured
 
@@ -31,7 +31,7 @@ class Begun:
         """Raises ArtifactError: it cannot be written."""
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        about = {"format": FORMAT, "version": VERSION, **to_plain(self)}
+        about = {"format": FORMAT, "version": VERSION, **to_json(self)}
         atomic_write(folder / BEGUN_FILE, json.dumps(about, indent=1) + "\n")
 
     @classmethod
@@ -42,7 +42,7 @@ class Begun:
             return None
         data = parse_json(read_text(path), path, FORMAT, VERSION)
         fields = {name: value for name, value in data.items() if name not in ("format", "version")}
-        return from_plain(cls, fields, str(path), _FIX)
+        return from_json(cls, fields, str(path), _FIX)
 
     def check(self, settings: SparsifySettings, model: str, text: str, folder: Path) -> None:
         """Raises StaleArtifactError: this is another training than that of ``settings``, ``model`` and ``text``."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict
 
-from torch_pi2.base.arguments import check_fields, check_values
+from torch_pi2.base.fields import argument, check_fields, limited
 
 #: ``relu-gate``: ``relu(gate) * up``, or ``relu(up)`` of plain FFNs; ``drelu``: ``relu(gate) * relu(up)``.
 ACTIVATIONS = ("relu-gate", "drelu")
+#: Steps between two looks at the zeros, after which the weight of the penalty changes.
+STEER_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -32,42 +34,30 @@ class SparsifySettings:
         seed: of every random choice.
     """
 
-    activation: str = "relu-gate"
-    target_sparsity: float = 0.95
-    steps: int = 0
-    batch: int = 16
-    window: int = 512
-    accumulate: int = 1
-    learning_rate: float = 5e-5
-    lora: int = 0
-    distill: float = 0.0
+    activation: str = limited(choices=ACTIVATIONS, default="relu-gate")
+    target_sparsity: float = limited(0, 1, above=True, below=True, default=0.95)
+    steps: int = limited(default=0)
+    batch: int = limited(1, default=16)
+    window: int = limited(2, default=512)
+    accumulate: int = limited(1, default=1)
+    learning_rate: float = limited(0, 1, above=True, default=5e-5)
+    lora: int = limited(default=0)
+    distill: float = limited(0, 1, default=0.0)
     revive: bool = False
     bf16: bool = True
-    save_every: int = 0
-    seed: int = 0
+    save_every: int = limited(default=0)
+    seed: int = limited(0, (1 << 32) - 1, default=0)
 
     def __post_init__(self) -> None:
         check_fields(self)
         checks = (
-            ("activation", self.activation in ACTIVATIONS, " or ".join(ACTIVATIONS)),
-            ("target_sparsity", 0 < self.target_sparsity < 1, "between 0 and 1"),
-            ("steps", self.steps >= 0, "0 (one pass over the text) or more"),
-            ("batch", self.batch >= 1, "at least 1"),
-            ("window", self.window >= 2, "at least 2"),
-            ("accumulate", self.accumulate >= 1, "at least 1"),
             ("batch", self.batch % self.accumulate == 0, f"a multiple of accumulate ({self.accumulate})"),
-            ("learning_rate", 0 < self.learning_rate <= 1, "more than 0, at most 1"),
-            ("lora", self.lora >= 0, "0 (none) or a rank"),
-            ("distill", 0 <= self.distill <= 1, "from 0 to 1"),
             ("revive", not (self.revive and self.lora), "False with lora, which does not train the rows"),
-            ("save_every", self.save_every >= 0 and self.save_every % STEER_EVERY == 0, "a multiple of 10"),
-            ("seed", 0 <= self.seed < 1 << 32, "from 0 to below 2^32"),
+            ("save_every", self.save_every % STEER_EVERY == 0, f"a multiple of {STEER_EVERY}"),
         )
-        check_values(self, checks, "sparsify({}=...)", "Correct it.")
-
-
-#: Steps between two looks at the zeros, after which the weight of the penalty changes.
-STEER_EVERY = 10
+        for name, good, expected in checks:
+            if not good:
+                argument(getattr(self, name), f"SparsifySettings.{name}").wrong(expected)
 
 
 class SparsifyFields(TypedDict, total=False):

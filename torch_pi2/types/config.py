@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict
 
-from torch_pi2.base.arguments import check_fields, check_values
+from torch_pi2.base.fields import argument, check_fields, limited
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS, FLOAT, QUANTIZED
 from torch_pi2.types.method import Method
@@ -67,43 +67,29 @@ class Config:
         seed: of every random choice.
     """
 
-    method: str = "auto"
-    hot_frequency: float = 0.4
-    target_recall: float = 0.9
-    tolerance: float = 0.01
-    sparsity: float = 0.5
-    score: str = "gate"
-    max_loss: float | None = None
-    weights: str = "float"
-    activations: str = "float"
-    quantization: str = "rtn"
-    calibration_tokens: int = 40_000
-    batch_size: int = 8
-    seq_len: int = 128
-    seed: int = 0
+    method: str = limited(choices=METHODS, default="auto")
+    hot_frequency: float = limited(0, 1.01, above=True, default=0.4)
+    target_recall: float = limited(0, 1, above=True, below=True, default=0.9)
+    tolerance: float = limited(above=True, default=0.01)
+    sparsity: float = limited(0, 1, below=True, default=0.5)
+    score: str = limited(choices=SCORES, default="gate")
+    max_loss: float | None = limited(above=True, default=None)
+    weights: str = limited(choices=WEIGHTS, default=FLOAT)
+    activations: str = limited(choices=ACTIVATIONS, default=FLOAT)
+    quantization: str = limited(choices=QUANTIZATIONS, default="rtn")
+    calibration_tokens: int = limited(64, default=40_000)
+    batch_size: int = limited(1, default=8)
+    seq_len: int = limited(2, default=128)
+    seed: int = limited(0, 1 << 62, default=0)
 
     def __post_init__(self) -> None:
         check_fields(self)
-        checks = (
-            ("method", self.method in METHODS, ", ".join(METHODS)),
-            ("hot_frequency", 0 < self.hot_frequency <= 1.01, "more than 0, at most 1 (1.01: none hot)"),
-            ("target_recall", 0 < self.target_recall < 1, "between 0 and 1"),
-            ("tolerance", self.tolerance > 0, "more than 0 (0.01 is 1 %)"),
-            ("sparsity", 0 <= self.sparsity < 1, "from 0 to below 1"),
-            ("score", self.score in SCORES, ", ".join(SCORES)),
-            ("max_loss", self.max_loss is None or self.max_loss > 0, "more than 0 (0.01 is 1 %), or None"),
-            ("weights", self.weights in WEIGHTS, ", ".join(WEIGHTS)),
-            ("activations", self.activations in ACTIVATIONS, ", ".join(ACTIVATIONS)),
-            ("activations", self.activations == "float" or self.weights != "float", "float with weights='float'"),
-            ("quantization", self.quantization in QUANTIZATIONS, ", ".join(QUANTIZATIONS)),
-            ("quantization", self.quantization == "rtn" or self.weights != "float", "rtn with weights='float'"),
-            ("quantization", self.quantization != "weighted" or self.weights != "int8", "rtn or gptq with int8"),
-            ("calibration_tokens", self.calibration_tokens >= 64, "at least 64"),
-            ("batch_size", self.batch_size >= 1, "at least 1"),
-            ("seq_len", self.seq_len >= 2, "at least 2"),
-            ("seed", self.seed >= 0, "0 or more"),
-        )
-        check_values(self, checks, "Config.{}", "Leave it out for the default.")
+        if self.weights == FLOAT:
+            for name, value in (("activations", FLOAT), ("quantization", "rtn")):
+                if getattr(self, name) != value:
+                    argument(getattr(self, name), f"Config.{name}").wrong(f"{value} with weights='float'")
+        if self.quantization == "weighted" and self.weights == "int8":
+            argument(self.quantization, "Config.quantization").wrong("rtn or gptq with int8")
 
 
 class ConfigFields(TypedDict, total=False):

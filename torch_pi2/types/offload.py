@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_pi2.base.arguments import check_fields
-from torch_pi2.errors import ConfigError, check_choice
+from torch_pi2.base.fields import argument, check_fields, limited
 from torch_pi2.machine.device import find_device
 
 _MOST_THREADS = 1 << 16
@@ -70,73 +69,32 @@ class OffloadConfig:
             is not slowed down. Not with ``mmap``.
     """
 
-    engine: str = "auto"
-    policy: str = "lfu"
-    io_threads: int = 64
+    engine: str = limited(choices=ENGINES, default="auto")
+    policy: str = limited(choices=POLICIES, default="lfu")
+    io_threads: int = limited(1, _MOST_THREADS, default=64)
     direct: bool = True
     verify: bool = True
     pipeline: bool = True
-    window: int = 0
-    in_flight: int = 8
-    run_bytes: int = 1 << 18
-    gap_bytes: int = 1 << 14
-    hot_share: float | None = None
+    window: int = limited(default=0)
+    in_flight: int = limited(1, default=8)
+    run_bytes: int = limited(512, default=1 << 18)
+    gap_bytes: int = limited(default=1 << 14)
+    hot_share: float | None = limited(0, 1, default=None)
     preload: bool = True
     lookahead: bool = False
     spin: bool = True
-    miss_margin: float = 0.0
-    drop_experts: float = 0.0
+    miss_margin: float = limited(default=0.0)
+    drop_experts: float = limited(0, 1, default=0.0)
     device: str | Path | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name, allowed in (("engine", ENGINES), ("policy", POLICIES)):
-            check_choice(f"OffloadConfig.{name}", getattr(self, name), allowed, "Choose one of them.")
-        if self.hot_share is not None and not 0 <= self.hot_share <= 1:
-            raise ConfigError(
-                "OffloadConfig.hot_share",
-                expected="0 to 1",
-                found=str(self.hot_share),
-                fix="It is a share of the cache.",
-            )
-        for name, least in (("io_threads", 1), ("in_flight", 1), ("run_bytes", 512), ("gap_bytes", 0), ("window", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(
-                    f"OffloadConfig.{name}",
-                    expected=f"{least} or more",
-                    found=str(getattr(self, name)),
-                    fix="Choose a larger number.",
-                )
-        if self.miss_margin < 0:
-            raise ConfigError(
-                "OffloadConfig.miss_margin",
-                expected="0 (every neuron that is wanted) or a larger number",
-                found=str(self.miss_margin),
-                fix="Begin with 1, and see what it costs with torch-pi2 eval.",
-            )
-        if not 0 <= self.drop_experts <= 1:
-            raise ConfigError(
-                "OffloadConfig.drop_experts",
-                expected="0 (every expert that is chosen) to 1",
-                found=str(self.drop_experts),
-                fix="It is a share of a token's weight. Begin with 0.1, and see what it costs with torch-pi2 eval.",
-            )
-        if self.io_threads > _MOST_THREADS:
-            raise ConfigError(
-                "OffloadConfig.io_threads",
-                expected=f"at most {_MOST_THREADS}",
-                found=str(self.io_threads),
-                fix="Choose a smaller number.",
-            )
         if self.device is not None:
             find_device(self.device)  # raises
             if self.engine == "mmap":
-                raise ConfigError(
-                    "OffloadConfig.device",
-                    expected="engine pread or io_uring",
-                    found="mmap, whose reads are the system's",
-                    fix="Choose another engine, or measure mmap without a device.",
-                )
+                fix = "Choose another engine, or measure mmap without a device."
+                field = argument(self.device, "OffloadConfig.device", fix)
+                field.wrong("engine pread or io_uring", "mmap, whose reads are the system's")
 
     @property
     def lossy(self) -> bool:

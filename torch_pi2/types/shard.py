@@ -14,9 +14,7 @@ from functools import cached_property
 
 import torch
 
-from torch_pi2.base.arguments import check_fields
-from torch_pi2.base.fields import Field
-from torch_pi2.errors import ConfigError, check_choice
+from torch_pi2.base.fields import Field, check_fields, limited
 from torch_pi2.ops.constants import chunk_neurons
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import MOST_SIZE, block_of, row_of_blocks
@@ -46,18 +44,12 @@ class GroupConfig:
         ConfigError: a setting makes no sense.
     """
 
-    reduction: str = REDUCTIONS[0]
-    patience_s: float = 120.0
-    attention: str = ATTENTION[0]
+    reduction: str = limited(choices=REDUCTIONS, default=REDUCTIONS[0])
+    patience_s: float = limited(above=True, default=120.0)
+    attention: str = limited(choices=ATTENTION, default=ATTENTION[0])
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_choice("GroupConfig.reduction", self.reduction, REDUCTIONS, "Correct it.")
-        check_choice("GroupConfig.attention", self.attention, ATTENTION, "Correct it.")
-        if not 0 < self.patience_s < float("inf"):
-            raise ConfigError(
-                "GroupConfig.patience_s", expected="a time above 0", found=f"{self.patience_s:g}", fix="Correct it."
-            )
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
-from torch_pi2.base.fields import Field
+from torch_pi2.base.fields import Field, Limits, limited, optional, to_json
 from torch_pi2.errors import DtypeError, NonFiniteError, UnsupportedModelError
 from torch_pi2.formats import FLOATS
 from torch_pi2.ops.activations import ACTIVATIONS, second, swapped
@@ -24,8 +24,6 @@ from torch_pi2.ops.dtypes import check_on_cpu, dtype_name
 
 #: Neurons, hidden states or experts at most: what the core counts with.
 MOST_SIZE = (1 << 31) - 1
-#: Fields that older files have not.
-_OPTIONAL = ("owner_class", "inner", "owner_runs", "drops")
 #: Of :attr:`FFNSite.drops`.
 DROPS = ("", "inside", "owner")
 
@@ -58,10 +56,10 @@ class LinearRef:
     """
 
     weight: str
-    bias: str | None = None
-    rows: tuple[int, ...] | None = None
-    expert: int | None = None
-    transposed: bool = False
+    bias: str | None = optional(None)
+    rows: tuple[int, ...] | None = limited(0, MOST_SIZE, optional=True, default=None)
+    expert: int | None = limited(0, MOST_SIZE, optional=True, default=None)
+    transposed: bool = optional(False)
 
     def matrix(self, weight: torch.Tensor) -> torch.Tensor:
         """The parameter ``weight``, of experts this one's, as ``[out, in]``: a view."""
@@ -116,18 +114,18 @@ class FFNSite:
 
     key: str
     layer: int
-    activation: str
+    activation: Annotated[str, Limits(choices=ACTIVATIONS)]
     activation_on_up: bool
     gate: LinearRef | None
     up: LinearRef
     down: LinearRef
-    hidden: int
-    intermediate: int
+    hidden: Annotated[int, Limits(1, MOST_SIZE)]
+    intermediate: Annotated[int, Limits(1, MOST_SIZE)]
     owner: str
-    owner_class: str = field(default="", compare=False)
-    inner: tuple[str, ...] = field(default=(), compare=False)
-    owner_runs: bool = field(default=True, compare=False)
-    drops: str = field(default="", compare=False)
+    owner_class: str = limited(optional=True, default="", compare=False)
+    inner: tuple[str, ...] = limited(optional=True, default=(), compare=False)
+    owner_runs: bool = limited(optional=True, default=True, compare=False)
+    drops: str = limited(choices=DROPS, optional=True, default="", compare=False)
 
     @property
     def gated(self) -> bool:
@@ -187,52 +185,27 @@ class FFNSite:
         return FFNWeights(gate, up, down, bias_gate, bias_up, bias_down)
 
     def to_json(self) -> dict[str, Any]:
-        data = asdict(self)
+        data: dict[str, Any] = to_json(self)
         for ref in (data["gate"], data["up"], data["down"]):
             if ref is not None and not ref["transposed"]:
-                del ref["transposed"]  # which versions before it would refuse
+                del ref["transposed"]  # versions that did not have it would refuse it
         return data
 
     @staticmethod
     def from_json(data: Any, where: str = "site") -> FFNSite:
         """Inverse of :meth:`to_json`. Raises ArtifactError, naming ``where``, for anything but what that writes."""
         site = Field(data, where, "Make the plan again.")
-        known = [f.name for f in fields(FFNSite)]
-        site.names([name for name in known if name not in _OPTIONAL], _OPTIONAL)
-        made = FFNSite(
-            key=site.at("key").text(empty=True),
-            layer=site.at("layer").whole(),
-            activation=site.at("activation").text(ACTIVATIONS),
-            activation_on_up=site.at("activation_on_up").flag(),
-            gate=None if site.at("gate").value is None else _ref(site.at("gate")),
-            up=_ref(site.at("up")),
-            down=_ref(site.at("down")),
-            hidden=site.at("hidden").whole(1, MOST_SIZE),
-            intermediate=site.at("intermediate").whole(1, MOST_SIZE),
-            owner=site.at("owner").text(empty=True),
-            owner_class=site.at("owner_class", "").text(empty=True),
-            inner=tuple(name.text(empty=True) for name in site.at("inner", []).items()),
-            owner_runs=site.at("owner_runs", True).flag(),
-            drops=site.at("drops", "").text(DROPS, empty=True),
-        )
+        made: FFNSite = site.take(FFNSite)
+        for name in ("gate", "up", "down"):
+            ref: LinearRef | None = getattr(made, name)
+            rows = (0, 1) if ref is None or ref.rows is None else ref.rows
+            if len(rows) not in (2, 3) or rows[0] >= rows[1] or 0 in rows[2:]:
+                site.at(name).at("rows").wrong(
+                    "the first of some rows and the one after the last, and the step between them if it is not 1"
+                )
         if made.up_first and (not made.gated or made.activation_on_up or made.experts is not None):
             site.at("activation").wrong("one of the second of two matrices only where the first has none, in no expert")
         return made
-
-
-def _ref(ref: Field) -> LinearRef:
-    ref.names(["weight"], ("bias", "rows", "expert", "transposed"))
-    bias, rows, expert = (ref.at(name, None) for name in ("bias", "rows", "expert"))
-    found = None if rows.value is None else tuple(row.whole(0, MOST_SIZE) for row in rows.items(2, 3))
-    if found is not None and (found[0] >= found[1] or 0 in found[2:]):
-        rows.wrong("the first of some rows and the one after the last, and the step between them if it is not 1")
-    return LinearRef(
-        ref.at("weight").text(),
-        None if bias.value is None else bias.text(),
-        found,
-        None if expert.value is None else expert.whole(0, MOST_SIZE),
-        ref.at("transposed", False).flag(),
-    )
 
 
 def _gone(site: FFNSite, ref: LinearRef) -> UnsupportedModelError:

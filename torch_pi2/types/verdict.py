@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch_pi2.base.fields import from_json, limited, to_json
 from torch_pi2.base.files import atomic_write, parse_json, read_text
 from torch_pi2.base.units import size
 from torch_pi2.errors import StaleArtifactError
-from torch_pi2.machine.json import from_plain, limited, to_plain
 
 FORMAT = "torch_pi2.verdict"
 VERSION = 1
@@ -79,7 +79,7 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """With ``format`` and ``version`` first."""
-        return {"format": FORMAT, "version": VERSION, **to_plain(self)}
+        return {"format": FORMAT, "version": VERSION, **to_json(self)}
 
     def save(self, folder: str | Path) -> None:
         """Write ``verdict.json`` into ``folder``. Raises ArtifactError: it cannot be written."""
@@ -95,7 +95,7 @@ class Verdict:
         path = Path(folder) / VERDICT_FILE
         data = parse_json(read_text(path), path, FORMAT, VERSION)
         fields = {name: value for name, value in data.items() if name not in ("format", "version")}
-        found = from_plain(cls, fields, str(path), _FIX)
+        found = from_json(cls, fields, str(path), _FIX)
         if model_hash is not None and found.model_hash != model_hash:
             raise StaleArtifactError(
                 str(path),
