@@ -77,7 +77,7 @@ def test_settings_as_keywords_are_those_of_a_config() -> None:
         ({"tokeniser": None}, "Did you mean tokenizer?"),
         ({"colour": 3}, r"found 'colour'. See help\(torch_pi2.optimize\)"),
         ({"target_recall": "high"}, r"optimize\(target_recall\): expected a finite number, found 'high'"),
-        ({"target_recall": 2.0}, r"Config.target_recall: expected between 0 and 1, found 2.0"),
+        ({"target_recall": 2.0}, r"Config.target_recall: expected a number, above 0, below 1, found 2.0"),
         (
             {"method": "exact", "seed": 1, "config": torch_pi2.Config()},
             r"config and method, seed: expected a Config, or its fields as keywords, found both. "

@@ -41,8 +41,8 @@ def test_a_checkpoint_is_made_and_said(root: Path, command: Callable[..., Ran]) 
     ("more", "message"),
     [
         (["--text", "/nowhere"], "--text /nowhere: expected a UTF-8 text file, found No such file"),
-        (["--target-sparsity", "1"], "sparsify(target_sparsity=...): expected between 0 and 1, found 1.0"),
-        (["--distill", "3"], "sparsify(distill=...): expected from 0 to 1, found 3.0"),
+        (["--target-sparsity", "1"], "sparsify(target_sparsity=...): expected a number, above 0, below 1, found 1.0"),
+        (["--distill", "3"], "sparsify(distill=...): expected a number, 0 or more, at most 1, found 3.0"),
         (["--activation", "gelu"], "argument --activation"),
     ],
 )

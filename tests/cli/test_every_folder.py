@@ -252,7 +252,10 @@ def test_what_is_left_out_is_not_in_memory(
 
 @pytest.mark.parametrize(
     ("option", "message"),
-    [("--miss-margin=-1", "expected 0 or more, found -1"), ("--drop-experts=1.5", "expected 0 to 1, found 1.5")],
+    [
+        ("--miss-margin=-1", "expected a number, 0 or more, found -1"),
+        ("--drop-experts=1.5", "0 or more, at most 1, found 1.5"),
+    ],
 )
 def test_what_no_share_or_margin_is(command: Command, kinds: dict[str, Path], option: str, message: str) -> None:
     assert message in command("generate", kinds["store"], "--prompt", "x", option, ok=False).err

@@ -215,8 +215,8 @@ def test_what_cannot_be_done_says_so(folders: tuple[Path, Path], caplog: pytest.
             {"policy": "clock"},
             "OffloadConfig.policy: expected lru or sieve or s3-fifo or lfu or static or none, found 'clock'",
         ),
-        ({"io_threads": 0}, "OffloadConfig.io_threads: expected 1 or more, found 0"),
-        ({"hot_share": 2.0}, "OffloadConfig.hot_share: expected 0 to 1, found 2.0"),
+        ({"io_threads": 0}, "OffloadConfig.io_threads: expected a whole number, 1 or more"),
+        ({"hot_share": 2.0}, "OffloadConfig.hot_share: expected a number, 0 or more, at most 1, found 2.0"),
     ):
         with pytest.raises(ConfigError, match=message):
             OffloadConfig(**settings)

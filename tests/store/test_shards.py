@@ -313,7 +313,7 @@ def test_a_layer_of_a_shard() -> None:
 def test_settings_of_a_group_are_checked() -> None:
     for how, expected in (
         ({"reduction": "rings"}, "GroupConfig.reduction: expected "),
-        ({"patience_s": 0.0}, "GroupConfig.patience_s: expected a time above 0, found 0"),
+        ({"patience_s": 0.0}, "GroupConfig.patience_s: expected a number, above 0, found 0"),
         ({"patience_s": "1"}, "GroupConfig.patience_s"),
     ):
         with pytest.raises(ConfigError, match=expected):

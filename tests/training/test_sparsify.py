@@ -308,9 +308,9 @@ def test_what_is_refused_before_any_training(dense: Path, tmp_path: Path) -> Non
     ("wrong", "message"),
     [
         ({"activation": "gelu"}, r"sparsify\(activation=...\): expected relu-gate or drelu, found 'gelu'"),
-        ({"target_sparsity": 1.0}, "target_sparsity=...: expected between 0 and 1, found 1.0"),
-        ({"window": 1}, "window=...: expected at least 2, found 1"),
-        ({"distill": 2.0}, "distill=...: expected from 0 to 1, found 2.0"),
+        ({"target_sparsity": 1.0}, "target_sparsity=...: expected a number, above 0, below 1, found 1.0"),
+        ({"window": 1}, "window=...: expected a whole number, 2 or more, found 1"),
+        ({"distill": 2.0}, "distill=...: expected a number, 0 or more, at most 1, found 2.0"),
         ({"save_every": 15}, "save_every=...: expected a multiple of 10, found 15"),
         (
             {"lora": 4, "revive": True},

@@ -80,7 +80,7 @@ DAMAGE = [
     (("prompt", "chunk_tokens"), 0, "chunk_tokens: expected a whole number, 1 or more"),
     (("offload", "policy"), 3, "offload, policy: expected text, found 3"),
     (("offload", "policy"), "mru", "offload, policy: expected lru or sieve or .*found 'mru'"),
-    (("offload", "io_threads"), 0, "offload, io_threads: expected 1 or more, found 0"),
+    (("offload", "io_threads"), 0, "offload, io_threads: expected a whole number, 1 or more"),
     (
         ("offload", "io_threads"),
         10**400,

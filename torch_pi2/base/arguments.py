@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import typing
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
-from torch_pi2.base.fields import check
+from torch_pi2.base.fields import check, shown
 from torch_pi2.errors import ConfigError
 
 P = ParamSpec("P")
@@ -31,12 +32,20 @@ def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     try:
         given = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
-        known = ", ".join(p for p in signature.parameters if p != "self")
-        fix = f"See help(torch_pi2.{name})."
-        raise ConfigError(f"{name}()", expected=f"arguments of {known}", found=str(error), fix=fix) from error
+        raise _wrong_call(name, [p for p in signature.parameters if p != "self"], kwargs, str(error)) from error
     for argument, value in given.items():
         if (hint := signature.parameters[argument].annotation) is not Any:
             check(hint, value, f"{name}({argument})")
+
+
+def _wrong_call(name: str, known: list[str], kwargs: Mapping[str, Any], found: str) -> ConfigError:
+    fix = f"See help(torch_pi2.{name})."
+    unknown = next((keyword for keyword in kwargs if keyword not in known), None)
+    if unknown is None:
+        return ConfigError(f"{name}()", expected=f"arguments of {', '.join(known)}", found=found, fix=fix)
+    near = difflib.get_close_matches(unknown, known, 1)
+    fix = f"Did you mean {near[0]}?" if near else fix
+    return ConfigError(f"{name}({unknown}=...)", expected=f"one of {', '.join(known)}", found=shown(unknown), fix=fix)
 
 
 @cache

@@ -249,12 +249,17 @@ def from_json(kind: type[T], value: Any, path: str, fix: str = "Correct it, or m
     return Field(value, path, fix).take(kind)  # type: ignore[no-any-return]
 
 
-def check_fields(made: Any) -> None:
-    """For ``__post_init__`` of a dataclass. Raises ConfigError: a field is not what its annotation and limits allow."""
+def check_fields(made: Any, called: str = "") -> None:
+    """For ``__post_init__`` of a dataclass. Raises ConfigError: a field is not what its annotation and limits allow.
+
+    Args:
+        called: what messages call a field, with ``{}`` for its name; by default ``Class.name``.
+    """
+    called = called or f"{type(made).__name__}.{{}}"
     hints = _hints(typing.cast(Any, type(made)))
     for one in fields(made):
         if one.init:
-            check(hints[one.name], getattr(made, one.name), f"{type(made).__name__}.{one.name}", one.metadata)
+            check(hints[one.name], getattr(made, one.name), called.format(one.name), one.metadata)
 
 
 def check(hint: Any, value: Any, name: str, metadata: Mapping[str, Any] = types.MappingProxyType({})) -> None:

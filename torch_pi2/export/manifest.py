@@ -8,9 +8,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_type_hints
 
 from torch_pi2.base.crc32c import continue_crc32c
+from torch_pi2.base.fields import Field
 from torch_pi2.base.files import atomic_write, parse_json, read_text
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import ArtifactError
@@ -33,7 +34,9 @@ METHOD_KINDS = ("forward", "prefill", "decode", "fork")
 #: Neurons of a hot chunk.
 CHUNK_NEURONS = 512
 
-_NOTHING = object()
+T = TypeVar("T")
+
+_FIX = "Use the torch_pi2 that wrote it, or export again."
 _HEX = re.compile(r"[0-9a-f]{64}")
 _CRC = re.compile(r"[0-9a-f]{8}")
 #: Bytes that are read and checked at a time.
@@ -206,35 +209,26 @@ class Manifest:
             ArtifactError: a field is missing or has a value that makes no sense, alone or beside another. The message
                 names ``where`` and the field.
         """
-        get = _Fields(data, where)
-        model, sizes, memory = (get.sub(name) for name in ("model", "bytes", "memory"))
+        get = Field(data, where, _FIX)
+        model, sizes, memory = (get.at(name) for name in ("model", "bytes", "memory"))
         return cls(
-            kind=get.text("kind"),
-            target=get.text("target"),
-            made_by=(made := get.sub("made_by")).each(lambda name: made.text(name)),
-            files=(files := get.sub("files")).each(lambda name: _file(files.sub(name))),
-            model=Model(
-                class_name=model.text("class"),
-                model_type=model.text("model_type", optional=True),
-                model_hash=model.text("model_hash"),
-                weights=model.text("weights"),
-                linears=model.text("linears"),
-                layers=model.number("layers"),
-                hidden=model.number("hidden"),
-                vocab=model.number("vocab", optional=True),
-            ),
-            methods=(methods := get.sub("methods")).each(lambda name: _method(methods.sub(name))),
-            max_tokens=get.number("max_tokens"),
-            lanes=get.number("lanes"),
-            chunk_neurons=get.number("chunk_neurons"),
-            eos=get.numbers("eos"),
-            bos=get.number("bos", optional=True),
-            lossy=get.texts("lossy"),
-            pte_bytes=sizes.number("pte"),
-            store_bytes=sizes.number("store"),
-            ffn_bytes=sizes.number("ffn"),
-            fixed_bytes=memory.number("fixed_bytes"),
-            token_bytes=memory.number("token_bytes"),
+            kind=get.at("kind").text(),
+            target=get.at("target").text(),
+            made_by=get.at("made_by").take(Mapping[str, str]),
+            files={name: _taken(FileEntry, entry) for name, entry in get.at("files").each().items()},
+            model=_taken(Model, model, class_name="class"),
+            methods={name: _taken(Method, method) for name, method in get.at("methods").each().items()},
+            max_tokens=get.at("max_tokens").whole(),
+            lanes=get.at("lanes").whole(),
+            chunk_neurons=get.at("chunk_neurons").whole(),
+            eos=get.at("eos").take(tuple[int, ...]),
+            bos=get.at("bos").take(int | None),
+            lossy=get.at("lossy").take(tuple[str, ...]),
+            pte_bytes=sizes.at("pte").whole(),
+            store_bytes=sizes.at("store").whole(),
+            ffn_bytes=sizes.at("ffn").whole(),
+            fixed_bytes=memory.at("fixed_bytes").whole(),
+            token_bytes=memory.at("token_bytes").whole(),
             where=where,
         )
 
@@ -377,64 +371,10 @@ def _unreadable(path: Path, error: OSError) -> ArtifactError:
     )
 
 
-def _wrong(where: str, name: str, expected: str, found: object) -> ArtifactError:
-    shown = "nothing" if found is _NOTHING else repr(found)
-    return ArtifactError(
-        f"{where}, {name}",
-        expected=expected,
-        found=shown if len(shown) <= 80 else shown[:77] + "...",
-        fix="Use the torch_pi2 that wrote it, or export again.",
-    )
-
-
-class _Fields:
-    """A JSON object whose values are taken with their types checked; ``path`` begins the names in messages."""
-
-    def __init__(self, data: Any, where: str, path: str = "") -> None:
-        self.data, self.where, self.path = data, where, path
-
-    def _take(self, name: str, expected: str, fits: Any) -> Any:
-        if name not in self.data:
-            raise _wrong(self.where, self.path + name, expected, _NOTHING)
-        if not fits(self.data[name]):
-            raise _wrong(self.where, self.path + name, expected, self.data[name])
-        return self.data[name]
-
-    def text(self, name: str, optional: bool = False) -> Any:
-        null = " or null" if optional else ""
-        return self._take(name, f"text{null}", lambda v: (isinstance(v, str) and v != "") or (optional and v is None))
-
-    def number(self, name: str, optional: bool = False) -> Any:
-        null = " or null" if optional else ""
-        return self._take(name, f"a whole number, 0 or more{null}", lambda v: _whole(v) or (optional and v is None))
-
-    def numbers(self, name: str) -> tuple[int, ...]:
-        fits = lambda v: isinstance(v, list) and all(map(_whole, v))  # noqa: E731
-        return tuple(self._take(name, "a list of whole numbers, 0 or more", fits))
-
-    def texts(self, name: str) -> tuple[str, ...]:
-        fits = lambda v: isinstance(v, list) and all(isinstance(t, str) for t in v)  # noqa: E731
-        return tuple(self._take(name, "a list of texts", fits))
-
-    def sub(self, name: str) -> _Fields:
-        return _Fields(self._take(name, "an object", lambda v: isinstance(v, dict)), self.where, f"{self.path}{name}.")
-
-    def each(self, of: Any) -> dict[str, Any]:
-        return {name: of(name) for name in self.data}
-
-
-def _whole(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
-
-
-def _file(fields: _Fields) -> FileEntry:
-    return FileEntry(fields.number("bytes"), fields.text("crc32c"), fields.text("sha256"))
-
-
-def _method(fields: _Fields) -> Method:
-    return Method(
-        fields.text("kind"), fields.number("batch"), fields.number("max_tokens"), fields.numbers("hot_chunks")
-    )
+def _taken(kind: type[T], found: Field, **names: str) -> T:
+    """A dataclass, whose fields the file may call by other ``names``; unknown fields are passed over."""
+    hints = get_type_hints(kind)
+    return kind(**{name: found.at(names.get(name, name)).take(hint) for name, hint in hints.items()})
 
 
 def _check(m: Manifest) -> None:
@@ -442,7 +382,7 @@ def _check(m: Manifest) -> None:
 
     def require(fits: bool, name: str, expected: str, found: object) -> None:
         if not fits:
-            raise _wrong(m.where, name, expected, found)
+            Field(found, f"{m.where}, {name}", _FIX).wrong(expected)
 
     require(m.kind in KINDS, "kind", " or ".join(KINDS), m.kind)
     require(_TARGET.fullmatch(m.target) is not None, "target", "xnnpack or qnn:SOC, such as qnn:SM8650", m.target)

@@ -218,7 +218,7 @@ class Hardware:
     cached: Rates | None = None
     thread_factors: tuple[ThreadFactor, ...] = ()
     glue: Glue = field(default_factory=lambda: Glue(0.0, 0.0, 0.0, 0.0))
-    cached_glue: Glue | None = field(metadata={"later": True}, default=None)
+    cached_glue: Glue | None = optional(None)
     reads: Reads = field(default_factory=Reads)
     interference: Interference = field(default_factory=lambda: Interference(1.0, 1.0))
     store: StoreCosts = field(default_factory=lambda: StoreCosts(0.0, 0.0))

@@ -12,6 +12,8 @@ ACTIVATIONS = ("relu-gate", "drelu")
 #: Steps between two looks at the zeros, after which the weight of the penalty changes.
 STEER_EVERY = 10
 
+_CALLED = "sparsify({}=...)"
+
 
 @dataclass(frozen=True)
 class SparsifySettings:
@@ -49,7 +51,7 @@ class SparsifySettings:
     seed: int = limited(0, (1 << 32) - 1, default=0)
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, _CALLED)
         checks = (
             ("batch", self.batch % self.accumulate == 0, f"a multiple of accumulate ({self.accumulate})"),
             ("revive", not (self.revive and self.lora), "False with lora, which does not train the rows"),
@@ -57,7 +59,7 @@ class SparsifySettings:
         )
         for name, good, expected in checks:
             if not good:
-                argument(getattr(self, name), f"SparsifySettings.{name}").wrong(expected)
+                argument(getattr(self, name), _CALLED.format(name)).wrong(expected)
 
 
 class SparsifyFields(TypedDict, total=False):
