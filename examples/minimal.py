@@ -65,7 +65,7 @@ class FFNSite:
 def find_ffns(model: nn.Module) -> list[FFNSite]:
     """Modules of three linear layers that compute a gated ReLU FFN, whatever they are called.
 
-    Each assignment of the three to gate, up and down is tried on random input; one with the module's own result is taken.
+    Each assignment of the three to gate, up and down is tried on random input; one with the module's result is taken.
     """
     found = {}
     for name, module in model.named_modules():
@@ -162,7 +162,7 @@ class LowRankPredictor(nn.Module):
 class NeuronStore:
     """A file of slots, one for each neuron of each layer: its gate row, its up row and its down column, in float32.
 
-    A neuron is one contiguous read. A header in JSON fills the first page. The file appears by rename, never half-written.
+    A neuron is one contiguous read. A JSON header fills the first page. The file appears by rename, never half-written.
     """
 
     HEADER = 4096  # bytes
