@@ -104,7 +104,7 @@ def ours(
     """``torch-pi2 serve``; ``context``: tokens of prompt and answer, at most."""
     about = {"lanes": lanes, "prefix_cache": prefix_cache, "compiled": compiled, "context": context}
     settings = ["serve", str(folder), "--port", "{port}", "--activations", activations, "--threads", str(threads)]
-    settings += ["--lanes", str(lanes), "--max-tokens", str(context), "--prefix-cache", prefix_cache]
+    settings += ["--max-batch-size", str(lanes), "--max-tokens", str(context), "--prefix-cache", prefix_cache]
     settings += ["--compile"] if compiled else []
     kept = "no prefix cache" if prefix_cache == "0" else f"prefix cache {prefix_cache}"
     return Server(f"torch-pi2, {kept}", "torch_pi2", settings, {"engine": "torch-pi2", **about})

@@ -151,7 +151,7 @@ def test_addresses_as_urls() -> None:
 @pytest.fixture
 def server(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     command = [sys.executable, "-m", "torch_pi2", "serve", str(folder), "--trust-remote-code", "--port", "0", "--json"]
-    asked = [*command, "--activations", "int8", "--lanes", "2", "--max-tokens", "128"]
+    asked = [*command, "--activations", "int8", "--max-batch-size", "2", "--max-tokens", "128"]
     environment = os.environ | {"TORCH_PI2_API_KEY": "secret"}
     with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None

@@ -325,7 +325,7 @@ def read_model(
                 f"load({folder}, group=...)",
                 expected="a shard",
                 found="a whole model, which each process computes alone",
-                fix="Make shards (torch-pi2 pack --ranks N), or leave --reduction, --attention and --patience out.",
+                fix="Make shards (torch-pi2 pack --ranks N), or leave --reduction, --attention and --timeout out.",
             )
         made = planned_anew(parts.plan(), plan, folder)
         predictors = parts.predictors(made.model_hash)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ ALL = "all"
 _LESS = {
     "generate": ("--max-new-tokens", "--num-return-sequences"),
     "chat": ("--max-tokens",),
-    "serve": ("--max-tokens", "--lanes"),
+    "serve": ("--max-tokens", "--max-batch-size"),
     "eval": ("--window", "--batch-size"),
 }
 #: Fields of OffloadConfig that leave out what is not in memory.
@@ -210,7 +211,32 @@ def add_together(parser: argparse.ArgumentParser) -> None:
         help="of shards of neurons: whole (default), computed by every machine; heads are divided among them",
     )
     group.add_argument(
-        "--patience", type=above_zero, metavar="S", help="after which a process counts as lost (default: 120)"
+        "--timeout",
+        type=above_zero,
+        metavar="S",
+        help="seconds after which a silent process counts as lost (default: 120)",
+    )
+    add_old_name(parser, "--patience", "--timeout")
+
+
+def add_old_name(parser: argparse.ArgumentParser, old: str, new: str) -> None:
+    """Let the option ``new`` also be given as ``old`` for one release: with a warning, and not shown in the help."""
+    action = parser._option_string_actions[new]
+
+    class OldName(argparse.Action):
+        def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, _option: Any = None) -> None:
+            print(f"torch-pi2: {old} is now called {new}; the old name ends with the next release", file=sys.stderr)
+            action(parser, namespace, values, new)
+
+    parser.add_argument(
+        old,
+        action=OldName,
+        dest=action.dest,
+        nargs=action.nargs,
+        type=action.type,
+        choices=action.choices,
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
     )
 
 
@@ -477,7 +503,7 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
         more: dict[str, Any] = {"activations": getattr(args, "activations", "float")}
         if getattr(args, "budget", None) is not None:
             more |= given(args, "budget", "context")
-        together = {"reduction": "reduction", "attention": "attention", "patience_s": "patience"}
+        together = {"reduction": "reduction", "attention": "attention", "patience_s": "timeout"}
         said = {name: getattr(args, option, None) for name, option in together.items()}
         if said := {name: value for name, value in said.items() if value is not None}:
             more["group"] = torch_pi2.GroupConfig(**said)

@@ -21,7 +21,7 @@ EXAMPLE = "torch-pi2 generate my-sparse-model --prompt 'def main(' --max-new-tok
 
 #: Options that bundles do not take, with their defaults; options of ``run`` that this verb has not.
 _OF_MODELS = {"dense": False, "compile": False, "activations": "float", "prompt_lookup": 0, "gpu_memory": None}
-_OF_MODELS |= {"reduction": None, "attention": None, "patience": None}
+_OF_MODELS |= {"reduction": None, "attention": None, "timeout": None}
 _OF_MODELS |= dict.fromkeys(common.LEAVE_OUT, 0.0) | {
     "dtype": "auto",
     "trust_remote_code": False,

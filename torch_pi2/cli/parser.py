@@ -1,4 +1,4 @@
-"""argparse as this command line wants it: mistakes as errors of ours with the nearest right word, defaults in help."""
+"""argparse for this command line: mistakes become errors of ours, and the help shows defaults."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import difflib
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torch_pi2.cli.output import emit
@@ -18,12 +18,17 @@ class Parser(argparse.ArgumentParser):
     """Reports a wrong command line as a Pi2Error, so that ``--json`` covers it too."""
 
     def error(self, message: str) -> NoReturn:
-        self._refuse(message)
-
-    def _refuse(self, message: str, meant: str = "") -> NoReturn:
         self.print_usage(sys.stderr)
         fix = f"See `{self.prog} --help`."
-        raise ConfigError("command line", expected="valid arguments", found=message, fix=f"{meant} {fix}".lstrip())
+        raise ConfigError("command line", expected="valid arguments", found=message, fix=fix)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """A verb names its own options when one is unknown; argparse would leave that to the parser above it."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown and self._subparsers is None:
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f" (did you mean {near[0]}?)" if near else ""))
+        return found, unknown
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Help and versions, which argparse lets go unwritten."""
@@ -32,50 +37,17 @@ class Parser(argparse.ArgumentParser):
         else:
             emit(sys.stdout, message)
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Of choices, verbs among them."""
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            self._refuse(str(error), did_you_mean(str(value), map(str, action.choices or ())))
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._check_options(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(args, namespace)
-
-    def _check_options(self, args: Sequence[str]) -> None:
-        """Refuses an option that is none, before argparse finds that the one that was meant is missing."""
-        known = [name for name in self._option_string_actions if name.startswith("--")]
-        top = self._subparsers is not None
-        for given in args:
-            if given == "--" or (top and not given.startswith("-")):
-                return  # what follows is a verb's, or no option
-            name = given.partition("=")[0]
-            # A shorter form of an option is one, and a word with a space in it is a value: so argparse has it.
-            if given.startswith("--") and " " not in given and not any(long.startswith(name) for long in known):
-                meant = did_you_mean(name, known)
-                if meant or not top:  # else a verb's, perhaps, before the verb
-                    self._refuse(f"unrecognized arguments: {given}", meant)
-
-
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """A question that names the nearest of ``known``; nothing where none is near."""
-    bare = {name.lstrip("-"): name for name in known}  # with dashes in common, all options are near each other
-    near = difflib.get_close_matches(given.lstrip("-"), bare, n=1)
-    return f"Did you mean {bare[near[0]]}?" if near else ""
-
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Says the default of every option that has one, unless its help does already."""
+    """Shows the default of every option that has one, unless its help text does already."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Lines that are too long are wrapped; the others, and examples, are as they were written."""
-        room = width - len(indent)
-        whole = [
-            [line] if len(line) <= room or line.startswith(" ") else textwrap.wrap(line, room)
-            for line in text.splitlines()
-        ]
-        return "\n".join(indent + part for parts in whole for part in parts)
+        """Wrap long lines; keep the others, and indented examples, as they were written."""
+        width -= len(indent)
+        lines: list[str] = []
+        for line in text.splitlines():
+            lines += [line] if len(line) <= width or line.startswith(" ") else textwrap.wrap(line, width)
+        return "\n".join(indent + line for line in lines)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, default = action.help, action.default
@@ -86,12 +58,12 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 
 def has_no_default(default: Any) -> bool:
-    """Whether an option that is not given is as if there were none: a flag, no value, an empty list."""
+    """Whether leaving an option out means nothing in particular: a flag, no value, an empty list."""
     return default is None or default is False or default is argparse.SUPPRESS or default == []
 
 
 class Version(argparse.Action):
-    """``--version``: one line. Read from what is installed, without importing any of it."""
+    """``--version``: one line, read from package metadata without importing the packages."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **_: Any) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="versions of torch-pi2, torch and Python")

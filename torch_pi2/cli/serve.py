@@ -32,10 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("models", nargs="+", metavar="DIR", help="folders written by optimize, quantize or pack, or plain checkpoints")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: 127.0.0.1, this machine alone)")
     add("--port", type=common.port, default=8000, metavar="N", help="0: any that is free (default: 8000)")
-    add("--lanes", type=common.positive, default=8, metavar="N", help="sequences decoded together (default: 8)")
     add(
-        "--waiting", type=common.count, default=64, metavar="N", help="sequences that may wait for a lane (default: 64)"
+        "--max-batch-size", type=common.positive, default=8, metavar="N", help="sequences decoded together (default: 8)"
     )
+    add("--max-queue", type=common.count, default=64, metavar="N", help="sequences that may wait (default: 64)")
+    common.add_old_name(parser, "--lanes", "--max-batch-size")
+    common.add_old_name(parser, "--waiting", "--max-queue")
     add(
         "--max-tokens",
         type=common.positive,
@@ -192,13 +194,13 @@ def _served(args: argparse.Namespace, name: str, folder: str) -> Any:
     from torch_pi2.serve.served import Served
 
     most = args.max_tokens or common.MOST_TOKENS
-    of_this = argparse.Namespace(**vars(args) | {"model": folder, "context": args.lanes * most})
+    of_this = argparse.Namespace(**vars(args) | {"model": folder, "context": args.max_batch_size * most})
     model = common.load_any(of_this)
     batch = Batch(
         model,
         max_tokens=common.max_tokens(args, model),
-        lanes=args.lanes,
-        waiting=args.waiting,
+        lanes=args.max_batch_size,
+        waiting=args.max_queue,
         compiled=args.compile,
         prefix_bytes=parse_bytes(args.prefix_cache),
         prefix_folder=args.prefix_dir,
