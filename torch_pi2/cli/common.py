@@ -228,16 +228,8 @@ def add_old_name(parser: argparse.ArgumentParser, old: str, new: str) -> None:
             print(f"torch-pi2: {old} is now called {new}; the old name ends with the next release", file=sys.stderr)
             action(parser, namespace, values, new)
 
-    parser.add_argument(
-        old,
-        action=OldName,
-        dest=action.dest,
-        nargs=action.nargs,
-        type=action.type,
-        choices=action.choices,
-        default=argparse.SUPPRESS,
-        help=argparse.SUPPRESS,
-    )
+    how: dict[str, Any] = {name: getattr(action, name) for name in ("dest", "nargs", "type", "choices")}
+    parser.add_argument(old, action=OldName, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **how)
 
 
 def sampling_of(args: argparse.Namespace) -> Any:
