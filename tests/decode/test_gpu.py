@@ -35,7 +35,6 @@ from torch_pi2.layers.prompt import dense_on_gpu_from
 from torch_pi2.ops.gpu.linear import products_from
 from torch_pi2.rewrite.gpu import hot_on_gpu, rest_bytes
 from torch_pi2.serve.batch import Batch, Sequence
-from torch_pi2.serve.identity import identity
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 IDS = torch.arange(6)[None]
@@ -125,13 +124,6 @@ def test_prompts_go_the_ways_of_what_is_on_the_gpu(monkeypatch: pytest.MonkeyPat
     linears = [module for module in model.modules() if isinstance(module, QuantLinear)]
     assert linears
     assert {products_from("int4", module.in_features, 4) for module in linears} <= {*ways}
-
-
-def test_keys_and_values_of_another_division_are_not_used() -> None:
-    models = [torch_pi2.optimize(tiny("drelu")) for _ in range(3)]
-    none, half, most = identity(models[0]), identity(divided(models[1])), identity(divided(models[2], 0.9))
-    assert len({none, half, most}) == 3
-    assert identity(whole(models[1])) not in (half, most)
 
 
 # --- places ---

@@ -31,7 +31,6 @@ from torch_pi2.ops import load as load_library
 from torch_pi2.predict.file import FitReport, FittedPredictors, load_predictors, save_predictors
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.predict.signbit import SignBit
-from torch_pi2.serve.prefix_file import read_block, write_block
 from torch_pi2.store.folder import read_config
 from torch_pi2.store.source import Checkpoint
 from torch_pi2.store.storefile import StoreReader
@@ -90,9 +89,6 @@ _GGUF_NAMES += ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weigh
 #: Of its fields those that an import does not read, or not as numbers.
 _GGUF_FREE = ("general.name", "tokenizer.ggml.tokens", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 
-#: Of the block of a prefix.
-_BLOCK = ([Spec((2, 4), torch.float32), Spec((2, 4), torch.bfloat16)], HASH, HASH[:32])
-
 TARGETS: dict[str, Target] = {
     "plan": Target("plan.json", None, lambda p: Plan.load(p.parent), ("made_by", "made_for")),
     "orders": Target("plan.safetensors", (), lambda p: Plan.load(p.parent)),
@@ -100,7 +96,6 @@ TARGETS: dict[str, Target] = {
     "predictors": Target("predictors.safetensors", ("predictors", "report"), load_predictors, ("rounds", "layers")),
     "weights": Target("weights.safetensors", ("linears", "sites"), _open(QuantizedWeights)),
     "store": Target("model.pi2", ("layers", "checks", "linears", "sites", "provenance"), _open(StoreReader)),
-    "prefix": Target(f"{HASH[:32]}.prefix", (), lambda p: read_block(p, *_BLOCK)),
     "verdict": Target("verdict.json", None, lambda p: Verdict.load(p.parent), ("machine", "versions", "not_measured")),
     "hardware": Target("hardware.json", None, Hardware.load, ("notes", "machine", "versions")),
     "device": Target("device.json", None, find_device),
@@ -143,8 +138,6 @@ def write_sound(root: Path) -> None:
     wanted = (torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8))
     (root / "accesses").mkdir(parents=True)
     Accesses(stored, HASH, 512, run, *wanted).save(root / "accesses" / "accesses.safetensors")
-    (root / "prefix").mkdir()
-    write_block(path_of(root, "prefix"), [torch.ones(s.shape, dtype=s.dtype) for s in _BLOCK[0]], *_BLOCK[1:])
     texts = {"hardware": _machine().to_json(), "device": json.dumps(PRESETS["ufs-4.0"])}
     texts |= {
         "config": '{"model_type": "llama", "layers": [{"a": 1}]}',

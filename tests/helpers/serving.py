@@ -20,7 +20,7 @@ from torch_pi2.cli.serve import _server
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.serve.app import application
 from torch_pi2.serve.batch import Batch
-from torch_pi2.serve.served import Served
+from torch_pi2.serve.model import ServedModel
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "drelu-stdlib-5m"
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -65,9 +65,11 @@ class Server:
         **settings: Any,
     ) -> None:
         models = {"tiny": model, **(others or {})}
-        self._batches = {name: Batch(one, **{"max_tokens": 256, "lanes": 4} | settings) for name, one in models.items()}
+        self._batches = {
+            name: Batch(one, **{"max_tokens": 256, "max_batch_size": 4} | settings) for name, one in models.items()
+        }
         self.batch = self._batches["tiny"]
-        served = {name: Served(name, one, tokenizer, self._batches[name]) for name, one in models.items()}
+        served = {name: ServedModel(name, one, tokenizer, self._batches[name]) for name, one in models.items()}
         app = application(served, api_key=api_key)
         self.model = model
         for batch in self._batches.values():

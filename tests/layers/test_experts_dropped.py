@@ -14,7 +14,6 @@ import torch_pi2
 from torch_pi2.decode.decode import Decoder
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.experts import OffloadedExperts
-from torch_pi2.serve.identity import identity
 from torch_pi2.types.offload import OffloadConfig
 
 EXPERTS, CHOSEN = 8, 4
@@ -145,9 +144,3 @@ def test_settings_that_make_no_sense_are_refused(folder: Path) -> None:
         loaded(folder, drop_experts=0.1, engine="mmap")
     with pytest.raises(ConfigError, match=r"miss_margin: expected layers with low-rank predictors .* no experts"):
         loaded(folder, miss_margin=1)
-
-
-def test_prefixes_are_of_one_share(folder: Path) -> None:
-    found = [identity(loaded(folder, drop_experts=share)) for share in (0, 0, 0.1, 0.2)]
-    assert found[0] == found[1]
-    assert len({*found}) == 3

@@ -10,7 +10,7 @@ import pytest
 from serving import greedy_alone, quantised
 
 from torch_pi2.layers.prompt import has_tiles
-from torch_pi2.serve.batch import Batch, Ended, Sequence, Taken
+from torch_pi2.serve.batch import Batch, EndEvent, Sequence, TokenEvent
 
 PIECES = pytest.mark.skipif(not has_tiles(), reason="prompts are read in pieces where the kernels have tiles")
 
@@ -29,11 +29,11 @@ class Heard:
 
     def __init__(self, ids: list[int], limit: int) -> None:
         self.tokens: list[int] = []
-        self.ended: Ended | None = None
+        self.ended: EndEvent | None = None
         self.sequence = Sequence(ids, limit, self._tell)
 
-    def _tell(self, what: Taken | Ended) -> None:
-        if isinstance(what, Taken):
+    def _tell(self, what: TokenEvent | EndEvent) -> None:
+        if isinstance(what, TokenEvent):
             self.tokens.append(what.token)
         else:
             self.ended = what
@@ -47,7 +47,7 @@ def test_a_prompt_that_comes_to_nothing(model: Any, monkeypatch: pytest.MonkeyPa
     prompts = [[chance.randrange(3, 90) for _ in range(tokens)] for tokens in (30, 150, 70, 200)]
     others = [Heard(ids, 12) for ids in prompts]
     wanted = [greedy_alone(model, ids, 12) for ids in prompts]
-    batch = Batch(model, max_tokens=256, lanes=2, waiting=8, prefix_bytes=1 << 24)
+    batch = Batch(model, max_tokens=256, max_batch_size=2, max_queue=8, prefix_bytes=1 << 24)
     gone = Heard([chance.randrange(3, 90) for _ in range(180)], 12)
     come_to_nothing: Callable[[], None] = gone.sequence.cancel if how == "cancelled" else fail
 
@@ -71,7 +71,7 @@ def test_a_prompt_that_comes_to_nothing(model: Any, monkeypatch: pytest.MonkeyPa
     batch.start()
     batch.close()
     assert [heard.tokens for heard in others] == wanted
-    assert {heard.ended for heard in others} == {Ended("length")}
+    assert {heard.ended for heard in others} == {EndEvent("length")}
     assert gone.tokens == []
     assert gone.ended is not None
     assert gone.ended.reason == how
@@ -85,8 +85,8 @@ def test_a_model_whose_sequences_need_one_length(caplog: pytest.LogCaptureFixtur
     rotary = model.model.rotary_emb
     rotary.rope_type, rotary.original_max_seq_len = "dynamic", 32
     rotary.config.rope_parameters = {"rope_type": "dynamic"}
-    batch = Batch(model, max_tokens=64, lanes=3)
-    assert (batch.lanes, caplog.messages) == (
+    batch = Batch(model, max_tokens=64, max_batch_size=3)
+    assert (batch.max_batch_size, caplog.messages) == (
         1,
         [f"{type(model).__name__} answers one request at a time: its sequences need one length"],
     )

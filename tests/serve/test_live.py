@@ -17,9 +17,9 @@ from serving import Server, dense, quantised, tokenizer_of_example
 
 import torch_pi2
 from torch_pi2.observe.live import Firing
-from torch_pi2.serve import browser
+from torch_pi2.serve import app
 from torch_pi2.serve.live import Live
-from torch_pi2.serve.served import Served
+from torch_pi2.serve.model import ServedModel
 
 Event = tuple[str, dict[str, Any]]
 
@@ -93,7 +93,7 @@ def test_it_tells_what_is_done(server: Server) -> None:
 def test_an_answer_between_two_counters(server: Server) -> None:
     """What fired for it is told, although tokens were counted before it came."""
     until(lambda: server.batch.meter is None)
-    live = Live(Served("tiny", server.model, tokenizer_of_example(), server.batch))
+    live = Live(ServedModel("tiny", server.model, tokenizer_of_example(), server.batch))
     live._start()
     reading = live._reading
 
@@ -104,9 +104,9 @@ def test_an_answer_between_two_counters(server: Server) -> None:
 
     try:
         live._reading = before_an_answer  # type: ignore[method-assign]
-        first = live._read()
+        first = live._figures()
         live._reading = reading  # type: ignore[method-assign]
-        second = live._read()
+        second = live._figures()
     finally:
         live._stop()
     assert (first["busy"], first["answer_tokens"], second["answer_tokens"]) == (True, 0, 20)
@@ -125,7 +125,7 @@ def test_who_looks_on_first_waits_for_no_one(server: Server, monkeypatch: pytest
             super().__init__(model)
 
     monkeypatch.setattr("torch_pi2.serve.live.Firing", Slow)
-    live = Live(Served("tiny", server.model, tokenizer_of_example(), server.batch))
+    live = Live(ServedModel("tiny", server.model, tokenizer_of_example(), server.batch))
 
     async def look() -> None:
         told = live.events()
@@ -202,7 +202,7 @@ def test_a_store_tells_of_its_cache(tmp_path: Path) -> None:
 def test_keys_are_asked_for_by_all_but_the_page(server: Server) -> None:
     locked = Server(server.model, tokenizer_of_example(), api_key="secret")
     try:
-        for path in (*browser.page_files(), "/health"):
+        for path in (*app.page_files(), "/health"):
             assert httpx.get(f"{locked.url}{path}").status_code == 200
         for path in ("/v1/live", "/v1/models", "/metrics", "/page/other.js", "/page/../metrics", "/page/"):
             refused = httpx.get(f"{locked.url}{path}")
@@ -215,8 +215,8 @@ def test_keys_are_asked_for_by_all_but_the_page(server: Server) -> None:
 
 
 def test_the_page_has_bounds_and_nothing_from_elsewhere(server: Server) -> None:
-    assert {"/", "/page/page.js", "/page/style.css"} <= browser.page_files().keys()
-    for path, file in browser.page_files().items():
+    assert {"/", "/page/page.js", "/page/style.css"} <= app.page_files().keys()
+    for path, file in app.page_files().items():
         sent = httpx.get(f"{server.url}{path}")
         assert sent.content == file.read_bytes()
         policy = dict(part.split(" ", 1) for part in sent.headers["content-security-policy"].split("; "))

@@ -12,7 +12,7 @@ from serving import greedy_alone
 from torch import nn
 
 import torch_pi2
-from torch_pi2.serve.batch import Batch, Ended, Sequence, Taken
+from torch_pi2.serve.batch import Batch, EndEvent, Sequence, TokenEvent
 from torch_pi2.serve.prefix import PrefixCache
 
 
@@ -92,15 +92,15 @@ def test_answers_are_those_without_it(prefix_bytes: int) -> None:
     ]
     prompts += [stem[:64], stem[:65], stem[:96], stem]
     wanted = [greedy_alone(model, ids, 5) for ids in prompts]
-    batch = Batch(model, max_tokens=256, lanes=3, prefix_bytes=prefix_bytes)
+    batch = Batch(model, max_tokens=256, max_batch_size=3, prefix_bytes=prefix_bytes)
     found: list[list[int]] = [[] for _ in prompts]
 
     def teller(i: int) -> Any:
-        def tell(what: Taken | Ended) -> None:
-            if isinstance(what, Taken):
+        def tell(what: TokenEvent | EndEvent) -> None:
+            if isinstance(what, TokenEvent):
                 found[i].append(what.token)
             else:
-                assert what == Ended("length")
+                assert what == EndEvent("length")
 
         return tell
 

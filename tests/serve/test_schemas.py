@@ -16,7 +16,7 @@ from serving import MODEL, Server, quantised
 from transformers import AutoTokenizer
 
 from torch_pi2.errors import ConfigError
-from torch_pi2.serve.schemas import MOST_INTEGER, as_object
+from torch_pi2.serve.constraint import MOST_INTEGER, as_object
 
 NAMES = ["name", "age", "tags", "a b", "x", "été", "id", 'q"uote', "$ref"]
 PATTERNS = ["^[a-z]{1,4}$", "^(yes|no)!?$", "^[A-Z][0-9]{2}-[^\"']{1,2}$", "^\\d{3}$", "^(a|bc){1,3}$"]

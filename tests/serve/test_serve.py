@@ -23,9 +23,9 @@ from transformers import PreTrainedTokenizerFast
 
 from torch_pi2.decode.stops import begun
 from torch_pi2.errors import GroupError
-from torch_pi2.serve.batch import Batch, Ended, Sequence, Taken
-from torch_pi2.serve.requests import Completion
-from torch_pi2.serve.served import Served
+from torch_pi2.serve.batch import Batch, EndEvent, Sequence, TokenEvent
+from torch_pi2.serve.model import ServedModel
+from torch_pi2.serve.requests import CompletionRequest
 
 PROMPTS = ["def main(", "import os\n\nclass", "for", "    return self._", "if __name__ == '__main__':\n    "]
 
@@ -114,7 +114,7 @@ def test_chats(client: openai.OpenAI, alone: Any) -> None:
     assert found == wanted[: wanted.find(wanted[12:16])]
 
 
-def test_many_at_once_have_the_text_of_each_alone(client: openai.OpenAI, alone: Any) -> None:
+def test_concurrent_requests_have_the_text_of_each_alone(client: openai.OpenAI, alone: Any) -> None:
     wanted = {(prompt, tokens): alone(prompt, tokens) for prompt in PROMPTS for tokens in (5, 30, 61)}
 
     def ask(case: tuple[str, int]) -> str:
@@ -230,7 +230,7 @@ def test_answers_that_are_objects_of_any_kind(client: openai.OpenAI) -> None:
         ({"type": "json_schema"}, "json_schema is missing"),
         (
             {"type": "json_schema", "json_schema": {"name": "it", "schema": {"$ref": "#"}}},
-            r"found one that no text is of\. Correct the schema\.$",
+            r"found one that no text satisfies\. Correct the schema\.$",
         ),
         ({"type": "xml"}, "Input should be 'text', 'json_object' or 'json_schema'"),
         (
@@ -301,9 +301,9 @@ def test_the_first_space_of_a_completion(tokenizer: Any) -> None:
     assert echoed == f"w5 w6{made}"
 
 
-def test_a_server_that_ends_says_so_to_those_it_cannot_answer(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_ends_answers_503(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch_pi2.cli.serve.GRACE_S", 0.3)
-    server = Server(quantised(), tokenizer, lanes=1, max_tokens=4096)
+    server = Server(quantised(), tokenizer, max_batch_size=1, max_tokens=4096)
     asked: dict[str, Any] = {"model": "tiny", "prompt": "for", "max_tokens": 4000, "logit_bias": {"0": -100}}
     stream = server.client().completions.create(**asked, stream=True)
     next(stream)
@@ -319,10 +319,10 @@ def test_a_server_that_ends_says_so_to_those_it_cannot_answer(tokenizer: Any, mo
     assert found.value.status_code == 503
 
 
-def test_a_server_that_has_lost_a_process_says_so_and_ends(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_has_lost_a_process_ends(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """To those who are answered, who wait, who come later, and who watch it."""
     monkeypatch.setattr("torch_pi2.cli.serve._TELLS_S", 1.0)
-    server = Server(quantised(), tokenizer, lanes=1, max_tokens=4096)
+    server = Server(quantised(), tokenizer, max_batch_size=1, max_tokens=4096)
     asked: dict[str, Any] = {"model": "tiny", "prompt": "for", "max_tokens": 4000, "logit_bias": {"0": -100}}
     lost = GroupError("processes", expected="an answer of each", found="none of process 1", fix="See what it says.")
     group, step = SimpleNamespace(failure=None), server.batch._decoder.step
@@ -366,7 +366,7 @@ def until(condition: Any, seconds: float = 20) -> None:
         time.sleep(0.01)
 
 
-def test_whoever_leaves_frees_a_lane(server: Server, client: openai.OpenAI, alone: Any) -> None:
+def test_a_client_that_disconnects_frees_its_slot(server: Server, client: openai.OpenAI, alone: Any) -> None:
     asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 250, "temperature": 0}
     before = server.batch.counts.ended.get("cancelled", 0)
     stream = client.completions.create(**asked, stream=True, logit_bias={"0": -100})
@@ -379,8 +379,8 @@ def test_whoever_leaves_frees_a_lane(server: Server, client: openai.OpenAI, alon
     assert client.completions.create(**asked | {"max_tokens": 6}).choices[0].text == alone(PROMPTS[0], 6)
 
 
-def test_whoever_leaves_while_waiting_is_in_nobodys_way(tokenizer: Any) -> None:
-    server = Server(quantised(), tokenizer, lanes=1, waiting=2, max_tokens=2048)
+def test_a_client_that_disconnects_while_waiting(tokenizer: Any) -> None:
+    server = Server(quantised(), tokenizer, max_batch_size=1, max_queue=2, max_tokens=2048)
     try:
         asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 2000, "logit_bias": {"0": -100}}
         stream = server.client().completions.create(**asked, stream=True)
@@ -399,7 +399,7 @@ def test_whoever_leaves_while_waiting_is_in_nobodys_way(tokenizer: Any) -> None:
 
 
 def test_more_answers_than_can_ever_be_are_refused(tokenizer: Any) -> None:
-    server = Server(quantised(), tokenizer, lanes=1, waiting=2)
+    server = Server(quantised(), tokenizer, max_batch_size=1, max_queue=2)
     try:
         asked: dict[str, Any] = {"model": "tiny", "max_tokens": 1}
         assert len(server.client().completions.create(**asked, prompt=["x", "y", "z"]).choices) == 3
@@ -410,12 +410,12 @@ def test_more_answers_than_can_ever_be_are_refused(tokenizer: Any) -> None:
         server.close()
 
 
-def test_who_is_told_after_the_loop_has_ended(tokenizer: Any) -> None:
+def test_events_after_the_loop_has_ended(tokenizer: Any) -> None:
     """As where a server is ended before its answers."""
     model = quantised()
     batch = Batch(model, max_tokens=64)
-    served = Served("tiny", model, tokenizer, batch)
-    asked = Completion(model="tiny", prompt="x")
+    served = ServedModel("tiny", model, tokenizer, batch)
+    asked = CompletionRequest(model="tiny", prompt="x")
 
     async def leave() -> None:
         answer = asyncio.ensure_future(anext(served.answer(asked, served.prompts(asked))))
@@ -424,16 +424,16 @@ def test_who_is_told_after_the_loop_has_ended(tokenizer: Any) -> None:
         answer.cancel()
 
     asyncio.run(leave())
-    told: list[Taken | Ended] = []
+    told: list[TokenEvent | EndEvent] = []
     batch.submit(Sequence([5], 1, told.append))
     batch.start()
     batch.close()
-    assert told[-1] == Ended("length")
+    assert told[-1] == EndEvent("length")
     assert batch.counts.ended == {"cancelled": 1, "length": 1}
 
 
-def test_too_many_are_told_to_come_again(tokenizer: Any) -> None:
-    server = Server(quantised(), tokenizer, lanes=1, waiting=1)
+def test_a_full_queue_is_429(tokenizer: Any) -> None:
+    server = Server(quantised(), tokenizer, max_batch_size=1, max_queue=1)
     try:
         asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 240, "temperature": 0}
         streams = [server.client().completions.create(**asked, stream=True)]
@@ -441,7 +441,7 @@ def test_too_many_are_told_to_come_again(tokenizer: Any) -> None:
         with ThreadPoolExecutor(1) as pool:
             waits = pool.submit(server.client().completions.create, **asked | {"max_tokens": 2})
             until(lambda: server.batch.state()["waiting"] == 1)
-            with pytest.raises(openai.RateLimitError, match="at most 1 that wait for one of 1 lanes") as found:
+            with pytest.raises(openai.RateLimitError, match="at most 1 waiting, beside a batch of 1") as found:
                 server.client().completions.create(**asked)
             assert found.value.response.headers["retry-after"] == "1"
             streams[0].close()

@@ -134,7 +134,7 @@ def serving(folder: Path, scratch: Path, *options: str) -> Iterator[Process]:
         "--max-tokens",
         "320",
     ]
-    command += ["--prefix-cache", "2MiB", "--prefix-dir", str(scratch / "prefixes"), *options]
+    command += ["--prefix-cache", "2MiB", *options]
     path = scratch / "stderr"
     with path.open("w") as said, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True) as process:
         try:
@@ -337,7 +337,6 @@ def soak(server: Process, alone: Alone, requests: int, warm_up: int, more_mb: fl
     assert "sequences/error" not in counts
     assert counts["sequences/cancelled"] > 0
     assert counts["prefix_blocks/memory"] > 0
-    assert counts["prefix_blocks/damaged"] == 0
     assert httpx.get(f"{server.url}/health").status_code == 200
     with server.client() as client:
         last = client.completions.create(model=server.name, prompt=STEM, max_tokens=LONGEST, temperature=0)
@@ -362,19 +361,11 @@ def alone(folders: Path) -> Alone:
     return Alone(folders / "memory")
 
 
-def test_a_moment_of_it_and_a_restart(folders: Path, alone: Alone, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_moment_of_it(folders: Path, alone: Alone, tmp_path: Path) -> None:
     with serving(folders / "store", tmp_path, "--budget", "40MB") as server:
         soak(server, alone, requests=80, warm_up=60, more_mb=40)
         ends_well(server, alone)
-    with serving(folders / "store", tmp_path, "--budget", "40MB") as server:
-        rss_mb = server.rss_mb()
-        assert server.metrics()["prefix_blocks/disk"] == 0
-        with server.client() as client:
-            made = client.completions.create(model="store", prompt=STEM, max_tokens=LONGEST, temperature=0)
-        assert made.choices[0].text == alone(STEM, LONGEST)
-        assert server.metrics()["prefix_blocks/disk"] >= 1  # under load not every block is written
-        assert server.rss_mb() <= rss_mb + 40
-        server.end()
 
 
 @pytest.mark.slow

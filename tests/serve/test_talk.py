@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import torch_pi2
 from torch_pi2.decode.generate import Sampling
 from torch_pi2.errors import ConfigError, ShapeError
-from torch_pi2.serve.talk import Talk
+from torch_pi2.serve.chat import ChatSession
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "drelu-stdlib-5m"
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant: "
@@ -39,7 +39,7 @@ def alone(model: nn.Module, tokenizer: Any, text: str, tokens: int) -> str:
 
 
 def test_answers_are_those_to_all_that_was_said(model: nn.Module, tokenizer: Any) -> None:
-    talk = Talk(model, tokenizer, max_tokens=400, limit=12, system="Be brief.")
+    talk = ChatSession(model, tokenizer, max_tokens=400, limit=12, system="Be brief.")
     assert talk.last is None
     text = "# system: Be brief.\n"
     for question in ("def main(", "import os", "class A"):
@@ -59,7 +59,7 @@ def test_answers_are_those_to_all_that_was_said(model: nn.Module, tokenizer: Any
 
 def test_without_a_template_it_goes_on_with_the_text(model: nn.Module, tokenizer: Any) -> None:
     tokenizer.chat_template = None
-    talk = Talk(model, tokenizer, max_tokens=200, limit=8)
+    talk = ChatSession(model, tokenizer, max_tokens=200, limit=8)
     assert not talk.template
     first = "".join(talk.say("def main("))
     assert first == alone(model, tokenizer, "def main(", 8)
@@ -67,7 +67,7 @@ def test_without_a_template_it_goes_on_with_the_text(model: nn.Module, tokenizer
 
 
 def test_an_answer_that_is_ended_early_is_a_part_of_the_talk(model: nn.Module, tokenizer: Any) -> None:
-    talk = Talk(model, tokenizer, max_tokens=200, limit=30)
+    talk = ChatSession(model, tokenizer, max_tokens=200, limit=30)
     pieces = talk.say("def main(")
     begun = next(pieces) + next(pieces)
     with pytest.raises(KeyboardInterrupt):
@@ -81,7 +81,7 @@ def test_an_answer_that_is_ended_early_is_a_part_of_the_talk(model: nn.Module, t
 def test_interrupted_while_the_question_is_read(
     model: nn.Module, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talk = Talk(model, tokenizer, max_tokens=200, limit=5)
+    talk = ChatSession(model, tokenizer, max_tokens=200, limit=5)
     list(talk.say("a"))
 
     def fails(*_: object) -> None:
@@ -98,7 +98,7 @@ def test_interrupted_while_the_question_is_read(
 
 def test_seeds_go_on_from_answer_to_answer(model: nn.Module, tokenizer: Any) -> None:
     def answers(seed: int) -> list[str]:
-        talk = Talk(model, tokenizer, max_tokens=200, limit=9, sampling=Sampling(1.3), seed=seed)
+        talk = ChatSession(model, tokenizer, max_tokens=200, limit=9, sampling=Sampling(1.3), seed=seed)
         found = []
         for _ in range(2):
             talk.reset()
@@ -110,7 +110,7 @@ def test_seeds_go_on_from_answer_to_answer(model: nn.Module, tokenizer: Any) -> 
 
 
 def test_a_talk_without_room(model: nn.Module, tokenizer: Any) -> None:
-    talk = Talk(model, tokenizer, max_tokens=40, limit=1000)
+    talk = ChatSession(model, tokenizer, max_tokens=40, limit=1000)
     "".join(talk.say("a"))  # as much as there is room for
     assert talk.last.prompt_tokens + talk.last.tokens == 40
     said = list(talk.messages)
@@ -124,7 +124,7 @@ def test_what_a_template_does_not_take(model: nn.Module, tokenizer: Any) -> None
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     )
     tokenizer.chat_template += "{% endfor %}"
-    talk = Talk(model, tokenizer, max_tokens=40, limit=5, system="Be brief.")
+    talk = ChatSession(model, tokenizer, max_tokens=40, limit=5, system="Be brief.")
     with pytest.raises(ConfigError, match="messages: expected what the chat template takes, found no system"):
         list(talk.say("a"))
     assert talk.messages == [{"role": "system", "content": "Be brief."}]

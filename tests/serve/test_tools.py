@@ -20,9 +20,8 @@ from torch import nn
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from torch_pi2.errors import ConfigError
-from torch_pi2.serve.batch import Ended, Sequence
-from torch_pi2.serve.calls import Called, Calls
-from torch_pi2.serve.tools import HERMES, LLAMA, MISTRAL, Form, form_of
+from torch_pi2.serve.batch import EndEvent, Sequence
+from torch_pi2.serve.tools import HERMES, LLAMA, MISTRAL, ToolCallDelta, ToolCallFormat, ToolCallParser, format_of
 
 _HEAD = "{% for t in tools or [] %}# {{ t.function.name }}\n{% endfor %}"
 _TALK = "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
@@ -248,11 +247,11 @@ def test_a_call_that_is_cut_is_none(ask: Any) -> None:
 
 @pytest.mark.parametrize("cut", range(1, len("\n</tool_call>")))
 def test_an_end_that_is_cut_is_no_text(cut: int) -> None:
-    calls = Calls(HERMES, ["weather"])
+    calls = ToolCallParser(HERMES, ["weather"])
     text = '<tool_call>\n{"name": "weather", "arguments": {}}' + "\n</tool_call>"[:cut]
     parts = list(calls.add(text, last=True))
     assert [part for part in parts if isinstance(part, str)] == []
-    assert (calls.count, calls.whole) == (1, True)
+    assert (calls.count, calls.complete) == (1, True)
 
 
 def test_strict_calls_of_an_answer_that_need_not_call(ask: Any, server: Server, name: str) -> None:
@@ -314,7 +313,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages.0.content: .*part 0: image_url is not supported",
     ),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "part 0: what it has is not supported"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "part 0: its content is not supported"),
     ({"top_logprobs": 2}, "top_logprobs: logprobs is not true"),
     ({"modalities": ["audio"]}, "modalities is not supported"),
     ({"reasoning_effort": "high"}, "reasoning_effort is not supported"),
@@ -339,22 +338,22 @@ def test_what_is_refused(ask: Any, name: str, changes: dict[str, Any], message: 
 )
 def test_templates_without_a_known_form_are_refused(template: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        form_of(template)
+        format_of(template)
 
 
 def test_forms_are_found_by_the_text_of_templates(name: str) -> None:
-    assert form_of(TEMPLATES[name]) is FORMS[name]
+    assert format_of(TEMPLATES[name]) is FORMS[name]
     escaped = '{% if tools %}{{- "<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}" }}'
-    assert form_of(escaped) is HERMES
+    assert format_of(escaped) is HERMES
 
 
-def told(form: Form, text: str, cuts: list[int]) -> tuple[str, list[tuple[str, str]]]:
+def told(form: ToolCallFormat, text: str, cuts: list[int]) -> tuple[str, list[tuple[str, str]]]:
     """What is said and called of a text that comes in pieces."""
-    calls, said, made = Calls(form, ["weather", "clock"]), "", list[list[str]]()
+    calls, said, made = ToolCallParser(form, ["weather", "clock"]), "", list[list[str]]()
     cuts = sorted({min(cut, len(text)) for cut in cuts})
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     for part in [part for piece in pieces for part in calls.add(piece)] + list(calls.add("", last=True)):
-        if isinstance(part, Called):
+        if isinstance(part, ToolCallDelta):
             if part.name is not None:
                 made.append([part.name, ""])
             made[part.number][1] += part.arguments
@@ -365,7 +364,7 @@ def told(form: Form, text: str, cuts: list[int]) -> tuple[str, list[tuple[str, s
 
 
 _PARIS = '{"city": "Pa}r\\"is {[", "a": {"b": [1]}}'
-READ: list[tuple[Form, str, str, list[tuple[str, str]]]] = [
+READ: list[tuple[ToolCallFormat, str, str, list[tuple[str, str]]]] = [
     (HERMES, "Just text < that", "Just text < that", []),
     (HERMES, "A", "A", []),
     (HERMES, "  blank ", "  blank ", []),
@@ -418,7 +417,7 @@ READ: list[tuple[Form, str, str, list[tuple[str, str]]]] = [
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(READ), st.lists(st.integers(0, 200), max_size=30))
 def test_calls_are_found_wherever_pieces_end(
-    case: tuple[Form, str, str, list[tuple[str, str]]], cuts: list[int]
+    case: tuple[ToolCallFormat, str, str, list[tuple[str, str]]], cuts: list[int]
 ) -> None:
     form, text, said, calls = case
     assert told(form, text, cuts) == (said, calls)
@@ -433,7 +432,7 @@ def test_calls_are_found_wherever_pieces_end(
     ).map("".join),
     st.lists(st.integers(0, 200), max_size=9),
 )
-def test_any_text_is_the_same_whole_and_in_pieces(form: Form, text: str, cuts: list[int]) -> None:
+def test_any_text_is_the_same_whole_and_in_pieces(form: ToolCallFormat, text: str, cuts: list[int]) -> None:
     assert told(form, text, cuts) == told(form, text, [])
 
 
@@ -459,7 +458,7 @@ def test_a_constraint_that_fails_ends_its_own_answer_alone(server: Server, name:
     server.batch.submit(Sequence(ids, 20, told["failing"].append, constraint=Failing()))
     server.batch.submit(Sequence(ids, 20, told["other"].append))
     end = time.monotonic() + 20
-    while not all(isinstance(found[-1] if found else None, Ended) for found in told.values()):
+    while not all(isinstance(found[-1] if found else None, EndEvent) for found in told.values()):
         assert time.monotonic() < end
         time.sleep(0.01)
     failed, other = told["failing"][-1], told["other"][-1]

@@ -45,12 +45,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run(args: argparse.Namespace) -> dict[str, Any]:
-    from torch_pi2.serve.talk import Talk
+    from torch_pi2.serve.chat import ChatSession
 
     sampling = common.sampling_of(args)
     args.context = args.max_tokens or common.MOST_TOKENS
     model = common.load_any(args)
-    talk = Talk(
+    talk = ChatSession(
         model,
         common.load_tokenizer(args),
         max_tokens=common.max_tokens(args, model),

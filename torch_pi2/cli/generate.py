@@ -81,7 +81,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.errors import ConfigError, Pi2Error, UnsupportedModelError
     from torch_pi2.observe.trace import trace
     from torch_pi2.rewrite.handle import Handle
-    from torch_pi2.serve.text import Text
+    from torch_pi2.serve.text import TextStream
 
     sampling = common.sampling_of(args)
     if sampling is not None and args.prompt_lookup:
@@ -112,7 +112,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     model: Any = common.load_any(args, args.dense)
     check_vocabulary(model, inputs["input_ids"])
     prompt, shown = inputs["input_ids"][0].tolist(), not args.json and args.num_return_sequences == 1
-    text = Text(tokenizer, before=prompt)
+    text = TextStream(tokenizer, before=prompt)
     how = common.given(args, "num_return_sequences", "max_new_tokens", "seed", "prompt_lookup")
     if sampling is not None:
         how |= {"do_sample": True, "temperature": args.temperature, "top_p": sampling.top_p}

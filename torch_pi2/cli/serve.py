@@ -52,13 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keys and values of prompts, of each model, for others that begin alike, beside its --budget (default: "
         "256MiB; 0: none)",
     )
-    add("--prefix-dir", metavar="DIR", help="keep them on disk as well, for the next run and for other servers")
-    add(
-        "--prefix-dir-bytes",
-        default="4GiB",
-        metavar="BYTES",
-        help="of DIR, at most; what was not used for longest goes first (default: 4GiB)",
-    )
     common.add_loading(parser)
     parser.epilog = f"{parser.epilog}\n\nThe API key that clients have to send, if any, is the environment's {KEY}."
 
@@ -78,11 +71,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     key = os.environ.get(KEY, "")
     if not (key.isascii() and key.isprintable() and key == key.strip()):
         raise ConfigError(KEY, expected="letters of ASCII, as headers have", found="others", fix="Choose another key.")
-    for name, value in (
-        ("budget", args.budget),
-        ("prefix-cache", args.prefix_cache),
-        ("prefix-dir-bytes", args.prefix_dir_bytes),
-    ):
+    for name, value in (("budget", args.budget), ("prefix-cache", args.prefix_cache)):
         parse_bytes(value or 0, f"--{name}")  # before models are loaded, which takes long
     names = [Path(folder).resolve().name for folder in args.models]
     if len(set(names)) < len(names):
@@ -191,7 +180,7 @@ def _server(config: Any) -> Any:
 def _served(args: argparse.Namespace, name: str, folder: str) -> Any:
     from torch_pi2.base.units import parse_bytes
     from torch_pi2.serve.batch import Batch
-    from torch_pi2.serve.served import Served
+    from torch_pi2.serve.model import ServedModel
 
     most = args.max_tokens or common.MOST_TOKENS
     of_this = argparse.Namespace(**vars(args) | {"model": folder, "context": args.max_batch_size * most})
@@ -199,14 +188,12 @@ def _served(args: argparse.Namespace, name: str, folder: str) -> Any:
     batch = Batch(
         model,
         max_tokens=common.max_tokens(args, model),
-        lanes=args.max_batch_size,
-        waiting=args.max_queue,
+        max_batch_size=args.max_batch_size,
+        max_queue=args.max_queue,
         compiled=args.compile,
         prefix_bytes=parse_bytes(args.prefix_cache),
-        prefix_folder=args.prefix_dir,
-        prefix_folder_bytes=parse_bytes(args.prefix_dir_bytes),
     )
-    return Served(name, model, common.load_tokenizer(of_this), batch)
+    return ServedModel(name, model, common.load_tokenizer(of_this), batch)
 
 
 def render(result: dict[str, Any]) -> str:

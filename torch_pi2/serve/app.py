@@ -1,4 +1,4 @@
-"""OpenAI's API over models that are served, as an ASGI application."""
+"""OpenAI's API and the web page, as an ASGI application."""
 
 from __future__ import annotations
 
@@ -8,36 +8,61 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import Response as PlainResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from torch_pi2.errors import BusyError, ClosedError, GroupError, Pi2Error
-from torch_pi2.serve.answers import Answer, ChatAnswer, CompletionAnswer
-from torch_pi2.serve.browser import add_page, page_files
 from torch_pi2.serve.live import Live
 from torch_pi2.serve.metrics import metrics
-from torch_pi2.serve.requests import Asked, Chat, Completion
-from torch_pi2.serve.served import Served
-from torch_pi2.serve.template import has_template
+from torch_pi2.serve.model import ServedModel
+from torch_pi2.serve.requests import ChatRequest, CompletionRequest
+from torch_pi2.serve.responses import ChatResponse, CompletionResponse, Response
+from torch_pi2.serve.text import has_template
 
 _log = logging.getLogger("torch_pi2")
 
 #: Bytes of a request, at most.
 MOST_BYTES = 8 << 20
 
-_Done = TypeVar("_Done")
+_PAGE = Path(__file__).with_name("page")
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+
+#: The page loads nothing from elsewhere, has no inline script or style, and cannot be framed.
+_POLICY = {
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self'",
+    "img-src": "'self'",
+    "connect-src": "'self'",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+    "require-trusted-types-for": "'script'",
+}
+PAGE_HEADERS = {
+    "Content-Security-Policy": "; ".join(f"{what} {whence}" for what, whence in _POLICY.items()),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+_Result = TypeVar("_Result")
 
 
 class Refusal(Exception):
-    """An answer that is an error, in OpenAI's form."""
+    """An error in OpenAI's form."""
 
     def __init__(self, status: int, message: str, kind: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -64,8 +89,8 @@ def _refusal(error: Exception) -> Refusal:
     return Refusal(500, f"{type(error).__name__} while answering", "server_error")
 
 
-class Allowed:
-    """Refuses requests without the key, and bodies that are too long, before anything of them is read."""
+class AccessCheck:
+    """Refuses requests without the key, and bodies that are too long, before their body is read."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self._app, self._key, self._open = app, api_key, {"/health", *page_files()}
@@ -92,21 +117,41 @@ class Allowed:
         return None
 
 
-def application(models: Mapping[str, Served], *, api_key: str | None = None) -> FastAPI:
+def page_files() -> dict[str, Path]:
+    """URL path -> file of the web page. They contain nothing about any model, and need no key."""
+    names = sorted(path for path in _PAGE.iterdir() if path.suffix in _TYPES)
+    return {"/" if path.name == "index.html" else f"/page/{path.name}": path for path in names}
+
+
+def add_page(app: FastAPI) -> None:
+    """Let ``app`` serve the page at ``/``."""
+    for where, path in page_files().items():
+        app.add_api_route(where, _sender(path), methods=["GET", "HEAD"])
+
+
+def _sender(path: Path) -> Callable[[], Awaitable[PlainResponse]]:
+    content, kind = path.read_bytes(), f"{_TYPES[path.suffix]}; charset=utf-8"
+
+    async def send() -> PlainResponse:
+        return PlainResponse(content, media_type=kind, headers=PAGE_HEADERS)
+
+    return send
+
+
+def application(models: Mapping[str, ServedModel], *, api_key: str | None = None) -> FastAPI:
     """``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, ``/v1/live``, ``/health``, ``/metrics``; ``/``.
 
     Args:
-        models: by name. api_key: that clients have to send as a bearer token (for all but ``/health`` and the page's
-            files); None: none.
+        models: by name. api_key: the bearer token that clients have to send, except for ``/health`` and the page's
+            files; None: none.
 
-    ``app.state.models``: as given.
-    ``app.state.live``: by name what :class:`~torch_pi2.serve.live.Live` tells; closed, their streams end.
+    ``app.state.models`` is ``models``, and ``app.state.live`` the :class:`~torch_pi2.serve.live.Live` of each by name.
     """
     app = FastAPI(title="torch_pi2", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Allowed, api_key=api_key)
+    app.add_middleware(AccessCheck, api_key=api_key)
     add_page(app)
     app.state.models = models
-    app.state.live = lives = {name: Live(served, together=len(models)) for name, served in models.items()}
+    app.state.live = streams = {name: Live(served, together=len(models)) for name, served in models.items()}
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -116,8 +161,7 @@ def application(models: Mapping[str, Served], *, api_key: str | None = None) -> 
             message = f"expected a body of JSON, found none: {why} (character {first['loc'][-1]})"
             return Refusal(400, message, "invalid_request_error").response()
         param = ".".join(str(part) for part in first["loc"] if part != "body") or None
-        told = str(why) if isinstance(why, ValueError) else first["msg"]
-        message = f"{param or 'body'}: {told}"
+        message = f"{param or 'body'}: {why if isinstance(why, ValueError) else first['msg']}"
         return Refusal(400, message, "invalid_request_error", param=param).response()
 
     @app.exception_handler(Refusal)
@@ -125,9 +169,9 @@ def application(models: Mapping[str, Served], *, api_key: str | None = None) -> 
         return error.response()
 
     @app.exception_handler(HTTPException)
-    async def nowhere(_: Request, error: HTTPException) -> JSONResponse:
+    async def not_found(_: Request, error: HTTPException) -> JSONResponse:
         response = Refusal(error.status_code, str(error.detail), "invalid_request_error").response()
-        response.headers.update(error.headers or {})  # of 405, which methods there are
+        response.headers.update(error.headers or {})  # 405 names the allowed methods
         return response
 
     @app.api_route("/health", methods=["GET", "HEAD"])
@@ -138,116 +182,117 @@ def application(models: Mapping[str, Served], *, api_key: str | None = None) -> 
         return {"status": "ok"}
 
     @app.get("/metrics")
-    async def told() -> PlainTextResponse:
+    async def prometheus() -> PlainTextResponse:
         return PlainTextResponse(metrics(models), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/live")
     async def live(model: str | None = None) -> StreamingResponse:
         name = next(iter(models)) if model is None else _known(models, model).name
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(_told(lives[name]), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(_live_events(streams[name]), media_type="text/event-stream", headers=headers)
 
     @app.get("/v1/models")
-    async def listed() -> dict[str, Any]:
+    async def list_models() -> dict[str, Any]:
         return {"object": "list", "data": [_described(served) for served in models.values()]}
 
     @app.get("/v1/models/{name:path}")
-    async def one(name: str) -> dict[str, Any]:
+    async def get_model(name: str) -> dict[str, Any]:
         return _described(_known(models, name))
 
     @app.post("/v1/completions")
-    async def completions(asked: Completion, request: Request) -> Any:
-        return await _answer(_known(models, asked.model), asked, request)
+    async def completions(body: CompletionRequest, request: Request) -> Any:
+        return await _answer(_known(models, body.model), body, request)
 
     @app.post("/v1/chat/completions")
-    async def chat(asked: Chat, request: Request) -> Any:
-        return await _answer(_known(models, asked.model), asked, request)
+    async def chat(body: ChatRequest, request: Request) -> Any:
+        return await _answer(_known(models, body.model), body, request)
 
     return app
 
 
-def _described(served: Served) -> dict[str, Any]:
+def _described(served: ServedModel) -> dict[str, Any]:
     ours = {"max_tokens": served.batch.max_tokens, "chat": has_template(served.tokenizer)}
     return {"id": served.name, "object": "model", "created": served.created, "owned_by": "torch_pi2", **ours}
 
 
-def _known(models: Mapping[str, Served], name: str) -> Served:
+def _known(models: Mapping[str, ServedModel], name: str) -> ServedModel:
     if name not in models:
         message = f"expected one of the models {', '.join(models)}, found {name[:200]}"
         raise Refusal(404, message, "invalid_request_error", "model_not_found", "model")
     return models[name]
 
 
-async def _answer(served: Served, asked: Completion | Chat, request: Request) -> Any:
+async def _answer(served: ServedModel, body: CompletionRequest | ChatRequest, request: Request) -> Any:
     try:
-        return await _answered(served, asked, request)
+        return await _answered(served, body, request)
     except Exception as error:
         raise _refusal(error) from error
 
 
-async def _answered(served: Served, asked: Completion | Chat, request: Request) -> Any:
-    prompts = await asyncio.to_thread(served.prompts, asked)
-    named, now = uuid.uuid4().hex, int(time.time())
-    answer: Answer
-    if isinstance(asked, Chat):
-        answer = ChatAnswer(f"chatcmpl-{named}", now, served, asked, prompts)
+async def _answered(served: ServedModel, body: CompletionRequest | ChatRequest, request: Request) -> Any:
+    prompts = await asyncio.to_thread(served.prompts, body)
+    key, now = uuid.uuid4().hex, int(time.time())
+    answer: Response
+    if isinstance(body, ChatRequest):
+        answer = ChatResponse(f"chatcmpl-{key}", now, served, body, prompts)
     else:
-        answer = CompletionAnswer(f"cmpl-{named}", now, served, asked, prompts)
-    pieces = served.answer(asked, prompts)
-    if not asked.stream:
-        return JSONResponse(await _unless_gone(request, _whole(answer, pieces)))
-    # what can be refused is, before a stream begins
-    first = await _unless_gone(request, anext(pieces))
+        answer = CompletionResponse(f"cmpl-{key}", now, served, body, prompts)
+    pieces = served.answer(body, prompts)
+    if not body.stream:
+        return JSONResponse(await _unless_disconnected(request, _whole(answer, pieces)))
+    # a refusal is an error of its own only before the stream begins
+    first = await _unless_disconnected(request, anext(pieces))
     if first is None:
         return JSONResponse(None)
-    return StreamingResponse(_events(asked, answer, first, pieces), media_type="text/event-stream")
+    return StreamingResponse(_events(body, answer, first, pieces), media_type="text/event-stream")
 
 
-async def _unless_gone(request: Request, doing: Awaitable[_Done]) -> _Done | None:
-    """What it comes to; None: who asked has gone, and it is cancelled."""
-    gone, done = asyncio.ensure_future(_gone(request)), asyncio.ensure_future(doing)
+async def _unless_disconnected(request: Request, work: Awaitable[_Result]) -> _Result | None:
+    """The result of ``work``; None: the client has disconnected, and ``work`` is cancelled."""
+    gone, task = asyncio.ensure_future(_disconnected(request)), asyncio.ensure_future(work)
     try:
-        await asyncio.wait({gone, done}, return_when=asyncio.FIRST_COMPLETED)
-        return done.result() if done.done() else None
+        await asyncio.wait({gone, task}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
     finally:
         gone.cancel()
-        done.cancel()
+        task.cancel()
 
 
-async def _gone(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-async def _whole(answer: Any, pieces: AsyncIterator[Any]) -> dict[str, Any]:
+async def _whole(answer: Response, pieces: AsyncIterator[Any]) -> dict[str, Any]:
     async for number, piece in pieces:
         answer.add(number, piece)
-    body: dict[str, Any] = answer.body()
-    return body
+    return answer.body()
 
 
-async def _events(asked: Asked, answer: Any, first: Any, pieces: AsyncIterator[Any]) -> AsyncIterator[str]:
+async def _events(
+    body: CompletionRequest | ChatRequest, answer: Response, first: Any, pieces: AsyncIterator[Any]
+) -> AsyncIterator[str]:
     try:
         for chunk in answer.chunks(*first):
             yield _event(chunk)
         async for number, piece in pieces:
             for chunk in answer.chunks(number, piece):
                 yield _event(chunk)
-        if asked.stream_options is not None and asked.stream_options.include_usage:
+        if body.stream_options is not None and body.stream_options.include_usage:
             yield _event(answer.chunk([]) | {"usage": answer.usage()})
         yield "data: [DONE]\n\n"
-    except Exception as error:  # the status has been sent
+    except Exception as error:  # the status was sent already
         yield _event(_refusal(error).body)
     finally:
         await pieces.aclose()  # type: ignore[attr-defined]
 
 
-async def _told(live: Live) -> AsyncIterator[str]:
+async def _live_events(live: Live) -> AsyncIterator[str]:
     async with aclosing(live.events()) as events:
         try:
             async for name, body in events:
                 yield f"event: {name}\n{_event(body)}"
-        except Exception as error:  # the status has been sent
+        except Exception as error:  # the status was sent already
             yield f"event: error\n{_event(_refusal(error).body)}"
 
 

@@ -1,10 +1,13 @@
-"""What an answer may go on with: ``Grammars`` (JSON, calls of functions; by llguidance) and ``Penalised``."""
+"""Which tokens may come next: ``Grammars`` (JSON schemas and tool calls, by llguidance) and ``Penalties``.
+
+llguidance's native code handles some numbers and depths of schemas badly: :func:`as_object` refuses or bounds these.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,28 +16,37 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
 from torch_pi2.errors import ConfigError
-from torch_pi2.serve.schemas import as_object, refused
-from torch_pi2.serve.tools import Offer, grammar_of
+from torch_pi2.serve.tools import ToolCallFormat, ToolSet
 
-#: As Python writes JSON. Where any blanks are allowed, weak models write nothing else.
-_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+#: JSON as Python writes it. Where any blanks are allowed, weak models write nothing else.
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+#: Every reader of JSON agrees on integers up to this (RFC 8259, section 6).
+MOST_INTEGER = (1 << 53) - 1
+#: Different ``$ref``, at most: llguidance follows them by recursion.
+MOST_REFERENCES = 500
+#: Keywords whose values are schemas by name, are plain values, and are bounds of numbers.
+_NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_VALUES = {"enum", "const"}
+_LEAST, _MOST = {"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}
 
 
 class Constraint(Protocol):
-    """Which tokens an answer may go on with, or is to."""
+    """Which tokens may or should come next."""
 
     def allowed(self, scores_V: torch.Tensor) -> torch.Tensor:
-        """``scores_V`` with -inf for every token that may not come, or less for one that should not."""
+        """``scores_V`` with -inf for tokens that may not come, and lower scores for those that should not."""
 
     def take(self, token: int) -> bool:
-        """The answer goes on with ``token``; whether it is whole, and nothing may follow."""
+        """Go on with ``token``. True: the answer is complete, and nothing may follow."""
 
 
-class Penalised:
-    """Less is added to the scores of tokens that have come, as OpenAI's penalties say.
+class Penalties:
+    """Lowers the scores of tokens that have come, as OpenAI's penalties do.
 
     Args:
-        frequency: for each time. presence: once. within: what else there is.
+        frequency: for each time. presence: once. within: another constraint that holds as well.
     """
 
     def __init__(self, frequency: float, presence: float, within: Constraint | None) -> None:
@@ -53,12 +65,8 @@ class Penalised:
         return self._within is not None and self._within.take(token)
 
 
-class Followed:
-    """A grammar of llguidance.
-
-    Args:
-        what: asks for it, as errors name it.
-    """
+class Grammar:
+    """A grammar of llguidance. ``what``: the field of the request that asks for it, for messages."""
 
     def __init__(self, matcher: LLMatcher, what: str) -> None:
         self._matcher, self._what = matcher, what
@@ -82,18 +90,18 @@ class Followed:
 
 
 class Grammars:
-    """Makes constraints for the tokens of one tokenizer, which takes a second the first time.
+    """Makes constraints for one tokenizer; the first one takes a second.
 
     Args:
-        tokenizer: a fast one of Hugging Face. ends: ids that end an answer. vocabulary: tokens of the model.
+        tokenizer: a fast one of Hugging Face. ends: ids that end an answer. vocabulary: number of tokens of the model.
     """
 
     def __init__(self, tokenizer: Any, ends: Collection[int], vocabulary: int) -> None:
         self._tokenizer, self._ends, self._vocabulary = tokenizer, ends, vocabulary
-        self._made: Any = None
+        self._ll_tokenizer: Any = None
 
     def bytes_of(self, token: int) -> bytes:
-        """Of a token, which may be a part of a character."""
+        """UTF-8 of a token, which may be a part of a character."""
         try:
             found: bytes = self._known("logprobs").decode_bytes([token])
         except ConfigError:  # slow tokenizers have no bytes
@@ -101,33 +109,29 @@ class Grammars:
         return found
 
     def of_schema(self, schema: dict[str, Any] | bool) -> Constraint:
-        """JSON that ``schema`` allows.
-
-        Raises:
-            ConfigError: no schema, one with what llguidance has not, or a tokenizer that it cannot read.
-        """
+        """JSON that ``schema`` allows. Raises ConfigError: llguidance does not support the schema or the tokenizer."""
         try:
             grammar = LLMatcher.grammar_from_json_schema(
-                json.dumps(as_object(schema, "response_format")), overrides=_WRITTEN
+                json.dumps(as_object(schema, "response_format")), overrides=_JSON_STYLE
             )
         except ValueError as error:
             raise _refused("response_format", str(error)) from error
-        return self._followed(grammar, "response_format")
+        return self._constraint(grammar, "response_format")
 
-    def of_offer(self, offer: Offer, answer: dict[str, Any] | bool | None = None) -> Constraint:
-        """Calls of what is offered, and what else is allowed: ``answer``, a schema; None: any text.
+    def of_tools(self, tools: ToolSet, answer: dict[str, Any] | bool | None = None) -> Constraint:
+        """Calls of ``tools``, or an answer of the schema ``answer`` (None: any text).
 
         Raises:
-            ConfigError: parameters with what llguidance has not, or a tokenizer that it cannot read.
+            ConfigError: llguidance does not support the schema of a function or the tokenizer.
         """
-        return self._followed(grammar_of(offer, self._mark, _WRITTEN, answer), "tools")
+        return self._constraint(_tool_grammar(tools, self._mark, answer), "tools")
 
-    def _followed(self, grammar: str, what: str) -> Constraint:
+    def _constraint(self, grammar: str, what: str) -> Constraint:
         known = self._known(what)
         wrong = LLMatcher.validate_grammar(grammar, known)
         if wrong:
             raise _refused(what, wrong)
-        return Followed(LLMatcher(known, grammar, log_level=0), what)
+        return Grammar(LLMatcher(known, grammar, log_level=0), what)
 
     def _mark(self, text: str) -> str:
         token = token_of(self._tokenizer, text)
@@ -135,9 +139,9 @@ class Grammars:
         return f"<[{token}]>" if special else json.dumps(text)
 
     def _known(self, what: str) -> Any:
-        if self._made is None:
+        if self._ll_tokenizer is None:
             try:
-                self._made = from_tokenizer(self._tokenizer, self._vocabulary, sorted(self._ends) or None)
+                self._ll_tokenizer = from_tokenizer(self._tokenizer, self._vocabulary, sorted(self._ends) or None)
             except ValueError as error:
                 raise ConfigError(
                     what,
@@ -145,17 +149,139 @@ class Grammars:
                     found=str(error),
                     fix="Ask for text, or put a tokenizer.json into the model's folder.",
                 ) from error
-        return self._made
+        return self._ll_tokenizer
 
 
 def token_of(tokenizer: Any, text: str) -> int | None:
-    """The one token that is ``text``, if there is one."""
+    """The token whose text is ``text``, if there is one."""
     token = tokenizer.convert_tokens_to_ids(text)
     return token if token is not None and tokenizer.convert_ids_to_tokens(token) == text else None
 
 
 def _refused(what: str, found: str) -> ConfigError:
-    reason = found.partition("\n")[0]  # what follows is llguidance's state
-    if reason.startswith("NoExtensionBias"):
-        reason = "one that no text is of"
-    return refused(what, reason)
+    reason = found.partition("\n")[0]  # llguidance's state follows
+    return refused(what, "one that no text satisfies" if reason.startswith("NoExtensionBias") else reason)
+
+
+def refused(what: str, found: str) -> ConfigError:
+    return ConfigError(what, expected="a JSON schema that can be followed", found=found, fix="Correct the schema.")
+
+
+def _tool_grammar(tools: ToolSet, mark: Callable[[str], str], answer: dict[str, Any] | bool | None) -> str:
+    """What may be answered, in llguidance's variant of Lark: calls, and, unless one is required, something else.
+
+    Args:
+        mark: writes a mark such as ``<tool_call>`` in the grammar. answer: schema of other answers; None: any text.
+    """
+    form = tools.form
+    objects, rules = [], []
+    for number, function in enumerate(tools.functions):
+        schema = function.schema_wanted if tools.required or function.strict else {"type": "object"}
+        begin = f'{{"name": "{function.name}", "{form.arguments}": '
+        objects.append(f'{_literal(begin)} arguments_{number} "}}"')
+        # each schema on its own, because its "#" references begin at its root
+        rules.append(f"arguments_{number}: %json {_json(as_object(schema, 'tools'))}")
+    more = f"({_literal(form.between)} object)*" if form.between is not None and tools.several else ""
+    end = mark(form.end) if form.end else ""
+    rules += [
+        f"object: {' | '.join(objects)}",
+        f"body: {_literal(form.opens)} object {more} {_literal(form.closes)} {end}",
+        f"call: {'' if form.bare else mark(form.begin)} body",
+    ]
+    again = tools.several and form.several and form.between is None
+    calls = 'call ("\\n" call)*' if again else "call"
+    if tools.required:
+        start = calls
+    elif answer is not None:
+        start = f"{calls} | answer"
+        rules.append(f"answer: %json {_json(as_object(answer, 'response_format'))}")
+    else:
+        start, more_rules = _after_text(form, mark(form.begin), again)
+        rules += more_rules
+    return "\n".join([f"start: {start}", *rules]) + "\n"
+
+
+def _after_text(form: ToolCallFormat, begin: str, again: bool) -> tuple[str, list[str]]:
+    """Start and further rules of a grammar of any text with calls in it."""
+    if form.bare:
+        return 'call | "" | /[^{](.|\\n)*/', []
+    rules = ["TEXT: /(.|\\n)*/"]
+    if begin.startswith("<"):  # a special token, which no text contains
+        rules.append(f"later: TEXT {begin} body")
+    else:
+        rules += [f"head[lazy]: TEXT {begin}", "later: head body"]
+    return "later* TEXT" if again else "later | TEXT", rules
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text) if text else ""
+
+
+def _json(schema: dict[str, Any]) -> str:
+    return json.dumps(schema | {"x-guidance": _JSON_STYLE})
+
+
+def as_object(schema: dict[str, Any] | bool, what: str) -> dict[str, Any]:
+    """``schema`` as an object, with bounds of numbers limited to safe integers.
+
+    Args:
+        what: the field of the request that has it, for messages.
+
+    Raises:
+        ConfigError: it has keywords that an answer could not be held to.
+    """
+    if not isinstance(schema, dict):
+        return {} if schema else {"not": {}}
+    references = set[str]()
+    try:
+        bounded: dict[str, Any] = _bounded(schema, references)
+    except _Refused as error:
+        raise refused(what, str(error)) from error
+    except RecursionError as error:
+        raise refused(what, "schemas that are too deep in each other") from error
+    if len(references) > MOST_REFERENCES:
+        raise refused(what, f"{len(references)} different $ref, of which at most {MOST_REFERENCES} are followed")
+    return bounded
+
+
+class _Refused(Exception):
+    pass
+
+
+def _bounded(schema: Any, references: set[str]) -> Any:
+    if isinstance(schema, list):
+        return [_bounded(part, references) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    least, required = schema.get("minProperties"), schema.get("required")
+    if isinstance(least, int) and least > max(1, len(required) if isinstance(required, list) else 0):
+        raise _Refused(f"minProperties {least} beyond what is required, which a name that comes twice would count for")
+    if isinstance(schema.get("$ref"), str):
+        references.add(schema["$ref"])
+    return {key: _bounded_keyword(key, value, references) for key, value in schema.items()}
+
+
+def _bounded_keyword(key: str, value: Any, references: set[str]) -> Any:
+    if key in _NAMED and isinstance(value, dict):
+        return {name: _bounded(part, references) for name, part in value.items()}
+    if key in _VALUES:
+        _check_integers(value)
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if key in _LEAST:
+            if value > MOST_INTEGER:
+                raise _Refused(f"{key} {value:g}, above 2^53 - 1")
+            return max(value, -MOST_INTEGER)
+        if key in _MOST:
+            if value < -MOST_INTEGER:
+                raise _Refused(f"{key} {value:g}, below -(2^53 - 1)")
+            return min(value, MOST_INTEGER)
+    return _bounded(value, references)
+
+
+def _check_integers(value: Any) -> None:
+    parts = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
+    for part in parts:
+        _check_integers(part)
+    if isinstance(value, int) and abs(value) > MOST_INTEGER:
+        raise _Refused(f"the value {value:g}, beyond 2^53 - 1, which would be rounded")

@@ -1,4 +1,4 @@
-"""``Live``: what a served model does right now, told several times a second to whoever looks on."""
+"""``Live``: what a served model does right now, as events several times a second for ``/v1/live``."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from torch_pi2.observe import counters
 from torch_pi2.observe.live import Firing
 from torch_pi2.observe.meter import Meter, Spent
 from torch_pi2.rewrite.handle import Handle, Optimized, store_of
-from torch_pi2.serve.served import Served
+from torch_pi2.serve.model import ServedModel
 
-#: Between two readings, at least and at most; one that takes a processor longer than others is followed by a longer
-#: rest, so that a hundredth of its time goes into them.
+#: Seconds between two readings, at least and at most. The pause is 100 times the processor time of a reading, so that
+#: readings take a hundredth of a processor.
 EVERY_S, _MOST_S = 0.25, 2.0
-_LEAST_REST = 100
-#: Events that somebody may be late with before the oldest is lost.
-_MOST_HELD = 16
-#: So long after the last event it is said that there was none, by which a dead connection is noticed.
+_PAUSE = 100
+#: Events that are queued for a slow client before the oldest is dropped.
+_MOST_QUEUED = 16
+#: Seconds without an event after which an ``alive`` event is sent, so that dead connections are noticed.
 _ALIVE_S = 5.0
-#: What a batch's thread does that is told of.
+#: Work of a batch's thread whose times are sent.
 WORK = ("step", "prompt")
 
-#: Name and data of what is told.
-Told = tuple[str, dict[str, Any]]
+#: Name and data of an event.
+Event = tuple[str, dict[str, Any]]
+_Queue = asyncio.Queue[Event | Exception | None]
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """What has been counted up to now."""
+    """Counters at one time."""
 
     at: float
     answer_tokens: int
@@ -44,77 +45,76 @@ class _Reading:
 
 
 class Live:
-    """Reads what ``served`` counts while somebody looks on; from the first one on, and until the last has gone.
+    """Reads the counters of ``served`` from the first listener on until the last has gone.
 
     Args:
-        served: whose batch and model are read. together: models of this process: work and times are of all of them.
+        served: its batch and model are read. together: models in this process; work and times are of all of them.
     """
 
-    def __init__(self, served: Served, together: int = 1) -> None:
+    def __init__(self, served: ServedModel, together: int = 1) -> None:
         self._served, self._together = served, together
-        self._lookers: set[asyncio.Queue[Told | Exception | None]] = set()
+        self._listeners: set[_Queue] = set()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
         self._firing = Firing(served.model)
-        self._idle: Told | None = None  # what was told when work ended; None: there is some
+        self._idle: Event | None = None  # the event that was sent when work ended; None: there is work
         self._before: _Reading | None = None
 
-    async def events(self) -> AsyncGenerator[Told, None]:
-        """``model``, once, then ``figures`` while there is work, ``idle`` when there is none any more, and ``alive``.
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """``model`` once, then ``figures`` while there is work, ``idle`` when it ends, and ``alive``.
 
         Raises:
             ConfigError: somebody else watches the model.
         """
-        held: asyncio.Queue[Told | Exception | None] = asyncio.Queue()
+        queue: _Queue = asyncio.Queue()
         if self._closed:
             return
-        self._lookers.add(held)
+        self._listeners.add(queue)
         try:
             if self._task is None:
                 self._task = asyncio.create_task(self._run())
             elif self._idle is not None:
-                held.put_nowait(self._idle)
+                queue.put_nowait(self._idle)
             yield "model", await asyncio.to_thread(self._about)
-            while (told := await _next(held)) is not None:
-                if isinstance(told, Exception):
-                    raise told
-                yield told
+            while (event := await _next(queue)) is not None:
+                if isinstance(event, Exception):
+                    raise event
+                yield event
         finally:
-            self._lookers.discard(held)
+            self._listeners.discard(queue)
 
     def close(self) -> None:
-        """All streams end, and no other begins."""
+        """End all streams; no other begins."""
         self._closed = True
-        self._tell(None)
+        self._send(None)
 
-    def _tell(self, what: Told | Exception | None) -> None:
-        for held in self._lookers:
-            while held.qsize() >= _MOST_HELD:
-                held.get_nowait()
-            held.put_nowait(what)
+    def _send(self, event: Event | Exception | None) -> None:
+        for queue in self._listeners:
+            while queue.qsize() >= _MOST_QUEUED:
+                queue.get_nowait()
+            queue.put_nowait(event)
 
     async def _run(self) -> None:
         try:
-            while self._lookers and not self._closed:
-                await self._look()
-        except Exception as error:  # it is theirs who look on, as what a request raises is
-            self._tell(error)
+            while self._listeners and not self._closed:
+                await self._watch()
+        except Exception as error:  # the listeners get it
+            self._send(error)
         finally:
             self._task = None
 
-    async def _look(self) -> None:
-        """Until nobody does."""
+    async def _watch(self) -> None:
         await asyncio.to_thread(self._start)
         try:
-            while self._lookers and not self._closed:
-                figures, took_s = await asyncio.to_thread(self._timed)
+            while self._listeners and not self._closed:
+                figures, took_s = await asyncio.to_thread(self._timed_figures)
                 if figures["busy"]:
                     self._idle = None
-                    self._tell(("figures", figures))
+                    self._send(("figures", figures))
                 elif self._idle is None:
                     self._idle = ("idle", figures)
-                    self._tell(self._idle)
-                await asyncio.sleep(max(EVERY_S, min(_MOST_S, _LEAST_REST * took_s)))
+                    self._send(self._idle)
+                await asyncio.sleep(max(EVERY_S, min(_MOST_S, _PAUSE * took_s)))
         finally:
             self._idle = None
             await asyncio.to_thread(self._stop)
@@ -140,7 +140,7 @@ class Live:
             "sparse": bool(firing.layers),
             "weights": parts.weights if isinstance(parts, Optimized) else "float",
             "layers": [asdict(layer) for layer in firing.layers],
-            "lanes": served.batch.lanes,
+            "max_batch_size": served.batch.max_batch_size,
             "store": self._store() is not None,
             "together": self._together,
         }
@@ -156,12 +156,12 @@ class Live:
             store=None if store is None else store.stats(),
         )
 
-    def _timed(self) -> tuple[dict[str, Any], float]:
-        """:meth:`_read`, and seconds of a processor that it took."""
+    def _timed_figures(self) -> tuple[dict[str, Any], float]:
+        """:meth:`_figures`, and the processor time that they took."""
         started = time.thread_time()
-        return self._read(), time.thread_time() - started
+        return self._figures(), time.thread_time() - started
 
-    def _read(self) -> dict[str, Any]:
+    def _figures(self) -> dict[str, Any]:
         """What was done since the last time."""
         before, now = self._before, self._reading()
         assert before is not None
@@ -169,8 +169,8 @@ class Live:
         state = self._served.batch.state()
         seconds, answered = now.at - before.at, now.answer_tokens - before.answer_tokens
         read = now.prompt_tokens - before.prompt_tokens
-        kinds = {kind: _spent(before.spent.get(kind, Spent()), now.spent.get(kind, Spent())) for kind in WORK}
-        layers = self._firing.read(state["live"])  # of what came after ``now``, too, which is told for it
+        kinds = {kind: _mean_times(before.spent.get(kind, Spent()), now.spent.get(kind, Spent())) for kind in WORK}
+        layers = self._firing.read(state["live"])  # slightly later than ``now``
         fired = any(layer.tokens for layer in layers)
         return {
             "seconds": seconds,
@@ -179,22 +179,22 @@ class Live:
             "prompt_tokens": read,
             "tokens_per_second": answered / seconds,
             "layers": [asdict(layer) for layer in layers],
-            "ffn": _work(before.work, now.work),
+            "ffn": _shares(before.work, now.work),
             **kinds,
-            "store": _stored(before.store, now.store),
+            "store": _store_figures(before.store, now.store),
             "busy": bool(state["live"] or state["waiting"] or answered or read or fired or any(kinds.values())),
         }
 
 
-async def _next(held: asyncio.Queue[Told | Exception | None]) -> Told | Exception | None:
+async def _next(queue: _Queue) -> Event | Exception | None:
     try:
-        return await asyncio.wait_for(held.get(), _ALIVE_S)
+        return await asyncio.wait_for(queue.get(), _ALIVE_S)
     except TimeoutError:
         return "alive", {}
 
 
-def _spent(before: Spent, now: Spent) -> dict[str, Any] | None:
-    """Of one round in the mean; None: none ended."""
+def _mean_times(before: Spent, now: Spent) -> dict[str, Any] | None:
+    """Mean times of a round; None: none ended."""
     rounds = now.rounds - before.rounds
     if not rounds:
         return None
@@ -202,18 +202,21 @@ def _spent(before: Spent, now: Spent) -> dict[str, Any] | None:
     return {"rounds": rounds, "ms": 1e3 * (now.seconds - before.seconds) / rounds, "parts_ms": ms}
 
 
-def _work(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, float | None]:
-    """Shares; what somebody has set to zero in between counts from there."""
-    names = [field.name for field in fields(Work)]
-    restarted = any(now[name] < before[name] for name in names)
-    done = Work(**{name: now[name] - (0 if restarted else before[name]) for name in names})
+def _since(before: Mapping[str, int], now: Mapping[str, int], names: list[str]) -> dict[str, int]:
+    """Differences of counters; all of them start anew where one has become less, because somebody reset them."""
+    reset = any(now[name] < before[name] for name in names)
+    return {name: now[name] - (0 if reset else before[name]) for name in names}
+
+
+def _shares(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, float | None]:
+    done = Work(**_since(before, now, [field.name for field in fields(Work)]))
     return {name: getattr(done, name) for name in ("neurons_computed", "neurons_used", "rows_used")}
 
 
-def _stored(before: Mapping[str, int] | None, now: Mapping[str, int] | None) -> dict[str, int] | None:
-    """Of the store: neurons wanted and found, reads and bytes since the last time, and the cache now."""
+def _store_figures(before: Mapping[str, int] | None, now: Mapping[str, int] | None) -> dict[str, int] | None:
+    """Neurons wanted and cached, reads and bytes since the last time; the cache now."""
     if before is None or now is None:
         return None
-    restarted = now["calls"] < before["calls"]
-    sums = {name: now[name] - (0 if restarted else before[name]) for name in ("wanted", "hits", "reads", "bytes_read")}
+    sums = _since(before, now, ["calls", "wanted", "hits", "reads", "bytes_read"])
+    del sums["calls"]
     return {**sums, **{name: now[name] for name in ("resident", "slots", "cache_bytes")}}

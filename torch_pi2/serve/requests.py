@@ -1,4 +1,4 @@
-"""What clients of OpenAI's API send: fields, their bounds, and those that are refused because they are not done."""
+"""Requests of OpenAI's API: their fields and bounds, and fields that are refused because they are not supported."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-#: Log probabilities that are told of a token, at most.
+#: Most likely tokens that are reported with each token, at most.
 MOST_LOGPROBS = 20
-#: Letters of a stop string, at most: what is written is compared with all its beginnings.
+#: Letters of a stop string, at most: text is compared with all of its beginnings.
 MOST_STOP = 1000
-#: Fields that would change the answer and are not done, and the values that mean nothing.
-_NOT_DONE: dict[str, tuple[Any, ...]] = {
+#: Unsupported fields that would change the answer, and their values without effect.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
@@ -32,7 +32,7 @@ class StreamOptions(BaseModel):
 
 
 class JsonSchema(BaseModel):
-    """``schema`` under another name, which pydantic has for itself."""
+    """``schema`` is a name of pydantic's own, so that the field needs another."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -51,7 +51,7 @@ class ResponseFormat(BaseModel):
 
     @property
     def schema_wanted(self) -> dict[str, Any] | bool | None:
-        """What an answer has to be; None: any text."""
+        """The schema of the answer; None: any text."""
         if self.type == "json_schema" and self.json_schema is not None:
             return self.json_schema.wanted
         return {"type": "object"} if self.type == "json_object" else None
@@ -65,16 +65,16 @@ class FunctionCall(BaseModel):
 
     @property
     def values(self) -> Any:
-        """The arguments as templates want them: a dict; what is none stays text."""
+        """The arguments as templates take them: a dict, or the text if it is no JSON object."""
         try:
-            found = json.loads(self.arguments or "{}")
+            value = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
             return self.arguments
-        return found if isinstance(found, dict) else self.arguments
+        return value if isinstance(value, dict) else self.arguments
 
 
-class Call(BaseModel):
-    """A call of an earlier answer."""
+class ToolCall(BaseModel):
+    """A tool call of an earlier answer."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -82,18 +82,18 @@ class Call(BaseModel):
 
 
 class Message(BaseModel):
-    """Of a talk. What else it has (``name``, ``reasoning_content``) is the template's."""
+    """A message. Further fields (``name``, ``reasoning_content``) are passed to the template."""
 
     model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
     @field_validator("content", mode="before")
     @classmethod
-    def _of_parts(cls, value: Any) -> Any:
+    def _joined_parts(cls, value: Any) -> Any:
         if not isinstance(value, list):
             return value
         texts = []
@@ -101,8 +101,8 @@ class Message(BaseModel):
             kind = part.get("type") if isinstance(part, dict) else None
             text = part.get(kind) if kind in ("text", "refusal") else None
             if not isinstance(text, str):
-                found = kind if isinstance(kind, str) and kind not in ("text", "refusal") else "what it has"
-                raise ValueError(f"part {number}: {found[:40]} is not supported, these models read text alone")
+                found = kind if isinstance(kind, str) and kind not in ("text", "refusal") else "its content"
+                raise ValueError(f"part {number}: {found[:40]} is not supported, these models only read text")
             texts.append(text)
         return "".join(texts)
 
@@ -115,19 +115,16 @@ class Message(BaseModel):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """As Hugging Face's templates take it: without what is not there, arguments as dicts."""
-        made = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        made |= {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
+        """As Hugging Face's templates take it: without missing fields, arguments as dicts."""
+        message = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        message |= {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
         if self.tool_calls:
-            made["tool_calls"] = [
-                {
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": call.function.values},
-                }
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.function.name, "arguments": call.function.values}}
                 | ({} if call.id is None else {"id": call.id})
                 for call in self.tool_calls
             ]
-        return made if self.tool_call_id is None else made | {"tool_call_id": self.tool_call_id}
+        return message if self.tool_call_id is None else message | {"tool_call_id": self.tool_call_id}
 
 
 class ToolFunction(BaseModel):
@@ -138,7 +135,7 @@ class ToolFunction(BaseModel):
 
     @property
     def schema_wanted(self) -> dict[str, Any]:
-        """What arguments have to be; without ``parameters`` there are none."""
+        """The schema of the arguments; without ``parameters`` there are none."""
         none = {"type": "object", "properties": {}, "additionalProperties": False}
         return none if self.parameters is None else {"type": "object"} | self.parameters
 
@@ -150,7 +147,7 @@ class ToolFunction(BaseModel):
 
     @field_validator("parameters")
     @classmethod
-    def _of_an_object(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _object_schema(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
         if value is not None and value.get("type", "object") != "object":
             raise ValueError("expected the schema of an object")
         return value
@@ -180,11 +177,16 @@ class AllowedTools(BaseModel):
     allowed_tools: _Allowed
 
 
-class Asked(BaseModel):
-    """What completions and chats have in common. Fields that nobody knows are left out of account, as OpenAI does."""
+class GenerationRequest(BaseModel):
+    """Fields of completions and chats. Unknown fields are ignored, as OpenAI does."""
 
     model_config = ConfigDict(extra="allow")
-    not_done: ClassVar[dict[str, tuple[Any, ...]]] = _NOT_DONE
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = _UNSUPPORTED
+    nullable: ClassVar[set[str]] = {"temperature", "top_p", "n", "logit_bias", "stream", "stop", "echo", "tools"} | {
+        "frequency_penalty",
+        "presence_penalty",
+        "parallel_tool_calls",
+    }
 
     model: str
     max_tokens: int | None = Field(default=None, ge=1)
@@ -203,7 +205,7 @@ class Asked(BaseModel):
     @field_validator("stop", mode="before")
     @classmethod
     def _one_stop(cls, value: Any) -> Any:
-        return [] if value is None else [value] if isinstance(value, str) else value
+        return [value] if isinstance(value, str) else value
 
     @field_validator("stop")
     @classmethod
@@ -214,8 +216,8 @@ class Asked(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _can_be_said(cls, value: Any) -> Any:
-        """Half a surrogate pair is no text, and NaN no JSON: neither can be tokenised, or said in an error."""
+    def _valid_json(cls, value: Any) -> Any:
+        """Refuse half surrogate pairs and NaN, which can neither be tokenised nor reported in an error."""
         if isinstance(value, bytes):
             raise ValueError("expected JSON, said to be so (Content-Type: application/json)")
         try:
@@ -228,24 +230,18 @@ class Asked(BaseModel):
             raise ValueError("NaN and Infinity are no numbers of JSON") from error
         return value
 
-    @field_validator(
-        "temperature",
-        "top_p",
-        "n",
-        "logit_bias",
-        "stream",
-        "frequency_penalty",
-        "presence_penalty",
-        mode="before",
-    )
+    @model_validator(mode="before")
     @classmethod
-    def _default(cls, value: Any, info: Any) -> Any:
-        """OpenAI's null is the default."""
-        return cls.model_fields[info.field_name].get_default(call_default_factory=True) if value is None else value
+    def _defaults(cls, value: Any) -> Any:
+        """OpenAI's null means the default."""
+        nullable = cls.nullable
+        return (
+            {k: v for k, v in value.items() if v is not None or k not in nullable} if isinstance(value, dict) else value
+        )
 
     @model_validator(mode="after")
-    def _done(self) -> Asked:
-        for name, nothing in self.not_done.items():
+    def _supported(self) -> GenerationRequest:
+        for name, nothing in self.unsupported.items():
             if (self.model_extra or {}).get(name) not in nothing:
                 raise ValueError(f"{name} is not supported")
         if self.stream_options is not None and not self.stream:
@@ -254,14 +250,14 @@ class Asked(BaseModel):
 
     @property
     def top(self) -> int | None:
-        """Log probabilities of so many most likely tokens; None: of none, nor of the one taken."""
+        """Report this many most likely tokens with each token; None: no log probabilities."""
         raise NotImplementedError
 
 
-class Completion(Asked):
+class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``. ``prompt``: texts or token ids, one or several."""
 
-    not_done = _NOT_DONE | {
+    unsupported = _UNSUPPORTED | {
         "tools": (None, []),
         "tool_choice": (None, "none", "auto"),
         "parallel_tool_calls": (None, True),
@@ -274,7 +270,7 @@ class Completion(Asked):
 
     @field_validator("prompt", mode="before")
     @classmethod
-    def _of_one_kind(cls, value: Any) -> Any:
+    def _one_kind(cls, value: Any) -> Any:
         several = value if isinstance(value, list) else [value]
         ids = all(type(token) is int for token in several)
         if (
@@ -286,13 +282,8 @@ class Completion(Asked):
             return value
         raise ValueError("expected a text, token ids, or a list of texts or of lists of token ids")
 
-    @field_validator("echo", mode="before")
-    @classmethod
-    def _no_echo(cls, value: Any) -> Any:
-        return False if value is None else value
-
     @model_validator(mode="after")
-    def _simple(self) -> Completion:
+    def _consistent(self) -> CompletionRequest:
         if self.best_of not in (None, self.n):
             raise ValueError("best_of is not supported, unless it is n")
         if self.echo and self.logprobs is not None:
@@ -311,10 +302,10 @@ class Completion(Asked):
         return several if several and not isinstance(several[0], int) else [several]
 
 
-class Chat(Asked):
+class ChatRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
-    not_done = _NOT_DONE | {"best_of": (None, 1), "echo": (None, False)}
+    unsupported = _UNSUPPORTED | {"best_of": (None, 1), "echo": (None, False)}
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -323,11 +314,6 @@ class Chat(Asked):
     tools: list[Tool] = Field(default_factory=list, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedTools | None = None
     parallel_tool_calls: bool = True
-
-    @field_validator("tools", "parallel_tool_calls", mode="before")
-    @classmethod
-    def _no_tools(cls, value: Any, info: Any) -> Any:
-        return cls.model_fields[info.field_name].get_default(call_default_factory=True) if value is None else value
 
     @field_validator("tool_choice", mode="before")
     @classmethod
@@ -341,7 +327,7 @@ class Chat(Asked):
         return value
 
     @model_validator(mode="after")
-    def _agrees(self) -> Chat:
+    def _consistent(self) -> ChatRequest:
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise ValueError("tools: two functions have the same name")
@@ -363,15 +349,15 @@ class Chat(Asked):
         return None
 
     @property
-    def offered(self) -> list[Tool]:
+    def callable_tools(self) -> list[Tool]:
         """Tools that may be called."""
         chosen = self._chosen
         none = self.tool_choice == "none"
         return [tool for tool in self.tools if not none and (chosen is None or tool.function.name in chosen)]
 
     @property
-    def needed(self) -> bool:
-        """Whether one has to be called."""
+    def call_required(self) -> bool:
+        """Whether a tool has to be called."""
         choice = self.tool_choice
         if isinstance(choice, AllowedTools):
             return choice.allowed_tools.mode == "required"
@@ -379,24 +365,24 @@ class Chat(Asked):
 
     @property
     def several(self) -> bool:
-        """Whether more than one may be."""
+        """Whether more than one call is allowed."""
         return self.parallel_tool_calls and not isinstance(self.tool_choice, ChosenFunction)
 
     @property
-    def tools_told(self) -> list[dict[str, Any]] | None:
-        """As templates take them; None: none may be called."""
-        return [tool.function.for_template() for tool in self.offered] or None
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        """Tools as templates take them; None: none may be called."""
+        return [tool.function.for_template() for tool in self.callable_tools] or None
 
     @property
-    def talk(self) -> list[dict[str, Any]]:
-        """The messages as templates take them; results of tools have the name of the function."""
+    def template_messages(self) -> list[dict[str, Any]]:
+        """The messages as templates take them; results of tools get the name of the function."""
         names: dict[str | None, str] = {}
-        made = []
+        messages = []
         for message in self.messages:
             names |= {call.id: call.function.name for call in message.tool_calls or []}
             known = {"name": names[message.tool_call_id]} if message.tool_call_id in names else {}
-            made.append((known if message.role == "tool" else {}) | message.for_template())
-        return made
+            messages.append((known if message.role == "tool" else {}) | message.for_template())
+        return messages
 
     @property
     def top(self) -> int | None:

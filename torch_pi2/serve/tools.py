@@ -1,28 +1,30 @@
-"""Tools: how models write calls of functions, found from chat templates, and grammars of what may be written."""
+"""Tool calls: the format that a chat template shows, and ``ToolCallParser``, which finds calls in streamed text."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+import secrets
+import string
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
+from torch_pi2.decode.stops import begun
 from torch_pi2.errors import ConfigError
-from torch_pi2.serve.schemas import as_object
+from torch_pi2.serve.requests import ToolFunction
 
 
 @dataclass(frozen=True)
-class Form:
-    """How calls are written: ``begin``, then one object, or several, ``{"name": ..., arguments: {...}}``, then ``end``.
+class ToolCallFormat:
+    """How a model writes calls: ``begin``, one or more objects ``{"name": ..., arguments: {...}}``, then ``end``.
 
     Attributes:
-        opens, closes: what is between ``begin`` and the first object, and between the last and ``end``. between: two
-            objects after one ``begin``; None: each has a ``begin`` of its own.
+        opens, closes: between ``begin`` and the first object, and between the last object and ``end``.
+        between: separates objects after one ``begin``; None: each has its own ``begin``.
         bare: an answer that starts with an object is a call without ``begin``.
-        several: whether models were taught more than one call in an answer.
-        id_letters: of a call's id, where the template wants so many and no more; 0: it does not say.
+        several: whether models were trained to make more than one call in an answer.
+        id_letters: of a call's id, where the template requires a fixed length; 0: it does not.
     """
 
     begin: str
@@ -37,48 +39,35 @@ class Form:
 
 
 #: ``<tool_call>`` of Hermes and Qwen.
-HERMES = Form("<tool_call>", "</tool_call>", opens="\n", closes="\n")
+HERMES = ToolCallFormat("<tool_call>", "</tool_call>", opens="\n", closes="\n")
 #: ``{"name": ..., "parameters": ...}`` of Llama 3.
-LLAMA = Form("<|python_tag|>", "", "parameters", bare=True, several=False)
-#: ``[TOOL_CALLS] [...]`` of Mistral before 2025; its templates take ids of nine letters alone.
-MISTRAL = Form("[TOOL_CALLS]", "]", opens=" [", between=", ", id_letters=9)
+LLAMA = ToolCallFormat("<|python_tag|>", "", "parameters", bare=True, several=False)
+#: ``[TOOL_CALLS] [...]`` of Mistral before 2025; its templates only take ids of nine letters.
+MISTRAL = ToolCallFormat("[TOOL_CALLS]", "]", opens=" [", between=", ", id_letters=9)
 
 
 @dataclass(frozen=True)
-class Function:
-    """What may be called: ``schema`` of its arguments; ``strict``: an answer must have arguments that it allows."""
-
-    name: str
-    schema: dict[str, Any]
-    strict: bool = False
-
-
-@dataclass(frozen=True)
-class Offer:
+class ToolSet:
     """Functions that an answer may call.
 
     Attributes:
-        needed: it has to call one. several: or more.
+        required: it has to call one. several: it may call more than one.
     """
 
-    form: Form
-    functions: tuple[Function, ...]
-    needed: bool
+    form: ToolCallFormat
+    functions: tuple[ToolFunction, ...]
+    required: bool
     several: bool
 
     @property
     def constrained(self) -> bool:
-        """Whether calls have to be written as a grammar says."""
-        return self.needed or not self.several or any(function.strict for function in self.functions)
+        """Whether a grammar has to constrain the calls."""
+        return self.required or not self.several or any(function.strict for function in self.functions)
 
 
 @lru_cache(maxsize=64)
-def form_of(template: str) -> Form:
-    """The form that the text of a chat template shows.
-
-    Raises:
-        ConfigError: it takes no tools, or has calls in a form that is not known.
-    """
+def format_of(template: str) -> ToolCallFormat:
+    """The format in the text of a chat template. Raises ConfigError: it takes no tools, or has an unknown format."""
     if not re.search(r"\btools\b", template):
         raise ConfigError(
             "tools",
@@ -102,61 +91,180 @@ def form_of(template: str) -> Form:
     )
 
 
-def grammar_of(
-    offer: Offer, mark: Callable[[str], str], written: dict[str, Any], answer: dict[str, Any] | bool | None
-) -> str:
-    """What may be answered, in llguidance's variant of Lark: calls, and, unless one is needed, something else.
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """More of call ``number``: ``arguments``, JSON as it was written; with the first delta its ``id`` and ``name``."""
+
+    number: int
+    arguments: str
+    id: str | None = None
+    name: str | None = None
+
+
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+#: Yields text and deltas; returns whether to go on reading.
+_Reading = Generator[str | ToolCallDelta, None, bool]
+
+
+class ToolCallParser:
+    """Splits streamed text into plain text (``str``) and calls (:class:`ToolCallDelta`).
+
+    A call is reported as soon as its name is known, and its arguments as they come. What looks like a call and is none
+    (of an unknown function, or not JSON) is plain text.
 
     Args:
-        mark: how a mark such as ``<tool_call>`` is said in the grammar. written: llguidance's options of JSON.
-        answer: schema of what is no call; None: any text.
+        names: of functions that may be called.
 
-    Raises:
-        ConfigError: a schema has what an answer could not be held to.
+    Attributes:
+        count: calls so far.
     """
-    form = offer.form
-    objects, rules = [], []
-    for number, function in enumerate(offer.functions):
-        schema = function.schema if offer.needed or function.strict else {"type": "object"}
-        begin = f'{{"name": "{function.name}", "{form.arguments}": '
-        objects.append(f'{_literal(begin)} arguments_{number} "}}"')
-        # each on its own: what a schema refers to by "#" begins at its root
-        rules.append(f"arguments_{number}: %json {_json(as_object(schema, 'tools'), written)}")
-    more = f"({_literal(form.between)} object)*" if form.between is not None and offer.several else ""
-    end = mark(form.end) if form.end else ""
-    rules += [
-        f"object: {' | '.join(objects)}",
-        f"body: {_literal(form.opens)} object {more} {_literal(form.closes)} {end}",
-        f"call: {'' if form.bare else mark(form.begin)} body",
-    ]
-    again = offer.several and form.several and form.between is None
-    calls = 'call ("\\n" call)*' if again else "call"
-    if offer.needed:
-        start = calls
-    elif answer is not None:
-        start = f"{calls} | answer"
-        rules.append(f"answer: %json {_json(as_object(answer, 'response_format'), written)}")
-    else:
-        start, more_rules = _after_text(form, mark(form.begin), again)
-        rules += more_rules
-    return "\n".join([f"start: {start}", *rules]) + "\n"
+
+    def __init__(self, form: ToolCallFormat, names: Collection[str]) -> None:
+        self._form, self._names, self.count = form, names, 0
+        self._rest = ""  # text that has come and was not reported
+        self._begin = ""  # the begin mark, which is plain text if no call follows
+        self._has_text = False
+        self._object_end = _ObjectEnd()
+        self._reads: Callable[[bool], _Reading] = self._text
+
+    @property
+    def complete(self) -> bool:
+        """Whether each call that began has ended."""
+        return self._reads in (self._text, self._between)
+
+    def add(self, text: str, last: bool = False) -> Iterator[str | ToolCallDelta]:
+        """What is certain now. ``last``: no more text follows."""
+        self._rest += text
+        while (yield from self._reads(last)):
+            pass
+
+    # Each method below reads one part of a call from ``_rest`` and sets ``_reads`` to what comes next.
+
+    def _text(self, last: bool) -> _Reading:
+        form, rest = self._form, self._rest
+        if form.bare and not self._has_text and rest.lstrip().startswith("{"):
+            self._rest, self._begin, self._reads = rest.lstrip(), "", self._object
+            return True
+        at = rest.find(form.begin)
+        if at >= 0:
+            yield from self._plain(rest[:at].rstrip())
+            self._rest, self._begin, self._reads = rest[at + len(form.begin) :], form.begin, self._between
+            return True
+        if last and self.count:
+            rest = rest.rstrip()
+        # blanks before a call are dropped
+        certain = rest if last else rest[: len(rest) - begun(rest, [form.begin])].rstrip()
+        self._rest = self._rest[len(certain) :]
+        yield from self._plain(certain)
+        return False
+
+    def _between(self, last: bool) -> _Reading:
+        form, rest = self._form, self._rest.lstrip(" \n[,;")
+        if rest.startswith("{"):
+            self._rest, self._reads = rest, self._object
+        elif form.end and rest.startswith(form.end):
+            self._rest, self._begin, self._reads = rest[len(form.end) :], "", self._text
+        elif form.end.startswith(rest) and not (last and self._begin):
+            self._rest = "" if last else self._rest  # a truncated end mark
+            return False
+        else:
+            yield from self._plain(self._begin)
+            self._begin, self._reads = "", self._text
+        return True
+
+    def _object(self, last: bool) -> _Reading:
+        head = _HEAD.match(self._rest)
+        if head and head[1] in self._names:
+            yield self._call(head[1], "")
+            self._rest, self._object_end, self._reads = self._rest[head.end() :], _ObjectEnd(), self._arguments
+            return True
+        end = self._object_end.find(self._rest)
+        if end is None and not last:
+            return False
+        whole, self._rest, self._object_end = self._rest[:end], "" if end is None else self._rest[end:], _ObjectEnd()
+        call = _call_in(whole)
+        if call is not None and call[0] in self._names:
+            yield self._call(*call)
+            self._begin, self._reads = "", self._between
+        else:
+            yield from self._plain(self._begin + whole)
+            self._begin, self._reads = "", self._text
+        return True
+
+    def _arguments(self, last: bool) -> _Reading:
+        end = self._object_end.find(self._rest)
+        new, self._rest = self._rest[:end], "" if end is None else self._rest[end:]
+        self._object_end.restart()
+        if new:
+            yield ToolCallDelta(self.count - 1, new)
+        if end is not None:
+            self._object_end, self._reads = _ObjectEnd(depth=1), self._tail
+        return end is not None
+
+    def _tail(self, last: bool) -> _Reading:
+        """Drop what follows the arguments in their object."""
+        end = self._object_end.find(self._rest)
+        self._rest = "" if end is None else self._rest[end:]
+        self._object_end.restart()
+        if end is not None:
+            self._object_end, self._begin, self._reads = _ObjectEnd(), "", self._between
+        yield from ()  # a generator, as the others
+        return end is not None
+
+    def _plain(self, text: str) -> Iterator[str]:
+        if text:
+            self._has_text = True
+            yield text
+
+    def _call(self, name: str, arguments: str) -> ToolCallDelta:
+        letters = self._form.id_letters
+        key = "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(letters or 24))
+        self.count += 1
+        return ToolCallDelta(self.count - 1, arguments, key if letters else f"call_{key}", name)
 
 
-def _after_text(form: Form, begin: str, again: bool) -> tuple[str, list[str]]:
-    """The start of a grammar with calls in any text, which hold to it from their begin on, and more of its rules."""
-    if form.bare:
-        return 'call | "" | /[^{](.|\\n)*/', []
-    rules = ["TEXT: /(.|\\n)*/"]
-    if begin.startswith("<"):  # a token, which is no part of any text
-        rules.append(f"later: TEXT {begin} body")
-    else:
-        rules += [f"head[lazy]: TEXT {begin}", "later: head body"]
-    return "later* TEXT" if again else "later | TEXT", rules
+def _call_in(text: str) -> tuple[str, str] | None:
+    """Name and arguments of a call whose fields are in another order; None: it is no call."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    name = value.get("name")
+    arguments = value.get("arguments", value.get("parameters"))
+    if not isinstance(name, str) or not isinstance(arguments, (dict, str)):
+        return None
+    return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def _literal(text: str) -> str:
-    return json.dumps(text) if text else ""
+class _ObjectEnd:
+    """Finds the end of a JSON object in streamed text. ``depth``: braces that are open before it."""
 
+    def __init__(self, depth: int = 0) -> None:
+        self._depth, self._at = depth, 0
+        self._quoted = self._escaped = False
 
-def _json(schema: dict[str, Any], written: dict[str, Any]) -> str:
-    return json.dumps(schema | {"x-guidance": written})
+    def find(self, text: str) -> int | None:
+        """The index behind the last brace; None: not in ``text``, which begins with what was searched before."""
+        for at in range(self._at, len(text)):
+            letter = text[at]
+            if self._quoted:
+                if self._escaped:
+                    self._escaped = False
+                elif letter == "\\":
+                    self._escaped = True
+                elif letter == '"':
+                    self._quoted = False
+            elif letter == '"':
+                self._quoted = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return at + 1
+        self._at = len(text)
+        return None
+
+    def restart(self) -> None:
+        """The next text does not contain what was searched."""
+        self._at = 0

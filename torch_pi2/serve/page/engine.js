@@ -40,7 +40,7 @@ export class Engine {
     for (const id of ['layers-card', 'fired-tile', 'used-tile']) $(id).hidden = !sparse;
     $('dense').hidden = sparse;
     $('store-card').hidden = $('hits-tile').hidden = !about.store;
-    $('lanes').textContent = ` of ${about.lanes}`;
+    $('batch-size').textContent = ` of ${about.max_batch_size}`;
     $('together').hidden = about.together < 2;
     $('together').textContent = `Weights used and milliseconds are of all ${about.together} models of this server together.`;
     $('layers').classList.toggle('many', about.layers.length > 12);

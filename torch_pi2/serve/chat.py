@@ -1,4 +1,4 @@
-"""``Talk``: questions and answers one after another with one model, of which nothing is read twice."""
+"""``ChatSession``: a conversation with one model, whose KV cache keeps what was read before."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch_pi2.decode.decode import Decoder
 from torch_pi2.decode.generate import Sampling, end_tokens, pick
 from torch_pi2.decode.growing import Growing
 from torch_pi2.errors import ShapeError
-from torch_pi2.serve.template import has_template, ids_of_talk
-from torch_pi2.serve.text import Text
+from torch_pi2.serve.text import TextStream, chat_ids, has_template
 
 
 @dataclass
-class Said:
-    """One answer.
+class ReplyStats:
+    """What one answer took.
 
     Attributes:
-        prompt_tokens: of the talk with the question; known: so many of them were not read again. tokens: of the answer.
-        prompt_seconds, seconds: of reading, and of the steps. ended: ``eos``, ``length``, or ``interrupted``.
+        prompt_tokens: of the conversation with the question; known: those already in the KV cache.
+        tokens: of the answer. prompt_seconds: prefill. seconds: decoding.
+        ended: ``eos``, ``length`` or ``interrupted``.
     """
 
     prompt_tokens: int
@@ -35,15 +35,15 @@ class Said:
     ended: str = "interrupted"
 
 
-class Talk:
-    """A talk with ``model``; where its tokenizer has no chat template, a text that both write in turn.
+class ChatSession:
+    """A conversation with ``model``; without a chat template, the model continues a text that both write in turn.
 
     Args:
-        max_tokens: of the whole talk. limit: of an answer. sampling: None: greedy. system: what is said before all.
+        max_tokens: of the whole conversation. limit: of an answer. sampling: None: greedy. system: the system message.
         compiled: see :class:`~torch_pi2.decode.decode.Decoder`.
 
     Attributes:
-        messages: what has been said, as chat templates take it. last: the last answer, None: there was none.
+        messages: the conversation, as chat templates take it. last: of the last answer; None: there was none.
         template: whether there is a chat template.
     """
 
@@ -65,24 +65,25 @@ class Talk:
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self.template = has_template(tokenizer)
         self.messages = list(self._system)
-        self.last: Said | None = None
-        self._fed: list[int] = []  # ids whose keys and values there are
+        self.last: ReplyStats | None = None
+        self._fed: list[int] = []  # ids in the KV cache
 
     def reset(self) -> None:
-        """Forget what has been said."""
+        """Forget the conversation."""
         self.messages = list(self._system)
 
     def say(self, text: str) -> Iterator[str]:
-        """The answer to ``text``, piece by piece. Whoever stops listening, or interrupts it, ends it there.
+        """The answer to ``text``, piece by piece. It ends where the caller stops iterating, or interrupts it.
 
         Raises:
-            ShapeError: the talk has no room for an answer. ConfigError: its template does not take it. It is as before.
+            ShapeError: no tokens are left for an answer. ConfigError: the chat template refuses the messages. The
+                conversation is as before.
         """
         self.messages.append({"role": "user", "content": text})
         try:
             ids = self._ids()
-            room = self._decoder.max_tokens - len(ids)
-            if room < 1 or not ids:
+            available = self._decoder.max_tokens - len(ids)
+            if available < 1 or not ids:
                 raise ShapeError(
                     "talk",
                     expected=f"1 to {self._decoder.max_tokens - 1} tokens before an answer",
@@ -94,7 +95,7 @@ class Talk:
             raise
         answer = ""
         try:
-            for piece in self._answer(ids, min(self._limit, room)):
+            for piece in self._answer(ids, min(self._limit, available)):
                 answer += piece
                 yield piece
         finally:
@@ -103,12 +104,12 @@ class Talk:
     def _answer(self, ids: list[int], limit: int) -> Iterator[str]:
         length = min(len(ids) - 1, self._decoder.length, len(self._fed))
         known = next((i for i in range(length) if ids[i] != self._fed[i]), max(0, length))
-        self.last = said = Said(len(ids), known)
-        growing, text = Growing(0, self._seed, limit, self._ends), Text(self._tokenizer)
+        self.last = stats = ReplyStats(len(ids), known)
+        growing, text = Growing(0, self._seed, limit, self._ends), TextStream(self._tokenizer)
         self._seed += 1
         started = time.perf_counter()
         logits_1V = self._decoder.prompt(torch.tensor([ids]), known=known).cpu()
-        said.prompt_seconds = time.perf_counter() - started
+        stats.prompt_seconds = time.perf_counter() - started
         self._fed = list(ids)
         while growing.ended is None:
             started = time.perf_counter()
@@ -116,14 +117,14 @@ class Talk:
                 logits_1V = self._decoder.step(torch.tensor([[growing.tokens[-1]]])).cpu()
                 self._fed.append(growing.tokens[-1])
             growing.take(pick(logits_1V[0], self._sampling, growing.random))
-            said.tokens, said.seconds = len(growing.tokens), said.seconds + time.perf_counter() - started
+            stats.tokens, stats.seconds = len(growing.tokens), stats.seconds + time.perf_counter() - started
             if growing.tokens[-1] not in self._ends:
                 yield text.add(growing.tokens[-1])
-        said.ended = growing.ended
+        stats.ended = growing.ended
         yield text.end()
 
     def _ids(self) -> list[int]:
         if self.template:
-            return ids_of_talk(self._tokenizer, self.messages)
+            return chat_ids(self._tokenizer, self.messages)
         ids: list[int] = self._tokenizer("".join(message["content"] for message in self.messages))["input_ids"]
         return ids

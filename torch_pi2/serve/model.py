@@ -1,0 +1,225 @@
+"""``ServedModel``: one model with its tokenizer and batch; turns requests into sequences, and tokens into text."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.decode.decode import check_vocabulary
+from torch_pi2.decode.generate import LEAST_TEMPERATURE, Sampling, end_tokens
+from torch_pi2.errors import ConfigError
+from torch_pi2.serve.batch import Batch, EndEvent, Sequence, TokenEvent, closed
+from torch_pi2.serve.constraint import Constraint, Grammars, Penalties, token_of
+from torch_pi2.serve.requests import ChatRequest, CompletionRequest
+from torch_pi2.serve.text import TextStream, chat_ids, template_of
+from torch_pi2.serve.tools import ToolCallFormat, ToolSet, format_of
+
+#: Tokens of the prompt that the decoder of a completion's text is given.
+_BEFORE = 16
+
+
+@dataclass
+class Piece:
+    """New parts of an answer: text, its tokens, and at the end the reason (``stop`` or ``length``)."""
+
+    text: str
+    tokens: list[TokenEvent] = field(default_factory=list)
+    finish: str | None = None
+
+
+class ServedModel:
+    """A model that answers requests.
+
+    Args:
+        name: as clients call it. model, tokenizer: of Hugging Face. batch: of this model, started.
+
+    Attributes:
+        created: seconds since 1970. model, tokenizer, batch: as given.
+    """
+
+    def __init__(self, name: str, model: nn.Module, tokenizer: Any, batch: Batch) -> None:
+        self.name, self.tokenizer, self.batch, self.created = name, tokenizer, batch, int(time.time())
+        self.model, self._ends = model, end_tokens(model, None)
+        self._vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        self._grammars = Grammars(tokenizer, self._ends, self._vocabulary)
+
+    def bytes_of(self, token: int) -> bytes:
+        """UTF-8 of a token, which may be a part of a character."""
+        return self._grammars.bytes_of(token)
+
+    def tools(self, request: CompletionRequest | ChatRequest) -> ToolSet | None:
+        """Functions that an answer may call; None: none. Raises ConfigError: the model's template has no calls."""
+        if not isinstance(request, ChatRequest) or not request.callable_tools:
+            return None
+        return ToolSet(
+            format_of(template_of(self.tokenizer, request.template_tools)),
+            tuple(tool.function for tool in request.callable_tools),
+            request.call_required,
+            request.several,
+        )
+
+    def _constraint(self, request: CompletionRequest | ChatRequest) -> Constraint | None:
+        """Raises ConfigError: a schema cannot be followed."""
+        schema = None if request.response_format is None else request.response_format.schema_wanted
+        tools = self.tools(request)
+        constraint: Constraint | None = None
+        if tools is not None and (tools.constrained or schema is not None):
+            constraint = self._grammars.of_tools(tools, schema)
+        elif schema is not None:
+            constraint = self._grammars.of_schema(schema)
+        if request.frequency_penalty or request.presence_penalty:
+            return Penalties(request.frequency_penalty, request.presence_penalty, constraint)
+        return constraint
+
+    def prompts(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
+        """Token ids of each prompt.
+
+        Raises:
+            ConfigError: no tokens, unknown tokens, more choices than the batch takes at a time, a chat without a
+                template, or tools that the model does not support.
+        """
+        self._check_count(request)
+        if request.top is not None:
+            self.bytes_of(0)  # takes a second the first time: not in the event loop
+        if isinstance(request, ChatRequest):
+            self.tools(request)
+            return [self._checked(chat_ids(self.tokenizer, request.template_messages, request.template_tools))]
+        return [
+            self._checked(prompt if isinstance(prompt, list) else self.tokenizer(prompt)["input_ids"])
+            for prompt in request.prompts
+        ]
+
+    def _check_count(self, request: CompletionRequest | ChatRequest) -> None:
+        count = request.n * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
+        if count > self.batch.capacity:
+            raise ConfigError(
+                "n",
+                expected=f"at most {self.batch.capacity} answers to all prompts, decoded or waiting",
+                found=str(count),
+                fix="Ask for fewer, or start with a longer queue (--max-queue).",
+            )
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        if not ids:
+            raise ConfigError("prompt", expected="one token or more", found="none", fix="Send some text.")
+        most = torch.iinfo(torch.int64).max
+        check_vocabulary(self.model, torch.tensor([max(-1, min(token, most)) for token in ids]), "prompt")
+        return ids
+
+    @cached_property
+    def _special(self) -> set[int]:
+        return {token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special}
+
+    def _text(
+        self, request: CompletionRequest | ChatRequest, form: ToolCallFormat | None, prompt: list[int]
+    ) -> TextStream:
+        """The text of an answer; a completion continues its prompt, on which its first space may depend."""
+        before = prompt[-_BEFORE:] if isinstance(request, CompletionRequest) else ()
+        marks = {token_of(self.tokenizer, mark) for mark in (form.begin, form.end)} if form else set()
+        hidden = self._special - marks if marks & self._special else None
+        return TextStream(self.tokenizer, request.stop, hidden, before)
+
+    async def answer(
+        self, request: CompletionRequest | ChatRequest, prompts: list[list[int]]
+    ) -> AsyncIterator[tuple[int, Piece]]:
+        """Pieces of the answers as they come, each with the number of its choice: ``request.n`` of each prompt.
+
+        The sequences are cancelled if the caller stops iterating.
+
+        Raises:
+            ShapeError: prompt and answer are too long. BusyError: the queue is full.
+            ClosedError: the server ends before the answer is complete. ConfigError: of the request.
+        """
+        events: asyncio.Queue[tuple[int, TokenEvent | EndEvent]] = asyncio.Queue()
+        count = request.n * len(prompts)
+        constraints = await asyncio.to_thread(lambda: [self._constraint(request) for _ in range(count)])
+        sequences = [
+            self._sequence(request, prompts[number // request.n], number, events, constraint)
+            for number, constraint in enumerate(constraints)
+        ]
+        tools = self.tools(request)
+        form = None if tools is None else tools.form
+        texts = [self._text(request, form, sequence.prompt) for sequence in sequences]
+        try:
+            for sequence in sequences:
+                self.batch.submit(sequence)
+            if isinstance(request, CompletionRequest) and request.echo:
+                for number in range(count):
+                    prompt = request.prompts[number // request.n]
+                    yield number, Piece(prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt))
+            going = set(range(count))
+            while going:
+                number, event = await events.get()
+                if number not in going:
+                    continue
+                piece = _piece(event, texts[number], sequences[number])
+                yield number, piece
+                if piece.finish is not None:
+                    going.remove(number)
+                    sequences[number].cancel("stop")
+        finally:
+            for sequence in sequences:
+                sequence.cancel()
+
+    def _sequence(
+        self,
+        request: CompletionRequest | ChatRequest,
+        ids: list[int],
+        number: int,
+        events: asyncio.Queue[Any],
+        constraint: Constraint | None,
+    ) -> Sequence:
+        loop = asyncio.get_running_loop()
+
+        def tell(event: TokenEvent | EndEvent) -> None:
+            with suppress(RuntimeError):  # the loop is closed: the server has ended
+                loop.call_soon_threadsafe(events.put_nowait, (number, event))
+
+        wrong = next((token for token in request.logit_bias if not 0 <= token < self._vocabulary), None)
+        if wrong is not None:
+            raise ConfigError(
+                "logit_bias",
+                expected=f"tokens of 0 to {self._vocabulary - 1}",
+                found=str(wrong),
+                fix="Use the tokenizer of this model.",
+            )
+        seed = secrets.randbits(48) if request.seed is None else request.seed & (1 << 48) - 1
+        greedy = request.temperature < LEAST_TEMPERATURE
+        return Sequence(
+            ids,
+            limit=_limit(request, self.batch.max_tokens - len(ids)),
+            tell=tell,
+            ends=self._ends,
+            sampling=None if greedy else Sampling(request.temperature, 0, request.top_p),
+            seed=seed + number % request.n,
+            bias=request.logit_bias,
+            top=request.top,
+            constraint=constraint,
+        )
+
+
+def _limit(request: CompletionRequest | ChatRequest, available: int) -> int:
+    """New tokens, at most. OpenAI's defaults are 16 for a completion, and as many as fit for a chat."""
+    if isinstance(request, ChatRequest):
+        return request.max_completion_tokens or request.max_tokens or max(1, available)
+    return request.max_tokens or 16
+
+
+def _piece(event: TokenEvent | EndEvent, text: TextStream, sequence: Sequence) -> Piece:
+    if isinstance(event, EndEvent):
+        if event.error is not None:
+            raise event.error
+        if event.reason == "cancelled":  # not by the client, who does not listen then
+            raise closed()
+        return Piece(text.end(), finish="stop" if text.stopped else event.reason)
+    new = "" if event.token in sequence.ends else text.add(event.token)
+    return Piece(new, [event], "stop" if text.stopped else None)
