@@ -1,20 +1,29 @@
-# Needs only Python 3.11+, make and a C++ compiler: everything else comes from pip into .venv.
+# Needs Python 3.11+, make and a C++ compiler. Everything else comes from pip into .venv.
 #   make demo      a trained model, dense against sparse, in a few minutes
-#   make test      Python and C++ tests
+#   make test      the fast tests, C++ and Python: five minutes on two cores
+#   make nightly   every check there is, as one table
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CXX_FILES := $(shell find csrc export -name '*.h' -o -name '*.cc' -o -name '*.cpp' -o -name '*.inc' 2>/dev/null)
 BUILD_INPUTS := pyproject.toml $(wildcard CMakeLists.txt) $(CXX_FILES) $(shell find csrc -name CMakeLists.txt 2>/dev/null)
-# So that pip's build finds the virtual environment's cmake and ninja before the system's.
+# pip's build finds the virtual environment's cmake and ninja before the system's.
 export PATH := $(abspath $(BIN)):$(PATH)
+# A compiler cache, where there is one: builds in another folder, or with other sanitizers the second time, hit it too.
+ifneq ($(shell command -v ccache),)
+export CMAKE_C_COMPILER_LAUNCHER := ccache
+export CMAKE_CXX_COMPILER_LAUNCHER := ccache
+export CCACHE_BASEDIR := $(CURDIR)
+export CCACHE_NOHASHDIR := 1
+endif
 
-.PHONY: install wheel runner jni demo first-hour phone docs test test-python test-slow test-long test-skipped test-cpp test-qnn test-arm runner-arm sanitize faults fuzz fuzz-seeds lint format bench bench-kernels figures clean
+.PHONY: install wheel runner jni demo first-hour phone docs test nightly test-python test-slow test-long test-skipped test-cpp test-qnn \
+  build-arm test-arm-core test-arm runner-arm sanitize-core sanitize faults fuzz fuzz-seeds lint format bench bench-kernels figures clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed
 
-# torch first and alone: its build (CPU or CUDA) decides what the rest is compiled against.
+# torch first and alone: the rest is compiled against its build (CPU or CUDA).
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "torch_pi2 needs Python 3.11 or later, found `$(PYTHON) --version 2>&1`; pass PYTHON=python3.12 or so" >&2; exit 1; }
@@ -23,18 +32,18 @@ $(VENV)/.torch:
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet 'scikit-build-core>=0.11' 'cmake>=3.26' ninja
 	@touch $@
 
-# ExecuTorch before the build, which compiles its backend against it; torch is named again so that nothing replaces it.
+# ExecuTorch before the build, which compiles the backend against it. torch is named again so that nothing replaces it.
 $(VENV)/.executorch: $(VENV)/.torch
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet torch==2.13.0 executorch==1.5.1 'torchao>=0.18,<0.19'
 	@touch $@
 
-# Editable: Python changes need nothing; a change of C++ runs this again and compiles what changed.
+# Editable: a change of Python needs no build; a change of C++ runs this again and compiles what changed.
 $(VENV)/.installed: $(VENV)/.executorch $(BUILD_INPUTS)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation -e '.[dev]'
 	@$(BIN)/python -m pip list --disable-pip-version-check --format=freeze >$@
 
-# For other machines: dist/torch_pi2-*-manylinux_*.whl, with the tag that this machine's C library allows. Torch and
-# ExecuTorch stay outside, as dependencies; tests/project/test_wheel.py installs it in an environment of its own.
+# dist/torch_pi2-*-manylinux_*.whl, with the tag that this machine's C library allows. Torch and ExecuTorch stay outside, as
+# dependencies. tests/project/test_wheel.py installs it in an environment of its own.
 wheel: install
 	rm -rf build/wheel
 	$(BIN)/python -m pip wheel --disable-pip-version-check --quiet --no-build-isolation --no-deps -w build/wheel .
@@ -44,40 +53,43 @@ wheel: install
 demo: install
 	$(BIN)/python examples/demo.py --out demo-out $(DEMO)
 
-# What README and docs show, typed by a clean user in a clean clone of the last commit, as a page with pictures:
-# build/first-hour/index.html. FIRST_HOUR=--here: with this checkout and its environment, in some minutes (needs chromium).
+# Runs the commands of README and docs as a new user in a clean clone of the last commit, and writes a page with pictures,
+# build/first-hour/index.html (needs chromium). FIRST_HOUR=--here: in this checkout and its environment, some minutes.
 first-hour: install
 	$(BIN)/python tests/project/first_hour.py $(FIRST_HOUR)
 
-# The model of `make demo`, a small mixture and a small model with a sliding window as bundles, through everything that runs
-# bundles (the aarch64 runner, if make test-arm has built it, and the classes for Android, if make jni has; PHONE='--arm --jvm':
-# they must be there), one prompt, four together and a talk: the same tokens and logits, or it fails.
+# Exports three small models as bundles and runs them by everything that runs bundles: PyTorch, ExecuTorch, the C++ runner, the
+# aarch64 runner (if make test-arm has built it) and the Android classes (if make jni has). Fails unless tokens and logits are
+# the same. PHONE='--arm --jvm' requires these two.
 phone: install runner
 	@test -d demo-out/model || $(MAKE) --no-print-directory demo
 	$(BIN)/python -m examples.phone --demo demo-out $(PHONE)
 
 test: test-cpp test-python
 
-# Tests that need what `make install` does not bring are skipped, and named with their reasons; their ids go to build/skipped.
-# Two workers, and OpenMP threads that sleep while they wait: spinning, they would take each other's cores.
+# Every check, one after the other, with a table of results and times (.ci/nightly). Run before an issue is called resolved.
+nightly: install
+	.ci/nightly $(NIGHTLY)
+
+# Tests that need what `make install` does not install are skipped with a reason; their ids go to build/skipped.
+# Two workers, whose OpenMP threads sleep while they wait: spinning threads would take each other's cores.
 PYTEST_WORKERS ?= 2
 test-python: install runner
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --skipped-to=build/skipped
 
-# What takes more than ten seconds: benchmarks whose peers are processes of their own, compilers from cold, calls that fail in turn.
+# Tests that take more than some seconds: compilers from cold, processes, servers, calls that fail in turn.
 test-slow: install runner
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'slow and not long and not qnn and not faults' -n $(PYTEST_WORKERS) --dist worksteal
 
-# What takes minutes: tutorials, notebooks and the first hour as pasted, a wheel in an environment of its own, soaks, every family
-# of transformers, what benchmarks of minutes find. Some 50 minutes.
+# Tests that take minutes: tutorials and notebooks, a wheel in an environment of its own, soaks, every family of transformers.
 test-long: install runner
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m long -n $(PYTEST_WORKERS) --dist worksteal
 
-# Those that were skipped again, for who has installed what they need since.
+# The tests that were skipped, again, after what they need was installed.
 test-skipped: install runner
 	@test ! -s build/skipped || { $(BIN)/python -m pytest @build/skipped; code=$$?; test $$code -eq 5 || exit $$code; }
 
-# Against the libraries that make install built.
+# Linked to the libraries that make install built.
 test-cpp: install runner
 	@mkdir -p build
 	$(BIN)/cmake -S . -B build/tests -G Ninja -DPI2_BUILD_TESTS=ON -DPI2_BUILD_TORCH=OFF -DPI2_LIBRARIES=$(SITE)/torch_pi2/_lib \
@@ -86,17 +98,17 @@ test-cpp: install runner
 	$(BIN)/ctest --test-dir build/tests -j 2 --output-on-failure --no-tests=error
 	$(BIN)/ctest --test-dir build/runner/cmake --output-on-failure --no-tests=error
 
-# The k-th call fails, for every k: hours. Prints operation, kind, calls of it, and of those that failed how many were
-# refused by name and made good.
+# Fault injection: the k-th system call fails, for every k. Takes hours. Prints for each operation how many calls failed, and how
+# many of the failures were reported by name and recovered from.
 faults: install runner
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m faults tests/store/test_fault_matrix.py
 
-# Qualcomm's compiler and emulator, some 3 minutes. Installs the extra: proprietary libraries, see docs/QNN.md.
+# Qualcomm's compiler and x86 emulator, some 3 minutes. Installs the extra `qnn`: proprietary libraries, see docs/QNN.md.
 test-qnn: install
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation -e '.[dev,qnn]'
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m qnn -n $(PYTEST_WORKERS) --dist worksteal tests/export/test_qnn.py
 
-# The C++ runner of bundles, as a folder that runs alone: build/runner/pi2/pi2_runner.
+# The C++ runner of bundles, as a self-contained folder: build/runner/pi2/pi2_runner.
 runner: build/runner/.built
 RUNNER_INPUTS := $(shell find export/runner -type f 2>/dev/null)
 SITE = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
@@ -109,8 +121,8 @@ build/runner/.built: $(VENV)/.installed $(RUNNER_INPUTS)
 	$(BIN)/cmake --install build/runner/cmake --prefix build/runner/pi2 >>build/runner.log
 	@touch $@
 
-# export/android for a JVM on this machine: its library beside the runner, whose objects it is of, and its classes with those
-# that tests and make phone call in build/jni. Kotlin's compiler comes from pip (80 MB).
+# export/android for a JVM on this machine: the JNI library beside the runner, and the classes in build/jni. Kotlin's compiler
+# comes from pip (80 MB).
 jni: build/jni/.built
 JNI_INPUTS := $(shell find export/android tests/export/jni -name '*.kt' -o -name 'jni.cc' 2>/dev/null)
 KOTLIN := build/deps/kotlin/kotlin.jar
@@ -124,9 +136,8 @@ build/jni/.built: build/runner/.built $(filter-out export/android/sample/%,$(JNI
 	java -cp $(KOTLIN) org.jetbrains.kotlin.cli.jvm.K2JVMCompiler -Werror -no-stdlib -no-reflect -cp $(KOTLIN) -d build/jni $(filter %.kt,$^)
 	@touch $@
 
-# The C++ tests for 64-bit ARM: Debian's cross compiler, and qemu as a CPU that has everything; what depends on the instructions
-# also as one without the matrix products and as plain armv8-a. PI2_TEST_ISAS says what must be found there.
-test-arm: install
+# The C++ tests, cross-compiled for 64-bit Arm (Debian: g++-aarch64-linux-gnu) and run under qemu (Debian: qemu-user-static).
+build-arm: install
 	@for tool in aarch64-linux-gnu-g++ qemu-aarch64-static; do command -v $$tool >/dev/null || \
 	  { echo "make test-arm needs $$tool: apt-get install g++-aarch64-linux-gnu qemu-user-static" >&2; exit 1; }; done
 	@mkdir -p build
@@ -135,14 +146,19 @@ test-arm: install
 	  -DPI2_BUILD_EXECUTORCH=ON -DPI2_EXECUTORCH_ROOT=$(abspath build/deps/executorch-aarch64/executorch) \
 	  -DCMAKE_BUILD_TYPE=Release >build/arm.log 2>&1 || { cat build/arm.log; exit 1; }
 	$(BIN)/cmake --build build/arm
+
+# As a CPU with every instruction set. PI2_TEST_ISAS names the ones that must be used.
+test-arm-core: build-arm
 	QEMU_CPU=max PI2_TEST_ISAS=scalar,neon,neon_dotprod,neon_i8mm $(BIN)/ctest --test-dir build/arm -j 2 --output-on-failure --no-tests=error
+
+# And as a CPU without the matrix products, as plain armv8-a, and the runner.
+test-arm: test-arm-core runner
 	QEMU_CPU=cortex-a76 PI2_TEST_ISAS=scalar,neon,neon_dotprod $(BIN)/ctest --test-dir build/arm -j 2 -R 'kernels|quantized$$' --output-on-failure --no-tests=error
 	QEMU_CPU=cortex-a53 PI2_TEST_ISAS=scalar,neon $(BIN)/ctest --test-dir build/arm -j 2 -R 'kernels|quantized$$|predict|ffn|experts' --output-on-failure --no-tests=error
-	$(MAKE) --no-print-directory runner runner-arm
+	$(MAKE) --no-print-directory runner-arm
 	$(BIN)/python -m pytest tests/export/runner/check_arm.py
 
-# The runner for 64-bit ARM Linux, as a folder that needs nothing of the machine that it runs on: build/runner-arm/pi2/run.
-# Of build/arm, which test-arm makes.
+# The runner for 64-bit Arm Linux, as a self-contained folder: build/runner-arm/pi2/run. Uses build/arm.
 runner-arm:
 	$(BIN)/cmake -S export/runner -B build/runner-arm/cmake -G Ninja --toolchain $(abspath cmake/aarch64-linux-gnu.cmake) \
 	  -DPI2_DEPENDENCIES=$(abspath build/deps) -DPI2_LIBRARIES=$(abspath build/arm) -DPI2_PACK_LIBC=ON \
@@ -150,17 +166,20 @@ runner-arm:
 	$(BIN)/cmake --build build/runner-arm/cmake
 	$(BIN)/cmake --install build/runner-arm/cmake --prefix build/runner-arm/pi2 >>build/runner-arm.log
 
-# The C++ tests once more under the address, undefined-behaviour and thread sanitizers. -O1 takes half of -O2's time to compile.
-# The backend too, in programs of ExecuTorch's own library, which was built without.
-# Then the runner's sampler, its seeds, its tokenizer with random changes of a tokenizer.json, and its server of HTTP.
-sanitize: install
+# The C++ tests under the address and undefined-behaviour sanitizers, and under the thread sanitizer. -O1 compiles in half the time
+# of -O2. The backend is tested in programs of ExecuTorch's own library, which was built without sanitizers.
+SANITIZERS ?= address,undefined thread
+sanitize-core: install
 	@mkdir -p build
-	@for kind in address,undefined thread; do \
+	@for kind in $(SANITIZERS); do \
 	  $(BIN)/cmake -S . -B build/sanitize-$${kind%%,*} -G Ninja -DPI2_BUILD_TESTS=ON -DPI2_BUILD_TORCH=OFF -DPI2_BUILD_EXECUTORCH=ON -DPI2_SANITIZE=$$kind \
 	    -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO='-O1 -g1' >build/sanitize.log 2>&1 || { cat build/sanitize.log; exit 1; }; \
 	  $(BIN)/cmake --build build/sanitize-$${kind%%,*} || exit 1; \
 	  $(BIN)/ctest --test-dir build/sanitize-$${kind%%,*} -j 2 --output-on-failure --no-tests=error || exit 1; \
 	done
+
+# And the runner: its tests, its tokenizer with random changes of a tokenizer.json, its HTTP server.
+sanitize: sanitize-core
 	$(BIN)/python export/runner/dependencies.py build/deps
 	$(BIN)/cmake -S export/runner -B build/sanitize-runner -G Ninja -DPI2_DEPENDENCIES=$(abspath build/deps) \
 	  -DPI2_SANITIZE=address,undefined >build/sanitize.log 2>&1 || { cat build/sanitize.log; exit 1; }
@@ -172,14 +191,13 @@ sanitize: install
 	  -DPI2_SANITIZE=thread >build/sanitize.log 2>&1 || { cat build/sanitize.log; exit 1; }
 	$(BIN)/cmake --build build/sanitize-runner-thread --target pi2_http_test
 	PI2_HTTP_TEST=$(abspath build)/sanitize-runner-thread/pi2_http_test $(BIN)/python -m pytest tests/export/runner/test_http_clients.py
-# Not without descriptors: the undefined-behaviour sanitizer needs a pipe to look at an object, and takes it for a wrong one.
+# Deselected: without file descriptors the undefined-behaviour sanitizer cannot open the pipe it inspects objects with.
 	PI2_HTTP_TEST=$(abspath build)/sanitize-runner/pi2_http_test $(BIN)/python -m pytest tests/export/runner/test_http_clients.py \
 	  --deselect tests/export/runner/test_http_clients.py::test_without_descriptors_it_waits_and_does_not_spin
 
-# Random inputs against whatever reads files, each target for FUZZ_SECONDS (libFuzzer with the address and
-# undefined-behaviour sanitizers over csrc/fuzz/fuzz_*.cc and export/runner/fuzz/fuzz_*.cc; tests/helpers/hostile.py over what Python reads):
-# tests/fuzz/run.py says how a target is added. FUZZ='--only store --runs 1000000'.
-# What it finds on its way stays in build/fuzz/corpus for the next time; an input that fails is build/fuzz/NAME-crash-*.
+# Fuzzes everything that reads files, each target for FUZZ_SECONDS: csrc/fuzz/fuzz_*.cc and export/runner/fuzz/fuzz_*.cc with
+# libFuzzer and sanitizers, and what Python reads with tests/helpers/hostile.py. tests/fuzz/run.py says how to add a target.
+# FUZZ='--only store --runs 1000000'. The corpus stays in build/fuzz/corpus; a failing input is build/fuzz/NAME-crash-*.
 FUZZ_SECONDS ?= 60
 FUZZ_CMAKE := -G Ninja -DPI2_BUILD_FUZZ=ON -DCMAKE_C_COMPILER=clang -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=RelWithDebInfo
 fuzz: install
@@ -192,7 +210,7 @@ fuzz: install
 	$(BIN)/cmake --build build/fuzz/runner --target fuzzers
 	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) $(FUZZ) build/fuzz/core build/fuzz/runner
 
-# Writes the seeds that are sound stores and blobs, for a change of their formats.
+# Writes the valid stores and blobs among the seeds again, after a change of their formats.
 fuzz-seeds: install
 	$(BIN)/cmake -S . -B build/tests -G Ninja -DPI2_BUILD_TESTS=ON -DPI2_BUILD_TORCH=OFF -DCMAKE_BUILD_TYPE=Release >build/tests.log 2>&1 || { cat build/tests.log; exit 1; }
 	$(BIN)/cmake --build build/tests --target make_store_seeds make_blob_seeds
@@ -205,11 +223,10 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/mypy
-	@command -v clang++ >/dev/null || { echo "without clang++ nothing checks who holds the engine's lock: apt-get install clang" >&2; exit 0; }; \
+	@command -v clang++ >/dev/null || { echo "skipped the check of the engine's lock, which needs clang++: apt-get install clang" >&2; exit 0; }; \
 	  clang++ -std=c++17 -fsyntax-only -Wthread-safety -Werror -Icsrc -Icsrc/include csrc/engine/*.cc
 
-# docs/ as a site that needs no network, every link of it checked: build/site. `python -m http.server -d build/site` shows it
-# (as files it opens, too, but for the search).
+# docs/ as a site that needs no network, in build/site, with every link checked. `python -m http.server -d build/site` shows it.
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
@@ -218,8 +235,8 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-# Whole models and single layers on this machine, some 45 minutes: results as JSON and as a page, benchmarks/results/README.md.
-# A 7B model and llama.cpp beside it need 14 GB of memory and 9 GB of disk (in work/bench, kept for the next time).
+# Whole models and single layers on this machine, some 45 minutes. Results: JSON, and the page benchmarks/results/README.md.
+# A 7B model and llama.cpp need 14 GB of memory and 9 GB of disk (in work/bench, kept for the next time).
 BENCH_THREADS ?= 2
 BENCH_ROUNDS ?= 5
 BENCH_SHAPES ?= llama-1b mistral-7b
@@ -243,11 +260,11 @@ bench: install
 	done
 	$(BIN)/python -m benchmarks.table $(BENCH_OUT)
 
-# The plots of README and docs/RESULTS.md, from what there is in benchmarks/results.
+# The plots of README and docs/RESULTS.md, from benchmarks/results.
 figures: install
 	$(BIN)/python -m benchmarks.drawings docs/images
 
-# Every kernel of csrc/kernels/list.inc and the cache in google-benchmark (Debian: libbenchmark-dev).
+# Every kernel of csrc/kernels/list.inc, and the cache, with google-benchmark (Debian: libbenchmark-dev).
 bench-kernels: install
 	@mkdir -p build
 	$(BIN)/cmake -S . -B build/bench -G Ninja -DPI2_BUILD_BENCH=ON -DPI2_BUILD_TORCH=OFF -DPI2_BUILD_EXECUTORCH=OFF \
