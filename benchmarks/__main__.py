@@ -1,9 +1,8 @@
 """Benchmarks: ``python -m benchmarks NAME``, from the top folder of a checkout.
 
-`ffn`, `layer` and `gpu` are one feed-forward layer, `attention` is attention alone; `decode`, `imported`, `bundle`,
-`bundle-offload`, `offload`, `together`, `best-of`, `speculate`, `plan` and `gpu-model` are whole models; `serve` and
-`prefix` are servers of one; `phone` and `study` are simulated, `reads` is modelled; `scores`, `misses`, `methods`,
-`sparsify`, `early`, `predictors`, `quantization` and `suite` are of quality, not of speed; `fit` is of memory.
+Of one layer: `ffn`, `layer`, `gpu`, `attention`. Of whole models: `decode`, `imported`, `bundle`, `bundle-offload`,
+`offload`, `together`, `generate`, `speculate`, `gpu-model`. Of servers: `serve`, `prefix`. Of quality, not speed:
+`methods`, `sparsify`, `predictors`, `quantization`, `suite`. Of memory: `fit`. Simulated or modelled: `phone`, `reads`.
 """
 
 from __future__ import annotations
@@ -35,24 +34,17 @@ BENCHMARKS = {
     "generate": "model.generate over our steps, beside transformers' own and torch_pi2.generate",
     "offload": "a model larger than memory, step by step from mmap to the pipeline",
     "together": "processes with a shard each, beside one alone, by the link between them",
-    "best-of": "several sequences of which one ends every few steps, under plans that follow or not",
     "speculate": "guessed next tokens, verified together, against plain decoding",
     "fit": "predictors of a model that is larger than memory: how much of it that takes",
-    "early": "predictors that see a layer one stage before it is reached: recall, and what they want read",
-    "reads": "which reads neurons need by the order in which they lie, and in one phase or two, modelled",
+    "reads": "which reads neurons need by the order in which they lie, modelled",
     "predictors": "what a token reads with low-rank predictors of one recall, by rank and format",
-    "scores": "what thresholds skip of a model without exact zeros, and what that costs, by score and share",
     "serve": "servers under load, and how long clients wait, optionally against llama-cpp-python's own",
     "prefix": "the first text of an answer whose prompt begins as one before did",
     "phone": "a phone of published figures, simulated: prompts and decoding beside PowerInfer-2's own",
-    "study": "cache size, drives and memory speeds, and the paper's ablation, simulated",
-    "study-validate": "the simulator of study beside the real engine over the real drive",
-    "misses": "what is lost where neurons that are not in memory are read only if they are likelier to fire",
     "methods": "what methods and 4 bits cost a trained model, in memory, over a store and in a bundle",
     "quantization": "what 4 bits cost a trained model, to nearest and calibrated, part by part",
     "sparsify": "a dense model made sparse by training, beside the same trained on as long: zeros and loss",
     "suite": "questions about held-out text: what sparsity and 4 bits change of a trained model's answers",
-    "plan": "the solved plan against greedy, all-hot, all-cold and random ones, by batch and memory",
 }
 
 EXAMPLE = "python -m benchmarks decode --shape mistral-7b --weights int4 --threads 2 --prompt 128 --tokens 32 --json"

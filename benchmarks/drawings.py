@@ -22,7 +22,6 @@ from torch_pi2.report.style import THEMES
 
 RESULTS = Path(__file__).parent / "results"
 OURS, PEER = "torch_pi2", "llama.cpp"
-OURS_SCORE, PEER_SCORE = "size of what a neuron adds, by layer (ours)", "gate alone (CATS)"
 #: Of a light page and of a dark one; told apart by most eyes.
 _COLOURS = {
     OURS: ("#0072b2", "#56b4e9"), PEER: ("#b34700", "#ff9e4a"), "prompt": ("#00785a", "#3fc79a"),
@@ -31,10 +30,6 @@ _COLOURS = {
 _MARKS = {OURS: "o", PEER: "s", "prompt": "^", "fourth": "D", "fifth": "v", "sixth": "P"}
 #: Of lines whose names have no colour, in order.
 _OTHERS = (OURS, "prompt", PEER, "fourth", "fifth", "sixth")
-_AS = {OURS_SCORE: OURS, PEER_SCORE: PEER}
-
-#: Of studies: the profile that was measured.
-_MEASURED = "AMD EPYC"
 
 Results = Mapping[str, Mapping[str, Any]]
 
@@ -135,64 +130,8 @@ def batches(results: Results) -> Drawing:
     )
 
 
-def scores(results: Results) -> Drawing:
-    """Loss against the bytes that are saved, of a SwiGLU model."""
-    name = "scores-swiglu-stdlib"
-    result = results[name]
-    wanted = {PEER_SCORE: "gate", OURS_SCORE: "auto, by layer"}
-    return Drawing(
-        "A trained SwiGLU model: what skipping neurons costs",
-        "bytes of feed-forward layers saved, %",
-        "loss on held-out text, % higher",
-        {
-            label: [Point(100 * (1 - p["read"]), *[100 * p["loss"]] * 3) for p in result["cases"][case]]
-            for label, case in wanted.items()
-        },
-        [name],
-        about=f"{result['tokens']:,} held-out tokens of Python source; lossy",
-    )
-
-
-def cache(results: Results) -> Drawing:
-    """What is left of a model's speed with a part of its neurons in memory, simulated."""
-    of = {name: result for name, result in results.items() if name.startswith("study-cache-")}
-    rows = [r for x in of.values() for r in x["rows"] if r["batch"] == 1 and r["hardware"] == _MEASURED]
-    whole = {r["model"]: r["tokens_per_s"] for r in rows if r["ffn_in_memory"] == 1}
-    lines: dict[str, list[Point]] = {model: [] for model in whole}
-    for r in rows:
-        lines[r["model"]].append(Point(100 * r["ffn_in_memory"], *[100 * r["tokens_per_s"] / whole[r["model"]]] * 3))
-    return Drawing(
-        "SIMULATED: one sequence, of the speed with all neurons in memory",
-        "share of feed-forward neurons in memory, % (the rest is read from a drive)",
-        "tokens/s, % of those",
-        lines,
-        list(of),
-        labelled=False,
-        about=f"simulated with the measured profile of two cores of an {_MEASURED} and its drive; 4-bit weights",
-    )
-
-
-def drives(results: Results) -> Drawing:
-    """What a phone's pipeline waits for with other drives and memories, simulated."""
-    name = "study-drives"
-    lines: dict[str, list[Point]] = {}
-    for r in results[name]["rows"]:
-        if r["hardware"] != _MEASURED and r["ffn_in_memory"] == 0.5:
-            lines.setdefault(r["drive"], []).append(Point(r["memory_gb_per_s"], *[100 * r["waiting"]] * 3))
-    return Drawing(
-        "SIMULATED: Mistral-7B shape, half of the neurons in memory, one sequence",
-        "memory bandwidth, GB/s",
-        "of a step, % that waits for reads",
-        lines,
-        [name],
-        labelled=False,
-        about="simulated with the published profile of Snapdragon 8 Gen 3 and descriptions of drives; no look-ahead",
-    )
-
-
 DRAWINGS: dict[str, Callable[[Results], Drawing]] = {
-    "memory": memory, "modes": modes, "active": active, "batches": batches, "scores": scores,
-    "cache": cache, "drives": drives,
+    "memory": memory, "modes": modes, "active": active, "batches": batches,
 }  # fmt: skip
 
 
@@ -282,7 +221,6 @@ def _is_bars(drawing: Drawing) -> bool:
 
 def _look(index: int, name: str) -> tuple[str, str]:
     """Colour and mark of the line ``name``, which is the ``index``-th."""
-    name = _AS.get(name, name)
     kind = name if name in _COLOURS else _OTHERS[index]
     return _COLOURS[kind][0], _MARKS[kind]
 

@@ -16,8 +16,8 @@ from torch import nn
 
 import torch_pi2
 from benchmarks.arguments import list_of
-from benchmarks.early import MODEL
 from benchmarks.figures import at_least
+from benchmarks.methods import MODEL
 from benchmarks.subject import dense_of
 from torch_pi2.base import process as machine
 from torch_pi2.base.progress import bar

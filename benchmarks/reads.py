@@ -1,25 +1,27 @@
-"""Which reads a trained model's neurons need: by the order in which they lie, and in one phase or two.
+"""Which reads the neurons of a trained model need, by the order in which the neurons lie in the store.
 
-Of held-out text, what low-rank predictors want goes through the cache that runs in a store; what it lacks is read by
-the engine's rules from devices of published figures, and from this machine's drive if a folder on it is named. Neurons
-are as large as those of a 7B model in int4; times are modelled (:mod:`benchmarks.reads_model`).
+Low-rank predictors say which neurons held-out text needs. The cache of a store is replayed over them, and its misses
+are read by the engine's rules, from devices of published figures and from the drive of ``--drive``. Neurons have the
+size of a 7B model's in int4: distant tokens of the small model lie side by side as one token of a layer that wide.
+Times are modelled.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 import torch_pi2
 from benchmarks.arguments import list_of
-from benchmarks.early import MODEL
 from benchmarks.figures import at_least
-from benchmarks.reads_model import GAPS, NEURONS, ORDERS, WAYS, Seen, narrower, orders, phases, timers_of
+from benchmarks.methods import MODEL
 from benchmarks.subject import dense_of
 from torch_pi2.base import process as machine
 from torch_pi2.base.evaluating import evaluating
@@ -28,15 +30,167 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.fitting.sets import MIN_SEQUENCES
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.graph.find import find_sites
+from torch_pi2.machine.device import Device, find_device
+from torch_pi2.measure import reads as measured
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import ACTIVATIONS, exact_zeros, on_up
 from torch_pi2.planner.greedy import greedy_plan
 from torch_pi2.types.config import Config
+from torch_pi2.types.offload import OffloadConfig
 from torch_pi2.types.plan import LayerPlan
+from torch_pi2.types.stats import pack_bits, unpack_bits
 
 _WINDOW, _BATCH = 256, 4
 _TOKENS, _CALIBRATION, _SHARES = 7168, 20_000, (0.25, 0.5, 0.75)
 _DEVICES = ("ufs-4.0", "ufs-3.1", "nvme", "benchmarks/devices/nvme-gen3.json")
+
+
+#: Of the 7B model, and bytes of one of its neurons in int4 (6,912) in pages.
+NEURONS, LAYERS, SLOT = 14336, 32, 8192
+ORDERS = ("frequency", "random", "chains")
+GAPS = (0, OffloadConfig.gap_bytes, 1 << 16)
+HOT_SHARE = 0.25  # of the cache, as OffloadConfig has it with lfu
+_TIMED = 32  # tokens of each layer whose reads are timed
+
+#: Seconds of reads that begin at ``offsets`` and have ``sizes``, both in bytes, when all are asked for at once.
+Seconds = Callable[[np.ndarray, np.ndarray], float]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Tokens of a layer, bool ``[N, I]`` each: what is wanted, of what the gate fires, and all of the neuron."""
+
+    n_hot: int
+    wanted: torch.Tensor
+    gate: torch.Tensor
+    fired: torch.Tensor
+
+    def placed(self, place_I: torch.Tensor | slice, last: int = 0) -> Seen:
+        """The ``last`` tokens (0: all), of neurons in another order."""
+        return Seen(self.n_hot, *(x[-last:, place_I] for x in (self.wanted, self.gate, self.fired)))
+
+    def shares(self, of_NI: torch.Tensor) -> dict[str, float]:
+        """Of cold neurons the share in ``of_NI``, and of these those whose gate fires, and which fire."""
+        cold_NC = of_NI[:, self.n_hot :]
+        fire = {name: x[:, self.n_hot :][cold_NC] for name, x in (("gate", self.gate), ("fired", self.fired))}
+        return {"wanted": float(cold_NC.float().mean())} | {k: float(x.float().mean()) for k, x in fire.items()}
+
+
+def ordered(name: str, wanted_NI: torch.Tensor, head: int) -> torch.Tensor:
+    """Int64 ``[I]``, place -> plan position: the first ``head`` stay, others by what is wanted with what."""
+    cold_NC = wanted_NI[:, head:].double()
+    if name == "frequency":
+        new_C = torch.arange(cold_NC.shape[1])
+    elif name == "random":
+        new_C = torch.randperm(cold_NC.shape[1], generator=torch.Generator().manual_seed(0))
+    else:
+        both_CC = cold_NC.T @ cold_NC
+        one_C = both_CC.diagonal()
+        either_CC = one_C[:, None] + one_C - both_CC  # tokens that want one of the two at least
+        near_CC = (both_CC / either_CC.clamp_min(1)).fill_diagonal_(0)
+        new_C = chains(near_CC)
+    return torch.cat([torch.arange(head), head + new_C])
+
+
+def chains(near_CC: torch.Tensor) -> torch.Tensor:
+    """The nearest pairs are linked first, until all are one path (as Ripple does, arXiv 2410.19274)."""
+    first_P, second_P = np.triu_indices(len(near_CC), 1)
+    best_P = np.argsort(-near_CC.numpy()[first_P, second_P], kind="stable")
+    chain_of = {i: [i] for i in range(len(near_CC))}
+    for a, b in zip(first_P[best_P].tolist(), second_P[best_P].tolist(), strict=True):
+        one, other = chain_of[a], chain_of[b]
+        if one is other or a not in (one[0], one[-1]) or b not in (other[0], other[-1]):
+            continue
+        if one[-1] != a:
+            one.reverse()
+        one += other if other[0] == b else other[::-1]
+        chain_of |= dict.fromkeys(other, one)
+    return torch.tensor(chain_of[0])
+
+
+def missed(layers: Sequence[Seen], share: float) -> list[torch.Tensor]:
+    """Bool ``[N / 2, I]`` of each layer: what a cache of so many of all neurons lacks, after half of the tokens."""
+    tokens, neurons = layers[0].wanted.shape
+    bits = torch.stack([pack_bits(layer.wanted) for layer in layers], 1).flatten()
+    calls = torch.arange(len(layers), dtype=torch.int32).repeat(tokens)
+    about = torch.tensor([(neurons, 1)] * len(layers))
+    accesses = (calls, torch.zeros(len(calls), dtype=torch.uint8), bits, about)
+    slots = round(share * neurons * len(layers))
+    bits = torch.ops.pi2.replay_missed(*accesses, "lfu", slots, HOT_SHARE, True, 0)
+    return [unpack_bits(rows, neurons)[tokens // 2 :] for rows in bits.view(tokens, len(layers), -1).unbind(1)]
+
+
+def wide(rows_NI: torch.Tensor) -> np.ndarray:
+    """Bool ``[G, 14336]``: tokens far apart, side by side; at most ``_TIMED`` of them."""
+    beside = NEURONS // rows_NI.shape[1]
+    groups = len(rows_NI) // beside
+    wide_GW = rows_NI[: groups * beside].unflatten(0, (beside, groups)).transpose(0, 1).flatten(1)
+    found: np.ndarray = wide_GW[:: -(-groups // _TIMED)].numpy()
+    return found
+
+
+def merged(starts: np.ndarray, nbytes: int, gap: int) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets and sizes of reads of ``nbytes`` at each of ``starts``, ascending: the rules of engine/read_batch.h."""
+    firsts: list[int] = []
+    lasts: list[int] = []
+    for at in starts.tolist():
+        if firsts and at - lasts[-1] <= nbytes + gap and at + nbytes - firsts[-1] <= OffloadConfig.run_bytes:
+            lasts[-1] = at
+        else:
+            firsts.append(at)
+            lasts.append(at)
+    return np.array(firsts, np.int64), np.array(lasts, np.int64) - np.array(firsts, np.int64) + nbytes
+
+
+def _missed_share(heldout: Sequence[Seen], share: float) -> dict[str, float]:
+    missing = missed(heldout, share)
+    wanted = sum(int(y.wanted[-len(m) :].sum()) for y, m in zip(heldout, missing, strict=True))
+    return {"missed": sum(int(m.sum()) for m in missing) / wanted}
+
+
+def orders(
+    calibration: Sequence[Seen], heldout: Sequence[Seen], share: float, timers: Mapping[str, Seconds]
+) -> list[dict[str, Any]]:
+    """What a token of the 7B model reads, by order and gap, with so much of all neurons in the cache."""
+    points = []
+    for name in ORDERS:
+        heads = [max(y.n_hot, round(HOT_SHARE * share * y.wanted.shape[1])) for y in calibration]
+        places = [ordered(name, y.wanted, head) for y, head in zip(calibration, heads, strict=True)]
+        missing = missed([y.placed(place_I) for y, place_I in zip(heldout, places, strict=True)], share)
+        slots = [np.flatnonzero(row) for missing_NI in missing for row in wide(missing_NI)]
+        of_token = LAYERS / len(slots)
+        for gap in GAPS:
+            reads = [merged(s * SLOT, SLOT, gap) for s in slots]
+            ms = {device: of_token * 1e3 * sum(seconds(*r) for r in reads) for device, seconds in timers.items()}
+            count = {"reads": sum(len(o) for o, _ in reads), "bytes": sum(int(sizes.sum()) for _, sizes in reads)}
+            points.append({"order": name, "gap": gap, **{k: of_token * n for k, n in count.items()}, "ms": ms})
+    return points
+
+
+def timers_of(devices: Sequence[str], folder: Path | None) -> dict[str, Seconds]:
+    """By device: of described ones by their model, of the drive of ``folder`` by what is measured now."""
+    depth, whole = OffloadConfig.io_threads, LAYERS * NEURONS * SLOT
+
+    def modelled(device: Device) -> Seconds:
+        def seconds(offsets: np.ndarray, sizes: np.ndarray) -> float:
+            times = device.read_times(offsets.tolist(), sizes.tolist(), depth=depth, range_bytes=whole)
+            return float(times[-1]) if len(times) else 0.0
+
+        return seconds
+
+    found = {device.name: modelled(device) for device in map(find_device, devices)}
+    if folder is not None:
+        with measured.drive(folder, 1 << 30, 30.0) as here:
+            table = measured.reads(here, 60.0, lambda _: None)
+
+        def seconds(_: np.ndarray, sizes: np.ndarray) -> float:
+            under_way = max(1, min(depth, len(sizes)))
+            counts = zip(*np.unique(sizes, return_counts=True), strict=True)
+            us = sum(n * table.latency_us(size, table.file_bytes, under_way) for size, n in counts)
+            return float(us) / under_way / 1e6
+
+        found[f"this drive ({table.engine}{', direct' if table.direct else ''})"] = seconds
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,10 +221,8 @@ def run(
     Returns:
         ``layers``: of each the shares of ``hot`` neurons and of cold ones that are ``wanted``, of these the shares
         ``gate`` and ``fired`` of which the gate fires, and all of the neuron, and the predictor's ``recall``.
-        ``caches``, by share of the neurons in memory: ``missed``, of wanted neurons, with ``gate`` and ``fired`` of
-        these; ``orders``: per token of the 7B model ``reads``, ``bytes`` and by device ``ms`` for each ``order`` and
-        ``gap`` (bytes); ``ms``: by device and way of reading (``benchmarks.reads_model.WAYS``). ``narrower``: by
-        neurons of a layer the reads of ``chains`` over those of ``frequency``, with the first share.
+        ``caches``, by share of the neurons in memory: ``missed``, of wanted neurons; ``orders``: per token of the 7B
+        model ``reads``, ``bytes`` and by device ``ms`` for each ``order`` and ``gap`` (bytes).
 
     Raises:
         ConfigError: a setting makes no sense. Pi2Error: what loading models, profiling, fitting and measuring raise.
@@ -81,11 +233,10 @@ def run(
     timers = timers_of(devices, drive)
     calibration, heldout, about = _watched(folder, tokens, calibration_tokens, trust_remote_code)
     caches = [
-        {"share": share, **phases(heldout, share, timers), "orders": orders(calibration, heldout, share, timers)}
+        {"share": share, **_missed_share(heldout, share), "orders": orders(calibration, heldout, share, timers)}
         for share in ffn_in_memory
     ]
-    scale = narrower(calibration, heldout, ffn_in_memory[0])
-    return {"what": "reads", **about, "caches": caches, "narrower": scale, **machine.describe()}
+    return {"what": "reads", **about, "caches": caches, **machine.describe()}
 
 
 def _watched(
@@ -167,14 +318,13 @@ def _seen(
 
 ORDER_HEADER = ("in memory", "device", *ORDERS, "chains / frequency", "the same, gap 16 KiB")
 COUNT_HEADER = ("in memory", "missed", "order", "reads", "read", f"reads, gap {GAPS[1] >> 10} KiB", "read")
-PHASE_HEADER = ("in memory", "device", "gate fires", "neuron fires", *WAYS, "best of two phases / of one")
 
 
 def order_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Milliseconds of a token by order, each with its best gap."""
     rows = []
     for cache in result["caches"]:
-        for device in cache["ms"]:
+        for device in cache["orders"][0]["ms"]:
             at = {(p["order"], p["gap"]): p["ms"][device] for p in cache["orders"]}
             ms = {name: min(took for (order, _), took in at.items() if order == name) for name in ORDERS}
             ratios = (ms["chains"] / ms["frequency"], at["chains", GAPS[1]] / at["frequency", GAPS[1]])
@@ -194,24 +344,11 @@ def count_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def phase_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Milliseconds of a token by way of reading."""
-    rows = []
-    for cache in result["caches"]:
-        about = (common.percent(cache["gate"]), common.percent(cache["fired"]))
-        for device, ms in cache["ms"].items():
-            ratio = min(ms[way] for way in WAYS[2:]) / min(ms[way] for way in WAYS[:2])
-            took = (f"{ms[way]:.2f}" for way in WAYS)
-            rows.append((common.percent(cache["share"], 0), device, *about, *took, f"{ratio:.3f}"))
-    return rows
-
-
 def render(result: Mapping[str, Any]) -> str:
     layers = [
         (y["key"], *(common.percent(y[name]) for name in ("hot", "recall", "wanted", "gate", "fired")))
         for y in result["layers"]
     ]
-    narrow = ", ".join(f"{ratio:.3f} of {neurons}" for neurons, ratio in result["narrower"].items())
     about = (
         f"{result['folder']} ({result['form']}), {result['tokens']:,} held-out tokens; neurons of a 7B model, modelled"
     )
@@ -221,7 +358,5 @@ def render(result: Mapping[str, Any]) -> str:
             common.table(("layer", "hot", "recall", "cold wanted", "of these gate fires", "neuron fires"), layers),
             common.table(COUNT_HEADER, count_rows(result)),
             common.table(ORDER_HEADER, order_rows(result)),
-            f"reads of chains / of frequency by neurons of a layer: {narrow}",
-            common.table(PHASE_HEADER, phase_rows(result)),
         )
     )

@@ -12,6 +12,7 @@ its own: on the same tokens one would find what the other has just read.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import random
 import statistics
 import time
@@ -25,7 +26,6 @@ from torch import nn
 
 from benchmarks.arguments import add_source, list_of
 from benchmarks.figures import alternate, at_least, label, medians, of_store, shown, spread
-from benchmarks.plan_model import find_folder, name_of
 from benchmarks.subject import WORK, Rooms, Subject, check_one, check_share, synthetic_store
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
@@ -41,6 +41,7 @@ from torch_pi2.ops import load as load_library
 from torch_pi2.rewrite.handle import store_of
 from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.storefile import STORE_FILE
+from torch_pi2.types.config import Config
 from torch_pi2.types.offload import OffloadConfig
 
 PLAIN, SPECULATIVE = "plain", "speculative"
@@ -220,13 +221,35 @@ def _store(shape: str | None, folder: str | Path | None, weights: str, trust: bo
         return synthetic_store(shape, seed)
     source = TRAINED if folder is None else Path(folder)
     ours = (source / PI2_FOLDER).is_dir()
-    found = find_folder(source, None, None if ours else "exact", trust_remote_code=trust)
+    found = source if ours else _optimised(source, trust)
     if (found / PI2_FOLDER / STORE_FILE).is_file():
         return found
     made = WORK / f"{name_of(found)}-{'own' if ours else weights}-store"
     if not (made / PI2_FOLDER / STORE_FILE).is_file():
         torch_pi2.pack(found, made, weights=None if ours else weights, trust_remote_code=trust)
     return made
+
+
+def _optimised(folder: Path, trust: bool) -> Path:
+    """The checkpoint in ``folder``, optimised with the exact gate; made in ``WORK`` if it is not there."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import torch_pi2
+
+    made = WORK / f"{name_of(folder)}-exact"
+    if not (made / PI2_FOLDER).is_dir():
+        how: dict[str, Any] = {"trust_remote_code": trust, "local_files_only": True}
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **how).eval()
+        optimised = torch_pi2.optimize(model, config=Config(method="exact", hot_frequency=1.01))
+        torch_pi2.save(optimised, made, tokenizer=AutoTokenizer.from_pretrained(folder, **how))
+    return made
+
+
+def name_of(folder: Path) -> str:
+    """For what is made of a folder: its name and a stamp, which another one of that name, or a changed one, has not."""
+    files = sorted(path for path in folder.resolve().rglob("*") if path.is_file())
+    facts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return f"{folder.resolve().name}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}"
 
 
 def _over_store(

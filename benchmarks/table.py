@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import early, methods, misses, quantization, reads, sparsify, study, study_validate, suite, together
+from benchmarks import methods, quantization, reads, sparsify, suite, together
 from benchmarks.figures import shown
 from torch_pi2.base.files import atomic_write
 from torch_pi2.base.units import percent, size
@@ -193,24 +193,6 @@ def _offload_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _plan_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
-    about = (
-        f"{_about(name, result)}, " + " and ".join(result["methods"]) + ("" if result["synthetic"] else ", real model")
-    )
-    return [
-        [
-            f"{about}, {'all' if r['memory'] == 'whole' else percent(r['ffn_in_memory'], 0)} in memory",
-            str(r["batch"]),
-            *(_number(r["tokens_per_s"].get(planner)) for planner in _PLANNERS),
-            _number(r["planners"]["planned"]["predicted_tokens_per_s"]),
-            "" if "hit_rate" not in r["planners"]["planned"] else f"{100 * r['planners']['planned']['hit_rate']:.1f} %",
-            r["best"],
-            f"{_number(r['planned_over_best'], 3)} ({_range(r['spread'][r['best']], 3)})",
-        ]
-        for r in result["rows"]
-    ]
-
-
 _DECODE = (
     "run", "threads", "rounds", "tokens/s", "prompt tokens/s", "FFN read", "GB/token", "GB/s", "read GB/s",
     "gathered GB/s", "of read", "ms at read speed", "ms", "peak GB", "times as fast as",
@@ -237,48 +219,6 @@ waited for is time in which compute threads had nothing to compute, of all their
 while any was under way, of what the same file gives, read at random in pieces of the same mean size by the same engine
 with nothing beside it, measured after the mode.
 """
-
-
-_PLANNERS = ("planned", "greedy", "all-hot", "all-cold", "random")
-_PLAN = ("run", "batch", *_PLANNERS, "predicted", "cache hits", "best other", "planned / best")
-_PLAN_NOTE = """
-Tokens/s of plans for one model on the same tokens, in alternation: solved for this machine, and four that need no
-solving. *Predicted* is what the solver expected of its own. What plans are made of comes from other tokens. With a
-predictor plans differ in what it may miss; they are compared by speed alone. A planner that made the plan of another
-has its figures.
-"""
-
-
-_BEST_KINDS = ("follows", "for 1", "for 4", "unplanned")
-_BEST = (
-    "run",
-    "sequences",
-    *_BEST_KINDS,
-    "predicted",
-    "follows / for 1",
-    "follows / for 4",
-    "a change takes, of a step",
-)
-_BEST_NOTE = """
-Tokens/s while one of four sequences ends every four steps: the plan that follows them, plans for one and for four, and
-none.
-"""
-
-
-def _best_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
-    rows = [*result["batches"], {"batch": "all", "predicted_tokens_per_s": None, **result["whole"]}]
-    fixed = ("for 1", f"for {result['sequences']}")
-    return [
-        [
-            f"{_about(name, result)}, {percent(result['ffn_in_memory'], 0)} in memory",
-            str(r["batch"]),
-            *(_number(r["tokens_per_s"][kind]) for kind in ("follows", *fixed, "unplanned")),
-            _number(r["predicted_tokens_per_s"]),
-            *(_number(r["over"][kind], 3) for kind in fixed),
-            f"{100 * result['switch']['of_a_step']:.1f} %",
-        ]
-        for r in rows
-    ]
 
 
 _ATTENTION = ("attention", "used", "room", "us", "range", "torch us", "read us", "GB/s", "of read", "torch us / us")
@@ -446,32 +386,6 @@ def _generate_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
-_SCORES = ("run", "score", "skipped", "bytes read", "loss", "KL, nats", "same token")
-_SCORES_NOTE = """
-A model without exact zeros, of which neurons below thresholds are skipped, beside the dense model on held-out text:
-loss, divergence of the next token's distribution, and how often the most likely token is the same. *Bytes* are those of
-feed-forward layers, every gate row among them; each layer skips the same share, or *by layer* its own. CATS is the
-gate. *low-rank*: predictors, whose bytes count. Quality, not speed: nothing is timed.
-"""
-
-
-def _scores_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
-    real = ", real model" if result["synthetic"] is False else ""
-    return [
-        [
-            f"{name}: {result['tokens']:,} tokens{real}",
-            case,
-            percent(point["skipped"]),
-            percent(point["read"]),
-            f"{point['loss']:+.2%}",
-            _number(point["kl"], 4),
-            percent(point["agreement"]),
-        ]
-        for case, points in result["cases"].items()
-        for point in points
-    ]
-
-
 _SUITE_NOTE = """
 Right answers of a dense model to questions about held-out text (`torch-pi2 eval --suite`), and by how many of a hundred
 those of its other forms differ, with 95 % intervals (Bonett and Price 2012, paired). Trained models. Nothing is timed.
@@ -492,24 +406,6 @@ _METHODS_NOTE = """
 Methods of sparsity with float and 4-bit weights (GPTQ), beside the dense model in floats, on held-out text: in memory,
 then the loss over a store of which every call reads what it wants, and in a bundle, token by token. Nothing is timed.
 """
-
-
-_MISSES_NOTE = """
-A trained model over a store, decoding held-out text, neurons per token: those that are not in memory are read only
-where their low-rank predictor's score is a *margin* above its threshold (lossy); beside it thresholds that are higher
-for all neurons, or lower, and look-ahead (lossless), which reads before it is asked. Nothing is timed.
-"""
-_DROPPED_NOTE = """
-The same of mixtures, per token: experts with less than a share of their token's weight (`drop_experts`, lossy) are left
-out while fewer than half of what they want is in memory. Nothing is timed.
-"""
-_AHEAD_NOTE = """
-Steps without look-ahead, with it (lossless), and with predictors trained to see a layer early in the place of the
-layers' own (a whole one, or another first matrix beside the layer's second; what they guess is wanted with such odds),
-in alternation: median steps, whose ratio is by round. Neurons per token: asked for when they were missed, guessed
-rightly before, and guessed in vain. Devices are simulated.
-"""
-_DROPPED_TIMES_NOTE = "\nTheir steps, with each share in alternation; devices are simulated.\n"
 
 
 _SPARSIFY_NOTE = """
@@ -541,24 +437,6 @@ def _fit_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
-_EARLY = ("run", "layer", "its own input", "attention's", "the FFN's before", "look-ahead")
-_EARLY_NOTE = """
-Recall, and the share of a layer's cold neurons that a predictor wants for it, by what it sees: the layer's own input,
-what attention before it sees, and the feed-forward layer before that. Look-ahead asks the layer's own predictor there.
-"""
-
-
-def _early_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
-    def cell(found: Mapping[str, float] | None) -> str:
-        return "" if found is None else f"{percent(found['recall'])} by {percent(found['active'])}"
-
-    if "rank" not in result:  # a mixture of experts
-        return []
-    about = f"{name}: {result['model']}, {result['tokens']:,} tokens, rank {result['rank']}"
-    inputs = ("own", "attention", "before", "lookahead")
-    return [[about, y["key"], *(cell(y.get(of)) for of in inputs)] for y in result["layers"]]
-
-
 _ORDERS_NOTE = """
 Of the neurons that a token of a 7B model reads (int4, 8 KiB each with direct reads), modelled of what a small trained
 model wants of held-out text: with what share of all neurons in the cache (LFU) which share of those wanted is missed,
@@ -566,57 +444,6 @@ and per token reads and bytes without reading gaps, and with gaps of 16 KiB.
 """
 _ORDER_TIMES_NOTE = """
 Milliseconds of a token's reads, modelled, each order with its best gap of 0, 16 and 64 KiB; the last column: with 16.
-"""
-_PHASES_NOTE = """
-The same by way of reading: whole neurons, their halves as two reads, and gates first (`slot`: in the neuron's slot;
-`gates`: those of 16 neurons together), the rest where the gate fires: after all gates, or overlapped by chunks.
-"""
-
-
-_ROUTED_NOTE = """
-Of the experts that a mixture chooses, the shares that are those chosen most, those of the token before, and those that
-its router chooses by the input of the mixture before (early routing, `OffloadConfig(lookahead=True)`).
-"""
-_LEFT_OUT_NOTE = """
-What it would cost to leave out, always, experts with less than so much of their token's weight.
-"""
-_EARLY_STORE_NOTE = "\nDecoded text, without and with it in alternation; devices are simulated.\n"
-
-
-def _routed_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
-    about = f"{name}: {result['model']}, {result['tokens']:,} tokens"
-    return [[about, *row] for row in early.mixture_rows(result)]
-
-
-def _left_out_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
-    return [[f"{name}: {result['model']}", *row] for row in early.left_out_rows(result)]
-
-
-def _early_store_rows(name: str, result: Mapping[str, Any]) -> list[list[str]]:
-    store = result.get("store", {})
-    about = f"{name}: {store.get('reads')}, {percent(store.get('ffn_in_memory', 0))} in memory, {store.get('method')}"
-    return [[about, *row] for row in early.store_rows(store)]
-
-
-_VALIDATE_NOTE = """
-The simulator of the studies below beside the engine over a real drive: * is farther off than 15 %.
-"""
-_CACHE_NOTE = """
-**Simulated.** Tokens/s of all sequences together by the share of neurons in memory; | where reading whole layers in
-order is faster. EPYC: a measured profile.
-"""
-_LIMITS_NOTE = """
-**Simulated.** Of a step the share that waits, what would be saved were one thing twice as fast (the store: looking
-neurons up and handling each read), and the reads of a neuron a second from which a step is within 5 % of one whose
-reads take no time.
-"""
-_DEALT_NOTE = """
-**Simulated.** Tokens/s of one sequence on machines that are alike, each with room for a share of the neurons (and in
-bytes, with all else), in the fastest way and, in brackets, in the best of the others: layers or neurons, the latter
-with attention divided by heads where they say so (docs/DISTRIBUTED.md). The links' exchanges are assumptions.
-"""
-_STEPS_NOTE = """
-**Simulated.** Steps of PowerInfer-2's ablation (arXiv 2406.06282v3) for its two phones, beside its own figures.
 """
 
 
@@ -631,37 +458,15 @@ _SECTIONS: tuple[tuple[str, str, Sequence[str], Callable[[str, Mapping[str, Any]
     ("serve", f"## Servers under load\n{_SERVE_NOTE}", _SERVE, _serve_rows),
     ("prefix", f"### Prompts that begin alike\n{_PREFIX_NOTE}", _PREFIX, _prefix_rows),
     ("offload", f"## Larger than memory\n{_OFFLOAD_NOTE}", _OFFLOAD, _offload_rows),
-    ("plan", f"## Planned against fixed plans\n{_PLAN_NOTE}", _PLAN, _plan_rows),
-    ("best-of", f"## A batch that shrinks\n{_BEST_NOTE}", _BEST, _best_rows),
-    ("scores", f"## What skipping neurons costs\n{_SCORES_NOTE}", _SCORES, _scores_rows),
     ("methods", f"## Methods and 4 bits\n{_METHODS_NOTE}", ("run", *methods.HEADER), _of_tokens(methods.rows_of)),
     ("together", f"## Several processes\n{_TOGETHER_NOTE}", ("run", *together.HEADER), _named(together.rows_of)),
-    ("misses", f"## What is not in memory\n{_MISSES_NOTE}", ("run", *misses.HEADER), _of_tokens(misses.rows_of)),
-    ("misses", f"### Look-ahead\n{_AHEAD_NOTE}", ("run", *misses.AHEAD), _named(misses.ahead_rows)),
-    ("misses", f"### Experts\n{_DROPPED_NOTE}", ("run", *misses.EXPERTS), _of_tokens(misses.expert_rows)),
-    ("misses", f"### Times\n{_DROPPED_TIMES_NOTE}", ("run", *misses.TIMES), _named(misses.time_rows)),
     ("sparsify", f"## Made sparse by training\n{_SPARSIFY_NOTE}", ("run", *sparsify.HEADER), _sparsify_rows),
     ("layer", "## One feed-forward layer", _LAYERS, _layer_rows),
     ("layer", "## Dense linears and predictors", _LINEARS, _linear_rows),
     ("quantization", f"## Quality\n{_QUANTIZATION_NOTE}", _QUANTIZATION, _quantization_rows),
     ("suite", f"### Questions\n{_SUITE_NOTE}", ("run", *suite.HEADER), _named(suite.rows_of)),
-    ("early", f"## Predictors that see a layer early\n{_EARLY_NOTE}", _EARLY, _early_rows),
-    ("early", f"### Experts\n{_ROUTED_NOTE}", ("run", *early.MIXTURE), _routed_rows),
-    ("early", f"### Experts of little weight\n{_LEFT_OUT_NOTE}", ("run", *early.LEFT_OUT), _left_out_rows),
-    ("early", f"### Experts read early\n{_EARLY_STORE_NOTE}", ("run", *early.OVER_STORE), _early_store_rows),
     ("reads", f"## Orders of neurons\n{_ORDERS_NOTE}", ("run", *reads.COUNT_HEADER), _named(reads.count_rows)),
     ("reads", f"### Their times\n{_ORDER_TIMES_NOTE}", ("run", *reads.ORDER_HEADER), _named(reads.order_rows)),
-    ("reads", f"### Two phases\n{_PHASES_NOTE}", ("run", *reads.PHASE_HEADER), _named(reads.phase_rows)),
-    (
-        "study-validate",
-        f"## Predicted and measured\n{_VALIDATE_NOTE}",
-        ("run", *study_validate.HEADER),
-        _named(study_validate.rows_of),
-    ),
-    ("study", f"## Cache size against speed\n{_CACHE_NOTE}", ("run", *study.CACHE), _named(study.cache_rows)),
-    ("study", f"## What limits the pipeline\n{_LIMITS_NOTE}", ("run", *study.LIMITS), _named(study.limit_rows)),
-    ("study", f"## Several machines, simulated\n{_DEALT_NOTE}", ("run", *study.DEALT), _named(study.dealt_rows)),
-    ("study", f"## The paper's ablation\n{_STEPS_NOTE}", ("run", *study.STEPS), _named(study.step_rows)),
     ("fit", f"## Memory of a fit\n{_FIT_NOTE}", _FIT, _fit_rows),
     ("attention", f"## Attention\n{_ATTENTION_NOTE}", _ATTENTION, _attention_rows),
 )

@@ -7,15 +7,13 @@ namespaces as slow as ``--links`` says. They share one drive, which several mach
 from __future__ import annotations
 
 import argparse
-import math
 import operator
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,17 +24,11 @@ from benchmarks.arguments import list_of
 from benchmarks.figures import at_least, known, of_store, shown, spread
 from benchmarks.network import INTERFACE, Network
 from benchmarks.peer import Peer
-from benchmarks.study_model import drawn_misses, synthetic_shape
 from benchmarks.subject import Rooms, check_share
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS
-from torch_pi2.machine.find import find_hardware
-from torch_pi2.machine.link import Link
-from torch_pi2.planner.choices import Choice
-from torch_pi2.planner.group import Member, name_of, predicted
-from torch_pi2.planner.request import Task
 from torch_pi2.store.folder import PI2_FOLDER, read_config
 from torch_pi2.store.shards import shards_in
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
@@ -87,7 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="of a core, for each process: where there are fewer cores than processes (default: 1)",
     )
-    add("--hardware", metavar="FILE", help="profile of one core, for predictions (torch_pi2.planner.group)")
     add("--activations", default="int8", choices=ACTIVATIONS, help="int8 is lossy")
     add("--eager", dest="compiled", action="store_false", help="do not compile the decoding step")
     add("--seed", type=common.seed, default=0)
@@ -107,7 +98,6 @@ def run(
     tokens: int = 24,
     rounds: int = 2,
     core_share: float = 1.0,
-    hardware: str | None = None,
     activations: str = "int8",
     compiled: bool = True,
     seed: int = 0,
@@ -119,8 +109,7 @@ def run(
         ``tokens_per_s``, ``prompt_tokens_per_s``, ``spread``, what the first process read a token, ``sent_bytes`` a
         token (computed: what each process gives the others, or of stages the first one the second), ``ratio`` and
         ``prompt_ratio`` to the one alone, and ``same``: after which share of all tokens its most likely next one is
-        that of the one alone, which was fed the same; with a profile ``predicted_tokens_per_s``, of the ``link`` as it
-        was measured before.
+        that of the one alone, which was fed the same; and the ``link``, measured before.
 
     Raises:
         ConfigError: a setting makes no sense, or the shards are of another store. PeerError: a process ended.
@@ -153,10 +142,8 @@ def run(
     cap_bytes = budget + _ROOM if cap.available() else None
     for path in (folder, *(path for one in {way.folder for way in ways} for path in shards_in(one).values())):
         cap.warm(path / PI2_FOLDER / STORE_FILE)
-    predict = _predictions(hardware, folder, budget, context, compiled)
     asked = tokens, rounds, prompt, core_share
     alone = _measured([settings | {"folder": str(folder)}], None, cap_bytes, *asked)
-    alone |= predict(None, alone)
     said = alone.pop("said")
     found: dict[str, Any] = {}
     for link in links:
@@ -176,7 +163,7 @@ def run(
             for ratio, rate in (("ratio", "tokens_per_s"), ("prompt_ratio", "prompt_tokens_per_s")):
                 figures[ratio] = round(figures[rate] / alone[rate], 2)
             figures["same"] = sum(map(operator.eq, figures.pop("said"), said)) / len(said)
-            found.setdefault(link, {})[name_of(way.way, way.attention)] = figures | predict(way, figures)
+            found.setdefault(link, {})[way.name] = figures
     return {
         "what": "together",
         "model": alone.pop("subject"),
@@ -200,11 +187,16 @@ def run(
 
 
 class _Way(NamedTuple):
-    """A folder of shards and how they compute together: of :data:`torch_pi2.planner.group.WAYS`, and attention."""
+    """A folder of shards and how they compute together: a reduction, or ``layers``; and attention."""
 
     folder: Path
     way: str
     attention: str = ATTENTION[0]
+
+    @property
+    def name(self) -> str:
+        """For results."""
+        return self.way + ("" if self.attention == ATTENTION[0] else f", {self.attention}")
 
 
 def _sizes(folder: Path, shards: Path) -> tuple[int, dict[str, int]]:
@@ -233,48 +225,6 @@ def _sizes(folder: Path, shards: Path) -> tuple[int, dict[str, int]]:
     width = queries * (config.get("head_dim") or config["hidden_size"] // queries) // len(found)
     heads = 4 * width * config["num_hidden_layers"]
     return len(found), {"chunks": 4 * chunks, "ranks": 4 * sums, "layers": hidden, "heads": heads}
-
-
-def _predictions(
-    hardware: str | None, folder: Path, budget: int, context: int, compiled: bool
-) -> Callable[[_Way | None, Mapping[str, Any]], dict[str, Any]]:
-    """Of a way to deal out (None: one process), and what was measured: what the planner says of it."""
-    if hardware is None:
-        return lambda way, figures: {}
-    profile = find_hardware(hardware)
-    named: str = read_config(folder)["torch_pi2_synthetic"]["shape"]
-    shape = synthetic_shape(named, compiled=compiled)
-    misses = partial(drawn_misses, named, batch=1)
-
-    def predict(way: _Way | None, figures: Mapping[str, Any]) -> dict[str, Any]:
-        if way is None:
-            task = Task(shape, profile, budget_bytes=budget, batches=(1,), context=context, misses=misses(shape))
-            hot = tuple(layer.base_hot for layer in shape.layers)
-            rate = task.cost(1, Choice(hot, (0,) * len(hot))).tokens_per_s
-        else:
-            shares = _shares(way.folder)
-            members, link = [Member(profile, budget)] * len(shares), Link(**figures["link"])
-            how: dict[str, Any] = {"attention": way.attention, "context": context, "misses": misses}
-            dealt = predicted(way.way, shares, shape, members, link, **how)
-            rate = math.nan if dealt is None else dealt.tokens_per_s
-        return {
-            "predicted_tokens_per_s": round(rate, 3),
-            "predicted_over_measured": round(rate / figures["tokens_per_s"], 3),
-        }
-
-    return predict
-
-
-def _shares(way: Path) -> list[int]:
-    """By rank, chunks of the first layer, or blocks that are there."""
-    found = []
-    for _, path in sorted(shards_in(way).items()):
-        with StoreReader(path / PI2_FOLDER / STORE_FILE) as one:
-            assert one.shard is not None
-            first = next(iter(one.shard.layers.values()))
-            blocks = {one.shard.block(key) for key in one.keys}
-            found.append(len(blocks) if one.shard.by_layers else len(first.chunks))
-    return found
 
 
 def _check_stages(folder: Path, stages: Path, ranks: int) -> None:

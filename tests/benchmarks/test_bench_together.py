@@ -40,15 +40,12 @@ def test_two_processes_beside_one(tmp_path_factory: pytest.TempPathFactory, tmp_
         "chunk_tokens": 16,
         "compiled": False,
     }
-    found = together.run(base / "store", tmp_path / "2", tmp_path / "stages", hardware="sm8650-ufs4.0", **how)
+    found = together.run(base / "store", tmp_path / "2", tmp_path / "stages", **how)
     assert found["ranks"] == 2
     assert [*found["links"]] == links
     for case in (found["alone"], *(case for cases in found["links"].values() for case in cases.values())):
         assert case["tokens_per_s"] > 0
         assert case["prompt_tokens_per_s"] > 0
-        assert case["predicted_over_measured"] == pytest.approx(
-            case["predicted_tokens_per_s"] / case["tokens_per_s"], rel=0.01
-        )
     for cases in found["links"].values():
         assert [*cases] == ["chunks", "ranks", "layers"]
         assert cases["layers"]["sent_bytes"] < cases["ranks"]["sent_bytes"]
