@@ -18,9 +18,13 @@ from benchmarks.table import read_result
 from torch_pi2.base.extras import missing_package
 from torch_pi2.base.files import atomic_write
 from torch_pi2.errors import ArtifactError
-from torch_pi2.report.style import THEMES
 
 RESULTS = Path(__file__).parent / "results"
+#: Colours of a light page and of a dark one.
+THEMES = {
+    "light": {"ink": "#20242b", "soft": "#68707c", "grid": "#e3e6ea", "card": "#ffffff"},
+    "dark": {"ink": "#e6e8eb", "soft": "#9aa3af", "grid": "#353b45", "card": "#1d2127"},
+}
 OURS, PEER = "torch_pi2", "llama.cpp"
 #: Of a light page and of a dark one; told apart by most eyes.
 _COLOURS = {

@@ -34,7 +34,7 @@ from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.observe import counters
 from torch_pi2.profiling.data import Batch, batches
 from torch_pi2.report.collect import collect
-from torch_pi2.report.page import plots
+from torch_pi2.report.plots import plots
 from torch_pi2.types.loss_curve import LossCurve
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.stats import ActivationStats

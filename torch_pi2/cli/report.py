@@ -1,6 +1,6 @@
-"""Show what is known of a model folder in one HTML file: how neurons fire, the plan, its times, caches and reads.
+"""Write an HTML page about a model folder: how neurons fire, the plan, its times, cache hits and reads.
 
-The file needs no network and nothing beside it. What it lacks is listed at its end, with the command that gets it.
+The page needs no network and no other files. It ends with a list of what is missing and the commands to get it.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("folder", type=Path, metavar="MODEL_DIR", help="written by optimize, quantize, synthetic or pack")
     add("-o", "--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page")
     add(
-        "--plan", type=Path, metavar="DIR", help="another plan for it than its own (torch-pi2 plan MODEL_DIR --out DIR)"
+        "--plan",
+        type=Path,
+        metavar="DIR",
+        help="another plan than the folder's own (torch-pi2 plan MODEL_DIR --out DIR)",
     )
-    add("--trace", type=Path, metavar="FILE", help="what torch_pi2.trace or --trace of another verb wrote")
-    add("--accesses", type=Path, metavar="FILE", help="what torch_pi2.record_accesses wrote: is replayed")
+    add("--trace", type=Path, metavar="FILE", help="a trace, from torch_pi2.trace or --trace of another verb")
+    add("--accesses", type=Path, metavar="FILE", help="a recording of torch_pi2.record_accesses, to be replayed")
     add(
         "--measured",
         type=Path,
         action="append",
         default=[],
         metavar="FILE",
-        help="JSON of `plan --explain --measure-run`, `bench plan` or `bench decode`; may be given several times",
+        help="JSON of `plan --explain --measure-run` or `benchmarks decode`; may be given several times",
     )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from torch_pi2 import report
     from torch_pi2.base.files import is_standard_output, to_replace
     from torch_pi2.observe.trace import check_path
@@ -54,12 +55,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
     path = report.write(found, args.out)
     size = None if to_replace(path) is None else path.stat().st_size
-    return {"file": str(path), "bytes": size, "report": asdict(found)}
+    return {"file": str(path), "bytes": size, "report": found}
 
 
 def render(result: dict[str, Any]) -> str:
     lines = [result["file"] if result["bytes"] is None else f"{result['file']}: {common.size(result['bytes'])}"]
     for lacking in result["report"]["missing"]:
-        lines.append(f"not in it: {lacking['plot']}. {lacking['why']}")
+        lines.append(f"missing: {lacking['plot']}. {lacking['why']}")
         lines += [f"    {line}" for line in lacking["how"].splitlines()]
     return "\n".join(lines)

@@ -1,106 +1,167 @@
-"""The report as one HTML file: plotly.js inside, compressed; nothing from elsewhere (the page itself forbids it)."""
+"""The report as one HTML file that needs nothing from elsewhere: plotly.js is in it."""
 
 from __future__ import annotations
 
 import base64
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from torch_pi2.base.extras import missing_package
 from torch_pi2.base.files import atomic_write
-from torch_pi2.report import figures, figures_plan, figures_run
-from torch_pi2.report.facts import Report
+from torch_pi2.base.units import percent, size
 from torch_pi2.report.glossary import marked
-from torch_pi2.report.looks import Plot
-from torch_pi2.report.sections import header, layers, made, missing
-from torch_pi2.report.style import CSS, JS, THEMES
+from torch_pi2.report.plots import Plot, plots
 
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'"
 )
+_CSS = """
+*{box-sizing:border-box}
+body{margin:0;background:#f4f5f7;color:#20242b;font:15px/1.5 system-ui,sans-serif}
+main{max-width:1240px;margin:0 auto;padding:24px 20px 60px}
+h1{font-size:28px;margin:0 0 4px;overflow-wrap:anywhere}h2{font-size:20px;margin:36px 0 12px}h3{margin:0 0 4px}
+p{margin:0 0 8px;color:#68707c}
+.badge{display:inline-block;border-radius:999px;padding:1px 10px;margin:6px 6px 0 0;background:#fff}
+.badge.warn{background:#f28e2b}
+.grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr));gap:16px}
+.card{background:#fff;border:1px solid #e3e6ea;border-radius:12px;padding:16px;min-width:0;margin-top:16px}
+dl{display:grid;grid-template-columns:max-content 1fr;gap:4px 16px;margin:0}
+dt{font-weight:600}dd{margin:0;overflow-wrap:anywhere}
+abbr{text-decoration:underline dotted;cursor:help}
+.scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:13.5px}
+th,td{padding:5px 10px;text-align:right;white-space:nowrap;border-bottom:1px solid #e3e6ea}
+th:first-child,td:first-child,.text{text-align:left}
+code{display:block;overflow-x:auto;white-space:pre;background:#f4f5f7;padding:6px 10px;margin:4px 0 12px}
+"""
+#: Unpacks plotly.js (compressed it is a third of the bytes) and draws every plot.
+_JS = """
+async function draw() {
+  const bytes = Uint8Array.from(atob(document.getElementById('plotly').textContent), (c) => c.charCodeAt(0));
+  const plain = new Blob([bytes]).stream().pipeThrough(new DecompressionStream('gzip'));
+  const script = document.createElement('script');
+  script.textContent = await new Response(plain).text();
+  document.head.append(script);
+  for (const plot of document.querySelectorAll('.plot')) {
+    const figure = JSON.parse(document.getElementById(plot.id + '-figure').textContent);
+    Plotly.newPlot(plot, figure.data, figure.layout, {responsive: true, displaylogo: false});
+  }
+}
+draw().catch((error) => {
+  console.error(error);
+  for (const plot of document.querySelectorAll('.plot')) plot.textContent = 'The plots need a newer browser: ' + error;
+});
+"""
+_NOTE = "In brackets: the number of sequences that are decoded together. Shares are of neurons and per token."
 
 
-def write(report: Report, path: str | Path) -> Path:
+def write(report: Mapping[str, Any], path: str | Path) -> Path:
     """Write ``report`` to ``path``, by atomic rename; returns it.
 
     Raises:
         LibraryMissingError: plotly is not installed. ArtifactError: ``path`` cannot be written.
     """
-    script = _plotly_js()
-    atomic_write(path, (piece.encode() for piece in _page(report, script)))
-    return Path(path)
-
-
-def plots(report: Report) -> dict[str, list[Plot]]:
-    """Those that the report has numbers for, by section."""
-    found: dict[str, list[Plot]] = {"Neurons": [], "Plan": [], "Time": [], "Cache": [], "Threads and reads": []}
-    if any(row.cdf for row in report.firing):
-        found["Neurons"].append(figures.cdf(report.firing))
-    if any(row.by_batch for row in report.firing):
-        found["Neurons"].append(figures.sparsity(report.firing))
-    if report.plan is not None:
-        found["Plan"].append(figures_plan.plan(report.plan))
-        if report.plan.curve is not None:
-            found["Plan"].append(figures.loss_curve(report.plan.curve))
-        if any(row.predictor for row in report.plan.rows):
-            found["Plan"].append(figures.predictors(report.plan.rows))
-    predicted = report.plan is not None and any(bucket.ms for bucket in report.plan.buckets)
-    if predicted or report.measured:
-        found["Time"].append(figures_plan.times(report.plan, report.measured))
-    if report.rivals:
-        found["Time"].append(figures_plan.rivals(report.rivals))
-    if report.cache is not None:
-        buckets = report.plan.buckets if report.plan else ()
-        found["Cache"] += [figures_run.hits_over_time(report.cache), figures_run.hits_by_size(report.cache, buckets)]
-    if report.timeline is not None:
-        found["Threads and reads"] += [figures_run.busy(report.timeline), figures_run.spans(report.timeline)]
-    return found
-
-
-def _plotly_js() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise missing_package("plotly", "report", error) from error
-    return str(get_plotlyjs())
+    script = str(get_plotlyjs())
+    atomic_write(path, (piece.encode() for piece in _page(report, script)))
+    return Path(path)
 
 
-def _page(report: Report, plotly_js: str) -> Iterator[str]:
+def _page(report: Mapping[str, Any], plotly_js: str) -> Iterator[str]:
     yield (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(report.model.name)}: torch_pi2 report</title><style>{CSS}</style></head><body><main>\n"
+        f"<title>{escape(report['model']['name'])}: torch_pi2 report</title><style>{_CSS}</style></head><body><main>\n"
     )
-    yield header(report)
+    yield from _header(report)
     for section, found in plots(report).items():
         if found:
-            yield (
-                f'<h2>{section}</h2><div class="grid">'
-                + "".join(_card(plot, len(found)) for plot in found)
-                + "</div>\n"
-            )
-    yield layers(report)
-    yield missing(report)
-    yield made(report)
+            yield f'<h2>{section}</h2><div class="grid">{"".join(map(_card, found))}</div>\n'
+    if report["plan"] is not None:
+        yield from _layers(report["plan"], {row["key"]: row["active_share"] for row in report["firing"]})
+    if report["missing"]:
+        rows = [(m["plot"], f"{escape(m['why'])}<code>{escape(m['how'])}</code>") for m in report["missing"]]
+        yield f"<h2>Not in this report</h2>{_list(rows)}"
+    yield f"<h2>This report</h2>{_list([(name, escape(text)) for name, text in report['made'].items()])}"
     yield '</main>\n<script type="text/plain" id="plotly">'
     yield base64.b64encode(gzip.compress(plotly_js.encode(), mtime=0)).decode()
     licence = plotly_js.partition("*/")[0].replace("--", "- -")
-    yield f"</script>\n<!-- {licence} -->\n"
-    yield f"<script>{JS.replace('THEMES', json.dumps(THEMES))}</script>\n</body></html>\n"
+    yield f"</script>\n<!-- {licence} -->\n<script>{_JS}</script>\n</body></html>\n"
 
 
-def _card(plot: Plot, together: int) -> str:
-    """A plot with its title and its sentence; alone in its row if it is alone, or wants the width."""
-    wide = " wide" if together == 1 or plot.wide else ""
-    # "<" would end the script element early, in a key of a damaged or hostile file.
-    figure = json.dumps(plot.figure).replace("<", "\\u003c")
+def _list(rows: list[tuple[str, str]]) -> str:
+    """A card of names, and HTML beside each."""
+    return f'<section class="card"><dl>{"".join(f"<dt>{marked(n)}</dt><dd>{v}</dd>" for n, v in rows)}</dl></section>\n'
+
+
+def _card(plot: Plot) -> str:
+    figure = json.dumps(plot.figure).replace("<", "\\u003c")  # "<" could end the script element early
     return (
-        f'<section class="card{wide}"><h3>{escape(plot.title)}</h3><p>{marked(plot.read)}</p>'
-        f'<div class="plot" id="{plot.name}" style="height:{plot.height}px"></div>'
+        f'<section class="card"><h3>{escape(plot.title)}</h3><p>{marked(plot.read)}</p>'
+        f'<div class="plot" id="{plot.name}"></div>'
         f'<script type="application/json" id="{plot.name}-figure">{figure}</script></section>\n'
     )
+
+
+def _header(report: Mapping[str, Any]) -> Iterator[str]:
+    """Name, verdict and facts. Random weights and published figures are named first."""
+    model, plan = report["model"], report["plan"]
+    hardware = plan and plan["hardware"]
+    yield f"<h1>{escape(model['name'])}</h1><p>{escape(model['shape'])}</p>"
+    if hardware and hardware["source"] == "published":
+        text = f"plan for PUBLISHED figures of {hardware['name']}, not measured"
+        yield f'<span class="badge warn">{marked(text)}</span>'
+    if model["synthetic"]:
+        yield f'<span class="badge warn">{marked("SYNTHETIC: " + model["synthetic"])}</span>'
+    yield f'<span class="badge">{marked("a neuron store" if model["stored"] else "in memory")}</span>'
+    verdict = [(name, marked(text)) for name, text in report["verdict"].items()]
+    how = "Nobody measured it: torch-pi2 optimize, quantize and pack do, unless with --no-verdict."
+    yield f"<h2>Verdict</h2>{_list(verdict or [('none', how)])}"
+    facts = [("neurons' weights", model["weights"])]
+    if report["firing"]:
+        mean = sum(row["active_share"] for row in report["firing"]) / len(report["firing"])
+        facts.append(("neurons that fire per token", f"{mean:.1%} of {sum(r['neurons'] for r in report['firing']):,}"))
+    facts.append(("planner", plan["planner"] if plan else ""))
+    if hardware:
+        budget = hardware["budget_bytes"]
+        facts += [
+            ("planned for", f"{hardware['name']} ({hardware['source']})"),
+            ("memory budget", "everything in memory" if budget is None else size(budget)),
+            ("accelerator's memory", size(hardware["accelerator_bytes"]) if hardware["accelerator_bytes"] else ""),
+            ("context", f"{hardware['context']:,} tokens"),
+            ("settings of the plan", ", ".join(f"{name} {value}" for name, value in hardware["settings"].items())),
+        ]
+    total = sum(model["bytes"].values())
+    facts += [(name, f"{size(n)} ({n / total:.1%} of the files)") for name, n in model["bytes"].items() if n]
+    facts.append(("FFN weights, SHA-256", model["model_hash"][:12]))
+    yield f"<h2>Model</h2>{_list([(name, escape(text)) for name, text in facts if text])}"
+
+
+def _layers(plan: Mapping[str, Any], firing: Mapping[str, float]) -> Iterator[str]:
+    """A line per layer, or per block of experts."""
+    hot = [f"hot ({bucket['batch']})" if bucket["batch"] else "hot" for bucket in plan["buckets"]]
+    columns = ["layer", "method", "neurons", *(["fire"] if firing else []), *hot, "cold computed", "rank", "recall"]
+    columns += ["precision", "predictor", "neurons' bytes"]
+    yield f'<h2>Layers</h2><section class="card"><p>{marked(_NOTE)}</p><div class="scroll"><table><thead><tr>'
+    yield "".join(f"<th>{marked(name)}</th>" for name in columns) + "</tr></thead><tbody>"
+    for row in plan["rows"]:
+        key = row["key"] if row["experts"] == 1 else f"{row['key']} ({row['experts']} experts)"
+        cells = [key, row["method"], f"{row['neurons']:,}", *([percent(firing.get(row["key"]))] if firing else [])]
+        cells += [*(f"{count:,}" for count in row["hot"]), percent(row["expected_active"])]
+        card = row["predictor"]
+        cells += (
+            [str(card["rank"] or "-"), percent(card["recall"]), percent(card["precision"]), size(card["bytes"])]
+            if card
+            else ["-"] * 4
+        )
+        cells.append("-" if row["bytes"] is None else size(row["bytes"]))
+        yield "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+    yield "</tbody></table></div></section>\n"

@@ -1,0 +1,397 @@
+"""The plots of a report, as figures of plotly."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from torch_pi2.base.units import size
+from torch_pi2.report.runs import ACTIVITIES
+
+#: Parts of a step's time, as the planner's cost model has them; ``ffn``: hot, cold, io and merge as one.
+PARTS = {
+    "attention": ("attention: linear layers", "#4e79a7"),
+    "sdpa": ("attention: keys and values", "#9cc3e6"),
+    "predictor": ("predictors", "#a76fa5"),
+    "hot": ("hot neurons", "#e15759"),
+    "cold": ("cold neurons", "#4fa8a0"),
+    "ffn": ("all of the FFN", "#b07f63"),
+    "io": ("waiting for reads", "#f28e2b"),
+    "merge": ("merging with the accelerator", "#e3c23f"),
+    "head": ("head", "#63a355"),
+    "glue": ("everything else", "#9aa0a6"),
+}
+#: Where a neuron is computed from.
+_PLACES = {
+    "accelerator": ("hot, on the accelerator", "#9c1f3f"),
+    "hot": ("hot, in memory", "#e15759"),
+    "hot_read": ("hot, read when it is not in the cache", "#f1a9aa"),
+    "resident": ("cold, always in the cache", "#2f847d"),
+    "cold": ("cold, in memory", "#9ccfca"),
+    "cold_read": ("cold, read when it is not in the cache", "#cbe6e3"),
+}
+#: What threads do, in the colour of the part of a step that it belongs to.
+_STAGES = {
+    "computing neurons": "#4fa8a0",
+    "predicting": "#a76fa5",
+    "linear layers": "#4e79a7",
+    "attention": "#9cc3e6",
+    "cache and requests": "#e3c23f",
+    "waiting for reads": "#f28e2b",
+    "waiting for threads": "#c9b38c",
+    "rest of the layer": "#9aa0a6",
+    "reading": "#d4673a",
+    "checking what was read": "#7d8fb3",
+}
+_READS = {"read": "reading", "pread": "reading", "verify": "checking what was read"}
+#: Spans that hold others.
+_OUTER = ("ffn", "predict", "linear")
+_PERCENT = {"tickformat": ".0%"}
+#: Layers that can have a label each.
+_LABELS = 12
+#: Height of all rows of reads together, in heights of a thread's lane.
+_READ_ROWS = 4.0
+
+
+@dataclass(frozen=True)
+class Plot:
+    """``figure`` is drawn by plotly.js; ``title`` and ``read``, how to read it, stand above it."""
+
+    name: str
+    title: str
+    read: str
+    figure: dict[str, Any]
+
+
+def plots(report: Mapping[str, Any]) -> dict[str, list[Plot]]:
+    """By section, the plots that the report has facts for."""
+    firing, plan, cache, timeline = (report[name] for name in ("firing", "plan", "cache", "timeline"))
+    found: dict[str, list[Plot]] = {"Neurons": [], "Plan": [], "Time": [], "Cache": [], "Threads and reads": []}
+    if any(row["cdf"] for row in firing):
+        found["Neurons"].append(_cdf([row for row in firing if row["cdf"]]))
+    if any(row["by_batch"] for row in firing):
+        found["Neurons"].append(_sparsity(firing))
+    if plan is not None:
+        found["Plan"].append(_plan(plan))
+        found["Plan"] += [_loss_curve(plan["curve"])] if plan["curve"] else []
+        found["Plan"] += [_predictors(plan["rows"])] if any(row["predictor"] for row in plan["rows"]) else []
+    if report["measured"] or (plan and any(bucket["ms"] for bucket in plan["buckets"])):
+        found["Time"].append(_times(plan, report["measured"]))
+    if cache is not None:
+        found["Cache"] += [_hits_over_time(cache), _hits_by_size(cache)]
+    if timeline is not None:
+        found["Threads and reads"] += [_busy(timeline), _spans(timeline)]
+    return found
+
+
+def _plot(name: str, title: str, read: str, traces: Iterable[Any], height: int = 400, **layout: Any) -> Plot:
+    own = {"height": height, "margin": {"l": 8, "r": 12, "t": 24, "b": 8}, "template": "plotly_white"}
+    legend = {"orientation": "h", "y": -0.2, "yanchor": "top", "x": 0, "traceorder": "normal"}
+    return Plot(name, title, read, {"data": list(traces), "layout": {**own, "legend": legend, **layout}})
+
+
+def _axis(title: str = "", **more: Any) -> dict[str, Any]:
+    return {"title": {"text": title}, "zeroline": False, "automargin": True, **more}
+
+
+def _lines(x: Sequence[Any], y: Sequence[Any], name: str, hover: str, **more: Any) -> dict[str, Any]:
+    own = {"type": "scatter", "mode": "lines", "x": list(x), "y": list(y), "name": escape(name)}
+    return {**own, "hovertemplate": f"{hover}<extra>%{{fullData.name}}</extra>", **more}
+
+
+def _bars(x: Any, y: Sequence[Any], name: str, colour: str, hover: str, **more: Any) -> dict[str, Any]:
+    own = {"type": "bar", "x": x, "y": list(y), "name": escape(name), "marker": {"color": colour}}
+    return {**own, "hovertemplate": f"{hover}<extra>%{{fullData.name}}</extra>", **more}
+
+
+def _keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [escape(row["key"]) for row in rows]
+
+
+def _layer_axis(rows: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
+    """An axis of layers, of which some sixteen have the number of the layer as a label."""
+    every = slice(None, None, max(1, len(rows) // 16))
+    short = [next((part for part in row["key"].split(".") if part.isdigit()), row["key"]) for row in rows]
+    return _axis("layer", tickvals=_keys(rows)[every], ticktext=[escape(s) for s in short][every], **more)
+
+
+def _depth_colour(index: int, count: int) -> str:
+    """From amber for the first layer to blue for the last."""
+    at = index / max(1, count - 1)
+    return "#" + "".join(f"{round(a + (b - a) * at):02x}" for a, b in ((0xB9, 0x4A), (0x82, 0x7B), (0x00, 0xD0)))
+
+
+def _cdf(rows: Sequence[Mapping[str, Any]]) -> Plot:
+    traces = []
+    hover = "%{y:.1%} of firings by<br>%{x:.1%} of neurons"
+    for index, row in enumerate(rows):
+        x, y = zip(*row["cdf"], strict=True)
+        line = {"color": _depth_colour(index, len(rows)), "width": 1.2}
+        traces.append(_lines(x, y, row["key"], hover, line=line, showlegend=len(rows) <= _LABELS))
+    at = np.linspace(0, 1, 101)
+    mean = np.mean([np.interp(at, [x for x, _ in row["cdf"]], [y for _, y in row["cdf"]]) for row in rows], axis=0)
+    need = float(np.interp(0.8, mean, at))
+    thick = {"color": "#20242b", "width": 3.5}
+    traces.append(_lines(at.tolist(), mean.round(5).tolist(), "mean of layers", hover, line=thick))
+    note = {"text": f"80 % of firings:<br>{need:.0%} of neurons", "x": need, "y": 0.8, "ax": 60, "ay": 40}
+    read = (
+        "The steeper a line begins, the fewer neurons do most of the work. On a straight diagonal all would fire "
+        "alike, and none would be worth calling hot. Amber lines are the first layers, blue ones the last."
+    )
+    axes: dict[str, Any] = {"xaxis": _axis("neurons, the most frequent first", range=[0, 1], **_PERCENT)}
+    axes["yaxis"] = _axis("firings that are theirs", range=[0, 1.02], **_PERCENT)
+    return _plot("cdf", "Which neurons fire", read, traces, 460, annotations=[note], **axes)
+
+
+def _sparsity(rows: Sequence[Mapping[str, Any]]) -> Plot:
+    sizes = sorted({batch for row in rows for batch in row["by_batch"]})
+    shares = [[row["by_batch"].get(batch) for batch in sizes] for row in rows]
+    heat = {
+        "type": "heatmap",
+        "x": [str(batch) for batch in sizes],
+        "y": _keys(rows),
+        "z": shares,
+        "colorscale": "YlOrRd",
+        "zmin": 0,
+        "colorbar": {"tickformat": ".0%", "thickness": 10},
+        "texttemplate": "%{z:.0%}" if len(rows) * len(sizes) <= 72 else "",
+        "hovertemplate": "%{z:.1%} of neurons fire for at least one<br>of %{x} tokens<extra>%{y}</extra>",
+    }
+    read = (
+        "Share of neurons that fire for at least one of so many tokens of different sequences. The darker, the more "
+        "must be computed: what is sparse for one token is nearly dense for many, so more neurons are worth being hot."
+    )
+    axes: dict[str, Any] = {"xaxis": _axis("tokens taken together", type="category")}
+    axes["yaxis"] = _layer_axis(rows, autorange="reversed")
+    return _plot("sparsity", "Sparsity fades as the batch grows", read, [heat], min(500, 280 + 20 * len(rows)), **axes)
+
+
+def places(row: Mapping[str, Any], number: int, stored: bool) -> dict[str, int]:
+    """Neurons of a row in one bucket, by place; together all of them."""
+    hot, accelerator, resident = (row[name][number] for name in ("hot", "accelerator", "resident"))
+    if not stored:
+        return {"accelerator": accelerator, "hot": hot - accelerator, "cold": row["neurons"] - hot}
+    kept = min(row["neurons"], accelerator + resident)  # resident ones begin after the accelerator's
+    return {
+        "accelerator": accelerator,
+        "hot": min(hot, kept) - accelerator,
+        "hot_read": hot - min(hot, kept),
+        "resident": max(hot, kept) - hot,
+        "cold_read": row["neurons"] - max(hot, kept),
+    }
+
+
+def _plan(plan: Mapping[str, Any]) -> Plot:
+    """Where each layer's neurons are, for one batch size at a time."""
+    rows, buckets = plan["rows"], plan["buckets"]
+    stored = plan["hardware"] is not None and plan["hardware"]["budget_bytes"] is not None
+    names = [n for n in _PLACES if any(places(r, b, stored).get(n) for r in rows for b in range(len(buckets)))]
+    traces = []
+    for number in range(len(buckets)):
+        for name in names:
+            counts = [places(row, number, stored).get(name, 0) for row in rows]
+            data = [[f"{n:,} of {row['neurons']:,}", escape(row["method"])] for n, row in zip(counts, rows)]
+            shares = [n / row["neurons"] for n, row in zip(counts, rows)]
+            hover = "%{x}: %{customdata[0]} (%{y:.1%})<br>method %{customdata[1]}"
+            traces.append(_bars(_keys(rows), shares, *_PLACES[name], hover, customdata=data, visible=number == 0))
+    buttons = []
+    for number, bucket in enumerate(buckets):
+        shown = [n == number for n in range(len(buckets)) for _ in names]
+        buttons.append({"method": "restyle", "label": f"batch {bucket['batch']}", "args": [{"visible": shown}]})
+    menu = {"buttons": buttons, "type": "buttons", "direction": "right", "x": 0, "xanchor": "left", "y": 1.15}
+    methods = ", ".join(dict.fromkeys(method for row in rows for method in row["method"].split(", ")))
+    read = (
+        "Neurons of each layer, the most frequent at the bottom. Hot ones are computed always; cold ones where the "
+        f"layer's method ({methods}) chooses them."
+    ) + (" Choose how many sequences are decoded together." if len(buckets) > 1 else "")
+    layout: dict[str, Any] = {"barmode": "stack", "xaxis": _layer_axis(rows)}
+    layout |= {"yaxis": _axis("neurons", range=[0, 1], **_PERCENT)}
+    layout |= {"updatemenus": [menu], "margin": {"t": 60}} if len(buckets) > 1 else {}
+    return _plot("plan", "The plan: hot and cold neurons", read, traces, 440, **layout)
+
+
+def _loss_curve(curve: Mapping[str, Any]) -> Plot:
+    x, y = zip(*curve["points"], strict=True)
+    most = curve["max_loss"]
+    trace = _lines(x, y, "loss", "%{x:.1%} of neurons skipped:<br>%{y:+.2%} of loss", mode="lines+markers")
+    read = (
+        f"Neurons are ranked by the score '{curve['score']}', and layers that matter less skip more. The largest share "
+        f"below the dotted line (max_loss {most:.1%}) was chosen: the loss is {curve['loss_change']:+.2%} there, on "
+        "calibration text that thresholds were not taken from. Lossy: measure it on your own text."
+    )
+    guide = {"type": "line", "x0": 0, "x1": 1, "y0": most, "y1": most, "line": {"dash": "dot", "width": 1}}
+    axes: dict[str, Any] = {"xaxis": _axis("neurons skipped", range=[0, 1], **_PERCENT)}
+    axes["yaxis"] = _axis("increase of the loss", tickformat=".1%", range=[min(0, *y), 4 * most])
+    return _plot("loss-curve", "What skipping neurons costs", read, [trace], shapes=[guide], **axes)
+
+
+def _predictors(rows: Sequence[Mapping[str, Any]]) -> Plot:
+    """Recall against bytes, a bubble for each layer, as large as its rank."""
+    known = [(index, row["key"], row["predictor"]) for index, row in enumerate(rows) if row["predictor"]]
+    most = max(1, *(card["rank"] for *_, card in known), 1)
+    bubbles = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": [card["bytes"] for *_, card in known],
+        "y": [card["recall"] for *_, card in known],
+        "customdata": [
+            [escape(key), card["rank"] or "none", card["precision"], card["predicted_active"], size(card["bytes"])]
+            for _, key, card in known
+        ],
+        "marker": {
+            "size": [14 + 26 * (card["rank"] / most) ** 0.5 for *_, card in known],
+            "color": [_depth_colour(index, len(rows)) for index, *_ in known],
+        },
+        "hovertemplate": "recall %{y:.1%}, precision %{customdata[2]:.1%}<br>%{customdata[4]}, rank %{customdata[1]}"
+        "<br>%{customdata[3]:.1%} of neurons predicted<extra>%{customdata[0]}</extra>",
+        "showlegend": False,
+    }
+    read = (
+        "One bubble a layer, amber for the first and blue for the last; the larger, the higher its rank. Up and left "
+        "is better: a neuron that a predictor misses is not computed, and its weights are read for every token."
+    )
+    largest = max(card["bytes"] for *_, card in known)
+    axes: dict[str, Any] = {"xaxis": _axis("bytes of the predictor", tickformat="~s", range=[0, 1.15 * largest])}
+    axes["yaxis"] = _axis("recall: firing neurons that it finds", **_PERCENT)
+    return _plot("predictors", "Predictors: recall and size", read, [bubbles], 420, **axes)
+
+
+def _times(plan: Mapping[str, Any] | None, measured: Sequence[Mapping[str, Any]]) -> Plot:
+    """Milliseconds per token by part: predicted for each batch size, and measured."""
+    steps = [("predicted", str(b["batch"]), b["batch"], b["ms"]) for b in (plan["buckets"] if plan else ()) if b["ms"]]
+    for group, field in (("measured", "ms"), ("modelled", "predicted")):
+        for run in measured:
+            same = sum(other["batch"] == run["batch"] for other in measured) > 1
+            label = f"{run['batch']}<br>{escape(run['where'])}" if same else str(run["batch"])
+            steps += [(group, label, run["batch"], run[field])] if run[field] else []
+    labels = [[group for group, *_ in steps], [label for _, label, *_ in steps]]
+    found = dict.fromkeys(part for *_, ms in steps for part in ms)
+    traces = []
+    for part in [*(p for p in PARTS if p in found), *(p for p in found if p not in PARTS)]:
+        each = [ms.get(part, 0.0) / batch for *_, batch, ms in steps]
+        if any(each):
+            name, colour = PARTS.get(part, (part, "#c0c0c0"))
+            traces.append(_bars(labels, each, name, colour, "%{y:.3g} ms a token"))
+    totals = [sum(ms.values()) / batch for *_, batch, ms in steps]
+    rates = [f"{1e3 / total:,.3g}/s" if total else "" for total in totals]
+    above = {"type": "scatter", "mode": "text", "x": labels, "y": totals, "text": rates, "textposition": "top center"}
+    read = (
+        "Where the time of a token goes while decoding; above each bar tokens per second of all sequences together. "
+        "Modelled is what the cost model says of the measured run, with its context and its cache."
+    )
+    if plan and plan["hardware"] and plan["hardware"]["source"] == "published":
+        read += " Predictions are for published figures of a device, not for a machine that was measured."
+    layout = {"barmode": "stack", "xaxis": _axis(type="multicategory"), "yaxis": _axis("ms per token")}
+    text = {**above, "showlegend": False, "hoverinfo": "skip"}
+    return _plot("times", "Time per token", read, [*traces, text], 450, **layout)
+
+
+def _hits_over_time(cache: Mapping[str, Any]) -> Plot:
+    traces = []
+    for policy, rates in cache["over_time"].items():
+        run = policy == cache["policy"]
+        line = {"width": 3 if run else 1.5}
+        name, hover = f"{policy}, as it ran" if run else policy, "%{y:.1%} hits up to pass %{x}"
+        traces.append(_lines(cache["windows"], rates, name, hover, mode="lines+markers", line=line))
+    same = "It has exactly the hits of the run." if cache["whole"] else "The run also did other things: it is close."
+    read = (
+        f"{cache['passes']:,} tokens and prompts, replayed with a cache of the run's size ({cache['share']:.0%} of all "
+        f"neurons): the share of the neurons wanted that was in the cache. {same} A line that keeps rising is a cache "
+        "that is still learning; a dip is a prompt or another topic."
+    )
+    axes: dict[str, Any] = {
+        "xaxis": _axis("tokens and prompts so far"),
+        "yaxis": _axis("hit rate", range=[0, 1.02], **_PERCENT),
+    }
+    return _plot("hits", "Cache hits over time", read, traces, **axes)
+
+
+def _hits_by_size(cache: Mapping[str, Any]) -> Plot:
+    sizes = cache["sizes"]
+    traces = [
+        _lines(
+            [of["share"] for of in sizes],
+            [of["hit_rate"][policy] for of in sizes],
+            policy,
+            "%{y:.1%} hits with %{customdata} (%{x:.0%})",
+            mode="lines+markers",
+            customdata=[size(of["bytes"]) for of in sizes],
+            line={"width": 3 if policy == cache["policy"] else 1.5, "dash": "dot" if policy == "optimal" else "solid"},
+        )
+        for policy in (sizes[0]["hit_rate"] if sizes else ())
+    ]
+    at = cache["share"]
+    mark = {"type": "line", "x0": at, "x1": at, "yref": "paper", "y0": 0, "y1": 1, "line": {"dash": "dash", "width": 1}}
+    note = {"text": "this run", "x": at, "yref": "paper", "y": 0.05, "showarrow": False, "xanchor": "left"}
+    read = (
+        "Hits that caches of other sizes would have had on the same accesses, filled at first as the run's was. Where "
+        "a line is steep, memory buys hits; where it is flat, more memory buys little. The dotted line is the optimum, "
+        "which knows the future."
+    )
+    axes: dict[str, Any] = {"xaxis": _axis("cache, of all neurons of the store", range=[0, 1.02], **_PERCENT)}
+    axes["yaxis"] = _axis("hit rate", range=[0, 1.02], **_PERCENT)
+    return _plot("sizes", "Cache hits by size", read, traces, shapes=[mark], annotations=[note], **axes)
+
+
+def _busy(timeline: Mapping[str, Any]) -> Plot:
+    """What compute threads do over the whole trace, and what is read meanwhile."""
+    bins = timeline["bins"]
+    step = bins[0]
+    at = [end - step / 2 for end in bins]
+    traces = [
+        _bars(at, threads, name, _STAGES[name], "%{y:.2f} threads", width=step)
+        for name, threads in timeline["busy"].items()
+    ]
+    read_trace = _lines(at, timeline["read_mb_per_s"], "MB/s read", "%{y:,.0f} MB/s", yaxis="y2", fill="tozeroy")
+    lost = f" {timeline['lost']:,} events were lost while recording, the oldest ones: raise capacity."
+    read = (
+        f"The whole trace, {timeline['total_ms']:,.0f} ms and {timeline['events']:,} events, as means over {step:.3g} "
+        "ms. Gaps are what PyTorch computes itself. Orange is time in which reading was not hidden."
+    ) + (lost if timeline["lost"] else "")
+    layout: dict[str, Any] = {"barmode": "stack", "bargap": 0, "hovermode": "x"}
+    layout |= {"xaxis": _axis("ms since the first event", anchor="y2"), "yaxis": _axis("threads", domain=[0.42, 1])}
+    layout |= {"yaxis2": _axis("MB/s", domain=[0, 0.32], rangemode="tozero")}
+    return _plot("busy", "What threads do", read, [*traces, read_trace], 440, **layout)
+
+
+def _spans(timeline: Mapping[str, Any]) -> Plot:
+    """Every span of a window: threads above, reads under way below."""
+    lanes = timeline["lanes"]
+    threads = sum(not lane.startswith("read ") for lane in lanes)
+    depth = len(lanes) - threads
+    top = -(threads + 0.3)  # where rows of reads begin
+    row = _READ_ROWS / max(1, depth)
+    groups: dict[tuple[str, bool], list[Any]] = defaultdict(list)
+    for span in timeline["spans"]:
+        kind = _READS.get(span[0]) or ACTIVITIES.get(span[0], "rest of the layer")
+        groups[kind, span[0] in _OUTER].append(span)
+    traces = []
+    # Outer spans first: what is drawn later is in front.
+    for (name, outer), own in sorted(groups.items(), key=lambda g: (not g[0][1], [*_STAGES].index(g[0][0]))):
+        middles = [-(s[1] + 0.5) if s[1] < threads else top - (s[1] - threads + 0.5) * row for s in own]
+        trace = _bars([round(s[3], 4) for s in own], middles, name, _STAGES[name], "%{customdata[0]} %{x:.4f} ms")
+        trace["hovertemplate"] = "%{customdata[0]} %{x:.4f} ms<br>%{customdata[1]}<extra></extra>"
+        trace |= {"orientation": "h", "base": [round(s[2], 4) for s in own], "opacity": 0.35 if outer else 1}
+        trace |= {"customdata": [[s[0], escape(s[4])] for s in own], "legendgroup": name, "showlegend": not outer}
+        traces.append(trace | {"width": [(0.86 if outer else 0.6) if s[1] < threads else 0.85 * row for s in own]})
+    ticks = [-(i + 0.5) for i in range(threads)] + ([top - _READ_ROWS / 2] if depth else [])
+    labels = [escape(name) for name in lanes[:threads]] + ([f"reads<br>under way<br>(up to {depth})"] if depth else [])
+    length = timeline["end_ms"] - timeline["begin_ms"]
+    whole = length >= 0.999 * timeline["total_ms"]
+    part = "The whole trace" if whole else f"The {length:.3g} ms of the trace in which most is read"
+    read = (
+        f"{part}: {len(timeline['spans']):,} spans. Drag to zoom, double-click to go back. Below, each bar is a read "
+        "from the request to its end; their height is the depth of the queue. The file itself opens in Perfetto."
+    )
+    floor = top - (_READ_ROWS if depth else 0)
+    axes: dict[str, Any] = {
+        "xaxis": _axis("ms since the first event", range=[timeline["begin_ms"], timeline["end_ms"]])
+    }
+    axes["yaxis"] = _axis(tickvals=ticks, ticktext=labels, range=[floor, 0.1], showgrid=False, fixedrange=True)
+    height = 240 + 34 * threads + (150 if depth else 0)
+    return _plot("spans", "Threads and reads, one by one", read, traces, height, barmode="overlay", **axes)
