@@ -27,7 +27,7 @@ from torch_pi2.planner.prompt_cost import dense_ms
 from torch_pi2.planner.solve import solve
 from torch_pi2.store.firing import power_law
 from torch_pi2.store.shapes import SHAPES
-from torch_pi2.store.slots import largest_cluster
+from torch_pi2.store.writer import largest_cluster
 from torch_pi2.types.offload import OffloadConfig
 
 #: Of the paper: prompts of at most 64 tokens and answers of 1,024, half of which are there on average.
