@@ -15,7 +15,6 @@ from torch_pi2.errors import Pi2Error
 
 if TYPE_CHECKING:
     from torch_pi2.api import fit, optimize, plan, profile, quantize_, restore
-    from torch_pi2.checkpoint.gguf.exporting import export_gguf
     from torch_pi2.checkpoint.gguf.importing import import_gguf
     from torch_pi2.checkpoint.import_quantized import import_quantized
     from torch_pi2.checkpoint.mapped import load_mapped
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 #: Module -> the public names that are its own; each is imported when it is first used (PEP 562).
 _FROM = {
     "api": ("fit", "optimize", "plan", "profile", "quantize_", "restore"),
-    "checkpoint.gguf.exporting": ("export_gguf",),
     "checkpoint.gguf.importing": ("import_gguf",),
     "checkpoint.import_quantized": ("import_quantized",),
     "checkpoint.mapped": ("load_mapped",),
@@ -78,6 +76,8 @@ _FROM = {
     "types.shard": ("GroupConfig",),
     "training.sparsify": ("sparsify",),
 }
+#: Names of earlier releases -> what replaces them.
+_REMOVED = {"export_gguf": "run llama.cpp's convert_hf_to_gguf.py on the folder of the dense checkpoint"}
 _MODULE_OF = {name: f"torch_pi2.{module}" for module, names in _FROM.items() for name in names}
 
 __all__ = [
@@ -91,7 +91,6 @@ __all__ = [
     "Pi2QuantizationConfig",
     "__version__",
     "export",
-    "export_gguf",
     "export_program",
     "find_hardware",
     "find_sites",
@@ -132,7 +131,8 @@ if not TYPE_CHECKING:  # who would take every name that is not there for one of 
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULE_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            advice = f" any more: {_REMOVED[name]}" if name in _REMOVED else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
         value = getattr(importlib.import_module(_MODULE_OF[name]), name)
         globals()[name] = value
         return value

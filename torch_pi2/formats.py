@@ -104,8 +104,6 @@ OF_NEURONS = (*FLOATS, *QUANTIZED)
 PAIRS = tuple(f"{name}+int8" for name in ("int4", *GGML))
 #: What rows of linear layers and embeddings may be in.
 ROWS = tuple(name for name in FORMATS if name not in FLOATS)
-#: What matrices of a GGUF file can be written in.
-GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 #: Which feed-forward layers of what is imported may become neurons, and in what.
 IMPORT_NEURONS = ("auto", "none", "all", *QUANTIZED)
 #: What layers may see their inputs as: as they are, or rounded per group.

@@ -32,7 +32,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     model = ggufs.tiny("llama")
     model.save_pretrained(folder / "model")
     ggufs.tokenizer(folder / "model")
-    torch_pi2.export_gguf(folder / "model", folder / "f32.gguf", type="f32")
+    ggufs.written(folder / "model", folder / "f32.gguf")
     for layer in model.model.layers:
         layer.mlp.act_fn = nn.ReLU()
     return model, folder / "f32.gguf"

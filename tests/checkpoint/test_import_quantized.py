@@ -163,7 +163,7 @@ def test_damage(tmp_path: Path, part: str, to: torch.Tensor | None, message: str
 
 def test_other_verbs_name_the_import(tmp_path: Path) -> None:
     quantised(tmp_path / "in", "gptq")
-    for verb in (torch_pi2.quantize, torch_pi2.pack, torch_pi2.export_gguf):
+    for verb in (torch_pi2.quantize, torch_pi2.pack):
         with pytest.raises(UnsupportedModelError, match=r"floats, found what 'gptq' has quantised.*import_quantized"):
             verb(tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()

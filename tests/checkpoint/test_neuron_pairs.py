@@ -48,7 +48,7 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if not file.exists():
             ggufs.tiny(name).save_pretrained(root / name)
             ggufs.tokenizer(root / name)
-            torch_pi2.export_gguf(root / name, file, type="f32")
+            ggufs.written(root / name, file)
         return file
 
     return make

@@ -1,4 +1,4 @@
-"""``torch-pi2 import`` and ``export --format gguf``."""
+"""``torch-pi2 import``, and verbs that are given a GGUF file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import ggufs
 import pytest
 
-import torch_pi2
 from torch_pi2 import cli
 
 GOLDEN = Path(__file__).parents[1] / "data" / "gguf" / "tiny-llama.q4_k_m.gguf"
@@ -45,18 +44,9 @@ def test_import_then_generate(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert re.search(r"^Q6_K to int8 +1 +0\.\d+ %$", said, re.MULTILINE), said
 
 
-def test_export(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "a.gguf"
-    assert cli.main(["export", str(checkpoint), "--format", "gguf", "--out", str(file), "--type", "q8_0"]) == 0
-    assert "tensors 16 q8_0, 11 f32" in capfd.readouterr().out
-    assert cli.main(["import", str(file), "--out", str(tmp_path / "back"), "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["types"] == {"Q8_0": 16}
-
-
 def test_mistakes(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    gguf = ["export", str(checkpoint), "--format", "gguf", "--out", str(tmp_path / "a.gguf")]
-    assert cli.main([*gguf, "--max-tokens", "64"]) == 2
-    assert "--max-tokens: expected a bundle, found --format gguf" in capfd.readouterr().err
+    assert cli.main(["export", str(checkpoint), "--format", "gguf", "--out", str(tmp_path / "a.gguf")]) == 2
+    assert "Run llama.cpp's convert_hf_to_gguf.py" in capfd.readouterr().err
     assert cli.main(["import", str(checkpoint / "config.json"), "--out", str(tmp_path / "b")]) == 2
     assert "expected a GGUF file, found one that begins with" in capfd.readouterr().err
     for verb in (["inspect", str(GOLDEN)], ["eval", str(GOLDEN)], ["pack", str(GOLDEN), str(tmp_path / "b")]):
@@ -96,8 +86,7 @@ def test_a_file_without_a_tokenizer(
     """transformers would make one up that knows no words: Qwen's reads nothing in any text."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ggufs.tiny("qwen2").save_pretrained(tmp_path / "float")
-    report = torch_pi2.export_gguf(tmp_path / "float", tmp_path / "a.gguf")
-    assert report.tokenizer == "the checkpoint has no tokenizer.json"
+    ggufs.written(tmp_path / "float", tmp_path / "a.gguf")
     assert cli.main(["generate", str(tmp_path / "a.gguf"), "--prompt", "the cat", "--max-new-tokens", "4"]) == 2
     said = capfd.readouterr().err
     assert f"no tokenizer of {tmp_path / 'a.gguf'}: the file has none" in said

@@ -1,7 +1,9 @@
-"""Tiny models of architectures that GGUF files have, and such files of them in any type."""
+"""Tiny models of architectures that GGUF files have, written as llama.cpp's converter would, in any type."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,12 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from torch_pi2.checkpoint.gguf.families import FAMILIES, llama3_divisors
+from torch_pi2.checkpoint.gguf.source import stack_name
+from torch_pi2.store.names import expert_matrix
 
 #: Columns are a multiple of 256, which k-quants need.
 HIDDEN, INNER, VOCABULARY = 256, 512, 320
@@ -92,6 +99,66 @@ def tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     fast.chat_template = "{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}"
     fast.save_pretrained(folder)
     return fast
+
+
+def written(folder: Path, file: Path) -> Path:
+    """Write the float checkpoint in ``folder``, and its tokenizer, as a GGUF file in float32."""
+    config = AutoConfig.from_pretrained(folder)
+    kind = "llama" if config.model_type == "mistral" else config.model_type
+    family = next(family for family in FAMILIES if family.model_type == kind)
+    rope = dict(config.rope_parameters)
+    rope = dict(rope.get("full_attention", rope))
+    said = {key: getattr(config, attribute, None) for key, attribute in family.all_keys.items()}
+    said |= dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), config.head_dim)
+    writer = gguf.GGUFWriter(file, family.arch)
+    for key, value in (said | {"rope.freq_base": float(rope["rope_theta"])}).items():
+        if value is not None:
+            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+            add(f"{family.arch}.{key}", value)
+    _add_tokenizer(writer, folder, config.vocab_size)
+    if rope["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_divisors(config.head_dim // 2, rope["rope_theta"], rope).numpy())
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family.arch)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+    found: dict[str, list[torch.Tensor]] = {}
+    tensors = load_file(folder / "model.safetensors")
+    for name in sorted(tensors, key=lambda name: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name)]):
+        if (expert := expert_matrix(name)) is not None:
+            found.setdefault(stack_name(expert[0], expert[2]), []).append(tensors[name])
+            continue
+        base, _, suffix = name.rpartition(".")
+        value, known = tensors[name], f"{names.get_name(base)}.{suffix}"
+        part = known.split(".")[-2].removeprefix("attn_")
+        if family.permuted and part in heads:  # halves of heads are interleaved
+            value = value.unflatten(0, (heads[part], 2, -1)).transpose(1, 2).flatten(0, 2)
+        if known.endswith("norm.weight"):
+            value = value + family.norm_offset
+        if known != "output.weight" or not config.tie_word_embeddings:
+            found[known] = [value]
+    for known, values in found.items():
+        writer.add_tensor(known, (torch.stack(values) if "_exps." in known else values[0]).contiguous().numpy())
+    _write(writer)
+    return file
+
+
+def _add_tokenizer(writer: Any, folder: Path, vocabulary: int) -> None:
+    """The tokenizer that :func:`tokenizer` has made, if it is there."""
+    if not (folder / "tokenizer.json").is_file():
+        writer.add_tokenizer_model("none")
+        return
+    said, fast = json.loads((folder / "tokenizer.json").read_text()), PreTrainedTokenizerFast.from_pretrained(folder)
+    by_id = {index: token for token, index in fast.get_vocab().items()}
+    special = {one["id"] for one in said["added_tokens"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([by_id.get(index, f"[PAD{index}]") for index in range(vocabulary)])
+    writer.add_token_types([3 if i in special else 1 if i in by_id else 5 for i in range(vocabulary)])
+    writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in said["model"]["merges"]])
+    for name in ("bos", "eos", "unk", "pad"):
+        getattr(writer, f"add_{name}_token_id")(getattr(fast, f"{name}_token_id"))
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(fast.chat_template)
 
 
 def retyped(

@@ -1,8 +1,7 @@
-"""Write a model as a bundle: a folder that ExecuTorch runs, on this machine or on a phone; or as a GGUF file.
+"""Write a model as a bundle: a folder that ExecuTorch runs, on this machine or on a phone.
 
 MODEL is a folder written by `torch-pi2 optimize`, quantised or not, or a Hugging Face checkpoint of a ReLU-family
-model, which then gets the lossless exact gate. With --format gguf it is one with float weights, and OUT is a file
-for llama.cpp, of the dense model; what else takes effect then is --type.
+model, which then gets the lossless exact gate.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_pi2.cli import common, verdict
 from torch_pi2.errors import ConfigError
-from torch_pi2.formats import ACTIVATIONS, GGUF_TYPES
+from torch_pi2.formats import ACTIVATIONS
 from torch_pi2.types.config import HOT_ATTENTION, KV_FORMATS, LINEARS
 
 if TYPE_CHECKING:
@@ -49,10 +48,10 @@ _blocks.__name__ = "auto or size of a group"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
-    parser.add_argument("--out", required=True, type=Path, metavar="OUT", help="folder, or GGUF file, to write")
+    parser.add_argument("--out", required=True, type=Path, metavar="OUT", help="folder to write")
     add = parser.add_argument
-    add("--format", choices=("bundle", "gguf"), default="bundle", help="what to write")
-    add("--type", choices=GGUF_TYPES, default="f16", help="of matrices in a GGUF file; q8_0, q4_0: lossy")
+    add("--format", choices=("bundle", "gguf"), default="bundle", help=argparse.SUPPRESS)
+    add("--type", help=argparse.SUPPRESS)
     add("--target", default="xnnpack", metavar="xnnpack|qnn:SOC", help="qnn: SM8550, SM8650, SM8750, SM8845 or SM8850")
     add("--max-tokens", type=common.positive, default=512, metavar="N", help="of prompt and answer together")
     add("--max-prompt", type=common.positive, default=256, metavar="N", help="tokens of a prompt that are read at once")
@@ -117,8 +116,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    if args.format == "gguf":
-        return _gguf(args)
+    if args.format == "gguf" or args.type is not None:
+        raise ConfigError(
+            "--format gguf",
+            expected="a bundle",
+            found="a GGUF file, which torch-pi2 reads and does not write any more",
+            fix=f"Run llama.cpp's convert_hf_to_gguf.py {args.model}.",
+        )
     from torch_pi2.export.api import export
     from torch_pi2.export.manifest import Manifest
 
@@ -142,26 +146,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     made = Manifest.load(args.out).to_json()
     found = None if args.no_verdict else _verdict(args, model, made)
     return {"out": str(args.out), "manifest": made, "verdict": None if found is None else found.to_json()}
-
-
-def _gguf(args: argparse.Namespace) -> dict[str, Any]:
-    """Raises ConfigError: an option that is for bundles."""
-    from torch_pi2 import export_gguf
-
-    plain = argparse.ArgumentParser()
-    add_arguments(plain)
-    about_files = {"model", "out", "format", "type", "trust_remote_code"}
-    for name in vars(plain.parse_args([args.model, "--out", "."])).keys() - about_files:
-        if getattr(args, name) != plain.get_default(name):
-            raise ConfigError(
-                f"--{name.replace('_', '-')}",
-                expected="a bundle",
-                found="--format gguf, which has no place for it",
-                fix="Leave one of the two out.",
-            )
-    how = common.given(args, "type", "trust_remote_code")
-    report = export_gguf(args.model, args.out, **how, progress=not args.quiet)
-    return {"out": str(args.out), "gguf": report.to_json()}
 
 
 def _verdict(args: argparse.Namespace, model: Any, made: dict[str, Any]) -> Verdict:
@@ -220,11 +204,6 @@ def _check_target(target: str) -> None:
 
 
 def render(result: dict[str, Any]) -> str:
-    if (gguf := result.get("gguf")) is not None:
-        tensors = ", ".join(f"{count} {kind}" for kind, count in gguf["tensors"].items())
-        without = f"\nno tokenizer in it: {gguf['tokenizer']}" if gguf["tokenizer"] else ""
-        size = common.size(gguf["file_bytes"])
-        return f"{result['out']}: {size}, tensors {tensors}, in {gguf['seconds']:.1f} s{without}"
     made = result["manifest"]
     rows = [(name, common.size(entry["bytes"])) for name, entry in made["files"].items()]
     lossy = "".join(f"\nlossy: {text}" for text in made["lossy"])

@@ -38,7 +38,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         file = GOLDEN
         if source != "golden":
             ggufs.tiny(source).save_pretrained(root / "floats")
-            torch_pi2.export_gguf(root / "floats", root / "floats.gguf", type="f32")
+            ggufs.written(root / "floats", root / "floats.gguf")
             ggufs.retyped(root / "floats.gguf", file := root / "typed.gguf", "Q4_0")
         torch_pi2.import_gguf(file, root / "model", neurons=neurons)
         torch_pi2.export(loaded(root / "model"), root / "bundle", max_tokens=48, batches=(1,))

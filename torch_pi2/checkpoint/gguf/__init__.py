@@ -1,1 +1,1 @@
-"""GGUF files: read as checkpoints, and written."""
+"""GGUF files, read as checkpoints."""

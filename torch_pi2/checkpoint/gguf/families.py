@@ -143,19 +143,6 @@ def family_of(file: GgufFile) -> Family:
     )
 
 
-def family_for(model_type: str) -> Family:
-    """Of a model that is to be written. Raises UnsupportedModelError."""
-    for family in FAMILIES:
-        if model_type in (family.model_type, "mistral" if family.arch == "llama" else ""):
-            return family
-    raise UnsupportedModelError(
-        f"a GGUF file of a {model_type} model",
-        expected=", ".join(dict.fromkeys(family.model_type for family in FAMILIES)),
-        found=model_type,
-        fix="Convert its checkpoint with llama.cpp's own script.",
-    )
-
-
 def rows_in_file(rows: int, heads: int) -> torch.Tensor:
     """``[rows]``: which row of a permuted tensor each row of the model is: halves of heads are interleaved there."""
     order: torch.Tensor = torch.arange(rows).unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(-1)

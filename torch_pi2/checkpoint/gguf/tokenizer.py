@@ -1,4 +1,4 @@
-"""The tokenizer and chat template of a GGUF file: as transformers has them, and from there."""
+"""The tokenizer and chat template of a GGUF file, as transformers has them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.fields import shown
-from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.store.gguf import MAGIC, GgufArray, GgufFile
 
 #: ``tokenizer.ggml.pre`` of byte-level vocabularies that are split as GPT-2 does.
@@ -20,10 +19,9 @@ _LIKE_LLAMA3 = frozenset(
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken")
 )
 #: Kinds of tokens.
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+_CONTROL, _USER_DEFINED = 3, 4
 #: A space in the tokens of SentencePiece.
 _SPACE = "\u2581"
-_IDS = ("bos", "eos", "unk", "pad")
 #: What a file calls these.
 _ID_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "unknown", "padding"))
 
@@ -126,60 +124,3 @@ def _as_llama_cpp_splits(tokenizer: Any, prefix: bool) -> None:
     tokenizer.pre_tokenizer = None
     steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
-
-
-def add_tokenizer(writer: Any, folder: Path, vocabulary: int) -> str:
-    """Write the tokenizer of a checkpoint into a file; why there is none in it, empty if there is."""
-    if not (folder / "tokenizer.json").is_file():
-        writer.add_tokenizer_model("none")
-        return "the checkpoint has no tokenizer.json"
-    from transformers import AutoTokenizer
-
-    said = parse(read_bytes(folder / "tokenizer.json"), folder / "tokenizer.json", unique=False)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    model = said.get("model", {})
-    pre = _pre_of(said) if model.get("type") == "BPE" and not model.get("byte_fallback") else None
-    if pre is None:
-        writer.add_tokenizer_model("none")
-        return f"a {model.get('type')} vocabulary that is not split in a way that llama.cpp knows"
-    added = {int(one["id"]): one for one in said.get("added_tokens", [])}
-    by_id = {index: token for token, index in tokenizer.get_vocab().items()}
-    tokens = [by_id.get(index, f"[PAD{index}]") for index in range(vocabulary)]
-    kinds = [
-        (_CONTROL if added[i]["special"] else _USER_DEFINED) if i in added else _NORMAL if i in by_id else _UNUSED
-        for i in range(vocabulary)
-    ]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
-    merges = model.get("merges", [])
-    writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in merges])
-    for name in _IDS:
-        if (index := getattr(tokenizer, f"{name}_token_id", None)) is not None:
-            getattr(writer, f"add_{name}_token_id")(index)
-    writer.add_add_bos_token(_adds_bos(tokenizer))
-    if isinstance(template := getattr(tokenizer, "chat_template", None), str):
-        writer.add_chat_template(template)
-    return ""
-
-
-def _adds_bos(tokenizer: Any) -> bool:
-    ids = tokenizer("a")["input_ids"]
-    return bool(ids) and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id
-
-
-def _pre_of(said: dict[str, Any]) -> str | None:
-    """What llama.cpp calls the way in which a byte-level tokenizer splits texts; None: it has no name for it."""
-    steps = said.get("pre_tokenizer") or {}
-    steps = steps.get("pretokenizers", [steps]) if isinstance(steps, dict) else []
-    if said.get("normalizer") not in (None, {"type": "NFC"}) or not steps or steps[-1].get("type") != "ByteLevel":
-        return None
-    if steps[-1].get("add_prefix_space"):
-        return None
-    whole = bool(said["model"].get("ignore_merges"))
-    if len(steps) == 1:
-        return _GPT2 if steps[0].get("use_regex", True) and not whole else None
-    pattern = steps[0].get("pattern", {}).get("Regex") if len(steps) == 2 else None
-    splits = _splits().items()
-    return next((name for name, split in splits if split == pattern and (name in _LIKE_LLAMA3) == whole), None)
