@@ -29,6 +29,7 @@ from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.checkpoint import pack as packing
 from torch_pi2.checkpoint.quantize import quantize
 from torch_pi2.checkpoint.save_load import load_dense
+from torch_pi2.checkpoint.settings import LoadSettings
 from torch_pi2.checkpoint.sparse import load_sparse
 from torch_pi2.cli import main
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, StaleArtifactError
@@ -318,10 +319,9 @@ def test_layers_can_be_made_by_somebody_else(tmp_path: Path) -> None:
         seen.append((layer.site.key, dtype, type(reader)))
         return SparseFFN.empty(layer.site, layer, reader.kind, dtype=dtype)
 
-    options: dict[str, Any] = {"dtype": None, "trust_remote_code": False, "int8_activations": False, "progress": False}
     with Parts(pi2) as parts:
         plan = parts.plan()
-    load_sparse(tmp_path / "store", pi2, plan, {}, **options, make_layer=make)
+    load_sparse(tmp_path / "store", plan, {}, LoadSettings(), make_layer=make)
     key = "model.layers.{}.mlp"
     assert seen == [(key.format(i), torch.float32, StoreReader) for i in (0, 1)]
 

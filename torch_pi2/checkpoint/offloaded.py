@@ -12,6 +12,7 @@ from torch import nn
 
 from torch_pi2.base.heap import give_back_freed_memory
 from torch_pi2.base.ranks import Ranks
+from torch_pi2.checkpoint.settings import LoadSettings, no_store
 from torch_pi2.checkpoint.shards import Together, join, own_predictors
 from torch_pi2.checkpoint.sparse import load_sparse, weights_of
 from torch_pi2.decode.budget import divide
@@ -26,6 +27,7 @@ from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.rewrite.handle import Optimized
 from torch_pi2.rewrite.rewrite import predictor_tensors
 from torch_pi2.rewrite.skeleton import model_config
+from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
 from torch_pi2.store.weights import QuantizedWeights
 from torch_pi2.types.method import Method
@@ -39,72 +41,47 @@ _log = logging.getLogger("torch_pi2")
 _ALL = 1 << 62
 
 
-def load_offloaded(
-    folder: Path,
-    pi2: Path,
-    plan: Plan,
-    predictors: dict[str, Any],
-    total: int | None,
-    offload: OffloadConfig,
-    context: int,
-    strict: bool = False,
-    *,
-    dtype: torch.dtype | None,
-    trust_remote_code: bool,
-    int8_activations: bool,
-    progress: bool,
-    config: Any = None,
-    group: GroupConfig | None = None,
-) -> nn.Module:
-    """The model of ``folder`` with ``total`` bytes of memory, and an empty cache; see :func:`torch_pi2.load`.
+def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], settings: LoadSettings) -> nn.Module:
+    """The model of ``folder`` within the budget of ``settings``, with an empty cache; see :func:`torch_pi2.load`.
 
-    Of a shard ``total`` None is as much as it takes. ``predictors`` is emptied: layers have their own copies, and there
+    A shard without a budget takes what it needs. ``predictors`` is emptied: layers have their own copies, and there
     must not be two when the cache is filled.
     """
-    if not (pi2 / STORE_FILE).exists():
-        raise ConfigError(
-            f"load({folder}, budget=...)",
-            expected=f"a folder with a neuron store (pi2/{STORE_FILE})",
-            found="weights that are read whole",
-            fix="Make one with torch_pi2.pack(folder, out).",
-        )
+    path = folder / PI2_FOLDER / STORE_FILE
+    if not path.exists():
+        raise no_store(folder, "weights that are read whole", "Make one with torch_pi2.pack(folder, out).")
+    offload, context, budget_bytes = settings.offload_with(plan), settings.context_tokens, settings.budget_bytes
     if offload.lossy:
         _check_lossy(plan, offload)
-    how: dict[str, Any] = {
-        "dtype": dtype,
-        "trust_remote_code": trust_remote_code,
-        "int8_activations": int8_activations,
-        "progress": progress,
-        "config": config,
-    }
     together: Together | None = None
     here = plan
-    with StoreReader(pi2 / STORE_FILE) as reader:
-        reader.check_activations(int8_activations)
+    with StoreReader(path) as reader:
+        reader.check_activations(settings.int8_activations)
         reader.check_plan(plan)
-        hf = config or model_config(folder, trust_remote_code=trust_remote_code)
-        kind = dtype or hf.dtype or reader.float_dtype or torch.float32
+        hf = settings.config or model_config(folder, trust_remote_code=settings.trust_remote_code)
+        kind = settings.dtype or hf.dtype or reader.float_dtype or torch.float32
         if reader.shard is not None:
-            same = {"activations": "int8" if int8_activations else "float", "dtype": kind, "context": context}
-            together = join(reader, plan, hf, group or GroupConfig(), same)
+            same = {"activations": settings.activations, "dtype": kind, "context": context}
+            together = join(reader, plan, hf, settings.group or GroupConfig(), same)
             here, own = reader.shard.plan(plan), own_predictors(reader.shard, plan, predictors)
             predictors.clear()
             predictors = own
         heads = None if together is None else together.heads
+        strict = settings.strict_budget
         sizes: dict[str, Any] = {"config": offload, "context": context, "dtype": kind, "strict": strict, "heads": heads}
         # one that is too small is refused in all processes, or the others would wait for this one
         ranks = Ranks(together=together is not None)
-        most = _ALL if total is None else total
+        most = _ALL if budget_bytes is None else budget_bytes
         budget = ranks.of_each(lambda: divide(most, reader, here, predictors, hf, **sizes))[ranks.rank]
-        if total is None:
+        if budget_bytes is None:
             budget = budget.with_total(budget.whole, folder)
         index_of = {key: i for i, key in enumerate(reader.keys)}
-    store = Store(pi2 / STORE_FILE, budget.cache, offload, token_bytes=budget.token)
-    store.budget, store.limited = budget, total is not None
-    make = _OverStore(store, index_of, predictors, int8_activations, together)
+    store = Store(path, budget.cache, offload, token_bytes=budget.token)
+    store.budget, store.limited = budget, budget_bytes is not None
+    make = _OverStore(store, index_of, predictors, settings.int8_activations, together)
     give_back_freed_memory()
     model = load_sparse(
-        folder, pi2, plan, predictors, make_layer=make.layer, make_experts=make.experts, heads=heads, **how
+        folder, plan, predictors, settings, make_layer=make.layer, make_experts=make.experts, heads=heads
     )
     give_back_freed_memory()  # what only loading needed, before the cache is filled
     if offload.lookahead:
@@ -178,49 +155,47 @@ class _OverStore:
         return made
 
 
+_LEFT_OUT = "lossy: in %d %s, %s than %g %s (OffloadConfig.%s); torch-pi2 eval measures what that costs"
+
+
 def _check_lossy(plan: Plan, offload: OffloadConfig) -> None:
-    """Says that results are lossy; raises ConfigError if there is nothing that can be left out."""
+    """Say that results are lossy. Raises ConfigError: no layer can leave anything out, or the engine cannot tell."""
     methods = [layer.method for layer in plan.layers if layer.site.experts is None]
-    predicted = methods.count(Method.LOWRANK)
     mixtures = len({layer.site.experts for layer in plan.layers} - {None})
-    if offload.miss_margin > 0:
-        wanted = "layers with low-rank predictors (method='lowrank'), which are no experts"
-        found = f"methods {', '.join(sorted({layer.method for layer in plan.layers}))}"
-        _check_leaves_out("miss_margin", offload, predicted, wanted, found)
-        _log.warning(
-            "lossy: in %d layers, neurons that are not in memory are left out where their predictor's score is less "
-            "than %g above its threshold (OffloadConfig.miss_margin); torch-pi2 eval measures what that costs",
-            predicted,
-            offload.miss_margin,
-        )
-    if offload.drop_experts > 0:
-        _check_leaves_out(
-            "drop_experts", offload, mixtures, "mixtures of experts", f"{len(methods)} layers without any"
-        )
-        _log.warning(
-            "lossy: in %d mixtures, experts that are mostly not in memory are left out where they have less than %g of "
-            "their token's weight (OffloadConfig.drop_experts); torch-pi2 eval measures what that costs",
+    for setting, layers, noun, what, missing, less, of in (
+        (
+            "miss_margin",
+            methods.count(Method.LOWRANK),
+            "layers",
+            "layers with low-rank predictors (method='lowrank'), which are no experts",
+            f"methods {', '.join(sorted({layer.method for layer in plan.layers}))}",
+            "neurons that are not in memory are left out where their predictor's score is less",
+            "above its threshold",
+        ),
+        (
+            "drop_experts",
             mixtures,
-            offload.drop_experts,
-        )
-
-
-def _check_leaves_out(setting: str, offload: OffloadConfig, layers: int, expected: str, found: str) -> None:
-    """Raises ConfigError: ``setting`` decides of no layer, or nobody can tell what is in memory."""
-    if layers == 0:
-        raise ConfigError(
-            f"OffloadConfig.{setting}",
-            expected=expected,
-            found=found,
-            fix="Leave it out, or make the store of a model that has some.",
-        )
-    if offload.engine == "mmap":
-        raise ConfigError(
-            f"OffloadConfig.{setting}",
-            expected="engine io_uring, pread or auto",
-            found="mmap, of which nobody knows what is in memory",
-            fix="Choose another engine.",
-        )
+            "mixtures",
+            "mixtures of experts",
+            f"{len(methods)} layers without any",
+            "experts that are mostly not in memory are left out where they have less",
+            "of their token's weight",
+        ),
+    ):
+        value = getattr(offload, setting)
+        if value <= 0:
+            continue
+        if layers == 0:
+            fix = "Leave it out, or make the store of a model that has some."
+            raise ConfigError(f"OffloadConfig.{setting}", expected=what, found=missing, fix=fix)
+        if offload.engine == "mmap":
+            raise ConfigError(
+                f"OffloadConfig.{setting}",
+                expected="engine io_uring, pread or auto",
+                found="mmap, where only the system knows what is in memory",
+                fix="Choose another engine.",
+            )
+        _log.warning(_LEFT_OUT, layers, noun, less, value, of, setting)
 
 
 def _route_early(model: nn.Module) -> None:

@@ -20,21 +20,20 @@ from torch_pi2.base.absent import AbsentParameter
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.extras import how_to_install
-from torch_pi2.base.fields import argument, shown
+from torch_pi2.base.fields import shown
 from torch_pi2.base.files import replacing_folder
-from torch_pi2.base.units import parse_bytes
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.dense import load_dense as quantized_as_dense
 from torch_pi2.checkpoint.gguf.kept import kept_import
 from torch_pi2.checkpoint.offloaded import load_offloaded
+from torch_pi2.checkpoint.settings import LoadSettings
 from torch_pi2.checkpoint.shards import own_shard
 from torch_pi2.checkpoint.sparse import load_sparse, save_weights, weights_of
 from torch_pi2.decode.adapt import follow
 from torch_pi2.decode.loop import attach
-from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError, UnsupportedModelError, check_choice
-from torch_pi2.formats import ACTIVATIONS
+from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError, UnsupportedModelError
 from torch_pi2.layers.of_model import homes
-from torch_pi2.ops.dtypes import check_computed, stands_for_another
+from torch_pi2.ops.dtypes import stands_for_another
 from torch_pi2.predict.file import FittedPredictors, save_predictors
 from torch_pi2.rewrite.apply import apply
 from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu
@@ -62,8 +61,6 @@ if TYPE_CHECKING:
     from torch_pi2.rewrite.handle import LoadedModel
 
 _WEIGHTS = "model.safetensors"
-#: Tokens that a budget has room for, where nobody says how many.
-_CONTEXT = 1024
 
 
 @checked
@@ -197,47 +194,47 @@ def load(
     group: GroupConfig | None = None,
     progress: bool = False,
 ) -> LoadedModel:
-    """Read what :func:`save`, :func:`torch_pi2.quantize`, ``pack`` or ``synthetic`` wrote: the optimised model.
+    """Load the optimised model that :func:`save`, :func:`torch_pi2.quantize`, ``pack`` or ``synthetic`` wrote.
 
     It is in evaluation mode, and a transformers model unless another was passed as ``model``. Quantised weights are
     read once, into the memory that they are computed from.
 
     Args:
-        folder: a Hugging Face checkpoint with a ``pi2/`` folder in it; or a GGUF file, or a folder
-            with one, which is imported (with ``budget`` also packed) into the folder of caches first, once
-            (docs/GGUF.md). Nothing is downloaded.
+        folder: a Hugging Face checkpoint with a ``pi2/`` folder in it; or a GGUF file, or a folder with one, which is
+            imported (with ``budget`` also packed) into the user's cache first, once (docs/GGUF.md). Nothing is
+            downloaded.
         model: an instance to load into, for models that transformers cannot build (float weights only).
-        trust_remote_code: passed to transformers, for checkpoints with modelling code of their own. Folders that were
-            made on this machine of a model whose code ran then need it no more (:mod:`torch_pi2.store.trust`).
-        dtype: of the weights (default: as stored). Another dtype than the plan's is a StaleArtifactError. Of a
-            quantised folder or a store: that of what is float in it but neurons, and of the hidden states.
-        activations: with quantised weights ``int8`` rounds the inputs of matrices to int8 (lossy, faster).
-        budget: bytes (or ``"2.5GiB"``) for weights, cache, keys and values, and the activations of a forward pass, for
-            a folder with a store (:func:`torch_pi2.pack`); neurons that do not fit stay on flash. Lossless: the bits do
-            not depend on it. Activations are of ``context`` tokens, 1,024 at most: :class:`torch_pi2.Decoder` and
-            :func:`torch_pi2.generate` read longer prompts in pieces, and other calls for more tokens are a warning.
-            Not in it: Python and PyTorch themselves, what a call returns (logits of all tokens, without
-            ``logits_to_keep=1``), and what of compiling a step the neuron cache cannot make room for (a warning says
-            how much). What is freed goes back to the system from then on, for all of the process (glibc's
-            ``mallopt``). None: all in memory.
-        offload: how neurons are read and kept; with ``budget`` only. Default: as the plan says, if it has a part for
+        trust_remote_code: passed to transformers, for checkpoints with modelling code of their own. A folder that was
+            made on this machine from a model whose code ran then does not need it again
+            (:mod:`torch_pi2.store.trust`).
+        dtype: of the weights (default: as stored). Another dtype than the plan's is a StaleArtifactError. For a
+            quantised folder or a store: dtype of the float weights other than neurons, and of the hidden states.
+        activations: with quantised weights, ``int8`` rounds the inputs of matrices to int8 (lossy, faster).
+        budget: bytes (or ``"2.5GiB"``) for weights, cache, keys and values, and the activations of a forward pass. The
+            folder needs a store (:func:`torch_pi2.pack`); neurons that do not fit stay on flash. Lossless: the result
+            does not depend on it. Activations are those of ``context`` tokens, 1,024 at most:
+            :class:`torch_pi2.Decoder` and :func:`torch_pi2.generate` prefill longer prompts in chunks, and other calls
+            with more tokens cause a warning. Not included: Python and PyTorch themselves, what a call returns (logits
+            of all tokens, without ``logits_to_keep=1``), and what compiling a step takes beyond what the neuron cache
+            can free (a warning says how much). From then on, the whole process returns freed memory to the system
+            (glibc's ``mallopt``). None: everything is in memory.
+        offload: how neurons are read and cached; with ``budget`` only. Default: as the plan says, if it has a part for
             hardware.
-        context: with ``budget`` only, tokens of all sequences together whose keys and values, and activations, it is to
-            have room for (default: 1,024). More in a :class:`torch_pi2.Decoder`, and so in :func:`torch_pi2.generate`
-            and ``model.generate``, is a warning; what transformers keeps by itself (of beams; caches of one's own)
-            nobody counts.
-        strict_budget: refuse a budget whose cache holds less than one token wants, instead of a warning: nearly
-            everything would come from flash each time. Both name the budget from which on it would not.
-        plan: another than the folder's, or the folder that it is in (``torch-pi2 plan FOLDER --hardware ... --out``):
-            of the same weights, neuron orders and methods. A plan with a part for hardware, this one or the folder's,
-            is followed as the number of sequences changes (:func:`torch_pi2.follow`).
-        group: of shards alone (``pack(ranks=N)``), of which each process of a group loads its own: how they work
-            together.
-            Their ``budget`` may be None: what it takes to have all neurons of the shard in memory.
-        gpu_memory: as of :func:`torch_pi2.optimize`. With ``budget``, which is for what the CPU holds until then, too,
-            neurons of a store: those on the GPU are not in the cache, which is for the others. Neurons are there that a
-            plan gives to an accelerator (``torch-pi2 plan FOLDER --hardware measured --accelerator-memory ...``), if it
-            gives it any and they have room; else those that fire most.
+        context: with ``budget`` only: tokens of all sequences together whose keys, values and activations the budget
+            has memory for (default: 1,024). More of them in a :class:`torch_pi2.Decoder`, and so in
+            :func:`torch_pi2.generate` and ``model.generate``, cause a warning; caches that transformers makes itself
+            (for beams) are not counted.
+        strict_budget: raise an error, not a warning, for a budget whose cache holds less than one token needs: nearly
+            everything would be read from flash each time. Both name the smallest budget that avoids this.
+        plan: another plan than the folder's, or its folder (``torch-pi2 plan FOLDER --hardware ... --out``), with the
+            same weights, neuron orders and methods. A plan with a part for hardware, this one or the folder's, is
+            followed as the number of sequences changes (:func:`torch_pi2.follow`).
+        group: for shards (``pack(ranks=N)``), of which each process of a group loads its own: how they work together.
+            Without ``budget`` all neurons of a shard are in memory.
+        gpu_memory: as in :func:`torch_pi2.optimize`. With ``budget``, which limits the CPU's memory, neurons of the
+            store are copied to the GPU and are not in the cache. These are the neurons that the plan gives to an
+            accelerator (``torch-pi2 plan FOLDER --hardware measured --accelerator-memory ...``) if there are any and
+            they fit; else those that fire most.
 
     Raises:
         ArtifactError: something is missing or damaged. StaleArtifactError: plan and weights do not belong together.
@@ -246,13 +243,7 @@ def load(
         DeviceError: no GPU that has kernels. OutOfMemoryError: ``gpu_memory`` is too little.
     """
     gpu_bytes = None if gpu_memory is None else checked_memory(gpu_memory)
-    folder = Path(folder)
-    if (file := gguf_in(folder)) is not None:
-        folder = kept_import(file, packed=budget is not None, progress=progress)
-    folder = own_shard(folder)
-    _check_ours(folder)
-    made = read_model(
-        folder,
+    settings = LoadSettings(
         model=model,
         trust_remote_code=trust_remote_code,
         dtype=dtype,
@@ -265,7 +256,12 @@ def load(
         group=group,
         progress=progress,
     )
-    return set_going(made, gpu_bytes)
+    folder = Path(folder)
+    if (file := gguf_in(folder)) is not None:
+        folder = kept_import(file, packed=budget is not None, progress=progress)
+    folder = own_shard(folder)
+    _check_ours(folder)
+    return set_going(read_model(folder, settings), gpu_bytes)
 
 
 def _check_ours(folder: Path) -> None:
@@ -284,76 +280,32 @@ def _check_ours(folder: Path) -> None:
     )
 
 
-def read_model(
-    folder: Path,
-    *,
-    model: nn.Module | None = None,
-    trust_remote_code: bool = False,
-    dtype: torch.dtype | None = None,
-    activations: str = "float",
-    budget: float | str | None = None,
-    offload: OffloadConfig | None = None,
-    context: int | None = None,
-    strict_budget: bool = False,
-    plan: Plan | str | Path | None = None,
-    group: GroupConfig | None = None,
-    progress: bool = False,
-    config: Any = None,
-) -> nn.Module:
-    """What :func:`load` does before :func:`set_going`.
-
-    Args:
-        config: of transformers, to build the model with in place of the folder's.
-    """
+def read_model(folder: Path, settings: LoadSettings) -> nn.Module:
+    """What :func:`load` does before :func:`set_going`."""
     pi2 = folder / PI2_FOLDER
-    if context is not None:
-        argument(context, "load(context=...)").whole(1, 1 << 31)
-    if dtype is not None:
-        check_computed("load(dtype=...)", dtype)
     with Parts(pi2) as parts:
-        over_store = budget is not None or parts.shard is not None
-        of_budgets = {"offload": offload is not None, "strict_budget": strict_budget, "context": context is not None}
-        if any(of_budgets.values()) and not over_store:
-            raise ConfigError(
-                f"load({folder}, {', '.join(f'{name}=...' for name, said in of_budgets.items() if said)})",
-                expected="a budget with it",
-                found="none: all weights would be in memory",
-                fix="Pass budget=..., for instance '2.5GiB'.",
-            )
-        if group is not None and parts.shard is None:
-            raise ConfigError(
-                f"load({folder}, group=...)",
-                expected="a shard",
-                found="a whole model, which each process computes alone",
-                fix="Make shards (torch-pi2 pack --ranks N), or leave --reduction, --attention and --timeout out.",
-            )
-        made = planned_anew(parts.plan(), plan, folder)
-        predictors = parts.predictors(made.model_hash)
-        stats = None if over_store else parts.stats(made.model_hash)  # they are in no budget
+        over_store = settings.budget is not None or parts.shard is not None
+        settings.check_store(folder, over_store=over_store, is_shard=parts.shard is not None)
+        plan = planned_anew(parts.plan(), settings.plan, folder)
+        predictors = parts.predictors(plan.model_hash)
+        stats = None if over_store else parts.stats(plan.model_hash)  # no budget counts them
     if weights_path(pi2) is not None:
-        _check_settings(folder, model, activations)
-        how: dict[str, Any] = {
-            "dtype": dtype,
-            "trust_remote_code": trust_remote_code,
-            "int8_activations": activations == "int8",
-            "progress": progress,
-            "config": config,
-        }
+        read_config(folder)  # raises if there is none
+        settings.check_quantised(folder)
         if over_store:
-            room = None if budget is None else parse_bytes(budget)
-            more = (offload or offload_of(made), context or _CONTEXT, strict_budget)
-            return load_offloaded(folder, pi2, made, predictors, room, *more, group=group, **how)
-        quantized = load_sparse(folder, pi2, made, predictors, **how)
-        Optimized(made, predictors, stats, weights=weights_of(quantized)).attach(quantized)
+            return load_offloaded(folder, plan, predictors, settings)
+        quantized = load_sparse(folder, plan, predictors, settings)
+        Optimized(plan, predictors, stats, weights=weights_of(quantized)).attach(quantized)
         return quantized
-    _check_float(folder, activations, budget)
+    settings.check_float(folder)
+    model = settings.model
     if model is None:
-        model = _from_pretrained(folder, trust_remote_code, dtype, config)
+        model = _from_pretrained(folder, settings)
     else:
         _load_weights(model, folder / _WEIGHTS)
-        if dtype is not None:
-            model = model.to(dtype)
-    return apply(model.eval(), Optimized(made, predictors, stats), progress)
+        if settings.dtype is not None:
+            model = model.to(settings.dtype)
+    return apply(model.eval(), Optimized(plan, predictors, stats), settings.progress)
 
 
 def set_going(model: nn.Module, gpu_bytes: int | None) -> LoadedModel:
@@ -367,11 +319,6 @@ def set_going(model: nn.Module, gpu_bytes: int | None) -> LoadedModel:
     if plan.hardware is not None:
         follow(model, plan)
     return cast("LoadedModel", model)
-
-
-def offload_of(plan: Plan) -> OffloadConfig:
-    """What ``plan`` says of reading and keeping neurons. Raises ConfigError: it makes no sense."""
-    return OffloadConfig() if plan.hardware is None else OffloadConfig(**plan.hardware.offload)
 
 
 def planned_anew(own: Plan, other: Plan | str | Path | None, folder: Path) -> Plan:
@@ -400,36 +347,6 @@ _FIXED: tuple[tuple[str, Callable[[Plan], Any]], ...] = (
 )
 
 
-def _check_settings(folder: Path, model: nn.Module | None, activations: str) -> None:
-    """Raises ConfigError for what a quantised folder cannot be loaded with."""
-    read_config(folder)  # raises if there is none
-    if model is not None:
-        raise ConfigError(
-            f"load({folder}, model=...)",
-            expected="no model: a quantised one is built from its configuration",
-            found=f"a {type(model).__name__}",
-            fix="Leave model out, or use load_dense for the float weights.",
-        )
-    check_choice("load(activations=...)", activations, ACTIVATIONS, "Correct it.")
-
-
-def _check_float(folder: Path, activations: str, budget: float | str | None = None) -> None:
-    if budget is not None:
-        raise ConfigError(
-            f"load({folder}, budget=...)",
-            expected="a folder with a neuron store (pi2/model.pi2)",
-            found="float weights",
-            fix="Make one with torch_pi2.pack(folder, out), which changes no number.",
-        )
-    if activations != "float":
-        raise ConfigError(
-            f"load({folder}, activations=...)",
-            expected="float, as the weights are float",
-            found=repr(activations),
-            fix="Quantise the folder first (torch_pi2.quantize).",
-        )
-
-
 def load_dense(folder: str | Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> nn.Module:
     """The dense equivalent of a folder of ours: the ordinary model, in evaluation mode, without anything sparse.
 
@@ -445,7 +362,7 @@ def load_dense(folder: str | Path, *, dtype: torch.dtype | None = None, trust_re
     folder = Path(folder)
     pi2 = folder / PI2_FOLDER
     if weights_path(pi2) is None:
-        return _from_pretrained(folder, trust_remote_code, dtype).eval()
+        return _from_pretrained(folder, LoadSettings(dtype=dtype, trust_remote_code=trust_remote_code)).eval()
     read_config(folder)  # raises if there is none
     with Parts(pi2) as parts:
         plan = parts.plan()
@@ -478,7 +395,7 @@ def _what_to_do(folder: Path, error: Exception) -> str:
     return how_to_trust(folder)
 
 
-def _from_pretrained(folder: Path, trust_remote_code: bool, dtype: torch.dtype | None, config: Any = None) -> nn.Module:
+def _from_pretrained(folder: Path, settings: LoadSettings) -> nn.Module:
     read_config(folder)  # transformers says less of a damaged one
     try:
         from transformers import AutoModelForCausalLM
@@ -489,15 +406,16 @@ def _from_pretrained(folder: Path, trust_remote_code: bool, dtype: torch.dtype |
             found="neither",
             fix=f"{how_to_install('hf')}, or pass model=...",
         ) from error
-    config = config or model_config(folder, trust_remote_code=trust_remote_code)
+    trust = settings.trust_remote_code
+    config = settings.config or model_config(folder, trust_remote_code=trust)
     named = named_class(config)
     try:
         model: nn.Module
         model, loading = (named or AutoModelForCausalLM).from_pretrained(
             folder,
             config=config,
-            trust_remote_code=trusted(folder, trust_remote_code),
-            dtype=dtype or "auto",
+            trust_remote_code=trusted(folder, trust),
+            dtype=settings.dtype or "auto",
             local_files_only=True,
             output_loading_info=True,
         )

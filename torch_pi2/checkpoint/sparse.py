@@ -16,6 +16,7 @@ from torch_pi2.base.progress import bar
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.dense import untie
 from torch_pi2.checkpoint.placing import placed
+from torch_pi2.checkpoint.settings import LoadSettings
 from torch_pi2.errors import ArtifactError, UnsupportedModelError
 from torch_pi2.formats import FLOAT, QUANTIZED, formats_of
 from torch_pi2.graph.find import named
@@ -33,6 +34,7 @@ from torch_pi2.rewrite.fits import check_fits
 from torch_pi2.rewrite.place import place, place_experts, way_taken
 from torch_pi2.rewrite.rewrite import predictor_tensors
 from torch_pi2.rewrite.skeleton import check_filled, fill, places, put, skeleton
+from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.storefile import open_weights
 from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights, metadata, neuron_specs
 from torch_pi2.types.plan import LayerPlan, Plan
@@ -152,15 +154,10 @@ def _floats(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def load_sparse(
     folder: Path,
-    pi2: Path,
     plan: Plan,
     predictors: Mapping[str, Any],
+    settings: LoadSettings,
     *,
-    dtype: torch.dtype | None,
-    trust_remote_code: bool,
-    int8_activations: bool,
-    progress: bool,
-    config: Any = None,
     make_layer: MakeLayer | None = None,
     make_experts: MakeExperts | None = None,
     heads: Heads | None = None,
@@ -168,17 +165,22 @@ def load_sparse(
     """The model of ``folder``, quantised or in a store, with all of its weights in place; see :func:`torch_pi2.load`.
 
     Args:
-        config: of transformers, in place of the folder's.
         make_layer, make_experts: for layers whose neurons stay in the file (default: they are read); experts are given
             without their neurons.
         heads: of attention, those that are here.
     """
     load_library()
-    with open_weights(pi2) as weights:
+    int8_activations, progress = settings.int8_activations, settings.progress
+    with open_weights(folder / PI2_FOLDER) as weights:
         weights.check_activations(int8_activations)
         weights.check_plan(plan)
-        kinds: dict[str, Any] = {"dtype": dtype, "stored": weights.float_dtype}
-        model = skeleton(folder, trust_remote_code=trust_remote_code, config=config, **kinds)
+        model = skeleton(
+            folder,
+            dtype=settings.dtype,
+            stored=weights.float_dtype,
+            trust_remote_code=settings.trust_remote_code,
+            config=settings.config,
+        )
         here = getattr(weights, "shard", None)
         own = plan if here is None else here.plan(plan)
         if here is not None and here.by_layers:

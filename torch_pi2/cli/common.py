@@ -534,7 +534,7 @@ def option_of(name: str) -> str:
 
 def _with_left_out(args: argparse.Namespace) -> OffloadConfig:
     """What the folder's plan says of reading, and :func:`left_out`. Raises ConfigError: nothing is read."""
-    from torch_pi2.checkpoint.save_load import offload_of
+    from torch_pi2.checkpoint.settings import offload_of
     from torch_pi2.store.parts import Parts
 
     settings = left_out(args)

@@ -19,6 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.tensorfile import TensorReader
 from torch_pi2.checkpoint.save_load import read_model, set_going
+from torch_pi2.checkpoint.settings import LoadSettings
 from torch_pi2.errors import ArtifactError, ConfigError, DeviceError, UnsupportedModelError
 from torch_pi2.hf.settings import Pi2QuantizationConfig
 from torch_pi2.ops.dtypes import DTYPES
@@ -99,7 +100,8 @@ class Pi2Quantizer(HfQuantizer):
         gpu_bytes = None if gpu_memory is None else checked_memory(gpu_memory)
         config = copy.deepcopy(model.config)
         del config.quantization_config
-        made: Any = read_model(self._folder, config=config, trust_remote_code=_is_remote(model), **settings)
+        how = LoadSettings(config=config, trust_remote_code=_is_remote(model), **settings)
+        made: Any = read_model(self._folder, how)
         if type(made) is not type(model):
             raise _other_class(type(made).__name__, model, self._folder)
         theirs = {name: vars(model)[name] for name in _THEIRS if name in vars(model)}

@@ -19,6 +19,7 @@ import torch
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.progress import bar
 from torch_pi2.checkpoint.gguf.source import GgufCheckpoint
+from torch_pi2.checkpoint.settings import LoadSettings
 from torch_pi2.checkpoint.sparse import load_sparse
 from torch_pi2.errors import ArtifactError, UnsupportedModelError
 from torch_pi2.fitting.train import measure
@@ -62,8 +63,7 @@ def take_predictors(checkpoint: GgufCheckpoint, folder: Path, data: Any, progres
     plan = Plan.load(pi2)
     _check_there(checkpoint, plan)
     predictors = {layer.site.key: _predictor(checkpoint, layer.site) for layer in plan.layers}
-    how: dict[str, Any] = {"dtype": None, "trust_remote_code": False, "int8_activations": False, "progress": progress}
-    model = load_sparse(folder, pi2, plan, {}, **how)
+    model = load_sparse(folder, plan, {}, LoadSettings(progress=progress))
     text = calibration_batches(model, data, None, Config(calibration_tokens=_TOKENS))
     samples = _samples(model, text, progress)
     layers = []
