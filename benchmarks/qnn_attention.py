@@ -27,7 +27,7 @@ def measure(soc: str, hidden: int, room: int, precision: str, block: int) -> dic
 
     from torch_pi2.export import qnn
     from torch_pi2.export.decoder import Lanes
-    from torch_pi2.export.hot_attention import AttentionPart, samples_of, switched
+    from torch_pi2.export.hot_attention import AttentionPart, attention_calls, samples_of
 
     heads = hidden // 128
     config = MistralConfig(
@@ -42,8 +42,8 @@ def measure(soc: str, hidden: int, room: int, precision: str, block: int) -> dic
     )
     torch.manual_seed(0)
     lanes = Lanes(MistralForCausalLM(config).eval().requires_grad_(False), 4, room)
-    (switch,), _ = switched(lanes)
-    call, part = switch.call, AttentionPart(switch.call)
+    (call,) = attention_calls(lanes)
+    part = AttentionPart(call)
     states = [torch.randn(1, 128, width) for width in call.widths]
     samples = [] if precision == "fp16" else samples_of(part, [states])
     graphs = {name: call.shapes(*sizes) for name, sizes in GRAPHS.items()}

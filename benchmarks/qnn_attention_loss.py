@@ -14,8 +14,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,7 @@ class Decoder:
         from torch_pi2.cli.common import stdlib_sample
         from torch_pi2.export.calibrate import calls_of
         from torch_pi2.export.decoder import Lanes
-        from torch_pi2.export.hot_attention import states_of, switched
+        from torch_pi2.export.hot_attention import attention_calls, head_of, states_of
 
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
@@ -79,50 +78,41 @@ class Decoder:
         ids_T = tokenizer(text, return_tensors="pt")["input_ids"][0]
         self.windows = [ids_T[at : at + ROOM + 1] for at in range(0, min(tokens, len(ids_T)) - ROOM, ROOM)]
         self._lanes = Lanes(model.eval().requires_grad_(False), 1, ROOM)
-        self._switches, self._head = switched(self._lanes)
-        assert self._head is not None
-        wholes = [switch.whole for switch in self._switches]
-        seen: list[Any] = calls_of(model, [*wholes, self._head.whole], states_of, train, tokenizer)
-        self.parts = [*map(self._attention, self._switches, seen), self._last(seen[-1])]
+        self._calls, head = attention_calls(self._lanes), head_of(self._lanes)
+        assert head is not None
+        self._head: nn.Module = head
+        attentions = [call.module for call in self._calls]
+        seen: list[Any] = calls_of(model, [*attentions, head], states_of, train, tokenizer)
+        self.parts = [*map(self._attention, self._calls, seen), self._last(seen[-1])]
 
     @staticmethod
-    def _attention(switch: Any, seen: Any) -> _Part:
+    def _attention(call: Any, seen: Any) -> _Part:
         from torch_pi2.export.hot_attention import AttentionPart, part_name, samples_of
 
-        call, part = switch.call, AttentionPart(switch.call)
+        part = AttentionPart(call)
         return _Part(part_name(call.layer), part, call.shapes, call.open, samples_of(part, seen))
 
     def _last(self, seen: Any) -> _Part:
         from torch_pi2.export.hot_attention import HEAD, HeadPart
 
-        assert self._head is not None
-        width = self._switches[0].call.widths[0]
+        width = self._calls[0].widths[0]
 
         def shapes(batch: int, tokens: int) -> Any:
             return [((batch, tokens, width), torch.float32)]
 
-        return _Part(HEAD, HeadPart(self._head.whole), shapes, [(0, 1)], [tuple(x) for x in seen])
-
-    @contextmanager
-    def placed(self, parts: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Within it the model computes with these parts, by their names."""
-        from torch_pi2.export.hot_attention import place
-
-        place(self._switches, self._head, parts)
-        try:
-            yield
-        finally:
-            place(self._switches, self._head, {})
+        return _Part(HEAD, HeadPart(self._head), shapes, [(0, 1)], [tuple(x) for x in seen])
 
     @torch.no_grad()
-    def nats(self, windows: Sequence[torch.Tensor]) -> float:
-        """Per token of ``windows``."""
-        total = 0.0
+    def nats(self, windows: Sequence[torch.Tensor], parts: Mapping[str, nn.Module]) -> float:
+        """Per token of ``windows``, computed with ``parts``, by their names."""
+        from torch_pi2.export.hot_attention import with_parts
+
+        lanes, total = with_parts(self._lanes, self._calls, parts), 0.0
         for window in windows:
             for at in range(0, ROOM, PIECE):
                 positions = torch.arange(at, at + PIECE)[None]
                 ids_1T, zero = window[None, at : at + PIECE], torch.zeros(1, dtype=torch.int64)
-                logits = self._lanes.run(ids_1T, positions, zero, lambda cache: cache, torch.arange(PIECE))
+                logits = lanes.run(ids_1T, positions, zero, lambda cache: cache, torch.arange(PIECE))
                 total += float(F.cross_entropy(logits[0], window[at + 1 : at + PIECE + 1], reduction="sum"))
         return total / (len(windows) * ROOM)
 
@@ -149,17 +139,16 @@ def measure(folder: Path, tokens: int, emulator: str | None = None, emulated: in
     """
     with torch.no_grad():
         decoder = Decoder(folder, tokens)
-        floats, kinds = decoder.nats(decoder.windows), {}
+        floats, kinds = decoder.nats(decoder.windows, {}), {}
         for kind in KINDS:
             made = quantized(decoder.parts, kind)
             head = decoder.parts[-1].name
             attention = {name: part for name, part in made.items() if name != head}
             changes: dict[str, Any] = {}
             for name, some in (("attention", attention), ("last layer", {head: made[head]}), ("both", made)):
-                with decoder.placed(some):
-                    changes[name] = decoder.nats(decoder.windows) / floats - 1
-            with decoder.placed({name: weights_alone(part) for name, part in made.items()}):
-                changes["both, by weights"] = decoder.nats(decoder.windows) / floats - 1
+                changes[name] = decoder.nats(decoder.windows, some) / floats - 1
+            by_weights = {name: weights_alone(part) for name, part in made.items()}
+            changes["both, by weights"] = decoder.nats(decoder.windows, by_weights) / floats - 1
             if emulator is not None and kind in COMPILED:
                 changes["emulator"] = _on_emulator(decoder, made, kind, emulator, emulated)
             kinds[kind] = changes
@@ -208,10 +197,9 @@ def _on_emulator(decoder: Decoder, made: Mapping[str, nn.Module], kind: str, soc
     for part in decoder.parts:
         ran = Emulated(lowered.modules["piece"][part.name], qnn.zeros(part.shapes(1, PIECE)), "piece")
         compared[part.name] = _Compared(ran, made[part.name], part.module)
-    found: dict[str, Any] = {"tokens": len(windows) * ROOM, "nats_per_token": decoder.nats(windows)}
+    found: dict[str, Any] = {"tokens": len(windows) * ROOM, "nats_per_token": decoder.nats(windows, {})}
     for name, parts in (("pytorch", made), ("emulator", compared)):
-        with decoder.placed(parts):
-            found[name] = decoder.nats(windows) / found["nats_per_token"] - 1
+        found[name] = decoder.nats(windows, parts) / found["nats_per_token"] - 1
     errors = {name: one.errors() for name, one in compared.items()}
     found["against_pytorch"] = {name: of_part[0] for name, of_part in errors.items()}
     found["against_float32"] = {name: of_part[1] for name, of_part in errors.items()}

@@ -22,7 +22,7 @@ from torch_pi2.errors import (
     VersionError,
 )
 from torch_pi2.export.contents import describe_program
-from torch_pi2.export.manifest import FileEntry, Manifest, Method, Model, describe_files
+from torch_pi2.export.manifest import FileEntry, Manifest, MethodEntry, Model, describe_files
 from torch_pi2.export.run import Bundle, problem_of
 from torch_pi2.export.text import Detokenizer
 
@@ -506,7 +506,7 @@ def module_bundle(folder: Path, one: pte.Layer) -> Path:
         made_by={"executorch": "1.5.1+cpu"},
         files=files,
         model=Model("Layer", None, pte.HASH.hex(), "float32", "float32", 1, 32, None),
-        methods={"forward": Method("forward", 1, 8)},
+        methods={"forward": MethodEntry("forward", 1, 8)},
         max_tokens=8,
         lanes=1,
         pte_bytes=files["model.pte"].bytes,

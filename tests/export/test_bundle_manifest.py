@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_pi2.errors import ArtifactError
-from torch_pi2.export.manifest import Manifest, Method, Model, describe_files, sealed
-from torch_pi2.export.request import check_bundle_folder
+from torch_pi2.export.manifest import Manifest, MethodEntry, Model, describe_files, sealed
+from torch_pi2.export.settings import check_bundle_folder
 
 HASH = "0123456789abcdef" * 4
 SUMS = {"crc32c": "01234567", "sha256": HASH}
@@ -32,10 +32,10 @@ def decoder(folder: Path) -> Manifest:
         files=describe_files(folder),
         model=Model("LlamaForCausalLM", "llama", HASH, "int4", "int8", 2, 64, 300),
         methods={
-            "forward": Method("forward", 1, 16, (4, 4)),
-            "decode_b1": Method("decode", 1, 1, (1, 2)),
-            "decode_b2": Method("decode", 2, 1, (2, 3)),
-            "fork": Method("fork", 2, 1),
+            "forward": MethodEntry("forward", 1, 16, (4, 4)),
+            "decode_b1": MethodEntry("decode", 1, 1, (1, 2)),
+            "decode_b2": MethodEntry("decode", 2, 1, (2, 3)),
+            "fork": MethodEntry("fork", 2, 1),
         },
         max_tokens=32,
         lanes=2,

@@ -24,9 +24,10 @@ from torch_pi2.export import attention
 from torch_pi2.export.attention import takes_attention
 from torch_pi2.export.cached_attention import KV_DTYPES, cached_attention, define, packed, unpacked
 from torch_pi2.export.check import check_traced
-from torch_pi2.export.decoder import Lanes, decoder_methods
-from torch_pi2.export.lower import Method, lower, trace
+from torch_pi2.export.decoder import Lanes, method_spec
+from torch_pi2.export.lower import lower
 from torch_pi2.export.manifest import Manifest
+from torch_pi2.export.program import MethodSpec, trace
 from torch_pi2.export.run import Bundle
 
 LANES, LENGTH = 3, 150
@@ -132,7 +133,7 @@ def loaded(tmp_path: Path) -> Callable[..., Any]:
         tokens = torch.export.Dim("tokens", min=1, max=80)
         shapes = ({2: tokens}, {2: tokens}, {2: tokens}, {1: tokens}) if size[3] > 1 else None
         made = Cached(size, kv, settings).eval()
-        programs = trace({"forward": Method(made, (*new, rows_of(size, 0)), None, shapes)}, "Cached")
+        programs = trace({"forward": MethodSpec(made, (*new, rows_of(size, 0)), None, shapes)}, "Cached")
         (tmp_path / "one.pte").write_bytes(b"".join(lower(programs, "Cached").pieces))
         return Runtime.get().load_program(tmp_path / "one.pte").load_method("forward")
 
@@ -193,7 +194,7 @@ def test_new_tokens_alone(size: tuple[int, ...], kv: str, tmp_path: Path) -> Non
 
     new, cache = drawn(size, kv)
     opcheck(torch.ops.pi2.write_cache.default, (*new[1:], rows_of(size, 3), *cache))
-    programs = trace({"forward": Method(Writes(size, kv), (*new[1:], rows_of(size, 0)))}, "Writes")
+    programs = trace({"forward": MethodSpec(Writes(size, kv), (*new[1:], rows_of(size, 0)))}, "Writes")
     (tmp_path / "one.pte").write_bytes(b"".join(lower(programs, "Writes").pieces))
     method, reference = Runtime.get().load_program(tmp_path / "one.pte").load_method("forward"), Writes(size, kv)
     for call in range(3):
@@ -224,14 +225,7 @@ PROMPT = [3, 17, 40, 9, 22, 51, 8, 30, 11, 45, 6, 28, 60, 33, 19, 2, 57, 14]
 def traced(model: nn.Module, max_tokens: int, *, smooth: bool = False) -> None:
     """Its methods as they are exported, in PyTorch, compared with the model."""
     lanes = Lanes(model, 1, max_tokens)
-    steps = torch.zeros((1, 1), dtype=torch.int64)
-    arguments: dict[str, Any] = {"forward": (torch.zeros((1, 8), dtype=torch.int64), torch.zeros(1, dtype=torch.int64))}
-    shapes = {"forward": ({1: torch.export.Dim.DYNAMIC(min=1, max=40)}, None)}
-    methods = {
-        name: Method(module, arguments.get(name, (steps, steps.clone())), None, shapes.get(name))
-        for name, module in decoder_methods(lanes, (1,)).items()
-    }
-    programs = trace(methods, "model")
+    programs = trace({name: method_spec(name, lanes, 40) for name in ("forward", "decode_b1")}, "model")
     check_traced(lanes, programs, max_prompt=40, smooth=smooth, decode=True)
 
 

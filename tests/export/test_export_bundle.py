@@ -21,14 +21,14 @@ from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, ShapeError, U
 from torch_pi2.export import api
 from torch_pi2.export.check import check_traced
 from torch_pi2.export.contents import describe_program
-from torch_pi2.export.decoder import Lanes, decoder_methods
+from torch_pi2.export.decoder import Lanes, decoder_methods, method_spec
+from torch_pi2.export.delegated import cold_part, delegated_copy, exported_layers, registered, split_hot_cold
 from torch_pi2.export.hot import HotChunks, chunks_per_batch, hot_chunks
 from torch_pi2.export.linears import prepare_rest
-from torch_pi2.export.lower import Method, lower, trace
+from torch_pi2.export.lower import lower
 from torch_pi2.export.manifest import Manifest
-from torch_pi2.export.markers import cold_part, registered
+from torch_pi2.export.program import trace
 from torch_pi2.export.run import Bundle
-from torch_pi2.export.standins import delegated_copy, exported_layers, split_hot_cold
 from torch_pi2.export.store import write_store
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.store.storefile import StoreReader
@@ -102,14 +102,11 @@ def test_an_accelerator_may_have_predicted_neurons(predicted: tuple[nn.Module, P
     assert ffn.has_predictor
     layers = exported_layers(model)
     with registered(layers) as key, torch.no_grad():
-        copy = delegated_copy(model, layers, key)
-        split = split_hot_cold(copy)
-        split[0].hot, split[0].first = hot_chunks(ffn, 1), 512
-        methods = decoder_methods(Lanes(copy, 1, ROOM), (1,))
-        split[0].hot = None
-        methods["forward"](torch.tensor([PROMPT]), torch.tensor([0]))
-        split[0].hot = hot_chunks(ffn, 1)
-        wanted = methods["decode_b1"](torch.tensor([[40]]), torch.tensor([[6]]))[0, 0]
+        lanes = Lanes(delegated_copy(model, layers, key), 1, ROOM)
+        split = lanes.variant()
+        split_hot_cold(split.model, [(hot_chunks(ffn, 1), 512)])
+        decoder_methods(lanes, (1,))["forward"](torch.tensor([PROMPT]), torch.tensor([0]))
+        wanted = decoder_methods(split, (1,))["decode_b1"](torch.tensor([[40]]), torch.tensor([[6]]))[0, 0]
     with Bundle(folder) as bundle, torch.no_grad():
         found = bundle.logits([*PROMPT, 40], len(PROMPT))[1]
         whole = model(torch.tensor([[*PROMPT, 40]])).logits[0, -1]
@@ -182,9 +179,8 @@ def test_no_weight_of_a_feed_forward_layer_is_in_the_program(plain: tuple[nn.Mod
     model, folder = plain
     assert describe_program(folder / "model.pte")["bytes"]["delegates"]["Pi2Backend"] == 512  # of both methods
     dense = one_layer()
-    ids, positions = torch.zeros((1, 1), dtype=torch.int64), torch.zeros((1, 1), dtype=torch.int64)
-    method = decoder_methods(Lanes(dense, 1, ROOM), (1,))["decode_b1"]
-    dense_pte = b"".join(lower(trace({"decode_b1": Method(method, (ids, positions))}, "dense"), "dense").pieces)
+    method = method_spec("decode_b1", Lanes(dense, 1, ROOM), ROOM)
+    dense_pte = b"".join(lower(trace({"decode_b1": method}, "dense"), "dense").pieces)
     size = (folder / "model.pte").stat().st_size
     ffn = 3 * NEURONS * HIDDEN * 4
     assert ffn > 0.8 * len(dense_pte)
@@ -306,11 +302,9 @@ def test_architectures_compute_the_same_in_lanes(name: str) -> None:
         token, place = ids[:, 8:].repeat(2, 1), torch.full((2, 1), 8)
         step = methods["decode_b2"](token, place)
         torch.testing.assert_close(step[1, -1], model(ids).logits[0, -1], rtol=1e-4, atol=1e-4)
-        length = torch.export.Dim.DYNAMIC(min=1, max=20)
-        given = {"forward": Method(methods["forward"], (ids[:, :8], torch.tensor([0])), None, ({1: length}, None))}
-        if decode := name in ("llama", "longrope"):
-            given["decode_b2"] = Method(methods["decode_b2"], (token, place))
-        traced = trace(given, name)
+        decode = name in ("llama", "longrope")
+        names = ["forward", "decode_b2"][: 2 if decode else 1]
+        traced = trace({method: method_spec(method, lanes, 20) for method in names}, name)
         check_traced(lanes, traced, max_prompt=20, smooth=True, decode=decode)
         assert not any(rows.any() for rows in (lanes.key_0, lanes.value_0))  # nothing is left of it
     targets = [str(node.target) for node in traced["forward"].graph.nodes]
@@ -342,8 +336,7 @@ def test_hot_chunks_and_the_cold_part_are_the_layer() -> None:
     assert [len(up.weight) for up in hot.up] == [512, 512]
     with torch.no_grad():
         torch.testing.assert_close(hot(x) + cold_part(ffn, x, 1024), ffn(x), rtol=1e-4, atol=1e-4)
-        hot.chunks = 1
-        torch.testing.assert_close(hot(x) + cold_part(ffn, x, 512), ffn(x), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(hot.first(1)(x) + cold_part(ffn, x, 512), ffn(x), rtol=1e-4, atol=1e-4)
     assert isinstance(hot, HotChunks)
 
 
@@ -456,22 +449,22 @@ def refusals() -> list[Any]:
         pytest.param(optimized, {"batches": 2}, ConfigError, r"export\(batches\): expected a Seq", id="batch"),
         pytest.param(optimized, {"max_tokens": 2}, ConfigError, "3 or more, found 2", id="tokens"),
         pytest.param(optimized, {"max_tokens": "48"}, ConfigError, r"export\(max_tokens\): .*, found '48'", id="text"),
-        pytest.param(optimized, {"hot": {8: 1}}, ConfigError, "chunks for sizes of batches alone", id="hot"),
+        pytest.param(optimized, {"hot": {8: 1}}, ConfigError, "chunks for the batch sizes in batches", id="hot"),
         pytest.param(
             optimized,
             {"precision": "fp16"},
             ConfigError,
-            r"precision=.*it left out where target is not an NPU.s, found .fp16",
+            r"precision=.*the default, as target is no NPU, found .fp16",
             id="precision",
         ),
         pytest.param(
             optimized,
             {"quantization": "gptq"},
             ConfigError,
-            r"quantization=.*it left out where target is not an NPU.s, found .gptq",
+            r"quantization=.*the default, as target is no NPU, found .gptq",
             id="quantization",
         ),
-        pytest.param(optimized, {"dynamic_shapes": {}}, ConfigError, "the example inputs that", id="shapes"),
+        pytest.param(optimized, {"dynamic_shapes": {}}, ConfigError, "the example inputs that they", id="shapes"),
         pytest.param(
             optimized, {"args": (x,), "max_tokens": 48}, ConfigError, "with max_tokens: .*cache", id="args room"
         ),

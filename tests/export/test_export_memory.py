@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from torch_pi2.export.memory import _most_alive, fixed_bytes
-from torch_pi2.store.superblock import LayerEntry
-
-MIB = 1 << 20
-ENTRY = LayerEntry(4096, 4096, 4096, 256, 3, 0, 3072, 1024, 0, 0)
-ARGUMENTS: dict[str, Any] = {
-    "pte": 5 * MIB,
-    "packed": 4 * MIB,
-    "copies": 1,
-    "planned": 2 * MIB,
-    "workspace": 3 * MIB,
-    "predictors": 0,
-    "entries": [ENTRY],
-    "tokens": 1,
-    "tokenizer": 0,
-}
+from torch_pi2.export.lower import _most_alive
 
 
 class Attention(nn.Module):
@@ -44,28 +27,6 @@ def test_workspace_is_what_lives_at_once_at_the_largest_size() -> None:
     assert _most_alive(program.graph) == 2 * scores  # two of three at once; keys twice are less
     long = torch.export.export(Attention(), (torch.zeros(2, 2, 16), torch.zeros(2, 32, 16)))
     assert _most_alive(long.graph) == 2 * keys + 2 * 2 * 32 * 4
-
-
-@pytest.mark.parametrize(
-    ("changed", "more"),
-    [
-        ({"copies": 3}, 8 * MIB),
-        ({"planned": 5 * MIB}, 3 * MIB),
-        ({"workspace": 0}, -3 * MIB),
-        ({"predictors": 7}, 7),
-        ({"tokenizer": MIB}, 4 * MIB),
-        ({"tokenizer": 100 * MIB}, None),
-        ({"entries": [ENTRY, ENTRY]}, 4096 * (37 + 40)),
-        ({"entries": [dataclasses.replace(ENTRY, slot_bytes=4096)]}, 8 * 256 * 1024),
-    ],
-)
-def test_parts_of_what_is_not_neurons(changed: dict[str, Any], more: int | None) -> None:
-    least, found = fixed_bytes(**ARGUMENTS), fixed_bytes(**ARGUMENTS | changed)
-    if more is None:
-        assert found == 820 * MIB  # while the tokenizer is read nothing else is there
-    else:
-        assert found - least == more
-    assert least > (20 + 5 + 2 + 3) * MIB + 8 * 256 * 3072  # staging: eight chunks
 
 
 _EXPORT = """

@@ -16,15 +16,26 @@ import torch_pi2
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export import qnn
 from torch_pi2.export.attention import masks_of
-from torch_pi2.export.attention_parts import place_attention
 from torch_pi2.export.calibrate import first_batches
 from torch_pi2.export.contents import describe_program
 from torch_pi2.export.decoder import Lanes, decoder_methods
-from torch_pi2.export.hot_attention import AttentionPart, HeadPart, check_parts, samples_of, switched
+from torch_pi2.export.hot_attention import (
+    AttentionCall,
+    AttentionPart,
+    HeadPart,
+    PlacedAttention,
+    attention_calls,
+    check_parts,
+    float_parts,
+    head_of,
+    place_attention,
+    samples_of,
+    with_parts,
+)
 from torch_pi2.export.manifest import Manifest
 from torch_pi2.export.qnn import MOST_BYTES, open_program, zeros
-from torch_pi2.export.request import Request
 from torch_pi2.export.run import Bundle
+from torch_pi2.export.settings import ExportSettings
 
 IDS = torch.randint(3, 250, (ROOM,), generator=torch.Generator().manual_seed(3)).tolist()
 #: A family, and what is special: groups of query heads, a window, norms of heads, soft caps, positions in a table.
@@ -39,6 +50,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def lanes_of(model: nn.Module, lanes: int = 2, kv: str = "float32") -> Lanes:
     return Lanes(model, lanes, ROOM, kv)
+
+
+def with_float_parts(lanes: Lanes) -> Lanes:
+    calls, head = attention_calls(lanes), head_of(lanes)
+    assert head is not None
+    return with_parts(lanes, calls, float_parts(calls, head))
+
+
+def first_call(family: str, **config: Any) -> AttentionCall:
+    return attention_calls(lanes_of(drawn_model(family, **config)))[0]
 
 
 @torch.no_grad()
@@ -67,23 +88,15 @@ def played(lanes: Lanes) -> list[torch.Tensor]:
 def test_a_part_is_the_attention_that_it_stands_for(family: str, kv: str) -> None:
     lanes = lanes_of(drawn_model(family, **FAMILIES[family]), kv=kv)
     before = played(lanes)
-    switches, head = switched(lanes)
-    for first, second in zip(before, played(lanes)):
-        assert torch.equal(first, second)  # without parts nothing has changed
-    for switch in switches:
-        switch.part = AttentionPart(switch.call)
-    assert head is not None
-    head.part = HeadPart(head.whole)
     off = 2e-5 if kv == "float32" else 5e-3  # of tokens that are new the numbers are not yet rounded
-    for first, second in zip(before, played(lanes)):
+    for first, second in zip(before, played(with_float_parts(lanes))):
         torch.testing.assert_close(first, second, rtol=0, atol=off * float(first.abs().max()))
 
 
 @pytest.mark.parametrize("family", ["Mistral", "OPT"])
 def test_a_part_with_open_sizes(family: str) -> None:
     """What an NPU's compiler is given: one program, quantised once, for every number of sequences and of tokens."""
-    switches, _ = switched(lanes_of(drawn_model(family, **FAMILIES[family])))
-    call = switches[0].call
+    call = first_call(family, **FAMILIES[family])
     part = AttentionPart(call)
     program = open_program(part, zeros(call.shapes(2, 3)), call.open).module(check_guards=False)
     for batch, tokens in ((1, 1), (3, 1), (1, 17)):
@@ -94,18 +107,17 @@ def test_a_part_with_open_sizes(family: str) -> None:
 
 def test_norms_of_heads_see_rows() -> None:
     """In float16 the NPU's emulator has other numbers for more than two dimensions."""
-    switches, _ = switched(lanes_of(drawn_model("Qwen3", **FAMILIES["Qwen3"])))
-    part, seen = AttentionPart(switches[0].call), []
+    call = first_call("Qwen3", **FAMILIES["Qwen3"])
+    part, seen = AttentionPart(call), []
     for module in part.modules():
         if type(module).__name__ == "Qwen3RMSNorm":
             module.register_forward_pre_hook(lambda _, args: seen.append(args[0].dim()))
-    part(*zeros(switches[0].call.shapes(2, 3)))
+    part(*zeros(call.shapes(2, 3)))
     assert seen == [2, 2]
 
 
 def test_calibration_reads_as_decoding_does() -> None:
-    switches, _ = switched(lanes_of(drawn_model("Mistral", **FAMILIES["Mistral"])))
-    call, random = switches[0].call, torch.Generator().manual_seed(0)
+    call, random = first_call("Mistral", **FAMILIES["Mistral"]), torch.Generator().manual_seed(0)
     states = [torch.randn(1, 60, width, generator=random) for width in call.widths]
     with torch.no_grad():
         part = AttentionPart(call)
@@ -121,8 +133,7 @@ def test_calibration_reads_as_decoding_does() -> None:
 @pytest.mark.parametrize(("heads", "key_heads", "times"), [(8, 2, 2), (8, 8, 2), (2, 1, 1), (8, 1, 1)])
 def test_a_few_heads_are_computed_at_a_time(heads: int, key_heads: int, times: int) -> None:
     sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads, "hidden_size": 64, "head_dim": 8}
-    switches, _ = switched(lanes_of(drawn_model("Llama", **sizes)))
-    call = switches[0].call
+    call = first_call("Llama", **sizes)
     program = open_program(AttentionPart(call), zeros(call.shapes(2, 3)), call.open)
     found = [node.args[0].meta["val"].shape for node in program.graph.nodes if "softmax" in str(node.target)]
     assert len(found) == times
@@ -188,9 +199,8 @@ def test_quantised_linear_layers_are_those_numbers(tmp_path: Path) -> None:
         assert float((found - wanted).norm() / wanted.norm()) < most
 
 
-def request(hot_attention: str | None, kv: str = "float32", precision: str = "w4a16") -> Request:
-    kinds = ("float32", kv, None, None, hot_attention, precision, 64, "auto", "rtn")
-    return Request("qnn:SM8650", ROOM, 256, (1,), *kinds, True, False)
+def npu(hot_attention: str | None, kv: str = "float32") -> ExportSettings:
+    return ExportSettings("qnn:SM8650", ROOM, batches=(1,), kv=kv, hot_attention=hot_attention)
 
 
 def test_scores_far_below_what_is_not_seen() -> None:
@@ -201,11 +211,7 @@ def test_scores_far_below_what_is_not_seen() -> None:
             layer.self_attn.k_proj.bias.fill_(60.0)
             layer.self_attn.q_proj.bias.fill_(-60.0)
     lanes = lanes_of(model)
-    before = played(lanes)
-    switches, _ = switched(lanes)
-    for switch in switches:
-        switch.part = AttentionPart(switch.call)
-    for first, second in zip(before, played(lanes)):
+    for first, second in zip(played(lanes), played(with_float_parts(lanes))):
         torch.testing.assert_close(first, second, rtol=0, atol=1e-3 * float(first.abs().max()))
 
 
@@ -213,8 +219,7 @@ def test_scores_far_below_what_is_not_seen() -> None:
 def test_caches_by_other_names(family: str) -> None:
     model = drawn_model(family, n_inner=96)
     lanes = lanes_of(model)
-    switches, head = switched(lanes)
-    check_parts(lanes, switches, head)
+    check_parts(lanes, attention_calls(lanes))
 
 
 def test_parts_are_compared_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,11 +228,9 @@ def test_parts_are_compared_with_the_model(monkeypatch: pytest.MonkeyPatch) -> N
         (lambda self, x: (x.sum() + self.rows(x),), r"one that computes something else alone \(.* % off\)"),
     ):
         lanes = lanes_of(drawn_model("Llama"))
-        switches, head = switched(lanes)
         monkeypatch.setattr(HeadPart, "forward", wrong)
         with pytest.raises(UnsupportedModelError, match=message):
-            check_parts(lanes, switches, head)
-        assert all(switch.part is None for switch in switches)
+            check_parts(lanes, attention_calls(lanes))
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -235,11 +238,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for settings, message in (
         (
             {"hot_attention": "all"},
-            r"export\(hot_attention=...\): expected none, prompts, all; with hot or an NPU alone",
+            r"export\(hot_attention=...\): expected none, prompts, all, and only with hot or an NPU",
         ),
         (
             {"hot_attention": "some", "hot": {1: 1}},
-            "expected none, prompts, all; with hot or an NPU alone, found 'some'",
+            "expected none, prompts, all, and only with hot or an NPU, found 'some'",
         ),
         (
             {"hot_attention": "all", "hot": {1: 1}, "kv": "int8"},
@@ -251,28 +254,28 @@ def test_what_is_refused(tmp_path: Path) -> None:
             torch_pi2.export(model, tmp_path / "b", batches=(1,), max_tokens=ROOM, **settings)
     falcon = drawn_model("Falcon", ffn_hidden_size=96, hidden_act="relu")
     lanes = Lanes(falcon, 1, ROOM)
-    arguments: dict[str, Any] = {"first": (), "ffn_bytes": 0}
+    arguments: dict[str, Any] = {"calibration": (), "ffn_bytes": 0}
     with pytest.raises(UnsupportedModelError, match="attention of FalconForCausalLM on an accelerator: expected"):
-        place_attention(falcon, lanes, ["decode_b1"], request("all"), report={}, **arguments)
+        place_attention(falcon, lanes, ["decode_b1"], npu("all"), report={}, **arguments)
     report: dict[str, Any] = {}
-    assert place_attention(falcon, lanes, ["prefill_16"], request(None), report=report, **arguments) == ("none", None)
+    assert place_attention(falcon, lanes, ["prefill_16"], npu(None), report=report, **arguments) == PlacedAttention()
     assert report["attention"].startswith("on the CPU: ")
     for kv, methods in (("int8", ["prefill_16"]), ("float32", ["decode_b1"])):
-        assert place_attention(falcon, lanes, methods, request(None, kv), report={}, **arguments) == ("none", None)
+        assert place_attention(falcon, lanes, methods, npu(None, kv), report={}, **arguments) == PlacedAttention()
 
 
 def test_the_memory_of_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     model = drawn_model("Llama")
-    most: dict[str, Any] = {"first": (), "ffn_bytes": MOST_BYTES}
+    most: dict[str, Any] = {"calibration": (), "ffn_bytes": MOST_BYTES}
     message = (
         r"export\(hot_attention='all'\) for SM8650: expected at most 3584 MiB of weights, which an NPU can have, "
         r"found 3584 MiB: attention of 2 layers, last linear layer 0 MiB, feed-forward layers 3584 MiB in w4a16\. Leave"
     )
     with pytest.raises(ConfigError, match=message):
-        place_attention(model, lanes_of(model), ["prefill_16"], request("all"), report={}, **most)
+        place_attention(model, lanes_of(model), ["prefill_16"], npu("all"), report={}, **most)
     report: dict[str, Any] = {}
     model = drawn_model("Llama")
-    assert place_attention(model, lanes_of(model), ["prefill_16"], request(None), report=report, **most)[0] == "none"
+    assert place_attention(model, lanes_of(model), ["prefill_16"], npu(None), report=report, **most).where == "none"
     assert report["attention"] == "on the CPU: with it an NPU would have 3584 MiB"
     model, asked = drawn_model("Llama"), []
     lowered = qnn.Parts({}, {})
@@ -280,7 +283,7 @@ def test_the_memory_of_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = sum(p.numel() for layer in model.model.layers for p in layer.self_attn.parameters())
     for ffn_bytes, block in ((MOST_BYTES - weights, 0), (MOST_BYTES - weights + 1, 32)):
         model, first = drawn_model("Llama"), first_batches([torch.randint(0, 50, (2, 40))])
-        arguments: dict[str, Any] = {"first": first, "ffn_bytes": ffn_bytes, "report": {}}
-        assert place_attention(model, lanes_of(model), ["prefill_16"], request("prompts"), **arguments)[0] == "prompts"
+        arguments: dict[str, Any] = {"calibration": first, "ffn_bytes": ffn_bytes, "report": {}}
+        assert place_attention(model, lanes_of(model), ["prefill_16"], npu("prompts"), **arguments).where == "prompts"
         assert {*asked} == {block}
         asked.clear()

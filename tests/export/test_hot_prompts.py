@@ -18,10 +18,10 @@ import torch_pi2
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.export.contents import describe_program
 from torch_pi2.export.manifest import Manifest
-from torch_pi2.export.methods import _check_memory, _hot_prompts
+from torch_pi2.export.methods import check_npu_memory, hot_prompts
 from torch_pi2.export.qnn import MOST_BYTES, Settings
-from torch_pi2.export.request import Request
 from torch_pi2.export.run import Bundle
+from torch_pi2.export.settings import ExportSettings
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import sparse_layers
 
@@ -164,31 +164,30 @@ def test_what_is_refused(tmp_path: Path, bundle: tuple[nn.Module, Path]) -> None
         Manifest.from_json(fields)
 
 
-def request(prompts: tuple[int, ...] | None, max_tokens: int = 512, precision: str = "w4a16") -> Request:
-    settings = (None, prompts, None, precision, 64, "auto", "rtn", True, False)
-    return Request("qnn:SM8650", max_tokens, 256, (1,), "float32", "float32", *settings)
+def npu(prompts: tuple[int, ...] | None, **settings: Any) -> ExportSettings:
+    return ExportSettings("qnn:SM8650", batches=(1,), hot_prompts=prompts, **settings)
 
 
 def test_the_memory_of_an_npu(bundle: tuple[nn.Module, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     layers = sparse_layers(bundle[0])
-    assert _hot_prompts(layers, request(None)) == (128,)
-    assert _hot_prompts(layers, request(None, max_tokens=128)) == ()
-    assert _hot_prompts(layers, request(())) == ()
-    assert _hot_prompts(layers, request((32, 64))) == (32, 64)
+    assert hot_prompts(layers, npu(None)) == (128,)
+    assert hot_prompts(layers, npu(None, max_tokens=128)) == ()
+    assert hot_prompts(layers, npu(())) == ()
+    assert hot_prompts(layers, npu((32, 64))) == (32, 64)
     assert Settings("SM8650").bits == 4.5
     many: list[SparseFFN] = layers * (1 + int(MOST_BYTES * 8 / 4.5 / (NEURONS * 3 * 64)))
-    assert _hot_prompts(many, request(None)) == ()
+    assert hot_prompts(many, npu(None)) == ()
     message = (
         r"hot_prompts=\(128,\)\) for SM8650: expected feed-forward layers of at most 3584 MiB, which an NPU can have, "
         rf"found {len(many)} with 3584 MiB in w4a16\. Leave it out"
     )
     with pytest.raises(ConfigError, match=message):
-        _hot_prompts(many, request((128,)))
-    assert _hot_prompts(layers * (len(many) // 2), request(None, precision="w8a16")) == (128,)
-    _check_memory(many, request(()), "decode_b4", [1] * len(many))
+        hot_prompts(many, npu((128,)))
+    assert hot_prompts(layers * (len(many) // 2), npu(None, precision="w8a16")) == (128,)
+    check_npu_memory(many, npu(()), "decode_b4", [1] * len(many))
     of = rf"hot neurons of {len(many)} layers, graph decode_b4, for SM8650"
     found = rf"found 3584 MiB in w4a16 \({NEURONS} to {NEURONS} neurons of a layer\)\. Pass fewer chunks \(hot\)"
     with pytest.raises(
         ConfigError, match=f"{of}: expected at most 3584 MiB of weights, which an NPU can have, {found}"
     ):
-        _check_memory(many, request(()), "decode_b4", [-(-NEURONS // 512)] * len(many))
+        check_npu_memory(many, npu(()), "decode_b4", [-(-NEURONS // 512)] * len(many))

@@ -20,9 +20,9 @@ from torch import nn
 import torch_pi2
 from torch_pi2.decode import executorch as backend
 from torch_pi2.errors import ConfigError, UnsupportedModelError
-from torch_pi2.export import markers
+from torch_pi2.export import delegated
+from torch_pi2.export.delegated import exported_layers
 from torch_pi2.export.partitioner import Pi2Partitioner
-from torch_pi2.export.standins import exported_layers
 from torch_pi2.layers.of_model import sparse_layers
 
 
@@ -87,7 +87,7 @@ def test_nothing_of_the_framework_is_replaced_meanwhile(tmp_path: Path, monkeypa
 
     class Look(ExportPass):
         def call(self, graph_module: torch.fx.GraphModule) -> Any:
-            seen.append((of_ours(), dict(markers._models)))
+            seen.append((of_ours(), dict(delegated._models)))
             return super().call(graph_module)
 
     model = torch_pi2.optimize(Small().eval(), [(torch.randn(80, 24),)], method="exact")

@@ -23,17 +23,18 @@ from torch import nn
 import torch_pi2
 from benchmarks.qnn import measure
 from torch_pi2.errors import CompileError
-from torch_pi2.export import attention_parts, qnn
+from torch_pi2.export import hot_attention as parts_of_attention
+from torch_pi2.export import qnn
 from torch_pi2.export.calibrate import inputs_of
 from torch_pi2.export.contents import describe_program
 from torch_pi2.export.decoder import Lanes, decoder_methods
+from torch_pi2.export.delegated import delegated_copy, exported_layers, registered
 from torch_pi2.export.hot import HotChunks, hot_chunks
-from torch_pi2.export.hot_attention import AttentionPart, switched
-from torch_pi2.export.markers import registered
+from torch_pi2.export.hot_attention import AttentionPart, PlacedAttention, attention_calls
+from torch_pi2.export.methods import Accelerated
 from torch_pi2.export.qnn import sdk
 from torch_pi2.export.qnn.quantize import quantize
 from torch_pi2.export.run import Bundle
-from torch_pi2.export.standins import delegated_copy, exported_layers, split_hot_cold
 from torch_pi2.profiling.text import stdlib_text
 
 pytestmark = pytest.mark.qnn
@@ -108,7 +109,7 @@ def test_a_block_on_the_emulator(soc: str, precision: str, activation: str, bloc
     for name, x in inputs.items():
         block.hot = lowered.modules[name][0]
         programs[name], right[name] = torch.export.export(block, (x,)), block(x).detach()
-        hot.chunks, block.hot = graphs[name].chunks[0], hot
+        block.hot = hot.first(graphs[name].chunks[0])
         assert relative(right[name], block(x).detach()) < {"w4a16": 0.2, "w8a16": 0.02, "fp16": 1e-6}[precision]
     program, backends = lower(programs)
     assert backends == {name: ["XnnpackBackend", "QnnBackend", "XnnpackBackend"] for name in graphs}
@@ -321,8 +322,7 @@ def test_a_room_that_the_compiler_refuses_is_named() -> None:
     room = {"max_position_embeddings": 1 << 17, "sliding_window": None}
     config = MistralConfig(**sizes, **room, intermediate_size=64, num_hidden_layers=1)
     lanes = Lanes(MistralForCausalLM(config).eval().requires_grad_(False), 1, 1 << 17)
-    (switch,), _ = switched(lanes)
-    call = switch.call
+    (call,) = attention_calls(lanes)
     program = qnn.open_program(AttentionPart(call), qnn.zeros(call.shapes(2, 3)), call.open)
     inputs = qnn.PartInputs([], {"prefill_128": call.shapes(1, 128)}, call.open)
     message = (
@@ -401,7 +401,7 @@ def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
     text = torch.randint(0, 512, (8, 40))
     model = torch_pi2.optimize(model, [text], torch_pi2.Config(method="exact"))
     if block:  # as where 8 bits do not fit
-        monkeypatch.setattr(attention_parts, "_blocks", lambda *_: (block,))
+        monkeypatch.setattr(parts_of_attention, "_blocks", lambda *_: (block,))
     compiled: list[Any] = []
     lower_hot, lower_parts = qnn.lower_hot, qnn.lower_parts
     monkeypatch.setattr(qnn, "lower_hot", lambda *a, **k: compiled.append(lower_hot(*a, **k)) or compiled[-1])
@@ -446,22 +446,19 @@ def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
     (got,) = decode.execute([ids[:, 8:], torch.full((1, 1), 8)])
     layers, of_layers = exported_layers(model), compiled[-1]
     with registered(layers) as key, torch.no_grad():
-        reference = delegated_copy(model, layers, key)
-        split = split_hot_cold(reference)
-        lanes = Lanes(reference, 2, 32)
-        steps = decoder_methods(lanes, (1,))
-        switches, head = switched(lanes)
-        place = attention_parts._placing(switches, head, compiled[0].modules if hot_attention == "all" else {})
-        steps["forward"](ids[:, :8], torch.zeros(1, dtype=torch.int64))
-        for module, hot in zip(split, of_layers.modules["decode_b1"]):
-            module.hot, module.first = hot, 512
-        place("decode_b1")
-        right = steps["decode_b1"](ids[:, 8:], torch.full((1, 1), 8))[:, -1]
+        lanes = Lanes(delegated_copy(model, layers, key), 2, 32)
+        neurons = {"decode_b1": 512, "prefill_8": 768}
+        hot = {name: [(m, count) for m in of_layers.modules[name]] for name, count in neurons.items()}
+        attention = PlacedAttention()
+        if hot_attention == "all":
+            attention = PlacedAttention("all", attention_calls(lanes), compiled[0].modules)
+        decoders = {name: Accelerated(hot, attention).decoder(name, lanes) for name in hot}
+        start = torch.zeros(1, dtype=torch.int64)
+        decoder_methods(lanes, (1,))["forward"](ids[:, :8], start)
+        step = decoder_methods(decoders["decode_b1"], (1,))["decode_b1"]
+        right = step(ids[:, 8:], torch.full((1, 1), 8))[:, -1]
         whole = model(ids).logits[:, -1]
-        for module, hot in zip(split, of_layers.modules["prefill_8"]):
-            module.hot, module.first = hot, 768
-        place("prefill_8")
-        prompt = steps["forward"](ids[:, :8], torch.zeros(1, dtype=torch.int64))
+        prompt = decoder_methods(decoders["prefill_8"], (1,))["forward"](ids[:, :8], start)
         prompt_whole = model(ids[:, :8]).logits[:, -1]
     assert relative(got.reshape(right.shape), right) < TOLERANCE
     assert relative(got.reshape(right.shape), whole) < (TOLERANCE if precision == "fp16" else 0.3)

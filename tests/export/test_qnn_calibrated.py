@@ -10,9 +10,7 @@ from torch import nn
 
 from torch_pi2.errors import ConfigError
 from torch_pi2.export.qnn import Settings
-from torch_pi2.export.qnn.blocks import block_scales
-from torch_pi2.export.qnn.calibrated import NpuGrid, calibrate
-from torch_pi2.export.qnn.outliers import rounded
+from torch_pi2.export.qnn.weights import NpuGrid, block_scales, calibrate, rounded
 from torch_pi2.fitting.gptq import Moments, Solver
 
 HIDDEN, NEURONS = 64, 96

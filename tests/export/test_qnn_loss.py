@@ -16,8 +16,8 @@ import torch_pi2
 from torch_pi2.errors import ArtifactError
 from torch_pi2.export.calibrate import TOKENS, first_batches, inputs_of, scored_rows
 from torch_pi2.export.hot import HotChunks, hot_chunks
-from torch_pi2.export.qnn import report
 from torch_pi2.export.qnn.loss import hot_on_npu, loss_of
+from torch_pi2.export.qnn.settings import REPORT_FILE, read_report
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.profiling.data import Batch
 
@@ -30,11 +30,7 @@ class Sums(nn.Module):
         self.hot, self.wrong = hot, wrong
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found = []
-        for k in range(1, len(self.hot.up) + 1):
-            self.hot.chunks = k
-            found.append(self.wrong * self.hot(x))
-        return tuple(found)
+        return tuple(self.wrong * self.hot.first(k)(x) for k in range(1, len(self.hot.up) + 1))
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +52,7 @@ def test_the_first_chunks_are_the_npus_and_the_rest_is_as_before(model: nn.Modul
     with torch.no_grad():
         before, hot = ffn(x), hot_chunks(ffn, 2)
         for count in (1, 2):
-            hot.chunks = count
-            wanted = before + 0.5 * hot(x)
+            wanted = before + 0.5 * hot.first(count)(x)
             with hot_on_npu([ffn], [Sums(hot_chunks(ffn, 3), 1.5)], [count]):
                 torch.testing.assert_close(ffn(x), wanted, rtol=1e-4, atol=1e-5)
         with hot_on_npu([ffn], [Sums(hot_chunks(ffn, 3), 0.0)], [3]):  # no bias: all of it is the NPU's
@@ -136,8 +131,8 @@ def test_an_iterator_is_read_once_and_no_further_than_needed() -> None:
 
 
 def test_a_report_is_read(tmp_path: Path) -> None:
-    (tmp_path / report.FILE).write_text(json.dumps(NPU_REPORT))
-    assert report.read(tmp_path / report.FILE) == NPU_REPORT
+    (tmp_path / REPORT_FILE).write_text(json.dumps(NPU_REPORT))
+    assert read_report(tmp_path / REPORT_FILE) == NPU_REPORT
 
 
 @pytest.mark.parametrize(
@@ -150,6 +145,6 @@ def test_a_report_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_report_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    (tmp_path / report.FILE).write_text(json.dumps(NPU_REPORT | change))
+    (tmp_path / REPORT_FILE).write_text(json.dumps(NPU_REPORT | change))
     with pytest.raises(ArtifactError, match=message):
-        report.read(tmp_path / report.FILE)
+        read_report(tmp_path / REPORT_FILE)

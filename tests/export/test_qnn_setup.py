@@ -30,9 +30,8 @@ from torch_pi2.export import qnn
 from torch_pi2.export.hot import HotChunks
 from torch_pi2.export.qnn import compile as qnn_compile
 from torch_pi2.export.qnn import job, sdk
-from torch_pi2.export.qnn.blocks import block_scales
-from torch_pi2.export.qnn.outliers import four_bit_damage, rounded, split
 from torch_pi2.export.qnn.quantize import blocks_of, check_calibration
+from torch_pi2.export.qnn.weights import block_scales, quantization_errors, rounded, split
 
 
 def tiny_hot(hidden: int = 32, neurons: int = 64, chunk: int = 32) -> HotChunks:
@@ -223,7 +222,7 @@ def test_calibration_inputs_are_checked() -> None:
         check_calibration(hot, torch.full((4, 32), float("nan")), settings)
 
 
-def test_damage_is_the_error_of_each_neuron() -> None:
+def test_errors_of_neurons() -> None:
     torch.manual_seed(1)
     gate, up, down, x = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8, 6), torch.randn(20, 8)
     up[3] *= torch.tensor([30.0, 1, 1, 1, 1, 1, 1, 1])  # one large weight takes the others' resolution
@@ -232,12 +231,12 @@ def test_damage_is_the_error_of_each_neuron() -> None:
         assert w_gate is not None
         return torch.relu(x @ w_gate.T) * (x @ w_up.T)
 
-    damage = four_bit_damage(intermediate, gate, up, down)
+    errors = quantization_errors(intermediate, gate, up, down)
     a, b = intermediate(gate, up), intermediate(rounded(gate), rounded(up))
     for i in range(6):
         by_hand = (a[:, i : i + 1] * down[:, i] - b[:, i : i + 1] * rounded(down)[:, i]).square().sum()
-        torch.testing.assert_close(damage[i], by_hand.double(), rtol=1e-4, atol=1e-6)
-    high, low = split(damage, 2)
+        torch.testing.assert_close(errors[i], by_hand.double(), rtol=1e-4, atol=1e-6)
+    high, low = split(errors, 2)
     assert 3 in high
     assert sorted([*high.tolist(), *low.tolist()]) == list(range(6))
 

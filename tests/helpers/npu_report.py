@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_pi2.export.qnn import report
+from torch_pi2.export.qnn.settings import REPORT_FORMAT, REPORT_VERSION
 
 NPU_REPORT: dict[str, Any] = {
-    "format": report.FORMAT,
-    "version": report.VERSION,
+    "format": REPORT_FORMAT,
+    "version": REPORT_VERSION,
     "soc": "SM8650",
     "precision": "w4a16",
     "qnn": "v2.49.40",

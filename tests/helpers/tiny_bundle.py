@@ -14,7 +14,7 @@ from shared import shared_folder
 from tiny_tokenizers import TEXT, byte_tokenizer
 from torch import nn
 
-from torch_pi2.export.manifest import CONTEXT_METHOD, Manifest, Method, Model, describe_files
+from torch_pi2.export.manifest import CONTEXT_METHOD, Manifest, MethodEntry, Model, describe_files
 
 VOCAB, WIDTH, ROOM, PROMPT, LANES = 300, 16, 40, 8, 4
 EOS = 0
@@ -137,9 +137,9 @@ def write_manifest(folder: Path, batches: tuple[int, ...] = (1, 2, 4)) -> Manife
         files=files,
         model=Model("TinyDecoder", "tiny", "ab" * 32, "float32", "float32", 1, WIDTH, VOCAB),
         methods={
-            "forward": Method("forward", 1, PROMPT),
-            **{f"decode_b{batch}": Method("decode", batch, 1, (batch,)) for batch in batches},
-            "fork": Method("fork", LANES, 1),
+            "forward": MethodEntry("forward", 1, PROMPT),
+            **{f"decode_b{batch}": MethodEntry("decode", batch, 1, (batch,)) for batch in batches},
+            "fork": MethodEntry("fork", LANES, 1),
         },
         max_tokens=ROOM,
         lanes=LANES,

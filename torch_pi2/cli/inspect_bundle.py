@@ -26,7 +26,7 @@ def describe_bundle(folder: Path, verify: bool, progress: bool = True) -> dict[s
     from torch_pi2.errors import LibraryMissingError
     from torch_pi2.export.contents import describe_program
     from torch_pi2.export.manifest import PROGRAM_FILE, STORE_FILE, Manifest
-    from torch_pi2.export.qnn import report
+    from torch_pi2.export.qnn.settings import REPORT_FILE, read_report
 
     manifest = Manifest.load(folder)
     read = manifest.verify(folder, "all" if verify else "sizes", progress=progress)
@@ -58,7 +58,7 @@ def describe_bundle(folder: Path, verify: bool, progress: bool = True) -> dict[s
         "parts": parts | {"configuration and tokenizer": sum(others.values())},
         "unknown": unknown,
         "verified_bytes": read if verify else None,
-        "npu": report.read(folder / report.FILE) if report.FILE in files else None,
+        "npu": read_report(folder / REPORT_FILE) if REPORT_FILE in files else None,
         "verdict": None if (found := verdict.read(folder)) is None else found.to_json(),
     }
 

@@ -17,7 +17,7 @@ from torch_pi2.base.heap import trim
 from torch_pi2.decode.kv import cache_name, cache_of
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export.decoder import Lanes
-from torch_pi2.export.failures import named_failures
+from torch_pi2.export.program import named_failures
 from torch_pi2.layers.prompt import sparse_only
 
 #: Tokens that are read at the beginning and at the end, and the fewest that a bundle has room for.

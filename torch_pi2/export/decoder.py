@@ -1,11 +1,12 @@
 """Methods of a Hugging Face decoder over one static KV cache of several lanes: ``forward``, ``decode_bN``, ``fork``.
 
-A lane is a sequence. Every method says where its tokens stand (``positions``), so that sequences of a batch may have
+A lane holds one sequence. Every method is told the positions of its tokens, so that the sequences of a batch may have
 different lengths, and a new prompt simply begins at position 0.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +19,11 @@ from torch_pi2.decode.kv import cache_name, cache_of
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export import cached_attention
 from torch_pi2.export.attention import Select, exportable_attention, lane_layers, reset_rotary, takes_attention
+from torch_pi2.export.program import MethodSpec
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take memory where they are written: tracing only reads shapes, and long contexts are large."""
+    """Zeros that take memory only where they are written: long contexts are large, and tracing only reads shapes."""
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
@@ -37,7 +39,7 @@ class Lanes(nn.Module):
         kv: one of ``KV_FORMATS``.
 
     Raises:
-        UnsupportedModelError: its cache is none of keys and values of all tokens.
+        UnsupportedModelError: its cache does not hold keys and values of all tokens.
     """
 
     def __init__(self, model: nn.Module, lanes: int, max_tokens: int, kv: str = "float32") -> None:
@@ -63,12 +65,20 @@ class Lanes(nn.Module):
                 self.register_buffer(f"{kind}_{i}", cache, persistent=False)
         self.register_buffer("slots", torch.arange(max_tokens), persistent=False)
 
+    def variant(self) -> Lanes:
+        """A copy with modules of its own, but the same weights and the same KV cache.
+
+        Methods differ in their modules (what an accelerator computes), not in their tensors.
+        """
+        tensors: dict[int, Any] = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())}
+        return copy.deepcopy(self, tensors)
+
     def caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of each layer."""
         return [(getattr(self, f"key_{i}"), getattr(self, f"value_{i}")) for i in range(self.layers)]
 
     def lane(self, lane: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each layer what one lane has, ``[max_tokens, KV heads, ...]``, to read and to change."""
+        """Views of one lane in each layer, ``[max_tokens, KV heads, ...]``."""
 
         def rows(cache: torch.Tensor) -> torch.Tensor:
             return cache[lane].transpose(0, 1) if self.ours else cache.view(self.lanes, -1, *cache.shape[1:])[lane]
@@ -76,7 +86,7 @@ class Lanes(nn.Module):
         return [(rows(keys), rows(values)) for keys, values in self.caches()]
 
     def floats(self, lane: int, tokens: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values that the first tokens of a lane left in a layer, ``[tokens, KV heads, width]`` in float32."""
+        """Keys and values of the first tokens of a lane in a layer, ``[tokens, KV heads, width]`` in float32."""
         keys, values = (
             cached_attention.unpacked(rows[:tokens])[..., :width]
             for rows, width in zip(self.lane(lane)[layer], self._widths[layer])
@@ -84,7 +94,7 @@ class Lanes(nn.Module):
         return keys, values
 
     def forget(self) -> None:
-        """All lanes are as they were at first."""
+        """Empty all lanes."""
         for cache in (cache for pair in self.caches() for cache in pair):
             cache.zero_()
 
@@ -121,9 +131,9 @@ class Lanes(nn.Module):
 class Forward(nn.Module):
     """``(ids [1, T], start [1]) -> logits [1, 1, V]``: any number of tokens of one lane.
 
-    ``start`` is the row of the cache of the first: its position, and ``max_tokens`` for each lane before. In the first
-    lane it is a position, as ExecuTorch's own LLM runner has it. With a fixed T, which something behind a prompt fills
-    up, ``last [1]`` says which token is the prompt's last one.
+    ``start`` is the first token's row in the cache: its position, plus ``max_tokens`` for each lane before. In the
+    first lane it is the position, as ExecuTorch's own LLM runner passes it. With a fixed T the prompt is padded, and
+    ``last [1]`` is the index of its last token.
     """
 
     def __init__(self, lanes: Lanes) -> None:
@@ -149,7 +159,7 @@ class Decode(nn.Module):
 
 
 class Fork(nn.Module):
-    """``(lanes [L]) -> lanes``: lane i continues what ``lanes[i]`` has read."""
+    """``(lanes [L]) -> lanes``: lane i continues the sequence of lane ``lanes[i]``."""
 
     def __init__(self, lanes: Lanes) -> None:
         super().__init__()
@@ -163,7 +173,7 @@ class Fork(nn.Module):
 
 
 def _check_attention(model: nn.Module, config: Any, max_tokens: int, kv: str, ours: bool) -> None:
-    """Raises UnsupportedModelError for what lanes cannot hold, ConfigError for more tokens than the model takes."""
+    """Raises UnsupportedModelError for attention that lanes cannot hold, ConfigError for too many tokens."""
     if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"export of {type(model).__name__}",
@@ -208,17 +218,34 @@ def _check_attention(model: nn.Module, config: Any, max_tokens: int, kv: str, ou
         )
 
 
+def method_names(batches: Sequence[int], prompts: Sequence[int] = ()) -> list[str]:
+    """The methods of a decoder; ``prompts``: token counts of ``prefill_N``."""
+    names = ["forward", *(f"prefill_{tokens}" for tokens in prompts), *(f"decode_b{batch}" for batch in batches)]
+    return [*names, "fork"] if max(batches) > 1 else names
+
+
+def method_spec(name: str, lanes: Lanes, forward_tokens: int) -> MethodSpec:
+    """The method ``name`` of ``lanes``, to be traced. ``forward_tokens``: that one call of ``forward`` takes."""
+    start = torch.zeros(1, dtype=torch.int64)
+    if name == "fork":
+        return MethodSpec(Fork(lanes), (torch.zeros(lanes.lanes, dtype=torch.int64),))
+    if name == "forward":
+        ids = torch.zeros((1, min(8, forward_tokens)), dtype=torch.int64)
+        length = torch.export.Dim.DYNAMIC(min=1, max=forward_tokens)
+        return MethodSpec(Forward(lanes), (ids, start), dynamic_shapes=({1: length}, None))
+    batch, tokens = sizes_of(name)
+    ids = torch.zeros((batch, tokens), dtype=torch.int64)
+    if name.startswith("prefill_"):
+        return MethodSpec(Forward(lanes), (ids, start, start + 1))
+    return MethodSpec(Decode(lanes, batch), (ids, ids.clone()))
+
+
 def decoder_methods(lanes: Lanes, batches: Sequence[int], prompts: Sequence[int] = ()) -> dict[str, nn.Module]:
-    """Every method of a decoder by its name; ``prompts``: of ``forward`` with so many tokens, and ``last``."""
-    methods: dict[str, nn.Module] = {"forward": Forward(lanes)}
-    methods |= {f"prefill_{tokens}": Forward(lanes) for tokens in prompts}
-    methods |= {f"decode_b{batch}": Decode(lanes, batch) for batch in batches}
-    if max(batches) > 1:
-        methods["fork"] = Fork(lanes)
-    return methods
+    """The modules of all methods of ``lanes``, by name."""
+    return {name: method_spec(name, lanes, lanes.max_tokens - 1).module for name in method_names(batches, prompts)}
 
 
 def sizes_of(method: str) -> tuple[int, int]:
-    """Sequences, and tokens of each, of decode_bN or prefill_N."""
+    """Sequences and tokens per sequence of a method decode_bN or prefill_N."""
     kind, _, size = method.partition("_")
     return (1, int(size)) if kind == "prefill" else (int(size.removeprefix("b")), 1)

@@ -1,10 +1,10 @@
-"""The manifest of a bundle that was just written."""
+"""The manifest of a bundle that was just written, and how much memory it needs without neurons."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,153 +12,181 @@ import torch
 from torch import nn
 
 from torch_pi2.base.version import __version__
-from torch_pi2.decode.budget import wanted_neurons
+from torch_pi2.decode.budget import scratch_bytes, wanted_neurons
 from torch_pi2.decode.executorch import EXECUTORCH
 from torch_pi2.export.contents import describe_program
-from torch_pi2.export.decoder import sizes_of
+from torch_pi2.export.decoder import method_names, sizes_of
 from torch_pi2.export.hot import CHUNK
-from torch_pi2.export.manifest import CONTEXT_METHOD, PROGRAM_FILE, STORE_FILE, Manifest, Method, Model, describe_files
-from torch_pi2.export.memory import fixed_bytes
+from torch_pi2.export.manifest import (
+    CONTEXT_METHOD,
+    PROGRAM_FILE,
+    STORE_FILE,
+    Manifest,
+    MethodEntry,
+    Model,
+    describe_files,
+)
 from torch_pi2.export.methods import Methods, Source
-from torch_pi2.export.request import Request
+from torch_pi2.export.settings import ExportSettings
 from torch_pi2.export.store import StoreFacts, kind_of, kinds_of
 from torch_pi2.formats import FLOATS
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.layers.linear import QuantLinear
+from torch_pi2.store.budget import engine_bytes
 from torch_pi2.store.storefile import StoreReader
-from torch_pi2.store.superblock import LayerEntry
 from torch_pi2.types.method import LOSSY
+from torch_pi2.types.offload import OffloadConfig
+
+#: The runner with its libraries, stacks and thread pool, before anything is loaded (11 MB on x86-64), and the 4 MiB
+#: with which the cache is filled.
+_PROCESS_BYTES = 20 << 20
+#: Memory that a tokenizer takes, in sizes of its file: while it is read, before anything else is loaded, and from then
+#: on (measured: 6 and 2.6).
+_TOKENIZER_READ, _TOKENIZER_KEPT = 8, 4
 
 
 def manifest_of(
     source: Source,
-    request: Request,
+    settings: ExportSettings,
     facts: StoreFacts,
     staging: Path,
-    made: Methods,
+    methods: Methods,
     planned: tuple[int, int],
 ) -> Manifest:
     """Of the files in ``staging``. ``planned``: bytes of ExecuTorch's memory for the methods, and of XNNPACK's."""
     model, layers, decoder, files = source.model, source.layers, source.decoder, describe_files(staging)
     config: Any = getattr(model, "config", None)
-    methods = {"forward": Method("forward", 1, request.prompt_tokens if decoder else 1)}
-    if decoder:
-        for batch in request.batches:
-            name = f"decode_b{batch}"
-            methods[name] = Method("decode", batch, 1, tuple(made.chunks.get(name, ())))
-        for name, of_layers in made.chunks.items():
-            if name.startswith("prefill_"):
-                methods[name] = Method("prefill", *sizes_of(name), tuple(of_layers))
-        if max(request.batches) > 1:
-            methods["fork"] = Method("fork", 1, 1)
-    pte = files[PROGRAM_FILE].bytes
-    entries: Sequence[LayerEntry] = ()
-    if layers:
-        with StoreReader(staging / STORE_FILE) as store:
-            entries = store.entries
-    tokenizer_file = files.get("tokenizer.json")
-    chosen = chosen_shares(config, [layer.site for layer in source.parts.plan.layers])
+    text: Any = config.get_text_config(decoder=True) if decoder or not layers else None
+    entries = _method_entries(methods, settings, decoder)
+    plan = source.parts.plan
+    chosen = chosen_shares(config, [layer.site for layer in plan.layers])
     return Manifest(
         kind="decoder" if decoder else "module",
-        target=request.target,
-        made_by=_made_by(decoder, request),
+        target=settings.target,
+        made_by=_made_by(decoder, settings),
         files=files,
         model=Model(
             class_name=source.name,
             model_type=getattr(config, "model_type", None),
-            model_hash=source.parts.plan.model_hash,
+            model_hash=plan.model_hash,
             weights=kinds_of(layers),
-            linears=source.rest,
+            linears=source.linears,
             layers=len(facts.neuron_bytes),
-            hidden=layers[0].site.hidden if layers else config.get_text_config(decoder=True).hidden_size,
-            vocab=config.get_text_config(decoder=True).vocab_size if decoder else None,
+            hidden=layers[0].site.hidden if layers else text.hidden_size,
+            vocab=text.vocab_size if decoder else None,
         ),
-        methods=methods,
-        max_tokens=request.max_tokens if decoder else 1,
-        lanes=max(request.batches) if decoder else 1,
+        methods=entries,
+        max_tokens=settings.max_tokens if decoder else 1,
+        lanes=max(settings.batches) if decoder else 1,
         eos=_eos(model) if decoder else (),
         bos=_bos(model, source.tokenizer) if decoder else None,
-        lossy=tuple(_lossy(source, request, methods, made.hot_attention)),
-        pte_bytes=pte,
+        lossy=tuple(_lossy(source, settings, methods)),
+        pte_bytes=files[PROGRAM_FILE].bytes,
         store_bytes=facts.file_bytes,
         ffn_bytes=facts.ffn_bytes,
-        fixed_bytes=fixed_bytes(
-            pte,
-            describe_program(staging / PROGRAM_FILE)["bytes"]["named"],
-            1
-            if source.rest == "float32"
-            else sum(m.kind != "fork" for m in methods.values()),  # see pi2_et_share_weights
-            *planned,
+        fixed_bytes=_fixed_bytes(
+            staging,
+            # float weights that XNNPACK has packed are shared by methods: see pi2_et_share_weights
+            1 if source.linears == "float32" else sum(m.kind != "fork" for m in entries.values()),
+            planned,
             facts.predictor_bytes,
-            entries,
-            request.max_tokens,
-            tokenizer_file.bytes if tokenizer_file else 0,
+            settings.max_tokens,
         ),
         token_bytes=round(
             sum(
                 wanted_neurons(layer) * chosen.get(layer.site.experts, 1.0) * size
-                for layer, size in zip(source.parts.plan.layers, facts.neuron_bytes)
+                for layer, size in zip(plan.layers, facts.neuron_bytes)
             )
         ),
     )
 
 
-def _made_by(decoder: bool, request: Request) -> dict[str, str]:
-    found = {"torch_pi2": __version__, "torch": torch.__version__, "executorch": EXECUTORCH}
+def _method_entries(methods: Methods, settings: ExportSettings, decoder: bool) -> dict[str, MethodEntry]:
+    if not decoder:
+        return {"forward": MethodEntry("forward", 1, 1)}
+    prompts = [sizes_of(name)[1] for name in methods.chunks if name.startswith("prefill_")]
+    entries = {}
+    for name in method_names(settings.batches, prompts):
+        kind = name.partition("_")[0]
+        sizes = {"forward": (1, settings.forward_tokens), "fork": (1, 1)}.get(name) or sizes_of(name)
+        entries[name] = MethodEntry(kind, *sizes, tuple(methods.chunks.get(name, ())))
+    return entries
+
+
+def _fixed_bytes(folder: Path, packed_copies: int, planned: tuple[int, int], predictors: int, tokens: int) -> int:
+    """Memory of a bundle's process without the neuron cache. The C++ runner's resident memory, mapped files included,
+    stays below this and the cache (docs/BUNDLE.md).
+
+    Args:
+        packed_copies: of weights that XNNPACK repacks. planned: as of :func:`manifest_of`. predictors: bytes, with
+            biases. tokens: of one call, at most.
+    """
+    tokenizer = (folder / "tokenizer.json").stat().st_size if (folder / "tokenizer.json").is_file() else 0
+    packed = describe_program(folder / PROGRAM_FILE)["bytes"]["named"]
+    size = (folder / PROGRAM_FILE).stat().st_size + (packed_copies - 1) * packed + sum(planned) + predictors
+    if (folder / STORE_FILE).is_file():
+        with StoreReader(folder / STORE_FILE) as store:
+            entries = store.entries
+        size += sum(engine_bytes(entries, OffloadConfig())) + max(scratch_bytes(e, tokens) for e in entries)
+    total: int = _PROCESS_BYTES + max(_TOKENIZER_KEPT * tokenizer + size, _TOKENIZER_READ * tokenizer)
+    return total
+
+
+def _made_by(decoder: bool, settings: ExportSettings) -> dict[str, str]:
+    versions = {"torch_pi2": __version__, "torch": torch.__version__, "executorch": EXECUTORCH}
     if decoder:
-        found["transformers"] = importlib.metadata.version("transformers")
-    if request.linears != "float32":
-        found["torchao"] = importlib.metadata.version("torchao")
-    return found | {"python": ".".join(map(str, sys.version_info[:3]))}
+        versions["transformers"] = importlib.metadata.version("transformers")
+    if settings.linears != "float32":
+        versions["torchao"] = importlib.metadata.version("torchao")
+    return versions | {"python": ".".join(map(str, sys.version_info[:3]))}
 
 
-def runner_constants(source: Source, request: Request) -> dict[str, int | bool | list[int]]:
-    """What a decoder's program says of itself: methods without inputs, under the names of ExecuTorch's LLM runner."""
+def runner_constants(source: Source, settings: ExportSettings) -> dict[str, int | bool | list[int]]:
+    """Methods without inputs that describe a decoder's program, under the names of ExecuTorch's LLM runner."""
     config: Any = source.model.config
-    found: dict[str, Any] = {
-        CONTEXT_METHOD: request.max_tokens,
-        "get_max_seq_len": request.prompt_tokens,  # of one call
+    constants: dict[str, Any] = {
+        CONTEXT_METHOD: settings.max_tokens,
+        "get_max_seq_len": settings.forward_tokens,  # of one call
         "get_vocab_size": config.get_text_config(decoder=True).vocab_size,
         "use_kv_cache": True,
         "enable_dynamic_shape": True,
         "get_eos_ids": list(_eos(source.model)),
         "get_bos_id": _bos(source.model, source.tokenizer),
     }
-    return {name: value for name, value in found.items() if value not in (None, [])}
+    return {name: value for name, value in constants.items() if value not in (None, [])}
 
 
 def _eos(model: nn.Module) -> tuple[int, ...]:
-    found: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if found is None:
-        found = getattr(model.config, "eos_token_id", None)
-    return tuple(found) if isinstance(found, list | tuple) else () if found is None else (int(found),)
+    eos: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if eos is None:
+        eos = getattr(model.config, "eos_token_id", None)
+    return tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (int(eos),)
 
 
 def _bos(model: nn.Module, tokenizer: Any) -> int | None:
-    found: Any = getattr(tokenizer, "bos_token_id", None)
-    return getattr(model.config, "bos_token_id", None) if found is None else found
+    bos: Any = getattr(tokenizer, "bos_token_id", None)
+    return getattr(model.config, "bos_token_id", None) if bos is None else bos
 
 
-def _lossy(source: Source, request: Request, methods: Mapping[str, Method], hot_attention: str) -> list[str]:
-    found, prompts = [], [method.max_tokens for method in methods.values() if method.kind == "prefill"]
-    layers, rest = source.layers, source.rest
-    lossy = sorted({layer.method for layer in source.parts.plan.layers} & {*LOSSY})
-    if lossy:
-        found.append(f"cold neurons chosen by {' and '.join(lossy)}")
+def _lossy(source: Source, settings: ExportSettings, methods: Methods) -> Iterator[str]:
+    """What the bundle does not compute as the model in floats does, in words."""
+    layers, soc = source.layers, settings.soc
+    predicted = sorted({layer.method for layer in source.parts.plan.layers} & {*LOSSY})
+    if predicted:
+        yield f"cold neurons chosen by {' and '.join(predicted)}"
     if any(kind_of(layer) not in FLOATS for layer in layers):
-        found.append(f"neurons in {kinds_of(layers)}")
-    if rest != "float32":
-        found.append(f"linear layers in {rest}")
-    if source.decoder and request.kv != "float32":
-        found.append(f"keys and values in {request.kv}")
+        yield f"neurons in {kinds_of(layers)}"
+    if source.linears != "float32":
+        yield f"linear layers in {source.linears}"
+    if source.decoder and settings.kv != "float32":
+        yield f"keys and values in {settings.kv}"
     if any(m.int8_activations for m in (*layers, *(m for m in source.model.modules() if isinstance(m, QuantLinear)))):
-        found.append("inputs of layers in int8")
-    if request.soc is not None:
-        pieces = f"all neurons there in pieces of {' and '.join(map(str, prompts))}" if prompts else "by the CPU"
-        hot = f"hot neurons in {request.precision} on {request.soc} when decoding (chunks of {CHUNK})"
-        found.append(f"{hot}; prompts {pieces}")
-        if hot_attention != "none":
-            where = {"prompts": "in those pieces", "all": "there and when decoding, then with the last linear layer"}
-            kind = "in fp16" if request.precision == "fp16" else "quantised (qnn.json)"
-            found.append(f"attention {kind} on {request.soc} {where[hot_attention]}")
-    return found
+        yield "inputs of layers in int8"
+    if soc is not None:
+        prompts = [str(sizes_of(name)[1]) for name in methods.chunks if name.startswith("prefill_")]
+        pieces = f"all neurons there in pieces of {' and '.join(prompts)}" if prompts else "by the CPU"
+        yield f"hot neurons in {settings.precision} on {soc} when decoding (chunks of {CHUNK}); prompts {pieces}"
+        where = {"prompts": "in those pieces", "all": "there and when decoding, then with the last linear layer"}
+        if methods.hot_attention != "none":
+            kind = "in fp16" if settings.precision == "fp16" else "quantised (qnn.json)"
+            yield f"attention {kind} on {soc} {where[methods.hot_attention]}"

@@ -1,11 +1,12 @@
-"""``HotChunks``: the hot neurons of a layer as a dense submodule of its own, for an accelerator (split_hot_cold).
+"""``HotChunks``: the hot neurons of a layer as a dense submodule, for an accelerator; and how many there are per batch.
 
-Hot neurons go in chunks of :data:`CHUNK` neurons, y = sum over chunks of down_i(act(gate_i x) * up_i x), so that every
-number of them uses the same weights: one copy serves a graph for each batch size (PowerInfer-2, section 4.1.3).
+They come in chunks of :data:`CHUNK` neurons, y = sum over chunks of down_i(act(gate_i x) * up_i x). Any number of
+chunks uses the same weights, so one copy serves the graphs of all batch sizes (PowerInfer-2, section 4.1.3).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -20,21 +21,20 @@ from torch_pi2.types.machine_plan import HardwarePlan
 from torch_pi2.types.site import FFNSite
 from torch_pi2.types.stats import ActivationStats
 
-#: Neurons of a chunk: matrices of 512 x H keep a phone's NPU busy, and four of them are a step in the plan.
+#: Neurons of a chunk: matrices of 512 x H keep a phone's NPU busy.
 CHUNK = 512
 
 
 class HotChunks(nn.Module):
-    """The first neurons of a layer in plan order, densely: ``[..., H] -> [..., H]`` float32.
+    """The first neurons of a layer in plan order, dense: ``[..., H] -> [..., H]`` float32.
 
     Args:
-        site: the layer. rows: of each neuron gate (gated layers), up and down, ``[N, H]`` float32 each.
+        site: the layer. rows: gate (gated layers), up and down of each neuron, ``[N, H]`` float32 each.
         bias_gate, bias_up: ``[N]`` or None. Down's bias belongs to the cold part.
-        chunk: neurons per chunk; N is a multiple of it, or the last chunk has what is left.
+        chunk: neurons per chunk; the last one may be smaller.
 
     Attributes:
         gate, up, down: a linear layer per chunk; ``gate`` is empty in plain layers.
-        chunks: how many of them :meth:`forward` computes now, 1 to ``len(up)``.
     """
 
     def __init__(
@@ -48,19 +48,25 @@ class HotChunks(nn.Module):
         super().__init__()
         self.activation, self.activation_on_up = site.activation, site.activation_on_up
         up, down = rows[-2], rows[-1]
-        starts = range(0, len(up), chunk)
-        self.gate = nn.ModuleList(
-            linear_of(rows[0][i : i + chunk], _part(bias_gate, i, chunk)) for i in (starts if site.gated else ())
-        )
-        self.up = nn.ModuleList(linear_of(up[i : i + chunk], _part(bias_up, i, chunk)) for i in starts)
-        self.down = nn.ModuleList(linear_of(down[i : i + chunk].T, None) for i in starts)
-        self.chunks = len(self.up)
+        chunks = [slice(i, i + chunk) for i in range(0, len(up), chunk)]
+
+        def linears(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.ModuleList:
+            return nn.ModuleList(linear_of(weight[s], None if bias is None else bias[s]) for s in chunks)
+
+        self.gate = linears(rows[0], bias_gate) if site.gated else nn.ModuleList()
+        self.up = linears(up, bias_up)
+        self.down = nn.ModuleList(linear_of(down[s].T, None) for s in chunks)
+
+    def first(self, chunks: int) -> HotChunks:
+        """The first ``chunks`` chunks, with the same weights."""
+        part = copy.copy(self)
+        part._modules = {name: modules[:chunks] for name, modules in self._modules.items()}  # type: ignore[index]
+        return part
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = [self._chunk(i, x) for i in range(self.chunks)]
-        y = parts[0]
-        for part in parts[1:]:
-            y = y + part
+        y = self._chunk(0, x)
+        for i in range(1, len(self.up)):
+            y = y + self._chunk(i, x)
         return y
 
     def _chunk(self, i: int, x: torch.Tensor) -> torch.Tensor:
@@ -73,21 +79,16 @@ class HotChunks(nn.Module):
 
 
 def linear_of(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    """A linear layer of these very numbers, for inference."""
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    made.weight = nn.Parameter(_own(weight), requires_grad=False)
-    if bias is not None:
-        made.bias = nn.Parameter(_own(bias), requires_grad=False)
-    return made
+    """A linear layer with copies of these numbers, for inference.
 
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that is no part of a larger tensor: XNNPACK's exporter writes what lies at the beginning of that."""
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _part(bias: torch.Tensor | None, start: int, chunk: int) -> torch.Tensor | None:
-    return None if bias is None else bias[start : start + chunk]
+    They are copied because XNNPACK's exporter writes a view of a larger tensor from that tensor's beginning.
+    """
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            copied = tensor.detach().clone(memory_format=torch.contiguous_format)
+            setattr(linear, name, nn.Parameter(copied, requires_grad=False))
+    return linear
 
 
 def hot_chunks(ffn: SparseFFN, chunks: int, chunk: int = CHUNK) -> HotChunks:
@@ -106,8 +107,8 @@ def rows_of(ffn: SparseFFN, first: int, last: int) -> torch.Tensor:
     from torch_pi2.store.storefile import StoreReader
 
     with StoreReader(ffn.store.path) as reader:
-        found = reader.read_layer(ffn.store_layer, (first, last))
-    return found if ffn.weights != "float" else found.view(ffn.neuron_rows.dtype)
+        rows = reader.read_layer(ffn.store_layer, (first, last))
+    return rows if ffn.weights != "float" else rows.view(ffn.neuron_rows.dtype)
 
 
 def chunks_per_batch(
@@ -122,9 +123,9 @@ def chunks_per_batch(
 ) -> dict[int, list[int]]:
     """Batch size -> chunks of each layer that an accelerator computes, at least one.
 
-    As ``hardware`` (of the plan that ``layers`` are those of) has planned, if it gives an accelerator anything. Else a
-    neuron is hot for a batch if it fires for one of its tokens at least in ``hot_frequency`` of the cases (measured
-    by ``stats`` for every batch size); without statistics, the plan's hot neurons, whatever the batch.
+    ``hardware`` (of the plan of ``layers``) decides if it gives an accelerator anything. Otherwise a neuron is hot for
+    a batch size if it fires for any token of the batch in at least ``hot_frequency`` of the cases in ``stats``; without
+    statistics the plan's hot neurons are used, whatever the batch.
 
     Args:
         given: batch size -> chunks, instead (the same in every layer, at most all that a layer has).
@@ -133,33 +134,30 @@ def chunks_per_batch(
         ConfigError: ``given`` lacks a batch size, or has a number below 1.
     """
     planned = hardware if hardware is not None and any(any(b.accelerator) for b in hardware.buckets) else None
-    found: dict[int, list[int]] = {}
-    for batch in batches:
+
+    def wanted(batch: int, index: int, ffn: SparseFFN) -> int:
+        if given is not None:
+            return given[batch]
+        if planned is not None:
+            return -(-planned.bucket(batch).accelerator[index] // chunk)
+        if stats is None:
+            return -(-ffn.n_hot // chunk)
+        return round(int((_frequency(stats, ffn.site.key, batch) >= hot_frequency).sum()) / chunk)
+
+    for batch in batches if given is not None else ():
         if given is not None and given.get(batch, 0) < 1:
             raise ConfigError(
                 "export(hot=...)",
                 expected=f"1 or more chunks for each batch size of {list(batches)}",
                 found=f"{given.get(batch)} for {batch}",
-                fix="Correct it. (Left out, an NPU has what the statistics say, and xnnpack nothing.)",
+                fix="Correct it. (By default an NPU gets what the statistics say, and xnnpack nothing.)",
             )
-        found[batch] = []
-        for index, ffn in enumerate(layers):
-            most = -(-ffn.site.intermediate // chunk)
-            if given is not None:
-                wanted = given[batch]
-            elif planned is not None:
-                wanted = -(-planned.bucket(batch).accelerator[index] // chunk)
-            elif stats is None:
-                wanted = -(-ffn.n_hot // chunk)
-            else:
-                hot = int((_frequency(stats, ffn.site.key, batch) >= hot_frequency).sum())
-                wanted = round(hot / chunk)
-            found[batch].append(max(1, min(wanted, most)))
-    return found
+    most = [-(-ffn.site.intermediate // chunk) for ffn in layers]
+    return {batch: [max(1, min(wanted(batch, i, ffn), most[i])) for i, ffn in enumerate(layers)] for batch in batches}
 
 
 def _frequency(stats: ActivationStats, key: str, batch: int) -> torch.Tensor:
-    """As :meth:`LayerStats.frequency`; beyond the largest batch measured, that of tokens that fire independently."""
+    """As :meth:`LayerStats.frequency`; beyond the largest measured batch, tokens are taken to fire independently."""
     layer = stats[key]
     sizes = [s for s, n in zip(layer.batch_sizes, layer.batch_groups.tolist()) if n > 0]
     if batch <= sizes[-1]:

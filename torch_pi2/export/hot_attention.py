@@ -1,26 +1,28 @@
-"""``AttentionPart``: a layer's attention with its projections as a dense graph of fixed shape, for an accelerator.
+"""Attention with its projections on an accelerator, and the last linear layer: dense graphs of fixed shape.
 
-An accelerator cannot write in place, so keys and values of earlier tokens are inputs of the graph and those of new ones
-are outputs, which ``pi2::write_cache`` puts into the cache. It computes over all the room of a lane under a mask.
-:class:`AttentionSwitch` stands in a decoder where the attention was, and is either of the two: what
-:mod:`~torch_pi2.export.cached_attention` does on the CPU, or a part.
+An accelerator cannot write in place. So keys and values of earlier tokens are inputs of the graph, over all slots of a
+lane under a mask, and those of new tokens are outputs, which ``pi2::write_cache`` puts into the cache.
+:class:`AttentionPart` and :class:`HeadPart` are these graphs, :func:`with_parts` puts them into a decoder.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export.attention import masks_of
-from torch_pi2.export.decoder import Lanes
+from torch_pi2.export.calibrate import calls_of
+from torch_pi2.export.decoder import Lanes, sizes_of
 from torch_pi2.export.hot import linear_of
+from torch_pi2.export.settings import ExportSettings
 from torch_pi2.layers.linear import QuantLinear
+from torch_pi2.profiling.data import Batch
 from torch_pi2.rewrite.install import everywhere, exchange
 
 #: Under this name transformers finds the attention of a part.
@@ -39,7 +41,7 @@ _POSITIONS = ("hidden_states", "position_embeddings", "attention_mask", "positio
 
 @dataclass
 class _Seen:
-    """In the place of a cache while a part computes: what the new tokens bring, and what was there before them."""
+    """The cache that an attention gets while a part computes: keys and values of earlier tokens, and of new ones."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -57,11 +59,11 @@ class AttentionCall:
     """How a decoder calls the attention of one layer.
 
     Attributes:
-        layer: its number. cache: the argument that is the cache. name: of the module in the decoder. module: of
-            transformers. window: as ``cached_attention`` has it. settings: arguments that are no tensors.
-        widths: of the states, and of each tensor of positions that it is given (``position_embeddings``). room: key
-            heads, tokens and head size of a lane of the cache, which is given in ``dtype``. outputs: how many it
-            returns.
+        layer: its number. cache: the name of the argument that is the cache. name: the module's name in the decoder.
+        module: transformers' attention. window: as in ``cached_attention``. settings: arguments that are no tensors.
+        widths: of the states, and of each tensor of positions (``position_embeddings``). lane_shape: key heads, tokens
+            and head size of a lane of the cache, whose keys and values are given in ``dtype``. outputs: how many
+            values the module returns.
     """
 
     layer: int
@@ -71,19 +73,19 @@ class AttentionCall:
     window: int
     settings: Mapping[str, Any]
     widths: tuple[int, ...]
-    room: tuple[int, int, int]
+    lane_shape: tuple[int, int, int]
     dtype: torch.dtype
     outputs: int
 
     def shapes(self, batch: int, tokens: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Of what an :class:`AttentionPart` takes: sizes and dtypes."""
+        """Sizes and dtypes of the inputs of an :class:`AttentionPart`."""
         states = [((batch, tokens, width), torch.float32) for width in self.widths]
-        masks = [((batch, 1, tokens, seen), torch.float32) for seen in (self.room[1], tokens)]
-        return [*states, *[((batch, *self.room), self.dtype)] * 2, *masks]
+        masks = [((batch, 1, tokens, seen), torch.float32) for seen in (self.lane_shape[1], tokens)]
+        return [*states, *[((batch, *self.lane_shape), self.dtype)] * 2, *masks]
 
     @property
     def open(self) -> list[tuple[int, ...]]:
-        """Of each input the dimensions that are sequences or new tokens."""
+        """Of each input, the dimensions that count sequences or new tokens."""
         return [*[(0, 1)] * len(self.widths), (0,), (0,), (0, 2), (0, 2, 3)]
 
 
@@ -95,8 +97,8 @@ class AttentionPart(nn.Module):
     new tokens that a token does not see, or else 0. key, value: of the new tokens ``[B, T, K, D]``.
 
     Attributes:
-        call: what it stands for. masked: added to scores of what a token does not see. largest: score so far, while
-            :func:`samples_of` looks.
+        call: the attention that it computes. masked: added to the scores of slots that a token does not see. largest:
+            the largest score so far, while :func:`samples_of` collects it.
     """
 
     def __init__(self, call: AttentionCall) -> None:
@@ -136,7 +138,7 @@ class HeadPart(nn.Module):
 
 
 class _Rows(nn.Module):
-    """A linear layer, or a norm, that sees all that it is given as rows of one matrix. Otherwise the HTP (Qualcomm's
+    """A linear layer or a norm, whose input is reshaped to the rows of one matrix. Otherwise the HTP (Qualcomm's
     emulator, QNN 2.49) computes something else: of 4-bit weights and x ``[2, 1, H]``, of root mean squares in float16
     and x ``[1, 16, 2, 32]``."""
 
@@ -154,17 +156,17 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether it is one of rows, and not of several heads with weights of their own."""
+    """Whether it normalises rows, not several heads with weights of their own."""
     return type(module).__name__.endswith("Norm") and all(p.dim() == 1 for p in module.parameters())
 
 
 def _is_float(linear: nn.Module) -> bool:
-    """Whether its weights are plain numbers, and none of ours or of torchao that stand for others."""
+    """Whether its weights are plain floats, not quantised ones of ours or of torchao."""
     return not isinstance(linear, QuantLinear) and type(linear.weight.data) is torch.Tensor
 
 
 def _in_floats(linear: Any) -> nn.Linear:
-    """The numbers that its weights stand for."""
+    """A dequantised copy."""
     weight = linear.dequantized() if isinstance(linear, QuantLinear) else linear.weight.dequantize()
     return linear_of(weight.float(), linear.bias)
 
@@ -205,29 +207,25 @@ def _attend(
     return torch.cat(found, 1).reshape(batch, heads, tokens, width).transpose(1, 2), None
 
 
-class Head(nn.Module):
-    """In the place of a decoder's last linear layer. part: on the accelerator; None: as it was."""
+class AcceleratedHead(nn.Module):
+    """Replaces a decoder's last linear layer; ``part`` computes it."""
 
-    def __init__(self, whole: nn.Module) -> None:
+    def __init__(self, part: nn.Module) -> None:
         super().__init__()
-        self.whole = whole
-        self.part: nn.Module | None = None
+        self.part = part
 
     def forward(self, x: torch.Tensor) -> Any:
-        return self.whole(x) if self.part is None else self.part(x)[0]
+        return self.part(x)[0]
 
 
-class AttentionSwitch(nn.Module):
-    """In the place of an attention of transformers. part: on the accelerator; None: as it was."""
+class AcceleratedAttention(nn.Module):
+    """Replaces an attention of transformers; ``part`` computes it."""
 
-    def __init__(self, call: AttentionCall) -> None:
+    def __init__(self, call: AttentionCall, part: nn.Module) -> None:
         super().__init__()
-        self.whole, self.call = call.module, call
-        self.part: nn.Module | None = None
+        self.call, self.part = call, part
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.part is None:
-            return self.whole(*args, **kwargs)
         layer = kwargs[self.call.cache].layers[self.call.layer]
         before = (cache.to(self.call.dtype) for cache in layer.before())
         y, key, value = self.part(*states_of(args, kwargs), *before, *layer.masks(self.call.window))
@@ -242,41 +240,37 @@ def states_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tens
     return [x, *(kwargs.get("position_embeddings") or ())]
 
 
-def switched(lanes: Lanes, dtype: torch.dtype | None = None) -> tuple[list[AttentionSwitch], Head | None]:
-    """Put an :class:`AttentionSwitch` in the place of each attention of the model of ``lanes``, and a :class:`Head`.
-
-    Returns them: of each layer in order; None if the model has no last linear layer of its own. dtype: what keys and
-    values are given to parts in; default: that of the cache.
-
-    Raises:
-        UnsupportedModelError: its attention is not one that transformers gives it, or is called with something else
-            than states and positions.
-    """
-    calls = _calls(lanes)
-    made = [AttentionSwitch(call if dtype is None else replace(call, dtype=dtype)) for call in calls]
+def head_of(lanes: Lanes) -> nn.Module | None:
+    """The last linear layer of the model of ``lanes``, if it has one of its own."""
     last: Any = lanes.model.get_output_embeddings()  # type: ignore[operator]
-    head = Head(last) if _is_linear(last) else None
-    new: dict[nn.Module, nn.Module] = {switch.whole: switch for switch in made}
-    exchange(everywhere(lanes.model, new | ({} if head is None else {head.whole: head})))
-    return made, head
+    return last if _is_linear(last) else None
 
 
-def float_parts(switches: Sequence[AttentionSwitch], head: Head | None) -> dict[str, nn.Module]:
-    """By name: a part of each, in floats."""
-    parts: dict[str, nn.Module] = {part_name(i): AttentionPart(switch.call) for i, switch in enumerate(switches)}
-    return parts if head is None else parts | {HEAD: HeadPart(head.whole)}
+def with_parts(lanes: Lanes, calls: Sequence[AttentionCall], parts: Mapping[str, nn.Module]) -> Lanes:
+    """A variant of ``lanes`` in which ``parts`` compute the attention of their layers (:func:`part_name`), or the head.
+
+    ``calls``: of its layers, from :func:`attention_calls`.
+    """
+    variant = lanes.variant()
+    replacements: dict[nn.Module, nn.Module] = {
+        variant.model.get_submodule(call.name): AcceleratedAttention(call, parts[part_name(call.layer)])
+        for call in calls
+        if part_name(call.layer) in parts
+    }
+    if HEAD in parts and (head := head_of(variant)) is not None:
+        replacements[head] = AcceleratedHead(parts[HEAD])
+    exchange(everywhere(variant.model, replacements))
+    return variant
 
 
-def place(switches: Sequence[AttentionSwitch], head: Head | None, parts: Mapping[str, nn.Module]) -> None:
-    """Give each its part of that name, or none."""
-    for i, switch in enumerate(switches):
-        switch.part = parts.get(part_name(i))
-    if head is not None:
-        head.part = parts.get(HEAD)
+def float_parts(calls: Sequence[AttentionCall], head: nn.Module | None) -> dict[str, nn.Module]:
+    """By name: the part of each layer and of ``head``, in float32."""
+    parts: dict[str, nn.Module] = {part_name(call.layer): AttentionPart(call) for call in calls}
+    return parts if head is None else parts | {HEAD: HeadPart(head)}
 
 
 def part_name(layer: int) -> str:
-    """The name of the attention of a layer."""
+    """The name of a layer's attention among parts."""
     return f"attention{layer}"
 
 
@@ -286,8 +280,8 @@ _TOLERANCE, _ROUGH_TOLERANCE = 2e-2, 0.2
 
 
 @torch.no_grad()
-def check_parts(lanes: Lanes, switches: Sequence[AttentionSwitch], head: Head | None) -> None:
-    """See that parts, in floats, compute what the model does: a few tokens at once, then one.
+def check_parts(lanes: Lanes, calls: Sequence[AttentionCall]) -> None:
+    """Check that parts in float32 compute what the model does: a few tokens at once, then one.
 
     Raises:
         UnsupportedModelError: they do not.
@@ -297,42 +291,37 @@ def check_parts(lanes: Lanes, switches: Sequence[AttentionSwitch], head: Head | 
     few = max(1, min(5, lanes.max_tokens - 1))
     ids_1T = torch.randint(0, vocab, (1, few + 1), generator=random)
 
-    def read() -> torch.Tensor:
-        for pair in lanes.caches():
-            for cache in pair:  # what is not seen must not matter
-                cache.view(torch.uint8).fill_(0)
-                cache[:, :, few + 1 :].fill_(1)
+    def read(lanes: Lanes) -> torch.Tensor:
+        for cache in (cache for pair in lanes.caches() for cache in pair):  # unseen slots must not matter
+            cache.view(torch.uint8).fill_(0)
+            cache[:, :, few + 1 :].fill_(1)
         at = torch.arange(few + 1)[None]
-        found = [
-            lanes.run(ids_1T[:, part], at[:, part], zero, lambda c: c[:1]) for part in (slice(few), slice(few, None))
-        ]
-        return torch.cat(found).float()
+        pieces = (slice(few), slice(few, None))
+        return torch.cat([lanes.run(ids_1T[:, p], at[:, p], zero, lambda c: c[:1]) for p in pieces]).float()
 
     try:
-        wanted = read()
-        place(switches, head, float_parts(switches, head))
-        found = read()
+        expected = read(lanes)
+        logits = read(with_parts(lanes, calls, float_parts(calls, head_of(lanes))))
     except UnsupportedModelError:
         raise
     except Exception as error:
         raise _refused(lanes.model, f"one that cannot be called alone ({type(error).__name__}: {error})") from error
     finally:
-        place(switches, head, {})
         lanes.forget()
-    off = float((found - wanted).norm() / wanted.norm().clamp_min(1e-30))
-    linears = [m for switch in switches for m in switch.whole.modules() if _is_linear(m)]
-    if not off <= (_TOLERANCE if all(map(_is_float, linears)) else _ROUGH_TOLERANCE):
-        raise _refused(lanes.model, f"one that computes something else alone ({100 * off:.2g} % off)")
+    difference = float((logits - expected).norm() / expected.norm().clamp_min(1e-30))
+    linears = [m for call in calls for m in call.module.modules() if _is_linear(m)]
+    if not difference <= (_TOLERANCE if all(map(_is_float, linears)) else _ROUGH_TOLERANCE):
+        raise _refused(lanes.model, f"one that computes something else alone ({100 * difference:.2g} % off)")
 
 
 @torch.no_grad()
 def samples_of(part: AttentionPart, seen: Sequence[Sequence[torch.Tensor]]) -> list[tuple[torch.Tensor, ...]]:
-    """Inputs of ``part`` when it reads sequences in pieces: the states and tables ``[1, T, ...]`` of each.
+    """Inputs of ``part`` when it reads sequences in pieces; ``seen``: the states and tables ``[1, T, ...]`` of each.
 
-    Of every sequence there are two pieces or more: in the first the cache has nothing, and its range would be none.
-    ``part`` masks by no more than what keeps its scores apart after that: 16 bits are for them, too.
+    Every sequence gives two pieces or more, as the cache is empty in the first one and its range would be zero.
+    Afterwards ``part.masked`` is just large enough to separate scores: they share 16 bits with it.
     """
-    (heads, room, width), found = part.call.room, []
+    (heads, room, width), found = part.call.lane_shape, []
     part.largest = 0.0
     for states in seen:
         size = max(1, min(_PIECE, room // 4, states[0].shape[1] // 2))
@@ -349,8 +338,15 @@ def samples_of(part: AttentionPart, seen: Sequence[Sequence[torch.Tensor]]) -> l
 
 
 @torch.no_grad()
-def _calls(lanes: Lanes) -> list[AttentionCall]:
-    """How each layer calls its attention, seen on one token."""
+def attention_calls(lanes: Lanes, dtype: torch.dtype | None = None) -> list[AttentionCall]:
+    """How each layer calls its attention, observed on one token.
+
+    ``dtype``: of the keys and values that parts get; default: that of the cache.
+
+    Raises:
+        UnsupportedModelError: the attention is not one that transformers gives the model, or it is called with
+            something else than states and positions.
+    """
     model = lanes.model
     if not lanes.ours:
         raise _refused(model, "attention in its own code")
@@ -376,7 +372,7 @@ def _calls(lanes: Lanes) -> list[AttentionCall]:
             raise _refused(model, f"one with {', '.join(strange)}")
         shapes = (x.shape[-1], *(t.shape[-1] for t in tables)), (*layer.keys.shape[1:],)
         found[index] = AttentionCall(
-            index, cache, names[module], module, layer.window, others, *shapes, layer.keys.dtype, len(output)
+            index, cache, names[module], module, layer.window, others, *shapes, dtype or layer.keys.dtype, len(output)
         )
 
     hooks = [m.register_forward_hook(seen, with_kwargs=True) for m, name in names.items() if name]
@@ -399,3 +395,129 @@ def _refused(model: nn.Module, found: str) -> UnsupportedModelError:
         found=found,
         fix="Export with hot_attention='none'.",
     )
+
+
+# --- where it goes ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlacedAttention:
+    """Attention on the accelerator.
+
+    Attributes:
+        where: "none", "prompts" or "all". calls: of the decoder's layers. parts: method -> name -> part.
+    """
+
+    where: str = "none"
+    calls: Sequence[AttentionCall] = ()
+    parts: Mapping[str, Mapping[str, nn.Module]] = field(default_factory=dict)
+
+
+def place_attention(
+    source: nn.Module,
+    lanes: Lanes,
+    methods: Sequence[str],
+    settings: ExportSettings,
+    calibration: Sequence[Batch],
+    report: dict[str, Any],
+    ffn_bytes: int,
+) -> PlacedAttention:
+    """Decide which methods have attention on the accelerator, and compile its parts.
+
+    Args:
+        source: the model that ``lanes`` has a copy of. methods: those with hot parts. calibration: without any, nothing
+            is quantised. report: gets an entry ``attention``, and ``parts`` that were compiled. ffn_bytes: weights of
+            feed-forward layers on the NPU.
+
+    Raises:
+        ConfigError, UnsupportedModelError: what ``settings.hot_attention`` asks for is not possible.
+    """
+    asked, soc = settings.hot_attention, settings.soc
+    prompts = [name for name in methods if name.startswith("prefill_")]
+    where = asked or ("prompts" if soc and prompts and settings.kv != "int8" else "none")
+    if where == "none":
+        return PlacedAttention()
+    if where == "prompts" and not prompts:
+        raise ConfigError(
+            "export(hot_attention='prompts')",
+            expected="methods that read prompts on the accelerator (hot_prompts)",
+            found="none",
+            fix="Pass hot_prompts, sizes below max_tokens, or hot_attention='all' to decode there.",
+        )
+    try:
+        # quantised graphs have no 16-bit float inputs
+        quantised = soc is not None and settings.precision != "fp16"
+        calls = attention_calls(lanes, torch.float32 if quantised else None)
+        check_parts(lanes, calls)
+    except UnsupportedModelError as error:
+        if asked:
+            raise
+        report["attention"] = f"on the CPU: {error.found}"
+        return PlacedAttention()
+    if where == "prompts":
+        methods = prompts
+    head = head_of(lanes) if where == "all" else None
+    if soc is None:
+        return PlacedAttention(where, calls, dict.fromkeys(methods, float_parts(calls, head)))
+    from torch_pi2.export import qnn
+
+    modules = [call.module for call in calls] + ([] if head is None else [head])
+    weights = sum(p.numel() for module in modules for p in module.parameters())
+    blocks = _blocks(modules, settings.precision)
+    sizes = {block: ffn_bytes + round(weights * settings.qnn.part_bits(block) / 8) for block in blocks}
+    block = next((block for block, size in sizes.items() if size <= qnn.MOST_BYTES), None)
+    if block is None:
+        size, and_head = min(sizes.values()), "" if head is None else ", last linear layer"
+        if asked:
+            raise ConfigError(
+                f"export(hot_attention={where!r}) for {soc}",
+                expected=f"at most {qnn.MOST_BYTES >> 20} MiB of weights, which an NPU can have",
+                found=f"{size >> 20} MiB: attention of {len(calls)} layers{and_head} "
+                f"{(size - ffn_bytes) >> 20} MiB, feed-forward layers {ffn_bytes >> 20} MiB in {settings.precision}",
+                fix="Leave it out (the CPU computes attention), or pass blocks=32 for smaller feed-forward layers.",
+            )
+        report["attention"] = f"on the CPU: with it an NPU would have {size >> 20} MiB"
+        return PlacedAttention()
+    programs = _programs(source, calls, head, methods, block, settings.quantization == "gptq", calibration)
+    lowered = qnn.lower_parts(programs, settings.qnn, progress=settings.progress)
+    report |= {"attention": where, "parts": lowered.report}
+    return PlacedAttention(where, calls, lowered.modules)
+
+
+def _blocks(modules: Sequence[nn.Module], precision: str) -> tuple[int, ...]:
+    """Weights per scale to try, the best first; 0: 8 bits, and one scale per output channel."""
+    from torch_pi2.export.qnn import PART_BLOCK
+
+    widths = {m.in_features for module in modules for m in module.modules() if isinstance(m, nn.Linear | QuantLinear)}
+    four_bits = precision == "w4a16" and not any(width % PART_BLOCK for width in widths)
+    return (0, PART_BLOCK) if four_bits else (0,)
+
+
+def _programs(
+    source: nn.Module,
+    calls: Sequence[AttentionCall],
+    head: nn.Module | None,
+    methods: Sequence[str],
+    block: int,
+    gptq: bool,
+    calibration: Sequence[Batch],
+) -> Iterator[tuple[str, torch.export.ExportedProgram, Any]]:
+    """Each part as the NPU's compiler takes it: its name, its program, its inputs."""
+    from torch_pi2.export.qnn import PartInputs, open_program, zeros
+
+    attentions = [source.get_submodule(call.name) for call in calls]
+    heads = [] if head is None else [source.get_output_embeddings()]  # type: ignore[operator]
+    seen: list[Any] = [[]] * (len(attentions) + 1)
+    if calibration:
+        seen = calls_of(source, [*attentions, *heads], states_of, calibration)
+    for call, states in zip(calls, seen):
+        part = AttentionPart(call)
+        graphs = {name: call.shapes(*sizes_of(name)) for name in methods}
+        samples = samples_of(part, states) if calibration else []
+        program = open_program(part, zeros(call.shapes(2, 3)), call.open)
+        yield part_name(call.layer), program, PartInputs(samples, graphs, call.open, block, gptq)
+    if head is not None:
+        width = calls[0].widths[0]
+        one = {name: [((sizes_of(name)[0], 1, width), torch.float32)] for name in methods}
+        program = open_program(HeadPart(head), (torch.zeros(2, 3, width),), [(0, 1)])
+        yield HEAD, program, PartInputs([tuple(x) for x in seen[-1]], one, [(0, 1)], block)

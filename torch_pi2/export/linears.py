@@ -1,4 +1,4 @@
-"""Everything outside feed-forward layers: to float32, or its linear layers to XNNPACK's int8 or int4."""
+"""Layers outside FFNs: converted to float32, or linear layers to XNNPACK's int8 or int4."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.layers.embedding import QuantEmbedding
 from torch_pi2.layers.linear import QuantLinear
 
-#: Columns that have a scale in common.
+#: Columns that share a scale.
 _GROUP = 32
 
 
@@ -30,10 +30,10 @@ class FloatEmbedding(nn.Module):
 
 
 def linears_of(model: nn.Module, asked: str) -> str:
-    """How the linear layers of ``model`` are going to be stored.
+    """The format in which the linear layers of ``model`` are exported.
 
     Raises:
-        ConfigError: ``asked`` for another form than that in which they are quantised already.
+        ConfigError: ``asked`` is not the format in which they are quantised already.
     """
     kinds = dict.fromkeys(module.weights for module in model.modules() if isinstance(module, QuantLinear))
     if not kinds:
@@ -50,7 +50,7 @@ def linears_of(model: nn.Module, asked: str) -> str:
 
 
 def prepare_rest(model: nn.Module, linears: str) -> None:
-    """Make float32 of ``model``, in place, and quantise its linear layers. Tables of 16-bit embeddings stay.
+    """Convert ``model`` to float32 in place, and quantise its linear layers. Tables of 16-bit embeddings stay.
 
     Raises:
         LibraryMissingError: torchao is not installed, and ``linears`` is not ``float32``.
@@ -64,9 +64,9 @@ def prepare_rest(model: nn.Module, linears: str) -> None:
         for name, child in list(parent._modules.items()):
             if type(child) is nn.Embedding and child.weight.dtype in (torch.bfloat16, torch.float16):
                 parent._modules[name] = FloatEmbedding(child)
-    kept = {id(m.weight) for m in model.modules() if isinstance(m, FloatEmbedding)}
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, FloatEmbedding)}
     for parameter in model.parameters():
-        if id(parameter) not in kept and parameter.is_floating_point() and not isinstance(parameter, AbsentParameter):
+        if id(parameter) not in tables and parameter.is_floating_point() and not isinstance(parameter, AbsentParameter):
             parameter.data = parameter.data.float()  # in place, so that tied ones stay tied
     for module in model.modules():
         for name, buffer in module._buffers.items():

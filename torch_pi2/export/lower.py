@@ -1,65 +1,27 @@
-"""From methods (modules and example inputs) to the bytes of a ``.pte``. Needs executorch.
+"""From traced methods to the bytes of a ``.pte``. Needs executorch.
 
-Feed-forward layers go to ``Pi2Backend``, everything else that it knows to XNNPACK, and what is left runs on
-ExecuTorch's CPU operators. One call of ``to_edge_transform_and_lower`` for all methods, which share their constants and
-their mutable buffers.
+Feed-forward layers go to ``Pi2Backend``, what XNNPACK supports to XNNPACK, and the rest runs on ExecuTorch's CPU
+operators. All methods are lowered at once, so that they share constants and mutable buffers.
 """
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
 
-from torch_pi2.base.progress import bar
 from torch_pi2.errors import UnsupportedModelError
-from torch_pi2.export.failures import named_failures
-from torch_pi2.export.memory import workspace_bytes
 from torch_pi2.export.partitioner import BACKEND, BlobPartitioner, role_of
+from torch_pi2.export.program import named_failures, quiet
+from torch_pi2.ops.constants import constants
 
-
-@dataclass(frozen=True)
-class Method:
-    """What is traced under one name.
-
-    Attributes:
-        module, args, dynamic_shapes: as for ``torch.export.export``.
-        prepare: called before it is traced (a method may want other parts of the model than the one before).
-    """
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any] | None = None
-    dynamic_shapes: Any = None
-    prepare: Callable[[], None] | None = None
-
-
-def trace(
-    methods: Mapping[str, Method], name: str, *, progress: bool = False
-) -> dict[str, torch.export.ExportedProgram]:
-    """``torch.export`` of every method. Raises UnsupportedModelError, with torch's reason."""
-    programs = {}
-    for key, method in bar(methods.items(), "trace", progress, delay=2):
-        if method.prepare is not None:
-            method.prepare()
-        what = f"torch.export of {name}, method {key}"
-        with torch.no_grad(), _quiet(), named_failures(what, "a model that torch.export can trace"):
-            programs[key] = torch.export.export(
-                method.module,
-                method.args,
-                dict(method.kwargs or {}),
-                dynamic_shapes=method.dynamic_shapes,
-                strict=False,
-            )
-    return programs
+#: Threads of ExecuTorch's pool at most, for which our attention has sums; and, in a row of sums, padding, largest score
+#: and total.
+_THREADS, _PADDING = 8, 18
 
 
 @dataclass(frozen=True)
@@ -76,22 +38,20 @@ def lower(
     name: str,
     *,
     blob: Callable[[int, int, int, int], bytes] | None = None,
-    constants: Mapping[str, Any] | None = None,
-    progress: bool = False,
+    constant_methods: Mapping[str, Any] | None = None,
 ) -> Program:
     """The ``.pte`` of ``programs``.
 
     Args:
         blob: what a delegate operator becomes, of its layer, role, first neuron and queue.
-        constants: methods that return a number, a bool or a list of these.
+        constant_methods: methods that return a number, a bool or a list of these.
 
     Raises:
         UnsupportedModelError: ExecuTorch cannot lower it; or a delegate operator was left over.
     """
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import ExecutorchBackendConfig
     from executorch.exir.passes import MemoryPlanningPass
-
-    from torch_pi2.export.xnnpack import named_xnnpack, xnnpack_partitioner
 
     def blob_of_node(_: Any, node: torch.fx.Node) -> bytes | None:
         role = role_of(node)
@@ -101,13 +61,10 @@ def lower(
         first, queue = settings if role else (0, 0)
         return blob(layer, role, first, queue)  # type: ignore[arg-type]
 
-    rest = xnnpack_partitioner(progress)
     calls = {key: sum(role_of(n) is not None for n in p.graph.nodes) for key, p in programs.items()}
-    with _quiet(), named_failures(f"lowering {name}", "operators that ExecuTorch has"):
-        partitioners = dict.fromkeys(programs, _Parts(blob_of_node, rest))
-        edge = _delegated(programs, partitioners, constants or {})
-        for key in programs:
-            named_xnnpack(edge.exported_program(key).graph_module)
+    with quiet(), named_failures(f"lowering {name}", "operators that ExecuTorch has"):
+        partitioners = dict.fromkeys(programs, _Parts(blob_of_node, XnnpackPartitioner()))
+        edge = _delegated(programs, partitioners, constant_methods or {})
         _check_delegated(edge, calls, name)
         workspace = workspace_bytes(edge)
         program = edge.to_executorch(
@@ -125,8 +82,10 @@ def lower(
 def _delegated(
     programs: Mapping[str, torch.export.ExportedProgram], partitioners: Mapping[str, Any], constants: Mapping[str, Any]
 ) -> Any:
-    """As ``to_edge_transform_and_lower``, which decomposes programs three times: twice for nodes that a partitioner
-    does not want although it wants their operator whole. Where there are none, once is the same.
+    """As ``to_edge_transform_and_lower``, in half of the time (8 layers, 3 methods: 31 instead of 56 seconds of a CPU).
+
+    ExecuTorch decomposes programs three times, twice of them for nodes that a partitioner wants decomposed although it
+    wants their operator whole. Without such nodes once gives the same bytes (tests/export/test_lower.py).
     """
     from executorch.exir import EdgeCompileConfig, to_edge, to_edge_transform_and_lower
 
@@ -172,19 +131,17 @@ def _check_delegated(edge: Any, calls: Mapping[str, int], name: str) -> None:
 
 
 class _Uncompiled(torch.fx.GraphModule):
-    """A graph without code. ExecuTorch sorts the whole program, and prints it to a log, for each part that it takes out
-    of it, and the code that it would have each time is what that takes.
-    """
+    """A graph for which no Python code is generated: ExecuTorch would do so for each partition, and nobody runs it."""
 
     def recompile(self) -> Any:
-        """Nothing: nobody runs it before it is a program again."""
+        """Do nothing."""
 
     def __str__(self) -> str:
         return type(self).__name__
 
 
 class _Parts(BlobPartitioner):
-    """Its programs are cut into parts without code."""
+    """Partitions graphs for which no code is generated."""
 
     def partition(self, exported_program: torch.export.ExportedProgram) -> Any:
         found = super().partition(exported_program)
@@ -193,17 +150,82 @@ class _Parts(BlobPartitioner):
         return found
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what torch and ExecuTorch say for those who develop them."""
-    loggers = [logging.getLogger(name) for name in ("executorch", "torch.fx", "torch._export", "root")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels):
-                logger.setLevel(level)
+# --- memory of what was lowered ---------------------------------------------------------------------------------------
+
+
+def workspace_bytes(edge: Any) -> int:
+    """What XNNPACK needs for tensors within its delegates, which all share it, the most that live at once in any; and
+    our attention for its sums, and experts for theirs.
+    """
+    found, attention, experts = [0], [0], [0]
+    for key in edge.methods:
+        module = edge.exported_program(key).graph_module
+        for lowered in _lowered(module):
+            if lowered.backend_id == "XnnpackBackend":
+                found.append(_most_alive(lowered.original_module.graph))
+            graph = lowered.original_module.graph
+            experts += [_experts_bytes(node) for node in graph.nodes if "pi2.delegate_experts" in str(node.target)]
+        calls = (node for node in module.graph.nodes if "pi2.cached_attention" in str(node.args[:1]))
+        attention += (_attention_bytes(call) for call in calls)
+    return max(found) + max(attention) + max(experts)
+
+
+def _attention_bytes(call: Any) -> int:
+    """Of a call of ``cached_attention``, at most: sums of each split of the positions, of the tiles in work at once."""
+    core = constants()
+    heads, width = (call.kwargs["query"].meta["val"].shape[i] for i in (1, 3))
+    _, key_heads, length, _ = call.kwargs["_all_bases"][0].meta["val"].shape
+    rows, splits = max(core.attention_rows, heads // key_heads), -(-length // core.attention_split)
+    tile = 4 * splits * rows * (width + _PADDING) + length * rows // 8
+    return int(2 * _THREADS * tile)
+
+
+def _experts_bytes(call: Any) -> int:
+    """Of a mixture (csrc/ffn/experts.cc): a slice's results, gathered inputs and lists of its tokens."""
+    (tokens, hidden), (_, slots) = (_sizes(call.args[i].meta["val"]) for i in (0, 3))
+    slice_tokens = min(tokens, max(64, constants().expert_bytes // ((slots + 2) * hidden * 4)))
+    return int(slice_tokens * ((slots + 2) * hidden * 4 + slots * 16))
+
+
+def _lowered(module: Any) -> Iterator[Any]:
+    for node in module.graph.nodes:
+        if "executorch_call_delegate" in str(node.target):
+            yield getattr(module, node.args[0].target)
+
+
+def _most_alive(graph: Any) -> int:
+    """Inputs and outputs are in ExecuTorch's memory. A product of matrices has its second one once more, packed."""
+    nodes = list(graph.nodes)
+    outputs = set(nodes[-1].all_input_nodes)
+    last = {used: i for i, node in enumerate(nodes) for used in node.all_input_nodes}
+    alive = most = 0
+    ends: dict[int, int] = {}
+    for i, node in enumerate(nodes):
+        inside = node.op == "call_function" and node not in outputs
+        size = _bytes(node.meta.get("val")) if inside else 0
+        alive += size
+        packed = _bytes(node.args[1].meta.get("val")) if "bmm" in str(node.target) else 0
+        most = max(most, alive + packed)
+        end = last.get(node, i)
+        ends[end] = ends.get(end, 0) + size
+        alive -= ends.pop(i, 0)
+    return most
+
+
+def _sizes(tensor: torch.Tensor) -> list[int]:
+    """The largest that were allowed when it was traced."""
+    from executorch.exir.sym_util import eval_shape_upper_bound
+
+    return list(eval_shape_upper_bound(tensor.shape))
+
+
+def _bytes(value: Any) -> int:
+    """Of a tensor, or of several, at their largest sizes."""
+    if isinstance(value, list | tuple):
+        return sum(map(_bytes, value))
+    if not isinstance(value, torch.Tensor):
+        return 0
+    size: int = value.element_size()
+    for count in _sizes(value):
+        size *= count
+    return size

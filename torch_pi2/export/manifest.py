@@ -77,7 +77,7 @@ def _read(path: Path, progress: Any = None, also: Callable[[bytes], object] = le
 
 
 @dataclass(frozen=True)
-class Method:
+class MethodEntry:
     """One method of the program.
 
     Attributes:
@@ -134,7 +134,7 @@ class Manifest:
     made_by: Mapping[str, str]
     files: Mapping[str, FileEntry]
     model: Model
-    methods: Mapping[str, Method]
+    methods: Mapping[str, MethodEntry]
     max_tokens: int
     lanes: int
     pte_bytes: int
@@ -217,7 +217,7 @@ class Manifest:
             made_by=get.at("made_by").take(Mapping[str, str]),
             files={name: _taken(FileEntry, entry) for name, entry in get.at("files").each().items()},
             model=_taken(Model, model, class_name="class"),
-            methods={name: _taken(Method, method) for name, method in get.at("methods").each().items()},
+            methods={name: _taken(MethodEntry, method) for name, method in get.at("methods").each().items()},
             max_tokens=get.at("max_tokens").whole(),
             lanes=get.at("lanes").whole(),
             chunk_neurons=get.at("chunk_neurons").whole(),

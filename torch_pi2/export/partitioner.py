@@ -19,8 +19,7 @@ from torch import nn
 
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export.blob import event_of
-from torch_pi2.export.markers import ROLES
-from torch_pi2.export.standins import exported_layers
+from torch_pi2.export.delegated import ROLES, exported_layers
 from torch_pi2.export.store import blob_of, write_store
 from torch_pi2.layers.of_model import SparseLayer
 from torch_pi2.ops.call import arguments_of

@@ -1,21 +1,89 @@
-"""``export_program``: a ``torch.export`` program in which every sparse FFN is an operator: for other ways out."""
+"""``torch.export`` of models, and of methods of a bundle; ``export_program`` is public."""
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from torch_pi2.base.arguments import checked
-from torch_pi2.errors import UnsupportedModelError
-from torch_pi2.export.failures import named_failures
+from torch_pi2.base.progress import bar
+from torch_pi2.errors import Pi2Error, UnsupportedModelError
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.lazy import LazyDown
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import homes, is_optimized
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """A method to be traced: arguments of ``torch.export.export``."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] | None = None
+    dynamic_shapes: Any = None
+
+
+#: About this machine, not about the model.
+_OTHER_ERRORS = (Pi2Error, OSError, MemoryError)
+
+
+@contextmanager
+def named_failures(what: str, expected: str) -> Iterator[None]:
+    """Whatever torch, transformers or ExecuTorch raise within becomes an UnsupportedModelError with their reason."""
+    try:
+        yield
+    except _OTHER_ERRORS:
+        raise
+    except Exception as error:  # they raise many types
+        lines = str(error).strip().splitlines()
+        raise UnsupportedModelError(
+            what,
+            expected=expected,
+            found=f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__,
+            fix="Export its dense form with torch.export and ExecuTorch to see whether torch_pi2 is the cause.",
+        ) from error
+
+
+def trace(
+    methods: Mapping[str, MethodSpec], name: str, *, progress: bool = False
+) -> dict[str, torch.export.ExportedProgram]:
+    """``torch.export`` of every method of the model ``name``. Raises UnsupportedModelError, with torch's reason."""
+    programs = {}
+    for key, method in bar(methods.items(), "trace", progress, delay=2):
+        what = f"torch.export of {name}, method {key}"
+        with torch.no_grad(), quiet(), named_failures(what, "a model that torch.export can trace"):
+            programs[key] = torch.export.export(
+                method.module,
+                method.args,
+                dict(method.kwargs or {}),
+                dynamic_shapes=method.dynamic_shapes,
+                strict=False,
+            )
+    return programs
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress warnings and log messages of torch and ExecuTorch that are for their developers."""
+    loggers = [logging.getLogger(name) for name in ("executorch", "torch.fx", "torch._export", "root")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels):
+                logger.setLevel(level)
 
 
 @checked
@@ -34,7 +102,7 @@ def export_program(
         dynamic_shapes: as for ``torch.export.export``.
 
     Raises:
-        UnsupportedModelError: the model is dense, some of its sparse FFNs would come out dense (their activation is
+        UnsupportedModelError: the model is dense, some of its sparse FFNs would be exported dense (their activation is
             code of a bigger block), or torch cannot export it; the message has torch's reason.
     """
     if not is_optimized(model):
@@ -54,25 +122,24 @@ def export_program(
         exported = torch.export.export(
             model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
         )
-    # a layer that is called twice gives two operators, so more of them are fine
     operators = ("pi2.sparse_ffn", "pi2.experts_ffn")
-    found = sum(str(node.target).startswith(operators) for node in exported.graph.nodes)
-    if found < len(layers):
-        raise _dense_in_program(model, len(layers), found, "")
+    count = sum(str(node.target).startswith(operators) for node in exported.graph.nodes)
+    if count < len(layers):  # more is fine: a layer may be called twice
+        raise _dense_in_program(model, len(layers), count, "")
     return exported
 
 
 @contextmanager
 def _in_row_order(model: nn.Module) -> Iterator[None]:
-    """Within it no rows are in blocks, which are for kernels of this CPU: a program may run elsewhere."""
-    ours = [m for m in model.modules() if isinstance(m, QuantLinear | SparseFFN)]
-    before = [dict(vars(m), _buffers=dict(m._buffers)) for m in ours]
+    """Undo, within the block, the interleaving of rows for this CPU's kernels: the program may run elsewhere."""
+    layers = [m for m in model.modules() if isinstance(m, QuantLinear | SparseFFN)]
+    before = [dict(vars(m), _buffers=dict(m._buffers)) for m in layers]
     try:
-        for module in ours:
+        for module in layers:
             module.leave_blocks()
         yield
     finally:
-        for module, state in zip(ours, before, strict=True):
+        for module, state in zip(layers, before, strict=True):
             vars(module).update(state)
 
 

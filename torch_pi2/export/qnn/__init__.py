@@ -10,7 +10,7 @@ them. They are only ever loaded in a process of their own (:mod:`torch_pi2.expor
 
 from torch_pi2.export.qnn.job import problems
 from torch_pi2.export.qnn.lower import Lowered, Parts, check, lower_hot, lower_parts
-from torch_pi2.export.qnn.parts import PartInputs, open_program, zeros
+from torch_pi2.export.qnn.quantize import PartInputs, open_program, zeros
 from torch_pi2.export.qnn.settings import MOST_BYTES, PART_BLOCK, PRECISIONS, SOCS, Graph, Settings
 
 __all__ = [

@@ -26,9 +26,8 @@ from torch_pi2.base.files import atomic_write
 from torch_pi2.decode.executorch import EXECUTORCH
 from torch_pi2.errors import CompileError, Pi2Error, VersionError
 from torch_pi2.export.qnn import sdk
-from torch_pi2.export.qnn.parts import PartInputs, part_program, quantize_part
-from torch_pi2.export.qnn.quantize import graph_program, quantize
-from torch_pi2.export.qnn.settings import Settings, title, way_out
+from torch_pi2.export.qnn.quantize import PartInputs, graph_program, part_program, quantize, quantize_part
+from torch_pi2.export.qnn.settings import Settings, remediation, title
 
 _TRAFFIC = re.compile(
     rb"spill_bytes=(\d+)\s+fill_bytes=(\d+)\s+write_total_bytes=(\d+)\s+read_total_bytes=(\d+)", re.MULTILINE
@@ -138,7 +137,7 @@ def _compile(
 ) -> tuple[bytes, bytes, dict[str, dict[str, Any]]]:
     """Context binary, compile specification and what is known of each graph."""
     log.mark()
-    what, fix = title(layer["name"]), way_out(layer["name"])
+    what, fix = title(layer["name"]), remediation(layer["name"])
     try:
         delegates, spec = _lower(programs, settings, convolutions=convolutions)
     except Pi2Error as error:

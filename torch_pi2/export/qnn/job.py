@@ -27,8 +27,8 @@ from torch_pi2.base.progress import bar
 from torch_pi2.errors import CompileError, Pi2Error
 from torch_pi2.export.hot import HotChunks
 from torch_pi2.export.qnn import sdk
-from torch_pi2.export.qnn.parts import PartInputs
-from torch_pi2.export.qnn.settings import Settings, title, way_out
+from torch_pi2.export.qnn.quantize import PartInputs
+from torch_pi2.export.qnn.settings import Settings, remediation, title
 
 _MODULE = "torch_pi2.export.qnn.compile"
 
@@ -184,7 +184,7 @@ class _Share:
     def _failed(self, how: str) -> CompileError:
         left = self.layers[self.finished() :]
         where = f"{title(left[0]['name'])}, graphs {', '.join(left[0]['graphs'])}" if left else "its end"
-        instead = way_out(left[0]["name"]) if left else "Export again."
+        instead = remediation(left[0]["name"]) if left else "Export again."
         return CompileError(
             f"Qualcomm's compiler ({where})",
             expected=f"a context binary for {self.settings.soc} in {self.settings.precision}",

@@ -20,10 +20,8 @@ from torch_pi2.decode.executorch import EXECUTORCH
 from torch_pi2.errors import ConfigError
 from torch_pi2.export.hot import HotChunks
 from torch_pi2.export.qnn.job import Compiled, Job, job, probe
-from torch_pi2.export.qnn.parts import PartInputs, part_program
-from torch_pi2.export.qnn.quantize import check_calibration, graph_program
-from torch_pi2.export.qnn.report import FORMAT, VERSION
-from torch_pi2.export.qnn.settings import Graph, Settings
+from torch_pi2.export.qnn.quantize import PartInputs, check_calibration, graph_program, part_program
+from torch_pi2.export.qnn.settings import REPORT_FORMAT, REPORT_VERSION, Graph, Settings
 
 
 @dataclass(frozen=True)
@@ -110,8 +108,8 @@ def lower_hot(
         origin = work.libraries.origin
     layers = [compiled.get(_name(i)) for i in range(len(samples))]
     report = {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": REPORT_FORMAT,
+        "version": REPORT_VERSION,
         **asdict(settings),
         "qnn": build,
         "libraries": origin,

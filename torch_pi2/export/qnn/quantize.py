@@ -1,14 +1,17 @@
-"""The hot part of a layer in the precision that the NPU computes in, as a program that runs in PyTorch too.
+"""What the NPU computes, in its precision, as programs that also run in PyTorch: hot neurons, and other parts.
 
-All chunks are quantised once, in one graph whose outputs are the sums of the first 1, 2, ... chunks. The graph for k
-chunks is that graph cut off after its k-th output: every number of chunks and every batch size has the same weights and
-scales, so that the compiler can keep one copy of them.
+All chunks of a layer are quantised once, in one graph whose outputs are the sums of the first 1, 2, ... chunks. The
+graph for k chunks is that graph cut off after its k-th output. So every number of chunks and every batch size has the
+same weights and scales, and the compiler keeps one copy of them.
+
+Another part (attention, the last linear layer) comes as a program with open sizes (:func:`open_program`), is quantised
+once, and becomes static for each graph, with the same weights and scales in all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,13 +19,11 @@ from torch import nn
 
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError, ShapeError
 from torch_pi2.export.hot import HotChunks, linear_of
-from torch_pi2.export.qnn.blocks import MOST, block_scales
-from torch_pi2.export.qnn.calibrated import Scales, calibrate
-from torch_pi2.export.qnn.outliers import four_bit_damage, split
 from torch_pi2.export.qnn.settings import EQUAL_BLOCK, EQUAL_OUTLIERS, Settings
+from torch_pi2.export.qnn.weights import MOST, Scales, block_scales, calibrate, quantization_errors, split
 from torch_pi2.ops.activations import ACTIVATIONS
 
-#: Inputs that are looked at at once: their intermediate values are kept.
+#: Inputs that are computed at once: their intermediate values are kept.
 _ROWS = 256
 
 #: One in so many calibration inputs chooses no outliers; errors are measured on it.
@@ -212,10 +213,10 @@ def _splits(
     """Of each chunk the neurons with 8-bit weights and the others."""
     if settings.precision != "w4a16" or settings.outliers == 0 or block:
         return [_all(width) for width in _widths(hot)]
-    return [split(_damage(hot, i, x_TH), min(settings.outliers, width)) for i, width in enumerate(_widths(hot))]
+    return [split(_errors(hot, i, x_TH), min(settings.outliers, width)) for i, width in enumerate(_widths(hot))]
 
 
-def _damage(hot: HotChunks, chunk: int, x_TH: torch.Tensor) -> torch.Tensor:
+def _errors(hot: HotChunks, chunk: int, x_TH: torch.Tensor) -> torch.Tensor:
     gate, up, down = _chunk(hot, chunk)
     total = torch.zeros(len(up.weight), dtype=torch.float64)
     for x in x_TH.split(_ROWS):
@@ -224,7 +225,7 @@ def _damage(hot: HotChunks, chunk: int, x_TH: torch.Tensor) -> torch.Tensor:
             gated = None if gate is None or w_gate is None else nn.functional.linear(x, w_gate, gate.bias)
             return _intermediate(hot, gated, nn.functional.linear(x, w_up, up.bias))
 
-        total += four_bit_damage(intermediate, None if gate is None else gate.weight, up.weight, down.weight)
+        total += quantization_errors(intermediate, None if gate is None else gate.weight, up.weight, down.weight)
     return total
 
 
@@ -245,7 +246,7 @@ def pt2e(
     """``module`` with weights and activations quantised for the HTP, the latter to what they are on ``inputs``.
 
     ``block``: with w4a16, so many weights of a row have a scale; 0: all of it. ``chosen_on``: further inputs, on which
-    4-bit weights are chosen (:mod:`torch_pi2.export.qnn.calibrated`); none: they are rounded to nearest.
+    4-bit weights are chosen (:func:`~torch_pi2.export.qnn.weights.calibrate`); none: they are rounded to nearest.
     """
     from executorch.backends.qualcomm.quantizer.quantizer import ModuleQConfig, QnnQuantizer, QuantDtype
     from executorch.backends.qualcomm.serialization.qc_schema import QcomChipset
@@ -330,3 +331,93 @@ def _all(neurons: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _rows(linear: nn.Linear, neurons: torch.Tensor) -> nn.Linear:
     return linear_of(linear.weight[neurons], None if linear.bias is None else linear.bias[neurons])
+
+
+# --- other parts ------------------------------------------------------------------------------------------------------
+
+Inputs = tuple[torch.Tensor, ...]
+#: Of each input its sizes and its dtype.
+Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class PartInputs:
+    """Inputs of a part.
+
+    Attributes:
+        samples: calibration inputs; empty: it is not quantised (fp16). graphs: shapes in each graph. open: the
+            dimensions of each input that differ between calls. block: 0: 8-bit weights; else 4 bits, and a scale for
+            so many weights of a row. gptq: choose 4-bit weights on the samples, instead of rounding to nearest.
+    """
+
+    samples: Sequence[Inputs]
+    graphs: Mapping[str, Shapes]
+    open: Sequence[Sequence[int]]
+    block: int = 0
+    gptq: bool = False
+
+
+def zeros(shapes: Shapes) -> Inputs:
+    return tuple(torch.zeros(sizes, dtype=dtype) for sizes, dtype in shapes)
+
+
+def open_program(module: nn.Module, example: Inputs, open: Sequence[Sequence[int]]) -> torch.export.ExportedProgram:
+    """``module`` as a program. Open sizes of ``example`` have to be 2 or more, and different where they may differ."""
+    auto = torch.export.Dim.AUTO(min=1, max=1 << 16)
+    shapes = tuple(dict.fromkeys(dims, auto) for dims in open)
+    with torch.no_grad():
+        return torch.export.export(_Open(module), example, dynamic_shapes={"inputs": shapes}, strict=False)
+
+
+class _Open(nn.Module):
+    """A module with its inputs under one name."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(self.module(*inputs))
+
+
+def quantize_part(
+    program: torch.export.ExportedProgram, inputs: PartInputs, settings: Settings
+) -> tuple[torch.export.ExportedProgram, list[float]]:
+    """``program`` with its weights quantised, unless they are float16; of each output the error on the last quarter of
+    the samples, on which no weights were chosen, relative to float32 (L2)."""
+    if not inputs.samples:
+        return program, []
+    with torch.no_grad():
+        right: Any = program.module(check_guards=False)
+        precision = replace(settings, precision="w4a16" if inputs.block else "w8a16")
+        first, last = held_back(inputs.samples)
+        chosen_on = first if inputs.gptq else ()
+        quantized = pt2e(program.module(check_guards=False), inputs.samples, precision, inputs.block, chosen_on)
+        example: Any = program.example_inputs[0]
+        return open_program(quantized, example, inputs.open), errors_of(right, quantized, last)
+
+
+def part_program(
+    program: torch.export.ExportedProgram, shapes: Shapes, order: tuple[Sequence[int], Sequence[int]] | None = None
+) -> torch.export.ExportedProgram:
+    """The static program for inputs of ``shapes``; ``order``: with these of them as arguments, and so that output i is
+    result ``order[1][i]``."""
+    module: nn.Module = program.module(check_guards=False)
+    inputs = zeros(shapes)
+    if order is not None:
+        module, inputs = _Ordered(module, *order), tuple(inputs[i] for i in order[0])
+    with torch.no_grad():
+        return torch.export.export(module, inputs, strict=False)
+
+
+class _Ordered(nn.Module):
+    """A part as its compiled graph is called."""
+
+    def __init__(self, module: nn.Module, arguments: Sequence[int], results: Sequence[int]) -> None:
+        super().__init__()
+        self.module, self.arguments, self.results = module, arguments, results
+
+    def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        inputs = [given[self.arguments.index(i)] for i in range(len(given))]
+        outputs = self.module(*inputs)
+        return tuple(outputs[self.results.index(i)] for i in range(len(outputs)))

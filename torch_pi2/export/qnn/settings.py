@@ -1,14 +1,20 @@
-"""What is compiled, and for which phone."""
+"""What is compiled, and for which phone; and ``qnn.json`` of a bundle, what the compiler reported."""
 
 from __future__ import annotations
 
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from torch_pi2.base.fields import Field
+from torch_pi2.base.files import parse_json, read_text
 from torch_pi2.errors import ConfigError
 from torch_pi2.export.manifest import CHUNK_NEURONS
-from torch_pi2.export.qnn.blocks import SIZES
+
+REPORT_FILE = "qnn.json"
+REPORT_FORMAT, REPORT_VERSION = "torch_pi2.qnn", 1
 
 #: Supported systems on a chip: part number -> the name on the box and the version of its NPU.
 SOCS = {
@@ -23,6 +29,9 @@ SOCS = {
 #: fp16: both float16.
 PRECISIONS = ("w4a16", "w8a16", "fp16")
 
+#: Weights that may share a scale, along the input.
+BLOCKS = (16, 32, 64)
+
 #: Groups of so many weights take the bytes of so many outliers in each chunk: 4.5 bits a weight.
 EQUAL_BLOCK, EQUAL_OUTLIERS = 16, 64
 
@@ -32,8 +41,7 @@ PART_BLOCK = 32
 #: Weights that an NPU can have at most, as its compiler's log prints it.
 MOST_BYTES = 3584 << 20
 
-#: Of what is compiled, by the word before the layer's number in its name: what messages call it, and how to export
-#: without it.
+#: Kind of a part, the word before the layer's number in its name -> what messages call it, how to export without it.
 _KINDS = {
     "layer": ("hot neurons of layer {}", "Choose another precision or fewer hot chunks (hot, hot_prompts)"),
     "attention": ("attention of layer {}", "Pass hot_attention='none' (the CPU computes it), or a smaller max_tokens"),
@@ -84,7 +92,7 @@ class Settings:
                 found=repr(self.quantization),
                 fix="Leave it out.",
             )
-        good = not (self.outliers < 0 or self.outliers % 64) and self.blocks in ("auto", 0, *SIZES)
+        good = not (self.outliers < 0 or self.outliers % 64) and self.blocks in ("auto", 0, *BLOCKS)
         if not good or self.timeout_s <= 0:
             raise ConfigError(
                 "settings of the hot part",
@@ -105,13 +113,13 @@ class Settings:
 
 
 def title(name: str) -> str:
-    """What messages call the part ``name``: ``layer3`` is the hot neurons of layer 3."""
+    """What messages call the part ``name``: ``layer3`` are the hot neurons of layer 3."""
     kind = name.rstrip(string.digits)
     return _KINDS[kind][0].format(name.removeprefix(kind)) if kind in _KINDS else name
 
 
-def way_out(name: str) -> str:
-    """How to export where the part ``name`` cannot be compiled."""
+def remediation(name: str) -> str:
+    """How to export if the part ``name`` cannot be compiled."""
     kind = name.rstrip(string.digits)
     own = f"{_KINDS[kind][1]}, or export" if kind in _KINDS else "Export"
     return f"{own} with target='xnnpack'."
@@ -128,3 +136,44 @@ class Graph:
 
     shape: tuple[int, ...]
     chunks: Sequence[int]
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """The report at ``path``; the fields that are shown (versions, layers and loss) are checked.
+
+    Raises:
+        ArtifactError: it is missing, damaged, or no such report.
+    """
+    data = parse_json(read_text(path), path, REPORT_FORMAT, REPORT_VERSION)
+    fields = Field(data, str(path), "Export the bundle again.")
+    for name in ("soc", "precision", "qnn"):
+        fields.at(name).text()
+    for layer in fields.at("layers").items():
+        if layer.value is not None:
+            _check_layer(layer)
+    if "parts" in data:
+        for part in fields.at("parts").each().values():
+            part.at("context_bytes").whole()
+            part.at("block").whole()
+            for error in part.at("errors").items():
+                error.number()
+    if (loss := fields.at("loss")).value is not None:
+        loss.at("measured_on").text()
+        loss.at("tokens").whole(1)
+        loss.at("nats_per_token").number()
+        for method in loss.at("npu").each().values():
+            method.at("nats_per_token").number()
+            method.at("change").number(-1)
+    return data
+
+
+def _check_layer(layer: Field) -> None:
+    for name in ("context_bytes", "block", "measured_tokens"):
+        layer.at(name).whole()
+    for count in layer.at("outliers").items(1):
+        count.whole()
+    for error in layer.at("errors").items():
+        error.number()
+    for tried in layer.at("tried").items():
+        tried.at("block").whole()
+        tried.at("error").number()

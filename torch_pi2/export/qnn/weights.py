@@ -1,20 +1,83 @@
-"""4-bit weights for the NPU by what its outputs lose on calibration inputs (GPTQ), in place of rounding to nearest."""
+"""4-bit weights for the NPU: scales of groups, neurons that need 8 bits, and GPTQ instead of rounding to nearest.
+
+Group scales are QNN's block-wise expansion: a group's scale is a whole multiple, 1 to 16, of a sixteenth of the largest
+in its row, so 8 bits are stored for each group and a float for each row. ExecuTorch's observer takes any float, and its
+encoder rounds that to a multiple after the weights were divided by it, so that the NPU computed with other weights than
+PyTorch (3e-2 of the output). Here scales are multiples before any weight is divided.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from torch_pi2.export.qnn.blocks import MOST, STEPS, block_scales
 from torch_pi2.fitting.gptq import DAMPING, Moments, Solver
 
-#: Of a row with one scale: where its largest weight may come to lie, in shares of the largest integer.
+#: Largest value of a symmetric 4-bit weight, as the compiler's quantiser uses it: -7 to 7.
+MOST = 7
+STEPS = 16
+#: Smaller multiples that are tried besides the one that clips nothing: coarser clipping, finer steps.
+_FEWER = 3
+#: Where a row has one scale: sizes tried for its largest weight, relative to the largest integer.
 _SHARES = (1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5)
 #: Smallest scale, as ExecuTorch's observers have it.
 _LEAST = 2.0**-23
+
+
+def block_scales(weight: torch.Tensor, size: int) -> torch.Tensor:
+    """Scales ``[out, in / size]`` of ``weight`` ``[out, in]``: of the multiples, those with the least squared error."""
+    groups = weight.reshape(len(weight), -1, size)
+    most = groups.abs().amax(2)
+    step = most.amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny * STEPS * MOST) / (STEPS * MOST)
+    whole = (most / MOST / step).ceil().clamp(1, STEPS)
+    best, least = whole, torch.full_like(most, torch.inf)
+    for fewer in range(_FEWER + 1):
+        multiple = (whole - fewer).clamp_min(1)
+        scale = (multiple * step)[..., None]
+        error = ((groups / scale).round().clamp(-MOST, MOST) * scale - groups).square().sum(2)
+        best, least = torch.where(error < least, multiple, best), torch.minimum(error, least)
+    # the encoder finds the step from the largest scale of a row
+    return best.scatter(1, most.argmax(1, keepdim=True), float(STEPS)) * step
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    """``weight`` [out, in] to 4 bits and back, with a scale per row."""
+    scale = weight.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / MOST
+    return (weight / scale).round().clamp(-MOST, MOST) * scale
+
+
+def quantization_errors(
+    intermediate: Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor],
+    gate: torch.Tensor | None,
+    up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    """The squared error of the output due to 4-bit weights of each neuron, summed over calibration inputs: ``[N]``.
+
+    Neuron i adds ``a_i d_i`` to the output, and ``b_i e_i`` with 4 bits; its error is ``sum |a_i d_i - b_i e_i|^2``:
+    that of its weights, weighed with how strongly it fires.
+
+    Args:
+        intermediate: gate and up weights ``[N, H]`` -> a ``[T, N]`` on the calibration inputs.
+        gate, up: ``[N, H]``; gate None in plain layers. down: ``[H, N]``.
+    """
+    a = intermediate(gate, up).double()
+    b = intermediate(None if gate is None else rounded(gate), rounded(up)).double()
+    d, e = down.double(), rounded(down).double()
+    squares = a.square().sum(0) * d.square().sum(0) + b.square().sum(0) * e.square().sum(0)
+    return squares - 2 * (a * b).sum(0) * (d * e).sum(0)
+
+
+def split(errors: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices of the ``count`` neurons with the largest ``errors`` and of the others, each ascending."""
+    order = errors.argsort(descending=True, stable=True)
+    return order[:count].sort().values, order[count:].sort().values
+
+
+# --- GPTQ -------------------------------------------------------------------------------------------------------------
 
 
 class _Common(NamedTuple):
@@ -27,7 +90,7 @@ class _Common(NamedTuple):
 class NpuGrid:
     """4 bits as QNN has them: -7 to 7, and of each group a multiple, 1 to 16, of its row's step.
 
-    A row's step is that of :func:`~torch_pi2.export.qnn.blocks.block_scales`, which its largest group keeps. Without
+    A row's step is that of :func:`block_scales`, which its largest group keeps. Without
     groups (``size`` 0) a row has one scale, which may be any.
     """
 
@@ -70,14 +133,14 @@ Scales = dict[str, torch.Tensor]
 def calibrate(
     module: torch.fx.GraphModule, inputs: Sequence[tuple[torch.Tensor, ...]], block: int, wide: Any
 ) -> tuple[torch.fx.GraphModule, Scales]:
-    """``module`` with the weights of its linear layers as the NPU has them in 4 bits, and their scales.
+    """``module`` with weights of linear layers that the NPU has in 4 bits, chosen by GPTQ, and their scales.
 
-    Layers are solved one after the other on the inputs that those before them make. Memory: a copy of the module, and
-    of one of its layers at a time what :class:`~torch_pi2.fitting.gptq.Solver` says.
+    Layers are solved one after another, on the inputs that the solved layers before them give. Memory: a copy of the
+    module, and for one layer at a time what :class:`~torch_pi2.fitting.gptq.Solver` takes.
 
     Args:
-        inputs: of ``module``. block: weights of a row that have a scale; 0: all. wide: of a node of ``module``, whether
-            its weights stay as they are, as they get 8 bits.
+        inputs: of ``module``. block: weights of a row that share a scale; 0: all. wide: whether a node of ``module``
+            gets 8-bit weights, which are left alone.
     """
     made, scales = copy.deepcopy(module), Scales()
     grid = NpuGrid(block)
@@ -98,7 +161,7 @@ def calibrate(
 
 
 def _levels(module: torch.fx.GraphModule, wide: Any) -> list[list[str]]:
-    """Names of weights, those of a level with inputs that do not depend on one another's."""
+    """Names of weights by level: the inputs of those in a level do not depend on each other."""
     depth: dict[torch.fx.Node, int] = {}
     found: dict[int, list[str]] = {}
     for node in module.graph.nodes:
@@ -110,17 +173,17 @@ def _levels(module: torch.fx.GraphModule, wide: Any) -> list[list[str]]:
 
 
 class _Seen(torch.fx.Interpreter):
-    """Runs a module, and keeps the inputs of linear layers by the names of their weights."""
+    """Runs a module and keeps the inputs of linear layers, by the names of their weights."""
 
     def __init__(self, module: torch.fx.GraphModule, names: Sequence[str]) -> None:
         super().__init__(module)
-        self.names, self.found = {*names}, dict[str, torch.Tensor]()
+        self.names, self.inputs = {*names}, dict[str, torch.Tensor]()
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.target is torch.ops.aten.linear.default:
             x, weight = n.all_input_nodes[:2]
             if weight.target in self.names:
-                self.found[str(weight.target)] = self.env[x]
+                self.inputs[str(weight.target)] = self.env[x]
         return super().run_node(n)
 
 
@@ -130,7 +193,7 @@ def _moments(
     names: Sequence[str],
     inputs: Sequence[tuple[torch.Tensor, ...]],
 ) -> Mapping[str, Moments]:
-    """Of the inputs of the named layers; those with the same input have the same."""
+    """Moments of the inputs of the named layers; layers with the same input share them."""
     moments: dict[str, Moments] = {}
     for one in inputs:
         runs = [_Seen(module, names) for module in (made, floats)]
@@ -138,7 +201,7 @@ def _moments(
             run.run(*one)
         added: dict[int, Moments] = {}
         for name in names:
-            x, y = (run.found[name] for run in runs)
+            x, y = (run.inputs[name] for run in runs)
             if x.data_ptr() in added:
                 moments.setdefault(name, added[x.data_ptr()])
                 continue

@@ -1,0 +1,245 @@
+"""FFNs as calls of the ``Pi2Backend`` delegate: operators, modules that call them, and the copy of a model with them.
+
+The operators are what an FFN is in a program before ExecuTorch lowers it. They have no weights in the graph:
+
+* ``pi2::delegate_ffn(x, model, layer, queue) -> y``: a whole layer.
+* ``pi2::delegate_submit(x, model, layer, first, queue) -> x'`` and ``pi2::delegate_collect(h, model, layer, first,
+  queue) -> y``: the cold part of a layer, the neurons from ``first`` on. In between something else computes the hot
+  part ``h`` from ``x'``, and y = h + cold part. ``x'`` is a copy of ``x``, so that ``h`` depends on submit.
+* ``pi2::delegate_experts(x, model, layer, index, routing) -> y``: a mixture of experts without its router.
+
+``model`` is a name that :func:`registered` gives to the layers; while it is registered the operators compute, and are
+the reference of the delegate (csrc/bindings/executorch).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.export.hot import rows_of
+from torch_pi2.layers.experts import SparseExperts
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.lazy import LazyDown, LazySource
+from torch_pi2.layers.of_model import SparseLayer
+from torch_pi2.layers.prompt import skips_predictor, takes_prompt_path
+from torch_pi2.layers.standin import StandIn
+from torch_pi2.ops import load
+from torch_pi2.rewrite.handle import Handle
+from torch_pi2.rewrite.install import everywhere, exchange
+
+#: Operator -> its role in the delegate's blob.
+ROLES = {"pi2.delegate_ffn": 0, "pi2.delegate_submit": 1, "pi2.delegate_collect": 2, "pi2.delegate_experts": 0}
+
+_models: dict[str, Sequence[SparseLayer]] = {}
+_submitted: dict[tuple[str, int, int], torch.Tensor] = {}
+_numbers = itertools.count()
+_library: torch.library.Library | None = None
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def registered(layers: Sequence[SparseLayer]) -> Iterator[str]:
+    """A name by which the operators know ``layers`` within the block."""
+    define()
+    name = f"model{next(_numbers)}"
+    _models[name] = layers
+    try:
+        yield name
+    finally:
+        del _models[name]
+
+
+def define() -> None:
+    """Register the operators with torch. A second call does nothing."""
+    global _library
+    if _library is not None:
+        return
+    load()
+    library = torch.library.Library("pi2", "FRAGMENT")
+    ops = {
+        "delegate_ffn": ("Tensor x, str model, int layer, int queue", _whole),
+        "delegate_submit": ("Tensor x, str model, int layer, int first, int queue", _submit),
+        "delegate_collect": ("Tensor h, str model, int layer, int first, int queue", _collect),
+        "delegate_experts": ("Tensor x, str model, int layer, Tensor index, Tensor routing", _mixture),
+    }
+    for name, (arguments, kernel) in ops.items():
+        library.define(f"{name}({arguments}) -> Tensor")
+        library.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"pi2::{name}", _like_first, lib=library)
+    _library = library
+
+
+def _like_first(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _layer(model: str, layer: int) -> Any:
+    if model not in _models:
+        raise ConfigError(
+            f"delegate operators of {model}",
+            expected="registered layers",
+            found="none: the export that registered them has ended",
+            fix="Run the model that torch_pi2.optimize returned, or the bundle.",
+        )
+    return _models[model][layer]
+
+
+def _whole(x: torch.Tensor, model: str, layer: int, queue: int) -> torch.Tensor:
+    y: torch.Tensor = _layer(model, layer).whole(x)
+    return y.contiguous()
+
+
+def _mixture(x: torch.Tensor, model: str, layer: int, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = _layer(model, layer)(x, index, routing)
+    return y.contiguous()
+
+
+def _submit(x: torch.Tensor, model: str, layer: int, first: int, queue: int) -> torch.Tensor:
+    _submitted[(model, layer, queue)] = cold_part(_layer(model, layer), x, first)
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _collect(h: torch.Tensor, model: str, layer: int, first: int, queue: int) -> torch.Tensor:
+    return h + _submitted.pop((model, layer, queue))
+
+
+def cold_part(ffn: SparseFFN, x: torch.Tensor, first: int) -> torch.Tensor:
+    """The output of the neurons from ``first`` on in plan order, with down's bias: the reference of submit."""
+    site = ffn.site
+    if first == site.intermediate:  # no neuron is left for the delegate
+        return torch.zeros_like(x) if ffn.bias_down is None else ffn.bias_down.expand_as(x).to(x.dtype)
+    active_TC = None
+    if ffn.has_predictor and not (takes_prompt_path(ffn, x) or skips_predictor(ffn, x)):
+        predict, settings = ffn.predictor_call()
+        active_TC = predict(x, *ffn.predictor(), *settings)[..., max(0, first - ffn.n_hot) :].contiguous()
+    gate, up, thresholds = (None if b is None else b[first:] for b in (ffn.bias_gate, ffn.bias_up, ffn.thresholds))
+    y: torch.Tensor = torch.ops.pi2.sparse_ffn(
+        x,
+        rows_of(ffn, first, site.intermediate).contiguous(),
+        gate,
+        up,
+        ffn.bias_down,
+        active_TC,
+        *ffn.settings(max(0, ffn.n_hot - first), ffn.threshold)[:-1],
+        thresholds,
+    )
+    return y
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+class DelegatedFFN(nn.Module):
+    """A whole FFN in the delegate."""
+
+    def __init__(self, model: str, layer: int) -> None:
+        super().__init__()
+        self.model, self.layer = model, layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.pi2.delegate_ffn(x, self.model, self.layer, 0)
+        return y
+
+
+class DelegatedExperts(nn.Module):
+    """A mixture of experts in the delegate, called as :class:`~torch_pi2.layers.experts.SparseExperts` is."""
+
+    def __init__(self, model: str, layer: int) -> None:
+        super().__init__()
+        self.model, self.layer = model, layer
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        routed = (top_k_index, top_k_weights)
+        y: torch.Tensor = torch.ops.pi2.delegate_experts(hidden_states, self.model, self.layer, *routed)
+        return y
+
+
+class SplitFFN(nn.Module):
+    """An FFN whose first neurons an accelerator computes (``hot``) while the delegate computes those from ``first`` on.
+
+    Submit and collect around ``hot`` keep it apart from its neighbours, so that a partitioner takes it by itself.
+    """
+
+    def __init__(self, whole: DelegatedFFN, hot: nn.Module, first: int) -> None:
+        super().__init__()
+        self.model, self.layer, self.hot, self.first = whole.model, whole.layer, hot, first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        settings = (self.model, self.layer, self.first, self.layer + 1)
+        h = self.hot(torch.ops.pi2.delegate_submit(x, *settings))
+        y: torch.Tensor = torch.ops.pi2.delegate_collect(h, *settings)
+        return y
+
+
+def exported_layers(model: nn.Module) -> list[SparseLayer]:
+    """The sparse layers of ``model`` in plan order; none if it was imported without neurons.
+
+    Raises:
+        ConfigError: a dense model, or a shard. UnsupportedModelError: FFNs that are code of a bigger block.
+    """
+    handle = Handle.of(model)
+    if handle is None:
+        raise ConfigError(
+            f"export of {type(model).__name__}",
+            expected="a model that torch_pi2.optimize or load gave",
+            found="a dense model",
+            fix="Call torch_pi2.optimize(model, ...) first; method='dense' keeps every neuron.",
+        )
+    if handle.group is not None:
+        raise ConfigError(
+            f"export of {type(model).__name__}",
+            expected="a model with all of its neurons",
+            found="a shard of one, of several processes",
+            fix="Make one store of the shards (torch-pi2 pack SHARDS WHOLE), and export that.",
+        )
+    modules = list(model.modules())
+    lazy = [m.sparse.site.key for m in modules if isinstance(m, LazyDown)]
+    if lazy or any(isinstance(m, LazySource) for m in modules):
+        raise UnsupportedModelError(
+            f"export of {type(model).__name__}",
+            expected="FFNs that are modules, or chains of modules",
+            found=f"{len(lazy)} whose activation is code of a bigger block ({', '.join(lazy[:3])})",
+            fix="Move each FFN with its activation into a module of its own, and optimise the model again.",
+        )
+    layers = {id(m): m for m in modules if isinstance(m, SparseLayer)}
+    return sorted(layers.values(), key=lambda layer: layer.site.layer)
+
+
+def delegated_copy(model: nn.Module, layers: Sequence[SparseLayer], name: str) -> nn.Module:
+    """A copy of ``model`` in evaluation mode, with ``layers`` as delegate operators of the registered ``name``.
+
+    FFN weights are not copied, and ``model`` is unchanged.
+    """
+    # the other modules of a chain pass their input on
+    replacements: dict[nn.Module, nn.Module] = {m: nn.Identity() for m in model.modules() if isinstance(m, StandIn)}
+    for i, layer in enumerate(layers):
+        replacements[layer] = DelegatedExperts(name, i) if isinstance(layer, SparseExperts) else DelegatedFFN(name, i)
+    handle, undo = Handle.detach(model), exchange(everywhere(model, replacements))
+    try:
+        return copy.deepcopy(model).eval().requires_grad_(False)
+    finally:
+        undo()
+        if handle is not None:
+            handle.attach(model)
+
+
+def split_hot_cold(model: nn.Module, hot: Sequence[tuple[nn.Module, int] | None]) -> None:
+    """Replace each :class:`DelegatedFFN` of ``model`` by a :class:`SplitFFN`, in order of layers.
+
+    ``hot``: of each layer what the accelerator computes, and how many neurons that are; None leaves the layer whole.
+    """
+    whole = sorted({m for m in model.modules() if isinstance(m, DelegatedFFN)}, key=lambda m: m.layer)
+    pairs = zip(whole, hot, strict=True)
+    exchange(everywhere(model, {m: SplitFFN(m, *part) for m, part in pairs if part is not None}))

@@ -1,0 +1,149 @@
+"""``ExportSettings``: the settings of :func:`torch_pi2.export`, checked before any work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.decode.executorch import check_executorch
+from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.export.choose import is_whole
+from torch_pi2.export.manifest import BESIDE, MANIFEST_FILE, Manifest
+from torch_pi2.types.config import HOT_ATTENTION, KV_FORMATS, LINEARS
+
+#: Settings that only an NPU has.
+_OF_NPU = ("precision", "outliers", "blocks", "quantization", "weight_sharing")
+#: Settings that only a decoder has.
+_OF_DECODER = ("max_tokens", "max_prompt", "batches", "kv")
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """Keywords of :func:`torch_pi2.export`, which explains each.
+
+    Raises:
+        ConfigError: a setting is wrong, by itself or beside another.
+    """
+
+    target: str = "xnnpack"
+    max_tokens: int = 512
+    max_prompt: int = 256
+    batches: Sequence[int] = (1, 2, 4)
+    linears: str = "float32"
+    kv: str = "float32"
+    hot: Mapping[int, int] | None = None
+    hot_prompts: Sequence[int] | None = None
+    hot_attention: str | None = None
+    precision: str = "w4a16"
+    outliers: int = 64
+    blocks: int | str = "auto"
+    quantization: str = "rtn"
+    weight_sharing: bool = True
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batches", "hot_prompts"):
+            sizes = getattr(self, name)
+            with suppress(TypeError):  # the check below names what is wrong
+                object.__setattr__(self, name, None if sizes is None else tuple(sorted({*sizes})))
+        _check(self)
+
+    @property
+    def soc(self) -> str | None:
+        """The NPU's, such as SM8650; None without an NPU."""
+        return self.target.partition(":")[2] or None
+
+    @property
+    def splits(self) -> bool:
+        """Whether layers have a hot part for an accelerator."""
+        return self.soc is not None or self.hot is not None
+
+    @property
+    def forward_tokens(self) -> int:
+        """Tokens that one call of ``forward`` takes."""
+        return min(self.max_prompt, self.max_tokens - 1)
+
+    @property
+    def qnn(self) -> Any:
+        """The settings of the NPU's compiler."""
+        from torch_pi2.export import qnn
+
+        assert self.soc is not None
+        of_npu: dict[str, Any] = {name: getattr(self, name) for name in _OF_NPU}
+        return qnn.Settings(self.soc, **of_npu)
+
+    def changed(self, names: Sequence[str] = _OF_DECODER) -> list[str]:
+        """Those of ``names`` that are not at their defaults."""
+        defaults = {field.name: field.default for field in fields(self)}
+        return [name for name in names if getattr(self, name) != defaults[name]]
+
+
+def _check(settings: ExportSettings) -> None:
+    prompts, most = settings.hot_prompts or (), settings.max_tokens
+    hot, batches = settings.hot or {}, settings.batches
+    for name, good, expected in (
+        ("max_tokens", is_whole(most, 3), "a whole number, 3 or more"),
+        ("max_prompt", is_whole(settings.max_prompt, 2), "a whole number, 2 or more"),
+        ("batches", bool(batches) and all(is_whole(batch, 1) for batch in batches), "batch sizes of 1 or more"),
+        ("linears", settings.linears in LINEARS, ", ".join(LINEARS)),
+        ("kv", settings.kv in KV_FORMATS, ", ".join(KV_FORMATS)),
+        *((name, settings.soc is not None, "the default, as target is no NPU") for name in settings.changed(_OF_NPU)),
+        (
+            "hot_prompts",
+            not prompts or (settings.splits and all(is_whole(tokens, 2, most - 1) for tokens in prompts)),
+            f"sizes of 2 to {most - 1} tokens, and only with hot or an NPU",
+        ),
+        (
+            "hot_attention",
+            settings.hot_attention in (None, "none") or (settings.hot_attention in HOT_ATTENTION and settings.splits),
+            f"{', '.join(HOT_ATTENTION)}, and only with hot or an NPU",
+        ),
+        ("hot", not {*hot} - {*batches}, "chunks for the batch sizes in batches"),
+    ):
+        if not good:
+            found = repr(getattr(settings, name))
+            raise ConfigError(f"export({name}=...)", expected=expected, found=found, fix="Leave it out.")
+    if settings.hot_attention in ("prompts", "all") and settings.kv == "int8":
+        raise ConfigError(
+            f"export(hot_attention={settings.hot_attention!r}) with kv='int8'",
+            expected="keys and values in float32 or float16: int8 has a scale for each token",
+            found="int8",
+            fix="Leave one of them out.",
+        )
+    kind, _, soc = settings.target.partition(":")
+    if settings.target != "xnnpack" and (kind != "qnn" or not soc):
+        raise ConfigError(
+            "export(target=...)",
+            expected="'xnnpack', or 'qnn:' and an SoC such as 'qnn:SM8650'",
+            found=repr(settings.target),
+            fix="Choose one of them.",
+        )
+
+
+def check_installed(settings: ExportSettings) -> None:
+    """Raises what is missing on this machine for an export: ExecuTorch, or the NPU's compiler."""
+    check_executorch()
+    if settings.soc is not None:
+        from torch_pi2.export import qnn
+
+        qnn.check(settings.qnn)
+
+
+def check_bundle_folder(folder: Path) -> None:
+    """Raises ArtifactError if ``folder`` holds anything but an earlier bundle: it is replaced as a whole."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    ours = {MANIFEST_FILE}
+    if (folder / MANIFEST_FILE).is_file():
+        with suppress(ArtifactError):  # somebody else's manifest.json
+            ours |= Manifest.load(folder, verify=False).files.keys()
+    if not folder.is_dir() or ours == {MANIFEST_FILE} or {path.name for path in folder.iterdir()} - ours - {*BESIDE}:
+        raise ArtifactError(
+            str(folder),
+            expected="a new or empty folder, or an earlier bundle",
+            found="other files" if folder.is_dir() else "a file",
+            fix="Choose another folder.",
+        )
