@@ -82,7 +82,7 @@ def lower(
 def _delegated(
     programs: Mapping[str, torch.export.ExportedProgram], partitioners: Mapping[str, Any], constants: Mapping[str, Any]
 ) -> Any:
-    """As ``to_edge_transform_and_lower``, in half of the time (8 layers, 3 methods: 31 instead of 56 seconds of a CPU).
+    """As ``to_edge_transform_and_lower``, in half of the time (8 layers, 4 methods: 31 instead of 56 s of a CPU).
 
     ExecuTorch decomposes programs three times, twice of them for nodes that a partitioner wants decomposed although it
     wants their operator whole. Without such nodes once gives the same bytes (tests/export/test_lower.py).
