@@ -28,7 +28,7 @@ from benchmarks.peer_command import CommandPeer, program
 from benchmarks.subject import Subject
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import QUANTIZED
 from torch_pi2.layers.of_model import sparse_layers

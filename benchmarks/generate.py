@@ -16,8 +16,8 @@ from benchmarks.figures import alternate, at_least, label, spread, way_rows
 from benchmarks.subject import WORK, Subject
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
-from torch_pi2.decode import loop
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode import hf_generate
+from torch_pi2.decode.decoder import Decoder
 
 WAYS = ("transformers", "first", "model.generate", "torch_pi2.generate")
 COMPILED = "torch_pi2.generate, compiled"
@@ -69,12 +69,12 @@ def run(
     how: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
     def first(ids: torch.Tensor) -> Any:
-        kept = vars(model)[loop.ATTRIBUTE]
-        loop.attach(model)  # without what earlier calls have recorded
+        kept = vars(model)[hf_generate.ATTRIBUTE]
+        hf_generate.attach(model)  # without what earlier calls have recorded
         try:
             return model.generate(ids, **how)
         finally:
-            object.__setattr__(model, loop.ATTRIBUTE, kept)
+            object.__setattr__(model, hf_generate.ATTRIBUTE, kept)
 
     calls: dict[str, Any] = {
         "transformers": lambda ids: type(model).generate(model, ids, **how)[0, prompt:].tolist(),

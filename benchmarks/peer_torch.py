@@ -15,7 +15,7 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     import torch
 
     from torch_pi2.checkpoint.save_load import load_dense
-    from torch_pi2.decode.decode import Decoder
+    from torch_pi2.decode.decoder import Decoder
 
     torch.set_num_threads(settings["threads"])
     model: Any = load_dense(settings["folder"], dtype=torch.bfloat16)

@@ -29,9 +29,8 @@ from benchmarks.figures import alternate, at_least, label, medians, of_store, sh
 from benchmarks.subject import WORK, Rooms, Subject, check_one, check_share, synthetic_store
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
-from torch_pi2.decode.decode import Decoder
-from torch_pi2.decode.generate import pick
-from torch_pi2.decode.growing import Growing
+from torch_pi2.decode.decoder import Decoder
+from torch_pi2.decode.sequence import GeneratedSequence, pick
 from torch_pi2.decode.speculate import MOST_DRAFTED, Drafts, Pace, PromptLookup, Source, speculate
 from torch_pi2.errors import ConfigError
 from torch_pi2.eval.token_source import tokens_of
@@ -386,7 +385,7 @@ class _Bench:
         logits_V = decoder.prompt(ids_1T)[0]
         if kind == SPECULATIVE:
             decoder.compile_passes(guesses + 1)
-        sequence = Growing(0, 0, self._tokens, ())
+        sequence = GeneratedSequence(0, 0, self._tokens, ())
         choose = _choice(sequence, text[self._prompt :] if given else None)
         pace = _Timed([guesses] if decoder.compiled else range(1, guesses + 1), self._always)
         drafts, store = None, store_of(decoder.model)
@@ -401,7 +400,7 @@ class _Bench:
         return _Round(sequence.tokens, seconds, None if store is None else store.stats(), drafts, pace.full_ms)
 
 
-def _choice(sequence: Growing, given: Sequence[int] | None) -> Callable[[torch.Tensor], int]:
+def _choice(sequence: GeneratedSequence, given: Sequence[int] | None) -> Callable[[torch.Tensor], int]:
     """The most likely token, which is looked for in any case; or the next of ``given`` ones."""
 
     def choose(logits_V: torch.Tensor) -> int:
@@ -411,12 +410,14 @@ def _choice(sequence: Growing, given: Sequence[int] | None) -> Callable[[torch.T
     return choose
 
 
-def _plain(decoder: Decoder, sequence: Growing, logits_V: torch.Tensor, choose: Callable[[torch.Tensor], int]) -> None:
+def _plain(
+    decoder: Decoder, sequence: GeneratedSequence, logits_V: torch.Tensor, choose: Callable[[torch.Tensor], int]
+) -> None:
     """As :func:`speculate` does it, without guesses."""
-    sequence.take(choose(logits_V))
+    sequence.append(choose(logits_V))
     while sequence.ended is None:
         ids_11 = torch.tensor([sequence.tokens[-1:]], dtype=torch.int64, device="cpu")
-        sequence.take(choose(decoder.step(ids_11)[0]))
+        sequence.append(choose(decoder.step(ids_11)[0]))
 
 
 def render(result: dict[str, Any]) -> str:

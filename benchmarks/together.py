@@ -27,15 +27,18 @@ from benchmarks.peer import Peer
 from benchmarks.subject import Rooms, check_share
 from torch_pi2.base import process as machine
 from torch_pi2.cli import common
+from torch_pi2.distributed.shard_store import shards_in
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS
 from torch_pi2.store.folder import PI2_FOLDER, read_config
-from torch_pi2.store.shards import shards_in
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
 from torch_pi2.store.superblock import LayerEntry
 from torch_pi2.types.offload import OffloadConfig
-from torch_pi2.types.shard import ATTENTION, REDUCTIONS
+from torch_pi2.types.shard import REDUCTIONS
 from torch_pi2.types.site import block_of
+
+#: Attention is not divided by heads any more.
+ATTENTION = ("whole",)
 
 #: Tokens of a prompt, and of an answer that is not timed, before the first round.
 _PROMPT, _WARM_UP = 8, 8
@@ -61,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="between processes; none: as fast as it goes (default: none,10000,1000)",
     )
     add("--reductions", type=list_of(str), default=[*REDUCTIONS], metavar="NAMES", help="default: chunks,ranks")
-    add("--attention", type=list_of(str), default=[ATTENTION[0]], metavar="NAMES", help="whole,heads (default: whole)")
+    add("--attention", type=list_of(str), default=["whole"], metavar="NAMES", help="whole,heads (default: whole)")
     add("--prompt", type=common.positive, default=_PROMPT, metavar="N", help="tokens of a prompt that is timed, too")
     add(
         "--chunk-tokens",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch_pi2.checkpoint.synthetic import synthetic
     from torch_pi2.decode.adapt import follow
     from torch_pi2.decode.budget import set_budget, stats
-    from torch_pi2.decode.decode import Decoder
+    from torch_pi2.decode.decoder import Decoder
     from torch_pi2.decode.generate import generate
     from torch_pi2.decode.lead import lead
     from torch_pi2.export.api import export
@@ -56,7 +56,7 @@ _FROM = {
     "checkpoint.synthetic": ("synthetic",),
     "decode.adapt": ("follow",),
     "decode.budget": ("set_budget", "stats"),
-    "decode.decode": ("Decoder",),
+    "decode.decoder": ("Decoder",),
     "decode.generate": ("generate",),
     "decode.lead": ("lead",),
     "export.api": ("export",),

@@ -23,9 +23,9 @@ from torch import nn
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import evaluating, fresh_settings
 from torch_pi2.base.mapped import is_mapped
-from torch_pi2.base.ranks import Ranks, shared_folder
-from torch_pi2.decode import loop
+from torch_pi2.decode import hf_generate
 from torch_pi2.decode.adapt import follow, let_go
+from torch_pi2.distributed.ranks import Ranks, shared_folder
 from torch_pi2.errors import CalibrationError, DtypeError, StaleArtifactError, check_choice
 from torch_pi2.fitting.fit import cold_neurons
 from torch_pi2.fitting.fit import fit as fit_predictors
@@ -448,7 +448,7 @@ def _optimize(
     fitted = predictors if isinstance(predictors, FittedPredictors) else FittedPredictors(predictors or {})
     made = _plan(model, found, stats, fitted, config)
     apply(model, Optimized(made, fitted, stats), progress, config, data, ways, ranks)
-    loop.attach(model)
+    hf_generate.attach(model)
     _say_lossy(parts_of(model), config, progress)
 
 
@@ -517,7 +517,7 @@ def _optimize_without_data(model: Model, config: Config, progress: bool, data: l
     made = plan_without_data(sites, weights_hash(model, sites), config)
     made.made_by["left"] = found.left
     apply(model, Optimized(made, FittedPredictors(), None), progress, config, data, ways)
-    loop.attach(model)
+    hf_generate.attach(model)
     return model
 
 
@@ -570,5 +570,5 @@ def restore(model: Model) -> Model:
     restore_modules(model)
     let_go(model)
     Handle.detach(model)
-    loop.detach(model)
+    hf_generate.detach(model)
     return model

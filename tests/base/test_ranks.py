@@ -12,7 +12,7 @@ import os, signal, sys
 from datetime import timedelta
 from pathlib import Path
 import torch.distributed as dist
-from torch_pi2.base.ranks import Ranks, shared_folder
+from torch_pi2.distributed.ranks import Ranks, shared_folder
 from torch_pi2.errors import ConfigError, Pi2Error
 
 rank, out = int(sys.argv[1]), Path(sys.argv[2])

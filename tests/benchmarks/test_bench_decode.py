@@ -23,7 +23,7 @@ from benchmarks.gguf import write_gguf
 from benchmarks.peer import Peer, PeerError
 from benchmarks.peer_command import CommandPeer
 from benchmarks.subject import Subject
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
 from torch_pi2.observe import attention
 

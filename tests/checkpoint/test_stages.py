@@ -17,9 +17,9 @@ from sharding import ANSWERS, FEW, answers_of_one, check_answers, made_in_parts,
 from transformers import Gemma4TextConfig
 
 import torch_pi2
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
+from torch_pi2.distributed.pipeline_parallel import _count_tokens, _returns_one, connect_stages, remove_other_blocks
 from torch_pi2.errors import ArtifactError, UnsupportedModelError
-from torch_pi2.layers.stages import _count_tokens, _returns_one, join_stages, leave_out
 from torch_pi2.store.shapes import SHAPES
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.types.shard import Shard, ShardLayer
@@ -145,8 +145,8 @@ print(made.sequences, by_transformers.tolist())
 def test_a_stage_that_is_killed_is_named(made: Path, tmp_path: Path) -> None:
     script = """
 import os, time, torch_pi2
-from torch_pi2.decode.decode import Decoder
-model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(patience_s=5))
+from torch_pi2.decode.decoder import Decoder
+model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(timeout_s=5))
 decoder = Decoder(model, max_tokens=64)
 token = decoder.prompt(torch.arange(1, 6)[None])
 if rank == int(sys.argv[5]):
@@ -173,11 +173,11 @@ def test_pieces_of_prompts_are_computed_at_once(made: Path, tmp_path: Path) -> N
     """While the last stage computes one, the first goes on: no logits of others than the last are waited for."""
     script = """
 import torch_pi2
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 model = torch_pi2.load(sys.argv[4])
 sent = []
-real = model.torch_pi2.group.of
-model.torch_pi2.group.of = lambda own, rank: (sent.append(tuple(own.shape)), real(own, rank))[1]
+real = model.torch_pi2.group.broadcast
+model.torch_pi2.group.broadcast = lambda own, rank: (sent.append(tuple(own.shape)), real(own, rank))[1]
 decoder = Decoder(model, max_tokens=128, chunk_tokens=16, compiled=False, logits=True)
 found = decoder.prompt(torch.arange(1, 51)[None])
 print(sent)
@@ -252,7 +252,7 @@ def test_models_that_need_more_of_their_blocks_are_refused_in_all_processes(fami
     for rank in range(2):
         layers = {f"{blocks}.{n}.mlp": ShardLayer(64, (0,) if n == rank else ()) for n in range(2)}
         with pytest.raises(UnsupportedModelError, match=message):
-            leave_out(families.tiny_family(family), Shard(rank, 2, layers))
+            remove_other_blocks(families.tiny_family(family), Shard(rank, 2, layers))
 
 
 def test_blocks_that_take_keys_and_values_of_others_are_refused() -> None:
@@ -261,7 +261,7 @@ def test_blocks_that_take_keys_and_values_of_others_are_refused() -> None:
 
     shard = Shard(0, 2, {"layers.0.mlp": ShardLayer(64, (0,)), "layers.1.mlp": ShardLayer(64, ())})
     with pytest.raises(UnsupportedModelError, match="keys and values of their own, found 2 that take those of others"):
-        leave_out(Model(), shard)
+        remove_other_blocks(Model(), shard)
 
 
 def test_a_model_that_does_more_between_its_blocks_is_refused() -> None:
@@ -282,7 +282,7 @@ def test_a_model_that_does_more_between_its_blocks_is_refused() -> None:
 
     shard = Shard(0, 2, {"layers.0.mlp": ShardLayer(64, (0,)), "layers.1.mlp": ShardLayer(64, ())})
     with pytest.raises(UnsupportedModelError, match="block 1 called with something else after block 0"):
-        leave_out(Model(), shard)
+        remove_other_blocks(Model(), shard)
 
 
 def test_a_refused_model_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_what_fails_in_a_stage_is_told_at_once(made: Path, tmp_path: Path) -> No
     """Whichever call it is: who tries again must not have it taken for what the others wait for."""
     script = """
 import time, torch_pi2
-model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(patience_s=60))
+model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(timeout_s=60))
 if rank == 1:
     model.torch_pi2.store.close()
 began = time.perf_counter()
@@ -386,7 +386,7 @@ def test_a_block_elsewhere_has_no_weights_of_its_own() -> None:
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList([Block(), Block()])
     shard = Shard(0, 2, {"layers.0.mlp": ShardLayer(64, (0,)), "layers.1.mlp": ShardLayer(64, ())})
-    leave_out(model, shard)
+    remove_other_blocks(model, shard)
     assert {name.split(".")[1] for name in model.state_dict()} == {"0"}
 
 
@@ -405,9 +405,9 @@ def test_what_cannot_be_divided_is_refused(made: Path) -> None:
 
     shard = Shard(0, 2, {"layers.0.mlp": ShardLayer(64, (0,)), "layers.1.mlp": ShardLayer(64, ())})
     with pytest.raises(UnsupportedModelError, match=r"Block in stages: expected decoder blocks that return hidden "):
-        leave_out(Model(), shard)
+        remove_other_blocks(Model(), shard)
     with pytest.raises(UnsupportedModelError, match=r"Model in stages: expected a causal language model with a head"):
-        join_stages(Model(), shard, cast(Any, None))
+        connect_stages(Model(), shard, cast(Any, None))
     stages, neurons = made / "tied" / "2", made / "tied" / "again"
     torch_pi2.pack(made / "tied" / "store", neurons, ranks=2)
     shutil.rmtree(neurons / "rank-1-of-2")

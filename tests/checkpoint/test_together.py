@@ -18,7 +18,7 @@ import torch
 from sharding import ANSWERS, FEW, answers_of_one, check_answers, made_in_parts, saved, together
 
 import torch_pi2
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ArtifactError, ConfigError
 
 #: Each of several processes has one, too.
@@ -92,7 +92,7 @@ def test_a_shard_that_is_compiled_has_the_same_tokens(tmp_path: Path, dtype: str
     torch_pi2.pack(tmp_path / "store", tmp_path / "2", ranks=2, by=by)
     script = """
 import torch_pi2
-model = torch.compile(torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(patience_s=280)), backend="torch_pi2")
+model = torch.compile(torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(timeout_s=280)), backend="torch_pi2")
 with torch.no_grad():
     torch.save(model(torch.arange(1, 6)[None], use_cache=False).logits, out / f"{rank}.pt")
 """
@@ -130,7 +130,7 @@ import torch_pi2
 from torch_pi2.decode.speculate import Pace
 torch.manual_seed(rank)
 Pace.count = lambda self, most: min(most, 1 + rank)
-model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(patience_s=10))
+model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(timeout_s=10))
 ids = torch.tensor([[5, 6, 7, 8] * 4])
 guessed = torch_pi2.generate(model, ids, max_new_tokens=24, prompt_lookup=3)
 plain = torch_pi2.generate(model, ids, max_new_tokens=24)
@@ -145,9 +145,9 @@ print(guessed.sequences == plain.sequences, guessed.drafts.passes > 0, drawn.tol
 def test_what_is_lost_is_named(made: Path, tmp_path: Path) -> None:
     script = """
 import os, time, torch_pi2
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 how = sys.argv[5]
-model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(patience_s=3))
+model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(timeout_s=3))
 decoder = Decoder(model, max_tokens=64)
 token = decoder.prompt(torch.arange(1, 6)[None])
 if rank == 1 and how == "killed":
@@ -356,8 +356,8 @@ def test_a_talk_and_losses_are_those_of_one_machine(tmp_path: Path) -> None:
 def test_decoders_of_other_settings_are_refused(made: Path, tmp_path: Path) -> None:
     script = """
 import torch_pi2
-from torch_pi2.decode.decode import Decoder
-model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(patience_s=30))
+from torch_pi2.decode.decoder import Decoder
+model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(timeout_s=30))
 few = torch.arange(1, 6)[None]
 for wrong in (
     lambda: Decoder(model, max_tokens=64, compiled=bool(rank)).prompt(few),
@@ -386,7 +386,7 @@ print(torch_pi2.generate(model, few, max_new_tokens=8).sequences)
 def test_other_prompts_are_refused_and_equal_ones_go_on(made: Path, tmp_path: Path) -> None:
     script = """
 import torch_pi2
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 model = torch_pi2.load(sys.argv[4])
 decoder = Decoder(model, max_tokens=64, compiled=False)
 for ids in ([[1, 2, 3 + rank]], [[1, 2, 3][: 2 + rank]], [[1, 2, 3]]):

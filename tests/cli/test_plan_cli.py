@@ -17,7 +17,7 @@ from stores import SMALL
 import torch_pi2
 from torch_pi2 import cli, errors
 from torch_pi2.cli.plan_group import _options
-from torch_pi2.decode.kv import cache_name, cache_of
+from torch_pi2.decode.kv_cache import cache_name, cache_of
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.planner.diff import diff
 from torch_pi2.types.plan import Plan

@@ -20,7 +20,7 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.decode.adapt import Engine, engine_of, follow
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ArtifactError, ConfigError, ShapeError
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.offloaded import OffloadedFFN
@@ -301,7 +301,7 @@ def test_a_prompt_that_joins_is_one_more_sequence() -> None:
     engine = follow(model, plan_of(model, {1: 4, 2: 8, 3: 12, 4: 48}))
     decoder = Decoder(model, max_tokens=32, batch=4, compiled=False, chunk_tokens=4)
     for sequences in (1, 2, 3):
-        for _ in decoder.joining(IDS):
+        for _ in decoder.add(IDS):
             assert engine.stats()["sequences"] == sequences
         decoder.step(torch.ones(sequences, 1, dtype=torch.int64))
     assert engine.stats()["switches"] == 2
@@ -451,7 +451,7 @@ def test_decoders_say_how_many_sequences_there_are() -> None:
     assert engine.stats()["sequences"] == 1
     decoder.fork(4)
     assert engine.bucket.batch == 4
-    decoder.keep([0, 3])
+    decoder.retain([0, 3])
     decoder.step(token.repeat(2, 1))
     assert (engine.stats()["sequences"], engine.bucket.batch) == (2, 2)
 

@@ -16,7 +16,7 @@ from sharding import together
 import torch_pi2
 from benchmarks import cap
 from torch_pi2.decode.budget import room_for_compiling
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.prompt import piece_of
 from torch_pi2.types.budget import PIECE_TOKENS, Budget
@@ -32,7 +32,7 @@ import ctypes, gc, json, math, sys
 import torch, torch_pi2, transformers
 from benchmarks import cap
 from torch_pi2.base import process as machine
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 
 tiny, folder, activations, way, group = sys.argv[1:]
 torch.set_num_threads(2)
@@ -128,7 +128,7 @@ def test_the_smallest_budget_holds(stores: dict[str, Path], name: str, activatio
 _TOGETHER = """
 import ctypes, gc, torch_pi2
 from torch_pi2.base import process as machine
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 
 def use(model, tokens):
     decoder = Decoder(model, max_tokens=tokens + 40, compiled=False)

@@ -13,9 +13,8 @@ from tiny_models import VOCAB, tiny
 from torch import nn
 
 import torch_pi2
-from torch_pi2.decode.attention import packed_attention, packed_sdpa
-from torch_pi2.decode.decode import Decoder
-from torch_pi2.decode.masks import masks_of
+from torch_pi2.decode.attention import masks_of, packed_attention, packed_sdpa
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ConfigError, Pi2Error, ShapeError, UnsupportedModelError
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
@@ -294,7 +293,7 @@ def test_windows(name: str) -> None:
     assert [decoded(decoder, ids_1T).tolist() for ids_1T in prompts] == [w.tolist() for w in wanted]
     both = Decoder(model, max_tokens=40, batch=2, compiled=False)
     for ids_1T in prompts:
-        list(both.joining(ids_1T))
+        list(both.add(ids_1T))
     fed_B1, steps = torch.cat([ids_1T[:, -1:] for ids_1T in prompts]), []
     for _ in range(NEW):
         fed_B1 = both.step(fed_B1)

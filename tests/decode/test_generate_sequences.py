@@ -20,9 +20,10 @@ from torch import fx, nn
 
 import torch_pi2
 from torch_pi2.decode.adapt import Engine, follow
-from torch_pi2.decode.decode import Decoder
-from torch_pi2.decode.generate import Generated, Sampling, generate, pick
-from torch_pi2.decode.pieces import PIECE_TOKENS, pieces_without_loss
+from torch_pi2.decode.chunked_prefill import PIECE_TOKENS, lossless_chunk_tokens
+from torch_pi2.decode.decoder import Decoder
+from torch_pi2.decode.generate import Generated, generate
+from torch_pi2.decode.sequence import Sampling, pick
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.layers.prompt import has_tiles
 from torch_pi2.types.machine_plan import Bucket, HardwarePlan, PromptPlan
@@ -145,9 +146,9 @@ def test_pieces_of_a_model_with_int8_activations_have_the_bits_of_the_whole(batc
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=100, hidden_act="relu")
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval()
-    assert pieces_without_loss(model) == 0
+    assert lossless_chunk_tokens(model) == 0
     model = torch_pi2.optimize(model, weights="int4", activations="int8")
-    assert pieces_without_loss(model) == (PIECE_TOKENS if has_tiles() else 0)
+    assert lossless_chunk_tokens(model) == (PIECE_TOKENS if has_tiles() else 0)
     ids_BT = torch.randint(1, 90, (batch, 300), generator=torch.Generator().manual_seed(0))
     found = []
     for chunk in (300, 0, 70, 256) if has_tiles() else (300, 0):
@@ -158,7 +159,7 @@ def test_pieces_of_a_model_with_int8_activations_have_the_bits_of_the_whole(batc
             assert read == ({1: [150, 150], 3: [75, 75, 75, 75]}[batch] if has_tiles() else [300])
         assert all(torch.equal(*pair) for pair in zip(found[0], found[-1], strict=True))
     model.model.layers[0].self_attn.q_proj = nn.Linear(256, 256, bias=False)
-    assert pieces_without_loss(model) == 0
+    assert lossless_chunk_tokens(model) == 0
 
 
 @pytest.mark.parametrize(("tokens", "chunk", "pieces"), [(7, 6, [4, 3]), (10, 3, [3, 3, 2, 2]), (6, 3, [3, 3])])
@@ -208,7 +209,7 @@ def test_sequences_leave_and_the_last_take_their_rows(model: nn.Module) -> None:
 
     decoder.step(torch.tensor([[told[i][0]] for i in rows]))
     for kept, came_from in (([0, 2, 3, 4], [0, 4, 2, 3]), ([1, 3], [3, 1]), ([0, 1], [0, 1]), ([1], [1])):
-        assert decoder.keep(kept) == came_from
+        assert decoder.retain(kept) == came_from
         rows = [rows[row] for row in came_from]
         assert decoder.batch == len(rows)
         assert [layer.keys.data_ptr() for layer in decoder.cache.layers] == places
@@ -263,7 +264,7 @@ def test_the_memory_of_sequences_that_ended_goes_back(tmp_path: Path) -> None:
         rows = decoder.cache.layers[0].keys
         decoder.step(token.repeat(4, 1))
         assert bool(rows[3].any())
-        decoder.keep([0])
+        decoder.retain([0])
         assert bool(rows[0].any())
     assert bool(rows[3, :, :100].any()) is False  # over a store; pages of a tensor's end may be shared with others
     again = [decoder.prompt(prompt) for decoder in decoders]
@@ -343,13 +344,13 @@ def test_wrong_inputs(model: nn.Module) -> None:
     with pytest.raises(ShapeError, match=r"fork: expected a prompt before it, found none that was read to its end"):
         decoder.fork(1)
     with pytest.raises(ShapeError, match=r"keep: expected a prompt before it"):
-        decoder.keep([0])
+        decoder.retain([0])
     decoder.prompt(IDS)
     with pytest.raises(ShapeError, match=r"fork: expected 1 to 1 sequences from 1, found 2 from 1\."):
         decoder.fork(2)
     for rows, found in (([1], "1"), ([-1, 0], "-1, 0")):
         with pytest.raises(ShapeError, match=rf"keep: expected rows from 0 to 0, found {found}\."):
-            decoder.keep(rows)
+            decoder.retain(rows)
     with pytest.raises(ShapeError, match=r"prompt: expected \[1, 1 to 8\], found \[2, 7\]"):
         decoder.prompt(IDS.repeat(2, 1))
 

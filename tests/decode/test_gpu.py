@@ -21,11 +21,11 @@ from tiny_models import tiny
 from torch import nn
 
 import torch_pi2
-from torch_pi2.decode import cuda_graph, pieces
-from torch_pi2.decode.cuda_graph import captured
-from torch_pi2.decode.decode import Decoder
-from torch_pi2.decode.generate import Sampling, pick
-from torch_pi2.decode.kept import Kept
+from torch_pi2.decode import chunked_prefill, decoder_pool, step_graph
+from torch_pi2.decode.decoder import Decoder
+from torch_pi2.decode.decoder_pool import Kept
+from torch_pi2.decode.sequence import Sampling, pick
+from torch_pi2.decode.step_graph import captured
 from torch_pi2.errors import ConfigError, DeviceError
 from torch_pi2.layers import gpu
 from torch_pi2.layers.gpu import device_of
@@ -83,14 +83,14 @@ def test_steps_of_a_divided_model_are_not_recorded() -> None:
     ids = decoder.prompt(IDS)
     for _ in range(14):
         ids = decoder.step(ids)
-    assert [replay._sure for replay in decoder._replays.values()] == [False]
+    assert [replay._is_stable for replay in decoder._runners.values()] == [False]
     with pytest.raises(ConfigError, match="compiled: expected a model that is on one device as a whole, found layers"):
         Decoder(model, max_tokens=40)
     whole(model)
     ids = decoder.prompt(IDS)
     for _ in range(14):
         ids = decoder.step(ids)
-    assert [replay._sure for replay in decoder._replays.values()] == [True]
+    assert [replay._is_stable for replay in decoder._runners.values()] == [True]
 
 
 def test_a_divided_model_answers_requests() -> None:
@@ -117,8 +117,8 @@ def test_prompts_go_the_ways_of_what_is_on_the_gpu(monkeypatch: pytest.MonkeyPat
     model = torch_pi2.optimize(tiny("drelu"), ids, method="signbit", weights="int4")
     inside = sum(layer.neuron_rows.nbytes for layer in sparse_layers(model))
     hot_on_gpu(model, rest_bytes(model) + inside // 2, ThreadLink())
-    monkeypatch.setattr(pieces, "device_of", lambda _: torch.device("cuda"))
-    ways = pieces.ways_of_prompts(model)
+    monkeypatch.setattr(chunked_prefill, "device_of", lambda _: torch.device("cuda"))
+    ways = chunked_prefill.prompt_path_lengths(model)
     parts = [layer.split.hot for layer in sparse_layers(model) if layer.split is not None]
     assert {dense_on_gpu_from(part) for part in parts if part is not None} <= {*ways}
     linears = [module for module in model.modules() if isinstance(module, QuantLinear)]
@@ -143,14 +143,13 @@ def test_a_model_that_moves() -> None:
 
 
 def test_a_kept_decoder_is_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_pi2.decode import kept
 
     model, free = tiny("llama"), Kept()
     first = free.borrow(model, 20, 1)
     free.give_back(first)
     assert free.borrow(model, 20, 1) is first
     free.give_back(first)
-    monkeypatch.setattr(kept, "device_of", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(decoder_pool, "device_of", lambda _: torch.device("cuda", 0))
     assert free.borrow(model, 20, 1) is not first
 
 
@@ -214,7 +213,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[MadeUpGraph]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "the thread's")
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(cuda_graph, "on_gpu", lambda _: True)
+    monkeypatch.setattr(step_graph, "on_gpu", lambda _: True)
     return MadeUpGraph.made
 
 

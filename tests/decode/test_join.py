@@ -1,4 +1,4 @@
-"""``Decoder.joining``: sequences of several lengths that come and go between steps, each as if it were alone."""
+"""``Decoder.add``: sequences of several lengths that come and go between steps, each as if it were alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiny_models import VOCAB, tiny
 from torch import nn
 
 import torch_pi2
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ConfigError, ShapeError, UnsupportedModelError
 from torch_pi2.layers.prompt import has_tiles
 
@@ -32,7 +32,7 @@ def quantised() -> nn.Module:
 
 def join(decoder: Decoder, prompt_1T: torch.Tensor, known: Sequence[list[torch.Tensor]] = ()) -> torch.Tensor:
     """What the next step is to be fed with ``[1]``."""
-    for _ in decoder.joining(prompt_1T, known):
+    for _ in decoder.add(prompt_1T, known):
         pass
     return prompt_1T[0, -1:]
 
@@ -71,7 +71,7 @@ def test_each_sequence_has_the_bits_that_it_has_alone(compiled: bool) -> None:
     assert decoder.length == 39
     for _ in range(3):
         step()
-    rows[:] = [rows[row] for row in decoder.keep([1, 2])]  # the first leaves, the last takes its row
+    rows[:] = [rows[row] for row in decoder.retain([1, 2])]  # the first leaves, the last takes its row
     assert rows == [2, 1]
     assert decoder.lengths == [42, 3]
     comes(3)
@@ -141,11 +141,11 @@ def test_take_back_and_the_room_of_several_lengths() -> None:
         ShapeError, match=r"\[2, 1\] and fewer than 41 tokens before it, found \[2, 1\] after 41 tokens"
     ):
         decoder.step(fed_B1)
-    decoder.take_back(1)
+    decoder.rollback(1)
     assert decoder.lengths == [7, 40]
     assert torch.equal(decoder.step(fed_B1), first)
     with pytest.raises(ShapeError, match="0 to 7 tokens, of 8 that were read, found 8"):
-        decoder.take_back(8)
+        decoder.rollback(8)
 
 
 def test_refusals() -> None:
@@ -153,9 +153,9 @@ def test_refusals() -> None:
     decoder = Decoder(model, max_tokens=41, batch=2, compiled=False)
     join(decoder, PROMPTS[0])
     for wrong in (PROMPTS[0].expand(2, -1), torch.zeros(1, 41, dtype=torch.int64), PROMPTS[0][:, :0]):
-        with pytest.raises(ShapeError, match=r"joining: expected \[1, 1 to 40\] while there are fewer than 2 seq"):
+        with pytest.raises(ShapeError, match=r"add: expected \[1, 1 to 40\] while there are fewer than 2 seq"):
             join(decoder, wrong)
-    with pytest.raises(ConfigError, match="joining: expected tokens of 0 to"):
+    with pytest.raises(ConfigError, match="add: expected tokens of 0 to"):
         join(decoder, torch.tensor([[VOCAB]]))
     join(decoder, PROMPTS[0])
     with pytest.raises(ShapeError, match=r"found \[1, 7\] beside 2. Let others leave first"):
@@ -218,18 +218,18 @@ def test_steps_between_the_pieces_of_a_prompt() -> None:
     long_1T = torch.randint(1, VOCAB, (1, 301), generator=torch.Generator().manual_seed(6))
     decoders = [Decoder(model, max_tokens=310, batch=3, compiled=False, logits=True) for _ in range(3)]
     beside, alone_long, alone_short = decoders
-    assert list(alone_long.joining(long_1T)) == [150, 0]
+    assert list(alone_long.add(long_1T)) == [150, 0]
     wanted = [join(one, PROMPTS[i]) for one, i in ((alone_short, 0), (beside, 0))]
     join(beside, PROMPTS[1])
     fed_1 = wanted[0]
     left = []
-    for tokens in beside.joining(long_1T):
+    for tokens in beside.add(long_1T):
         left.append(tokens)
         step = beside.step(torch.stack([fed_1, PROMPTS[1][0]][: beside.batch]))
         assert torch.equal(step[:1], alone_short.step(fed_1[None]))
         fed_1 = step[0].argmax(-1, keepdim=True)
         if len(left) == 2:
-            assert beside.keep([0]) == [0]
+            assert beside.retain([0]) == [0]
     assert left == [240, 180, 120, 60, 0]
     assert beside.lengths == [11, 300]  # in the row that became free
     found_2V = beside.step(torch.stack([fed_1, long_1T[0, -1:]]))
@@ -240,13 +240,13 @@ def test_steps_between_the_pieces_of_a_prompt() -> None:
 def test_what_cannot_be_while_a_prompt_is_read() -> None:
     decoder = Decoder(tiny("llama-relu"), max_tokens=41, batch=3, compiled=False)
     join(decoder, PROMPTS[0])
-    pieces = decoder.joining(PROMPTS[2])
-    late = decoder.joining(PROMPTS[2])
+    pieces = decoder.add(PROMPTS[2])
+    late = decoder.add(PROMPTS[2])
     assert next(pieces) == 0
     for what in (
         lambda: decoder.prompt(PROMPTS[0]),
         lambda: decoder.fork(2),
-        lambda: decoder.joining(PROMPTS[1]),
+        lambda: decoder.add(PROMPTS[1]),
         lambda: next(late),
     ):
         with pytest.raises(ShapeError, match="expected no sequence whose prompt is being read, found one that is join"):
@@ -261,16 +261,16 @@ def test_known_keys_and_values() -> None:
     model = quantised()
     decoder = Decoder(model, max_tokens=64, batch=2, compiled=False, logits=True)
     fed_1 = join(decoder, PROMPTS[2])
-    known = [decoder.copied(0, 0, 32), decoder.copied(0, 32, 39)]
+    known = [decoder.copy_kv(0, 0, 32), decoder.copy_kv(0, 32, 39)]
     wanted = decoder.step(fed_1[None])
-    decoder.keep([])
+    decoder.retain([])
     for parts, read in ((known, []), (known[:1], [0])):
-        assert list(decoder.joining(PROMPTS[2], parts)) == read
+        assert list(decoder.add(PROMPTS[2], parts)) == read
         assert decoder.lengths == [39]
         assert torch.equal(decoder.step(fed_1[None]), wanted)
-        decoder.keep([])
+        decoder.retain([])
         fresh = Decoder(model, max_tokens=64, batch=2, compiled=False, logits=True)  # has no memory for them yet
-        assert list(fresh.joining(PROMPTS[2], parts)) == read
+        assert list(fresh.add(PROMPTS[2], parts)) == read
         assert torch.equal(fresh.step(fed_1[None]), wanted)
 
 
@@ -282,11 +282,11 @@ def test_over_a_store_others_may_leave_while_one_joins(count: int, tmp_path_fact
     decoder = Decoder(model, max_tokens=40, batch=3, compiled=False, logits=True)
     join(decoder, ids_1T)
     wanted = decoder.step(ids_1T[:, -1:])
-    decoder.keep([])
+    decoder.retain([])
     for _ in range(count):
         join(decoder, PROMPTS[1])
-    pieces = decoder.joining(ids_1T)
+    pieces = decoder.add(ids_1T)
     assert next(pieces) == 0
-    decoder.keep([])
+    decoder.retain([])
     assert next(pieces, None) is None
     assert torch.equal(decoder.step(ids_1T[:, -1:]), wanted)

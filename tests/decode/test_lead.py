@@ -11,8 +11,8 @@ from shared import shared_folder
 from tiny_models import tiny
 
 import torch_pi2
-from torch_pi2.base.calls import Call, _packed, _unpacked
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
+from torch_pi2.distributed.coordinator import Call, _packed, _unpacked
 from torch_pi2.errors import ConfigError
 
 #: Each of several processes has one, too.
@@ -23,10 +23,9 @@ ASKED = torch.tensor([[5, 6, 7, 8] * 4])
 
 _BEGIN = """
 import os, signal, threading, time, torch_pi2
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 few, asked = torch.arange(1, 6)[None], torch.tensor([[5, 6, 7, 8] * 4])
-attention, patience_s = [*sys.argv[7:8], "whole"][0], float([*sys.argv[8:], 3][0])
-how = torch_pi2.GroupConfig(patience_s=patience_s, attention=attention)
+how = torch_pi2.GroupConfig(timeout_s=float([*sys.argv[7:], 3][0]))
 model = torch_pi2.load(sys.argv[4], group=how)
 (out / f"pid-{rank}").write_text(str(os.getpid()))
 """
@@ -63,19 +62,19 @@ def _all_calls(model: torch.nn.Module, compiled: bool) -> list[torch.Tensor]:
     found.append(decoder.prompt(FEW))
     decoder.fork(2)
     found += [decoder.step(torch.tensor([[7], [9]])) for _ in range(12)]
-    for _ in decoder.joining(ASKED):
+    for _ in decoder.add(ASKED):
         found.append(decoder.step(torch.tensor([[7], [9]])))
     found.append(decoder.step(torch.tensor([[7], [9], [3]])))
-    decoder.keep([2])
-    for _ in decoder.joining(ASKED, [decoder.copied(0, 0, 8), decoder.copied(0, 8, 15)]):
+    decoder.retain([2])
+    for _ in decoder.add(ASKED, [decoder.copy_kv(0, 0, 8), decoder.copy_kv(0, 8, 15)]):
         pass
-    pieces = decoder.joining(FEW)
+    pieces = decoder.add(FEW)
     next(pieces)
     pieces.close()  # type: ignore[attr-defined]
     found.append(decoder.step(torch.tensor([[8], [3]])))
-    decoder.keep([0])
+    decoder.retain([0])
     found.append(decoder.verify(torch.tensor([[1, 2, 3]])))
-    decoder.take_back(2)
+    decoder.rollback(2)
     found.append(decoder.step(torch.tensor([[8]])))
     return found
 
@@ -88,22 +87,20 @@ torch.save(found, out / "found.pt")
 
 
 @pytest.mark.parametrize(
-    ("store", "shards", "attention", "compiled"),
+    ("store", "shards", "compiled"),
     [
-        ("store", "2", "whole", ""),
-        ("store", "2", "heads", ""),
-        ("float/store", "float/stages", "whole", ""),
-        pytest.param("store", "2", "heads", "compiled", marks=pytest.mark.slow),
-        pytest.param("store", "2", "whole", "compiled", marks=[pytest.mark.slow, pytest.mark.long]),
-        pytest.param("float/store", "float/stages", "whole", "compiled", marks=[pytest.mark.slow, pytest.mark.long]),
+        ("store", "2", ""),
+        ("float/store", "float/stages", ""),
+        pytest.param("store", "2", "compiled", marks=pytest.mark.slow),
+        pytest.param("float/store", "float/stages", "compiled", marks=[pytest.mark.slow, pytest.mark.long]),
     ],
 )
 def test_all_calls_have_the_bits_of_one_machine(
-    folder: Path, tmp_path: Path, store: str, shards: str, attention: str, compiled: str
+    folder: Path, tmp_path: Path, store: str, shards: str, compiled: str
 ) -> None:
     here = f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
     script = _BEGIN + _LEAD + here + _CALLS + "leader.close()"
-    said = together(tmp_path, script, 2, folder / shards, compiled, "", attention, 60)  # seconds: others may compile
+    said = together(tmp_path, script, 2, folder / shards, compiled, "", 60)  # seconds: others may compile
     assert said[1].startswith("through ")
     found = torch.load(tmp_path / "found.pt")
     wanted = _all_calls(torch_pi2.load(folder / store, budget="1GiB"), bool(compiled))
@@ -116,7 +113,7 @@ def test_answers_while_the_others_wait_for_longer_than_patience(folder: Path, tm
     script = """
 with leader:
     for pause in (0, 5):
-        time.sleep(pause)  # longer than patience_s
+        time.sleep(pause)  # longer than timeout_s
         plain = torch_pi2.generate(model, asked, max_new_tokens=12)
     guessed = torch_pi2.generate(model, asked, max_new_tokens=24, prompt_lookup=3)
     drawn = torch_pi2.generate(model, few, max_new_tokens=12, num_return_sequences=2, do_sample=True, seed=3)
@@ -155,8 +152,8 @@ for wrong in (
     lambda: decoder.prompt(few) + decoder.step(torch.tensor([[10**6]])),
     lambda: model(torch.tensor([[10**6]])),
     lambda: model(input_ids=torch.tensor([[-1]])),
-    lambda: decoder.copied(1, 0, 4),
-    lambda: decoder.copied(0, 0, 6),
+    lambda: decoder.copy_kv(1, 0, 4),
+    lambda: decoder.copy_kv(0, 0, 6),
 ):
     try:
         print("nothing was wrong", wrong())
@@ -186,7 +183,7 @@ leader.close()
     assert step.startswith("ConfigError token: expected tokens of 0 to")
     assert call.startswith("ConfigError input_ids: expected tokens of 0 to")
     assert named.endswith("found the token -1. Use the tokenizer of this model.")
-    assert row.startswith("ShapeError copied: expected tokens, 1 or more, of a sequence that there is (now [5])")
+    assert row.startswith("ShapeError copy_kv: expected tokens, 1 or more, of a sequence that there is (now [5])")
     assert "found 0 to 6 of row 0" in tokens
     one = Decoder(torch_pi2.load(folder / "store", budget="1GiB"), max_tokens=64, compiled=False)
     assert good == str(one.prompt(FEW).tolist())
@@ -197,22 +194,22 @@ leader.close()
 def test_keys_and_values_that_are_divided_stay_where_they_are(folder: Path, tmp_path: Path) -> None:
     script = """
 decoder = Decoder(model, max_tokens=64, batch=2, compiled=False)
-for _ in decoder.joining(asked):
+for _ in decoder.add(asked):
     pass
 try:
-    list(decoder.joining(asked, [[*decoder.copied(0, 0, 8)]]))
+    list(decoder.add(asked, [[*decoder.copy_kv(0, 0, 8)]]))
 except torch_pi2.Pi2Error as error:
     print(type(error).__name__, error)
-parts = [decoder.copied(0, 0, 8)]
+parts = [decoder.copy_kv(0, 0, 8)]
 del parts
-list(decoder.joining(asked, [decoder.copied(0, 0, 9)]))
+list(decoder.add(asked, [decoder.copy_kv(0, 0, 9)]))
 time.sleep(1.5)  # longer than between signs of life
 decoder.step(torch.tensor([[1], [2]]))
-part = decoder.copied(0, 0, 9)
+part = decoder.copy_kv(0, 0, 9)
 for wrong, ids in ((copy.copy(part), asked), (pickle.loads(pickle.dumps(part)), asked), (part, few)):
     try:
-        decoder.keep([0])
-        list(decoder.joining(ids, [wrong]))
+        decoder.retain([0])
+        list(decoder.add(ids, [wrong]))
     except torch_pi2.Pi2Error as error:
         print(type(error).__name__, error)
 leader.close()
@@ -220,26 +217,26 @@ leader.close()
     watched = """
 import copy, pickle
 from torch_pi2.decode.lead import _Follower
-make = _Follower._make
+make = _Follower.make
 def noted(self, call):
     make(self, call)
     print(call.name, [self._parts[number][0].shape[1] for number in self._parts])
-_Follower._make = noted
+_Follower.make = noted
 """
     said, other = together(tmp_path, watched + _BEGIN + _LEAD + script, 2, folder / "float" / "stages")
     known, *copies, longer = said.splitlines()
     assert known.startswith(
-        "UnsupportedModelError joining(known=...) of a model whose keys and values are divided among processes: "
-        "expected what copied gave since torch_pi2.lead: every process has a part of it, found others."
+        "UnsupportedModelError add(known=...) of a model whose keys and values are divided among processes: "
+        "expected what copy_kv gave since torch_pi2.lead: every process has a part of it, found others."
     )
     assert copies == [known, known]  # the others have no parts of copies
     assert longer == (
-        "ShapeError joining(known=...): expected keys and values of the first tokens of the prompt, at most 5, found "
+        "ShapeError add(known=...): expected keys and values of the first tokens of the prompt, at most 5, found "
         "those of 9. Leave out what the prompt does not begin with."
     )
-    kept_there = [line for line in other.splitlines() if line.startswith(("keep_part", "step"))]
+    kept_there = [line for line in other.splitlines() if line.startswith(("copy_kv_part", "step"))]
     # each is gone when the next one comes, or a sign of life
-    assert kept_there == ["keep_part [8]", "keep_part [8]", "keep_part [9]", "step []", "keep_part [9]"]
+    assert kept_there == ["copy_kv_part [8]", "copy_kv_part [8]", "copy_kv_part [9]", "step []", "copy_kv_part [9]"]
 
 
 def test_what_one_leader_had_the_next_one_has_not(folder: Path, tmp_path: Path) -> None:
@@ -248,15 +245,15 @@ def test_what_one_leader_had_the_next_one_has_not(folder: Path, tmp_path: Path) 
 leader = torch_pi2.lead(model)
 if leader is not None:
     old = Decoder(model, max_tokens=64, batch=2, compiled=False)
-    list(old.joining(asked))
-    part = old.copied(0, 0, 9)
+    list(old.add(asked))
+    part = old.copy_kv(0, 0, 9)
     leader.close()
 leader = torch_pi2.lead(model)
 if leader is None:
     sys.exit()
 new = Decoder(model, max_tokens=64, batch=2, compiled=False)
-list(new.joining(asked))
-for wrong in (lambda: old.prompt(few), lambda: list(new.joining(asked, [part]))):
+list(new.add(asked))
+for wrong in (lambda: old.prompt(few), lambda: list(new.add(asked, [part]))):
     try:
         print("nothing was wrong", wrong())
     except torch_pi2.Pi2Error as error:
@@ -264,12 +261,12 @@ for wrong in (lambda: old.prompt(few), lambda: list(new.joining(asked, [part])))
 print(new.step(torch.tensor([[3]])).tolist())
 leader.close()
 """
-    said, _ = together(tmp_path, _BEGIN + script, 2, folder / "2", "", "", "heads")
+    said, _ = together(tmp_path, _BEGIN + script, 2, folder / "float" / "stages")
     decoder, part, token = said.splitlines()
     assert decoder.startswith("ConfigError Decoder of a model that several processes compute: expected one that was")
-    assert part.startswith("UnsupportedModelError joining(known=...) of a model whose keys and values are divided")
-    one = Decoder(torch_pi2.load(folder / "store", budget="1GiB"), max_tokens=64, compiled=False)
-    list(one.joining(ASKED))
+    assert part.startswith("UnsupportedModelError add(known=...) of a model whose keys and values are divided")
+    one = Decoder(torch_pi2.load(folder / "float" / "store", budget="1GiB"), max_tokens=64, compiled=False)
+    list(one.add(ASKED))
     assert token == str(one.step(torch.tensor([[3]])).tolist())
 
 
@@ -344,7 +341,7 @@ os._exit(0)
 def test_who_is_stopped_within_a_prompt_goes_on_or_is_named(
     folder: Path, tmp_path: Path, shards: str, led: str, victim: int
 ) -> None:
-    """By SIGSTOP, for less than ``patience_s``, and for more."""
+    """By SIGSTOP, for less than ``timeout_s``, and for more."""
     script = """
 import subprocess
 led, victim, stops = sys.argv[5], int(sys.argv[6]), out / "stops"

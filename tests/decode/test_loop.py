@@ -19,8 +19,8 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import torch_pi2
-from torch_pi2.decode.decode import Decoder
-from torch_pi2.decode.kv import cache_name, cache_of
+from torch_pi2.decode.decoder import Decoder
+from torch_pi2.decode.kv_cache import cache_name, cache_of
 
 IDS = torch.tensor([[5, 9, 33, 17, 40]])
 HOW = {"max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": None}

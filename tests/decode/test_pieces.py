@@ -13,14 +13,14 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.decode.attention import packed_attention, packed_sdpa
-from torch_pi2.decode.decode import Decoder
-from torch_pi2.decode.pieces import (
+from torch_pi2.decode.chunked_prefill import (
     PIECE_TOKENS,
-    has_our_attention,
-    pieces_without_loss,
+    lossless_chunk_tokens,
     same_frequencies_up_to,
     takes_several_lengths,
+    uses_our_attention,
 )
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.layers.prompt import has_tiles
 
@@ -83,39 +83,39 @@ def test_frequencies_that_depend_on_the_length(name: str, rope: dict[str, Any]) 
         assert torch.allclose(decoder.prompt(IDS), wanted, atol=1e-3)
         assert torch.allclose(decoder.prompt(IDS, known=250), wanted, atol=1e-3)  # whatever was known of it
     with pytest.raises(UnsupportedModelError, match="rotary frequencies that do not depend on the length"):
-        decoder.joining(IDS)
+        decoder.add(IDS)
     decoder = Decoder(model, max_tokens=200, batch=2, compiled=False)  # so far they are the same
     for tokens in (50, 60):
-        assert list(decoder.joining(IDS[:, :tokens])) == [0]
+        assert list(decoder.add(IDS[:, :tokens])) == [0]
     assert same_frequencies_up_to(made("Llama")) > 1 << 40
 
 
 def test_who_computes_attention() -> None:
     wanted = PIECE_TOKENS if has_tiles() else 0
-    assert pieces_without_loss(quantised("Llama")) == wanted
-    assert pieces_without_loss(quantised("Qwen2")) == wanted
+    assert lossless_chunk_tokens(quantised("Llama")) == wanted
+    assert lossless_chunk_tokens(quantised("Qwen2")) == wanted
     eager = quantised("Llama")
     eager.set_attn_implementation("eager")
-    assert pieces_without_loss(eager) == 0
-    assert pieces_without_loss(quantised("StableLm")) == 0  # its own attention
-    assert pieces_without_loss(quantised("Gemma2", head_dim=64)) == 0
+    assert lossless_chunk_tokens(eager) == 0
+    assert lossless_chunk_tokens(quantised("StableLm")) == 0  # its own attention
+    assert lossless_chunk_tokens(quantised("Gemma2", head_dim=64)) == 0
     capped = quantised("Llama")
     capped.config.attn_logit_softcapping = 30.0
-    assert pieces_without_loss(capped) == 0
+    assert lossless_chunk_tokens(capped) == 0
     buffers = quantised("Llama")
     buffers.model.layers[0].self_attn.register_buffer("mixing", torch.eye(4))
-    assert pieces_without_loss(buffers) == 0
+    assert lossless_chunk_tokens(buffers) == 0
 
 
 def test_what_a_model_takes_while_another_thread_steps() -> None:
     """Its configuration names our attention meanwhile, which is sdpa's."""
     models = [quantised("Llama"), quantised("Llama", attn_implementation="eager")]
     for model in models:
-        found = takes_several_lengths(model, 64), has_our_attention(model), pieces_without_loss(model)
+        found = takes_several_lengths(model, 64), uses_our_attention(model), lossless_chunk_tokens(model)
         with packed_attention(model):
-            during = takes_several_lengths(model, 64), has_our_attention(model), pieces_without_loss(model)
+            during = takes_several_lengths(model, 64), uses_our_attention(model), lossless_chunk_tokens(model)
         assert during == found
-    assert [has_our_attention(model) for model in models] == [True, False]
+    assert [uses_our_attention(model) for model in models] == [True, False]
 
 
 def test_two_threads_in_one_model() -> None:

@@ -20,9 +20,9 @@ from tiny_models import EXPECTED, tiny
 from torch import nn
 
 import torch_pi2
-from torch_pi2.decode import recorded
-from torch_pi2.decode.decode import Decoder
-from torch_pi2.decode.recorded import Replay, record
+from torch_pi2.decode import step_graph
+from torch_pi2.decode.decoder import Decoder
+from torch_pi2.decode.step_graph import GraphRunner, record
 from torch_pi2.errors import ArtifactError
 
 IDS = torch.arange(6)[None]
@@ -34,14 +34,14 @@ def steps(decoder: Decoder, count: int = 14, first: int = 0) -> torch.Tensor:
     return torch.stack([decoder.step(torch.tensor([[first + i]]))[0] for i in range(count)])
 
 
-def replay(decoder: Decoder, batch: int = 1) -> Replay:
-    return decoder._replays[batch, 1, False]
+def replay(decoder: Decoder, batch: int = 1) -> GraphRunner:
+    return decoder._runners[batch, 1, False]
 
 
 def never_recorded(monkeypatch: pytest.MonkeyPatch, model: nn.Module, **how: int) -> torch.Tensor:
     """:func:`steps` as the model alone makes them."""
     with monkeypatch.context() as patch:
-        patch.setattr(recorded, "_BEFORE", 1000)
+        patch.setattr(step_graph, "_BEFORE", 1000)
         return steps(Decoder(model, max_tokens=40, logits=True, compiled=False), **how)
 
 
@@ -93,14 +93,14 @@ def test_what_nobody_saw_depend_on_values_is_found_out() -> None:
             secret = ids * 2
         return secret + 1
 
-    made = Replay(forward, lambda: True)
+    made = GraphRunner(forward, lambda: True)
     for i in range(14):
         assert torch.equal(made(IDS + i), (IDS + i) * 2 + 1)
-    assert not made._sure
+    assert not made._is_stable
 
 
 def test_a_call_that_fails_is_the_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "_BEFORE", 1)
+    monkeypatch.setattr(step_graph, "_BEFORE", 1)
     weight, box = torch.randn(8, 2), {"down": False}
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
@@ -108,10 +108,10 @@ def test_a_call_that_fails_is_the_forwards(monkeypatch: pytest.MonkeyPatch) -> N
             raise OSError("the model knows why")
         return weight[ids]
 
-    made = Replay(forward, lambda: True)
+    made = GraphRunner(forward, lambda: True)
     for _ in range(3):
         made(IDS)
-    assert made._sure
+    assert made._is_stable
     box["down"] = True
     assert torch.equal(made(IDS), weight[IDS])
     with pytest.raises(OSError, match="the model knows why"):
@@ -130,7 +130,7 @@ def test_no_step_depends_on_the_default_device(compiled: bool) -> None:
         decoder.prompt(ids)
         decoder.fork(2)
         made = [decoder.step(fed[:2]) for _ in range(12)]
-        decoder.keep([1])
+        decoder.retain([1])
         return [*made, *(decoder.step(fed[2:]) for _ in range(12))]
 
     ids, fed = IDS, torch.tensor([[3], [4], [5]])
@@ -144,7 +144,7 @@ def test_replayed_steps_are_the_models_own(name: str, monkeypatch: pytest.Monkey
     model = tiny(name)
     decoder = Decoder(model, max_tokens=40, logits=True, compiled=False)
     assert torch.equal(steps(decoder), never_recorded(monkeypatch, model))
-    assert replay(decoder)._sure
+    assert replay(decoder)._is_stable
     assert torch.equal(steps(decoder, first=9), never_recorded(monkeypatch, model, first=9))
 
 
@@ -152,19 +152,19 @@ def test_several_sequences_of_an_optimised_model_in_bfloat16(monkeypatch: pytest
     model = torch_pi2.optimize(tiny("llama-relu").to(torch.bfloat16), weights="int8", activations="int8")
 
     def answered(before: int) -> tuple[Decoder, list[torch.Tensor]]:
-        monkeypatch.setattr(recorded, "_BEFORE", before)
+        monkeypatch.setattr(step_graph, "_BEFORE", before)
         decoder = Decoder(model, max_tokens=40, batch=3, logits=True, compiled=False)
         for tokens in (4, 6, 5):
-            list(decoder.joining(IDS[:, :tokens]))
+            list(decoder.add(IDS[:, :tokens]))
         found = [decoder.step(torch.arange(i, i + 3)[:, None]) for i in range(8)]
-        decoder.keep([0, 2])
+        decoder.retain([0, 2])
         return decoder, found + [decoder.step(torch.arange(i, i + 2)[:, None]) for i in range(8)]
 
     (plain, expected), (decoder, found) = answered(1000), answered(3)
     assert all(map(torch.equal, found, expected))
-    assert replay(decoder, 3)._sure
-    assert replay(decoder, 2)._sure
-    assert replay(plain, 3)._recorded is None
+    assert replay(decoder, 3)._is_stable
+    assert replay(decoder, 2)._is_stable
+    assert replay(plain, 3)._graph is None
 
 
 def test_a_step_is_made_once() -> None:
@@ -172,7 +172,7 @@ def test_a_step_is_made_once() -> None:
     with torch_pi2.watch(model) as watched:
         decoder = Decoder(model, max_tokens=40, logits=True, compiled=False)
         steps(decoder, 14)
-    assert replay(decoder)._sure
+    assert replay(decoder)._is_stable
     assert watched.tokens == 14 + IDS.shape[1]
 
 
@@ -201,7 +201,7 @@ def test_a_hook_that_comes_between_prompts_is_called() -> None:
     model, calls = tiny("llama-relu"), list[int]()
     decoder = Decoder(model, max_tokens=40, logits=True, compiled=False)
     steps(decoder)
-    assert replay(decoder)._sure
+    assert replay(decoder)._is_stable
     model.get_input_embeddings().register_forward_pre_hook(lambda *_: calls.append(1))
     steps(decoder)
     assert len(calls) == 15
@@ -228,7 +228,7 @@ def test_over_a_store_errors_have_their_names(tmp_path: Path) -> None:
     model = torch_pi2.load(tmp_path / "store", budget="1GiB")
     decoder = Decoder(model, max_tokens=40, logits=True, compiled=False)
     steps(decoder)
-    assert replay(decoder)._sure
+    assert replay(decoder)._is_stable
     torch_pi2.stats(model)["store"].close()
     with pytest.raises(ArtifactError, match="found a store that has been closed"):
         decoder.step(torch.tensor([[1]]))
@@ -327,16 +327,16 @@ def test_what_a_prompt_changes_is_seen_by_the_steps_after_it(
         found = []
         for tokens in (6, 12):
             ids = IDS.repeat(1, tokens // 6)
-            decoder.rest()
+            decoder.clear_cache()
             if joins:
-                list(decoder.joining(ids))
+                list(decoder.add(ids))
             else:
                 decoder.prompt(ids)
             found += [decoder.step(torch.tensor([[i]]))[0] for i in range(14)]
         return torch.stack(found)
 
     found = answers(compiled)
-    monkeypatch.setattr(recorded, "_BEFORE", 1000)
+    monkeypatch.setattr(step_graph, "_BEFORE", 1000)
     assert torch.allclose(found, answers(False), atol=1e-4)
 
 
@@ -374,7 +374,7 @@ def test_no_step_is_counted_twice() -> None:
     with torch_pi2.watch(model) as watched:
         for i in range(14):
             decoder.step(torch.tensor([[i]]))
-    assert replay(decoder)._sure
+    assert replay(decoder)._is_stable
     assert {layer.tokens for layer in watched.stats().layers.values()} == {14}
 
 
@@ -382,7 +382,7 @@ def test_recordings_leave_no_source_behind() -> None:
     before = len(torch.fx.graph_module._loader.eval_cache)
     decoder = Decoder(tiny("llama-relu"), max_tokens=40, compiled=False, logits=True)
     steps(decoder)
-    assert replay(decoder)._sure
+    assert replay(decoder)._is_stable
     assert len(torch.fx.graph_module._loader.eval_cache) == before
 
 
@@ -437,7 +437,7 @@ def test_a_decoder_that_is_gone_keeps_nothing_alive(how: dict[str, Any]) -> None
     model = tiny("llama-relu")
     decoder = Decoder(model, max_tokens=40, logits=True, **how)
     steps(decoder)
-    assert decoder._runs or replay(decoder)._sure
+    assert decoder._compiled_steps or replay(decoder)._is_stable
     held = weakref.ref(model), weakref.ref(model.get_input_embeddings().weight)
     del model, decoder
     gc.collect()

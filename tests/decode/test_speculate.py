@@ -17,7 +17,7 @@ from benchmarks.speculate import Knowing
 from benchmarks.subject import Rooms
 from torch_pi2.decode import generate as generate_module
 from torch_pi2.decode.adapt import follow
-from torch_pi2.decode.decode import VERIFIED, Decoder
+from torch_pi2.decode.decoder import VERIFIED, Decoder
 from torch_pi2.decode.generate import Generated, generate
 from torch_pi2.decode.speculate import MOST_DRAFTED, Pace, PromptLookup
 from torch_pi2.errors import ConfigError, ShapeError
@@ -89,10 +89,10 @@ def test_a_pass_has_the_bits_of_steps(name: str, weights: str, int8: bool, dtype
     for tokens in (1, 2, 3, 5, VERIFIED):
         decoder.prompt(IDS)
         steps_TV = torch.cat([decoder.step(id_11) for id_11 in FED[:, :tokens].split(1, 1)])
-        decoder.take_back(tokens)
+        decoder.rollback(tokens)
         assert torch.equal(decoder.verify(FED[:, :tokens]), steps_TV)
         assert decoder.length == IDS.shape[1] + tokens
-        decoder.take_back(tokens)  # what was rejected is as if it had never been
+        decoder.rollback(tokens)  # what was rejected is as if it had never been
         assert torch.equal(decoder.step(FED[:, :1]), steps_TV[:1])
 
 
@@ -102,9 +102,9 @@ def test_a_compiled_pass_has_the_bits_of_compiled_steps(model: nn.Module) -> Non
         for _ in range(2):
             decoder.prompt(IDS)
             steps_TV = torch.cat([decoder.step(id_11) for id_11 in FED[:, :tokens].split(1, 1)])
-            decoder.take_back(tokens)
+            decoder.rollback(tokens)
             assert torch.equal(decoder.verify(FED[:, :tokens]), steps_TV)
-    assert sorted(decoder._runs) == [(1, 1, False), (1, 2, True), (1, 5, True)]
+    assert sorted(decoder._compiled_steps) == [(1, 1, False), (1, 2, True), (1, 5, True)]
 
 
 def test_a_pass_has_the_hot_neurons_of_one_token() -> None:
@@ -135,8 +135,8 @@ def test_passes_that_cannot_be(model: nn.Module) -> None:
     for ids, found in ((FED[:, :6], r"\[1, 6\] for 1 after 7"), (FED[:, :2].repeat(2, 1), r"\[2, 2\] for 1 after 7")):
         with pytest.raises(ShapeError, match=rf"verify: expected \[1, 1 to 8\] .* at most 12 tokens .* found {found}"):
             decoder.verify(ids)
-    with pytest.raises(ShapeError, match=r"take_back: expected 0 to 6 tokens, of 7 .* found 7\."):
-        decoder.take_back(7)
+    with pytest.raises(ShapeError, match=r"rollback: expected 0 to 6 tokens, of 7 .* found 7\."):
+        decoder.rollback(7)
     decoder.fork(2)
     with pytest.raises(ShapeError, match=r"found \[1, 2\] for 2 after 7 tokens"):
         decoder.verify(FED[:, :2])
@@ -258,7 +258,7 @@ def test_compiled_text_is_that_of_compiled_steps(model: nn.Module) -> None:
     assert got.sequences == plain.sequences
     assert got.drafts is not None
     assert got.drafts.accepted == got.drafts.drafted > 0
-    assert sorted(decoder._runs) == [(1, 1, False), (1, 3, True)]
+    assert sorted(decoder._compiled_steps) == [(1, 1, False), (1, 3, True)]
 
 
 @pytest.mark.usefixtures("always")
@@ -511,8 +511,8 @@ def test_what_is_fed_and_taken_back_is_checked(model: nn.Module) -> None:
     decoder = Decoder(model, max_tokens=64, compiled=False, logits=True)
     decoder.prompt(IDS)
     for wrong in (0.5, True, "a", -1):
-        with pytest.raises(ConfigError, match=r"take_back\(tokens\): expected a whole number.*, found"):
-            decoder.take_back(wrong)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"rollback\(tokens\): expected a whole number.*, found"):
+            decoder.rollback(wrong)  # type: ignore[arg-type]
     for feed, ids in ((decoder.verify, [[3, VOCAB]]), (decoder.step, [[VOCAB]])):
         with pytest.raises(
             ConfigError, match=rf"token: expected tokens of 0 to {VOCAB - 1}, .* found the token {VOCAB}"

@@ -47,7 +47,7 @@ def test_several_processes_find_the_rows_of_one(tmp_path: Path) -> None:
 def test_an_error_of_one_process_is_that_of_all(tmp_path: Path) -> None:
     script = """
 import torch_pi2
-from torch_pi2.base.ranks import Ranks
+from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import NonFiniteError
 from torch_pi2.fitting.gptq import Moments, Solver
 

@@ -16,8 +16,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import torch_pi2
 from torch_pi2.base.absent import AbsentParameter
-from torch_pi2.decode import attention, decode
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode import attention, decoder
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.layers import gpu
 
 DEVICE = "npy"
@@ -45,8 +45,8 @@ def places(model: nn.Module) -> list[str]:
     found.append(decoder.prompt(ids[:, :5]))
     found.append(decoder.step(ids[:, :1]))
     found.append(decoder.verify(ids[:, :3]))
-    decoder.take_back(1)
-    for _ in decoder.joining(ids):
+    decoder.rollback(1)
+    for _ in decoder.add(ids):
         pass
     found.append(decoder.step(ids[:, :1].expand(2, 1)))
     found.extend(decoder._kv._memory[0].tensors())
@@ -56,7 +56,7 @@ def places(model: nn.Module) -> list[str]:
 if __name__ == "__main__":
     _setup_privateuseone_for_python_backend(DEVICE)
     gpu.on_gpu = attention.on_gpu = is_there
-    decode.check_vocabulary = lambda *_args: None  # of tokens that have no values
+    decoder.check_vocabulary = lambda *_args: None  # of tokens that have no values
     models = {name: tiny(name) for name in ("llama", "opt")}
     models["sparse"] = torch_pi2.optimize(tiny("drelu"))
     with FakeTensorMode(allow_non_fake_inputs=True):

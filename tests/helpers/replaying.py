@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import torch_pi2
-from torch_pi2.decode.kv import cache_name, cache_of
+from torch_pi2.decode.kv_cache import cache_name, cache_of
 from torch_pi2.types.budget import Budget
 from torch_pi2.types.offload import OffloadConfig
 

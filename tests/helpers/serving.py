@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torch_pi2
 from torch_pi2.cli.serve import _server
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.serve.app import application
 from torch_pi2.serve.batch import Batch
 from torch_pi2.serve.model import ServedModel
@@ -44,7 +44,7 @@ def tokenizer_of_example(template: str | None = TEMPLATE) -> Any:
 def greedy_alone(model: nn.Module, ids: Sequence[int], tokens: int, ends: Collection[int] = ()) -> list[int]:
     """What a server says after ``ids`` that nobody else asks: the last token of a prompt is fed by a step."""
     decoder = Decoder(model, max_tokens=len(ids) + tokens, compiled=False)
-    for _ in decoder.joining(torch.tensor([list(ids)])):
+    for _ in decoder.add(torch.tensor([list(ids)])):
         pass
     found = [ids[-1]]
     while len(found) <= tokens and (len(found) == 1 or found[-1] not in ends):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shared import shared_folder
 
 import torch_pi2
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 
 FEW, MANY = torch.arange(1, 6)[None], torch.arange(1, 25)[None]
 

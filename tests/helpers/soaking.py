@@ -29,7 +29,7 @@ import torch_pi2
 from torch_pi2.base import process
 from torch_pi2.base.heap import trim
 from torch_pi2.decode.adapt import follow
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.rewrite.handle import store_and_budget
 from torch_pi2.types.offload import OffloadConfig
@@ -152,7 +152,7 @@ class Subject:
         length, tokens = self._chance.choice(LENGTHS), self._chance.randint(0, 5)
         decoder = Decoder(self.model, max_tokens=CONTEXT, batch=2, compiled=False, chunk_tokens=8)
         ids_1T = torch.arange(1, 1 + length)[None] * 7 % 512
-        joining = decoder.joining(ids_1T)
+        joining = decoder.add(ids_1T)
         for _ in zip(range(self._chance.randint(1, 3)), joining, strict=False):
             pass
         joining.close()

@@ -19,7 +19,7 @@ from torch_pi2.checkpoint.quantize import quantize
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.cli.inspect import describe
 from torch_pi2.cli.synthetic import _shape
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import (
     ArtifactError,
     CalibrationError,

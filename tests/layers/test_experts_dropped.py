@@ -11,7 +11,7 @@ import torch
 from tiny_experts import IDS, SYNTHETIC, logits
 
 import torch_pi2
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.experts import OffloadedExperts
 from torch_pi2.types.offload import OffloadConfig

@@ -12,7 +12,7 @@ import torch
 from tiny_experts import IDS, SYNTHETIC, build, logits
 
 import torch_pi2
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.graph.router import LinearRouter
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.types.offload import OffloadConfig

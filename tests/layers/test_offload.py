@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_pi2
 from torch_pi2.base.units import mebibytes, parse_bytes
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import STATISTICS, OffloadedFFN, Store, open_stores
@@ -315,7 +315,7 @@ def test_more_tokens_than_the_budget_has_room_for(folders: tuple[Path, Path], ca
     def joined(model: Any) -> None:
         decoder = Decoder(model, max_tokens=64, batch=3, compiled=False)
         for _ in range(3):
-            list(decoder.joining(ids))
+            list(decoder.add(ids))
 
     def stepped(model: Any) -> None:
         decoder = Decoder(model, max_tokens=64, compiled=False)
@@ -331,9 +331,9 @@ def test_more_tokens_than_the_budget_has_room_for(folders: tuple[Path, Path], ca
     def left(model: Any) -> None:
         decoder = Decoder(model, max_tokens=64, batch=3, compiled=False)
         decoder.prompt(long[:2, :20])
-        decoder.keep([1])
+        decoder.retain([1])
         decoder.fork(2)
-        decoder.rest()
+        decoder.clear_cache()
         Decoder(model, max_tokens=64, compiled=False).prompt(long[:1, :45])
 
     for decode, found in (

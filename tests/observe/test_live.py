@@ -11,7 +11,7 @@ from serving import dense, quantised
 from torch import nn
 
 import torch_pi2
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ConfigError
 from torch_pi2.eval.work import work
 from torch_pi2.layers.of_model import sparse_layers

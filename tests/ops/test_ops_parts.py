@@ -12,10 +12,10 @@ from operators import opcheck
 from shared import small_store
 
 import torch_pi2
+from torch_pi2.distributed.shard_store import shards_in
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
 from torch_pi2.ops import load, reference, reference_store
 from torch_pi2.ops.constants import chunk_neurons, constants
-from torch_pi2.store.shards import shards_in
 from torch_pi2.store.storefile import StoreReader
 
 load()

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,7 +22,7 @@ from torch_pi2.machine.hardware import Accelerator, Hardware
 from torch_pi2.ops.constants import constants
 from torch_pi2.planner.cost import PARTS, _io_ms, step_cost
 from torch_pi2.planner.layer_cost import TIMES, expert_use, layer_curve, predicted_share
-from torch_pi2.planner.model_shape import Heads, LayerShape, ModelShape, numbers
+from torch_pi2.planner.model_shape import LayerShape, ModelShape, numbers
 from torch_pi2.planner.prompt_cost import best_chunk, prompt_cost, switch_point
 from torch_pi2.types.offload import OffloadConfig
 
@@ -387,7 +384,6 @@ def test_shape_of_a_model_in_memory() -> None:
     assert (layer.kernel, layer.attention_kernel, layer.method) == ("float32/float", "float32/float", "exact")
     assert layer.attention_bytes == 4 * (32 * 32 + 2 * 32 * 16 + 32 * 32)
     assert (layer.attention_calls, layer.kv_bytes, shape.kv_dtype) == (4, 2 * 2 * 8 * 4, "float32")
-    assert layer.heads == Heads(2, 4 * (32 * 32 + 2 * 32 * 16), 32)
     assert shape.head_bytes == 64 * 32 * 4
     neurons = sum(y.intermediate * y.neuron_bytes for y in shape.layers)
     assert 0 <= shape.fixed_bytes + neurons - size <= 1024  # and the rotary frequencies
@@ -396,21 +392,6 @@ def test_shape_of_a_model_in_memory() -> None:
     assert layer.base_hot == parts.plan.layers[0].n_hot
     made = step_cost(shape, HARDWARE, batch=2, hot=[y.base_hot for y in shape.layers], context=16)
     assert made.memory_bytes == shape.fixed_bytes + neurons + made.memory["kv"]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: tiny("phi3"),
-        lambda: tiny("gpt2-relu"),
-        # norms of all heads, which its plan does not say
-        lambda: tiny_models._hf("Cohere", use_qk_norm=True).eval(),
-    ],
-)
-def test_attention_that_loading_does_not_divide_has_no_heads(make: Callable[[], Any]) -> None:
-    model = torch_pi2.optimize(make(), config=torch_pi2.Config(method="exact"))
-    plan = model.torch_pi2.plan
-    assert {layer.heads for layer in ModelShape.of(model, fake_stats(plan), plan).layers} == {None}
 
 
 @pytest.fixture(scope="module")

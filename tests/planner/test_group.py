@@ -15,7 +15,7 @@ import torch
 from plan_fakes import FakeHardware, fake_shape
 from sharding import together
 
-from torch_pi2.checkpoint.dealing import deal, deal_layers
+from torch_pi2.distributed.partition import deal, deal_layers
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
@@ -31,7 +31,7 @@ from torch_pi2.planner.group import (
     read_machines,
     stage_of,
 )
-from torch_pi2.planner.model_shape import Heads, ModelShape
+from torch_pi2.planner.model_shape import ModelShape
 from torch_pi2.planner.request import Task
 
 FAST = Link(1e9, 0.0)
@@ -53,11 +53,6 @@ def least(shape: ModelShape) -> int:
 
 def by_way(found: list[Dealt]) -> dict[str, Dealt]:
     return {dealt.way: dealt for dealt in found if dealt.attention == "whole"}
-
-
-def with_heads(count: int, layers: int = 3, **changes: Any) -> ModelShape:
-    """Three of the four matrices of attention are those of queries, keys and values."""
-    return fake_shape(layers, heads=Heads(count, 3 * 256 * 256 * 9 // 16, 256), **changes)
 
 
 def test_machines_that_are_alike_get_as_much() -> None:
@@ -88,45 +83,6 @@ def test_the_link_by_hand() -> None:
     assert stages is not None
     assert stages.link_ms == pytest.approx((2 * (50 + 256 * 4) + 2 * (50 + 4 * 1000)) / 1e3)
     assert stages.ms - stages.link_ms == pytest.approx(alone(shape, member()))
-
-
-def test_attention_by_heads_by_hand() -> None:
-    shape, link = with_heads(4, kv_bytes=4 * 2 * 64 * 4), Link(8.0, 50.0)
-    how: dict[str, Any] = {"context": 64, "attention": "heads"}
-    dealt = predicted("ranks", (4, 4, 4, 4), shape, [member()] * 4, link, **how)
-    whole = predicted("ranks", (4, 4, 4, 4), shape, [member()] * 4, link, context=64)
-    assert dealt is not None
-    assert whole is not None
-    assert (whole.attention, dealt.attention) == ("whole", "heads")
-    outputs = 4 * 64  # bytes of a head's
-    assert dealt.link_ms - whole.link_ms == pytest.approx(3 * 3 * (50 + outputs) / 1e3)
-    assert dealt.sent_bytes - whole.sent_bytes == 3 * outputs
-    weights, kv = 3 * 256 * 256 * 9 // 16, 64 * shape.layers[0].kv_bytes
-    saved = 3 * 0.75 * (weights + kv) / 20e3  # us, at the fake machine's 20 GB/s, of three quarters of the heads
-    assert whole.ms - whole.link_ms - (dealt.ms - dealt.link_ms) == pytest.approx(saved / 1e3)
-    less = whole.members[0]["memory_bytes"] - dealt.members[0]["memory_bytes"]
-    assert less == 3 * 0.75 * (weights + kv)
-
-
-def test_heads_of_a_slow_machine_are_waited_for_before_its_neurons() -> None:
-    """The exchange of heads comes first, and what is fast there cannot make up for it after."""
-    shape, how = with_heads(2), {"context": 64, "attention": "heads"}
-    slow = member(run_gb_per_s=2.0, gather_gb_per_s=100.0)
-    together = predicted("ranks", (8, 8), shape, [member(gather_gb_per_s=1.0), slow], Link(1e12, 0.0), **how)
-    assert together is not None
-    assert together.ms > 1.1 * max(one["ms"]["attention"] + one["ms"]["cold"] for one in together.members)
-    assert together.ms > max(sum(one["ms"].values()) for one in together.members)
-
-
-def test_heads_are_divided_where_the_link_is_fast_enough() -> None:
-    shape = with_heads(8, 4)
-    for link, attention in ((FAST, "heads"), (Link(1e9, 2000.0), "whole")):
-        found = [d for d in deal_out(shape, [member()] * 2, link, context=64) if d.way == "ranks"]
-        assert next(d.attention for d in found) == attention, link
-        assert {d.attention for d in found} == {"whole", "heads"}
-    few = deal_out(with_heads(2), [member()] * 3, FAST, context=64)
-    assert {d.attention for d in few} == {"whole"}  # fewer heads than machines
-    assert {d.attention for d in deal_out(fake_shape(3), [member()] * 2, FAST, context=64)} == {"whole"}
 
 
 def test_a_layer_waits_for_the_slowest() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from plan_fakes import FakeHardware, fake_shape
 
-from torch_pi2.decode.decode import VERIFIED
+from torch_pi2.decode.decoder import VERIFIED
 from torch_pi2.planner.cost import step_cost
 from torch_pi2.planner.passes import least_right, pass_steps
 from torch_pi2.planner.request import Task

@@ -21,7 +21,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Metaspace
 from transformers import PreTrainedTokenizerFast
 
-from torch_pi2.decode.stops import begun
+from torch_pi2.decode.sequence import partial_match
 from torch_pi2.errors import GroupError
 from torch_pi2.serve.batch import Batch, EndEvent, Sequence, TokenEvent
 from torch_pi2.serve.model import ServedModel
@@ -274,7 +274,12 @@ def test_settings_at_their_ends(server: Server, client: openai.OpenAI, alone: An
 
 def test_a_long_stop_string_costs_what_the_text_is_long() -> None:
     started = time.perf_counter()
-    assert [begun("xa", ["a" * 1_000_000]), begun("", ["ab"]), begun("ab", ["ab"]), begun("aa", ["aab"])] == [
+    assert [
+        partial_match("xa", ["a" * 1_000_000]),
+        partial_match("", ["ab"]),
+        partial_match("ab", ["ab"]),
+        partial_match("aa", ["aab"]),
+    ] == [
         1,
         0,
         0,

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torch_pi2
-from torch_pi2.decode.generate import Sampling
+from torch_pi2.decode.sequence import Sampling
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.serve.chat import ChatSession
 

@@ -24,7 +24,7 @@ from stores import SMALL, Damaged, parts_beside, store_of, toy
 from torch import nn
 
 import torch_pi2
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ArtifactError, Pi2Error, StaleArtifactError
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.store.storefile import StoreReader

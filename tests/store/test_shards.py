@@ -15,12 +15,12 @@ from stores import Damaged, store_of, toy
 
 import torch_pi2
 from torch_pi2.base.fields import Field
-from torch_pi2.checkpoint.dealing import deal, deal_layers
-from torch_pi2.checkpoint.shards import check_kinds
 from torch_pi2.cli.inspect import describe, render
+from torch_pi2.distributed.join import check_kinds
+from torch_pi2.distributed.partition import deal, deal_layers
+from torch_pi2.distributed.shard_store import shards_in
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.store.parts import Parts
-from torch_pi2.store.shards import shards_in
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.store.writer import StoreAssembly
 from torch_pi2.types.plan import LayerPlan, Plan
@@ -313,8 +313,8 @@ def test_a_layer_of_a_shard() -> None:
 def test_settings_of_a_group_are_checked() -> None:
     for how, expected in (
         ({"reduction": "rings"}, "GroupConfig.reduction: expected "),
-        ({"patience_s": 0.0}, "GroupConfig.patience_s: expected a number, above 0, found 0"),
-        ({"patience_s": "1"}, "GroupConfig.patience_s"),
+        ({"timeout_s": 0.0}, "GroupConfig.timeout_s: expected a number, above 0, found 0"),
+        ({"timeout_s": "1"}, "GroupConfig.timeout_s"),
     ):
         with pytest.raises(ConfigError, match=expected):
             GroupConfig(**how)

@@ -11,17 +11,18 @@ import torch
 from torch import nn
 
 from torch_pi2.base.heap import give_back_freed_memory
-from torch_pi2.base.ranks import Ranks
 from torch_pi2.checkpoint.settings import LoadSettings, no_store
-from torch_pi2.checkpoint.shards import Together, join, own_predictors
 from torch_pi2.checkpoint.sparse import load_sparse, weights_of
 from torch_pi2.decode.budget import divide
+from torch_pi2.distributed.join import Together, join
+from torch_pi2.distributed.ranks import Ranks
+from torch_pi2.distributed.tensor_parallel import ShardedExperts, ShardedFFN
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.router import find_router
+from torch_pi2.layers.cold import BY_NEURON
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
-from torch_pi2.layers.sharded import ShardedExperts, ShardedFFN
 from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.rewrite.handle import Optimized
@@ -33,7 +34,7 @@ from torch_pi2.store.weights import QuantizedWeights
 from torch_pi2.types.method import Method
 from torch_pi2.types.offload import OffloadConfig
 from torch_pi2.types.plan import LayerPlan, Plan
-from torch_pi2.types.shard import GroupConfig
+from torch_pi2.types.shard import GroupConfig, Shard
 
 _log = logging.getLogger("torch_pi2")
 
@@ -66,9 +67,8 @@ def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], setting
             here, own = reader.shard.plan(plan), own_predictors(reader.shard, plan, predictors)
             predictors.clear()
             predictors = own
-        heads = None if together is None else together.heads
         strict = settings.strict_budget
-        sizes: dict[str, Any] = {"config": offload, "context": context, "dtype": kind, "strict": strict, "heads": heads}
+        sizes: dict[str, Any] = {"config": offload, "context": context, "dtype": kind, "strict": strict}
         # one that is too small is refused in all processes, or the others would wait for this one
         ranks = Ranks(together=together is not None)
         most = _ALL if budget_bytes is None else budget_bytes
@@ -80,9 +80,7 @@ def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], setting
     store.budget, store.limited = budget, budget_bytes is not None
     make = _OverStore(store, index_of, predictors, settings.int8_activations, together)
     give_back_freed_memory()
-    model = load_sparse(
-        folder, plan, predictors, settings, make_layer=make.layer, make_experts=make.experts, heads=heads
-    )
+    model = load_sparse(folder, plan, predictors, settings, make_layer=make.layer, make_experts=make.experts)
     give_back_freed_memory()  # what only loading needed, before the cache is filled
     if offload.lookahead:
         for module in model.modules():
@@ -219,3 +217,16 @@ def _route_early(model: nn.Module) -> None:
             "top k of its scores, found another. Their experts are read when they are reached.",
             ", ".join(unknown),
         )
+
+
+def own_predictors(shard: Shard, plan: Plan, predictors: Mapping[str, Any]) -> dict[str, Any]:
+    """Of ``predictors``, in the order of the model's neurons, what the layers of ``shard`` ask: tensors by name."""
+    found: dict[str, Any] = {}
+    for layer in plan.layers:
+        tensors, threshold = predictor_tensors(predictors.get(layer.site.key))
+        if tensors is None or not shard.layers[layer.site.key].chunks:
+            continue
+        here = layer.order.long()[shard.layers[layer.site.key].positions()]
+        own = {name: tensor[here] if name in BY_NEURON else tensor for name, tensor in tensors.items()}
+        found[layer.site.key] = {**own, "threshold": threshold}
+    return found

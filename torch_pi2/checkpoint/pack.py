@@ -21,14 +21,14 @@ from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.base.version import __version__
 from torch_pi2.checkpoint.card import keep_card
-from torch_pi2.checkpoint.dealing import check_ranks, deal, deal_layers
 from torch_pi2.checkpoint.float_neurons import float_neurons
 from torch_pi2.checkpoint.quantize import copy_small_files, quantize, small_files
+from torch_pi2.distributed.partition import check_ranks, deal, deal_layers
+from torch_pi2.distributed.shard_store import PartOf, WholeOf, refuse_shard, shard_name, shards_in
 from torch_pi2.errors import ArtifactError, ConfigError, check_choice
 from torch_pi2.formats import FLOAT, FLOATS, QUANTIZED
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, declare
 from torch_pi2.store.parts import PartFiles, Parts, check_predictors
-from torch_pi2.store.shards import PartOf, WholeOf, refuse_shard, shard_name, shards_in
 from torch_pi2.store.storefile import (
     PADDING,
     STORE_FILE,

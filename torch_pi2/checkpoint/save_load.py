@@ -27,10 +27,10 @@ from torch_pi2.checkpoint.dense import load_dense as quantized_as_dense
 from torch_pi2.checkpoint.gguf.kept import kept_import
 from torch_pi2.checkpoint.offloaded import load_offloaded
 from torch_pi2.checkpoint.settings import LoadSettings
-from torch_pi2.checkpoint.shards import own_shard
 from torch_pi2.checkpoint.sparse import load_sparse, save_weights, weights_of
 from torch_pi2.decode.adapt import follow
-from torch_pi2.decode.loop import attach
+from torch_pi2.decode.hf_generate import attach
+from torch_pi2.distributed.join import own_shard
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError, UnsupportedModelError
 from torch_pi2.layers.of_model import homes
 from torch_pi2.ops.dtypes import stands_for_another

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,16 +17,15 @@ from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.dense import untie
 from torch_pi2.checkpoint.placing import placed
 from torch_pi2.checkpoint.settings import LoadSettings
+from torch_pi2.distributed.pipeline_parallel import remove_other_blocks
 from torch_pi2.errors import ArtifactError, UnsupportedModelError
 from torch_pi2.formats import FLOAT, QUANTIZED, formats_of
 from torch_pi2.graph.find import named
 from torch_pi2.layers.embedding import QuantEmbedding, can_stand_for
 from torch_pi2.layers.experts import SparseExperts, expert_groups
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.heads import Heads
 from torch_pi2.layers.linear import QuantLinear, wants_blocks
 from torch_pi2.layers.of_model import sparse_layers
-from torch_pi2.layers.stages import leave_out
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.dtypes import DTYPES, check_computed, format_name
 from torch_pi2.ops.memory import new_tensor
@@ -40,7 +39,6 @@ from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights, metadata, ne
 from torch_pi2.types.plan import LayerPlan, Plan
 
 _log = logging.getLogger("torch_pi2")
-T = TypeVar("T", torch.Tensor, torch.Tensor | None)
 
 _BIASES = ("bias_gate", "bias_up", "bias_down")
 
@@ -160,14 +158,12 @@ def load_sparse(
     *,
     make_layer: MakeLayer | None = None,
     make_experts: MakeExperts | None = None,
-    heads: Heads | None = None,
 ) -> nn.Module:
     """The model of ``folder``, quantised or in a store, with all of its weights in place; see :func:`torch_pi2.load`.
 
     Args:
         make_layer, make_experts: for layers whose neurons stay in the file (default: they are read); experts are given
             without their neurons.
-        heads: of attention, those that are here.
     """
     load_library()
     int8_activations, progress = settings.int8_activations, settings.progress
@@ -184,10 +180,9 @@ def load_sparse(
         here = getattr(weights, "shard", None)
         own = plan if here is None else here.plan(plan)
         if here is not None and here.by_layers:
-            leave_out(model, here)
+            remove_other_blocks(model, here)
         check_fits(model, Plan([y for y in plan.layers if here is None or here.has(y.site.key)], plan.model_hash))
         weights.check_linears(model)
-        rows_here = {} if heads is None else heads.rows(model)
         kind = next(model.parameters()).dtype
         check_computed(f"dtype of {folder}", kind)
         groups = places(model)
@@ -200,7 +195,7 @@ def load_sparse(
         for name, columns in _shown(weights.linears.items(), "linear layers", progress):
             ours |= {f"{name}.weight", f"{name}.bias"}
             tied = embeddings.get(weights.rows_name(name))
-            _put_linear(model, weights, name, columns, int8_activations, tied, rows_here.get(f"{name}.weight"))
+            _put_linear(model, weights, name, columns, int8_activations, tied)
         trim()  # what putting rows in blocks has left
 
         whole = {layer.site.key: layer for layer in plan.layers}
@@ -225,7 +220,7 @@ def load_sparse(
             ffn.eval()
 
         def read(name: str, like: torch.Tensor) -> torch.Tensor | None:
-            return _part(weights.read_like(name, like, kind), rows_here.get(name))
+            return weights.read_like(name, like, kind)
 
         fill(model, ([name for name in names if name not in ours] for names in groups), read, weights.path)
     check_filled(model, weights.path)
@@ -246,11 +241,8 @@ def _put_linear(
     columns: int,
     int8_activations: bool,
     tied: torch.Tensor | None = None,
-    part: slice | None = None,
 ) -> None:
-    """``tied``: the rows, which are an embedding's; in memory once, unless they are to lie in blocks. ``part``: rows
-    that are here (None: all).
-    """
+    """``tied``: the rows, which are an embedding's; in memory once, unless they are to lie in blocks."""
     parent, _, local = name.rpartition(".")
     linear: Any = model.get_submodule(name)
     kind = weights.format_of(name)
@@ -260,16 +252,10 @@ def _put_linear(
     if linear.bias is not None:
         weights.spec(f"{name}.bias")  # raises if there is none
         bias = weights.read_like(f"{name}.bias", linear.bias, torch.float32)
-    rows, bias = _part(rows, part), _part(bias, part)
     made = QuantLinear(rows, bias, columns, kind, int8_activations)
     made.dtype = linear.weight.dtype
     made.use_blocks()
     setattr(model.get_submodule(parent), local, made.eval())
-
-
-def _part(value: T, rows: slice | None) -> T:
-    """Some rows of what was read, without the others in memory."""
-    return value if rows is None or value is None else value[rows].clone()
 
 
 def _put_embedding(model: nn.Module, weights: QuantizedWeights, name: str, width: int) -> torch.Tensor:

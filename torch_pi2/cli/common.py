@@ -132,7 +132,7 @@ def seed(text: str) -> int:
 
 def temperature(text: str) -> float:
     """0 for greedy decoding, or what logits can be divided by, for argparse."""
-    from torch_pi2.decode.generate import LEAST_TEMPERATURE
+    from torch_pi2.decode.sequence import LEAST_TEMPERATURE
 
     value = float(text)
     if value != 0 and not LEAST_TEMPERATURE <= value < math.inf:
@@ -205,11 +205,7 @@ def add_together(parser: argparse.ArgumentParser) -> None:
         choices=("chunks", "ranks"),
         help="how machines' results are added: chunks (default), with the bits of one machine; ranks sends less",
     )
-    group.add_argument(
-        "--attention",
-        choices=("whole", "heads"),
-        help="of shards of neurons: whole (default), computed by every machine; heads are divided among them",
-    )
+    group.add_argument("--attention", help=argparse.SUPPRESS)  # GroupConfig says what became of it
     group.add_argument(
         "--timeout",
         type=above_zero,
@@ -234,7 +230,7 @@ def add_old_name(parser: argparse.ArgumentParser, old: str, new: str) -> None:
 
 def sampling_of(args: argparse.Namespace) -> Any:
     """What ``--temperature`` and ``--top-p`` ask for; None: the most likely token. Raises ConfigError."""
-    from torch_pi2.decode.generate import Sampling
+    from torch_pi2.decode.sequence import Sampling
 
     if args.temperature > 0:
         return Sampling(args.temperature, 0, 1.0 if args.top_p is None else args.top_p)
@@ -495,7 +491,7 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
         more: dict[str, Any] = {"activations": getattr(args, "activations", "float")}
         if getattr(args, "budget", None) is not None:
             more |= given(args, "budget", "context")
-        together = {"reduction": "reduction", "attention": "attention", "patience_s": "timeout"}
+        together = {"reduction": "reduction", "attention": "attention", "timeout_s": "timeout"}
         said = {name: getattr(args, option, None) for name, option in together.items()}
         if said := {name: value for name, value in said.items() if value is not None}:
             more["group"] = torch_pi2.GroupConfig(**said)

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _fit(args: argparse.Namespace) -> None:
     import torch_pi2
-    from torch_pi2.base.ranks import Ranks
+    from torch_pi2.distributed.ranks import Ranks
     from torch_pi2.predict.file import save_predictors
 
     stats = common.load_stats(args.stats)

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.base.files import is_standard_output
     from torch_pi2.cli.folders import kind_of
-    from torch_pi2.decode.decode import check_vocabulary
+    from torch_pi2.decode.decoder import check_vocabulary
     from torch_pi2.decode.generate import generate
     from torch_pi2.errors import ConfigError, Pi2Error, UnsupportedModelError
     from torch_pi2.observe.trace import trace

@@ -139,7 +139,7 @@ def _describe_file(path: Path, verify: bool, progress: bool) -> dict[str, Any]:
 
 def _shards(folder: Path, verify: bool, progress: bool) -> dict[str, Any]:
     """The stores of a folder of shards, by the names of theirs. Raises ArtifactError, as :func:`describe`."""
-    from torch_pi2.store.shards import shards_in
+    from torch_pi2.distributed.shard_store import shards_in
     from torch_pi2.store.storefile import STORE_FILE
 
     found = {path.name: _store(path / "pi2" / STORE_FILE, verify, progress)[0] for path in shards_in(folder).values()}
@@ -195,7 +195,7 @@ def _budget(folder: Path, store: Path, plan: Plan, predictors: Mapping[str, Any]
     """What ``torch_pi2.load(budget=)`` can be given, with the defaults; ``unknown``: why nothing can be said."""
     import torch
 
-    from torch_pi2.checkpoint.shards import own_predictors
+    from torch_pi2.checkpoint.offloaded import own_predictors
     from torch_pi2.decode.budget import divide
     from torch_pi2.rewrite.skeleton import model_config
     from torch_pi2.store.storefile import StoreReader

@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
-    from torch_pi2.base.ranks import Ranks
     from torch_pi2.cli.inspect import describe
+    from torch_pi2.distributed.ranks import Ranks
     from torch_pi2.eval.verdict import bytes_of
     from torch_pi2.rewrite.handle import parts_of
     from torch_pi2.store.folder import check_replaceable, check_separate

@@ -52,8 +52,8 @@ def of_one_model(args: argparse.Namespace, *models: str) -> Iterator[list[str]]:
             several models in shards.
         GroupError: another process was lost, whatever else has ended this one.
     """
-    from torch_pi2.checkpoint.shards import own_shard
-    from torch_pi2.store.shards import shards_in
+    from torch_pi2.distributed.join import own_shard
+    from torch_pi2.distributed.shard_store import shards_in
 
     shards = [model for model in models if shards_in(Path(model))]
     if several() > 1 and not shards and Path(models[0]).is_dir():
@@ -78,7 +78,7 @@ def of_one_model(args: argparse.Namespace, *models: str) -> Iterator[list[str]]:
 
 def led(args: argparse.Namespace, model: nn.Module) -> nn.Module:
     """``model``, just loaded within :func:`of_one_model`. Where the first process leads others these end here."""
-    from torch_pi2.decode.calls import group_of
+    from torch_pi2.decode.broadcast import group_of
     from torch_pi2.decode.lead import lead
 
     leading: ExitStack | None = getattr(args, "leading", None)

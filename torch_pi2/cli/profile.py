@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
-    from torch_pi2.base.ranks import Ranks
     from torch_pi2.cli.inspect import describe
+    from torch_pi2.distributed.ranks import Ranks
 
     common.check_out(args.out)
     with together(args):

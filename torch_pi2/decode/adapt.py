@@ -113,7 +113,7 @@ def engine_of(model: nn.Module) -> Engine | None:
 class Engine:
     """Keeps a model with its plan; :func:`follow` makes it.
 
-    It is told how many sequences there are by what decodes (:class:`~torch_pi2.decode.decode.Decoder`,
+    It is told how many sequences there are by what decodes (:class:`~torch_pi2.decode.decoder.Decoder`,
     :func:`torch_pi2.generate`), and sees it for itself where nothing is compiled: ``model.generate`` with any number of
     sequences. Thread-safe; of several threads that decode together each counts for itself.
 

@@ -18,19 +18,21 @@ from torch_pi2.base.heap import give_back_freed_memory
 from torch_pi2.base.units import mebibytes, parse_bytes
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.routed import chosen_shares
-from torch_pi2.layers.heads import Heads
-from torch_pi2.ops.constants import constants
+from torch_pi2.ops.constants import chunk_neurons, constants
 from torch_pi2.rewrite.handle import Handle, store_and_budget, store_of
-from torch_pi2.store.budget import engine_bytes, kv_bytes, piece_tokens, place_bytes, predictor_bytes
 from torch_pi2.store.storefile import StoreReader
-from torch_pi2.store.superblock import LayerEntry
-from torch_pi2.types.budget import SLOT_BYTES, Budget
+from torch_pi2.store.superblock import SECTOR, LayerEntry
+from torch_pi2.types.budget import PIECE_TOKENS, SLOT_BYTES, Budget
 from torch_pi2.types.method import PREDICTED
 from torch_pi2.types.offload import OffloadConfig
 from torch_pi2.types.plan import LayerPlan, Plan
 
 _log = logging.getLogger("torch_pi2")
 
+#: Bookkeeping per neuron: its order twice (int64) and in the plan (int32), pointer, key and checksum.
+_NEURON_BYTES = 2 * 8 + 4 + 8 + 4 + 4
+#: What a policy remembers of a neuron, in the cache or not.
+_POLICY_BYTES = {"s3-fifo": 4, "lfu": 1}
 #: Objects of a model, stacks of the threads that read, and what the allocator keeps.
 _OBJECT_BYTES = 8 << 20
 #: What takes less of a budget if it is smaller.
@@ -145,7 +147,6 @@ def divide(
     context: int,
     dtype: torch.dtype,
     strict: bool = False,
-    heads: Heads | None = None,
 ) -> Budget:
     """Divide ``total`` bytes.
 
@@ -154,7 +155,6 @@ def divide(
         model_config: of the Hugging Face model, for the size of keys and values.
         context: tokens whose keys and values have room in the budget.
         dtype: of keys, values and float weights.
-        heads: of attention, those that are here (None: all).
         strict: whether a cache that holds less than a token wants is refused; else it is a warning.
 
     Raises:
@@ -171,9 +171,6 @@ def divide(
         if name not in neuron_rows and not name.startswith(ours)
     }
     fixed, kv = sum(sizes.values()), _own_kv(store, model_config, kv_bytes(model_config, context, dtype))
-    if heads is not None:
-        fixed -= int((1 - heads.share) * sum(sizes[name] for name in heads.names(sizes)))
-        kv = math.ceil(kv * heads.share)
     slot = place_bytes(store.entries, config)
     count = sum(entry.slots_in_file for entry in store.entries)
     staging, tables, _ = engine_bytes(store.entries, config)
@@ -231,6 +228,66 @@ def _below_the_cliff(budget: Budget, folder: Path, strict: bool) -> None:
         "flash for each token. From a budget of %s on it would not.",
         *(folder, cache, token, enough),
     )
+
+
+def place_bytes(entries: Sequence[LayerEntry], config: OffloadConfig) -> int:
+    """What a slot of a store takes in the cache, the largest of all layers.
+
+    As the core rounds it: what is read past the page cache goes straight to its place, in whole sectors.
+    """
+    unit = SECTOR if config.direct else 64
+    return max(-(-entry.cluster * entry.neuron_bytes // unit) * unit for entry in entries)
+
+
+def engine_bytes(entries: Sequence[LayerEntry], config: OffloadConfig) -> tuple[int, int, int]:
+    """What the engine of a store has beside its cache, in bytes.
+
+    Returns:
+        Staging, where neurons go that a full cache has no room for; bookkeeping of all neurons; and of all slots, if
+        the cache holds them all.
+    """
+    spares = max(
+        min(config.in_flight, constants().chunks) * max(map(_chunk_slots, entries)), max(map(_prompt_slots, entries))
+    )
+    neurons = sum(entry.neurons for entry in entries)
+    return (
+        0 if config.engine == "mmap" else spares * max(entry.slot_bytes for entry in entries),
+        neurons * (_NEURON_BYTES + _POLICY_BYTES.get(config.policy, 0)),
+        sum(entry.slots_in_file for entry in entries) * SLOT_BYTES,
+    )
+
+
+def _chunk_slots(entry: LayerEntry) -> int:
+    """Slots of a chunk of neurons."""
+    return -(-min(entry.neurons, entry.chunk or chunk_neurons(entry.neurons)) // entry.cluster)
+
+
+def _prompt_slots(entry: LayerEntry) -> int:
+    """Slots of a prompt's chunk."""
+    return -(-min(entry.neurons, constants().prompt_neurons) // entry.cluster)
+
+
+def predictor_bytes(predictor: Any, layer: LayerPlan) -> int:
+    if predictor is None:
+        return 0
+    tensors = predictor.tensors() if hasattr(predictor, "tensors") else predictor
+    return sum(t.nbytes for t in tensors.values() if isinstance(t, torch.Tensor))
+
+
+def kv_bytes(model_config: Any, context: int, dtype: torch.dtype) -> int:
+    """Keys and values of ``context`` tokens of one sequence, in all layers."""
+    if hasattr(model_config, "get_text_config"):
+        model_config = model_config.get_text_config()
+    layers = model_config.num_hidden_layers
+    heads = getattr(model_config, "num_key_value_heads", None) or getattr(model_config, "num_kv_heads", None)
+    heads = 1 if getattr(model_config, "multi_query", False) else heads or model_config.num_attention_heads
+    width = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
+    return int(2 * layers * heads * width * context * dtype.itemsize)
+
+
+def piece_tokens(context: int) -> int:
+    """Tokens of a prompt that are read at a time by a model with room for ``context`` tokens."""
+    return max(constants().pass_tokens, min(PIECE_TOKENS, context))
 
 
 def wanted_neurons(layer: LayerPlan) -> int:

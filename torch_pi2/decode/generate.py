@@ -1,14 +1,13 @@
-"""``torch_pi2.generate``: several continuations of one prompt, decoded together while they last.
+"""``torch_pi2.generate``: one or several continuations of a prompt, decoded together.
 
-Best-of-N and ``num_return_sequences`` are what makes a phone decode in batches (PowerInfer-2, arXiv 2406.06282, section
-7.2.3): the prompt is read once, each step reads the weights once for all sequences, and as they end the batch becomes
-smaller, its keys and values with it, and the plan follows (:func:`torch_pi2.follow`).
+Best-of-N is why a phone decodes in batches (PowerInfer-2, arXiv 2406.06282, section 7.2.3). The prompt is read once,
+and each step reads the weights once for all sequences. As sequences end, the batch and its KV cache become smaller, and
+the plan adapts (:func:`torch_pi2.follow`).
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -21,10 +20,10 @@ from torch import nn
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.fields import argument, shown
 from torch_pi2.decode.adapt import Engine, engine_of
-from torch_pi2.decode.decode import Decoder, check_vocabulary
-from torch_pi2.decode.growing import Growing, grow
-from torch_pi2.decode.kept import decoder_for
-from torch_pi2.decode.loop import kept_of
+from torch_pi2.decode.decoder import Decoder, check_vocabulary
+from torch_pi2.decode.decoder_pool import decoder_for
+from torch_pi2.decode.hf_generate import pool_of
+from torch_pi2.decode.sequence import GeneratedSequence, Sampling, decode_loop, pick
 from torch_pi2.decode.speculate import MOST_DRAFTED, Assistant, Drafts, Pace, PromptLookup, speculate
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.ops.dtypes import dtype_name
@@ -32,14 +31,11 @@ from torch_pi2.store.tokenizer import tokenizer_of
 
 _log = logging.getLogger("torch_pi2")
 
-#: Logits are divided by it: by less they would not be finite.
-LEAST_TEMPERATURE = 1e-6
-
-#: Tokens that an assistant guesses, if nobody says how many.
+#: Default number of tokens that an assistant drafts.
 _DRAFTED = 4
 
-#: What a generation configuration may ask for that :func:`generate` does not do, and the values that mean nothing.
-_NOT_DONE: dict[str, tuple[Any, ...]] = {
+#: Settings of a generation configuration that :func:`generate` ignores, and their neutral values.
+_IGNORED: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (None, 1.0),
     "no_repeat_ngram_size": (None, 0),
     "min_length": (None, 0),
@@ -61,11 +57,11 @@ class Generated:
     """What :func:`generate` returns.
 
     Attributes:
-        sequences: new tokens of each sequence, its end token included.
-        batches: for each step, how many sequences it was for. step_ms: how long it took, in milliseconds.
-        prompt_ms: reading the prompt, by an assistant too.
-        drafts: what became of guesses at next tokens; None: none were asked for.
-        prompt, tokenizer: that :attr:`text` goes on from, and is decoded with; None: it was asked with ids.
+        sequences: new tokens of each sequence, with its end token.
+        batches: number of sequences in each step. step_ms: milliseconds of each step.
+        prompt_ms: milliseconds of reading the prompt, by an assistant too.
+        drafts: statistics of speculative decoding; None: it was not used.
+        prompt, tokenizer: of :attr:`text`; the tokenizer is None if the prompt was given as ids.
     """
 
     sequences: list[list[int]]
@@ -78,7 +74,7 @@ class Generated:
 
     @property
     def text(self) -> str:
-        """What follows the prompt in the first sequence. Raises ConfigError: :func:`generate` was asked with ids."""
+        """The continuation in the first sequence. Raises ConfigError: the prompt was given as ids."""
         return self.texts[0]
 
     @property
@@ -88,8 +84,8 @@ class Generated:
             raise ConfigError(
                 "text of what was generated",
                 expected="a tokenizer",
-                found="none: generate was asked with token ids",
-                fix="Ask it with text, pass tokenizer=..., or decode sequences yourself.",
+                found="none: the prompt was given as token ids",
+                fix="Pass text, or tokenizer=..., or decode the sequences yourself.",
             )
         return [_continuation(self.tokenizer, self.prompt, tokens) for tokens in self.sequences]
 
@@ -123,87 +119,85 @@ def generate(
 ) -> Generated:
     """Continue one prompt ``num_return_sequences`` times.
 
-    Without sampling all sequences are the same: that of ``model.generate``. With it, each draws from a generator of its
-    own, so that sequence i is what ``seed + i`` gives alone, but for what the last bits of PyTorch's matrix products do
-    not have in common for different batches.
+    Without sampling all sequences are the same as that of ``model.generate``. With it, each draws from a generator of
+    its own: sequence i is what ``seed + i`` gives alone, except where the last bits of PyTorch's matrix products differ
+    with the batch size.
 
-    One greedy sequence can be decoded speculatively: with ``prompt_lookup`` or ``assistant_model`` next tokens are
-    guessed, and one pass over the weights verifies several. The text is the model's own whatever the guesses: bit by
-    bit that of plain decoding where linears, feed-forward layers and head are ours (``weights="int4"`` or ``"int8"``;
-    see :meth:`~torch_pi2.decode.decode.Decoder.verify`). PyTorch's float products of several tokens have other last
-    bits than those of one: there it is the greedy text of the same model, but at a near tie the other token may win.
-    Guessing that does not pay rests (:class:`~torch_pi2.decode.speculate.Pace`), so that answers of 128 tokens or more
-    take at most 1.03 times as long.
+    One greedy sequence can be decoded speculatively. ``prompt_lookup`` or ``assistant_model`` drafts the next tokens,
+    and one pass over the weights verifies several. The text is the model's own whatever was drafted: bit by bit that of
+    plain decoding if linear layers, feed-forward layers and head are ours (``weights="int4"`` or ``"int8"``; see
+    :meth:`torch_pi2.Decoder.verify`). PyTorch's float products of several tokens have other last bits than those of
+    one: then it is the greedy text of the same model, but at a near tie the other token may win. Drafting pauses while
+    it does not pay (:class:`~torch_pi2.decode.speculate.Pace`), so answers of 128 tokens or more take at most 1.03
+    times as long.
 
-    Over a store nothing is guessed unless it is asked for here, and seldom pays: each token wants neurons of its own,
-    so that wrong guesses are reads in vain (docs/SPECULATION.md; of the extra bytes of a speculated run 97 % were those
-    of the widened pass, BigMoeOnEdge 0.20, which lost 18 to 29 % on a phone). Measured times decide there, too; what a
-    plan predicts (:func:`torch_pi2.follow`) is believed until there are some.
+    Over a store drafting seldom pays: each token wants neurons of its own, and wrong drafts read theirs in vain
+    (docs/SPECULATION.md). Measured times decide there, too; until there are some, a plan's prediction is used
+    (:func:`torch_pi2.follow`).
 
     Args:
-        model: see :class:`~torch_pi2.decode.decode.Decoder`; dense or optimised.
-        input_ids: int64 ``[1, T]``; or text, which makes ``text`` of the result readable.
-        tokenizer: for text (default: that of the folder which the model was loaded from).
-        max_new_tokens: of each sequence, at most.
-        do_sample: draw tokens from softmax(logits / ``temperature``), of which the ``top_k`` most likely are left (0:
-            all), and of these the fewest that have a share of ``top_p`` together.
+        model: see :class:`torch_pi2.Decoder`; dense or optimised.
+        input_ids: int64 ``[1, T]``; or text, with which the result has ``text``.
+        tokenizer: for text (default: that of the folder from which the model was loaded).
+        max_new_tokens: most new tokens of each sequence.
+        do_sample: draw tokens from softmax(logits / ``temperature``), among the ``top_k`` most likely (0: all), and of
+            these among the fewest whose probabilities add up to ``top_p``.
         eos_token_id: ends a sequence (default: the model's; an empty list: nothing does).
         compiled: run steps through ``torch.compile``, one graph for each number of sequences: worth it for long
-            answers, or with ``decoder``. Guesses: one graph more, for passes of as many as asked for (not
-            compiled: of as many as pay).
+            answers, or with ``decoder``. Drafts take one graph more, with as many tokens as asked for.
         streamer: called with (sequence, token) for each new token.
-        engine: to be told how many sequences there are (default: that of :func:`torch_pi2.follow`, if any).
-        decoder: to be used (and used again, with what it has compiled): one of this model, with ``logits``, room for
-            so many sequences and tokens.
-        prompt_lookup: guess up to so many tokens, 1 to 7, from what followed the last few where they stood before.
-        assistant_model: a smaller causal language model of the same vocabulary, which guesses ``draft_tokens``, 1 to 7
-            (default: 4). It has keys and values of its own.
+        engine: learns how many sequences there are (default: that of :func:`torch_pi2.follow`, if any).
+        decoder: a Decoder of this model to be used, with ``logits`` and enough sequences and tokens. It keeps what it
+            has compiled.
+        prompt_lookup: draft up to this many tokens, 1 to 7, from what followed the last few tokens earlier in the text.
+        assistant_model: a smaller causal language model of the same vocabulary, which drafts ``draft_tokens``, 1 to 7
+            (default: 4). It has a KV cache of its own.
 
     Raises:
         ConfigError: a setting makes no sense, or text without a tokenizer. ShapeError: not one prompt.
-        UnsupportedModelError: see :class:`~torch_pi2.decode.decode.Decoder`.
-        ArtifactError: from a model over a store that cannot be read.
+        UnsupportedModelError: see :class:`torch_pi2.Decoder`.
+        ArtifactError: the store of the model cannot be read.
     """
     if isinstance(input_ids, str):
         tokenizer = tokenizer_of(model, tokenizer, "generate(text)")
         input_ids = _ids_of(tokenizer, input_ids)
     _check(input_ids, num_return_sequences, max_new_tokens)
-    said: dict[str, Any] = {} if tokenizer is None else {"prompt": input_ids[0].tolist(), "tokenizer": tokenizer}
-    guesses = _guesses(prompt_lookup, assistant_model, draft_tokens, num_return_sequences, do_sample)
+    text: dict[str, Any] = {} if tokenizer is None else {"prompt": input_ids[0].tolist(), "tokenizer": tokenizer}
+    drafted = _draft_tokens(prompt_lookup, assistant_model, draft_tokens, num_return_sequences, do_sample)
     sampling = Sampling(temperature, top_k, top_p) if do_sample else None
     tokens = input_ids.shape[1]
     ends = end_tokens(model, eos_token_id)
-    _say_what_is_not_done(model)
-    _say_what_makes_no_sense(model, tokens + max_new_tokens, do_sample or (temperature, top_k, top_p) == (1.0, 0, 1.0))
-    kept = None if compiled or decoder is not None else kept_of(model)
+    _warn_of_ignored(model)
+    _warn_of_nonsense(model, tokens + max_new_tokens, do_sample or (temperature, top_k, top_p) == (1.0, 0, 1.0))
+    pool = None if compiled or decoder is not None else pool_of(model)
     if decoder is not None:
         _check_decoder(decoder, model, num_return_sequences, tokens + max(1, max_new_tokens - 1))
-    elif kept is not None:
-        decoder = kept.borrow(model, tokens + max_new_tokens, num_return_sequences)
+    elif pool is not None:
+        decoder = pool.acquire(model, tokens + max_new_tokens, num_return_sequences)
     else:
         decoder = decoder_for(model, tokens + max_new_tokens, num_return_sequences, compiled, engine)
-    check_vocabulary(model, input_ids)  # of a model that has ids, which a decoder sees to
-    sequences = [Growing(i, seed, max_new_tokens, ends, streamer) for i in range(num_return_sequences)]
-    if guesses:
+    check_vocabulary(model, input_ids)  # the model takes ids, or it would have no decoder
+    sequences = [GeneratedSequence(i, seed, max_new_tokens, ends, streamer) for i in range(num_return_sequences)]
+    if drafted:
         if engine is not None:
             engine.batch(1)
-        made = _speculated(decoder, sequences[0], input_ids, assistant_model, guesses, max_new_tokens)
+        result = _speculated(decoder, sequences[0], input_ids, assistant_model, drafted, max_new_tokens)
     else:
-        made = _continued(decoder, sequences, input_ids, sampling, max_new_tokens, engine)
-    if kept is not None:
-        kept.give_back(decoder)
-    return replace(made, **said)
+        result = _continued(decoder, sequences, input_ids, sampling, max_new_tokens, engine)
+    if pool is not None:
+        pool.release(decoder)
+    return replace(result, **text)
 
 
 def _continued(
     decoder: Decoder,
-    sequences: list[Growing],
+    sequences: list[GeneratedSequence],
     input_ids: torch.Tensor,
     sampling: Sampling | None,
     limit: int,
     engine: Engine | None,
 ) -> Generated:
-    """``sequences``, a token of each a step."""
+    """Decode ``sequences`` together, one token of each per step."""
     started = time.perf_counter()
     logits_BV = decoder.prompt(input_ids).cpu()
     prompt_ms = (time.perf_counter() - started) * 1e3
@@ -211,25 +205,27 @@ def _continued(
     if len(sequences) > 1 and limit > 1:
         decoder.fork(len(sequences))
 
-    def step(going: list[Growing]) -> Iterable[tuple[Growing, torch.Tensor]]:
+    def step(going: list[GeneratedSequence]) -> Iterable[tuple[GeneratedSequence, torch.Tensor]]:
         nonlocal live
         if len(going) < len(live):
-            live = [live[row] for row in decoder.keep([row for row, s in enumerate(live) if s.ended is None])]
+            live = [live[row] for row in decoder.retain([row for row, s in enumerate(live) if s.ended is None])]
         if engine is not None:
             engine.batch(len(live))
         started = time.perf_counter()
         ids_B1 = torch.tensor([[sequence.tokens[-1]] for sequence in live], dtype=torch.int64, device="cpu")
-        logits_BV = decoder.step(ids_B1).cpu()  # so that a GPU has done it
+        logits_BV = decoder.step(ids_B1).cpu()  # waits for a GPU
         step_ms.append((time.perf_counter() - started) * 1e3)
         batches.append(len(live))
         return zip(live, logits_BV, strict=True)
 
-    grow(sequences, repeat(logits_BV[0]), step, lambda grown, logits_V: pick(logits_V, sampling, grown.random))
+    decode_loop(
+        sequences, repeat(logits_BV[0]), step, lambda sequence, logits_V: pick(logits_V, sampling, sequence.random)
+    )
     return Generated([sequence.tokens for sequence in sequences], batches, step_ms, prompt_ms)
 
 
 def _ids_of(tokenizer: Any, text: str) -> torch.Tensor:
-    """``[1, T]`` of a prompt. Raises ConfigError: there is not a token in it."""
+    """``[1, T]`` of a prompt. Raises ConfigError: it has no tokens."""
     ids = list(tokenizer(text)["input_ids"])
     if not ids:
         raise ConfigError("generate(text)", expected="at least one token", found=shown(text), fix="Pass some text.")
@@ -237,24 +233,24 @@ def _ids_of(tokenizer: Any, text: str) -> torch.Tensor:
 
 
 def _continuation(tokenizer: Any, prompt: list[int], tokens: list[int]) -> str:
-    """Text of ``tokens``, with the space that some tokenizers show only behind other words."""
+    """Text of ``tokens``, with the space that some tokenizers put only after other words."""
     before, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, prompt + tokens))
-    found = (
+    text = (
         whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(tokens, skip_special_tokens=True)
     )
-    return str(found)
+    return str(text)
 
 
 def _speculated(
     decoder: Decoder,
-    sequence: Growing,
+    sequence: GeneratedSequence,
     input_ids: torch.Tensor,
     assistant_model: nn.Module | None,
-    guesses: int,
+    drafted: int,
     limit: int,
 ) -> Generated:
-    """``sequence`` with up to so many ``guesses`` at a time."""
-    counts = [guesses] if decoder.compiled else range(1, guesses + 1)
+    """Decode ``sequence`` with up to ``drafted`` tokens drafted at a time."""
+    counts = [drafted] if decoder.compiled else range(1, drafted + 1)
     source: PromptLookup | Assistant = PromptLookup()
     if assistant_model is not None:
         source = Assistant(assistant_model, decoder.model, input_ids.shape[1] + limit, decoder.compiled)
@@ -264,46 +260,12 @@ def _speculated(
     prompt_ms = (time.perf_counter() - started) * 1e3
     engine = engine_of(decoder.model)
     pace = Pace(counts, None if engine is None else engine.plan.guess_costs())
-    if guesses < limit - 1:  # else the answer has no room for a pass
-        decoder.compile_passes(guesses + 1)
+    if drafted < limit - 1:  # else the answer is too short for a pass
+        decoder.compile_passes(drafted + 1)
     drafts, step_ms = speculate(
         decoder, sequence, input_ids[0].tolist(), logits_V, lambda row_V: pick(row_V, None), source, pace, limit
     )
     return Generated([sequence.tokens], [1] * len(step_ms), step_ms, prompt_ms, drafts)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn, see :func:`generate`. Raises ConfigError: it makes no sense."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not (LEAST_TEMPERATURE <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1):
-            raise ConfigError(
-                "sampling",
-                expected=f"a temperature of {LEAST_TEMPERATURE:g} or more, top_k of 0 or more, top_p above 0 and at "
-                "most 1",
-                found=f"{self.temperature:g}, {self.top_k} and {self.top_p:g}",
-                fix="Correct it, or leave do_sample out.",
-            )
-
-
-def pick(logits_V: torch.Tensor, sampling: Sampling | None, generator: torch.Generator | None = None) -> int:
-    """A token: the most likely one, or drawn as ``sampling`` says."""
-    if sampling is None:
-        return int(logits_V.float().argmax())
-    scores_V, order_V = (logits_V.float() / sampling.temperature).sort(descending=True, stable=True)
-    if sampling.top_k:
-        scores_V = scores_V[: sampling.top_k]
-    share_V = scores_V.softmax(-1)
-    if sampling.top_p < 1:
-        left_V = share_V.cumsum(-1) - share_V < sampling.top_p
-        left_V[0] = True  # whatever rounding says
-        share_V = share_V[left_V]
-    return int(order_V[torch.multinomial(share_V, 1, generator=generator)])
 
 
 def end_tokens(model: nn.Module, given: int | list[int] | None) -> set[int]:
@@ -314,18 +276,18 @@ def end_tokens(model: nn.Module, given: int | list[int] | None) -> set[int]:
     return {argument(token, "generate(eos_token_id)").whole() for token in ends}
 
 
-def not_done(model: nn.Module) -> list[str]:
-    """What the model's generation configuration asks for, and :func:`generate` does not do: names of its settings."""
+def ignored_settings(model: nn.Module) -> list[str]:
+    """Settings of the model's generation configuration that :func:`generate` ignores."""
     config = getattr(model, "generation_config", None)
-    return [name for name, none in _NOT_DONE.items() if getattr(config, name, None) not in none]
+    return [name for name, none in _IGNORED.items() if getattr(config, name, None) not in none]
 
 
-def _say_what_is_not_done(model: nn.Module) -> None:
-    if asked := not_done(model):
+def _warn_of_ignored(model: nn.Module) -> None:
+    if asked := ignored_settings(model):
         _log.warning("generate: the model's generation configuration has %s, which is not applied", ", ".join(asked))
 
 
-def _say_what_makes_no_sense(model: nn.Module, tokens: int, sampled: bool) -> None:
+def _warn_of_nonsense(model: nn.Module, tokens: int, sampled: bool) -> None:
     made_for = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if isinstance(made_for, int) and tokens > made_for:
         _log.warning("generate: %d tokens with the prompt, where the model was made for %d", tokens, made_for)
@@ -346,34 +308,34 @@ def _check(input_ids: torch.Tensor, sequences: int, max_new_tokens: int) -> None
         )
 
 
-def _guesses(
+def _draft_tokens(
     prompt_lookup: int, assistant_model: nn.Module | None, draft_tokens: int | None, sequences: int, do_sample: bool
 ) -> int:
-    """How many tokens are guessed at a time, at most; 0: none are. Raises ConfigError."""
+    """Most tokens drafted at a time; 0: no speculative decoding. Raises ConfigError."""
     lookup, assisted = prompt_lookup != 0, assistant_model is not None
     if (lookup and assisted) or (draft_tokens is not None and not assisted):
         raise ConfigError(
             "prompt_lookup, assistant_model, draft_tokens",
             expected="prompt_lookup, or assistant_model with or without draft_tokens",
             found="prompt_lookup and assistant_model" if lookup and assisted else "draft_tokens without a model",
-            fix="Choose where guesses come from.",
+            fix="Choose one source of drafts.",
         )
-    guesses = prompt_lookup if lookup else 0 if not assisted else _DRAFTED if draft_tokens is None else draft_tokens
-    if (lookup or assisted) and not 1 <= guesses <= MOST_DRAFTED:
+    drafted = prompt_lookup if lookup else 0 if not assisted else _DRAFTED if draft_tokens is None else draft_tokens
+    if (lookup or assisted) and not 1 <= drafted <= MOST_DRAFTED:
         raise ConfigError(
             "prompt_lookup" if lookup else "draft_tokens",
             expected=f"1 to {MOST_DRAFTED}",
-            found=str(guesses),
+            found=str(drafted),
             fix="More are not verified in one pass; 3 to 5 are usual.",
         )
-    if guesses and (do_sample or sequences > 1):
+    if drafted and (do_sample or sequences > 1):
         raise ConfigError(
             "prompt_lookup" if lookup else "assistant_model",
             expected="one greedy sequence",
             found="do_sample=True" if do_sample else f"num_return_sequences={sequences}",
-            fix="Leave one of them out: what is drawn, and several sequences, are decoded step by step.",
+            fix="Leave one of them out: samples and several sequences are decoded step by step.",
         )
-    return guesses
+    return drafted
 
 
 def _check_decoder(decoder: Decoder, model: nn.Module, sequences: int, tokens: int) -> None:

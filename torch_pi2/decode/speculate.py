@@ -1,8 +1,8 @@
-"""Speculative decoding: next tokens are guessed cheaply, and one pass over the weights says which of them are right.
+"""Speculative decoding: tokens are drafted cheaply, and one pass over the weights verifies them.
 
-Guesses change no text: what is taken is what the model itself says after each token (Leviathan et al., arXiv
-2211.17192, for greedy decoding). Where they come from: text that is there already (prompt lookup, as transformers and
-vLLM have it) or a smaller model. When they are worth it is measured while decoding (:class:`Pace`).
+Drafts do not change the text: the model's own token is taken after each position (Leviathan et al., arXiv 2211.17192,
+for greedy decoding). They come from the text so far (prompt lookup, as in transformers and vLLM) or a smaller model.
+Whether they pay is measured while decoding (:class:`Pace`).
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from torch_pi2.decode.decode import VERIFIED, Decoder
-from torch_pi2.decode.growing import Growing
+from torch_pi2.decode.decoder import VERIFIED, Decoder
+from torch_pi2.decode.sequence import GeneratedSequence
 from torch_pi2.errors import ConfigError
 
-#: Tokens that can be drafted at a time: with the one before them they are verified together.
+#: Most tokens that are drafted at a time: they are verified together with the one before them.
 MOST_DRAFTED = VERIFIED - 1
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """What became of guesses.
+    """Statistics of drafts.
 
     Attributes:
-        drafted: tokens guessed and verified. accepted: of these, tokens of the answer.
-        passes: forwards that verified some; the others were plain steps.
-        switched_off: whether at the end, by what was measured, guessing did not pay (:class:`Pace`).
+        drafted: tokens that were drafted and verified. accepted: those that became part of the answer.
+        passes: forwards that verified drafts; the others were plain steps.
+        switched_off: whether drafting was paused at the end because it did not pay (:class:`Pace`).
     """
 
     drafted: int
@@ -42,60 +42,59 @@ class Drafts:
 
 
 class Source(Protocol):
-    """Guesses what comes next."""
+    """Drafts the next tokens."""
 
     def read(self, prompt_1T: torch.Tensor) -> None:
-        """Get to know the prompt, int64 ``[1, T]``: before the first guess, which is timed."""
+        """Read the prompt, int64 ``[1, T]``, before the first draft, which is timed."""
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        """``count`` tokens after ``tokens`` (prompt and answer so far, which only grow); or none: no idea."""
+        """``count`` tokens after ``tokens`` (prompt and answer so far, which only grow), or none."""
 
 
 class PromptLookup:
-    """What followed the last few tokens when they came before; text that ends too soon is thought to go on repeating.
+    """Drafts what followed the last tokens earlier in the text. At the end of the text it goes on by repeating.
 
-    Two tokens at least must be the same (one matches too often by chance), four at most are compared.
+    At least two tokens must match (one matches too often by chance); at most four are compared.
     """
 
     _LENGTHS = (4, 3, 2)
 
     def __init__(self) -> None:
-        self._after: dict[tuple[int, ...], int] = {}  # some tokens -> where what followed them last begins
-        self._known = 0  # tokens that end such a run
+        self._positions: dict[tuple[int, ...], int] = {}  # tokens -> the position after their last occurrence
+        self._indexed = 0  # tokens that have been indexed
 
     def read(self, prompt_1T: torch.Tensor) -> None:
-        """Remember what stands where."""
-        self._know(prompt_1T[0].tolist())
+        """Index the prompt."""
+        self._index(prompt_1T[0].tolist())
 
-    def _know(self, tokens: Sequence[int]) -> None:
-        for end in range(self._known + 1, len(tokens)):  # without the end of all, which nothing follows
+    def _index(self, tokens: Sequence[int]) -> None:
+        for end in range(self._indexed + 1, len(tokens)):  # without the last token, which nothing follows
             for n in self._LENGTHS:
                 if n <= end:
-                    self._after[tuple(tokens[end - n : end])] = end
-        self._known = max(self._known, len(tokens) - 1)
+                    self._positions[tuple(tokens[end - n : end])] = end
+        self._indexed = max(self._indexed, len(tokens) - 1)
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         """``count`` tokens, or none."""
-        self._know(tokens)
+        self._index(tokens)
         for n in self._LENGTHS:
-            start = self._after.get(tuple(tokens[-n:])) if n < len(tokens) else None
+            start = self._positions.get(tuple(tokens[-n:])) if n < len(tokens) else None
             if start is not None:
                 return [tokens[start + i % (len(tokens) - start)] for i in range(count)]
         return []
 
 
 class Assistant:
-    """What a smaller causal language model of the same vocabulary would say.
+    """Drafts with a smaller causal language model of the same vocabulary.
+
+    It drafts nothing beyond the positions that it was made for (``max_position_embeddings``).
 
     Args:
-        model: see :class:`~torch_pi2.decode.decode.Decoder`. of: that it is to help.
+        model: see :class:`torch_pi2.Decoder`. of: the model that it drafts for.
         max_tokens: prompt and answer together.
 
-    Beyond the positions that it was made for (``max_position_embeddings``) it has no idea.
-
     Raises:
-        ConfigError: another vocabulary, no head for it, or no weights. UnsupportedModelError: no decoder can be made of
-            it.
+        ConfigError: another vocabulary, no head for it, or no weights. UnsupportedModelError: it cannot have a Decoder.
     """
 
     def __init__(self, model: nn.Module, of: nn.Module, max_tokens: int, compiled: bool) -> None:
@@ -114,24 +113,24 @@ class Assistant:
         places = getattr(model.config, "max_position_embeddings", None)
         self._most = min(max_tokens, max_tokens if places is None else places)
         self._decoder = Decoder(model, max_tokens=max_tokens, compiled=compiled, logits=True)
-        self._read: list[int] = []  # what its decoder has
+        self._read: list[int] = []  # tokens in its KV cache
 
     def read(self, prompt_1T: torch.Tensor) -> None:
-        """Read the prompt, if there is room for it."""
+        """Read the prompt, if it fits."""
         if prompt_1T.shape[1] < self._most:
             self._decoder.prompt(prompt_1T)
             self._read = prompt_1T[0].tolist()
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        """``count`` tokens: its own greedy continuation; none where there is no room for it."""
+        """Its own greedy continuation; none if there is no room for it."""
         if len(tokens) + count > self._most:
             return []
         agreed = min(len(self._read), len(tokens) - 1)
         while self._read[:agreed] != tokens[:agreed]:
             agreed -= 1
-        self._decoder.take_back(len(self._read) - agreed)
+        self._decoder.rollback(len(self._read) - agreed)
         self._read, guessed = list(tokens), list[int]()
-        piece = 1 if self._decoder.compiled else VERIFIED  # not a graph for each number of tokens
+        piece = 1 if self._decoder.compiled else VERIFIED  # so that there is one graph
         for start in range(agreed, len(tokens), piece):
             logits_V = self._fed(tokens[start : start + piece])
         while True:
@@ -147,7 +146,7 @@ class Assistant:
 
 
 def _vocabulary(model: nn.Module) -> int | None:
-    """Tokens that ``model`` knows and has logits for; None: it has none."""
+    """Size of the vocabulary that ``model`` has logits for; None: it has none."""
     inputs, head = (getattr(model, f"get_{which}_embeddings", lambda: None)() for which in ("input", "output"))
     if inputs is None or head is None:
         return None
@@ -156,34 +155,32 @@ def _vocabulary(model: nn.Module) -> int | None:
 
 
 class Pace:
-    """How many tokens to guess, by what steps and passes really take: as many as pay, or none.
+    """Decides how many tokens to draft, by the measured times of steps and passes.
 
-    A pass with n guesses takes ``1 + n x`` plain steps (x is measured, guessing included) and gives
-    ``1 + a + ... + a^n`` tokens, where a is how many of the latest guesses were right. The n with the most tokens per
-    time is taken, if that is at least ``GAIN`` times as many as plain steps give. If not, guessing rests: for
-    ``REST`` tokens at first, each time twice as long, and then has another try.
+    A pass with n drafted tokens takes ``1 + n x`` plain steps (x is measured and includes drafting) and gives
+    ``1 + a + ... + a^n`` tokens, where a is the share of recent drafts that were right. The n with the most tokens per
+    time is taken, if that is at least ``GAIN`` times the rate of plain steps. Otherwise drafting pauses, for ``REST``
+    tokens at first and then twice as long each time, before it is tried again.
 
-    Whatever that says: what guesses have cost so far beyond what they brought, and what the next ones would if all were
-    wrong, must be less than ``LOSS`` of the time of plain steps and ``LOST`` steps. So an answer of 128 tokens or more
-    takes at most 1.03 times what it would (1.05 where a guess costs 0.9 of a step: the first pass believes that it is
-    less); not counted is this bookkeeping, some 15 us a token, which only models whose steps take less than a
-    millisecond feel. Those have their weights in the processor's cache, where a pass reads nothing that it could share,
-    and gain little anyway. Times are medians of the latest few; the first step, in which code may be compiled, is not
-    counted.
+    In any case the cost of drafts so far beyond what they gained, plus that of the next ones if all were wrong, must be
+    less than ``LOSS`` of the time of plain steps and ``LOST`` steps. So an answer of 128 tokens or more takes at most
+    1.03 times as long (1.05 if a draft costs 0.9 of a step, as the first pass assumes less). Not counted is this
+    bookkeeping, some 15 us a token, which matters only for models whose steps take less than a millisecond. Their
+    weights are in the processor's cache, where passes gain little anyway. Times are medians of the latest few; the
+    first step, which may compile code, is not counted.
 
     Args:
-        counts: that may be chosen from, ascending.
-        costs: by count what each guess costs, as a plan predicts it
-            (:attr:`torch_pi2.types.machine_plan.HardwarePlan`): believed instead of ``_COST`` until it is measured,
-            which a try does even if the plan expects no gain of
+        counts: numbers of tokens to choose from, ascending.
+        costs: cost of each drafted token by count, as a plan predicts it. It is used instead of ``_COST`` until the
+            cost is measured, which is tried even if the plan expects no gain.
     """
 
     GAIN, LOSS, LOST, REST = 1.03, 0.015, 1.5, 32
-    #: A plain step is measured once in so many forwards, guesses before so many are measured there are none.
+    #: A plain step is measured once in ``EVERY`` forwards. Nothing is drafted before ``LEAST_STEPS`` are measured.
     EVERY, LEAST_STEPS = 32, 3
-    #: What is believed before anything is known: of ``_BELIEVED`` guesses 3 in 4 were right, each costs 0.3 of a step.
+    #: Assumed at first: of ``_BELIEVED`` drafted tokens 3 in 4 were right, and each costs 0.3 of a step.
     _BELIEVED, _RIGHT, _COST, _LEAST_COSTS = 2.0, 1.5, 0.3, 3
-    #: How much of what is known of earlier guesses each new one leaves; the credit in steps, at most, for good ones.
+    #: Weight that earlier drafts keep with each new one; most steps of credit for good drafts.
     _FADES, _MOST_SAVED = 0.95, 4.0
 
     def __init__(self, counts: Sequence[int], costs: Mapping[int, float] | None = None) -> None:
@@ -191,7 +188,7 @@ class Pace:
         self._plain_ms: deque[float] = deque(maxlen=8)
         self._costs: deque[float] = deque(maxlen=8)  # x of the latest passes
         self._steps = self._tokens = self._since_plain = 0
-        self._saved = 0.0  # plain steps' time, net; negative: lost
+        self._saved = 0.0  # in plain steps; negative: lost
         self._believe()
         self._rest_until, self._rest = 0, self.REST
 
@@ -202,7 +199,7 @@ class Pace:
 
     @property
     def off(self) -> bool:
-        """Whether guesses rest, or are to be paid for with plain steps first."""
+        """Whether drafting is paused, or has to be paid for with plain steps first."""
         return self._tokens < self._rest_until or not self._payable(self._counts[0])
 
     def _cost_of(self, n: int) -> float:
@@ -213,7 +210,7 @@ class Pace:
         return self._saved - cost >= -(self.LOST + self.LOSS * self._tokens)
 
     def count(self, most: int) -> int:
-        """How many tokens to guess now, no more than ``most``; 0: a plain step."""
+        """How many tokens to draft now, at most ``most``; 0: take a plain step."""
         if len(self._plain_ms) < self.LEAST_STEPS or self._since_plain >= self.EVERY or self.off:
             return 0
         counts = [n for n in self._counts if n <= most and self._payable(n)]
@@ -223,13 +220,13 @@ class Pace:
         unknown = self._planned and self._cost is None
         if self._gain(best) >= self.GAIN or (unknown and self._gain(best, 1.0) > 1):
             return best
-        if most >= self._counts[-1]:  # else it is the end of the answer that leaves no room
+        if most >= self._counts[-1]:  # else the end of the answer limits it
             self._rest_until, self._rest = self._tokens + self._rest, 2 * self._rest
             self._believe()  # for the next try
         return 0
 
     def _gain(self, n: int, right: float | None = None) -> float:
-        """Tokens per time of passes with n guesses, over that of plain steps."""
+        """Rate of passes with n drafted tokens over that of plain steps."""
         share = self._right / self._tried if right is None else right
         return sum(share**i for i in range(n + 1)) / (1 + self._cost_of(n))
 
@@ -242,16 +239,16 @@ class Pace:
             self._plain_ms.append(ms)
 
     def passed(self, ms: float, guesses: int, right: int) -> None:
-        """A pass with so many ``guesses``, of which so many were ``right``, took so many milliseconds with guessing."""
+        """A pass with ``guesses`` drafted tokens, of which ``right`` were right, took so many milliseconds in all."""
         self._tokens += right + 1
         self._since_plain += 1
         for was_right in [True] * right + [False] * (right < guesses):
             self._tried = self._FADES * self._tried + 1
             self._right = self._FADES * self._right + was_right
-        # what takes longer than this was disturbed, and is no reason to rest for long
+        # a pass that takes longer was disturbed, which is no reason to pause for long
         took = min(ms / statistics.median(self._plain_ms), 1 + 2 * guesses)
         self._costs.append(max(0.0, took - 1) / guesses)
-        if len(self._costs) >= self._LEAST_COSTS:  # one that was disturbed is no reason to stop
+        if len(self._costs) >= self._LEAST_COSTS:  # one disturbed pass is no reason to stop
             self._cost = statistics.median(self._costs)
         self._saved = min(self._MOST_SAVED, self._saved + right + 1 - took)
         if self._saved > 0:
@@ -260,7 +257,7 @@ class Pace:
 
 def speculate(
     decoder: Decoder,
-    sequence: Growing,
+    sequence: GeneratedSequence,
     prompt: Sequence[int],
     logits_V: torch.Tensor,
     choose: Callable[[torch.Tensor], int],
@@ -268,41 +265,41 @@ def speculate(
     pace: Pace,
     limit: int,
 ) -> tuple[Drafts, list[float]]:
-    """Let ``sequence`` grow until it ends; returns what became of guesses, and milliseconds of each forward.
+    """Decode ``sequence`` until it ends; returns statistics of drafts, and milliseconds of each forward.
 
     Args:
-        decoder: that has read ``prompt``, after which ``logits_V`` come. choose: the token of logits ``[V]``.
-        limit: of new tokens.
+        decoder: has read ``prompt``, after which ``logits_V`` come. choose: the token of logits ``[V]``.
+        limit: most new tokens.
     """
     tokens, forward_ms, drafted, accepted, passes = list(prompt), list[float](), 0, 0, 0
 
-    def take(logits_V: torch.Tensor) -> int:
+    def append(logits_V: torch.Tensor) -> int:
         tokens.append(choose(logits_V))
-        sequence.take(tokens[-1])
+        sequence.append(tokens[-1])
         return tokens[-1]
 
-    take(logits_V)
+    append(logits_V)
     while sequence.ended is None:
         started = time.perf_counter()
-        # by times and guesses that differ from process to process, where several compute the model
+        # times and drafts differ from process to process, if several compute the model
         (count,) = decoder.agreed([pace.count(limit - len(sequence.tokens) - 1)])
         guesses = source.propose(tokens, count) if count else []
         guesses = decoder.agreed(guesses) if guesses else []
         ids_1T = torch.tensor([[tokens[-1], *guesses]], dtype=torch.int64, device="cpu")
-        logits_TV = (decoder.verify(ids_1T) if guesses else decoder.step(ids_1T)).cpu()  # a GPU has done it
+        logits_TV = (decoder.verify(ids_1T) if guesses else decoder.step(ids_1T)).cpu()  # waits for a GPU
         forward_ms.append((time.perf_counter() - started) * 1e3)
         if not guesses:
             pace.plain(forward_ms[-1])
-            take(logits_TV[0])
+            append(logits_TV[0])
             continue
         before = len(tokens)
         try:
             for logits_V, guess in zip(logits_TV, [*guesses, None], strict=True):
-                if take(logits_V) != guess or sequence.ended is not None:
+                if append(logits_V) != guess or sequence.ended is not None:
                     break
-        finally:  # whoever is told of tokens may raise
-            decoder.take_back(decoder.length - (len(tokens) - 1))
-        # the last one taken is no guess that was verified, unless it ended the answer
+        finally:  # a streamer may raise
+            decoder.rollback(decoder.length - (len(tokens) - 1))
+        # the last token is the model's own, unless a draft ended the answer
         right = sum(a == b for a, b in zip(tokens[before:], guesses, strict=False))
         drafted, accepted, passes = drafted + len(guesses), accepted + right, passes + 1
         pace.passed(forward_ms[-1], len(guesses), right)

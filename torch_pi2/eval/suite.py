@@ -20,8 +20,8 @@ from torch import nn
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.progress import bar
-from torch_pi2.decode.calls import leader_of
-from torch_pi2.decode.kv import cache_name, cache_of
+from torch_pi2.decode.broadcast import coordinator_of
+from torch_pi2.decode.kv_cache import cache_name, cache_of
 from torch_pi2.errors import ConfigError
 from torch_pi2.eval.items import Item
 from torch_pi2.eval.loss import bos_of, by_token, finite, logits_of
@@ -128,7 +128,7 @@ def _logits(model: nn.Module | Stepwise, shared: list[int], endings: list[list[i
     # what stands behind a text changes nothing before it
     padded_NT = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in endings], dtype=torch.long)
     shared_1T, n = torch.tensor([shared]), len(endings)
-    if getattr(getattr(model, "config", None), "use_cache", None) is None or leader_of(model) is not None:
+    if getattr(getattr(model, "config", None), "use_cache", None) is None or coordinator_of(model) is not None:
         logits_NTV = logits_of(model, torch.cat([shared_1T.expand(n, -1), padded_NT], 1))[:, len(shared) - 1 :]
     else:
         read = model(input_ids=shared_1T, use_cache=True)

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from torch_pi2.base.evaluating import evaluating
-from torch_pi2.decode.decode import Decoder
-from torch_pi2.decode.kv import cache_name, cache_of
+from torch_pi2.decode.decoder import Decoder
+from torch_pi2.decode.kv_cache import cache_name, cache_of
 from torch_pi2.errors import ConfigError
 from torch_pi2.types.site import FFNSite
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base import process
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.eval.loss import paired_loss
 from torch_pi2.eval.timing import compare_decode, time_decode

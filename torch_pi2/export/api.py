@@ -14,7 +14,7 @@ from torch import nn
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.files import atomic_write, replacing_folder
 from torch_pi2.checkpoint.card import keep_card
-from torch_pi2.decode.generate import not_done
+from torch_pi2.decode.generate import ignored_settings
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export.chat import write_chat
 from torch_pi2.export.delegated import delegated_copy, exported_layers, registered
@@ -226,7 +226,7 @@ def _save_small(model: nn.Module, tokenizer: Any, staging: Path) -> None:
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         generation.to_json_file(staging / "generation_config.json")
-        if ignored := [name for name in not_done(model) if name != "repetition_penalty"]:
+        if ignored := [name for name in ignored_settings(model) if name != "repetition_penalty"]:
             _log.warning("export: generation_config.json has %s, which bundles do not apply", ", ".join(ignored))
     if tokenizer is None:
         return

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from torch_pi2.decode.kv import cache_name, cache_of
+from torch_pi2.decode.kv_cache import cache_name, cache_of
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export import cached_attention
 from torch_pi2.export.attention import Select, exportable_attention, lane_layers, reset_rotary, takes_attention

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.version import __version__
-from torch_pi2.decode.budget import scratch_bytes, wanted_neurons
+from torch_pi2.decode.budget import engine_bytes, scratch_bytes, wanted_neurons
 from torch_pi2.decode.executorch import EXECUTORCH
 from torch_pi2.export.contents import describe_program
 from torch_pi2.export.decoder import method_names, sizes_of
@@ -32,7 +32,6 @@ from torch_pi2.export.store import StoreFacts, kind_of, kinds_of
 from torch_pi2.formats import FLOATS
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.layers.linear import QuantLinear
-from torch_pi2.store.budget import engine_bytes
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.types.method import LOSSY
 from torch_pi2.types.offload import OffloadConfig

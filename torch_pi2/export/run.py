@@ -21,8 +21,7 @@ from torch_pi2.base.files import check_not_standard_output
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.decode import executorch as backend
 from torch_pi2.decode.executorch import parts_of_problem
-from torch_pi2.decode.growing import Growing, grow
-from torch_pi2.decode.stops import Stops
+from torch_pi2.decode.sequence import GeneratedSequence, StopStrings, decode_loop
 from torch_pi2.errors import (
     ArtifactError,
     ConfigError,
@@ -374,7 +373,9 @@ class Bundle:
         self._fed = []
         started = time.perf_counter()
         read = [self._read(some, known, lane) for lane, some in enumerate(ids)]
-        grow(answers, read * len(answers) if one else read, step, lambda answer, logits_V: answer.choose(logits_V))
+        decode_loop(
+            answers, read * len(answers) if one else read, step, lambda answer, logits_V: answer.choose(logits_V)
+        )
         done = time.perf_counter()
         if len(answers) == 1:
             self._fed = ids[0] + answers[0].tokens[:-1]
@@ -531,7 +532,7 @@ class Bundle:
         return problem_of(text) if text else _refused(f"{self.folder / PROGRAM_FILE}, {name}", expected, error)
 
 
-class _Answering(Growing):
+class _Answering(GeneratedSequence):
     """An answer that is being generated, with its text, in a lane of the KV cache.
 
     ``left``: tokens that there is room for; ``most``: that are wanted.
@@ -554,7 +555,7 @@ class _Answering(Growing):
         self._full = "room" if most is None or most >= left else "length"
         self._stream, self._choosing = stream, choosing
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt)
-        self._stops, self._shown = Stops(choosing.stop or ()), ""
+        self._stops, self._shown = StopStrings(choosing.stop or ()), ""
 
     @property
     def position(self) -> int:
@@ -565,8 +566,8 @@ class _Answering(Growing):
         """The next token."""
         return self._choosing.choose(logits_V, self.prompt + self.tokens, self.random)
 
-    def take(self, token: int) -> None:
-        super().take(token)
+    def append(self, token: int) -> None:
+        super().append(token)
         piece = ""
         if self._detokenizer is not None:
             piece = "" if self.ended == "eos" else self._detokenizer.add(token)
@@ -574,7 +575,7 @@ class _Answering(Growing):
             if self._stops.reached:
                 self.ended = "stop"
             elif self.ended:
-                piece += self._stops.rest()
+                piece += self._stops.flush()
             self._shown += piece
             if self.ended:
                 self.text = self._shown if self.ended == "stop" else self._detokenizer.text()

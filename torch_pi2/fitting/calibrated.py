@@ -18,7 +18,7 @@ from torch import nn
 
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.progress import bar
-from torch_pi2.base.ranks import Ranks
+from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import CalibrationError, UnsupportedModelError
 from torch_pi2.fitting.gptq import Moments, Solver
 from torch_pi2.graph.routed import Routed, intermediate, modules_of

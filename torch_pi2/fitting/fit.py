@@ -26,7 +26,7 @@ from torch import nn
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.mapped import let_go
 from torch_pi2.base.progress import bar
-from torch_pi2.base.ranks import Ranks
+from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.fitting.kept import Kept, KeptFiles, Losses, begun
 from torch_pi2.fitting.loss import LossFn, causal_lm_loss, mean_loss
 from torch_pi2.fitting.search import FitSettings, Layer, Search, initial_rank

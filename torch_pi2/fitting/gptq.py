@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from torch_pi2.base.ranks import Ranks
+from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import NonFiniteError
 from torch_pi2.formats import GROUP
 from torch_pi2.ops.quantize import integers, pack

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch_pi2.base.fields import MOST, Field, shown
 from torch_pi2.base.files import atomic_folder_files, atomic_write, locked, not_written, parse_json, read_text
-from torch_pi2.base.ranks import Ranks
 from torch_pi2.base.tensorfile import read_tensors
+from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import ArtifactError, StaleArtifactError
 from torch_pi2.predict.file import card_of
 from torch_pi2.predict.lowrank import LowRank

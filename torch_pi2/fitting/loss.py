@@ -14,7 +14,7 @@ from torch import nn
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.mapped import letting_go
 from torch_pi2.base.progress import bar
-from torch_pi2.base.ranks import Ranks
+from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import CalibrationError, NonFiniteError
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.profiling.data import Batch

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torch_pi2.base.fields import limited
-from torch_pi2.base.ranks import Ranks
+from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.fitting.kept import Kept
 from torch_pi2.fitting.train import calibrate, train_matrices
 from torch_pi2.formats import GROUP

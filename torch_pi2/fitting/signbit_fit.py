@@ -12,7 +12,7 @@ from torch import nn
 
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.mapped import let_go
-from torch_pi2.base.ranks import Ranks
+from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import CalibrationError, ConfigError
 from torch_pi2.fitting.kept import begun
 from torch_pi2.fitting.sets import profiled_hash

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.progress import bar
-from torch_pi2.base.ranks import Ranks
+from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import CalibrationError
 from torch_pi2.fitting.loss import causal_lm_loss, divergences, mean_loss
 from torch_pi2.fitting.scores import read_first, score_scales

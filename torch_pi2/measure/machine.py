@@ -13,7 +13,7 @@ import torch
 from torch_pi2.base.files import scratch
 from torch_pi2.checkpoint.save_load import load
 from torch_pi2.checkpoint.synthetic import synthetic
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.machine.hardware import Bandwidth, Glue, ThreadFactor
 from torch_pi2.measure.compute import Grid, sparse_cases
 from torch_pi2.measure.fit import median_us, six_digits
@@ -89,8 +89,8 @@ def glue(folder: Path, *, real: bool, tick: Callable[[float], None]) -> tuple[Gl
     Of small ones it is the difference of two depths; what is not of a layer is taken to be the same of large ones.
 
     folder: each model is there (at most 0.7 GB) while it is measured.
-    real: eagerly and compiled by :class:`~torch_pi2.decode.decode.Decoder` (some 20 seconds); else all layers are taken
-    to be as small ones are eagerly, and there is one figure.
+    real: eagerly and compiled by :class:`~torch_pi2.decode.decoder.Decoder` (some 20 seconds); else all layers are
+    taken to be as small ones are eagerly, and there is one figure.
     """
     few, many = _LAYERS
     ways = (False, True) if real else (False,)

@@ -15,7 +15,7 @@ from torch_pi2.base.files import scratch
 from torch_pi2.checkpoint.pack import pack
 from torch_pi2.checkpoint.save_load import load
 from torch_pi2.checkpoint.synthetic import synthetic
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.machine.hardware import StoreCosts
 from torch_pi2.measure.fit import six_digits
 from torch_pi2.observe import timings

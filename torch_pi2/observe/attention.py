@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from torch_pi2.decode.attention import packed_attention
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.ops import load
 
 #: Our operator or torch's SDPA, and its positional and keyword arguments.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.observe import timings
 

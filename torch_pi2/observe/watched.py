@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.progress import bar
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import CalibrationError, ConfigError, check_made_from
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.observe.watch import BATCH_SIZES, watch
@@ -50,7 +50,7 @@ def watched_stats(
     Raises:
         CalibrationError: a real model and no ``ids``, or too few of them.
         ConfigError, UnsupportedModelError: what :class:`~torch_pi2.observe.watch.Watch` and
-            :class:`~torch_pi2.decode.decode.Decoder` raise.
+            :class:`~torch_pi2.decode.decoder.Decoder` raise.
     """
     counting = watch(model, batch_sizes=batches)
     sequences = counting.batch_sizes[-1]

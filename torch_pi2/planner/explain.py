@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from torch_pi2.decode.decode import Decoder
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.of_model import homes

@@ -61,7 +61,7 @@ def plan_for(
         accelerator_memory: for hot neurons there.
         batches: numbers of sequences to plan for. context: tokens of each that memory has room for.
         accesses: of :class:`torch_pi2.record_accesses`: what the cache misses is then replayed, not estimated.
-        compiled: whether steps are going to be (:class:`~torch_pi2.decode.decode.Decoder`).
+        compiled: whether steps are going to be (:class:`~torch_pi2.decode.decoder.Decoder`).
         progress: a line on standard error, on terminals only, if it takes over two seconds.
         quality: ``min_recall``, ``one_boundary``: see :func:`torch_pi2.planner.solve.solve`.
 

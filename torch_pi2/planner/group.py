@@ -29,12 +29,13 @@ from torch_pi2.planner.cost import Cost
 from torch_pi2.planner.misses import MissCurve
 from torch_pi2.planner.model_shape import LayerShape, ModelShape, numbers
 from torch_pi2.planner.request import Task
-from torch_pi2.types.shard import ATTENTION, MOST_RANKS, apportioned
+from torch_pi2.types.shard import MOST_RANKS, apportioned
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware
 
 #: Ways to deal out a model; the first two are ``GroupConfig.reduction`` of shards of neurons.
+ATTENTION = ("whole",)
 WAYS = ("chunks", "ranks", "layers")
 #: Of stages that take as long in all, those of equal length are better (prompts): a stage of 100 ms counts 0.1 % more.
 _EVEN = 1e-5

@@ -13,19 +13,24 @@ import numpy as np
 import torch
 from torch import nn
 
-from torch_pi2.decode.budget import activation_bytes, activation_sizes
+from torch_pi2.decode.budget import (
+    activation_bytes,
+    activation_sizes,
+    engine_bytes,
+    kv_bytes,
+    piece_tokens,
+    place_bytes,
+)
 from torch_pi2.errors import ConfigError, check_made_from
 from torch_pi2.formats import FORMATS, formats_of, has_two_formats, row_bytes
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.heads import has_heads, heads_that_divide
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import homes
 from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.ops.dtypes import dtype_name, format_name
 from torch_pi2.rewrite.handle import Handle, Optimized
-from torch_pi2.store.budget import engine_bytes, kv_bytes, piece_tokens, place_bytes
 from torch_pi2.store.storefile import StoreReader, format_fields
 from torch_pi2.store.superblock import LayerEntry, slot_bytes
 from torch_pi2.types.budget import Budget
@@ -303,7 +308,7 @@ class _Reading:
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
         kv = 0 if config is None else kv_bytes(config, 1, dtype) // len(blocks)
         chosen = chosen_shares(config, [layer.site for layer in self.plan.layers])
-        calls, heads = len(linears) // len(blocks), _heads(model, len(blocks))
+        calls = len(linears) // len(blocks)
         first_kernel = _most([(_kernel(module), _weight(module).nbytes) for module in linears])
         layers = []
         for layer in self.plan.layers:
@@ -317,7 +322,6 @@ class _Reading:
                     attention_calls=max(1, calls - 2 if self.compiled and calls >= 4 else calls),
                     kv_bytes=kv,
                     block=True,
-                    heads=heads,
                 )
             layers.append(made)
         return ModelShape(
@@ -406,28 +410,6 @@ class _Reading:
             least = np.maximum(least, f_I)
             rising.append((size, least))
         return tuple(rising)
-
-
-def _heads(model: Any, blocks: int) -> Heads | None:
-    """None: heads cannot be divided, or not each of so many blocks has q, k, v and o projections, alike in all."""
-    config: Any = getattr(model, "config", None)
-    count = heads_that_divide(config) if hasattr(config, "get_text_config") else 0
-    if not count:
-        return None
-    sizes = []
-    for name in "qkvo":
-        linears = [
-            (path.rpartition(".")[0], module)
-            for path, module in model.named_modules()
-            if path.endswith(f".{name}_proj") and isinstance(module, QuantLinear | nn.Linear)
-        ]
-        alike = {(_weight(module).nbytes, module.in_features) for _, module in linears}
-        if len(linears) != blocks or len(alike) != 1:
-            return None
-        sizes.append(alike.pop())
-    if not all(has_heads(model.get_submodule(parent), count) for parent, _ in linears):
-        return None
-    return Heads(count, sum(nbytes for nbytes, _ in sizes[:3]), sizes[3][1])
 
 
 def _weight(module: Any) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch_pi2.decode.decode import VERIFIED
+from torch_pi2.decode.decoder import VERIFIED
 from torch_pi2.planner.cost import step_cost
 from torch_pi2.planner.misses import FrequencyMisses
 from torch_pi2.planner.request import Task

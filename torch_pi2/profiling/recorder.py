@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.mapped import let_go, letting_go
 from torch_pi2.base.progress import bar
-from torch_pi2.base.ranks import Ranks
+from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError, UnsupportedModelError
 from torch_pi2.graph.matmuls import MatmulIndex, site_tensors
 from torch_pi2.ops.activations import ACTIVATIONS

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.ranks import Ranks
+from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import NonFiniteError
 from torch_pi2.graph.routed import Routed, fired_scores, modules_of
 from torch_pi2.profiling.data import MIN_TOKENS, Batch

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from torch_pi2.base.ranks import Ranks
+from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.profiling.data import batches, digest
 from torch_pi2.profiling.firing import Firing

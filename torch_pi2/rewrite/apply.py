@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.ranks import Ranks
+from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import CalibrationError
 from torch_pi2.fitting.calibrated import calibrated_rows, say_rounded
 from torch_pi2.layers.of_model import sparse_layers

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from torch_pi2.base.group import Group
+from torch_pi2.distributed.group import Group
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.predict.file import FittedPredictors

@@ -2,7 +2,7 @@
 
 One thread does all the work: it reads prompts, one chunk between two steps of the others, and steps. Whoever submits a
 :class:`Sequence` gets its tokens through a callback in this thread. Greedy tokens are those that the sequence has alone
-where matrix products are ours (:meth:`torch_pi2.decode.decode.Decoder.joining`).
+where matrix products are ours (:meth:`torch_pi2.decode.decoder.Decoder.joining`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from torch_pi2.decode.calls import group_of
-from torch_pi2.decode.decode import Decoder
-from torch_pi2.decode.generate import Sampling, pick
-from torch_pi2.decode.growing import Growing
-from torch_pi2.decode.pieces import takes_several_lengths, ways_of_prompts
+from torch_pi2.decode.broadcast import group_of
+from torch_pi2.decode.chunked_prefill import prompt_path_lengths, takes_several_lengths
+from torch_pi2.decode.decoder import Decoder
+from torch_pi2.decode.sequence import GeneratedSequence, Sampling, pick
 from torch_pi2.errors import BusyError, ClosedError, ConfigError, GroupError, ShapeError
 from torch_pi2.observe.meter import Meter
 from torch_pi2.serve.prefix import PrefixCache
@@ -78,10 +77,10 @@ class Sequence:
     constraint: Constraint | None = None
     _cancelled: str | None = field(default=None, init=False)
     _failed: Exception | None = field(default=None, init=False)
-    _growing: Growing = field(init=False)
+    _growing: GeneratedSequence = field(init=False)
 
     def __post_init__(self) -> None:
-        self._growing = Growing(0, self.seed, self.limit, self.ends)
+        self._growing = GeneratedSequence(0, self.seed, self.limit, self.ends)
 
     def cancel(self, reason: str = "cancelled") -> None:
         """End it before the next step; from any thread. The first ``reason`` counts."""
@@ -101,7 +100,7 @@ class Sequence:
         if self.constraint is not None:
             scores_V = self.constraint.allowed(scores_V)
         token = pick(scores_V, self.sampling, self._growing.random)
-        self._growing.take(token)
+        self._growing.append(token)
         if self.constraint is not None and self.constraint.take(token):
             self._growing.ended = "eos"
         self.tell(_token_event(token, logits_V, self.top))
@@ -132,7 +131,7 @@ class Batch:
     """Decodes submitted sequences together, in its own thread from :meth:`start` on.
 
     Args:
-        model: see :class:`~torch_pi2.decode.decode.Decoder`.
+        model: see :class:`~torch_pi2.decode.decoder.Decoder`.
         max_tokens: of each sequence, prompt and answer.
         max_batch_size: sequences decoded together (slots of the KV cache); 1 where a model needs them of one length.
         max_queue: sequences that may wait for a slot.
@@ -164,7 +163,7 @@ class Batch:
         self.meter: Meter | None = None
         self._group = group_of(model)
         self._decoder = Decoder(model, max_tokens=max_tokens, batch=max_batch_size, compiled=compiled, logits=True)
-        self.prefixes = PrefixCache(prefix_bytes, ways=ways_of_prompts(model))
+        self.prefixes = PrefixCache(prefix_bytes, ways=prompt_path_lengths(model))
         self._reading: tuple[Sequence, Generator[int]] | None = None
         self._live: list[Sequence] = []  # by row
         self._waiting: deque[Sequence] = deque()
@@ -258,7 +257,7 @@ class Batch:
                 for sequence in self._live:
                     self._end(sequence, "error", error)
                 self._live = []
-                self._decoder.keep([])
+                self._decoder.retain([])
 
     def _end_all(self, error: Exception) -> None:
         """End the waiting sequences too: there are no steps any more."""
@@ -311,9 +310,9 @@ class Batch:
     def _chunks(self, ids: list[int]) -> Generator[int]:
         """Read a prompt as :meth:`Decoder.joining` does, except for what the prefix cache has."""
         read = ids[:-1]
-        yield from self._decoder.joining(torch.tensor([ids], dtype=torch.int64), self.prefixes.find(read))
+        yield from self._decoder.add(torch.tensor([ids], dtype=torch.int64), self.prefixes.find(read))
         row = len(self._live)
-        self.prefixes.add(read, lambda first, last: self._decoder.copied(row, first, last))
+        self.prefixes.add(read, lambda first, last: self._decoder.copy_kv(row, first, last))
 
     def _step(self) -> None:
         self._drop_waiting()
@@ -354,7 +353,7 @@ class Batch:
             return
         gone = set(map(id, sequences))
         kept = [row for row, sequence in enumerate(self._live) if id(sequence) not in gone]
-        rows = self._decoder.keep(kept)
+        rows = self._decoder.retain(kept)
         self._live = [self._live[row] for row in rows]
         for sequence in sequences:
             self._end(sequence, reason, sequence._failed)

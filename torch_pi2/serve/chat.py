@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.decode.decode import Decoder
-from torch_pi2.decode.generate import Sampling, end_tokens, pick
-from torch_pi2.decode.growing import Growing
+from torch_pi2.decode.decoder import Decoder
+from torch_pi2.decode.generate import end_tokens
+from torch_pi2.decode.sequence import GeneratedSequence, Sampling, pick
 from torch_pi2.errors import ShapeError
 from torch_pi2.serve.text import TextStream, chat_ids, has_template
 
@@ -40,7 +40,7 @@ class ChatSession:
 
     Args:
         max_tokens: of the whole conversation. limit: of an answer. sampling: None: greedy. system: the system message.
-        compiled: see :class:`~torch_pi2.decode.decode.Decoder`.
+        compiled: see :class:`~torch_pi2.decode.decoder.Decoder`.
 
     Attributes:
         messages: the conversation, as chat templates take it. last: of the last answer; None: there was none.
@@ -105,7 +105,7 @@ class ChatSession:
         length = min(len(ids) - 1, self._decoder.length, len(self._fed))
         known = next((i for i in range(length) if ids[i] != self._fed[i]), max(0, length))
         self.last = stats = ReplyStats(len(ids), known)
-        growing, text = Growing(0, self._seed, limit, self._ends), TextStream(self._tokenizer)
+        growing, text = GeneratedSequence(0, self._seed, limit, self._ends), TextStream(self._tokenizer)
         self._seed += 1
         started = time.perf_counter()
         logits_1V = self._decoder.prompt(torch.tensor([ids]), known=known).cpu()
@@ -116,7 +116,7 @@ class ChatSession:
             if growing.tokens:
                 logits_1V = self._decoder.step(torch.tensor([[growing.tokens[-1]]])).cpu()
                 self._fed.append(growing.tokens[-1])
-            growing.take(pick(logits_1V[0], self._sampling, growing.random))
+            growing.append(pick(logits_1V[0], self._sampling, growing.random))
             stats.tokens, stats.seconds = len(growing.tokens), stats.seconds + time.perf_counter() - started
             if growing.tokens[-1] not in self._ends:
                 yield text.add(growing.tokens[-1])

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.decode.decode import check_vocabulary
-from torch_pi2.decode.generate import LEAST_TEMPERATURE, Sampling, end_tokens
+from torch_pi2.decode.decoder import check_vocabulary
+from torch_pi2.decode.generate import end_tokens
+from torch_pi2.decode.sequence import LEAST_TEMPERATURE, Sampling
 from torch_pi2.errors import ConfigError
 from torch_pi2.serve.batch import Batch, EndEvent, Sequence, TokenEvent, closed
 from torch_pi2.serve.constraint import Constraint, Grammars, Penalties, token_of

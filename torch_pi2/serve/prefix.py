@@ -27,7 +27,7 @@ class PrefixCache:
     Args:
         budget_bytes: for keys and values, at most; 0: nothing is kept.
         ways: prompt lengths from which on the computation differs, ascending; a block is only used for prompts that are
-            computed in the same way (:func:`~torch_pi2.decode.pieces.ways_of_prompts`).
+            computed in the same way (:func:`~torch_pi2.decode.chunked_prefill.prompt_path_lengths`).
 
     Attributes:
         tokens_found: tokens that were not computed again, since the start. hits: their blocks.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from torch_pi2.decode.stops import Stops
+from torch_pi2.decode.sequence import StopStrings
 from torch_pi2.errors import ConfigError
 
 
@@ -28,7 +28,7 @@ class TextStream:
         hidden: Collection[int] | None = None,
         before: Sequence[int] = (),
     ) -> None:
-        self._tokenizer, self._stops, self._hidden = tokenizer, Stops(stops), hidden
+        self._tokenizer, self._stops, self._hidden = tokenizer, StopStrings(stops), hidden
         self._ids = list(before)
         self._from, self._to = 0, len(before)  # the ids whose text was returned last
 
@@ -55,7 +55,7 @@ class TextStream:
             return ""
         known, whole = self._decode(self._ids[self._from : self._to]), self._decode(self._ids[self._from :])
         self._from = self._to = len(self._ids)
-        return self._stops.add(whole[len(known) :]) + self._stops.rest()
+        return self._stops.add(whole[len(known) :]) + self._stops.flush()
 
     def _decode(self, ids: list[int]) -> str:
         if self._hidden is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from torch_pi2.decode.stops import begun
+from torch_pi2.decode.sequence import partial_match
 from torch_pi2.errors import ConfigError
 from torch_pi2.serve.requests import ToolFunction
 
@@ -153,7 +153,7 @@ class ToolCallParser:
         if last and self.count:
             rest = rest.rstrip()
         # blanks before a call are dropped
-        certain = rest if last else rest[: len(rest) - begun(rest, [form.begin])].rstrip()
+        certain = rest if last else rest[: len(rest) - partial_match(rest, [form.begin])].rstrip()
         self._rest = self._rest[len(certain) :]
         yield from self._plain(certain)
         return False

@@ -8,13 +8,15 @@ a pipeline: then a machine has all chunks of a layer, or none.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from functools import cached_property
 
 import torch
 
 from torch_pi2.base.fields import Field, check_fields, limited
+from torch_pi2.errors import ConfigError
 from torch_pi2.ops.constants import chunk_neurons
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import MOST_SIZE, block_of, row_of_blocks
@@ -23,7 +25,6 @@ from torch_pi2.types.site import MOST_SIZE, block_of, row_of_blocks
 MOST_RANKS = 64
 #: See :class:`GroupConfig`.
 REDUCTIONS = ("chunks", "ranks")
-ATTENTION = ("whole", "heads")
 
 
 @dataclass(frozen=True)
@@ -31,25 +32,35 @@ class GroupConfig:
     """How processes that each have a shard compute one model together.
 
     Attributes:
-        reduction: how a layer's results are added: ``chunks``, one after another, which gives the bits of one machine
-            (but for mixtures of experts, and calls for 12 tokens and more, which have others); or ``ranks``, each
-            machine's sum, of which much less is sent. Either gives the same bits in every run, and in all processes.
-        patience_s: a process that has not answered for so long is lost, as others then say; one that has ended is lost
-            at once.
-        attention: of shards of neurons ``whole``, computed by every process; or by ``heads``
-            (:mod:`torch_pi2.layers.heads`): each has some of them, with their keys and values, and outputs of heads are
-            exchanged, once more a layer. Either gives the bits of one machine.
+        reduction: how partial sums of a layer are added. ``chunks``: chunk by chunk, with the bits of one machine,
+            except for mixtures of experts and calls with 12 tokens or more. ``ranks``: one sum per machine, which
+            sends fewer bytes. Either way all processes get the same bits in every run.
+        timeout_s: a process that does not answer for this long counts as lost. One that has ended is noticed at once.
+
+    ``patience_s`` is the former name of ``timeout_s``. ``attention="heads"`` was removed.
 
     Raises:
         ConfigError: a setting makes no sense.
     """
 
     reduction: str = limited(choices=REDUCTIONS, default=REDUCTIONS[0])
-    patience_s: float = limited(above=True, default=120.0)
-    attention: str = limited(choices=ATTENTION, default=ATTENTION[0])
+    timeout_s: float = limited(above=True, default=120.0)
+    attention: InitVar[str | None] = None
+    patience_s: InitVar[float | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, attention: str | None, patience_s: float | None) -> None:
+        if patience_s is not None:
+            warnings.warn("GroupConfig(patience_s) is now called timeout_s", DeprecationWarning, stacklevel=3)
+            object.__setattr__(self, "timeout_s", patience_s)
         check_fields(self)
+        if attention not in (None, "whole"):
+            raise ConfigError(
+                "GroupConfig.attention",
+                expected="no such setting: every process computes all of attention",
+                found=repr(attention),
+                fix="Partition the model by layers (torch-pi2 pack --by layers), which divides attention too and was "
+                "faster in all measurements.",
+            )
 
 
 @dataclass(frozen=True)

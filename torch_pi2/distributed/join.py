@@ -13,18 +13,15 @@ import torch
 import torch.distributed as dist
 
 from torch_pi2.base.fields import Field
-from torch_pi2.base.group import Group
-from torch_pi2.base.ranks import Ranks
 from torch_pi2.base.reading import parse
 from torch_pi2.base.version import __version__
+from torch_pi2.distributed.group import Group
+from torch_pi2.distributed.pipeline_parallel import connect_stages
+from torch_pi2.distributed.ranks import Ranks
+from torch_pi2.distributed.shard_store import check_together, common_hash, ranks_of, shard_name, shards_in
+from torch_pi2.distributed.tensor_parallel import Share, agree_on_logits
 from torch_pi2.errors import ConfigError
-from torch_pi2.layers.cold import BY_NEURON
-from torch_pi2.layers.heads import Heads
-from torch_pi2.layers.sharded import Share, agree_on_logits
-from torch_pi2.layers.stages import join_stages
 from torch_pi2.ops.activations import cuts
-from torch_pi2.rewrite.rewrite import predictor_tensors
-from torch_pi2.store.shards import check_together, common_hash, ranks_of, shard_name, shards_in
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.shard import GroupConfig, Shard
@@ -75,13 +72,11 @@ class Together:
 
     Attributes:
         group: they. shards: theirs, by rank. reduction: see :class:`~torch_pi2.types.shard.GroupConfig`.
-        heads: of attention, if they divide it.
     """
 
     group: Group
     shards: tuple[Shard, ...]
     reduction: str
-    heads: Heads | None
 
     @property
     def own(self) -> Shard:
@@ -95,11 +90,9 @@ class Together:
     def meet(self, model: Any) -> None:
         """``model``, which is loaded, asks the others for what is not here. Raises UnsupportedModelError."""
         if self.own.by_layers:
-            join_stages(model, self.own, self.group)
+            connect_stages(model, self.own, self.group)
             return
         agree_on_logits(model, self.group)
-        if self.heads is not None:
-            self.heads.join(model, self.group)
 
 
 def join(reader: StoreReader, plan: Plan, hf: Any, how: GroupConfig, settings: Mapping[str, Any]) -> Together:
@@ -127,7 +120,6 @@ def join(reader: StoreReader, plan: Plan, hf: Any, how: GroupConfig, settings: M
         "weights beside the neurons": common_hash(reader),
         "configuration": _hash_of(hf),
         "reduction": how.reduction,
-        "attention": how.attention,
         **{name: str(value) for name, value in settings.items()},
     }
     found = Ranks(together=True).each((rank, own, shard.to_json(), torch.get_rng_state()))
@@ -144,10 +136,10 @@ def join(reader: StoreReader, plan: Plan, hf: Any, how: GroupConfig, settings: M
     shards = tuple(Shard.from_json(Field(parse(text, "shard"), "shard", "")) for _, _, text, _ in found)
     check_together(shards, str(reader.path))
     torch.set_rng_state(found[0][3])
-    group = Group(how.patience_s)
+    group = Group(how.timeout_s)
     if shard.by_layers:
-        group.pair_up()
-    return Together(group, shards, how.reduction, Heads(hf, shards, rank) if how.attention == "heads" else None)
+        group.connect_neighbours()
+    return Together(group, shards, how.reduction)
 
 
 def _hash_of(hf: Any) -> str:
@@ -165,16 +157,3 @@ def check_kinds(plan: Plan) -> None:
             found="one that compares each gate with those of all neurons",
             fix="Load the whole model on one machine.",
         )
-
-
-def own_predictors(shard: Shard, plan: Plan, predictors: Mapping[str, Any]) -> dict[str, Any]:
-    """Of ``predictors``, in the order of the model's neurons, what the layers of ``shard`` ask: tensors by name."""
-    found: dict[str, Any] = {}
-    for layer in plan.layers:
-        tensors, threshold = predictor_tensors(predictors.get(layer.site.key))
-        if tensors is None or not shard.layers[layer.site.key].chunks:
-            continue
-        here = layer.order.long()[shard.layers[layer.site.key].positions()]
-        own = {name: tensor[here] if name in BY_NEURON else tensor for name, tensor in tensors.items()}
-        found[layer.site.key] = {**own, "threshold": threshold}
-    return found

@@ -1,8 +1,8 @@
-"""``model.generate`` of an optimised model: transformers' own loop, over steps of a :class:`Decoder`.
+"""``model.generate`` of an optimised model: transformers' own loop, with the steps of a :class:`Decoder`.
 
-All that transformers does around a step stays its own: settings, logits processors, stopping criteria, streamers,
-drawing. What it asks for a step that a Decoder has not (padded prompts, beams, other caches, outputs of layers, hooks
-that want to see inputs) goes the way that it would without us.
+Everything around a step stays transformers' own: settings, logits processors, stopping criteria, streamers, sampling.
+Calls that a Decoder cannot serve (padded prompts, beams, other caches, outputs of layers, hooks that want to see
+inputs) run as they would without us.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from torch_pi2.decode.decode import Decoder
-from torch_pi2.decode.kept import Kept
+from torch_pi2.decode.decoder import Decoder
+from torch_pi2.decode.decoder_pool import DecoderPool
 from torch_pi2.errors import UnsupportedModelError
 
 _NAME = "generate"
-#: Of a model with our steps.
+#: The attribute of a model whose ``generate`` uses our steps.
 ATTRIBUTE = "_torch_pi2_answers"
-#: More are not asked of a static cache: without an answer's end in sight they may be any number.
-_MOST_ROOM = 1 << 15
+#: Longest static cache: a ``max_length`` may be any number if an answer has no expected end.
+_MOST_TOKENS = 1 << 15
 #: Names of a cache, the second before transformers 5.24.
 _CACHES = ("cache", "past_key_values")
-#: Of a call for steps: what a Decoder has in its own way, or does without.
+#: Arguments of transformers' loop that a Decoder has in its own way, or does not need.
 _KNOWN = {*_CACHES, "position_ids", "attention_mask", "logits_to_keep", "use_cache", "streamer"}
 _KNOWN |= {"synced_gpus", "tokenizer", "logits_processor", "stopping_criteria"}
-#: Settings that a Decoder has not.
-_NOT_OURS = ("return_dict_in_generate", "prefill_chunk_size", "cache_implementation", "compile_config")
-#: What models with inputs of their own override.
+#: Settings that a Decoder does not have.
+_UNSUPPORTED = ("return_dict_in_generate", "prefill_chunk_size", "cache_implementation", "compile_config")
+#: Methods that models with inputs of their own override.
 _PLAIN = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
 
-class _Answers(Kept):
-    """What ``model.generate`` of a model of class ``kind`` borrows; a copy of the model begins with nothing.
+class _Pool(DecoderPool):
+    """The pool of a model of class ``kind``, in which it installs :class:`_Generate`.
 
-    To make one gives the class its :class:`_Generate`, in another process too, which a pickled model comes to.
+    A copy of the model gets an empty pool; a pickled one installs ``generate`` in its new process.
     """
 
     def __init__(self, kind: Any) -> None:
@@ -50,10 +50,10 @@ class _Answers(Kept):
 
 
 class _Generate:
-    """``generate`` of a class of transformers: ours for its models that have an attribute :data:`ATTRIBUTE`.
+    """``generate`` of a class of transformers: ours for models that have the attribute :data:`ATTRIBUTE`.
 
-    Not an attribute of the model, which could keep the model neither alive while it runs, as
-    ``load(folder).generate(...)`` needs, nor let it go without a collection of garbage.
+    An attribute of the model could not keep the model alive while it runs, as ``load(folder).generate(...)`` needs,
+    without making a cycle that only the garbage collector frees.
     """
 
     def __init__(self, kind: Any) -> None:
@@ -71,29 +71,29 @@ class _Generate:
             if all(kwargs.get(name) is None for name in ("custom_generate", *_CACHES)) and _is_plain(model):
                 own = object.__new__(_stepping(kind))
                 object.__setattr__(own, "__dict__", vars(model))
-                object.__setattr__(own, "_stepping_for", model)  # a slot: what is in __dict__ is the model's
+                object.__setattr__(own, "_stepping_for", model)  # a slot: __dict__ is the model's
             return getattr(kind, _NAME)(own, *args, **kwargs)
 
         return generate
 
 
-def _sampled(model: Any, input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> Any:
-    """transformers' loop, with our steps where a Decoder takes all that is asked; else with the model's own."""
-    loop, kept = type(model)._sample, kept_of(model)
-    if kept is not None and _takes(input_ids, config, kwargs):
+def _sample(model: Any, input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> Any:
+    """transformers' loop with our steps, if a Decoder can do what is asked; else with the model's own."""
+    loop, pool = type(model)._sample, pool_of(model)
+    if pool is not None and _supports(input_ids, config, kwargs):
         try:
-            decoder = kept.borrow(model, max(config.max_length, input_ids.shape[1] + 1), len(input_ids))
+            decoder = pool.acquire(model, max(config.max_length, input_ids.shape[1] + 1), len(input_ids))
             if not decoder.is_hooked():
-                found = loop(_Steps(model, decoder), input_ids, generation_config=config, **kwargs)
-                kept.give_back(decoder)
-                return found
-        except UnsupportedModelError:  # by making one, or by the prompt: nothing has been said
+                result = loop(_Steps(model, decoder), input_ids, generation_config=config, **kwargs)
+                pool.release(decoder)
+                return result
+        except UnsupportedModelError:  # raised before the first token
             pass
     return loop(model, input_ids, generation_config=config, **kwargs)
 
 
 class _Steps:
-    """What the loop takes for the model: its forwards are those of ``decoder``."""
+    """Takes the place of the model in the loop: its forwards are those of ``decoder``."""
 
     def __init__(self, model: nn.Module, decoder: Decoder) -> None:
         self._model, self._decoder = model, decoder
@@ -119,17 +119,17 @@ def _output(logits_BV: torch.Tensor) -> Any:
 
 @functools.cache
 def _stepping(kind: Any) -> Any:
-    """``kind`` with a loop of ours: transformers looks it up in the class."""
+    """``kind`` with our loop: transformers looks it up in the class."""
 
-    def _sample(self: Any, input_ids: torch.Tensor, *, generation_config: Any, **kwargs: Any) -> Any:
-        return _sampled(self._stepping_for, input_ids, generation_config, kwargs)
+    def sample(self: Any, input_ids: torch.Tensor, *, generation_config: Any, **kwargs: Any) -> Any:
+        return _sample(self._stepping_for, input_ids, generation_config, kwargs)
 
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__slots__": ("_stepping_for",)}
-    return type(kind)(kind.__name__, (kind,), {"_sample": _sample, **names})
+    return type(kind)(kind.__name__, (kind,), {"_sample": sample, **names})
 
 
 def _is_plain(model: Any) -> bool:
-    """Whether a step is what a Decoder makes of it."""
+    """Whether a Decoder's step does what a step of ``model`` does."""
     from transformers import GenerationMixin
 
     kind = type(model)
@@ -138,28 +138,28 @@ def _is_plain(model: Any) -> bool:
     return not (own or called or torch.compiler.is_compiling() or model.config.is_encoder_decoder)
 
 
-def _takes(input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a Decoder has all that is asked of steps."""
+def _supports(input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a Decoder can do everything that is asked of steps."""
     tokens, position_ids, mask = input_ids.shape[-1], kwargs.get("position_ids"), kwargs.get("attention_mask")
     others = {name for name, value in kwargs.items() if value is not None} - _KNOWN
-    plain = not others and not any(getattr(config, name, None) for name in _NOT_OURS)
+    plain = not others and not any(getattr(config, name, None) for name in _UNSUPPORTED)
     plain = plain and kwargs.get("use_cache") is True and not kwargs.get("synced_gpus")
-    plain = plain and kwargs.get("logits_to_keep", 1) == 1 and tokens >= 1 and config.max_length <= _MOST_ROOM
+    plain = plain and kwargs.get("logits_to_keep", 1) == 1 and tokens >= 1 and config.max_length <= _MOST_TOKENS
     plain = plain and input_ids.dtype == torch.int64 and input_ids.device.type == "cpu"
     plain = plain and (mask is None or (mask.shape == input_ids.shape and bool(mask.all())))  # transformers < 5.20
     return plain and (position_ids is None or bool((position_ids == torch.arange(tokens, device="cpu")).all()))
 
 
-def kept_of(model: nn.Module) -> Kept | None:
-    """What answers of ``model`` borrow their Decoder from; None: each has its own."""
+def pool_of(model: nn.Module) -> DecoderPool | None:
+    """The pool of ``model``; None: each answer has a Decoder of its own."""
     return vars(model).get(ATTRIBUTE)
 
 
 def attach(model: nn.Module) -> None:
-    """From now on ``model.generate`` has our steps, if it is a model of transformers that generates by its class."""
+    """Let ``model.generate`` use our steps, if it is a model of transformers that generates by its class."""
     detach(model)
     if hasattr(type(model), "_sample") and hasattr(type(model), _NAME):
-        object.__setattr__(model, ATTRIBUTE, _Answers(type(model)))
+        object.__setattr__(model, ATTRIBUTE, _Pool(type(model)))
 
 
 def detach(model: nn.Module) -> None:

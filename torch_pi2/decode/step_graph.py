@@ -1,17 +1,21 @@
-"""``Recorded``: a step as the calls that it makes to PyTorch, without the Python that decides on them.
+"""``StepGraph``: a step as the calls that it makes to PyTorch, without the Python code that decides on them.
 
-What Hugging Face's modules do between operators takes as long as a sparse layer of a small model. The calls of a step
-are the same every time, on the same tensors but for the ids: they are written down once, while the step runs, and made
-again by the steps that follow. That is the step itself, bit for bit, and takes no compiler; the graph that it makes is
-also what Inductor can compile, without Dynamo, which takes longer to look at a model than Inductor to find what it
-kept on disk.
+The Python code of Hugging Face's modules between operators takes as long as a sparse layer of a small model. A step
+makes the same calls every time, on the same tensors except for the ids. They are recorded once, while a step runs, and
+replayed by the following steps: the same step, bit for bit, without a compiler. Inductor can also compile the recorded
+graph. That avoids Dynamo, which takes longer to trace a model than Inductor to load what it has cached on disk.
+
+On a GPU a step is captured as one CUDA graph (:func:`captured`): a step of a small model is hundreds of kernels of a
+few microseconds, which a GPU would otherwise wait for.
 """
 
 from __future__ import annotations
 
 import operator
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,39 +27,76 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from torch_pi2.base.absent import AbsentParameter
+from torch_pi2.base.warn import log_once
 from torch_pi2.decode.attention import NAME
-from torch_pi2.decode.cuda_graph import Forward, captured
+from torch_pi2.layers.gpu import on_gpu
 
-#: Calls that say of a tensor what it has in every step alike.
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+#: One capture at a time: a second one would synchronise the GPU, which a capture forbids.
+_lock = threading.Lock()
+#: Calls that ask a tensor for something that is the same in every step.
 _FACTS = {"size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "storage_offset", "data_ptr"}
 _FACTS |= {"is_contiguous", "is_floating_point", "is_complex", "is_inference", "is_same_size", "is_set_to", "_is_view"}
 _FACTS |= {"__len__", "__hash__", "get_device", "type", "result_type"}
-#: What arguments may be besides tensors: of these types and not of a subclass, as code has no name for numpy's numbers.
+#: Types of arguments besides tensors. No subclasses: generated code has no name for numpy's numbers.
 _PLAIN = {bool, int, float, complex, str, type(None), type(...)}
 _PLAIN |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
-#: Calls whose results have as many elements as values say, which the model may ask for.
+#: Calls whose results have a size that depends on values, which the model may ask for.
 _SIZED_BY_VALUES = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"}
-#: Entries of a list or a mapping in a module, up to which they are compared (:class:`State`).
+#: Longer lists and mappings of a module are not compared (:class:`State`).
 _COMPARED = 1000
 
-#: Steps before one is recorded, which takes as long as ten or so.
+#: Steps before one is recorded, which takes about as long as ten.
 _BEFORE = 8
 
 
-class Recorded:
-    """The calls of a step, as a graph over ids and the tensors that were there before.
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Within it kernels run on ``device``, whichever GPU is this thread's current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def captured(run: Forward, ids_BT: torch.Tensor) -> Forward:
+    """``run`` for ids like these as one CUDA graph; or ``run`` itself, if it cannot be captured or is not on a GPU.
+
+    It must have run before, so that its kernels are compiled and loaded, and must read and write the same memory each
+    time except for the ids. Nothing is computed here: a capture only records which kernels are launched.
+    """
+    if not on_gpu(ids_BT):
+        return run
+    fed_BT, graph = ids_BT.clone(), torch.cuda.CUDAGraph()
+    # The outer block restores the current stream after an error. Other threads may use the GPU meanwhile.
+    here = torch.cuda.stream(torch.cuda.current_stream(ids_BT.device))
+    try:
+        with _lock, here, torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+            result = run(fed_BT)
+    except Exception as error:
+        log_once(f"steps are not captured as CUDA graphs: {' '.join(str(error).split())[:200]}")
+        return run
+
+    def replay(ids_BT: torch.Tensor, held: Forward = run) -> torch.Tensor:
+        """``held`` keeps the tensors alive whose addresses are in the graph."""
+        fed_BT.copy_(ids_BT)
+        graph.replay()
+        return result.clone()  # the next replay writes there
+
+    return replay
+
+
+class StepGraph:
+    """The calls of a step, as a graph over the ids and the tensors that existed before.
 
     Args:
-        graph: its first placeholder is the ids. inputs: of the others, in order. seen: nodes with size, stride,
-            dtype and device of their results.
+        graph: its first placeholder is the ids. inputs: tensors for the other placeholders, in order. seen: nodes with
+            size, stride, dtype and device of their results.
 
     Attributes:
-        inputs: tensors that every step has alike.
+        inputs: tensors that are the same in every step.
     """
 
     def __init__(self, graph: fx.Graph, inputs: Sequence[torch.Tensor], seen: Sequence[tuple[fx.Node, Any]]) -> None:
         self.inputs, self._seen, self._graph = list(inputs), seen, graph
-        code = graph.python_code("self")  # of which a GraphModule would leave a copy in caches that are never emptied
+        code = graph.python_code("self")  # a GraphModule would leave a copy in caches that are never emptied
         names = dict(code.globals)
         exec(compile(code.src, "<recorded step>", "exec"), names)
         self._code: Callable[..., Any] = names["forward"]
@@ -64,8 +105,8 @@ class Recorded:
         result: torch.Tensor = self._code(None, ids_BT, *self.inputs)[0]
         return result
 
-    def is_same(self, other: Recorded) -> bool:
-        """Whether these are the calls of ``other``, with the same constants and on the same tensors."""
+    def is_same(self, other: StepGraph) -> bool:
+        """Whether ``other`` has the same calls, with the same constants and on the same tensors."""
         calls, others = (
             [(node.op, node.target, repr(node.args), repr(node.kwargs)) for node in made._graph.nodes]
             for made in (self, other)
@@ -73,7 +114,7 @@ class Recorded:
         return calls == others and list(map(id, self.inputs)) == list(map(id, other.inputs))
 
     def compiled(self, backend: Callable[..., Any], ids_BT: torch.Tensor, model: nn.Module) -> Forward:
-        """The same by what ``backend``, of ``torch.compile``, makes of the graph."""
+        """The graph compiled by ``backend`` of ``torch.compile``."""
         mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         with mode:
             for node, (size, stride, dtype, device) in self._seen:
@@ -88,21 +129,21 @@ class Recorded:
         return lambda ids_BT: code(ids_BT, *inputs)[0]
 
 
-def record(forward: Forward, ids_BT: torch.Tensor) -> tuple[torch.Tensor, Recorded | None]:
-    """What ``forward`` returns for these ids, and its calls; None: they may be others in the next step."""
+def record(forward: Forward, ids_BT: torch.Tensor) -> tuple[torch.Tensor, StepGraph | None]:
+    """What ``forward`` returns for these ids, and its calls; None: the next step may make other calls."""
     recorder = _Recorder(ids_BT)
     with recorder:
         result = forward(ids_BT)
     return result, recorder.end(result)
 
 
-class Replay:
-    """Steps of one number of sequences: the first as ``forward`` has them, then two that are recorded, and their calls.
+class GraphRunner:
+    """Runs steps of one number of sequences: first ``forward``, then two recordings, then the recorded calls.
 
     Args:
-        may_record: asked before each of the two; hooks may want to see every step.
-        state: what no step may change, or the calls of a later one may be others.
-        again: whether a step whose calls fail may be made as ``forward`` has it: other processes know nothing of that.
+        may_record: asked before each recording; hooks may want to see every step.
+        state: must not change between the two recordings, or a later step may make other calls.
+        again: whether ``forward`` may repeat a step whose recorded calls fail. Other processes would not repeat it.
     """
 
     def __init__(
@@ -112,50 +153,50 @@ class Replay:
         state: Callable[[], object] = lambda: None,
         again: bool = True,
     ) -> None:
-        self._again = again
+        self._may_repeat = again
         self._forward, self._may_record, self._state = forward, may_record, state
-        self._before, self._sure = _BEFORE, False
-        self._recorded: Recorded | None = None
+        self._wait, self._is_stable = _BEFORE, False
+        self._graph: StepGraph | None = None
         self._run: Forward | None = None
 
     def __call__(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        if not self._sure:
-            return self._looked_at(ids_BT)
-        assert self._recorded is not None
+        if not self._is_stable:
+            return self._observe(ids_BT)
+        assert self._graph is not None
         try:
             if self._run is None:
-                self._run = captured(self._recorded, ids_BT)
+                self._run = captured(self._graph, ids_BT)
             return self._run(ids_BT)
         except Exception:
-            if not self._again:
+            if not self._may_repeat:
                 raise
-            result = self._forward(ids_BT)  # which says what is wrong, if it is
-            self._sure, self._recorded, self._run = False, None, None
+            result = self._forward(ids_BT)  # raises an error that explains it, if the step itself is wrong
+            self._is_stable, self._graph, self._run = False, None, None
             return result
 
-    def _looked_at(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        """A step as the model makes it. Two that have one another's calls, at two positions, stand for all."""
-        self._before -= self._before > 0
-        if self._before or not self._may_record():
+    def _observe(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        """Run a step with ``forward``, perhaps recorded. Two recordings with the same calls stand for all steps."""
+        self._wait -= self._wait > 0
+        if self._wait or not self._may_record():
             return self._forward(ids_BT)
-        self._before, first, before = -1, self._recorded, self._state()
+        self._wait, first, before = -1, self._graph, self._state()
         try:
-            result, self._recorded = record(self._forward, ids_BT)
+            result, self._graph = record(self._forward, ids_BT)
         except torch.OutOfMemoryError:  # of a GPU: recording keeps all that is between
-            self._recorded = None
+            self._graph = None
             return self._forward(ids_BT)
-        again = self._recorded is not None and before == self._state()
+        again = self._graph is not None and before == self._state()
         if first is None and again:
-            self._before = 0  # the next one is the second
+            self._wait = 0  # the next one is the second
         else:
-            both = again and first is not None and self._recorded is not None
-            self._sure = both and first.is_same(self._recorded)  # type: ignore[union-attr, arg-type]
-            self._recorded = self._recorded if self._sure else None
+            both = again and first is not None and self._graph is not None
+            self._is_stable = both and first.is_same(self._graph)  # type: ignore[union-attr, arg-type]
+            self._graph = self._graph if self._is_stable else None
         return result
 
 
 class _NotRecorded(Exception):
-    """Something that need not be the same in the next step."""
+    """A call that the next step may not repeat."""
 
 
 class _Recorder(TorchFunctionMode):
@@ -163,7 +204,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self._graph, self._inputs = fx.Graph(), list[torch.Tensor]()
         self._nodes: dict[int, fx.Node] = {}
-        self._alive: list[torch.Tensor] = []  # so that no other has the id of one of these
+        self._alive: list[torch.Tensor] = []  # so that no other tensor gets the id of one of these
         self._seen: list[tuple[fx.Node, Any]] = []
         self._last: fx.Node | None = None  # placeholder
         self._failed = False
@@ -180,11 +221,11 @@ class _Recorder(TorchFunctionMode):
                 self._failed = True
         return result
 
-    def end(self, result: torch.Tensor) -> Recorded | None:
+    def end(self, result: torch.Tensor) -> StepGraph | None:
         if self._failed or id(result) not in self._nodes:
             return None
         self._graph.output((self._nodes[id(result)],))
-        return Recorded(self._graph, self._inputs[1:], self._seen)
+        return StepGraph(self._graph, self._inputs[1:], self._seen)
 
     def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name = getattr(func, "__name__", "")
@@ -228,7 +269,7 @@ class _Recorder(TorchFunctionMode):
         return value
 
     def _node(self, tensor: torch.Tensor) -> fx.Node:
-        """Of a tensor that was there before."""
+        """The node of a tensor that existed before."""
         if isinstance(tensor, AbsentParameter):
             raise _NotRecorded("a tensor that is not there")
         if self._last is None:
@@ -255,50 +296,50 @@ def _is_sized_by_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers of ``model`` by name, some perhaps under several."""
+    """Parameters and buffers of ``model`` by name; a shared one has several names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
 
 class State:
-    """What decides which calls a step makes, to be compared with that of another time.
+    """Everything that decides which calls a step makes, to be compared with an earlier state.
 
-    Attributes of modules and of their configurations: plain values, also in lists and mappings, and which objects there
-    are: modules, tensors, functions, hooks. Not what is inside of other objects.
+    It covers the attributes of modules and of their configurations: plain values, also in lists and mappings, and the
+    identity of objects: modules, tensors, functions, hooks. The contents of other objects are not compared.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._alive: dict[int, Any] = {}  # an id is another's once its object is gone: that of a reference kept is not
+        self._alive: dict[int, Any] = {}  # weak references, as an id can be reused once its object is gone
         parts: dict[int, Any] = {id(module): module for module in model.modules()}
         for module in list(parts.values()):
             parts |= {id(c): c for c in (vars(module).get("config"),) if hasattr(c, "__dict__")}
-        self._found: list[Any] = [self._said(vars(part)) for part in parts.values()]
+        self._values: list[Any] = [self._value(vars(part)) for part in parts.values()]
         general = vars(nn.modules.module)
-        self._found.append(self._said({k: v for k, v in general.items() if k.startswith("_global_forward")}))
+        self._values.append(self._value({k: v for k, v in general.items() if k.startswith("_global_forward")}))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, State) and self._found == other._found
+        return isinstance(other, State) and self._values == other._values
 
     __hash__ = None  # type: ignore[assignment]
 
-    def _said(self, value: Any, depth: int = 0) -> Any:
+    def _value(self, value: Any, depth: int = 0) -> Any:
         if type(value) in _PLAIN:
             return type(value).__name__, repr("sdpa" if value == NAME else value)  # a step may be running elsewhere
         if isinstance(value, (dict, list, tuple, set, frozenset)) and depth < 4 and len(value) <= _COMPARED:
             if isinstance(value, dict):
-                return [(repr(k), self._said(v, depth + 1)) for k, v in value.items()]
-            return [self._said(v, depth + 1) for v in value]
+                return [(repr(k), self._value(v, depth + 1)) for k, v in value.items()]
+            return [self._value(v, depth + 1) for v in value]
         try:
             known = weakref.ref(value)
         except TypeError:
             known = value
         self._alive[id(known)] = known
-        # CUDA graphs have addresses of tensors, which may get other memory and stay what they are
+        # CUDA graphs hold addresses, and a tensor can get other memory without becoming another object
         return (id(known), value.data_ptr()) if isinstance(value, torch.Tensor) and value.is_cuda else id(known)
 
 
 def _source(name: str, tensor: torch.Tensor) -> str:
-    """Where Dynamo would say that a tensor of a model is."""
+    """The name that Dynamo would give to a tensor of a model."""
     *modules, last = name.split(".")
     kind = "_parameters" if isinstance(tensor, nn.Parameter) else "_buffers"
     return "".join(["self.model", *(f"._modules['{part}']" for part in modules), f".{kind}['{last}']"])

@@ -1,7 +1,7 @@
-"""Calls of which one process knows what comes next: it tells the others, who make the same (docs/DISTRIBUTED.md).
+"""``Coordinator``: one process decides what a group computes and broadcasts its calls (docs/DISTRIBUTED.md).
 
-What is told is numbers, text and tensors, nothing that could be run: which methods these are for is up to who makes
-them.
+A call is a name with numbers, text and tensors: nothing that could be executed. Which methods may be called is decided
+by the receiver.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Self, SupportsIndex
 import torch
 import torch.distributed as dist
 
-from torch_pi2.base.group import Group
+from torch_pi2.distributed.group import Group
 from torch_pi2.errors import (
     ConfigError,
     DeviceError,
@@ -34,31 +34,31 @@ from torch_pi2.errors import (
 )
 from torch_pi2.ops.dtypes import dtype_name
 
-#: Bytes that are sent at once, enough for a step; what is longer takes a second send.
+#: Size of the first send in bytes, enough for a decoding step. Longer messages take a second send.
 _FIRST_BYTES = 1024
-#: Between two signs of life of the first process, in seconds, at most.
-_BEAT_S = 1.0
-#: Names of what is no method: nothing is to be done yet; nothing will be any more.
-_WAIT, _END = "", "."
-#: What is called, of all leaders that this process has had: no two objects have one number.
+#: Seconds between two heartbeats of the coordinator, at most.
+_HEARTBEAT_S = 1.0
+#: Messages that are not calls: a heartbeat; the end.
+_HEARTBEAT, _END = "", "."
+#: Numbers of called objects, unique over all coordinators that this process has had.
 _numbers = itertools.count(1)
-#: What is raised where a call makes no sense, before any of it is done: in all processes alike.
+#: Errors that refuse a call before any of it is done, in all processes alike.
 _REFUSALS = (ConfigError, DeviceError, DtypeError, ShapeError, UnsupportedModelError)
 
 
 @dataclass(frozen=True)
 class Call:
-    """What all processes do.
+    """A call that all processes make.
 
     Attributes:
-        name: of a method. of: number of the object that has it; None: the model.
-        args, kwargs: None, numbers, texts, tensors, a :class:`Part`, and lists of these.
+        name: of the method. target: number of the object that has it; None: the model.
+        args, kwargs: None, numbers, texts, tensors, a :class:`LocalPart`, and lists of these.
         sparse: whether it is made within :func:`~torch_pi2.layers.prompt.sparse_only`.
-        gone: numbers of objects that nobody calls any more. raised: whether the call before this one ended so.
+        gone: numbers of objects that are not used any more. raised: whether the previous call raised an error.
     """
 
     name: str
-    of: int | None = None
+    target: int | None = None
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     sparse: bool = False
@@ -66,9 +66,11 @@ class Call:
     raised: bool = False
 
 
-class Part(list[torch.Tensor]):
-    """Of something of which every process has a part, that of this one. In calls it is named by ``number``
-    (:meth:`Leader.number`), for which each process takes its own. A copy is a plain list: the others have none of it.
+class LocalPart(list[torch.Tensor]):
+    """This process' part of something that is divided among all processes, such as keys and values.
+
+    Calls carry its ``number`` (:meth:`Coordinator.number`), for which each process takes its own part. A copy is a
+    plain list: the other processes have no copy of theirs.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = (), number: int | None = None) -> None:
@@ -79,26 +81,26 @@ class Part(list[torch.Tensor]):
         return list, ([*self],)
 
 
-class _Line:
-    """Between the first process, which sends, and all others. All of them make one at the same time."""
+class _Channel:
+    """Broadcasts messages from the first process to the others. All processes make one at the same time."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         with group.together():
-            self._gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=group.patience_s))
+            self._gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=group.timeout_s))
 
     def send(self, message: torch.Tensor) -> None:
         """``message``: uint8 ``[n]``. Raises GroupError."""
         size = torch.tensor([len(message)], dtype=torch.int64, device="cpu").view(torch.uint8)
-        room = message.new_zeros(max(0, _FIRST_BYTES - len(size) - len(message)))
-        first, rest = torch.cat([size, message, room]).tensor_split([_FIRST_BYTES])
+        padding = message.new_zeros(max(0, _FIRST_BYTES - len(size) - len(message)))
+        first, rest = torch.cat([size, message, padding]).tensor_split([_FIRST_BYTES])
         with self._group.together():
             self._broadcast(first)
             if len(rest):
                 self._broadcast(rest)
 
     def receive(self) -> torch.Tensor:
-        """What was sent. Raises GroupError."""
+        """The message that was sent. Raises GroupError."""
         first = torch.empty(_FIRST_BYTES, dtype=torch.uint8, device="cpu")
         with self._group.together():
             self._broadcast(first)
@@ -113,33 +115,33 @@ class _Line:
         dist.broadcast(tensor, 0, group=self._gloo)
 
 
-class Leader:
-    """What :func:`torch_pi2.lead` gives the first process: while it is open, the others make its calls.
+class Coordinator:
+    """What :func:`torch_pi2.lead` returns in the first process: while it is open, the others repeat its calls.
 
-    Calls of several threads are made one after another. SIGINT and SIGTERM that come during one are handled after it,
-    in the main thread's (the second one at once): a call that only some of the processes make ends them all.
+    Calls of several threads are made one after another. SIGINT and SIGTERM that arrive during a call of the main thread
+    are handled after it, a second one at once: a call that only some processes make would end them all.
 
     Attributes:
-        within: whether a call is being made, of which the others know.
+        within: whether a call is being made that the others make too.
     """
 
     def __init__(self, group: Group) -> None:
-        self._group, self._line = group, _Line(group)
+        self._group, self._channel = group, _Channel(group)
         self._lock, self._closed = threading.RLock(), threading.Event()
         self.within = self._raised = False
         self._known, self._gone = set[int](), list[int]()
-        group.leader, group.led = self, True
-        self._beats = threading.Thread(target=self._beat, name="pi2-leader", daemon=True)
-        self._beats.start()
+        group.coordinator, group.coordinated = self, True
+        self._heartbeats = threading.Thread(target=self._send_heartbeats, name="pi2-coordinator", daemon=True)
+        self._heartbeats.start()
 
     @contextmanager
     def call(self, call: Call) -> Iterator[None]:
-        """Within it the others do the same. Of a call within another one they are not told.
+        """While this is entered, the others make the same call. Calls within another call are not broadcast.
 
         Raises:
             ConfigError: an argument that cannot be sent. GroupError: a process is lost, or has failed.
         """
-        with _signals_later(), self._lock:
+        with _deferred_signals(), self._lock:
             if self.within:
                 yield
                 return
@@ -151,15 +153,15 @@ class Leader:
             finally:
                 self.within = False
 
-    def number(self, called: object) -> int:
-        """By which the others know ``called``, until it is gone."""
+    def number(self, target: object) -> int:
+        """The number by which the others know ``target``, until it is garbage-collected."""
         number = next(_numbers)
         self._known.add(number)
-        weakref.finalize(called, self._forget, number).atexit = False
+        weakref.finalize(target, self._forget, number).atexit = False
         return number
 
     def knows(self, number: int | None) -> bool:
-        """Whether the others know an object by it: not by that of a leader before this one."""
+        """Whether the others have an object with this number. They have none of an earlier coordinator."""
         return number in self._known
 
     def _forget(self, number: int) -> None:
@@ -167,31 +169,31 @@ class Leader:
         self._gone.append(number)
 
     def close(self) -> None:
-        """The others are told that there is nothing more to do: :func:`torch_pi2.lead` returns there."""
+        """End the others: :func:`torch_pi2.lead` returns there."""
         with self._lock:
             if self._closed.is_set():
                 return
             self._closed.set()
-            with suppress(GroupError):  # of who is not needed any more
+            with suppress(GroupError):  # a process that is lost is not needed any more
                 self._send(Call(_END))
-            self._group.leader, self._group.led = None, False
-        self._beats.join()
+            self._group.coordinator, self._group.coordinated = None, False
+        self._heartbeats.join()
 
     def _send(self, call: Call) -> None:
         gone = self._gone[:]
-        self._line.send(_packed(replace(call, gone=gone, raised=self._raised)))
+        self._channel.send(_packed(replace(call, gone=gone, raised=self._raised)))
         del self._gone[: len(gone)]
         self._raised = False
 
-    def _beat(self) -> None:
-        """While there is nothing to do the others are told so, and who of them has ended is noticed."""
-        while not self._closed.wait(min(_BEAT_S, self._group.patience_s / 4)):
+    def _send_heartbeats(self) -> None:
+        """While no call is made: the others learn that this process lives, and it notices if one of them has ended."""
+        while not self._closed.wait(min(_HEARTBEAT_S, self._group.timeout_s / 4)):
             if not self._lock.acquire(blocking=False):
                 continue
             try:
                 if not self._closed.is_set():
-                    self._send(Call(_WAIT))
-            except Exception:  # it is the group's ``failure``, and the next call raises it
+                    self._send(Call(_HEARTBEAT))
+            except Exception:  # it is the group's ``failure``, which the next call raises
                 return
             finally:
                 self._lock.release()
@@ -205,29 +207,35 @@ class Leader:
         self.close()
 
     def __deepcopy__(self, _memo: Any) -> Self:
-        return self  # of a copied model: of the same processes
+        return self  # a copied model has the same processes
 
 
 def follow(group: Group, make: Callable[[Call], object], forget: Callable[[Sequence[int]], object]) -> None:
-    """``make`` the first process's calls, until it has closed its :class:`Leader`; ``forget`` objects with these
-    numbers.
+    """Repeat the calls of the first process with ``make`` until it has closed its :class:`Coordinator`.
 
-    Errors of which calls are refused are the first process's, too, and are its to tell. With any other this process is
-    of no use any more.
+    ``forget`` gets the numbers of objects that are not used any more. Errors that refuse a call are raised in the first
+    process too, which reports them. After any other error this process ends the group.
 
     Raises:
-        GroupError: the first process has ended, shows no sign of life, or has made of a call something else.
+        GroupError: the first process has ended or hangs, or the call ended differently there.
     """
-    line, refused = _Line(group), list[Pi2Error]()
-    group.led = True
+    channel, refused = _Channel(group), list[Pi2Error]()
+    group.coordinated = True
     try:
-        while (call := _unpacked(line.receive())).name != _END:
+        while (call := _unpacked(channel.receive())).name != _END:
             if call.raised != bool(refused):
-                raise _differs(group, refused)
+                raise GroupError(
+                    f"call of process 0 in process {group.rank}",
+                    expected="the same result in all processes",
+                    found=f"that only this process refused it: {refused[0]}"
+                    if refused
+                    else "that it failed only there",
+                    fix="Read what process 0 reports, and start all processes again.",
+                )
             refused = []
             forget(call.gone)
             try:
-                if call.name != _WAIT:
+                if call.name != _HEARTBEAT:
                     make(call)
             except _REFUSALS as error:
                 if group.failure is not None:
@@ -238,25 +246,15 @@ def follow(group: Group, make: Callable[[Call], object], forget: Callable[[Seque
             group.fail(error)
         raise
     finally:
-        group.led = False
-
-
-def _differs(group: Group, refused: Sequence[Pi2Error]) -> GroupError:
-    """To be raised where the first process has refused a call that is not refused here, or the other way round."""
-    return GroupError(
-        f"call of process 0 in process {group.rank}",
-        expected="the same end of it in all processes",
-        found=f"that it was refused here alone: {refused[0]}" if refused else "that it failed there alone",
-        fix="See what process 0 says. Start all of them again.",
-    )
+        group.coordinated = False
 
 
 def _packed(call: Call) -> torch.Tensor:
-    """uint8 ``[n]``: length of what is said, JSON, and the bytes of tensors. Raises ConfigError."""
+    """uint8 ``[n]``: the length of the JSON text, the text, and the bytes of tensors. Raises ConfigError."""
     tensors: list[torch.Tensor] = []
 
     def plain(value: Any) -> Any:
-        if isinstance(value, Part):
+        if isinstance(value, LocalPart):
             return {"part": value.number}
         if isinstance(value, torch.Tensor):
             tensors.append(value.detach().cpu().contiguous())
@@ -269,54 +267,54 @@ def _packed(call: Call) -> torch.Tensor:
             f"{call.name}(...) of a model that several processes compute",
             expected="numbers, text and tensors, which can be sent to the others",
             found=f"a {type(value).__name__}",
-            fix="Leave it out; a Decoder keeps keys and values by itself.",
+            fix="Leave it out. A Decoder has a KV cache of its own.",
         )
 
-    said = {
+    message = {
         **vars(call),
         "args": plain(call.args),
         "kwargs": {name: plain(value) for name, value in call.kwargs.items()},
     }
-    text = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
     size = torch.tensor([len(text)], dtype=torch.int64, device="cpu").view(torch.uint8)
     return torch.cat([size, text, *(tensor.view(-1).view(torch.uint8) for tensor in tensors)])
 
 
 def _unpacked(message: torch.Tensor) -> Call:
-    """Inverse of :func:`_packed`, but for parts: they are empty."""
+    """Inverse of :func:`_packed`. A :class:`LocalPart` is empty, with its number."""
     at = 8 + int(message[:8].clone().view(torch.int64))
-    said = json.loads(bytes(message[8:at].tolist()))
+    fields = json.loads(bytes(message[8:at].tolist()))
 
-    def whole(value: Any) -> Any:
+    def restored(value: Any) -> Any:
         nonlocal at
         if isinstance(value, list):
-            return [whole(part) for part in value]
+            return [restored(part) for part in value]
         if not isinstance(value, dict):
             return value
         if "part" in value:
-            return Part(number=value["part"])
+            return LocalPart(number=value["part"])
         dtype = getattr(torch, value["dtype"])
         first, at = at, at + math.prod(value["shape"]) * dtype.itemsize
         return message[first:at].clone().view(dtype).view(value["shape"])
 
-    args, kwargs = whole(said["args"]), {name: whole(value) for name, value in said["kwargs"].items()}
-    return Call(**said | {"args": args, "kwargs": kwargs})
+    args, kwargs = restored(fields["args"]), {name: restored(value) for name, value in fields["kwargs"].items()}
+    return Call(**fields | {"args": args, "kwargs": kwargs})
 
 
 @contextmanager
-def _signals_later() -> Iterator[None]:
-    """SIGINT and SIGTERM that come meanwhile are handled afterwards, but for a second one."""
+def _deferred_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM that arrive meanwhile are handled afterwards; a second one is handled at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
+    arrived: list[int] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def later(number: int, frame: FrameType | None) -> None:
         handler = handlers[signal.Signals(number)]
-        if came and callable(handler):
+        if arrived and callable(handler):
             handler(number, frame)
-        came.append(number)
+        arrived.append(number)
 
     python = {number: handler for number, handler in handlers.items() if callable(handler)}
     for number in python:
@@ -326,5 +324,5 @@ def _signals_later() -> Iterator[None]:
     finally:
         for number, handler in python.items():
             signal.signal(number, handler)
-        if len(came) == 1:
-            signal.raise_signal(came[0])
+        if len(arrived) == 1:
+            signal.raise_signal(arrived[0])

@@ -1,4 +1,4 @@
-"""What a model allows: prompts in pieces without loss, sequences of several lengths in one step."""
+"""Chunked prefill: whether chunks of a prompt are lossless, and whether steps can take sequences of several lengths."""
 
 from __future__ import annotations
 
@@ -20,50 +20,49 @@ from torch_pi2.layers.split import Split
 from torch_pi2.ops.constants import constants
 from torch_pi2.ops.gpu.linear import products_from
 
-#: Tokens of a piece of a prompt, of all sequences together, where pieces are lossless: activations of more leave the
-#: CPU's caches between layers.
-PIECE_TOKENS = 256
-#: Of each sequence in a piece, at least: the head is computed for each piece, too.
+#: Tokens of a chunk, of all sequences together, where chunks are lossless: activations of more leave the CPU's caches.
+CHUNK_TOKENS = 256
+#: Least tokens of each sequence in a chunk: the head is computed for each chunk, too.
 LEAST_TOKENS = 64
-#: What attention of ours has not, as configurations call it, and values that mean nothing.
+#: What our attention does not have, as configurations call it, with the value that means "none".
 _OTHER_ATTENTION = {"attn_logit_softcapping": None, "qk_rope_head_dim": None, "alibi": False}
 
 
-def pieces_without_loss(model: nn.Module) -> int:
-    """``PIECE_TOKENS`` where the bits of a prompt do not depend on its pieces, else 0 (whole).
+def lossless_chunk_tokens(model: nn.Module) -> int:
+    """``CHUNK_TOKENS`` if the bits of a prompt do not depend on its chunks, else 0: read it whole.
 
-    Nothing but the head, which sees one token, may be a product of PyTorch's: of another number of rows it has other
-    last bits. That goes for attention, too.
+    Only the head, which sees one token, may be a PyTorch product: with another number of rows these have other last
+    bits. The same goes for attention.
     """
     ours = [m for m in model.modules() if isinstance(m, (QuantLinear, SparseFFN))]
     if device_of(model).type != "cpu":
         return 0
-    if not ours or not all(m.int8_activations for m in ours) or not has_tiles() or not has_our_attention(model):
+    if not ours or not all(m.int8_activations for m in ours) or not has_tiles() or not uses_our_attention(model):
         return 0
     lookups = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     head = model.get_output_embeddings()  # type: ignore[operator]
     known = {id(p) for part in (*lookups, head) if part is not None for p in part.parameters()}
     known |= {id(b) for part in ours for b in part.buffers()}
-    left = (t for t in (*model.parameters(), *model.buffers()) if t.dim() > 1 and id(t) not in known)
-    return 0 if any(t.is_floating_point() and not isinstance(t, AbsentParameter) for t in left) else PIECE_TOKENS
+    others = (t for t in (*model.parameters(), *model.buffers()) if t.dim() > 1 and id(t) not in known)
+    return 0 if any(t.is_floating_point() and not isinstance(t, AbsentParameter) for t in others) else CHUNK_TOKENS
 
 
-def ways_of_prompts(model: nn.Module) -> tuple[int, ...]:
-    """Tokens from which on prompts go another way through layers of ours than shorter ones, ascending.
+def prompt_path_lengths(model: nn.Module) -> tuple[int, ...]:
+    """Prompt lengths from which on our layers take another code path than for shorter ones, ascending.
 
-    Keys and values of the same tokens have the same bits in prompts that go one way.
+    Keys and values of the same tokens have the same bits in prompts that take the same path.
     """
     layers = [m for m in model.modules() if isinstance(m, SparseFFN)]
-    found = {constants().gemm_tokens, *map(prompt_from, layers)} - {0}
+    lengths = {constants().gemm_tokens, *map(prompt_from, layers)} - {0}
     if device_of(model).type != "cpu":
         linears = [m for m in model.modules() if isinstance(m, QuantLinear) and m.weights not in GGML]
-        there = [home.split.hot if isinstance(home.split, Split) else home for home in layers]
-        found |= {dense_on_gpu_from(layer) for layer in there if layer is not None}
-        found |= {products_from(m.weights, m.in_features, m.dtype.itemsize) for m in linears}
-    return tuple(sorted(found))
+        on_gpu = [home.split.hot if isinstance(home.split, Split) else home for home in layers]
+        lengths |= {dense_on_gpu_from(layer) for layer in on_gpu if layer is not None}
+        lengths |= {products_from(m.weights, m.in_features, m.dtype.itemsize) for m in linears}
+    return tuple(sorted(lengths))
 
 
-def has_our_attention(model: nn.Module) -> bool:
+def uses_our_attention(model: nn.Module) -> bool:
     """Whether :func:`~torch_pi2.decode.attention.packed_sdpa` computes all attention of a Hugging Face ``model``."""
     from transformers import PreTrainedModel
 
@@ -78,7 +77,7 @@ def has_our_attention(model: nn.Module) -> bool:
 
 
 def same_frequencies_up_to(model: nn.Module) -> int:
-    """Tokens up to which rotary frequencies do not depend on the length that a call sees, as longrope's do beyond."""
+    """Longest call whose rotary frequencies do not depend on its length, as longrope's do beyond it."""
     lengths = [sys.maxsize]
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -89,17 +88,17 @@ def same_frequencies_up_to(model: nn.Module) -> int:
 
 
 def _original_lengths(module: Any) -> Iterator[int]:
-    """That a rotary embedding was trained with, by all its accounts; 0: it gives none."""
+    """All lengths that a rotary embedding says it was trained with; 0: it says none."""
     parameters = getattr(module.config, "rope_parameters", None) or {}
-    found = [getattr(module, "original_max_seq_len", None)]
+    candidates = [getattr(module, "original_max_seq_len", None)]
     for part in (parameters, *(p for p in parameters.values() if isinstance(p, Mapping))):
-        found.append(part.get("original_max_position_embeddings"))
-    lengths = [length for length in found if isinstance(length, int)]
+        candidates.append(part.get("original_max_position_embeddings"))
+    lengths = [length for length in candidates if isinstance(length, int)]
     return iter(lengths or [0])
 
 
 def takes_several_lengths(model: nn.Module, max_tokens: int) -> bool:
-    """Whether ``model`` is told positions and masks, and each sequence is computed as if the others were not there."""
+    """Whether ``model`` takes positions and masks, so that each sequence is computed as if it were alone."""
     takes = inspect.signature(model.forward).parameters
     named = "position_ids" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
     config = getattr(model, "config", None)

@@ -1,0 +1,95 @@
+"""Calls of a ``Decoder`` that a coordinator broadcasts: every process of its group makes them (docs/DISTRIBUTED.md)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from torch import nn
+
+from torch_pi2.distributed.coordinator import Call, Coordinator
+from torch_pi2.distributed.group import Group
+from torch_pi2.errors import ConfigError
+from torch_pi2.layers.prompt import is_sparse_only
+from torch_pi2.rewrite.handle import Handle
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Coordinated(Protocol):
+    """An object whose calls can be broadcast. ``number``: the other processes know it by this."""
+
+    model: nn.Module
+    number: int | None
+
+
+#: Names of methods that were marked with :func:`broadcast_call`.
+BROADCAST_CALLS: set[str] = set()
+
+
+def group_of(model: nn.Module) -> Group | None:
+    """The processes that compute ``model`` together; None: this process computes it alone."""
+    handle = Handle.of(model)
+    return None if handle is None else handle.group
+
+
+def coordinator_of(model: nn.Module) -> Coordinator | None:
+    """The coordinator of the group of ``model``, if it is in this process."""
+    group = group_of(model)
+    coordinator: Coordinator | None = None if group is None else group.coordinator
+    return coordinator
+
+
+def broadcast_call(method: Method) -> Method:
+    """Mark a method that changes or computes something: where a coordinator runs, all processes have to call it.
+
+    The method stays what it is. Only objects that :func:`announce` has seen broadcast it.
+    """
+    BROADCAST_CALLS.add(method.__name__)
+    return method
+
+
+def announce(made: Coordinated, **settings: Any) -> None:
+    """If this process has the coordinator: the others make such an object too, and follow its marked calls."""
+    coordinator = coordinator_of(made.model)
+    if coordinator is None:
+        return
+    made.number = coordinator.number(made)
+    with coordinator.call(Call(type(made).__name__, made.number, (), settings)):
+        made.__class__ = _broadcasting(type(made))
+
+
+def check_coordinated(group: Group) -> None:
+    """Raises ConfigError: a coordinator runs, and this is called outside of what it broadcasts."""
+    if group.coordinator is not None and not group.coordinator.within:
+        raise _unknown_to_others("Decoder")
+
+
+@functools.cache
+def _broadcasting(kind: type) -> type:
+    """``kind`` with all marked methods broadcast."""
+    return type(kind.__name__, (kind,), {name: _broadcast(getattr(kind, name)) for name in BROADCAST_CALLS})
+
+
+def _broadcast(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Coordinated, /, *args: Any, **kwargs: Any) -> Any:
+        coordinator = coordinator_of(self.model)
+        if coordinator is None:  # it has been closed
+            return method(self, *args, **kwargs)
+        if not coordinator.knows(self.number):
+            raise _unknown_to_others(type(self).__name__)
+        with coordinator.call(Call(method.__name__, self.number, args, kwargs, is_sparse_only())):
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+def _unknown_to_others(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} of a model that several processes compute",
+        expected="one that was made after torch_pi2.lead",
+        found="an older one or a copy, which the other processes do not have",
+        fix="Make it again.",
+    )

@@ -1,0 +1,279 @@
+"""``KeyValues``: keys and values of sequences that are decoded together, each of a length of its own."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_pi2.errors import UnsupportedModelError
+from torch_pi2.ops import load
+
+#: Most new tokens of a step: a step that failed may have written this many beyond a row's length.
+_MOST_STEPPED = 8
+
+
+def cache_name(model: nn.Module) -> str:
+    """The name of the cache in a model's forward: ``cache`` since transformers 5.24, ``past_key_values`` before."""
+    inherited = (vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))
+    for forward in (model.forward, *inherited):  # the first that names its arguments
+        for name in ("cache", "past_key_values"):
+            if name in inspect.signature(forward).parameters:
+                return name
+    return "past_key_values"
+
+
+def cache_of(output: Any) -> Any:
+    """The cache in the output of a forward, under either name."""
+    return output["cache"] if "cache" in output else output["past_key_values"]
+
+
+def register_layers() -> None:
+    """Make our layers ``CacheLayerMixin`` to transformers, which is imported only where a model of it is decoded."""
+    from transformers.cache_utils import CacheLayerMixin
+
+    for kind in (PromptLayer, StepLayer):
+        CacheLayerMixin.register(kind)
+
+
+class LayerMemory:
+    """Keys and values of one layer, ``[rows, heads, max_tokens, width]``, allocated by the first prompt."""
+
+    def __init__(self, rows: int, max_tokens: int, device: torch.device) -> None:
+        self.rows, self.max_tokens, self.device = rows, max_tokens, device
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Keys and values, once they are allocated."""
+        return () if self.keys is None or self.values is None else (self.keys, self.values)
+
+    def allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Zeros for rows like these, ``[., heads, ., width]``. On the CPU they take no memory until they are used."""
+        self.keys, self.values = (
+            t.new_zeros((self.rows, t.shape[1], self.max_tokens, t.shape[3]), device=self.device)
+            for t in (keys, values)
+        )
+        self.give_back(0)
+
+    def give_back(self, rows: int) -> None:
+        """Return the memory of all but the first ``rows`` to the system. It reads as zeros until it is written again.
+
+        A GPU's allocator has no such call and keeps it.
+        """
+        if self.device.type == "cpu":
+            load()
+            for tensor in self.tensors():
+                torch.ops.pi2.give_back(tensor[rows:])
+
+
+class _Layer:
+    """What transformers requires of a layer of a static cache."""
+
+    is_compileable, is_croppable, is_sliding = True, False, False
+    is_initialized = True
+
+    def __init__(self, memory: LayerMemory) -> None:
+        self.max_cache_len = memory.max_tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Number of positions that a mask covers, and the first of them."""
+        return self.max_cache_len, 0
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len
+
+
+class PromptLayer(_Layer):
+    """Rows of ``memory`` while their prompts, of equal lengths, are read chunk by chunk after ``known`` tokens."""
+
+    def __init__(self, memory: LayerMemory, rows: slice, known: int = 0) -> None:
+        super().__init__(memory)
+        self._memory, self._rows, self._tokens = memory, rows, known
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append ``[rows, heads, T, width]`` each; returns everything that the rows have."""
+        if self._memory.keys is None:
+            self._memory.allocate(key_states, value_states)
+        before, self._tokens = self._tokens, self._tokens + key_states.shape[2]
+        keys, values = (t[self._rows] for t in self._memory.tensors())
+        keys[:, :, before : self._tokens] = key_states
+        values[:, :, before : self._tokens] = value_states
+        return keys[:, :, : self._tokens], values[:, :, : self._tokens]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._tokens + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._tokens
+
+
+class StepLayer(_Layer):
+    """The first rows of ``memory`` while they are decoded. The caller increases their lengths, ``lengths_B``."""
+
+    def __init__(self, memory: LayerMemory, lengths_B: torch.Tensor) -> None:
+        super().__init__(memory)
+        self.keys, self.values = (t[: len(lengths_B)] for t in memory.tensors())
+        self._lengths_B = lengths_B
+        for tensor in (self.keys, self.values):
+            torch._dynamo.mark_static_address(tensor)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append ``[B, heads, T, width]`` each, behind what each row has; returns all of the memory."""
+        rows, new = key_states.shape[0], key_states.shape[2]
+        at_BT = self._lengths_B[:, None] + torch.arange(new, device=key_states.device)
+        for all_rows, states in ((self.keys, key_states), (self.values, value_states)):
+            if rows == 1:
+                all_rows.index_copy_(2, at_BT[0], states)
+            else:
+                all_rows[torch.arange(rows, device=key_states.device)[:, None], :, at_BT] = states.transpose(1, 2)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> torch.Tensor:
+        """One length for all rows: transformers asks for it only if no positions are passed."""
+        return self._lengths_B[0]
+
+
+class KeyValues:
+    """Keys and values of up to ``rows`` sequences, each of a length of its own, and transformers' caches over them.
+
+    All caches are views of the same memory, which the first prompt allocates. Rows are copied, never moved to other
+    memory, where compiled code would not find them.
+
+    Args:
+        model: see :func:`static_cache`.
+        max_tokens: of each sequence.
+        rows: sequences.
+        device: where all of it is.
+
+    Attributes:
+        lengths: int64 ``[rows]``, tokens of each sequence.
+    """
+
+    def __init__(self, model: nn.Module, max_tokens: int, rows: int, device: torch.device) -> None:
+        register_layers()
+        self._template = static_cache(model, max_tokens)
+        self._memory = [LayerMemory(rows, max_tokens, device) for _ in self._template.layers]
+        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._written = [0] * rows  # tokens of each row that may have been written
+        self._stepping: dict[int, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: pickled views would be of other memory."""
+        return vars(self) | {"_stepping": {}}
+
+    def reading(self, first: int, rows: int, tokens: int, known: int = 0) -> Any:
+        """A cache for prompts of ``tokens`` of ``rows`` sequences from row ``first`` on; ``known`` of them are there.
+
+        Earlier contents are set to zero: attention that multiplies masked values by zero would turn NaN into NaN.
+        """
+        taken = slice(first, first + rows)
+        self.lengths[taken].zero_()
+        most = max(self._written[taken])
+        for memory in self._memory if most > known else []:
+            for tensor in memory.tensors():
+                tensor[taken, :, known:most].zero_()
+        self._written[taken] = [tokens] * rows
+        return self._cache([PromptLayer(memory, taken, known) for memory in self._memory])
+
+    def add(self, tokens: int, lengths: list[int]) -> None:
+        """Add this many tokens to the first rows, which then have ``lengths``. Layers do not: a failed step can be
+        repeated.
+        """
+        rows = len(lengths)
+        self.lengths[:rows].add_(tokens)
+        self._written[:rows] = (max(most, n + _MOST_STEPPED) for most, n in zip(self._written, lengths))
+
+    def check_used(self, model: nn.Module) -> None:
+        """After a prompt: raises UnsupportedModelError if ``model`` has not used the cache."""
+        if any(memory.keys is None for memory in self._memory):
+            raise no_causal_model(model, "one that leaves it empty: what it knows of the prompt is elsewhere")
+
+    def stepping(self, rows: int) -> Any:
+        """The cache for steps of the first ``rows`` sequences, whose prompts were read: the same object each time."""
+        if rows not in self._stepping:
+            lengths_B = self.lengths[:rows]
+            self._stepping[rows] = self._cache([StepLayer(memory, lengths_B) for memory in self._memory])
+        return self._stepping[rows]
+
+    def _cache(self, layers: list[Any]) -> Any:
+        cache = copy.copy(self._template)
+        cache.layers = layers
+        return cache
+
+    def copied(self, row: int, first: int, last: int) -> list[torch.Tensor]:
+        """Copies of keys and values ``[heads, last - first, width]`` of a row, by layer, on the CPU."""
+        parts = (tensor[row, :, first:last] for memory in self._memory for tensor in memory.tensors())
+        return [part.to("cpu", copy=True) for part in parts]
+
+    def put(self, row: int, first: int, copied: list[torch.Tensor]) -> None:
+        """Write what :meth:`copied` returned into a row, from token ``first`` on."""
+        for memory, keys, values in zip(self._memory, copied[::2], copied[1::2], strict=True):
+            if memory.keys is None:
+                memory.allocate(keys[None], values[None])
+        tensors = [tensor for memory in self._memory for tensor in memory.tensors()]
+        for tensor, part in zip(tensors, copied, strict=True):
+            tensor[row, :, first : first + part.shape[1]] = part
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Copy row ``source`` into row ``target``."""
+        tokens = int(self.lengths[source])
+        for memory in self._memory:
+            for tensor in memory.tensors():
+                tensor[target, :, :tokens] = tensor[source, :, :tokens]
+        self.lengths[target], self._written[target] = tokens, max(self._written[target], tokens)
+
+    def give_back(self, rows: int) -> None:
+        """Return the memory of all but the first ``rows`` to the system. It reads as zeros until written again."""
+        for memory in self._memory:
+            memory.give_back(rows)
+
+
+def static_cache(model: nn.Module, max_tokens: int) -> Any:
+    """transformers' ``StaticCache`` for ``model``. Layers with windows keep all tokens, which masks hide.
+
+    Raises:
+        UnsupportedModelError: see :class:`torch_pi2.Decoder`.
+    """
+    from transformers import StaticCache
+    from transformers.cache_utils import StaticLayer
+
+    config: Any = getattr(model, "config", None)
+    if config is None or getattr(config, "is_encoder_decoder", False):
+        raise no_causal_model(model, "a model without a configuration" if config is None else "an encoder-decoder")
+    if getattr(config, "alibi", False):
+        raise UnsupportedModelError(
+            type(model).__name__,
+            expected="positions in rotary embeddings or tables",
+            found="attention with linear biases (ALiBi), which it computes for the tokens that there are",
+            fix="Use model.generate.",
+        )
+    cache = StaticCache(config=config, max_cache_len=max_tokens)
+    for i, layer in enumerate(cache.layers):
+        if type(layer) is not StaticLayer and isinstance(layer, StaticLayer) and layer.is_sliding:
+            cache.layers[i] = StaticLayer(max_cache_len=max_tokens)
+        elif type(layer) is not StaticLayer:
+            raise UnsupportedModelError(
+                f"KV cache of layer {i}",
+                expected="keys and values of plain attention",
+                found=type(layer).__name__,
+                fix="Use model.generate.",
+            )
+    return cache
+
+
+def no_causal_model(model: nn.Module, found: str) -> UnsupportedModelError:
+    """The error for a ``model`` without keys and values that a :class:`KeyValues` could hold."""
+    return UnsupportedModelError(
+        type(model).__name__,
+        expected="a causal language model of transformers, whose layers use the cache that they are given",
+        found=found,
+        fix="Pass such a model, or use model.generate.",
+    )

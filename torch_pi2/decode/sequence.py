@@ -1,0 +1,140 @@
+"""Sequences while they are generated: sampling, ends, stop strings. The logits may come from a model or a bundle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from torch_pi2.errors import ConfigError
+
+#: Logits are divided by the temperature: with a smaller one they would not be finite.
+LEAST_TEMPERATURE = 1e-6
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn, see :func:`torch_pi2.generate`. Raises ConfigError: a value makes no sense."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (LEAST_TEMPERATURE <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1):
+            raise ConfigError(
+                "sampling",
+                expected=f"a temperature of {LEAST_TEMPERATURE:g} or more, top_k of 0 or more, top_p above 0 and at "
+                "most 1",
+                found=f"{self.temperature:g}, {self.top_k} and {self.top_p:g}",
+                fix="Correct it, or leave do_sample out.",
+            )
+
+
+def pick(logits_V: torch.Tensor, sampling: Sampling | None, generator: torch.Generator | None = None) -> int:
+    """The next token: drawn as ``sampling`` says; None: the most likely one."""
+    if sampling is None:
+        return int(logits_V.float().argmax())
+    scores_V, order_V = (logits_V.float() / sampling.temperature).sort(descending=True, stable=True)
+    if sampling.top_k:
+        scores_V = scores_V[: sampling.top_k]
+    share_V = scores_V.softmax(-1)
+    if sampling.top_p < 1:
+        kept_V = share_V.cumsum(-1) - share_V < sampling.top_p
+        kept_V[0] = True  # despite rounding
+        share_V = share_V[kept_V]
+    return int(order_V[torch.multinomial(share_V, 1, generator=generator)])
+
+
+class GeneratedSequence:
+    """A sequence that is being generated.
+
+    Args:
+        seed: ``seed + number`` seeds its own generator ``random``.
+        limit: most tokens. ends: tokens that end it.
+        streamer: called with (number, token) for each token.
+
+    Attributes:
+        tokens: so far, with the one that ended it. ended: "eos", "length" or None: not yet.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        seed: int,
+        limit: int,
+        ends: Collection[int],
+        streamer: Callable[[int, int], object] | None = None,
+    ) -> None:
+        self.number, self.random = number, torch.Generator().manual_seed(seed + number)
+        self.tokens: list[int] = []
+        self.ended: str | None = None
+        self._limit, self._ends, self._streamer = limit, ends, streamer
+
+    def append(self, token: int) -> None:
+        """Continue with ``token``."""
+        self.tokens.append(token)
+        self.ended = "eos" if token in self._ends else "length" if len(self.tokens) == self._limit else None
+        if self._streamer is not None:
+            self._streamer(self.number, token)
+
+
+_Kind = TypeVar("_Kind", bound=GeneratedSequence)
+
+
+def decode_loop(
+    sequences: Sequence[_Kind],
+    first: Iterable[torch.Tensor],
+    step: Callable[[list[_Kind]], Iterable[tuple[_Kind, torch.Tensor]]],
+    choose: Callable[[_Kind, torch.Tensor], int],
+) -> None:
+    """Continue ``sequences`` until each has ended.
+
+    Args:
+        first: the logits ``[V]`` after the prompt of each. step: sequences that continue -> each with its next logits
+            ``[V]``, in the order in which tokens are chosen. choose: the next token of a sequence.
+    """
+    live = list(zip(sequences, first))
+    while live:
+        for sequence, logits_V in live:
+            sequence.append(choose(sequence, logits_V))
+        going = [sequence for sequence, _ in live if sequence.ended is None]
+        live = list(step(going)) if going else []
+
+
+def partial_match(text: str, marks: Sequence[str]) -> int:
+    """Characters at the end of ``text`` that may be the beginning of one of ``marks``."""
+    ends = (n for mark in marks for n in range(1, min(len(mark), len(text) + 1)) if text.endswith(mark[:n]))
+    return max(ends, default=0)
+
+
+class StopStrings:
+    """Cuts streamed text before the first stop string that is complete. ``export/runner/stops.cc`` does the same.
+
+    Attributes:
+        reached: whether a stop string has come: text after it is dropped.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings, self._held, self.reached = tuple(strings), "", False
+
+    def add(self, piece: str) -> str:
+        """The part of ``piece``, and of what was held back before, in which no stop string can begin."""
+        if self.reached:
+            return ""
+        text = self._held + piece
+        found = [(at + len(stop), at) for stop in self._strings if (at := text.find(stop)) >= 0]
+        if found:
+            self.reached, self._held = True, ""
+            return text[: min(found)[1]]
+        certain = len(text) - partial_match(text, self._strings)
+        self._held = text[certain:]
+        return text[:certain]
+
+    def flush(self) -> str:
+        """At the end: what was held back."""
+        held, self._held = self._held, ""
+        return held

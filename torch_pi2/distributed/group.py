@@ -1,0 +1,221 @@
+"""``Group``: processes that compute one model together, and which of them caused a failure.
+
+A process that fails writes that into the group's key-value store before it raises. One that was killed or hangs writes
+nothing, which is how the others know.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_pi2.errors import ConfigError, GroupError
+
+#: How long to wait for the others' word on who has failed. They notice a killed process within milliseconds of each
+#: other, and one that hangs within a second.
+_ASKING_S = 2.0
+#: Texts that occur in gloo's errors, wherever they are raised.
+_GLOO_ERRORS = ("gloo", "onnection closed by peer", "onnection reset", "Timed out waiting", "Broken pipe")
+
+
+#: Groups by the names that operators have for them: compiled code knows only the name.
+groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
+
+
+def _broadcast(own: torch.Tensor, root: int, group_name: str) -> torch.Tensor:
+    """The tensor of process ``root`` of a group; all processes have one of this shape."""
+    # Not by PyTorch's wrapper, whose results wait when they are first used: a recorded graph would not see that.
+    ops = torch.ops._c10d_functional
+    result: torch.Tensor = ops.wait_tensor(ops.broadcast(own.contiguous(), root, group_name))
+    return result
+
+
+class Group:
+    """The processes of the default group, on CPUs. All of them make one at the same time.
+
+    Args:
+        timeout_s: a process that does not answer for this long counts as lost.
+
+    Attributes:
+        rank: number of this process. size: number of processes. name: what operators call the group.
+        coordinated: whether the first process broadcasts its calls. coordinator: in the first one, its
+            :class:`~torch_pi2.distributed.coordinator.Coordinator`.
+        divides_kv: whether each process has only the keys and values of its own layers.
+    """
+
+    coordinated = False
+    coordinator: Any = None
+    divides_kv = False
+
+    def __init__(self, timeout_s: float) -> None:
+        self.rank, self.size, self.timeout_s = dist.get_rank(), dist.get_world_size(), timeout_s
+        self._groups = list[Any]()
+        self.name = self._new_group(range(self.size))
+        self._store = dist.distributed_c10d._get_default_store()
+        self._failed: BaseException | None = None
+        self._pairs: list[str] = []
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """``own`` of all processes, of one shape, joined along the first dimension in the order of ranks."""
+        ops = torch.ops._c10d_functional  # as in _broadcast
+        result: torch.Tensor = ops.wait_tensor(ops.all_gather_into_tensor(own.contiguous(), self.size, self.name))
+        return result
+
+    def broadcast(self, own: torch.Tensor, rank: int) -> torch.Tensor:
+        """``own`` of process ``rank``."""
+        return _broadcast(own, rank, self.name)
+
+    def connect_neighbours(self) -> None:
+        """Allow :meth:`send_next` between each process and the next. All processes call this at the same time."""
+        self.divides_kv = True
+        for rank in range(self.size - 1):
+            self._pairs.append(self._new_group((rank, rank + 1)))
+
+    def send_next(self, own: torch.Tensor, rank: int) -> torch.Tensor:
+        """``own`` of process ``rank``, in that process and the next one, which both call this."""
+        return _broadcast(own, 0, self._pairs[rank])
+
+    def _new_group(self, ranks: Sequence[int]) -> str:
+        """The name of a group of these processes, "" in others. All processes make it at the same time."""
+        group = dist.new_group([*ranks], backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+        if self.rank not in ranks:
+            return ""
+        self._groups.append(group)
+        groups[str(group.group_name)] = self
+        return str(group.group_name)
+
+    def check_same(self, what: str, ids: torch.Tensor, settings: Mapping[str, int]) -> None:
+        """Raises ConfigError, in all processes, unless they have the same ``ids``, int64 of any shape, and settings."""
+        own = [*ids.shape, *ids.flatten().tolist()]
+        digest = int.from_bytes(hashlib.sha256(repr(own).encode()).digest()[:7], "little")
+        with self.together():
+            row = [[ids.numel(), digest, *settings.values()]]
+            rows = self.gather(torch.tensor(row, dtype=torch.int64, device="cpu")).tolist()
+        for rank in range(1, self.size):
+            differs = next((i for i, name in enumerate(settings, 2) if rows[rank][i] != rows[0][i]), None)
+            if differs is None and rows[rank] == rows[0]:
+                continue
+            name = what if differs is None else [*settings][differs - 2]
+            expected, found = (
+                (f"the {rows[0][0]} tokens that process 0 has", f"{rows[rank][0]} tokens, others")
+                if differs is None
+                else (f"{rows[0][differs]}, as process 0 has", str(rows[rank][differs]))
+            )
+            raise ConfigError(
+                f"{name} of process {rank} of {self.size}",
+                expected=expected,
+                found=found,
+                fix="All processes make the same calls: they compute one model together.",
+            )
+
+    def run(self, work: Callable[..., torch.Tensor], *arguments: Any, **named: Any) -> torch.Tensor:
+        """``work(*arguments, **named)`` within :meth:`together`; compiled code is run within it by its caller."""
+        if torch.compiler.is_compiling():
+            return work(*arguments, **named)
+        with self.together():
+            return work(*arguments, **named)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """All processes do what is done within it. After a failure the group computes nothing more: the others would
+        take the next message for something else.
+
+        Raises:
+            GroupError: the group has failed before, or another process has ended, hangs, or has failed.
+        """
+        if self._failed is not None:
+            raise GroupError(
+                f"process {self.rank} of {self.size} that compute one model",
+                expected="a group of which no process has failed",
+                found=f"that {type(self._failed).__name__} was raised before",
+                fix="See what it said, and start all of them again.",
+            )
+        try:
+            yield
+        except BaseException as error:
+            if self._failed is not None:  # raised within another one, which has reported it
+                raise
+            explained = self._explained(error)
+            self._failed = explained or error
+            if explained is not None:
+                raise explained from error
+            self.fail(error)
+            self._leave()
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """End the group because of ``error``, raised by this process, and tell the others."""
+        self._failed = error
+        self._publish(f"failed/{self.rank}", f"{type(error).__name__}: {error}")
+
+    @property
+    def failure(self) -> GroupError | None:
+        """Why the group has failed; None: it has not."""
+        error = self._failed
+        if error is None or isinstance(error, GroupError):
+            return error
+        return self._lost(f"process {self.rank}", f"{type(error).__name__}: {error}")
+
+    def _leave(self) -> None:
+        """Close connections, so that processes that wait for this one notice at once."""
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
+
+    def _explained(self, error: BaseException) -> GroupError | None:
+        """Which process has ended or hangs, if that is the cause of ``error``."""
+        if type(error) is not RuntimeError or not any(word in str(error) for word in _GLOO_ERRORS):
+            return None  # our own errors may contain these words too
+        return self._lost(*self._culprit())
+
+    def _lost(self, who: str, message: str) -> GroupError:
+        return GroupError(
+            f"{self.size} processes that compute one model (this is {self.rank})",
+            expected=f"an answer of each within {self.timeout_s:g} s",
+            found=f"none of {who}" + (f", which says: {message}" if message else ""),
+            fix="See what it says; what is killed has often taken more memory than there is. Start all of them again.",
+        )
+
+    def _culprit(self) -> tuple[str, str]:
+        """Which processes are lost, and the error if they have published one; this one, if no other is."""
+        self._publish(f"noticed/{self.rank}", "")
+        self._leave()
+        others, until = [rank for rank in range(self.size) if rank != self.rank], time.monotonic() + _ASKING_S
+        while True:
+            failed = [rank for rank in others if self._has(f"failed/{rank}")]
+            silent = [rank for rank in others if rank not in failed and not self._has(f"noticed/{rank}")]
+            if failed or len(silent) <= 1 or time.monotonic() > until:
+                break
+            time.sleep(0.01)
+        if failed:
+            return f"process {failed[0]}", self._get(f"failed/{failed[0]}")
+        if not silent:
+            return "this one in time: all others have given up, as they do where one is stopped", ""
+        return f"process {' and '.join(map(str, silent))}", ""
+
+    def _publish(self, name: str, text: str) -> None:
+        self._with_store(name, lambda key: self._store.set(key, text))
+
+    def _has(self, name: str) -> bool:
+        return bool(self._with_store(name, lambda key: self._store.check([key])))
+
+    def _get(self, name: str) -> str:
+        value = self._with_store(name, self._store.get)
+        return "" if value is None else str(value.decode(errors="replace"))
+
+    def _with_store(self, name: str, call: Callable[[str], Any]) -> Any:
+        """What ``call`` returns for a key; None: the store was in the process that has ended."""
+        try:
+            return call(f"torch_pi2/{self.name}/{name}")
+        except RuntimeError:  # all errors of torch.distributed are
+            return None
+
+    def __deepcopy__(self, _memo: Any) -> Group:
+        return self
