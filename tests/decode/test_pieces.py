@@ -14,7 +14,7 @@ from torch import nn
 import torch_pi2
 from torch_pi2.decode.attention import packed_attention, packed_sdpa
 from torch_pi2.decode.chunked_prefill import (
-    PIECE_TOKENS,
+    CHUNK_TOKENS,
     lossless_chunk_tokens,
     same_frequencies_up_to,
     takes_several_lengths,
@@ -91,7 +91,7 @@ def test_frequencies_that_depend_on_the_length(name: str, rope: dict[str, Any]) 
 
 
 def test_who_computes_attention() -> None:
-    wanted = PIECE_TOKENS if has_tiles() else 0
+    wanted = CHUNK_TOKENS if has_tiles() else 0
     assert lossless_chunk_tokens(quantised("Llama")) == wanted
     assert lossless_chunk_tokens(quantised("Qwen2")) == wanted
     eager = quantised("Llama")
