@@ -272,7 +272,7 @@ def test_a_margin_that_nothing_can_be_done_with_is_refused(
         OffloadConfig(miss_margin=-1)
     with pytest.raises(ConfigError, match=r"miss_margin: expected a finite number, found nan"):
         OffloadConfig(miss_margin=float("nan"))
-    with pytest.raises(ConfigError, match=r"miss_margin: expected engine .*found mmap, of which nobody knows"):
+    with pytest.raises(ConfigError, match=r"miss_margin: expected engine .*found mmap, where only the system knows"):
         torch_pi2.load(folders[1], budget="1GiB", offload=OffloadConfig(miss_margin=1, engine="mmap"))
     torch_pi2.synthetic(tmp_path / "plain", "tiny", active=0.2, predictor=None)
     torch_pi2.pack(tmp_path / "plain", tmp_path / "store")
