@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from torch_pi2.checkpoint.gguf.families import FAMILIES, llama3_divisors
 from torch_pi2.checkpoint.gguf.source import stack_name
-from torch_pi2.store.names import expert_matrix
+from torch_pi2.store.source import expert_matrix
 
 #: Columns are a multiple of 256, which k-quants need.
 HIDDEN, INNER, VOCABULARY = 256, 512, 320

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from torch_pi2.errors import ArtifactError
-from torch_pi2.store.gguf_parts import GgufModel, gguf_in
+from torch_pi2.store.gguf import GgufModel, gguf_in
 
 TENSORS = {f"w{i}": np.arange(i, i + 64, dtype=np.float32).reshape(2, 32) for i in range(5)}
 

@@ -14,7 +14,7 @@ from torch_pi2.checkpoint.quantize import Quantizer, QuantizeReport, convert, co
 from torch_pi2.formats import FLOATS, row_bytes
 from torch_pi2.ops.dtypes import DTYPES, dtype_name
 from torch_pi2.rewrite.skeleton import model_config
-from torch_pi2.store.names import ExpertMatrix
+from torch_pi2.store.source import ExpertMatrix
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import FFNSite, LinearRef
 

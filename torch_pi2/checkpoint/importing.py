@@ -29,8 +29,7 @@ from torch_pi2.layers.embedding import can_stand_for
 from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.rewrite.skeleton import skeleton
 from torch_pi2.store.folder import PI2_FOLDER, declare
-from torch_pi2.store.names import ExpertMatrix
-from torch_pi2.store.source import Source
+from torch_pi2.store.source import ExpertMatrix, Source
 from torch_pi2.store.weights import WEIGHTS_FILE
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.site import FFNSite, LinearRef

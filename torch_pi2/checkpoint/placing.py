@@ -14,8 +14,7 @@ from torch_pi2.layers.experts import expert_groups
 from torch_pi2.rewrite.place import TRIED_EXPERTS, find_experts_way, find_way
 from torch_pi2.rewrite.skeleton import places, put
 from torch_pi2.rewrite.ways import left_of
-from torch_pi2.store.names import ExpertMatrix, stored_name
-from torch_pi2.store.source import Source
+from torch_pi2.store.source import ExpertMatrix, Source, stored_name
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import FFNSite, LinearRef, check_weights
 

@@ -51,9 +51,8 @@ from torch_pi2.store.folder import (
     declare,
     read_config,
 )
-from torch_pi2.store.names import ExpertMatrix
 from torch_pi2.store.parts import Parts, check_predictors
-from torch_pi2.store.source import Checkpoint
+from torch_pi2.store.source import Checkpoint, ExpertMatrix
 from torch_pi2.store.trust import remember
 from torch_pi2.store.weights import NO_EMBEDDINGS, NO_FORMATS, WEIGHTS_FILE, metadata, neuron_specs
 from torch_pi2.types.config import Config

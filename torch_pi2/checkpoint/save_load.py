@@ -48,7 +48,7 @@ from torch_pi2.store.folder import (
     quantised_by,
     read_config,
 )
-from torch_pi2.store.gguf_parts import gguf_in
+from torch_pi2.store.gguf import gguf_in
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import weights_path
 from torch_pi2.store.trust import how_to_trust, remember, trusted

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch_pi2.errors import ArtifactError
 from torch_pi2.export.manifest import MANIFEST_FILE
-from torch_pi2.store.gguf_parts import gguf_in
+from torch_pi2.store.gguf import gguf_in
 from torch_pi2.store.storefile import STORE_FILE
 from torch_pi2.store.weights import WEIGHTS_FILE
 

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2 import import_gguf, import_quantized
-    from torch_pi2.store.gguf_parts import gguf_in
+    from torch_pi2.store.gguf import gguf_in
 
     common.check_out(args.out)
     how = {"neurons": args.neurons, "progress": not args.quiet}

@@ -18,7 +18,7 @@ from torch_pi2.graph.find import Found, look
 from torch_pi2.planner.greedy import gate_method
 from torch_pi2.rewrite.skeleton import skeleton
 from torch_pi2.store.folder import quantised_by, read_config
-from torch_pi2.store.gguf_parts import gguf_in
+from torch_pi2.store.gguf import gguf_in
 from torch_pi2.types.method import Method
 from torch_pi2.types.site import FFNSite
 

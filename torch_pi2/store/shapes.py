@@ -8,117 +8,42 @@ from typing import Any
 from torch_pi2.base.extras import missing_package
 from torch_pi2.errors import ConfigError
 
+
+def _sizes(
+    model_type: str, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "moe_intermediate_size" if model_type == "qwen3_moe" else "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        **more,
+    }
+
+
+def _experts(count: int, used: int, **more: Any) -> dict[str, Any]:
+    return {"num_experts": count, "num_experts_per_tok": used, "norm_topk_prob": True, **more}
+
+
 #: ``llama-1b`` has the sizes of TinyLlama-like benchmarks (2048, 8192, 16 layers), not those of one published model;
 #: ``llama-13b`` has those of Llama-2-13B, ``llama-70b`` those of Llama-3-70B; ``smallthinker-4b`` and ``gpt-oss-20b``
 #: those of SmallThinker-4B-A0.6B and gpt-oss-20b, in the form of Qwen3-MoE.
 SHAPES: dict[str, dict[str, Any]] = {
-    "mistral-7b": {
-        "model_type": "mistral",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 32000,
-        "sliding_window": None,
-        "max_position_embeddings": 32768,
-    },
-    "llama-1b": {
-        "model_type": "llama",
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 32000,
-    },
-    "llama-13b": {
-        "model_type": "llama",
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 40,
-        "vocab_size": 32000,
-    },
-    "llama-70b": {
-        "model_type": "llama",
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
-    "qwen2-7b": {
-        "model_type": "qwen2",
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-    },
-    "mixtral-8x7b": {
-        "model_type": "mixtral",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 32000,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "sliding_window": None,
-    },
-    "smallthinker-4b": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 1536,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "vocab_size": 32000,
-        "num_experts": 32,
-        "num_experts_per_tok": 4,
-        "norm_topk_prob": True,
-    },
-    "qwen3-30b-a3b": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-    },
-    "gpt-oss-20b": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2880,
-        "moe_intermediate_size": 2880,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 201088,
-        "num_experts": 32,
-        "num_experts_per_tok": 4,
-        "norm_topk_prob": True,
-    },
-    "tiny": {
-        "model_type": "llama",
-        "hidden_size": 256,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "vocab_size": 1024,
-    },
+    "mistral-7b": _sizes("mistral", 4096, 14336, 32, 32, 8, 32000, sliding_window=None, max_position_embeddings=32768),
+    "llama-1b": _sizes("llama", 2048, 8192, 16, 32, 8, 32000),
+    "llama-13b": _sizes("llama", 5120, 13824, 40, 40, 40, 32000),
+    "llama-70b": _sizes("llama", 8192, 28672, 80, 64, 8, 128256),
+    "qwen2-7b": _sizes("qwen2", 3584, 18944, 28, 28, 4, 152064),
+    "mixtral-8x7b": _sizes(
+        "mixtral", 4096, 14336, 32, 32, 8, 32000, num_local_experts=8, num_experts_per_tok=2, sliding_window=None
+    ),
+    "smallthinker-4b": _sizes("qwen3_moe", 1536, 768, 32, 12, 2, 32000, **_experts(32, 4, head_dim=128)),
+    "qwen3-30b-a3b": _sizes("qwen3_moe", 2048, 768, 48, 32, 4, 151936, **_experts(128, 8, head_dim=128)),
+    "gpt-oss-20b": _sizes("qwen3_moe", 2880, 2880, 24, 64, 8, 201088, **_experts(32, 4, head_dim=64)),
+    "tiny": _sizes("llama", 256, 1024, 4, 8, 2, 1024),
 }
 SHAPES["mixtral-8x7b-quarter"] = SHAPES["mixtral-8x7b"] | {"num_hidden_layers": 8}
 #: Configuration and causal model classes of transformers, by ``model_type``.

@@ -19,7 +19,7 @@ from torch_pi2.errors import UnsupportedModelError, check_choice
 from torch_pi2.formats import IMPORT_NEURONS
 from torch_pi2.ops import load as load_library
 from torch_pi2.store.folder import check_replaceable
-from torch_pi2.store.gguf_parts import gguf_in
+from torch_pi2.store.gguf import gguf_in
 
 
 @checked

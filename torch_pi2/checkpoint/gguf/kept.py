@@ -15,7 +15,7 @@ from torch_pi2.checkpoint.gguf.importing import import_gguf
 from torch_pi2.checkpoint.pack import pack
 from torch_pi2.errors import Pi2Error
 from torch_pi2.store.folder import PI2_FOLDER, read_config
-from torch_pi2.store.gguf_parts import GgufModel
+from torch_pi2.store.gguf import GgufModel
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import open_weights
 

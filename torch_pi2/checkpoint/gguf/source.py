@@ -15,9 +15,8 @@ from torch_pi2.base.tensorfile import Spec
 from torch_pi2.checkpoint.gguf.families import Family, family_of, rows_in_file, said_number
 from torch_pi2.errors import ArtifactError, NonFiniteError
 from torch_pi2.formats import ROWS
-from torch_pi2.store.gguf import GgufTensor, TensorType
-from torch_pi2.store.gguf_parts import GgufModel
-from torch_pi2.store.names import expert_matrix
+from torch_pi2.store.gguf import GgufModel, GgufTensor, TensorType
+from torch_pi2.store.source import expert_matrix
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 #: Types whose numbers are ours: rows too, but for the place of the scales, or integers that nibbles stand for.
