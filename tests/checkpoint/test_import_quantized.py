@@ -13,7 +13,7 @@ from quantised_folders import WAYS, compressed, packed, quantised
 from safetensors.torch import load_file, save_file
 
 import torch_pi2
-from torch_pi2.checkpoint.quantized_source import QuantizedCheckpoint
+from torch_pi2.checkpoint.foreign import open_folder
 from torch_pi2.errors import ArtifactError, Pi2Error, UnsupportedModelError
 
 TOKENS = torch.tensor([[5, 77, 130, 9, 200, 31, 64, 250, 3, 18]])
@@ -99,7 +99,7 @@ def test_bits_of_feed_forward_layers(tmp_path: Path, way: str, bits: float, name
     tensors = load_file(tmp_path / "in" / "model.safetensors")
     kept = {key.replace("mlp.up_proj", name): value for key, value in tensors.items() if "mlp.gate" not in key}
     save_file({key: t for key, t in kept.items() if "down_proj" not in key}, tmp_path / "in" / "model.safetensors")
-    with QuantizedCheckpoint(tmp_path / "in") as checkpoint:
+    with open_folder(tmp_path / "in") as checkpoint:
         assert checkpoint.ffn_bits() == bits
 
 

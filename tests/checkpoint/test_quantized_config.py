@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torch_pi2.checkpoint.quantized_config import Settings, settings_of
+from torch_pi2.checkpoint.foreign import Format, format_of
 from torch_pi2.errors import UnsupportedModelError
 
 GPTQ = {
@@ -91,18 +91,18 @@ def changed(config: dict[str, Any], way: tuple[str, ...], value: Any) -> dict[st
 @pytest.mark.parametrize(
     ("config", "settings"),
     [
-        (GPTQ, Settings("gptq", 4, 128, 1)),
-        (GPTQ | {"checkpoint_format": "gptq_v2", "desc_act": True}, Settings("gptq", 4, 128, 0, True)),
-        (GPTQ | {"bits": 8, "group_size": -1}, Settings("gptq", 8, 0, 1)),
-        (AWQ, Settings("awq", 4, 64)),
-        (COMPRESSED, Settings("compressed-tensors", 4, 128)),
-        (changed(COMPRESSED, (*WEIGHTS, "actorder"), "group"), Settings("compressed-tensors", 4, 128, 0, True)),
-        (changed(COMPRESSED, (*WEIGHTS, "strategy"), "channel"), Settings("compressed-tensors", 4, 128)),
-        (changed(COMPRESSED, ("sparsity_config",), {"format": "dense"}), Settings("compressed-tensors", 4, 128)),
+        (GPTQ, Format("gptq", 4, 128, 1)),
+        (GPTQ | {"checkpoint_format": "gptq_v2", "desc_act": True}, Format("gptq", 4, 128, 0, True)),
+        (GPTQ | {"bits": 8, "group_size": -1}, Format("gptq", 8, 0, 1)),
+        (AWQ, Format("awq", 4, 64)),
+        (COMPRESSED, Format("compressed-tensors", 4, 128)),
+        (changed(COMPRESSED, (*WEIGHTS, "actorder"), "group"), Format("compressed-tensors", 4, 128, 0, True)),
+        (changed(COMPRESSED, (*WEIGHTS, "strategy"), "channel"), Format("compressed-tensors", 4, 128)),
+        (changed(COMPRESSED, ("sparsity_config",), {"format": "dense"}), Format("compressed-tensors", 4, 128)),
     ],
 )
-def test_known(config: dict[str, Any], settings: Settings) -> None:
-    assert settings_of(Path("x"), {"quantization_config": config}) == settings
+def test_known(config: dict[str, Any], settings: Format) -> None:
+    assert format_of(Path("x"), {"quantization_config": config}) == settings
 
 
 @pytest.mark.parametrize(
@@ -143,10 +143,10 @@ def test_known(config: dict[str, Any], settings: Settings) -> None:
 )  # fmt: skip
 def test_refused_by_name(config: dict[str, Any], way: tuple[str, ...], value: Any, message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        settings_of(Path("x"), {"quantization_config": changed(config, way, value)})
+        format_of(Path("x"), {"quantization_config": changed(config, way, value)})
 
 
 @pytest.mark.parametrize("said", [3, "gptq", [1], None])
 def test_no_settings_at_all(said: Any) -> None:
     with pytest.raises(UnsupportedModelError, match="quant_method gptq, awq, compressed-tensors or torchao, found "):
-        settings_of(Path("x"), {"quantization_config": said})
+        format_of(Path("x"), {"quantization_config": said})

@@ -13,10 +13,9 @@ from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.files import atomic_write, replacing_folder
 from torch_pi2.checkpoint.card import keep_card
+from torch_pi2.checkpoint.foreign import of_model, open_folder
 from torch_pi2.checkpoint.importing import ImportReport, write_imported
 from torch_pi2.checkpoint.quantize import copy_small_files
-from torch_pi2.checkpoint.quantized_model import QuantizedModel
-from torch_pi2.checkpoint.quantized_source import QuantizedCheckpoint
 from torch_pi2.checkpoint.save_load import save_outside
 from torch_pi2.errors import UnsupportedModelError, check_choice
 from torch_pi2.formats import IMPORT_NEURONS
@@ -33,25 +32,25 @@ def import_quantized(
 ) -> ImportReport:
     """Write the quantised checkpoint in ``folder_in`` to ``folder_out``, for :func:`torch_pi2.load` and the rest.
 
-    Or a Hugging Face model in memory whose linear layers torchao's ``quantize_`` has quantised
+    ``folder_in`` may also be a Hugging Face model in memory whose linear layers torchao's ``quantize_`` has quantised
     (``Int8WeightOnlyConfig``, ``IntxWeightOnlyConfig``, ``Int4WeightOnlyConfig`` where its packing is plain or for a
-    CPU, and those with dynamic inputs); it is left as it is.
+    CPU, and those with dynamic inputs); it is not changed.
 
-    Taken are GPTQ (2, 4, 8 bits, groups of neighbouring columns), AWQ (4 bits, ``gemm``), compressed-tensors
-    (``pack-quantized`` and ``int-quantized``, 4 or 8 bits) and torchao (the same as in memory, as transformers saves
-    them, but for the packing for a CPU). A matrix whose integers, less their zero points, are from -8 to 7 becomes
-    ``int4``, from -128 to 127 ``int8``, one of 4 bits with zero points between integers ``q4_1``, if a group is a
-    multiple of 32 columns: nothing is rounded where float16 has the scales exactly, else these are, and the report
-    says so. Any other is rounded to ``int8``. What the configuration says of inputs is left out; what changes numbers
-    otherwise (docs/GGUF.md) is refused.
+    These formats are read: GPTQ (2, 4, 8 bits, groups of neighbouring columns), AWQ (4 bits, ``gemm``),
+    compressed-tensors (``pack-quantized`` and ``int-quantized``, 4 or 8 bits) and torchao (the same as in memory, as
+    transformers saves them, but for the packing for a CPU). A matrix whose integers, less their zero points, are from
+    -8 to 7 becomes ``int4``, from -128 to 127 ``int8``, one of 4 bits with zero points between integers ``q4_1``, if a
+    group is a multiple of 32 columns: nothing is rounded if float16 has the scales exactly, else the scales are, and
+    the report says so. Any other matrix is rounded to ``int8``. What the configuration says of inputs is ignored; other
+    settings that change numbers (docs/GGUF.md) are refused.
 
     Args:
-        neurons: as of :func:`torch_pi2.import_gguf`.
+        neurons: as for :func:`torch_pi2.import_gguf`.
 
     Raises:
         UnsupportedModelError: another method, setting or tensor; modules in memory that its configuration does not
-            give. ArtifactError: damage, or ``folder_out`` cannot be
-            written. NonFiniteError: a scale is no number. ConfigError: another ``neurons``, or folders in one another.
+            give. ArtifactError: damage, or ``folder_out`` cannot be written. NonFiniteError: a scale is no number.
+            ConfigError: another ``neurons``, or folders in one another.
     """
     check_choice("import_quantized(neurons=...)", neurons, IMPORT_NEURONS, "Choose one of these.")
     load_library()
@@ -61,7 +60,8 @@ def import_quantized(
         check_separate("import_quantized", source, folder)
     check_replaceable(folder)
     start = time.perf_counter()
-    with _opened(source) as checkpoint, replacing_folder(folder) as staging:
+    opened = of_model(source) if isinstance(source, nn.Module) else open_folder(source)
+    with opened as checkpoint, replacing_folder(folder) as staging:
         keep_card(folder, staging)
         if isinstance(source, Path):
             copy_small_files(source, staging)
@@ -96,7 +96,3 @@ def _check_built_so(model: nn.Module, folder: Path) -> None:
 
 def _classes(model: nn.Module) -> dict[str, str]:
     return {name: type(module).__name__ for name, module in model.named_modules(remove_duplicate=False)}
-
-
-def _opened(source: Path | nn.Module) -> QuantizedCheckpoint:
-    return QuantizedModel(source) if isinstance(source, nn.Module) else QuantizedCheckpoint(source)
