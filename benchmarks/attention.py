@@ -17,11 +17,11 @@ import torch.nn.functional as F
 
 from benchmarks.arguments import list_of
 from benchmarks.figures import at_least, known, spread, timed
-from torch_pi2.base import process as machine
+from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
+from torch_pi2.machine import process as machine
 from torch_pi2.ops import load
-from torch_pi2.ops.dtypes import DTYPES
 
 #: Bytes over which caches are spread.
 _BYTES = 1 << 28

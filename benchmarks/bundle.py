@@ -23,11 +23,11 @@ from benchmarks.executorch_llama import exported
 from benchmarks.figures import alternate, at_least, known, label, spread
 from benchmarks.peer import Peer
 from benchmarks.subject import RUNNER, WORK, Subject
-from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ConfigError
 from torch_pi2.export.cached_attention import KV_DTYPES, packed
+from torch_pi2.machine import process as machine
 from torch_pi2.observe.steps import timed_steps
 from torch_pi2.types.config import KV_FORMATS
 

@@ -23,13 +23,13 @@ from torch import nn
 from benchmarks.arguments import list_of
 from benchmarks.figures import alternate, at_least, label, spread
 from benchmarks.subject import FIRING, RUNNER, WORK
-from torch_pi2.base import process as machine
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 from torch_pi2.export.manifest import Manifest
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.of_model import homes
+from torch_pi2.machine import process as machine
 from torch_pi2.rewrite.handle import parts_of
 from torch_pi2.store.shapes import build_config
 from torch_pi2.types.site import FFNSite, LinearRef

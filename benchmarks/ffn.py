@@ -16,10 +16,10 @@ import torch.nn.functional as F
 
 from benchmarks.arguments import add_sizes
 from benchmarks.figures import spread, timed
+from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 from torch_pi2.ops import load
-from torch_pi2.ops.dtypes import DTYPES
 
 _SHORT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DTYPES = DTYPES | _SHORT

@@ -14,10 +14,10 @@ from torch._dynamo.utils import counters
 from benchmarks.arguments import add_folder
 from benchmarks.figures import alternate, at_least, label, spread, way_rows
 from benchmarks.subject import WORK, Subject
-from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.decode import hf_generate
 from torch_pi2.decode.decoder import Decoder
+from torch_pi2.machine import process as machine
 
 WAYS = ("transformers", "first", "model.generate", "torch_pi2.generate")
 COMPILED = "torch_pi2.generate, compiled"

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 
 from benchmarks.arguments import add_sizes
 from benchmarks.figures import alternate, at_least, spread
-from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.formats import GROUP
 from torch_pi2.layers.gpu import check_gpu
+from torch_pi2.machine import process as machine
 from torch_pi2.ops import load
 
 #: Bytes of the plain read beside which the figures stand, on a GPU; the CPU has benchmarks of its own.

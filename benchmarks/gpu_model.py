@@ -23,12 +23,12 @@ from benchmarks.figures import alternate, at_least, spread, way_rows
 from benchmarks.gguf import write_gguf
 from benchmarks.peer import Peer
 from benchmarks.subject import WORK, Subject
-from torch_pi2.base import process as machine
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.cli import common
 from torch_pi2.errors import Pi2Error, UnsupportedModelError
 from torch_pi2.layers.gpu import check_gpu
 from torch_pi2.layers.of_model import homes
+from torch_pi2.machine import process as machine
 from torch_pi2.rewrite.gpu import hot_on_gpu, rest_bytes
 
 #: Tokens of a greedy answer to ids ``[1, T]``.

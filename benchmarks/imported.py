@@ -33,7 +33,7 @@ from torch_pi2.store.shapes import build_config
 TYPES = {"q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k_s": 14, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
 #: Run in a process of its own, whose memory is looked at.
 _IMPORT = (
-    "import json, sys, torch_pi2; from torch_pi2.base import process; from torch_pi2.ops import load; load(); "
+    "import json, sys, torch_pi2; from torch_pi2.machine import process; from torch_pi2.ops import load; load(); "
     "process.reset_peak(); before = process.peak_rss_bytes(); "
     "report = torch_pi2.import_gguf(sys.argv[1], sys.argv[2]).to_json(); "
     "print(json.dumps(report | {'before_bytes': before, 'peak_bytes': process.peak_rss_bytes()}))"

@@ -22,7 +22,6 @@ import torch_pi2
 from benchmarks.arguments import list_of
 from benchmarks.beside import Beside
 from benchmarks.figures import at_least, known, shown
-from torch_pi2.base import process as machine
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.progress import phase
 from torch_pi2.cli import common
@@ -30,6 +29,7 @@ from torch_pi2.eval.loss import logits_of
 from torch_pi2.eval.work import work
 from torch_pi2.graph.find import find_sites
 from torch_pi2.layers.prompt import sparse_only
+from torch_pi2.machine import process as machine
 from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.types.config import Config, ConfigFields
 from torch_pi2.types.method import PREDICTED

@@ -25,10 +25,10 @@ from benchmarks.figures import at_least, known, label, of_store, shown, spread
 from benchmarks.gguf import write_gguf
 from benchmarks.peer import Peer, PeerError
 from benchmarks.subject import Rooms, check_one, check_share, synthetic_store
-from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS
+from torch_pi2.machine import process as machine
 from torch_pi2.machine.device import find_device
 from torch_pi2.observe.trace import check_path
 from torch_pi2.ops import load

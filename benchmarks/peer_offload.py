@@ -33,8 +33,8 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
 
     import torch_pi2
     from benchmarks.subject import Subject
-    from torch_pi2.base import process as machine
     from torch_pi2.decode.decoder import Decoder
+    from torch_pi2.machine import process as machine
     from torch_pi2.measure.link import measure_link
     from torch_pi2.observe import timings
     from torch_pi2.observe.steps import timed_steps

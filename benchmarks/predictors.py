@@ -19,7 +19,6 @@ from benchmarks.arguments import list_of
 from benchmarks.figures import at_least
 from benchmarks.methods import MODEL
 from benchmarks.subject import dense_of
-from torch_pi2.base import process as machine
 from torch_pi2.base.progress import bar
 from torch_pi2.cli import common
 from torch_pi2.fitting.fit import cold_neurons
@@ -27,6 +26,7 @@ from torch_pi2.fitting.search import read_bytes
 from torch_pi2.fitting.sets import MIN_SEQUENCES, split
 from torch_pi2.fitting.train import calibrate, measure, train_matrices
 from torch_pi2.graph.find import find_sites
+from torch_pi2.machine import process as machine
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.rows import values
 from torch_pi2.planner.greedy import hot_cut

@@ -16,8 +16,8 @@ from benchmarks.figures import at_least, label, spread
 from benchmarks.serve import Served, add_server
 from benchmarks.server import Server
 from benchmarks.words import text
-from torch_pi2.base import process as machine
 from torch_pi2.cli import common
+from torch_pi2.machine import process as machine
 
 #: Tokens of an answer: its first text is measured.
 _ANSWER = 2

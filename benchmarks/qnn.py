@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from torch_pi2.base.files import atomic_write
-from torch_pi2.base.process import describe
+from torch_pi2.machine.process import describe
 
 CHUNK, CHUNKS, BATCHES = 512, (1, 2, 4), (1, 2, 4)
 

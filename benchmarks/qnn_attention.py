@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from torch_pi2.base.files import atomic_write
-from torch_pi2.base.process import describe
+from torch_pi2.machine.process import describe
 
 GRAPHS = {"decode_b1": (1, 1), "decode_b4": (4, 1), "prefill_128": (1, 128)}
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from benchmarks.emulator import Emulated, weights_alone
 from torch_pi2.base.files import atomic_write
-from torch_pi2.base.process import describe
+from torch_pi2.machine.process import describe
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "drelu-stdlib-5m"
 #: Precision, size of groups of weights, and whether those of attention are chosen by GPTQ.

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.emulator import Emulated, relative, weights_alone
 from torch_pi2.base.files import atomic_write
-from torch_pi2.base.process import describe
+from torch_pi2.machine.process import describe
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "drelu-stdlib-5m"
 

@@ -23,13 +23,13 @@ from benchmarks.arguments import list_of
 from benchmarks.figures import at_least
 from benchmarks.methods import MODEL
 from benchmarks.subject import dense_of
-from torch_pi2.base import process as machine
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 from torch_pi2.fitting.sets import MIN_SEQUENCES
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.graph.find import find_sites
+from torch_pi2.machine import process as machine
 from torch_pi2.machine.device import Device, find_device
 from torch_pi2.measure import reads as measured
 from torch_pi2.ops import load as load_library

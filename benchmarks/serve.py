@@ -28,10 +28,10 @@ from benchmarks.memory import Memory
 from benchmarks.server import Server
 from benchmarks.subject import FIRING, WORK
 from benchmarks.words import save_tokenizer, text, vocabulary
-from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS
+from torch_pi2.machine import process as machine
 from torch_pi2.rewrite.skeleton import model_config
 from torch_pi2.store.folder import PI2_FOLDER
 

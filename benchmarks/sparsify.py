@@ -20,10 +20,10 @@ import torch
 import torch_pi2
 from benchmarks.arguments import list_of
 from benchmarks.subject import dense_of
-from torch_pi2.base import process as machine
 from torch_pi2.base.units import percent
 from torch_pi2.cli import common
 from torch_pi2.graph.find import find_sites
+from torch_pi2.machine import process as machine
 from torch_pi2.profiling.text import stdlib_text
 from torch_pi2.training.settings import ACTIVATIONS, SparsifySettings
 from torch_pi2.training.trainer import alone, train, training_arguments

@@ -27,7 +27,6 @@ from torch import nn
 from benchmarks.arguments import add_source, list_of
 from benchmarks.figures import alternate, at_least, label, medians, of_store, shown, spread
 from benchmarks.subject import WORK, Rooms, Subject, check_one, check_share, synthetic_store
-from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.decode.sequence import GeneratedSequence, pick
@@ -35,6 +34,7 @@ from torch_pi2.decode.speculate import MOST_DRAFTED, Drafts, Pace, PromptLookup,
 from torch_pi2.errors import ConfigError
 from torch_pi2.eval.token_source import tokens_of
 from torch_pi2.formats import ACTIVATIONS, QUANTIZED
+from torch_pi2.machine import process as machine
 from torch_pi2.machine.device import find_device
 from torch_pi2.ops import load as load_library
 from torch_pi2.rewrite.handle import store_of

@@ -25,11 +25,11 @@ from benchmarks.figures import at_least, known, of_store, shown, spread
 from benchmarks.network import INTERFACE, Network
 from benchmarks.peer import Peer
 from benchmarks.subject import Rooms, check_share
-from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.distributed.shard_store import shards_in
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS
+from torch_pi2.machine import process as machine
 from torch_pi2.store.folder import PI2_FOLDER, read_config
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
 from torch_pi2.store.superblock import LayerEntry

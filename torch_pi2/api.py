@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.arguments import checked
+from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.evaluating import evaluating, fresh_settings
 from torch_pi2.base.mapped import is_mapped
 from torch_pi2.decode import hf_generate
@@ -41,7 +42,6 @@ from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import cuts, exact_zeros
-from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.planner.for_machine import plan_for
 from torch_pi2.planner.gpu import accelerator_room
 from torch_pi2.planner.greedy import greedy_plan, hot_cut, plan_without_data

@@ -1,7 +1,7 @@
 """How numbers are stored: the one table of formats (``pi2::DType`` of the core), which every list of names comes from.
 
 Files and arguments call a format by its name. Operators say ``float`` for all that torch has a dtype for, as the tensor
-itself says which (:mod:`torch_pi2.ops.dtypes`). Nothing here needs torch, so that commands can list what there is.
+itself says which (:mod:`torch_pi2.base.dtypes`). Nothing here needs torch, so that commands can list what there is.
 """
 
 from __future__ import annotations

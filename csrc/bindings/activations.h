@@ -1,4 +1,4 @@
-// Names that operators take, in the order of the enums that they stand for.
+// Activations by the text that operators take.
 #pragma once
 
 #include <cmath>
@@ -10,10 +10,6 @@
 #include "pi2/types.h"
 
 namespace pi2::binding {
-
-// torch_pi2.ops.ACTIVATIONS.
-constexpr const char* kActivations[] = {"relu", "relu2", "silu", "gelu", "gelu_tanh", "identity"};
-static_assert(std::size(kActivations) == kActivationCount);
 
 // An activation by its text: a name, or name[in=1.702,out=0.5,limit=7,plus=1,sigmas=1.6,second=1] with some of these.
 // False: it is none.

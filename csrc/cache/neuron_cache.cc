@@ -9,10 +9,11 @@ struct Known {
   CachePolicy policy;
   std::unique_ptr<EvictionPolicy> (*make)(CacheEntries& entries, std::int64_t keys);
   const char* name;
+  std::int64_t bytes;
 };
 
 constexpr Known kKnown[] = {
-#define PI2_CACHE_POLICY(enumerator, make, name) {CachePolicy::enumerator, make, name},
+#define PI2_CACHE_POLICY(enumerator, make, name, bytes) {CachePolicy::enumerator, make, name, bytes},
 #include "cache/policies/list.inc"
 #undef PI2_CACHE_POLICY
 };
@@ -34,6 +35,8 @@ std::string policy_of(const std::string& name, CachePolicy* policy) {
 }
 
 std::string name_of(CachePolicy policy) { return known(policy).name; }
+
+std::int64_t bytes_of(CachePolicy policy) { return known(policy).bytes; }
 
 NeuronCache::NeuronCache(std::int64_t keys, std::int64_t slots, CachePolicy policy)
     : kind_(policy),

@@ -11,13 +11,13 @@
 namespace pi2 {
 
 enum class CachePolicy {
-#define PI2_CACHE_POLICY(enumerator, make, name) enumerator,
+#define PI2_CACHE_POLICY(enumerator, make, name, bytes) enumerator,
 #include "cache/policies/list.inc"
 #undef PI2_CACHE_POLICY
 };
 
 constexpr CachePolicy kCachePolicies[] = {
-#define PI2_CACHE_POLICY(enumerator, make, name) CachePolicy::enumerator,
+#define PI2_CACHE_POLICY(enumerator, make, name, bytes) CachePolicy::enumerator,
 #include "cache/policies/list.inc"
 #undef PI2_CACHE_POLICY
 };
@@ -25,6 +25,7 @@ constexpr CachePolicy kCachePolicies[] = {
 // "" and the policy, or what is wrong with the name.
 std::string policy_of(const std::string& name, CachePolicy* policy);
 std::string name_of(CachePolicy policy);
+std::int64_t bytes_of(CachePolicy policy);  // of each neuron of the store
 
 // A number of slots for keys 0..keys - 1. What was looked up or inserted since begin() is pinned: never evicted.
 class NeuronCache {

@@ -67,8 +67,8 @@ std::string checked(OffloadOptions* options, CachePolicy* policy, DeviceModel* d
   std::string wrong = policy_of(options->policy, policy);
   if (!wrong.empty()) return "policy: " + wrong;
   const bool map = options->engine == "mmap";
-  if (!map && options->engine != "pread" && options->engine != "io_uring")
-    return "engine: expected pread, io_uring or mmap, found '" + options->engine + "'";
+  if (!map && !is_read_engine(options->engine))
+    return "engine: expected " + read_engine_choices(nullptr, "mmap") + ", found '" + options->engine + "'";
   if (options->cache_bytes < 0 || options->io_threads < 1 || options->in_flight < 1 || options->window < 0 ||
       options->gap_bytes < 0 || !(options->miss_margin >= 0) || !is_share(options->drop_experts) ||
       !is_share(options->hot_share))

@@ -16,13 +16,11 @@ std::string Reads::open(DeviceModel device) {
                       },
                       this};
   const auto reading = [&](ReadDone done) {
-    return options.engine == "io_uring" ? uring_engine(file.descriptor(), options.io_threads, done, &wrong)
-                                        : pread_engine(file.descriptor(), options.io_threads, done);
+    return open_read_engine(options.engine, file.descriptor(), options.io_threads, done, &wrong);
   };
   device.set_range(file.file_bytes());
   engine_ = options.device.empty() ? reading(told) : simulated_engine(device, reading, told, &late_);
-  if (engine_ == nullptr && options.engine == "pread") return "engine: no thread could be started for reading";
-  if (engine_ == nullptr) return "engine: io_uring is not available here: " + wrong;
+  if (engine_ == nullptr) return "engine: " + options.engine + " is not available here: " + wrong;
   return "";
 }
 

@@ -80,9 +80,12 @@ class PreadPool final : public ReadEngine {
 
 }  // namespace
 
-std::unique_ptr<ReadEngine> pread_engine(int descriptor, int threads, ReadDone done) {
+std::unique_ptr<ReadEngine> pread_engine(int descriptor, int threads, ReadDone done, std::string* why) {
   auto pool = std::make_unique<PreadPool>(descriptor, threads < 1 ? 1 : threads, done);
-  if (!pool->works()) return nullptr;
+  if (!pool->works()) {
+    if (why != nullptr) *why = "no thread could be started for reading";
+    return nullptr;
+  }
   return pool;
 }
 

@@ -501,7 +501,7 @@ long check_options(std::mt19937& rng) {
   OffloadOptions options;
   options.engine = "tape";
   PI2_CHECK(Offload::open(store.path, options, &problem) == nullptr &&
-                problem == "engine: expected pread, io_uring or mmap, found 'tape'",
+                problem == "engine: expected io_uring, pread or mmap, found 'tape'",
             "%s", problem.c_str());
   options = OffloadOptions();
   options.policy = "clock";

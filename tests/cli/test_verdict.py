@@ -15,9 +15,9 @@ from tiny_tokenizers import byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from torch_pi2 import cli
-from torch_pi2.base import process
 from torch_pi2.checkpoint import card
 from torch_pi2.errors import ArtifactError, StaleArtifactError
+from torch_pi2.machine import process
 from torch_pi2.types.verdict import Loss, Speed, Verdict
 
 TEXT = "".join(f"def f{i}(x, y={i}):\n    return x * {i % 7} + y\n\n" for i in range(200))

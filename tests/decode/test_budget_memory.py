@@ -31,7 +31,7 @@ _RUN = """
 import ctypes, gc, json, math, sys
 import torch, torch_pi2, transformers
 from benchmarks import cap
-from torch_pi2.base import process as machine
+from torch_pi2.machine import process as machine
 from torch_pi2.decode.decoder import Decoder
 
 tiny, folder, activations, way, group = sys.argv[1:]
@@ -127,7 +127,7 @@ def test_the_smallest_budget_holds(stores: dict[str, Path], name: str, activatio
 
 _TOGETHER = """
 import ctypes, gc, torch_pi2
-from torch_pi2.base import process as machine
+from torch_pi2.machine import process as machine
 from torch_pi2.decode.decoder import Decoder
 
 def use(model, tokens):

@@ -459,7 +459,7 @@ def test_budgets_and_options(folder: Path, caplog: pytest.LogCaptureFixture) -> 
     with pytest.raises(ConfigError, match=r"budget: expected bytes, or text"):
         Bundle(folder, budget="much")
     with pytest.raises(
-        ConfigError, match=r"option engine of Pi2Backend: expected auto, pread or io_uring, found 'fast'"
+        ConfigError, match=r"option engine of Pi2Backend: expected auto, io_uring or pread, found 'fast'"
     ):
         Bundle(folder, engine="fast")
     with Bundle(folder, budget="2MiB", threads=1, io_threads=2, engine="pread", policy="lru", direct=False) as opened:

@@ -205,7 +205,7 @@ def test_refusals_by_code_and_in_words(runtime: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"option of Pi2Backend: expected store_path, .*found 'speed'"):
         backend.set_options({"speed": 11})
     with pytest.raises(
-        ConfigError, match=r"option engine of Pi2Backend: expected auto, pread or io_uring, found 'mmap'"
+        ConfigError, match=r"option engine of Pi2Backend: expected auto, io_uring or pread, found 'mmap'"
     ):
         backend.set_options({"engine": "mmap"})
 

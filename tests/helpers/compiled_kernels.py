@@ -20,11 +20,11 @@ from triton.compiler import ASTSource, compile
 
 from torch_pi2.formats import FORMATS
 from torch_pi2.ops import load
-from torch_pi2.ops.gpu import dequantize, kernels, listed
+from torch_pi2.ops.gpu import ffn, kernels, linear
 
 H, RANK = 4096, 256
 ROW = {"float": H, **{name: FORMATS[name].row_bytes(H) for name in ("int4", "int8")}}
-TILES = {"TILE": kernels.TILE, "BLOCK": listed.BLOCK_OF_TILE}
+TILES = {"TILE": kernels.TILE, "BLOCK": ffn.BLOCK_OF_TILE}
 ROW_64, ROW_32 = FORMATS["int4"].row_bytes(64), FORMATS["int4"].row_bytes(32)
 INTEGERS = {"N_HOT", "INTERMEDIATE", "TILES", "ROWS", "cold", "most"}
 SUMS = {"MOST_TILES": 256, "PARTS": kernels.PARTS, "N": kernels.NEURONS}
@@ -38,7 +38,7 @@ def cases() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
     lists = {"lists": "*i32", "counts": "*i32"}
     for form, rows, scales in (("float", "*bf16", "*bf16"), ("int4", "*u8", "*fp16"), ("int8", "*u8", "*fp16")):
         held = {"rows": rows, "scales": scales}
-        block = {"BLOCK": listed.block_of_part(form, H), "N": kernels.NEURONS}
+        block = {"BLOCK": ffn.block_of_part(form, H), "N": kernels.NEURONS}
         layer = {"H": H, "R": 3, "ROW": ROW[form], "FORMAT": form, "ACTIVATION": "relu"}
         whole = {"ON_UP": False, "bias_gate": None, "bias_up": None, "TILE": kernels.TILE} | block | SUMS
         found[f"listed_ffn {form}"] = (
@@ -65,15 +65,15 @@ def cases() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
         found[f"dequantize_rows {form}"] = (
             kernels.dequantize_rows,
             {"rows": "*u8", "scales": "*fp16", "y": "*bf16"},
-            {"STRIDE": 3 * ROW[form], "H": H, "FORMAT": form, "BLOCK": dequantize.MOST_BLOCK},
+            {"STRIDE": 3 * ROW[form], "H": H, "FORMAT": form, "BLOCK": linear.MOST_BLOCK},
         )
-    signs = {"H": H, "WORDS": H // 32, "TILE": kernels.TILE, "BLOCK": listed.BLOCK_OF_SIGNS}
+    signs = {"H": H, "WORDS": H // 32, "TILE": kernels.TILE, "BLOCK": ffn.BLOCK_OF_SIGNS}
     found["list_signed"] = (kernels.list_signed, {"x": "*bf16", "signs": "*i32"} | lists, signs)
     found["list_masked"] = (kernels.list_masked, {"mask": "*u8"} | lists, {"TILE": kernels.TILE})
     found["add_parts"] = (
         kernels.add_parts,
         {"parts": "*fp32", "counts": "*i32", "y": "*bf16"},
-        {"bias": None, "H": H, "TOGETHER": listed.TOGETHER, "BLOCK": listed.BLOCK_OF_SUM} | SUMS,
+        {"bias": None, "H": H, "TOGETHER": ffn.TOGETHER, "BLOCK": ffn.BLOCK_OF_SUM} | SUMS,
     )
     for name, (kernel, pointers, constants) in list(found.items()):
         if "experts" in kernel.arg_names:
@@ -85,7 +85,7 @@ def cases() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
     return found
 
 
-WARPS = {kernels.listed_ffn: listed.WARPS}
+WARPS = {kernels.listed_ffn: ffn.WARPS}
 
 
 def loads(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], capability: int) -> Counter[str]:

@@ -26,11 +26,11 @@ from plan_fakes import plan_of
 from transformers import AutoModelForCausalLM
 
 import torch_pi2
-from torch_pi2.base import process
 from torch_pi2.base.heap import trim
 from torch_pi2.decode.adapt import follow
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.machine import process
 from torch_pi2.rewrite.handle import store_and_budget
 from torch_pi2.types.offload import OffloadConfig
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import torch_pi2
-from torch_pi2.base.crc32c import crc32c_by_table
 from torch_pi2.base.tensorfile import Spec, TensorWriter
+from torch_pi2.ops.crc32c import crc32c_by_table
 from torch_pi2.predict.file import save_predictors
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import PADDING, StoreReader, part_of

@@ -470,7 +470,7 @@ _BUDGET = """
 import ctypes, gc, json, sys
 import torch, torch_pi2.hf
 from transformers import AutoModelForCausalLM
-from torch_pi2.base import process
+from torch_pi2.machine import process
 
 tiny, folder, budget = sys.argv[1:]
 torch.set_num_threads(2)

@@ -29,7 +29,7 @@ from torch_pi2.formats import FORMATS
 from torch_pi2.layers.experts import OffloadedExperts
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
 from torch_pi2.ops import load as load_library
-from torch_pi2.ops import reference_store
+from torch_pi2.ops import reference
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.types.offload import OffloadConfig
@@ -251,7 +251,7 @@ def test_the_operator_follows_its_reference(folders: dict[str, Path]) -> None:
         settings = (0, None, None, None, [], "none", 0.0, "", False, "relu", False, 0, 0.0)
         opcheck(torch.ops.pi2.stored_ffn.default, (x, store.number, *settings))
         with StoreReader(store.path) as reader:
-            wanted = reference_store.stored_ffn(x, reader, *settings)
+            wanted = reference.stored_ffn(x, reader, *settings)
         tolerance = 1e-4 if weights == "float32" else 2e-2
         found = torch.ops.pi2.stored_ffn(x, store.number, *settings)
         torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)

@@ -25,7 +25,8 @@ from torch_pi2.layers import experts, ffn, gpu, linear, prompt
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import homes, sparse_layers
 from torch_pi2.layers.prompt import dense_on_gpu_from, sparse_only, steps_of_one
-from torch_pi2.ops.gpu import gathered_experts, gathered_ffn, kernels
+from torch_pi2.ops.gpu import ffn as gpu_ffn
+from torch_pi2.ops.gpu import kernels
 from torch_pi2.ops.gpu import linear as gpu_linear
 from torch_pi2.ops.gpu.linear import products_from
 
@@ -39,7 +40,7 @@ def interpreted() -> Iterator[list[str]]:
 
     def launched(operator: Any, kind: int | None) -> Any:
         def launch(*args: object) -> torch.Tensor:
-            kinds.append(gathered_ffn.NO_PREDICTOR if kind is None else str(args[kind]))
+            kinds.append(gpu_ffn.NO_PREDICTOR if kind is None else str(args[kind]))
             return operator(*args)  # type: ignore[no-any-return]
 
         return launch
@@ -47,9 +48,9 @@ def interpreted() -> Iterator[list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (prompt, experts):
             patch.setattr(module, "on_gpu", lambda _: True)
-        patch.setattr(torch.ops.pi2, "sparse_ffn", launched(gathered_ffn.sparse_ffn, None))
-        patch.setattr(torch.ops.pi2, "predicted_ffn", launched(gathered_ffn.predicted_ffn, 6))
-        patch.setattr(torch.ops.pi2, "gathered_experts", launched(gathered_experts.launch, 5))
+        patch.setattr(torch.ops.pi2, "sparse_ffn", launched(gpu_ffn.sparse_ffn, None))
+        patch.setattr(torch.ops.pi2, "predicted_ffn", launched(gpu_ffn.predicted_ffn, 6))
+        patch.setattr(torch.ops.pi2, "gathered_experts", launched(gpu_ffn.gathered_experts, 5))
         patch.setattr(kernels, "PARTS", 3)
         yield kinds
 
@@ -67,7 +68,7 @@ def test_the_exact_gate_gives_the_dense_models_logits(name: str) -> None:
     with interpreted() as kinds:
         many = {"drelu": 3, "opt": 2}[name]
         torch.testing.assert_close(logits(model, many - 1), logits(dense, many - 1), rtol=0, atol=1e-4)
-        assert kinds == [gathered_ffn.NO_PREDICTOR] * layers
+        assert kinds == [gpu_ffn.NO_PREDICTOR] * layers
         torch.testing.assert_close(logits(model, many), logits(dense, many), rtol=0, atol=1e-4)
         assert len(kinds) == layers  # so many are dense
         with steps_of_one():
@@ -97,7 +98,7 @@ def test_quantised_layers_of_hot_neurons_are_dequantised_for_many_tokens_only(mo
         monkeypatch.setattr(gpu_linear, "TEMPORARY_BYTES", 4 * layers[0].site.hidden * 50)
         with interpreted() as kinds:
             torch.testing.assert_close(logits(model, many - 1), wanted[0], rtol=0, atol=1e-4)
-            assert kinds == [gathered_ffn.NO_PREDICTOR] * len(layers) * listed
+            assert kinds == [gpu_ffn.NO_PREDICTOR] * len(layers) * listed
             torch.testing.assert_close(logits(model, many), wanted[1], rtol=0, atol=1e-4)
             assert len(kinds) == len(layers) * listed
 
@@ -146,7 +147,7 @@ def test_float16_is_converted_for_many_tokens_only(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(gpu_linear, "TEMPORARY_BYTES", 4 * layer.site.hidden * 20)
     with interpreted() as kinds:
         torch.testing.assert_close(layer(x_TH[:3]), wanted[:3], rtol=2**-9, atol=1e-3)
-        assert (kinds, made) == ([gathered_ffn.NO_PREDICTOR], [])
+        assert (kinds, made) == ([gpu_ffn.NO_PREDICTOR], [])
         torch.testing.assert_close(layer(x_TH), wanted, rtol=2**-9, atol=1e-3)
         assert (len(kinds), max(made)) == (1, 20)
 
@@ -156,7 +157,7 @@ def test_linear_layers_of_several_steps_have_the_bits_of_each(weights: str, monk
     layer = QuantLinear.from_linear(tiny("drelu").lm_head, weights)
     x_TK = torch.randn(1, 20, layer.in_features, generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(linear, "on_gpu", lambda _: True)
-    monkeypatch.setattr(torch.ops.pi2, "linear", gpu_linear.launch)
+    monkeypatch.setattr(torch.ops.pi2, "linear", gpu_linear.linear)
     with torch.no_grad():
         each = torch.cat([layer(x_TK[:, t : t + 1]) for t in range(20)], 1)
         with steps_of_one():
@@ -188,7 +189,7 @@ def test_mixtures_of_experts_compute_what_they_do_on_the_cpu(name: str, method: 
     wanted = logits(model, 3)
     with interpreted() as kinds:
         torch.testing.assert_close(logits(model, 3), wanted, rtol=0, atol=1e-3 * float(wanted.abs().max()))
-    assert kinds == ["signbit" if method == "signbit" else gathered_ffn.NO_PREDICTOR] * 2
+    assert kinds == ["signbit" if method == "signbit" else gpu_ffn.NO_PREDICTOR] * 2
 
 
 def test_first_neurons_of_experts_by_the_kernels() -> None:
@@ -201,7 +202,7 @@ def test_first_neurons_of_experts_by_the_kernels() -> None:
     wanted = part.compute(x_TH, index_Tk, torch.ones(2, 2))
     with interpreted() as kinds:
         torch.testing.assert_close(part.compute(x_TH, index_Tk, torch.ones(2, 2)), wanted, rtol=1e-4, atol=1e-4)
-    assert kinds == [gathered_ffn.NO_PREDICTOR]
+    assert kinds == [gpu_ffn.NO_PREDICTOR]
     assert part.neuron_rows.shape[:2] == (3, 64)
 
 

@@ -28,7 +28,7 @@ from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import STATISTICS, OffloadedFFN, Store, open_stores
-from torch_pi2.ops import load, reference_store
+from torch_pi2.ops import load, reference
 from torch_pi2.rewrite.handle import store_and_budget
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.types.offload import OffloadConfig
@@ -442,7 +442,7 @@ def test_operators(folders: tuple[Path, Path]) -> None:
     opcheck(torch.ops.pi2.stored_ffn.default, (x, *settings))
     opcheck(torch.ops.pi2.crc32c.default, (torch.randint(0, 256, (3, 77), dtype=torch.uint8),))
     with StoreReader(store.path) as reader:
-        wanted = reference_store.stored_ffn(x, reader, *settings[1:])
+        wanted = reference.stored_ffn(x, reader, *settings[1:])
     torch.testing.assert_close(torch.ops.pi2.stored_ffn(x, *settings), wanted, rtol=1e-4, atol=1e-4)
     for position, value, message in (
         (1, 99, "layer: expected 0 to"),
@@ -507,7 +507,7 @@ def test_the_operator_follows_its_reference_with_a_predictor(folders: tuple[Path
     site = (layer.site.activation, layer.site.activation_on_up, layer.n_hot, layer.threshold)
     biases = (layer.bias_gate, layer.bias_up, layer.bias_down)
     with StoreReader(layer.store.path) as reader:
-        wanted = reference_store.stored_ffn(x, reader, layer.store_layer, *biases, predictor, *how, False, *site)
+        wanted = reference.stored_ffn(x, reader, layer.store_layer, *biases, predictor, *how, False, *site)
     with torch.no_grad():
         torch.testing.assert_close(layer(x), wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
 

@@ -21,7 +21,7 @@ from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.layers.split import CudaLink, Split
-from torch_pi2.ops import reference_store
+from torch_pi2.ops import reference
 from torch_pi2.profiling.data import Batch
 from torch_pi2.store.storefile import StoreReader
 
@@ -91,7 +91,7 @@ def test_the_operator_leaves_out_first_neurons(tmp_path_factory: pytest.TempPath
     for first in (0, 64, 256, neurons):
         opcheck(torch.ops.pi2.stored_ffn.default, (x, store.number, *rest, first))
         with StoreReader(store.path) as reader:
-            wanted = reference_store.stored_ffn(x, reader, *rest, first)
+            wanted = reference.stored_ffn(x, reader, *rest, first)
         torch.testing.assert_close(
             torch.ops.pi2.stored_ffn(x, store.number, *rest, first), wanted, rtol=1e-4, atol=1e-4
         )

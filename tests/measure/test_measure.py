@@ -136,7 +136,7 @@ def test_reads_are_counted_and_mistakes_named(tmp_path: Path) -> None:
     one = torch.ops.pi2.read_rates(str(path), "pread", False, MIB, 1, MIB, True, 1e-9).tolist()
     assert one[0] == 1  # however short
     for changed, message in (
-        ({"engine": "mmap"}, "engine: expected pread or io_uring, found 'mmap'"),
+        ({"engine": "mmap"}, "engine: expected io_uring or pread, found 'mmap'"),
         ({"block": 1000}, "blocks of a multiple of 4096 bytes"),
         ({"depth": 0}, "a depth of 1 to 1024"),
         ({"path": str(tmp_path / "none")}, "found: No such file or directory"),

@@ -15,7 +15,7 @@ import torch_pi2
 from torch_pi2.errors import GradientError, ShapeError
 from torch_pi2.formats import GROUP, row_bytes
 from torch_pi2.layers.offloaded import Store
-from torch_pi2.ops import load, reference_experts
+from torch_pi2.ops import load, reference
 from torch_pi2.predict.signbit import pack_signs
 from torch_pi2.store.storefile import SUPERBLOCK, StoreReader
 from torch_pi2.store.superblock import Superblock
@@ -110,7 +110,7 @@ def run(arguments: dict[str, object]) -> torch.Tensor:
 
 
 def assert_follows_reference(arguments: dict[str, object]) -> None:
-    found, wanted = run(arguments), reference_experts.experts_ffn(**arguments)
+    found, wanted = run(arguments), reference.experts_ffn(**arguments)
     assert found.dtype is wanted.dtype
     # Half: one rounding of nearly the same sum. Predicted: a neuron at its cut may go either way.
     relative = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}[found.dtype]
@@ -222,8 +222,8 @@ def test_bits_do_not_depend_on_where_experts_are(path: Path, kind: str, int8_act
         for _ in range(2):
             assert torch.equal(torch.ops.pi2.stored_experts(**over, store=store.number), wanted)
     with StoreReader(reader.path) as again:
-        reference = reference_experts.stored_experts(**over, reader=again)
-    assert torch.equal(reference, reference_experts.experts_ffn(**memory))
+        found = reference.stored_experts(**over, reader=again)
+    assert torch.equal(found, reference.experts_ffn(**memory))
 
 
 @pytest.mark.parametrize("kind", KINDS)

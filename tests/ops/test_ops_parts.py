@@ -14,7 +14,7 @@ from shared import small_store
 import torch_pi2
 from torch_pi2.distributed.shard_store import shards_in
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
-from torch_pi2.ops import load, reference, reference_store
+from torch_pi2.ops import load, reference
 from torch_pi2.ops.constants import chunk_neurons, constants
 from torch_pi2.store.storefile import StoreReader
 
@@ -55,7 +55,7 @@ def test_the_chunks_of_a_layer_are_its_sum(folder: Path, tokens: int, activation
         y = torch.ops.pi2.stored_ffn(x, layer.store.number, 0, *call)
         assert torch.equal(torch.ops.pi2.add_parts(parts, list(range(chunks)), layer.bias_down, x), y)
         with StoreReader(store / "pi2" / "model.pi2") as reader:
-            wanted = reference_store.stored_ffn(x, reader, 0, *call, chunks)
+            wanted = reference.stored_ffn(x, reader, 0, *call, chunks)
         torch.testing.assert_close(parts, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()) + 1e-7)
 
 
@@ -71,7 +71,7 @@ def test_the_chunks_of_a_shard_are_those_of_the_layer(tmp_path: Path) -> None:
         store = Store(reader.path, 1 << 20)
         x = torch.randn(2, hidden)
         found = torch.ops.pi2.stored_ffn(x, store.number, 0, *settings, chunks)
-        wanted = reference_store.stored_ffn(x, reader, 0, *settings, chunks)
+        wanted = reference.stored_ffn(x, reader, 0, *settings, chunks)
         torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
         opcheck(torch.ops.pi2.stored_ffn.default, (x, store.number, 0, *settings, chunks))
         with pytest.raises(

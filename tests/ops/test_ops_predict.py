@@ -11,7 +11,7 @@ from torch_pi2.errors import GradientError, ShapeError
 from torch_pi2.formats import GROUP, row_bytes
 from torch_pi2.ops import load, reference, rows
 from torch_pi2.ops.constants import constants
-from torch_pi2.ops.linear_blocks import to_blocks
+from torch_pi2.ops.linear import to_blocks
 from torch_pi2.predict.signbit import pack_signs
 
 load()

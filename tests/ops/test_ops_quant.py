@@ -10,7 +10,7 @@ from operators import opcheck
 from torch_pi2.errors import ConfigError, DtypeError, GradientError, NonFiniteError, ShapeError
 from torch_pi2.formats import FORMATS, GGML, QUANTIZED, row_bytes
 from torch_pi2.ops import load, reference
-from torch_pi2.ops.linear_blocks import from_blocks, to_blocks
+from torch_pi2.ops.linear import from_blocks, to_blocks
 from torch_pi2.ops.quantized import quantize
 from torch_pi2.ops.rows import values
 

@@ -8,7 +8,7 @@ from operators import opcheck
 
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.ops import load, reference
-from torch_pi2.ops.gpu import gathered_ffn
+from torch_pi2.ops.gpu import ffn as gpu_ffn
 
 load()
 SIZES = [(1, 3, 1, 1), (7, 2, 17, 3), (300, 3, 111, 5), (989, 3, 128, 19), (513, 2, 64, 70)]  # I, R, H, T
@@ -89,4 +89,4 @@ def test_what_is_refused(thresholds: torch.Tensor, message: str) -> None:
 def test_a_gpu_refuses_them() -> None:
     tensors, thresholds = layer(30, 3, 24, 5)
     with pytest.raises(UnsupportedModelError, match="thresholds on a GPU: expected one threshold for a layer"):
-        gathered_ffn.sparse_ffn(*tensors, None, "silu", False, 4, 0.0, "float", False, thresholds)
+        gpu_ffn.sparse_ffn(*tensors, None, "silu", False, 4, 0.0, "float", False, thresholds)

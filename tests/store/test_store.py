@@ -23,7 +23,6 @@ from stores import HASH, SMALL, Damaged, logits, pack, parts_beside, rename_chec
 from tiny_models import tiny
 
 import torch_pi2
-from torch_pi2.base.crc32c import continue_crc32c, crc32c, crc32c_by_table, has_operator
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.checkpoint import pack as packing
@@ -34,6 +33,7 @@ from torch_pi2.checkpoint.sparse import load_sparse
 from torch_pi2.cli import main
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, StaleArtifactError
 from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.ops.crc32c import continue_crc32c, crc32c, crc32c_by_table, has_operator
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import StoreReader, open_weights, part_of, tensor_check
 from torch_pi2.store.superblock import LayerEntry, Superblock, slot_bytes

@@ -20,14 +20,14 @@ from typing import Any, NoReturn, Self
 
 import torch
 
+from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import shown
 from torch_pi2.base.files import claimed, not_written
 from torch_pi2.base.mapped import MappedFile
+from torch_pi2.base.memory import new_tensor
 from torch_pi2.base.progress import bar
 from torch_pi2.base.reading import ROOM_BYTES, open_file, parse
 from torch_pi2.errors import ArtifactError, ConfigError
-from torch_pi2.ops.dtypes import dtype_name
-from torch_pi2.ops.memory import new_tensor
 
 #: Names of dtypes in safetensors headers.
 DTYPES = {

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.memory import new_tensor
 from torch_pi2.ops import load as load_library
-from torch_pi2.ops.memory import new_tensor
 from torch_pi2.ops.rows import row_of_neurons
 from torch_pi2.rewrite.fits import check_fits
 from torch_pi2.rewrite.skeleton import check_filled, fill, places, skeleton

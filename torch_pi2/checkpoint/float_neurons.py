@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from torch_pi2.base.dtypes import DTYPES, dtype_name
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.placing import Stored, refs_of
 from torch_pi2.checkpoint.quantize import Quantizer, QuantizeReport, convert, converted, update_digest
 from torch_pi2.formats import FLOATS, row_bytes
-from torch_pi2.ops.dtypes import DTYPES, dtype_name
 from torch_pi2.rewrite.skeleton import model_config
 from torch_pi2.store.source import ExpertMatrix
 from torch_pi2.types.plan import LayerPlan, Plan

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch import nn
 
+from torch_pi2.base.dtypes import dtype_name, stands_for_another
 from torch_pi2.base.fields import shown
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import Spec
 from torch_pi2.errors import ArtifactError, ConfigError, NonFiniteError, UnsupportedModelError
 from torch_pi2.formats import FORMATS, GROUP
-from torch_pi2.ops.dtypes import dtype_name, stands_for_another
 from torch_pi2.ops.quantize import pack_integers
 from torch_pi2.store.folder import read_config
 from torch_pi2.store.source import Checkpoint, Source

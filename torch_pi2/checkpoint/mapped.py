@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.arguments import checked
+from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.files import not_written
 from torch_pi2.base.mapped import MappedFile, set_mapped
 from torch_pi2.base.progress import bar
@@ -18,7 +19,6 @@ from torch_pi2.base.tensorfile import Spec
 from torch_pi2.checkpoint.placing import Stored, refs_of
 from torch_pi2.errors import ArtifactError, DtypeError
 from torch_pi2.graph.find import search
-from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.rewrite.skeleton import check_filled, fill, on_meta, put, skeleton
 from torch_pi2.store.folder import check_float, read_config
 from torch_pi2.store.source import Checkpoint

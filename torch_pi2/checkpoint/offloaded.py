@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.base.heap import give_back_freed_memory
 from torch_pi2.checkpoint.settings import LoadSettings, no_store
 from torch_pi2.checkpoint.sparse import load_sparse, weights_of
@@ -23,7 +24,6 @@ from torch_pi2.layers.cold import BY_NEURON
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
-from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.rewrite.handle import Optimized
 from torch_pi2.rewrite.rewrite import predictor_tensors

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.arguments import checked
+from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.tensorfile import Spec, TensorWriter
@@ -35,7 +36,6 @@ from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.graph.find import Found, search
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import exact_zeros
-from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.ops.quantized import quantize as quantize_rows
 from torch_pi2.ops.rows import row_of_neurons
 from torch_pi2.profiling.data import calibration_batches

@@ -18,6 +18,7 @@ from torch import nn
 
 from torch_pi2.base.absent import AbsentParameter
 from torch_pi2.base.arguments import checked
+from torch_pi2.base.dtypes import stands_for_another
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.extras import how_to_install
 from torch_pi2.base.fields import shown
@@ -33,7 +34,6 @@ from torch_pi2.decode.hf_generate import attach
 from torch_pi2.distributed.join import own_shard
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError, UnsupportedModelError
 from torch_pi2.layers.of_model import homes
-from torch_pi2.ops.dtypes import stands_for_another
 from torch_pi2.predict.file import FittedPredictors, save_predictors
 from torch_pi2.rewrite.apply import apply
 from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu

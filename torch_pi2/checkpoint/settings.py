@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.dtypes import check_computed
 from torch_pi2.base.fields import argument
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.errors import ConfigError, check_choice
 from torch_pi2.formats import ACTIVATIONS
-from torch_pi2.ops.dtypes import check_computed
 from torch_pi2.store.storefile import STORE_FILE
 from torch_pi2.types.offload import OffloadConfig
 from torch_pi2.types.plan import Plan

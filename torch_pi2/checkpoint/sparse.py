@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from torch_pi2.base.absent import AbsentParameter
+from torch_pi2.base.dtypes import DTYPES, check_computed, format_name
 from torch_pi2.base.heap import trim
+from torch_pi2.base.memory import new_tensor
 from torch_pi2.base.progress import bar
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.dense import untie
@@ -27,8 +29,6 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear, wants_blocks
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
-from torch_pi2.ops.dtypes import DTYPES, check_computed, format_name
-from torch_pi2.ops.memory import new_tensor
 from torch_pi2.rewrite.fits import check_fits
 from torch_pi2.rewrite.place import place, place_experts, way_taken
 from torch_pi2.rewrite.rewrite import predictor_tensors

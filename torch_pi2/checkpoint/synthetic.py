@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from torch_pi2.base.arguments import checked
+from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.tensorfile import Spec, TensorWriter
@@ -27,7 +28,6 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.formats import FLOATS, QUANTIZED, row_bytes
 from torch_pi2.graph.experts import expert_sites
 from torch_pi2.ops import load as load_library
-from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.predict.file import FittedPredictors, save_predictors
 from torch_pi2.store.firing import LOCALITY, RESIDUAL, GateMaker, direction, embedding_noise, power_law, random_rows
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, declare

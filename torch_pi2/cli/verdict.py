@@ -44,7 +44,7 @@ def dense_of(args: argparse.Namespace, needed: int | None = None) -> tuple[nn.Mo
 
     needed: its bytes, if they are known.
     """
-    from torch_pi2.base.process import free_bytes
+    from torch_pi2.machine.process import free_bytes
 
     free = free_bytes()
     if needed is not None and free is not None and 1.2 * needed > free:
@@ -88,8 +88,8 @@ def judging(folder: Path) -> Iterator[None]:
 
 def _of_folder(args: argparse.Namespace, made: Sequence[str], lossy: Sequence[str]) -> Verdict:
     import torch_pi2
-    from torch_pi2.base.process import free_bytes
     from torch_pi2.eval.verdict import judge, unmeasured, weight_bytes
+    from torch_pi2.machine.process import free_bytes
     from torch_pi2.store.parts import Parts
     from torch_pi2.store.storefile import open_weights, weights_path
 

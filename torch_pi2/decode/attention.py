@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.gpu import on_gpu
 from torch_pi2.ops import load
 from torch_pi2.ops.attention import attention as reference
-from torch_pi2.ops.dtypes import DTYPES
 
 #: Under this name transformers finds it, in ``config._attn_implementation``.
 NAME = "pi2_sdpa"

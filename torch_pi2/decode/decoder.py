@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.arguments import checked
+from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import argument
 from torch_pi2.decode.adapt import Engine, engine_of
 from torch_pi2.decode.attention import adds_masks, masks_of, packed_attention
@@ -36,7 +37,6 @@ from torch_pi2.layers.gpu import device_of
 from torch_pi2.layers.of_model import homes
 from torch_pi2.layers.prompt import piece_of, steps_of_one
 from torch_pi2.ops.constants import constants
-from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.rewrite.handle import Handle, store_of
 
 #: Most tokens of a :meth:`Decoder.verify`: from 12 on, layers with int8 activations may have other last bits.

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.arguments import checked
+from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import argument, shown
 from torch_pi2.decode.adapt import Engine, engine_of
 from torch_pi2.decode.decoder import Decoder, check_vocabulary
@@ -26,7 +27,6 @@ from torch_pi2.decode.hf_generate import pool_of
 from torch_pi2.decode.sequence import GeneratedSequence, Sampling, decode_loop, pick
 from torch_pi2.decode.speculate import MOST_DRAFTED, Assistant, Drafts, Pace, PromptLookup, speculate
 from torch_pi2.errors import ConfigError, ShapeError
-from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.store.tokenizer import tokenizer_of
 
 _log = logging.getLogger("torch_pi2")

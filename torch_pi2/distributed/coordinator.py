@@ -22,6 +22,7 @@ from typing import Any, Self, SupportsIndex
 import torch
 import torch.distributed as dist
 
+from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.distributed.group import Group
 from torch_pi2.errors import (
     ConfigError,
@@ -32,7 +33,6 @@ from torch_pi2.errors import (
     ShapeError,
     UnsupportedModelError,
 )
-from torch_pi2.ops.dtypes import dtype_name
 
 #: Size of the first send in bytes, enough for a decoding step. Longer messages take a second send.
 _FIRST_BYTES = 1024

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base import process
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.eval.loss import paired_loss
 from torch_pi2.eval.timing import compare_decode, time_decode
 from torch_pi2.eval.token_source import Tokens, tokens_of
 from torch_pi2.formats import QUANTIZED
+from torch_pi2.machine import process
 from torch_pi2.profiling.text import stdlib_text
 from torch_pi2.rewrite.handle import parts_of
 from torch_pi2.store.folder import PI2_FOLDER

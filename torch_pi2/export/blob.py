@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torch_pi2.base.crc32c import crc32c
+from torch_pi2.ops.crc32c import crc32c
 
 MAGIC, BYTES = b"PI2BLOB\0", 512
 #: Of a layer, of a mixture of experts, and of either with what the first two have no room for: neurons of two formats,

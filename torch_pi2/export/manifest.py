@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
-from torch_pi2.base.crc32c import continue_crc32c
 from torch_pi2.base.fields import Field
 from torch_pi2.base.files import atomic_write, parse_json, read_text
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import ArtifactError
 from torch_pi2.formats import OF_NEURONS, PAIRS
+from torch_pi2.ops.crc32c import continue_crc32c
 from torch_pi2.store.folder import CARD_FILE
 from torch_pi2.types.verdict import VERDICT_FILE
 

@@ -22,7 +22,7 @@ from torch_pi2.export.blob import event_of
 from torch_pi2.export.delegated import ROLES, exported_layers
 from torch_pi2.export.store import blob_of, write_store
 from torch_pi2.layers.of_model import SparseLayer
-from torch_pi2.ops.call import arguments_of
+from torch_pi2.ops.operators import arguments_of
 from torch_pi2.ops.reference import experts_ffn, predicted_ffn, sparse_ffn
 from torch_pi2.rewrite.handle import parts_of
 

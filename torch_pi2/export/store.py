@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torch_pi2.base.crc32c import crc32c
+from torch_pi2.base.dtypes import format_name
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.base.version import __version__
 from torch_pi2.export.blob import NUMBERS, PREDICTORS, TENSORS, Blob
@@ -31,7 +31,7 @@ from torch_pi2.layers.of_model import SparseLayer, layers_of
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.prompt import PREDICTED_SHARE, PROMPT_TOKENS
 from torch_pi2.ops.activations import ACTIVATIONS, Shaped, shaped
-from torch_pi2.ops.dtypes import format_name
+from torch_pi2.ops.crc32c import crc32c
 from torch_pi2.store.storefile import StoreReader, format_fields
 from torch_pi2.store.weights import metadata
 from torch_pi2.store.writer import StoreAssembly, StoreLayer

@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx, nn
 
 from torch_pi2.base.arguments import checked
+from torch_pi2.base.dtypes import stands_for_another
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.hooks import has_stand_ins
 from torch_pi2.errors import ConfigError, NoFFNFoundError, Pi2Error, UnsupportedModelError
@@ -25,7 +26,6 @@ from torch_pi2.graph.experts import all_experts, expert_sites, known_experts, un
 from torch_pi2.graph.left import left_dense, not_reached
 from torch_pi2.graph.match import Match, Projection, Seen, match_ffns
 from torch_pi2.ops.activations import ACTIVATIONS, scaled
-from torch_pi2.ops.dtypes import stands_for_another
 from torch_pi2.types.site import ExpertsForm, FFNSite
 
 _log = logging.getLogger("torch_pi2")

@@ -16,13 +16,13 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers.quantizers.base import HfQuantizer
 
+from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.tensorfile import TensorReader
 from torch_pi2.checkpoint.save_load import read_model, set_going
 from torch_pi2.checkpoint.settings import LoadSettings
 from torch_pi2.errors import ArtifactError, ConfigError, DeviceError, UnsupportedModelError
 from torch_pi2.hf.settings import Pi2QuantizationConfig
-from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.rewrite.gpu import checked_memory
 from torch_pi2.store.folder import HF_FILE, PI2_FOLDER
 from torch_pi2.store.storefile import STORE_FILE, weights_path

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
+from torch_pi2.base.dtypes import DTYPES, dtype_name
 from torch_pi2.base.hooks import refuse_global_hooks
 from torch_pi2.errors import ConfigError, DtypeError, GradientError, ShapeError
-from torch_pi2.ops.dtypes import DTYPES, dtype_name
 from torch_pi2.types.method import METHODS
 from torch_pi2.types.plan import LayerPlan
 from torch_pi2.types.site import FFNSite, FFNWeights

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 
+from torch_pi2.base.memory import new_tensor
 from torch_pi2.errors import ConfigError, DtypeError, ShapeError
 from torch_pi2.formats import QUANTIZED, row_bytes
 from torch_pi2.layers.checks import check_shape
 from torch_pi2.layers.linear import wants_blocks
-from torch_pi2.ops.linear_blocks import ROWS, to_blocks
-from torch_pi2.ops.memory import new_tensor
+from torch_pi2.ops.linear import ROWS, to_blocks
 from torch_pi2.predict.signbit import SIGNBIT_TENSORS, SignBit, sign_bytes
 from torch_pi2.types.method import PREDICTED, Method
 from torch_pi2.types.site import FFNSite

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torch_pi2.base.memory import new_tensor
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.graph.routed import Routed
 from torch_pi2.graph.router import LinearRouter
@@ -22,7 +23,6 @@ from torch_pi2.layers.split import ExpertsSplit, Link, only_moves
 from torch_pi2.layers.standin import StandIn
 from torch_pi2.ops import load
 from torch_pi2.ops.activations import check_plain
-from torch_pi2.ops.memory import new_tensor
 from torch_pi2.types.site import FFNSite
 
 #: Buffers that stay what they are when a model is converted, and buffers of one expert's layer that are stacked.

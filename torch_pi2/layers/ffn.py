@@ -21,7 +21,7 @@ from torch_pi2.layers.split import Link, Split, only_moves
 from torch_pi2.layers.standin import Passed, StandIn
 from torch_pi2.ops import load
 from torch_pi2.ops.activations import check_plain
-from torch_pi2.ops.linear_blocks import IN_BLOCKS, from_blocks
+from torch_pi2.ops.linear import IN_BLOCKS, from_blocks
 from torch_pi2.ops.quantized import check_kind
 from torch_pi2.types.method import PREDICTED, Method
 from torch_pi2.types.plan import LayerPlan
@@ -52,7 +52,7 @@ class SparseFFN(DenseForm):
     Buffers (none of them in ``state_dict``): ``neuron_rows [I, R, H]`` contiguous in plan order, ``bias_gate``,
     ``bias_up [I]`` in plan order, ``bias_down [H]``, ``thresholds [I]`` float32 in plan order or None, and the
     predictor's rows of cold neurons in plan order, in blocks where kernels like that
-    (:mod:`torch_pi2.ops.linear_blocks`).
+    (:mod:`torch_pi2.ops.linear`).
     Quantised: ``neuron_rows [I, R, row_bytes(H)]`` uint8 (of two formats ``[I, bytes]``) and float32 biases. What was
     rounded away is gone, so the original cannot be restored, ``state_dict`` has the numbers that the rows stand for,
     and other weights cannot be loaded.

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from torch_pi2.base.absent import AbsentParameter, Holder, ListedParameters
+from torch_pi2.base.dtypes import check_on_cpu, dtype_name
+from torch_pi2.base.memory import new_tensor
 from torch_pi2.errors import ConfigError, GradientError, ShapeError
 from torch_pi2.formats import FORMATS, GGML, row_bytes
 from torch_pi2.layers.checks import result_dtype
@@ -16,11 +18,9 @@ from torch_pi2.layers.gpu import goes_to_gpu, on_gpu
 from torch_pi2.layers.prompt import is_steps_of_one
 from torch_pi2.ops import load
 from torch_pi2.ops.constants import constants
-from torch_pi2.ops.dtypes import check_on_cpu, dtype_name
 from torch_pi2.ops.gpu.linear import products_from
-from torch_pi2.ops.linear_blocks import ROWS as BLOCK_ROWS
-from torch_pi2.ops.linear_blocks import fits, from_blocks, to_blocks
-from torch_pi2.ops.memory import new_tensor
+from torch_pi2.ops.linear import ROWS as BLOCK_ROWS
+from torch_pi2.ops.linear import fits, from_blocks, to_blocks
 from torch_pi2.ops.quantized import check_kind, check_rows_kind, quantize
 
 #: Float32 bytes of the rows that are quantised or dequantised at a time.
@@ -28,7 +28,7 @@ CHUNK_BYTES = 32 << 20
 
 
 def wants_blocks(weights: str, rows: int, columns: int, int8_activations: bool) -> bool:
-    """Whether such a layer has its rows in blocks here (:mod:`torch_pi2.ops.linear_blocks`)."""
+    """Whether such a layer has its rows in blocks here (:mod:`torch_pi2.ops.linear`)."""
     return int8_activations and bool(constants().blocks >> FORMATS[weights].code & 1) and fits(rows, columns)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from torch_pi2.base.memory import new_tensor
 from torch_pi2.formats import row_bytes
-from torch_pi2.ops.memory import new_tensor
 from torch_pi2.ops.quantized import quantize
 from torch_pi2.ops.rows import row_of_neurons
 from torch_pi2.types.site import FFNSite, FFNWeights

@@ -21,7 +21,7 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.split import Link
 from torch_pi2.machine.device import find_device
 from torch_pi2.ops import load
-from torch_pi2.ops.gpu.listed import NO_PREDICTOR
+from torch_pi2.ops.gpu.ffn import NO_PREDICTOR
 from torch_pi2.ops.library import unseen_by_modes
 from torch_pi2.types.budget import Budget
 from torch_pi2.types.offload import OffloadConfig

@@ -18,12 +18,12 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from torch_pi2.base.dtypes import DTYPES, dtype_name
 from torch_pi2.formats import FLOAT, FORMATS
 from torch_pi2.layers.gpu import on_gpu
 from torch_pi2.layers.neuron_rows import row_of_each
 from torch_pi2.ops import ACTIVATIONS, load
 from torch_pi2.ops.activations import cuts, exact_zeros, on_up
-from torch_pi2.ops.dtypes import DTYPES, dtype_name
 from torch_pi2.ops.gpu.linear import products_from, rows_at_once
 from torch_pi2.types.site import FFNSite
 

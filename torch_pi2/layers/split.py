@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import torch
 
+from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.warn import log_once
 from torch_pi2.errors import ConfigError, DtypeError, ShapeError
-from torch_pi2.ops.dtypes import dtype_name
 
 #: Why no compiler looks into a divided layer.
 _UNORDERED = "a layer is divided between a GPU and the CPU: a compiler sees no order between copies and computing"

@@ -7,14 +7,14 @@ import json
 import os
 from pathlib import Path
 
-from torch_pi2.base import process as machine
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.files import cache_folder
-from torch_pi2.base.process import cores
 from torch_pi2.base.version import __version__
 from torch_pi2.errors import ConfigError
+from torch_pi2.machine import process as machine
 from torch_pi2.machine.hardware import VERSION, Hardware
 from torch_pi2.machine.presets import PRESETS, preset
+from torch_pi2.machine.process import cores
 
 
 def cached_path() -> Path:

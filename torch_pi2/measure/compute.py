@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.formats import FLOATS, FORMATS
 from torch_pi2.layers.linear import wants_blocks
 from torch_pi2.layers.prompt import PROMPT_TOKENS, has_tiles, prompt_ffn
@@ -22,7 +23,6 @@ from torch_pi2.measure.fit import Case, Ready, Samples, Size, time_into
 from torch_pi2.measure.weights import Weights
 from torch_pi2.observe import counters
 from torch_pi2.ops.constants import constants
-from torch_pi2.ops.dtypes import DTYPES
 
 #: A token's share of the cold neurons (None: the exact gate), the share of hot ones, the activation, and how many
 #: standard deviations a gate needs to fire. silu: every neuron asked for is added; relu: a half, or with 1.28 a tenth.

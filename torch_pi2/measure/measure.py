@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-from torch_pi2.base import process as machine
 from torch_pi2.base.extras import how_to_install
-from torch_pi2.base.process import cores
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import ConfigError, LibraryMissingError
+from torch_pi2.machine import process as machine
 from torch_pi2.machine.find import cached_path
 from torch_pi2.machine.hardware import Hardware
+from torch_pi2.machine.process import cores
 from torch_pi2.measure.compute import CACHED, FULL, QUICK, rates, sparse_cases
 from torch_pi2.measure.gpu import Gpu, accelerator, gpu_here
 from torch_pi2.measure.machine import bandwidths, cache_bytes, glue, thread_factors

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from torch_pi2.base.dtypes import DTYPES
+from torch_pi2.base.memory import new_tensor
 from torch_pi2.formats import FLOATS, FORMATS, GROUP, row_bytes
 from torch_pi2.ops import load
-from torch_pi2.ops.dtypes import DTYPES
-from torch_pi2.ops.memory import new_tensor
 
 #: Rows made of random numbers; the buffer repeats them.
 _BLOCK_BYTES = 4 << 20

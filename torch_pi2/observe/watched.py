@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.progress import bar
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import CalibrationError, ConfigError, check_made_from
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.observe.watch import BATCH_SIZES, watch
-from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.store.firing import TokenStream
 from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.parts import Parts

@@ -151,12 +151,12 @@ def swapped(activation: str) -> str:
 
 
 def check_plain(activation: str, what: str = "kernels on a GPU") -> None:
-    """Raises UnsupportedModelError, for ``what`` has no numbers of activations, if this one has some."""
-    if activation not in _PLAIN:
+    """Raises UnsupportedModelError: ``what`` do not have this activation."""
+    if activation not in ON_A_GPU:
         raise UnsupportedModelError(
             f"activation {activation}",
-            expected=f"one of {', '.join(_PLAIN)}: {what} have no others",
-            found="numbers of its own",
+            expected=f"one of {', '.join(ON_A_GPU)}: {what} have no others",
+            found="numbers of its own" if "[" in activation else "another",
             fix="Keep this model on the CPU, in PyTorch.",
         )
 
@@ -187,8 +187,11 @@ _PLAIN: dict[str, Activation] = {
     "identity": lambda x: x,
 }
 
-#: name -> function, in the order of the C++ enum ``pi2::Activation``; texts with numbers are found as well.
+#: name -> function, in the order of ``csrc/include/pi2/activations.inc``; texts with numbers are found as well.
 ACTIVATIONS: dict[str, Activation] = _Activations(_PLAIN)
+
+#: Those that ``_act`` of :mod:`torch_pi2.ops.gpu.kernels` has.
+ON_A_GPU = ("relu", "relu2", "silu", "gelu", "gelu_tanh", "identity")
 
 #: Activations that are exactly zero on half of the line: skipping their zeros is lossless.
 SPARSE_ACTIVATIONS = frozenset({"relu", "relu2"})

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 
 from torch_pi2.errors import ShapeError
-from torch_pi2.ops.call import arguments_of
+from torch_pi2.ops.operators import fake_of
 
 
 def attention(
@@ -54,8 +54,8 @@ def attention(
     return (weights_BNTL @ value_BNLD).transpose(1, 2).contiguous().to(query.dtype)
 
 
-def fake(*args: Any) -> torch.Tensor:
-    call = arguments_of(attention, args)
+@fake_of(attention)
+def _(call: SimpleNamespace) -> torch.Tensor:
     if call.query.dim() != 4:
         raise ShapeError(
             "query",

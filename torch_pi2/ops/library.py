@@ -4,8 +4,7 @@ Operators, all under ``torch.ops.pi2``:
 
 * ``sparse_ffn`` and ``predicted_ffn`` (functional and ``.out``), ``predict_lowrank``, ``predict_lowrank_q`` and
   ``predict_signbit``; ``linear`` (functional and ``.out``), ``linear_blocks``, ``quantize`` and ``dequantize``;
-  ``experts_ffn`` and ``stored_experts``, mixtures of experts; ``attention``: each has a file here, with its reference
-  and its fake.
+  ``experts_ffn`` and ``stored_experts``, mixtures of experts; ``attention``: see :mod:`torch_pi2.ops.reference`.
 * ``gathered_experts``: ``experts_ffn`` on a GPU, see :mod:`torch_pi2.ops.gpu`, where the others are as well.
 * ``store_open``, ``store_close``, ``store_layers``, ``store_preload``, ``store_describe``, ``store_stats``,
   ``store_lookahead``, ``store_early_routing``, ``store_resize``, ``store_arrange``, ``store_leave_out``: neuron stores
@@ -17,7 +16,7 @@ Operators, all under ``torch.ops.pi2``:
 * ``device_times``: when a described storage device would have finished reads, see :mod:`torch_pi2.machine.device`.
 * ``crc32c(rows) -> int64 [n]``: of each row of uint8 ``[n, bytes]``.
 * ``plain_read(neuron_rows, index?) -> int``: reads memory and does nothing with it (benchmark roofline).
-* ``advise_huge_pages(tensor) -> bool``: for weights not yet written, see :mod:`torch_pi2.ops.memory`.
+* ``advise_huge_pages(tensor) -> bool``: for weights not yet written, see :mod:`torch_pi2.base.memory`.
 * ``give_back(tensor) -> int``: the whole pages inside a contiguous tensor go back to the system, and are zeros when
   they are next touched; bytes, 0 if the memory is shared or of a file. For what is not needed any more.
 * ``timings(reset) -> int64 [n, 5]``: kind (0 linear, 1 predictor, 2 ffn), rows, columns, calls, nanoseconds of wall
@@ -44,25 +43,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_pi2.errors import ConfigError, GradientError, LibraryMissingError
-from torch_pi2.ops import (
-    add_parts,
-    attention,
-    crc32c,
-    experts_ffn,
-    linear,
-    linear_blocks,
-    predict_lowrank,
-    predict_lowrank_q,
-    predict_signbit,
-    predicted_ffn,
-    quantize,
-    sparse_ffn,
-    stored_experts,
-    stored_ffn,
-)
-from torch_pi2.ops.gpu import dequantize, gathered_experts, gathered_ffn
+from torch_pi2.errors import ConfigError, GradientError, LibraryMissingError, ShapeError
+from torch_pi2.ops import reference
+from torch_pi2.ops.gpu import ffn as gpu_ffn
 from torch_pi2.ops.gpu import linear as gpu_linear
+from torch_pi2.ops.operators import FAKES
 
 _LIBRARY = "libpi2_torch.so"
 _lock = threading.Lock()
@@ -70,46 +55,19 @@ _fragment: torch.library.Library | None = None
 _gathered_experts: Any = None
 
 
-def _out(fake: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Of the variant that writes into ``out``, as ExecuTorch needs it."""
+def _fake_crc32c(rows: torch.Tensor) -> torch.Tensor:
+    if rows.dim() != 2 or rows.dtype != torch.uint8:
+        raise ShapeError("rows", expected="uint8 [n, bytes]", found=str(tuple(rows.shape)), fix="View them as bytes.")
+    return rows.new_empty((rows.shape[0],), dtype=torch.int64)
 
-    def checked(*args: Any, out: torch.Tensor) -> torch.Tensor:
-        fake(*args)
-        return out
-
-    return checked
-
-
-#: Operator (with overload) -> fake kernel: shapes without data.
-_FAKES: dict[str, Callable[..., torch.Tensor]] = {
-    "sparse_ffn": sparse_ffn.fake,
-    "sparse_ffn.out": _out(sparse_ffn.fake),
-    "predict_lowrank": predict_lowrank.fake,
-    "predict_lowrank_q": predict_lowrank_q.fake,
-    "predict_signbit": predict_signbit.fake,
-    "predicted_ffn": predicted_ffn.fake,
-    "predicted_ffn.out": _out(predicted_ffn.fake),
-    "linear": linear.fake,
-    "linear.out": _out(linear.fake),
-    "linear_blocks": linear_blocks.fake,
-    "quantize": quantize.fake_quantize,
-    "dequantize": quantize.fake_dequantize,
-    "dequantize.out": _out(quantize.fake_dequantize),
-    "stored_ffn": stored_ffn.fake,
-    "add_parts": add_parts.fake,
-    "crc32c": crc32c.fake,
-    "experts_ffn": experts_ffn.fake,
-    "stored_experts": stored_experts.fake,
-    "attention": attention.fake,
-}
 
 #: Operator -> what it is on a GPU.
 _ON_A_GPU: dict[str, Callable[..., torch.Tensor]] = {
-    "sparse_ffn": gathered_ffn.sparse_ffn,
-    "predicted_ffn": gathered_ffn.predicted_ffn,
-    "linear": gpu_linear.launch,
-    "dequantize": dequantize.launch,
-    "predict_signbit": predict_signbit.predict_signbit,
+    "sparse_ffn": gpu_ffn.sparse_ffn,
+    "predicted_ffn": gpu_ffn.predicted_ffn,
+    "linear": gpu_linear.linear,
+    "dequantize": gpu_linear.dequantize,
+    "predict_signbit": reference.predict_signbit,
 }
 
 
@@ -167,7 +125,7 @@ def load() -> None:
             ) from error
         _check_instruction_set()
         try:
-            _fragment, _gathered_experts = _register_python_parts(), gathered_experts.register()
+            _fragment, _gathered_experts = _register_python_parts(), gpu_ffn.register_gathered_experts()
         except AttributeError as error:  # an operator that was added since
             raise LibraryMissingError(
                 f"loading {path}",
@@ -202,7 +160,7 @@ def _check_instruction_set() -> None:
 
 def _register_python_parts() -> torch.library.Library:
     fragment = torch.library.Library("pi2", "FRAGMENT")
-    for name, fake in _FAKES.items():
+    for name, fake in (FAKES | {"crc32c": _fake_crc32c}).items():
         fragment.impl(name, _refusing_gradients(name), "Autograd", with_keyset=True)
         torch.library.register_fake(f"pi2::{name}", fake, lib=fragment)
     for name, kernel in _ON_A_GPU.items():

@@ -1,14 +1,26 @@
-"""``linear``: a linear layer over quantised rows."""
+"""``linear`` and ``linear_blocks``: a linear layer over quantised rows, one after another or in blocks of 16.
+
+Blocks are as vector kernels like to read them, only in memory, never in a file. A block has the bytes of its rows in
+another order (``csrc/include/pi2/kernels.h``, dot_blocks): for every two groups of 32 columns, four bytes of each row
+at a time, then the groups' scales of all rows; for ggml's superblocks four bytes of each row's at a time, then what is
+left of each.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 
-from torch_pi2.ops.call import arguments_of
+from torch_pi2.formats import FORMATS, GROUP
+from torch_pi2.ops.operators import fake_of
 from torch_pi2.ops.quantize import check_format
 from torch_pi2.ops.rows import rounded_activations, values
+
+#: Rows in a block, and columns that are together in it.
+ROWS, COLUMNS = 16, 2 * GROUP
+#: Ends the name of a format where rows may be in blocks or not.
+IN_BLOCKS = "_blocks"
 
 
 def linear(
@@ -27,8 +39,75 @@ def linear(
     return (y if bias is None else y + bias).to(x.dtype)
 
 
-def fake(*args: Any) -> torch.Tensor:
-    call = arguments_of(linear, args)
+@fake_of(linear, out=True)
+def _(call: SimpleNamespace) -> torch.Tensor:
     check_format(call.rows, call.weights, call.x.shape[-1])
     out: torch.Tensor = call.x.new_empty((*call.x.shape[:-1], call.rows.shape[0]))
+    return out
+
+
+def fits(rows: int, columns: int) -> bool:
+    """Whether ``rows`` rows of so many columns can be in blocks, where their format can."""
+    return rows % ROWS == 0 and columns % COLUMNS == 0
+
+
+def to_blocks(rows: torch.Tensor, weights: str, columns: int) -> torch.Tensor:
+    """Rows uint8 ``[N, row_bytes(K)]`` in blocks: the same shape."""
+    if FORMATS[weights].block:
+        supers = rows.view(-1, ROWS, columns // FORMATS[weights].block, FORMATS[weights].block_bytes)
+        words, left = supers.transpose(1, 2).split(_words(weights), -1)
+        words = words.unflatten(-1, (-1, 4)).transpose(2, 3)
+        return torch.cat((words.flatten(2), left.flatten(2)), 2).view(rows.shape)
+    values, scales = rows.split(_sizes(weights, columns), 1)
+    values = values.view(-1, ROWS, columns // COLUMNS, 2 * FORMATS[weights].group_bytes // 4, 4).permute(0, 2, 3, 1, 4)
+    scales = scales.view(-1, ROWS, columns // COLUMNS, 2, 2).permute(0, 2, 3, 1, 4)
+    if weights == "int8":
+        values = values ^ 128  # unsigned
+    return torch.cat((values.flatten(2), scales.flatten(2)), 2).view(rows.shape)
+
+
+def from_blocks(blocks: torch.Tensor, weights: str, columns: int) -> torch.Tensor:
+    """Inverse of :func:`to_blocks`."""
+    if FORMATS[weights].block:
+        supers = blocks.view(-1, columns // FORMATS[weights].block, ROWS * FORMATS[weights].block_bytes)
+        words, left = supers.split([ROWS * n for n in _words(weights)], -1)
+        words = words.unflatten(-1, (-1, ROWS, 4)).transpose(2, 3).flatten(3)
+        return torch.cat((words, left.unflatten(-1, (ROWS, -1))), 3).transpose(1, 2).reshape(blocks.shape)
+    pairs = columns // COLUMNS
+    sizes = [ROWS * n // pairs for n in _sizes(weights, columns)]
+    values, scales = blocks.view(-1, pairs, sum(sizes)).split(sizes, 2)
+    values = values.unflatten(2, (-1, ROWS, 4)).permute(0, 3, 1, 2, 4)
+    scales = scales.unflatten(2, (2, ROWS, 2)).permute(0, 3, 1, 2, 4)
+    if weights == "int8":
+        values = values ^ 128
+    return torch.cat((values.flatten(2), scales.flatten(2)), 2).view(blocks.shape)
+
+
+def _words(weights: str) -> list[int]:
+    """Bytes of a superblock of ggml's in whole words, and those left."""
+    size = FORMATS[weights].block_bytes
+    return [size // 4 * 4, size % 4]
+
+
+def _sizes(weights: str, columns: int) -> list[int]:
+    """Bytes of a row's values and of its scales."""
+    groups = columns // GROUP
+    return [groups * FORMATS[weights].group_bytes, 2 * groups]
+
+
+def linear_blocks(x: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | None, weights: str) -> torch.Tensor:
+    """:func:`linear` with int8 activations. A token's bits do not depend on how many there are.
+
+    Args:
+        x: ``[..., K]`` float32, bfloat16 or float16; K a multiple of 64.
+        blocks: uint8 ``[N, row_bytes(K)]``, of :func:`to_blocks`; N a multiple of 16.
+        bias: ``[N]`` float32 or None. weights: ``int4``, ``int8``, ``q4_k``, ``q5_k`` or ``q6_k``.
+    """
+    return linear(x, from_blocks(blocks, weights, x.shape[-1]), bias, weights, True)
+
+
+@fake_of(linear_blocks)
+def _(call: SimpleNamespace) -> torch.Tensor:
+    check_format(call.blocks, call.weights, call.x.shape[-1])
+    out: torch.Tensor = call.x.new_empty((*call.x.shape[:-1], call.blocks.shape[0]))
     return out

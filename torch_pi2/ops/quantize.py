@@ -6,14 +6,14 @@ order of the columns).
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 
 from torch_pi2.errors import ShapeError
 from torch_pi2.formats import FORMATS, GROUP, row_bytes
-from torch_pi2.ops.call import arguments_of, check_rows
+from torch_pi2.ops.operators import check_rows, fake_of
 from torch_pi2.ops.rows import values
 
 #: int4: where the value of largest magnitude may come to lie. -8 is llama.cpp's Q4_0; the others give a finer step
@@ -89,16 +89,17 @@ def dequantize(rows: torch.Tensor, weights: str, columns: int, dtype: torch.dtyp
     return values(rows, weights, columns).to(dtype).contiguous()
 
 
-def fake_quantize(w: torch.Tensor, weights: str, importance: torch.Tensor | None = None) -> torch.Tensor:
+@fake_of(quantize)
+def _(call: SimpleNamespace) -> torch.Tensor:
+    w: torch.Tensor = call.w
     if w.dim() != 2:
-        raise ShapeError(
-            "w", expected="[rows, columns]", found=str(tuple(w.shape)), fix="Pass the weight of a linear layer."
-        )
-    return w.new_empty((w.shape[0], row_bytes(weights, w.shape[1])), dtype=torch.uint8)
+        fix = "Pass the weight of a linear layer."
+        raise ShapeError("w", expected="[rows, columns]", found=str(tuple(w.shape)), fix=fix)
+    return w.new_empty((w.shape[0], row_bytes(call.weights, w.shape[1])), dtype=torch.uint8)
 
 
-def fake_dequantize(*args: Any) -> torch.Tensor:
-    call = arguments_of(dequantize, args)
+@fake_of(dequantize, out=True)
+def _(call: SimpleNamespace) -> torch.Tensor:
     check_format(call.rows, call.weights, call.columns)
     out: torch.Tensor = call.rows.new_empty((call.rows.shape[0], call.columns), dtype=call.dtype)
     return out

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from torch_pi2.base.dtypes import DTYPES, check_on_cpu, dtype_name
 from torch_pi2.errors import DtypeError, NonFiniteError, ShapeError, check_choice
 from torch_pi2.formats import FORMATS, GGML, QUANTIZED
 from torch_pi2.ops import load
-from torch_pi2.ops.dtypes import DTYPES, check_on_cpu, dtype_name
 
 _LARGEST_SCALE = 65504.0  # of float16
 

@@ -6,7 +6,7 @@ float16 scale per group; a number is its stored integer times its group's scale.
 * ``int4``: 16 bytes a group; byte k holds number k in its low and number k + 16 in its high half, each plus 8.
 * ``int8``: 32 bytes a group, signed.
 
-Rows in ggml's blocks are another thing: :mod:`torch_pi2.ops.ggml`.
+Rows in ggml's blocks are laid out as ``csrc/kernels/scalar/ggml.h`` says in words.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from __future__ import annotations
 import torch
 
 from torch_pi2.formats import FORMATS, GGML, GROUP, formats_of, has_two_formats, row_bytes
-from torch_pi2.ops import ggml
 
 
 def values(rows: torch.Tensor, weights: str, columns: int) -> torch.Tensor:
     """The numbers of quantised rows, uint8 ``[..., row_bytes]`` -> float32 ``[..., columns]``; exact."""
     if weights in GGML:
-        return ggml.values(rows, weights)
+        return _ggml_values(rows, weights)
     groups = -(-columns // GROUP)
     split = groups * FORMATS[weights].group_bytes
     stored = rows[..., :split].contiguous()
@@ -37,7 +36,7 @@ def row_of_neurons(neuron_rows: torch.Tensor, row: int, weights: str, hidden: in
     """Row ``row`` of every neuron, a view ``[I, bytes]`` (of floats ``[I, H]``), and its format.
 
     Args:
-        neuron_rows, weights: as :func:`torch_pi2.ops.sparse_ffn.sparse_ffn` takes them. row: 0 to R - 1.
+        neuron_rows, weights: as :func:`torch_pi2.ops.ffn.sparse_ffn` takes them. row: 0 to R - 1.
     """
     if not has_two_formats(weights):
         return neuron_rows[:, row], weights
@@ -61,3 +60,59 @@ def rounded_activations(x: torch.Tensor) -> torch.Tensor:
     steps = torch.where(usable, torch.round(padded * inverse), 0.0)
     scale = torch.where(largest.isfinite(), largest / 127, torch.nan)
     return (steps * scale).flatten(-2)[..., :n]
+
+
+def _ggml_values(rows: torch.Tensor, weights: str) -> torch.Tensor:
+    """The numbers of rows, uint8 ``[..., row_bytes]`` -> float32 ``[..., columns]``: ggml's own, bit for bit."""
+    blocks = rows.contiguous().unflatten(-1, (-1, FORMATS[weights].block_bytes))
+    read = {"q4_k": _k, "q5_k": _k, "q6_k": _q6_k}.get(weights, _small)
+    return read(blocks, FORMATS[weights].bits).flatten(-3)
+
+
+def _floats(two_bytes: torch.Tensor) -> torch.Tensor:
+    return two_bytes.contiguous().view(torch.float16).float()
+
+
+def _halves(nibbles: torch.Tensor) -> torch.Tensor:
+    """The low halves of ``[..., n]`` bytes, then the high ones: ``[..., 2, n]``."""
+    return torch.stack((nibbles & 15, nibbles >> 4), -2)
+
+
+def _bits(stored: torch.Tensor, each: int) -> torch.Tensor:
+    """So many bits of ``[..., n]`` bytes at a time, the lowest first: ``[..., 8 / each, n]``."""
+    shift = torch.arange(0, 8, each, dtype=torch.uint8, device=stored.device)
+    return stored[..., None, :] >> shift[:, None] & (1 << each) - 1
+
+
+def _small(blocks: torch.Tensor, bits: int) -> torch.Tensor:
+    """q4_1, q5_0, q5_1: ``[..., B, bytes]`` -> ``[..., B, 1, 32]``."""
+    centred = blocks.shape[-1] == FORMATS["q5_0"].block_bytes
+    at = 2 if centred else 4
+    scale = _floats(blocks[..., :2])
+    numbers = _halves(blocks[..., -GROUP // 2 :]).flatten(-2)
+    if bits == 5:
+        numbers = numbers | _bits(blocks[..., at : at + 4], 1).transpose(-1, -2).flatten(-2) << 4
+    if centred:
+        return (scale * (numbers.float() - 16))[..., None, :]
+    return (scale * numbers.float() + _floats(blocks[..., 2:4]))[..., None, :]
+
+
+def _k(blocks: torch.Tensor, bits: int) -> torch.Tensor:
+    """q4_k, q5_k: ``[..., B, bytes]`` -> ``[..., B, 8, 32]``."""
+    d, least = _floats(blocks[..., :2]), _floats(blocks[..., 2:4])
+    low_scale, low_min, rest = blocks[..., 4:16].split(4, -1)
+    scale = torch.cat((low_scale & 63, rest & 15 | (low_scale >> 6) << 4), -1).float()
+    mins = torch.cat((low_min & 63, rest >> 4 | (low_min >> 6) << 4), -1).float()
+    numbers = _halves(blocks[..., -128:].unflatten(-1, (4, GROUP))).flatten(-3, -2)
+    if bits == 5:
+        numbers = numbers | _bits(blocks[..., 16:48], 1) << 4
+    return (d * scale)[..., None] * numbers.float() - (least * mins)[..., None]
+
+
+def _q6_k(blocks: torch.Tensor, bits: int) -> torch.Tensor:
+    """``[..., B, bytes]`` -> ``[..., B, 16, 16]``."""
+    numbers = _halves(blocks[..., :128].unflatten(-1, (2, 64))).unflatten(-1, (2, GROUP)).flatten(-3, -2)
+    numbers = numbers | _bits(blocks[..., 128:192].unflatten(-1, (2, GROUP)), 2) << 4
+    scale = _floats(blocks[..., 208:]) * blocks[..., 192:208].contiguous().view(torch.int8).float()
+    centred: torch.Tensor = numbers.flatten(-3).unflatten(-1, (16, 16)).float() - 32
+    return scale[..., None] * centred

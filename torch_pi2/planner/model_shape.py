@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from torch_pi2.base.dtypes import dtype_name, format_name
 from torch_pi2.decode.budget import (
     activation_bytes,
     activation_sizes,
@@ -29,7 +30,6 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import homes
 from torch_pi2.ops.activations import exact_zeros
-from torch_pi2.ops.dtypes import dtype_name, format_name
 from torch_pi2.rewrite.handle import Handle, Optimized
 from torch_pi2.store.storefile import StoreReader, format_fields
 from torch_pi2.store.superblock import LayerEntry, slot_bytes

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from torch_pi2.errors import ArtifactError, ConfigError, ShapeError
-from torch_pi2.ops.predict_signbit import predict_signbit
+from torch_pi2.ops.predictors import predict_signbit
 from torch_pi2.types.predictor import PredictorCard
 
 #: What a sign-bit predictor is stored as.

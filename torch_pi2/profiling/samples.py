@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_pi2.base.dtypes import DTYPES, dtype_name
 from torch_pi2.base.fields import Field
 from torch_pi2.base.files import atomic_write, not_written, parse_json, read_text
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.graph.routed import chosen_shares
-from torch_pi2.ops.dtypes import DTYPES, dtype_name
 from torch_pi2.profiling.data import batches
 from torch_pi2.profiling.firing import Firing
 from torch_pi2.profiling.recorder import record, threshold_map

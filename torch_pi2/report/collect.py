@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from torch_pi2.base import process
+from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.base.units import size
 from torch_pi2.checkpoint.save_load import planned_anew
 from torch_pi2.errors import ArtifactError
-from torch_pi2.ops.dtypes import dtype_name
+from torch_pi2.machine import process
 from torch_pi2.report.runs import read_accesses, read_measured, read_trace
 from torch_pi2.store.folder import read_config
 from torch_pi2.store.parts import Parts

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torch_pi2.base.absent import take
+from torch_pi2.base.dtypes import stands_for_another
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.hooks import own_forward, share_hooks
 from torch_pi2.base.progress import bar
@@ -19,7 +20,6 @@ from torch_pi2.errors import NoFFNFoundError
 from torch_pi2.graph.capture import capture, example_inputs
 from torch_pi2.graph.experts import all_experts, known_experts, without_experts
 from torch_pi2.layers.linear import QuantLinear
-from torch_pi2.ops.dtypes import stands_for_another
 from torch_pi2.ops.quantized import check_importance, check_quantizable
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.inputs import InputStats

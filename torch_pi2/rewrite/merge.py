@@ -16,9 +16,9 @@ from torch import fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.memory import new_tensor
 from torch_pi2.layers.gpu import on_gpu
 from torch_pi2.ops import load
-from torch_pi2.ops.memory import new_tensor
 
 
 class _Linear(NamedTuple):

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import Field, shown
 from torch_pi2.base.files import atomic_write, check_not_current
 from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
-from torch_pi2.ops.dtypes import dtype_name
 from torch_pi2.predict.file import PREDICTORS_FILE
 from torch_pi2.store.gguf import is_gguf
 from torch_pi2.store.storefile import STORE_FILE, open_weights, weights_path

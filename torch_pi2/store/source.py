@@ -15,12 +15,12 @@ from typing import Protocol, Self
 
 import torch
 
+from torch_pi2.base.dtypes import DTYPES, dtype_name
 from torch_pi2.base.fields import Field
 from torch_pi2.base.mapped import MappedFile
 from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.errors import ArtifactError, DtypeError
-from torch_pi2.ops.dtypes import DTYPES, dtype_name
 from torch_pi2.types.site import FFNSite, LinearRef
 
 _ONE = "model.safetensors"

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, replace
 
 import torch
 
-from torch_pi2.base.crc32c import crc32c
+from torch_pi2.ops.crc32c import crc32c
 
 MAGIC = b"PI2STORE"
 #: 1: a slot for every neuron; 2: slots of clusters; 3: down rows of another format; 4: some of a layer's chunks.

@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.base.fields import Field
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
 from torch_pi2.formats import FLOAT, FLOATS, FORMATS, PAIRS, QUANTIZED, ROWS, neuron_shape, row_bytes
-from torch_pi2.ops.dtypes import DTYPES
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.site import MOST_SIZE, FFNSite
 

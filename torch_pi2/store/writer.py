@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from torch_pi2.base.crc32c import crc32c
 from torch_pi2.base.tensorfile import Spec, TensorWriter, in_file_order
 from torch_pi2.errors import ArtifactError
 from torch_pi2.formats import neuron_shape
+from torch_pi2.ops.crc32c import crc32c
 from torch_pi2.store.storefile import (
     PIECE,
     SHARD,

@@ -16,11 +16,11 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 
+from torch_pi2.base.dtypes import check_on_cpu, dtype_name
 from torch_pi2.base.fields import Field, Limits, limited, optional, to_json
 from torch_pi2.errors import DtypeError, NonFiniteError, UnsupportedModelError
 from torch_pi2.formats import FLOATS
 from torch_pi2.ops.activations import ACTIVATIONS, second, swapped
-from torch_pi2.ops.dtypes import check_on_cpu, dtype_name
 
 #: Neurons, hidden states or experts at most: what the core counts with.
 MOST_SIZE = (1 << 31) - 1

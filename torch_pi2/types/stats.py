@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from torch_pi2.base.artifact import check_artifact
+from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import Field
 from torch_pi2.base.files import atomic_folder_files
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError, check_made_from
-from torch_pi2.ops.dtypes import dtype_name
 
 #: Statistics in which neurons have thresholds of their own are of 2, those in which a layer's are of up of 3.
 STATS_VERSION, STATS_WITH_THRESHOLDS, STATS_UP_FIRST = 1, 2, 3

@@ -4,6 +4,7 @@
 #include <mutex>
 
 #include "cache/neuron_cache.h"
+#include "pi2/read_engine.h"
 
 namespace pi2::et {
 namespace {
@@ -68,7 +69,7 @@ Problem change(Settings* settings, const std::string& key, const std::string& va
     if (found) return found;
     (key == "threads" ? settings->threads : settings->io_threads) = static_cast<int>(n);
   } else if (key == "engine") {
-    if (value != "auto" && value != "pread" && value != "io_uring") return wrong(key, "auto, pread or io_uring", value);
+    if (value != "auto" && !is_read_engine(value)) return wrong(key, read_engine_choices("auto"), value);
     settings->engine = value;
   } else if (key == "policy") {
     CachePolicy policy;

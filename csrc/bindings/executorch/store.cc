@@ -158,7 +158,7 @@ Problem Store::set_up(const Blob& blob, const Settings& settings) {
   options.direct = settings.direct;
   options.hot_share = settings.policy == "lru" || settings.policy == "sieve" ? 0.5 : 0.25;  // as the Python runtime
   std::string wrong;
-  for (const char* engine : {"io_uring", "pread"}) {
+  for (const std::string& engine : read_engines()) {
     if (settings.engine != "auto" && settings.engine != engine) continue;
     options.engine = engine;
     offload_ = Offload::open(path_, options, &wrong);

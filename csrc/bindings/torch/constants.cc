@@ -8,6 +8,7 @@
 #include "pi2/firing.h"
 #include "pi2/linear.h"
 #include "pi2/predict.h"
+#include "pi2/read_engine.h"
 #include "pi2/trace.h"
 
 namespace pi2::binding {
@@ -43,6 +44,19 @@ std::string constants() {
   return all;
 }
 
+// "activations", "engines" and "policies", space-separated, each with its names, comma-separated; a policy's with the
+// bytes that it remembers of each neuron.
+std::string lists() {
+  std::string all = "activations=";
+  for (const char* name : kActivations) all += (all.back() == '=' ? "" : ",") + std::string(name);
+  all += " engines=";
+  for (const std::string& name : read_engines()) all += (all.back() == '=' ? "" : ",") + name;
+  all += " policies=";
+  for (const CachePolicy policy : kCachePolicies)
+    all += (all.back() == '=' ? "" : ",") + name_of(policy) + ":" + std::to_string(bytes_of(policy));
+  return all;
+}
+
 int64_t chunk_neurons(int64_t neurons) { return pi2::chunk_neurons(neurons); }
 
 }  // namespace
@@ -50,10 +64,12 @@ int64_t chunk_neurons(int64_t neurons) { return pi2::chunk_neurons(neurons); }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   m.def("constants() -> str");
+  m.def("lists() -> str");
   m.def("chunk_neurons(int neurons) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pi2, CompositeExplicitAutograd, m) {
   m.impl("constants", TORCH_BOX(&pi2::binding::constants));
+  m.impl("lists", TORCH_BOX(&pi2::binding::lists));
   m.impl("chunk_neurons", TORCH_BOX(&pi2::binding::chunk_neurons));
 }

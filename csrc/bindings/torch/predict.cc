@@ -11,7 +11,7 @@
 namespace pi2::binding {
 namespace {
 
-// What torch_pi2.ops.linear_blocks adds to the name of a format.
+// What torch_pi2.ops.linear adds to the name of a format.
 constexpr char kInBlocks[] = "_blocks";
 
 // Data of a predictor's tensor: contiguous, of `dtype`, [rows, columns] or, where `columns` is 0, [rows].

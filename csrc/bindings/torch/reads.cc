@@ -130,10 +130,10 @@ class Loop {
 };
 
 // float64 [3]: reads that were over in `seconds`, the seconds that they took, and CPU seconds of the process meanwhile.
-// engine: pread or io_uring; none of that name here: [0, 0, 0].
+// engine: one of read_engines(); this system has none of that name: [0, 0, 0].
 Tensor read_rates(const Text& path, const Text& engine, bool direct, int64_t block_bytes, int64_t depth,
                   int64_t range_bytes, bool sequential, double seconds) {
-  STD_TORCH_CHECK(engine == "pread" || engine == "io_uring", "pi2: engine: expected pread or io_uring, found '", engine,
+  STD_TORCH_CHECK(is_read_engine(engine), "pi2: engine: expected ", read_engine_choices(), ", found '", engine,
                   "'. Choose one of them.");
   STD_TORCH_CHECK(block_bytes >= kAlignment && block_bytes % kAlignment == 0 && depth >= 1 && depth <= 1024 &&
                       range_bytes >= block_bytes && seconds > 0,
@@ -153,9 +153,7 @@ Tensor read_rates(const Text& path, const Text& engine, bool direct, int64_t blo
   Loop loop(block_bytes, range_bytes / block_bytes, depth, sequential, seconds);
   {
     const ReadDone done{&Loop::told, &loop};
-    const std::unique_ptr<ReadEngine> reader = engine == "pread"
-                                                   ? pread_engine(file.number, static_cast<int>(depth), done)
-                                                   : uring_engine(file.number, static_cast<int>(depth), done);
+    const auto reader = open_read_engine(engine, file.number, static_cast<int>(depth), done);
     if (reader != nullptr) loop.run(*reader);
   }
   STD_TORCH_CHECK(loop.error() == 0, "pi2: reads: expected ", path, " to be read, found: ", std::strerror(loop.error()),

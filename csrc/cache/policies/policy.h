@@ -88,7 +88,7 @@ struct SlotList {
   }
 };
 
-#define PI2_CACHE_POLICY(enumerator, make, name) \
+#define PI2_CACHE_POLICY(enumerator, make, name, bytes) \
   std::unique_ptr<EvictionPolicy> make(CacheEntries& entries, std::int64_t keys);
 #include "cache/policies/list.inc"
 #undef PI2_CACHE_POLICY

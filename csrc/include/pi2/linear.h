@@ -33,7 +33,7 @@ bool takes_blocks(DType dtype);
 void linear(const LinearArgs& args, const ParallelFor& parallel);
 
 // `count` rows of kQ4 or kQ8 in blocks, for in_blocks(kPanelRows, columns) and as many blocks as it takes: what the
-// last one has of rows beyond is zero. torch_pi2/ops/linear_blocks.py does the same for tensors.
+// last one has of rows beyond is zero. torch_pi2/ops/linear.py does the same for tensors.
 void to_blocks(const void* rows, DType dtype, std::int64_t count, std::int64_t columns, void* blocks);
 
 // Magnitude of a weight above which even the largest binary16 scale is too small.

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace pi2 {
 
@@ -38,9 +39,20 @@ class ReadEngine {
   virtual const char* name() const = 0;
 };
 
+// Every engine is a line of io/engines.inc. Names in the order in which `auto` tries them.
+std::vector<std::string> read_engines();
+// In words, with one more before or after them where there is one: "auto, io_uring or pread".
+std::string read_engine_choices(const char* before = nullptr, const char* after = nullptr);
+bool is_read_engine(const std::string& name);
+
+// The engine of that name, with up to `depth` reads at the device. Null where it cannot be had: `why`, if given, is
+// told.
+std::unique_ptr<ReadEngine> open_read_engine(const std::string& name, int descriptor, int depth, ReadDone done,
+                                             std::string* why = nullptr);
+
 // `threads` threads (as many as can be started; null if none can) that each wait for one pread at a time: everywhere,
 // also where io_uring is forbidden (Android).
-std::unique_ptr<ReadEngine> pread_engine(int descriptor, int threads, ReadDone done);
+std::unique_ptr<ReadEngine> pread_engine(int descriptor, int threads, ReadDone done, std::string* why = nullptr);
 
 // io_uring with up to `depth` reads at the device. Null where it is refused, by the kernel, by a sandbox or because the
 // build has none: `why`, if given, is told.

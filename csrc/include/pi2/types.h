@@ -71,9 +71,18 @@ constexpr int64_t row_bytes(DType dtype, int64_t n) {
   }
 }
 
-// Order of torch_pi2.ops.ACTIVATIONS.
-enum class Activation : int32_t { kRelu = 0, kRelu2, kSilu, kGelu, kGeluTanh, kIdentity };
-inline constexpr std::uint32_t kActivationCount = static_cast<std::uint32_t>(Activation::kIdentity) + 1;
+// What there is is in activations.inc.
+enum class Activation : int32_t {
+#define PI2_ACTIVATION(enumerator, name, value) enumerator,
+#include "pi2/activations.inc"
+#undef PI2_ACTIVATION
+};
+inline constexpr const char* kActivations[] = {
+#define PI2_ACTIVATION(enumerator, name, value) name,
+#include "pi2/activations.inc"
+#undef PI2_ACTIVATION
+};
+inline constexpr std::uint32_t kActivationCount = sizeof(kActivations) / sizeof(kActivations[0]);
 
 // How an activation differs from the one of its name: out * act(in * min(v, limit)). What it is multiplied by is then
 // clamp(up, -limit, limit) + plus, where that has no activation of its own. With `sigmas` v is what of a gate is above

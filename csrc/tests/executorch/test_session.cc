@@ -501,7 +501,7 @@ long check_options(std::mt19937& rng) {
       {"threads", "1025", "expected 0 to 1024"},
       {"io_threads", "0", "expected 1 to 1024"},
       {"io_threads", "", ""},
-      {"engine", "mmap", "expected auto, pread or io_uring, found 'mmap'"},
+      {"engine", "mmap", "expected auto, io_uring or pread, found 'mmap'"},
       {"policy", "oldest",
        "option policy of Pi2Backend: expected lru, sieve, s3-fifo, lfu, static or none, found 'oldest'"},
       {"direct", "yes", "expected true or false, found 'yes'"},

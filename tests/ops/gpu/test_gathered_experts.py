@@ -11,12 +11,12 @@ from drawn_layers import close, drawn, predictors, quantize
 from operators import opcheck
 
 from torch_pi2.ops import load, reference
-from torch_pi2.ops.gpu import gathered_experts as gpu
-from torch_pi2.ops.gpu import kernels, listed
+from torch_pi2.ops.gpu import ffn as gpu
+from torch_pi2.ops.gpu import kernels
 
 load()
 EXPERTS, NEURONS, HIDDEN, TOKENS, SLOTS = 3, 70, 41, 3, 2
-NONE: tuple[Any, ...] = ([], listed.NO_PREDICTOR, 0.0, "float", False)
+NONE: tuple[Any, ...] = ([], gpu.NO_PREDICTOR, 0.0, "float", False)
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +55,8 @@ def both(
     """What kernels and reference make of it."""
     given, kind, cuts, *how = predictor
     cuts_E, thresholds_E = (torch.tensor(numbers, dtype=torch.float64) for numbers in (cuts, thresholds))
-    found = gpu.launch(*tensors, given, kind, cuts_E, *how, *settings, thresholds_E, *held)
-    cuts = [] if kind == listed.NO_PREDICTOR else cuts
+    found = gpu.gathered_experts(*tensors, given, kind, cuts_E, *how, *settings, thresholds_E, *held)
+    cuts = [] if kind == gpu.NO_PREDICTOR else cuts
     return found, reference.experts_ffn(*tensors, given, kind, cuts, *how, *settings, thresholds, *held)
 
 
@@ -92,13 +92,13 @@ def test_a_nan_and_signs_at_the_cut() -> None:
 
 
 def test_output_is_rounded_once() -> None:
-    settings = ([], listed.NO_PREDICTOR, torch.zeros(3).double(), "float", False, "silu", False)
+    settings = ([], gpu.NO_PREDICTOR, torch.zeros(3).double(), "float", False, "silu", False)
     held = (torch.zeros(3).double(), "float", False)
     x_TH, index_Tk, routing_Tk = routed(dtype=torch.float16)
     rows = neurons("float16")[0]
     for weights_of_slots in (routing_Tk, routing_Tk.half()):
-        half = gpu.launch(x_TH, index_Tk, weights_of_slots, rows, *settings, *held)
-        whole = gpu.launch(x_TH.float(), index_Tk, weights_of_slots.float(), rows, *settings, *held)
+        half = gpu.gathered_experts(x_TH, index_Tk, weights_of_slots, rows, *settings, *held)
+        whole = gpu.gathered_experts(x_TH.float(), index_Tk, weights_of_slots.float(), rows, *settings, *held)
         assert half.dtype is torch.float16
         assert torch.equal(half, whole.half())
 
@@ -108,14 +108,14 @@ def test_the_same_bits_in_any_company_and_in_parts(monkeypatch: pytest.MonkeyPat
     predictor, zeros = stacked(list(predictors(HIDDEN, NEURONS))[1]), torch.zeros(3).double()
     cuts_E = torch.tensor(predictor[2], dtype=torch.float64)
     others = (neurons("int4")[0], *predictor[:2], cuts_E, *predictor[3:], "relu", False, zeros, "int4", False)
-    together = gpu.launch(x_TH, index_Tk, routing_Tk, *others)
+    together = gpu.gathered_experts(x_TH, index_Tk, routing_Tk, *others)
     for t in range(5):
-        alone = gpu.launch(x_TH[t : t + 1], index_Tk[t : t + 1], routing_Tk[t : t + 1], *others)
+        alone = gpu.gathered_experts(x_TH[t : t + 1], index_Tk[t : t + 1], routing_Tk[t : t + 1], *others)
         assert torch.equal(alone[0], together[t])
     strided = (tensor.T.contiguous().T for tensor in (x_TH, index_Tk, routing_Tk))
-    assert torch.equal(gpu.launch(*strided, *others), together)
-    monkeypatch.setattr(listed, "MOST_TOKENS", 2)
-    assert torch.equal(gpu.launch(x_TH, index_Tk, routing_Tk, *others), together)
+    assert torch.equal(gpu.gathered_experts(*strided, *others), together)
+    monkeypatch.setattr(gpu, "MOST_TOKENS", 2)
+    assert torch.equal(gpu.gathered_experts(x_TH, index_Tk, routing_Tk, *others), together)
 
 
 def test_slots_without_an_expert_add_nothing() -> None:
@@ -123,12 +123,12 @@ def test_slots_without_an_expert_add_nothing() -> None:
     x_TH, index_Tk, routing_Tk = routed()
     index_Tk[0], index_Tk[2] = EXPERTS, -1
     routing_Tk[0] = float("nan")
-    others = (neurons("float32")[0], [], listed.NO_PREDICTOR, torch.zeros(3).double(), "float", False, "relu", False)
+    others = (neurons("float32")[0], [], gpu.NO_PREDICTOR, torch.zeros(3).double(), "float", False, "relu", False)
     held = (torch.zeros(3).double(), "float", False)
-    found = gpu.launch(x_TH, index_Tk, routing_Tk, *others, *held)
+    found = gpu.gathered_experts(x_TH, index_Tk, routing_Tk, *others, *held)
     assert found.ne(0).any(1).tolist() == [False, True, False]
-    assert gpu.launch(x_TH[:0], index_Tk[:0], routing_Tk[:0], *others, *held).shape == (0, HIDDEN)
-    assert not gpu.launch(x_TH, index_Tk[:, :0], routing_Tk[:, :0], *others, *held).any()
+    assert gpu.gathered_experts(x_TH[:0], index_Tk[:0], routing_Tk[:0], *others, *held).shape == (0, HIDDEN)
+    assert not gpu.gathered_experts(x_TH, index_Tk[:, :0], routing_Tk[:, :0], *others, *held).any()
 
 
 def test_the_operator_on_the_cpu_is_the_library() -> None:
@@ -136,7 +136,7 @@ def test_the_operator_on_the_cpu_is_the_library() -> None:
     thresholds_E, held = torch.tensor(thresholds, dtype=torch.float64), ("float", False)
     for predictor in (NONE, *map(stacked, predictors(HIDDEN, NEURONS))):
         given, kind, cuts, *how = predictor
-        of_each = [] if kind == listed.NO_PREDICTOR else cuts
+        of_each = [] if kind == gpu.NO_PREDICTOR else cuts
         found = torch.ops.pi2.gathered_experts(
             *tensors, given, kind, torch.tensor(cuts).double(), *how, "relu", True, thresholds_E, *held
         )

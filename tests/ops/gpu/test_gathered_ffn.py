@@ -13,17 +13,24 @@ from drawn_layers import close, drawn, layer, predictors, quantize, quantized
 
 from torch_pi2.errors import ShapeError
 from torch_pi2.ops import ACTIVATIONS, load, reference
-from torch_pi2.ops.gpu import dequantize as gpu_dequantize
-from torch_pi2.ops.gpu import gathered_ffn as gpu
-from torch_pi2.ops.gpu import kernels, listed
+from torch_pi2.ops.gpu import ffn as gpu
+from torch_pi2.ops.gpu import kernels
 from torch_pi2.ops.gpu import linear as gpu_linear
 from torch_pi2.ops.linear import linear
-from torch_pi2.ops.predict_signbit import most_differing
+from torch_pi2.ops.predictors import most_differing
 from torch_pi2.predict.signbit import pack_signs
 
 load()
 FLOAT = ("float", False)
 NONE: tuple[Any, ...] = ([], gpu.NO_PREDICTOR, 0.0, "float", False)
+
+
+def launch(*args: Any) -> torch.Tensor:
+    """Of x, rows and three biases, then ``active``, a predictor of five and how the layer computes."""
+    layer, active, predictor, how = args[:5], args[5], args[6:11], args[11:]
+    if active is None and predictor[1] != gpu.NO_PREDICTOR:
+        return gpu.predicted_ffn(*layer, *predictor, *how)
+    return gpu.sparse_ffn(*layer, active, *how)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +49,7 @@ def test_activations_gates_and_masks(activation: str) -> None:
         mask_TC = drawn(size[3], size[0] - n_hot) < 0
         for active, threshold in ((None, 0.0), (mask_TC, 0.2)):
             settings = (activation, size[1] == 3, n_hot, threshold)
-            found = gpu.launch(*tensors, active, *NONE, *settings, *FLOAT)
+            found = launch(*tensors, active, *NONE, *settings, *FLOAT)
             close(found, reference.sparse_ffn(*tensors, active, *settings))
 
 
@@ -52,7 +59,7 @@ def test_numbers_of_neurons_and_tiles(neurons: int) -> None:
     tensors = layer(neurons, 3, 40, 1)
     for n_hot in {0, neurons // 2, neurons}:
         settings = ("relu", False, n_hot, 0.0)
-        close(gpu.launch(*tensors, None, *NONE, *settings, *FLOAT), reference.sparse_ffn(*tensors, None, *settings))
+        close(launch(*tensors, None, *NONE, *settings, *FLOAT), reference.sparse_ffn(*tensors, None, *settings))
 
 
 @pytest.mark.parametrize("int8_activations", [False, True])
@@ -63,7 +70,7 @@ def test_quantised_rows(weights: str, int8_activations: bool, rows: int, hidden:
     mask_TC = drawn(2, 65) < 0
     for active in (None, mask_TC):
         settings = ("relu", True, 10, 0.0, weights, int8_activations)
-        found = gpu.launch(*tensors, active, *NONE, *settings)
+        found = launch(*tensors, active, *NONE, *settings)
         close(found, reference.sparse_ffn(*tensors, active, *settings))
 
 
@@ -74,7 +81,7 @@ def test_predictors() -> None:
         tensors = tensors if weights == "float" else quantized(weights, tensors)
         for predictor in predictors(77, 100 - n_hot + extra):
             settings = ("relu", True, n_hot, 0.0, weights, False)
-            found = gpu.launch(*tensors, None, *predictor, *settings)
+            found = launch(*tensors, None, *predictor, *settings)
             close(found, reference.predicted_ffn(*tensors, *predictor, *settings))
 
 
@@ -108,15 +115,15 @@ def test_the_most_signs_that_may_differ(margin: float) -> None:
 def test_output_is_rounded_once() -> None:
     x, *weights = layer(64, 3, 33, 2, torch.float16)
     settings = (None, *NONE, "silu", False, 0, 0.0, *FLOAT)
-    half = gpu.launch(x.half(), *weights, *settings)
-    assert torch.equal(half, gpu.launch(x.half().float(), *weights, *settings).half())
+    half = launch(x.half(), *weights, *settings)
+    assert torch.equal(half, launch(x.half().float(), *weights, *settings).half())
 
 
 def test_bfloat16() -> None:
     """Its last bit is not looked at: the interpreter rounds towards zero."""
     tensors = layer(64, 3, 33, 2, torch.bfloat16)
     settings = ("silu", False, 0, 0.0, *FLOAT)
-    found = gpu.launch(tensors[0].bfloat16(), *tensors[1:], None, *NONE, *settings)
+    found = launch(tensors[0].bfloat16(), *tensors[1:], None, *NONE, *settings)
     wanted = reference.sparse_ffn(tensors[0].bfloat16(), *tensors[1:], None, *settings)
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=0)
 
@@ -127,15 +134,15 @@ def test_linear(tokens: int) -> None:
     for weights, int8_activations, dtype in (("int4", False, torch.float16), ("int8", True, torch.float32)):
         x, rows, bias = drawn(tokens, 77).to(dtype), quantize(drawn(21, 77), weights), drawn(21)
         for added in (None, bias):
-            found = gpu_linear.launch(x, rows, added, weights, int8_activations)
+            found = gpu_linear.linear(x, rows, added, weights, int8_activations)
             wanted = linear(x, rows, added, weights, int8_activations)
             assert found.dtype is dtype
             torch.testing.assert_close(found, wanted, rtol=2e-3 if dtype is torch.float16 else 1e-6, atol=0.02)
-    whole = gpu_linear.launch(x, rows, bias, "int8", True)
+    whole = gpu_linear.linear(x, rows, bias, "int8", True)
     with pytest.MonkeyPatch.context() as patch:  # seven rows at a time
         patch.setattr(gpu_linear, "TEMPORARY_BYTES", 8 * 77 * 4 - 1)
-        torch.testing.assert_close(gpu_linear.launch(x, rows, bias, "int8", True), whole)
-    assert gpu_linear.launch(x.view(1, tokens, 77), rows, None, "int8").shape == (1, tokens, 21)
+        torch.testing.assert_close(gpu_linear.linear(x, rows, bias, "int8", True), whole)
+    assert gpu_linear.linear(x.view(1, tokens, 77), rows, None, "int8").shape == (1, tokens, 21)
 
 
 @pytest.mark.parametrize("columns", [1, 32, 77, 160])
@@ -146,20 +153,20 @@ def test_dequantised_bit_for_bit(weights: str, columns: int) -> None:
     for rows in (rows_NRb.flatten(0, 1), rows_NRb[:, 1], rows_NRb[:0, 2]):
         for dtype, most in ((torch.float32, 4096), (torch.float16, 64)):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(gpu_dequantize, "MOST_BLOCK", most)
-                found = gpu_dequantize.launch(rows, weights, columns, dtype)
+                patch.setattr(gpu_linear, "MOST_BLOCK", most)
+                found = gpu_linear.dequantize(rows, weights, columns, dtype)
             assert torch.equal(found, reference.dequantize(rows, weights, columns, dtype))
     odd = torch.zeros(1 + rows_NRb.numel(), dtype=torch.uint8)[1:].view(21, -1).copy_(rows_NRb.flatten(0, 1))
-    found = gpu_dequantize.launch(odd, weights, columns, torch.float32)
+    found = gpu_linear.dequantize(odd, weights, columns, torch.float32)
     assert torch.equal(found, reference.dequantize(odd, weights, columns, torch.float32))
     with pytest.raises(ShapeError, match="rows: expected"):
-        gpu_dequantize.launch(rows_NRb[:, 0], weights, columns + 32, torch.float32)
+        gpu_linear.dequantize(rows_NRb[:, 0], weights, columns + 32, torch.float32)
 
 
 def test_ggmls_blocks_are_dequantised_there_too() -> None:
     rows = torch.randint(0, 255, (3, 2 * 20), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     rows[:, [1, 3, 21, 23]] = 60  # scales that are numbers
-    found = gpu_dequantize.launch(rows, "q4_1", 64, torch.float32)
+    found = gpu_linear.dequantize(rows, "q4_1", 64, torch.float32)
     assert torch.equal(found, torch.ops.pi2.dequantize(rows, "q4_1", 64, torch.float32))
 
 
@@ -167,29 +174,29 @@ def test_the_same_bits_again_and_in_any_company() -> None:
     x, *weights = quantized("int4", layer(200, 3, 64, 5))
     mask_TC = drawn(5, 150) < 0
     settings = ("relu", True, 50, 0.0, "int4", False)
-    together = gpu.launch(x, *weights, mask_TC, *NONE, *settings)
-    assert torch.equal(together, gpu.launch(x, *weights, mask_TC, *NONE, *settings))
+    together = launch(x, *weights, mask_TC, *NONE, *settings)
+    assert torch.equal(together, launch(x, *weights, mask_TC, *NONE, *settings))
     for t in range(5):
-        alone = gpu.launch(x[t : t + 1], *weights, mask_TC[t : t + 1], *NONE, *settings)
+        alone = launch(x[t : t + 1], *weights, mask_TC[t : t + 1], *NONE, *settings)
         assert torch.equal(alone[0], together[t])
 
 
 def test_many_tokens_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, mask_TC = layer(70, 3, 24, 5), drawn(5, 60) < 0
     settings = ("relu", True, 10, 0.0, *FLOAT)
-    wanted = gpu.launch(*tensors, mask_TC, *NONE, *settings)
-    monkeypatch.setattr(listed, "MOST_TOKENS", 2)
-    assert torch.equal(gpu.launch(*tensors, mask_TC, *NONE, *settings), wanted)
+    wanted = launch(*tensors, mask_TC, *NONE, *settings)
+    monkeypatch.setattr(gpu, "MOST_TOKENS", 2)
+    assert torch.equal(launch(*tensors, mask_TC, *NONE, *settings), wanted)
 
 
 def test_strided_inputs_and_any_leading_shape() -> None:
     x, *weights = layer(50, 3, 24, 4)
     settings = (None, *NONE, "relu", False, 3, 0.0, *FLOAT)
-    flat = gpu.launch(x, *weights, *settings)
-    assert torch.equal(gpu.launch(x.T.contiguous().T, *weights, *settings), flat)
-    assert torch.equal(gpu.launch(x.view(2, 2, 24), *weights, *settings), flat.view(2, 2, 24))
-    assert torch.equal(gpu.launch(x[0], *weights, *settings), flat[0])
-    assert gpu.launch(x[:0], *weights, *settings).shape == (0, 24)
+    flat = launch(x, *weights, *settings)
+    assert torch.equal(launch(x.T.contiguous().T, *weights, *settings), flat)
+    assert torch.equal(launch(x.view(2, 2, 24), *weights, *settings), flat.view(2, 2, 24))
+    assert torch.equal(launch(x[0], *weights, *settings), flat[0])
+    assert launch(x[:0], *weights, *settings).shape == (0, 24)
 
 
 def test_nan_stays_in_its_token_and_what_is_not_computed_is_not_read() -> None:
@@ -197,12 +204,12 @@ def test_nan_stays_in_its_token_and_what_is_not_computed_is_not_read() -> None:
     x[1, 4] = float("nan")
     settings = ("relu", True, 0, 0.0, *FLOAT)
     for active in (None, torch.ones(3, 50, dtype=torch.bool)):
-        y = gpu.launch(x, rows, *biases, active, *NONE, *settings)
+        y = launch(x, rows, *biases, active, *NONE, *settings)
         assert y.isnan().any(1).tolist() == [False, True, False]
     rows[7] = float("inf")
     active = torch.ones(1, 50, dtype=torch.bool)
     active[0, 7] = False
-    assert gpu.launch(x[:1], rows, *biases, active, *NONE, *settings).isfinite().all()
+    assert launch(x[:1], rows, *biases, active, *NONE, *settings).isfinite().all()
 
 
 def test_they_are_what_the_operators_are_on_a_gpu() -> None:

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from torch_pi2 import errors
-from torch_pi2.base.process import cores, free_bytes
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import CompileError, Pi2Error
 from torch_pi2.export.hot import HotChunks
 from torch_pi2.export.qnn import sdk
 from torch_pi2.export.qnn.quantize import PartInputs
 from torch_pi2.export.qnn.settings import Settings, remediation, title
+from torch_pi2.machine.process import cores, free_bytes
 
 _MODULE = "torch_pi2.export.qnn.compile"
 

@@ -42,6 +42,8 @@ def _act(v, ACTIVATION: tl.constexpr):
         v = 0.5 * v * (1.0 + tl.erf(v * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
         v = v * tl.sigmoid(1.5957691216057308 * (v + 0.044715 * v * v * v))
+    else:
+        tl.static_assert(ACTIVATION == "identity", "an activation that ON_A_GPU lists and that is not here")
     return v
 
 

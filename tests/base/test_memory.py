@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_pi2.ops.memory import HUGE_PAGE_BYTES, new_tensor
+from torch_pi2.base.memory import HUGE_PAGE_BYTES, new_tensor
 
 
 def rss_bytes() -> int:

@@ -1,16 +1,16 @@
-"""``experts_ffn``: a mixture of experts."""
+"""Mixtures of experts: ``experts_ffn``, and ``stored_experts`` over a neuron store."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from torch_pi2.errors import ShapeError
 from torch_pi2.formats import has_two_formats
-from torch_pi2.ops.call import arguments_of
-from torch_pi2.ops.predicted_ffn import predicted_ffn
-from torch_pi2.ops.sparse_ffn import ffn_output, sparse_ffn
+from torch_pi2.ops.ffn import ffn_output, predicted_ffn, sparse_ffn
+from torch_pi2.ops.operators import fake_of
 
 
 def experts_ffn(
@@ -74,8 +74,20 @@ def experts_ffn(
     return y_TH.to(x.dtype)
 
 
-def fake(*args: Any) -> torch.Tensor:
-    call = arguments_of(experts_ffn, args)
+def check_routed(x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> None:
+    """Raise unless there are experts and weights for every token of ``x``."""
+    for name, tensor in (("index", index), ("routing", routing)):
+        if x.dim() != 2 or tensor.dim() != 2 or tensor.shape[0] != x.shape[0] or tensor.shape != index.shape:
+            raise ShapeError(
+                name,
+                expected="[tokens, slots], both alike, for x [tokens, hidden]",
+                found=f"{tuple(tensor.shape)} for x {tuple(x.shape)}",
+                fix="Pass the router's top k of these tokens.",
+            )
+
+
+@fake_of(experts_ffn)
+def _(call: SimpleNamespace) -> torch.Tensor:
     two = has_two_formats(call.weights)
     if call.neuron_rows.dim() != (3 if two else 4):
         raise ShapeError(
@@ -88,13 +100,43 @@ def fake(*args: Any) -> torch.Tensor:
     return ffn_output(call.x, call.neuron_rows.flatten(0, 1), call.weights)
 
 
-def check_routed(x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> None:
-    """Raise unless there are experts and weights for every token of ``x``."""
-    for name, tensor in (("index", index), ("routing", routing)):
-        if x.dim() != 2 or tensor.dim() != 2 or tensor.shape[0] != x.shape[0] or tensor.shape != index.shape:
-            raise ShapeError(
-                name,
-                expected="[tokens, slots], both alike, for x [tokens, hidden]",
-                found=f"{tuple(tensor.shape)} for x {tuple(x.shape)}",
-                fix="Pass the router's top k of these tokens.",
-            )
+def stored_experts(
+    x: torch.Tensor,
+    index: torch.Tensor,
+    routing: torch.Tensor,
+    reader: Any,
+    first_layer: int,
+    experts: int,
+    predictor: list[torch.Tensor],
+    kind: str,
+    cuts: list[float],
+    predictor_weights: str,
+    predictor_int8_activations: bool,
+    activation: str,
+    activation_on_up: bool,
+    thresholds: list[float],
+    int8_activations: bool = False,
+    bias_gate: torch.Tensor | None = None,
+    bias_up: torch.Tensor | None = None,
+    bias_down: torch.Tensor | None = None,
+    first: int = 0,
+) -> torch.Tensor:
+    """:func:`experts_ffn` with the neurons of ``experts`` layers of a store, from ``first_layer`` on.
+
+    Args:
+        reader: in the place of the operator's number of an open store, a ``torch_pi2.store.storefile.StoreReader``.
+        The others: see :func:`experts_ffn`.
+    """
+    neuron_rows = torch.stack([reader.as_computed(reader.read_layer(first_layer + e)) for e in range(experts)])
+    how: tuple[Any, ...] = (predictor, kind, cuts, predictor_weights, predictor_int8_activations)
+    weights = reader.operand_of(reader.keys[first_layer])
+    settings: tuple[Any, ...] = (activation, activation_on_up, thresholds, weights, int8_activations)
+    rest: tuple[Any, ...] = (bias_gate, bias_up, bias_down, first)
+    return experts_ffn(x, index, routing, neuron_rows, *how, *settings, *rest)
+
+
+@fake_of(stored_experts)
+def _(call: SimpleNamespace) -> torch.Tensor:
+    check_routed(call.x, call.index, call.routing)
+    out: torch.Tensor = call.x.new_empty(call.x.shape)
+    return out

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
-
-from torch_pi2.ops.library import load
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -28,12 +27,12 @@ def new_tensor(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
     nbytes = count * dtype.itemsize
     if nbytes < HUGE_PAGE_BYTES or not hasattr(mmap, "MAP_PRIVATE"):
         return torch.empty(shape, dtype=dtype)
-    load()
     try:
         mapped = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"{nbytes} bytes for a tensor of {list(shape)}: {error.strerror}") from None
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # the system has none
+            mapped.madvise(mmap.MADV_HUGEPAGE)
     at = -torch.frombuffer(mapped, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
-    tensor = torch.frombuffer(mapped, dtype=dtype, count=count, offset=at).view(shape)
-    torch.ops.pi2.advise_huge_pages(tensor)
-    return tensor
+    return torch.frombuffer(mapped, dtype=dtype, count=count, offset=at).view(shape)

@@ -1,0 +1,278 @@
+"""Feed-forward layers: ``sparse_ffn``, ``predicted_ffn``, ``stored_ffn``, and ``add_parts``, which sums one's parts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from torch_pi2.errors import ShapeError, check_choice
+from torch_pi2.formats import FLOAT, GGML, QUANTIZED, row_bytes
+from torch_pi2.ops.activations import ACTIVATIONS, on_up
+from torch_pi2.ops.operators import check_hidden, fake_of
+from torch_pi2.ops.predictors import predict_lowrank, predict_lowrank_q, predict_signbit
+from torch_pi2.ops.rows import rounded_activations, values
+
+
+def sparse_ffn(
+    x: torch.Tensor,
+    neuron_rows: torch.Tensor,
+    bias_gate: torch.Tensor | None,
+    bias_up: torch.Tensor | None,
+    bias_down: torch.Tensor | None,
+    active: torch.Tensor | None,
+    activation: str,
+    activation_on_up: bool,
+    n_hot: int,
+    threshold: float,
+    weights: str = "float",
+    int8_activations: bool = False,
+    thresholds: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A feed-forward layer over neurons' rows, of which only some are computed.
+
+    The first ``n_hot`` neurons are hot: always computed. A cold neuron i contributes to token t iff
+    ``active`` is None or ``active[t, i - n_hot]``, *and* its gate fires: ``|act(gate)| > threshold`` (for a
+    plain FFN ``|act(up)| > threshold``). With ``active=None, threshold=0`` this is the exact gate: equal to
+    the dense layer, since what is skipped is multiplied by zero.
+
+    Args:
+        x: ``[..., H]`` float32, bfloat16 or float16.
+        neuron_rows: ``[I, R, H]``, R = 3 (gate row, up row, down column) or 2 (up row, down column); quantised uint8
+            ``[I, R, row_bytes(H)]`` (:mod:`torch_pi2.ops.rows`), or ``[I, bytes]`` where down rows have another format.
+        bias_gate, bias_up: ``[I]`` or None; bias_down: ``[H]`` or None; float32, or the dtype of float rows.
+        active: ``[..., I - n_hot]`` bool, or None.
+        activation: a name in ``ACTIVATIONS``; activation_on_up: also on up (dReLU).
+        n_hot: number of hot neurons, 0..I.
+        threshold: cut on the gate's magnitude (CATS, arXiv 2404.08763); 0 is lossless.
+        weights: how neurons are stored: ``float``, ``int4`` or ``int8``; or ``FIRST+DOWN``: gate and up rows in FIRST,
+            ``int4``, ``int8`` or one of ``GGML``, down rows in DOWN, ``int4`` or ``int8``.
+        int8_activations: with quantised weights, gate and up see ``x`` rounded to int8 per group of 32 (lossy).
+        thresholds: ``[I]`` float32, one for each neuron in the place of ``threshold`` (hot ones know none), or None.
+
+    Returns:
+        ``[..., H]`` in ``x``'s dtype; sums are taken in float32.
+    """
+    act = ACTIVATIONS[activation]
+    hidden = x.shape[-1]
+    x_TH = x.reshape(-1, hidden).float()
+    if int8_activations:
+        x_TH = rounded_activations(x_TH)
+    w_IRH = numbers(neuron_rows, weights, hidden)
+    intermediate, rows, _ = w_IRH.shape
+
+    def project(row: int, bias: torch.Tensor | None) -> torch.Tensor:
+        out_TI = x_TH @ w_IRH[:, row].T
+        return out_TI if bias is None else out_TI + bias.float()
+
+    if rows == 3:
+        gate_TI = act(project(0, bias_gate))
+        up_TI = project(1, bias_up)
+        h_TI = gate_TI * on_up(activation, activation_on_up)(up_TI)
+    else:
+        gate_TI = act(project(0, bias_up))
+        h_TI = gate_TI
+    fires_TI = ~(
+        gate_TI.abs() <= (threshold if thresholds is None else thresholds)
+    )  # so that NaN fires and stays visible
+    if active is not None:
+        fires_TI[:, n_hot:] &= active.reshape(len(x_TH), intermediate - n_hot).bool()
+    fires_TI[:, :n_hot] = True
+    y_TH = torch.where(fires_TI, h_TI, 0.0) @ w_IRH[:, rows - 1]
+    if bias_down is not None:
+        y_TH = y_TH + bias_down.float()
+    return y_TH.to(x.dtype).reshape(x.shape)
+
+
+def numbers(neuron_rows: torch.Tensor, weights: str, hidden: int) -> torch.Tensor:
+    """float32 ``[I, R, H]``."""
+    if weights == FLOAT:
+        return neuron_rows.float()
+    first, plus, down = weights.partition("+")
+    if not plus:
+        return values(neuron_rows, weights, hidden)
+    first_IB, down_IB = neuron_rows.split([neuron_rows.shape[1] - row_bytes(down, hidden), row_bytes(down, hidden)], 1)
+    first_IRH = values(first_IB.unflatten(1, (-1, row_bytes(first, hidden))), first, hidden)
+    return torch.cat((first_IRH, values(down_IB, down, hidden)[:, None]), 1)
+
+
+def ffn_output(x: torch.Tensor, neuron_rows: torch.Tensor, weights: str) -> torch.Tensor:
+    """What a feed-forward operator returns for ``x``, after the checks that need no data."""
+    first, plus, down = weights.partition("+")
+    if plus:
+        check_choice("weights", first, (*QUANTIZED, *GGML), "Name the format of gate and up rows before the +.")
+        check_choice("weights", down, QUANTIZED, "Name the format of down rows behind the +.")
+        sizes = [r * row_bytes(first, x.shape[-1]) + row_bytes(down, x.shape[-1]) for r in (2, 1)]
+        if neuron_rows.dim() != 2 or neuron_rows.shape[1] not in sizes:
+            raise ShapeError(
+                "neuron_rows",
+                expected=f"[neurons, {sizes[0]} (gate, up, down) or {sizes[1]} (up, down)] in {weights}",
+                found=str(tuple(neuron_rows.shape)),
+                fix="Put the bytes of a neuron's rows one behind the other.",
+            )
+        return x.new_empty(x.shape)
+    if neuron_rows.dim() != 3 or neuron_rows.shape[1] not in (2, 3):
+        raise ShapeError(
+            "neuron_rows",
+            expected="[neurons, 3 or 2, hidden]",
+            found=str(tuple(neuron_rows.shape)),
+            fix="Build them with torch_pi2.layers.ffn.",
+        )
+    if weights in QUANTIZED:
+        wanted = row_bytes(weights, x.shape[-1])
+        if neuron_rows.shape[2] != wanted:
+            raise ShapeError(
+                "neuron_rows",
+                expected=f"rows of {wanted} bytes (hidden size {x.shape[-1]} of x in {weights})",
+                found=str(neuron_rows.shape[2]),
+                fix="Pass hidden states of this model and the weights it was quantised to.",
+            )
+    else:
+        check_hidden(x, neuron_rows.shape[2])
+    return x.new_empty(x.shape)
+
+
+@fake_of(sparse_ffn, out=True)
+def _(call: SimpleNamespace) -> torch.Tensor:
+    return ffn_output(call.x, call.neuron_rows, call.weights)
+
+
+def predicted_ffn(
+    x: torch.Tensor,
+    neuron_rows: torch.Tensor,
+    bias_gate: torch.Tensor | None,
+    bias_up: torch.Tensor | None,
+    bias_down: torch.Tensor | None,
+    predictor: list[torch.Tensor],
+    kind: str,
+    cut: float,
+    predictor_weights: str,
+    predictor_int8_activations: bool,
+    activation: str,
+    activation_on_up: bool,
+    n_hot: int,
+    threshold: float,
+    weights: str = "float",
+    int8_activations: bool = False,
+    thresholds: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A prediction and :func:`sparse_ffn` with it as ``active``, in one call.
+
+    Args:
+        predictor, kind: ``lowrank`` with ``[a, a_scale, b, b_scale]`` of :func:`predict_lowrank`, ``lowrank_q`` with
+            ``[a, b]`` of :func:`predict_lowrank_q`, either with a bias as last tensor if there is one; ``signbit`` with
+            ``[signs]`` of :func:`predict_signbit`. The last rows are of the cold neurons, any before them of hot ones.
+        cut: threshold of a low-rank predictor, margin of a sign-bit one.
+        predictor_weights, predictor_int8_activations: of ``lowrank_q``; others ignore them.
+    """
+    active = predicted(x, predictor, kind, cut, predictor_weights, predictor_int8_activations)
+    active = active[..., active.shape[-1] - (neuron_rows.shape[0] - n_hot) :]
+    layer = (active, activation, activation_on_up, n_hot, threshold, weights, int8_activations, thresholds)
+    return sparse_ffn(x, neuron_rows, bias_gate, bias_up, bias_down, *layer)
+
+
+def predicted(
+    x: torch.Tensor, predictor: list[torch.Tensor], kind: str, cut: float, weights: str, int8_activations: bool
+) -> torch.Tensor:
+    """Which neurons the predictor of :func:`predicted_ffn` wants, bool ``[..., rows]``: of all rows that it has."""
+    if kind == "signbit":
+        return predict_signbit(x, predictor[0], x.shape[-1], cut)
+    if kind == "lowrank":
+        a, a_scale, b, b_scale, *bias = predictor
+        return predict_lowrank(x, a, a_scale, b, b_scale, bias[0] if bias else None, cut)
+    a, b, *bias = predictor
+    return predict_lowrank_q(x, a, b, bias[0] if bias else None, weights, int8_activations, cut)
+
+
+@fake_of(predicted_ffn, out=True)
+def _(call: SimpleNamespace) -> torch.Tensor:
+    return ffn_output(call.x, call.neuron_rows, call.weights)
+
+
+def stored_ffn(
+    x: torch.Tensor,
+    reader: Any,
+    layer: int,
+    bias_gate: torch.Tensor | None,
+    bias_up: torch.Tensor | None,
+    bias_down: torch.Tensor | None,
+    predictor: list[torch.Tensor],
+    kind: str,
+    cut: float,
+    predictor_weights: str,
+    predictor_int8_activations: bool,
+    activation: str,
+    activation_on_up: bool,
+    n_hot: int,
+    threshold: float,
+    int8_activations: bool = False,
+    first: int = 0,
+    thresholds: torch.Tensor | None = None,
+    parts: int = 0,
+) -> torch.Tensor:
+    """The feed-forward layer whose neurons are those of ``layer`` in a store: ``x [..., H]`` -> ``[..., H]``.
+
+    Which of them are in memory changes nothing, so this is ``predicted_ffn`` (for ``kind`` ``none``: ``sparse_ffn``
+    with every neuron) over what the reader gives.
+
+    Args:
+        reader: in the place of the operator's number of an open store, a ``torch_pi2.store.storefile.StoreReader``.
+        first: neurons that are computed elsewhere, before all others in plan order; a multiple of 64, or some bits are
+            others.
+        parts: number of the layer's chunks: their sums, float32 ``[parts, T, H]``, without the bias of the down
+            matrix, of fewer tokens than ``constants().gemm_tokens``; 0: the result. A layer of a shard
+            (:mod:`torch_pi2.types.shard`) has chunks of the size of the whole layer's.
+        The others: see :func:`torch_pi2.ops.predicted_ffn`.
+    """
+    neuron_rows = reader.as_computed(reader.read_layer(layer))[first:]
+    gate, up, own = (None if values is None else values[first:] for values in (bias_gate, bias_up, thresholds))
+    hot, neurons = max(0, n_hot - first), len(neuron_rows)
+    weights = reader.operand_of(reader.keys[layer])
+    active = None
+    if kind != "none":
+        marks = predicted(x, predictor, kind, cut, predictor_weights, predictor_int8_activations)
+        active = marks[..., marks.shape[-1] - (neurons - hot) :]
+    how = (activation, activation_on_up)
+    if not parts:
+        settings = (*how, hot, threshold, weights, int8_activations, own)
+        return sparse_ffn(x, neuron_rows, gate, up, bias_down, active, *settings)
+    size, sums = reader.entries[layer].chunk or torch.ops.pi2.chunk_neurons(neurons), []
+    for at in range(0, neurons, size):
+        end = min(at + size, neurons)
+        here = [None if values is None else values[at:end] for values in (gate, up, own)]
+        cold = None if active is None else active[..., max(0, at - hot) : max(0, end - hot)]
+        settings = (*how, min(max(hot - at, 0), end - at), threshold, weights, int8_activations, here[2])
+        part = sparse_ffn(x.float(), neuron_rows[at:end], here[0], here[1], None, cold, *settings)
+        sums.append(part.view(-1, x.shape[-1]))
+    return torch.stack(sums)
+
+
+@fake_of(stored_ffn)
+def _(call: SimpleNamespace) -> torch.Tensor:
+    x: torch.Tensor = call.x
+    if not call.parts:
+        return x.new_empty(x.shape)
+    return x.new_empty((call.parts, x.numel() // x.shape[-1], x.shape[-1]), dtype=torch.float32)
+
+
+def add_parts(parts: torch.Tensor, order: list[int], bias: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """The sum of ``parts[i]`` for i in ``order``, added one by one from zero on, and of ``bias``: as a layer adds the
+    partial sums of its chunks, so that the bits are those of a layer that has them all.
+
+    Args:
+        parts: float32 ``[P, T, H]``. order: indices into the first dimension, any number of them.
+        bias: ``[H]`` float32, bfloat16 or float16, or None. like: ``[..., H]`` of T tokens: gives shape and dtype.
+    """
+    y = torch.zeros_like(parts[0])
+    for part in order:
+        y = y + parts[part]
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(like.dtype).view(like.shape)
+
+
+@fake_of(add_parts)
+def _(call: SimpleNamespace) -> torch.Tensor:
+    like: torch.Tensor = call.like
+    return like.new_empty(like.shape)

@@ -1,0 +1,255 @@
+"""``sparse_ffn``, ``predicted_ffn`` and ``gathered_experts`` on a GPU, by Triton kernels that list neurons first.
+
+Listed neurons are gathered and computed. To ``torch.compile`` the operators are as opaque as on the CPU: for a
+``triton_op`` Inductor takes the weights for written to (an address that comes from a sum of what was read), and copies
+them in each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch.library import custom_op
+
+from torch_pi2.errors import UnsupportedModelError, check_choice
+from torch_pi2.formats import FLOAT, FORMATS, QUANTIZED
+from torch_pi2.ops import ffn as reference
+from torch_pi2.ops.activations import check_plain
+from torch_pi2.ops.operators import FAKES, arguments_of
+from torch_pi2.ops.predictors import most_differing
+from torch_pi2.ops.rows import rounded_activations
+
+#: What no predictor is called.
+NO_PREDICTOR = "none"
+#: Tokens that are computed together: sums have 256 rows a token.
+MOST_TOKENS = 64
+#: Numbers of rows that a program takes at once, of :data:`kernels.NEURONS` neurons: some 8 to 16 KB on their way.
+BLOCKS_OF_PART = {FLOAT: 1024, "int4": 2048, "int8": 1024}
+#: The same of a tile's neurons, and numbers of an output.
+BLOCK_OF_TILE, BLOCK_OF_SUM = 128, 64
+#: Words of 32 signs of a tile's neurons, and sums of other programs, that are on their way at a time.
+BLOCK_OF_SIGNS, TOGETHER = 32, 32
+#: Warps of a program of :func:`kernels.listed_ffn`: as few registers a thread as let two of them share a processor.
+WARPS = 8
+
+
+class Routed(NamedTuple):
+    """Which experts tokens go to, int64, and how these are weighed, in any float dtype; both contiguous."""
+
+    index_Tk: torch.Tensor
+    routing_Tk: torch.Tensor
+
+
+def power_of_two(least: int) -> int:
+    """The least one that is no less."""
+    return 1 << max(0, least - 1).bit_length()
+
+
+def block_of_part(form: str, columns: int) -> int:
+    return min(BLOCKS_OF_PART[form], max(32, power_of_two(columns)))
+
+
+def kernel_rows(tensor: torch.Tensor, weights: str, columns: int) -> tuple[torch.Tensor, torch.Tensor, int, str]:
+    """What kernels take of rows: the numbers, the same memory as scales, elements of a row, format."""
+    if weights in ("", FLOAT):  # a layer has no name for the format of a predictor in int8 steps
+        return tensor, tensor, columns, FLOAT
+    return tensor, tensor.view(torch.float16), FORMATS[weights].row_bytes(columns), weights
+
+
+def rounded(v: torch.Tensor) -> torch.Tensor:
+    return rounded_activations(v).contiguous()
+
+
+def parts_of(tokens: int) -> Iterator[slice]:
+    """Tokens that are computed together."""
+    for first in range(0, tokens, MOST_TOKENS):
+        yield slice(first, min(first + MOST_TOKENS, tokens))
+
+
+def compute(
+    y_TH: torch.Tensor,
+    x_TH: torch.Tensor,
+    call: SimpleNamespace,
+    active_TC: torch.Tensor | None = None,
+    routed: Routed | None = None,
+) -> None:
+    """Into ``y_TH`` the results of contiguous tokens ``x_TH`` (one at least), of which all sums have room.
+
+    Args:
+        call: arguments of :func:`torch_pi2.ops.ffn.predicted_ffn` by name; ``active_TC``: in place of its predictor.
+        routed: the call is of :func:`gathered_experts`: neurons and predictors are stacked, cuts and thresholds are in
+            memory.
+    """
+    from torch_pi2.ops.gpu import kernels
+
+    fix = "Rows of two formats are for a CPU: move it there."
+    check_choice("weights on a GPU", call.weights, (FLOAT, *QUANTIZED), fix)
+    check_plain(call.activation)
+    tokens, hidden = x_TH.shape
+    intermediate, rows = call.neuron_rows.shape[-3:-1]
+    slots = 1
+    of_experts: dict[str, Any] = {}
+    weighed: dict[str, Any] = {}
+    if routed is not None:
+        slots = routed.index_Tk.shape[1]
+        of_experts = {"experts": routed.index_Tk, "SLOTS": slots, "EXPERTS": len(call.neuron_rows)}
+        weighed = {"routing": routed.routing_Tk}
+    pairs = tokens * slots
+    tiles, programs = -(-intermediate // kernels.TILE), max(1, kernels.PARTS // slots)
+    most_tiles = power_of_two(tiles)
+    lists = x_TH.new_empty((pairs, tiles, kernels.TILE), dtype=torch.int32)
+    counts = x_TH.new_empty((pairs, tiles), dtype=torch.int32)
+    gates: torch.Tensor | None = None
+    seen_TH = rounded(x_TH) if call.int8_activations else x_TH
+    held, scales, row, form = kernel_rows(call.neuron_rows, call.weights, hidden)
+    if call.kind == "signbit":
+        signs = call.predictor[0].view(torch.int32)
+        most = most_differing(hidden, call.cut) if routed is None else call.cut
+        kernels.list_signed[(tiles, pairs)](
+            x_TH, signs, lists, counts, most, signs.shape[-2], call.n_hot, intermediate, tiles,
+            H=hidden, WORDS=signs.shape[-1], TILE=kernels.TILE, BLOCK=BLOCK_OF_SIGNS, **of_experts,
+        )  # fmt: skip
+    elif active_TC is not None:
+        mask_TC = active_TC.contiguous().view(torch.uint8)
+        kernels.list_masked[(tiles, pairs)](
+            mask_TC, lists, counts, mask_TC.shape[1], call.n_hot, intermediate, tiles, TILE=kernels.TILE
+        )
+    elif call.kind == NO_PREDICTOR:
+        gates = x_TH.new_empty((pairs, tiles, kernels.TILE), dtype=torch.float32)
+        kernels.list_fired[(tiles, pairs)](
+            seen_TH, held, scales, call.bias_gate if rows == 3 else call.bias_up, lists, gates, counts,
+            call.threshold, call.n_hot, intermediate, tiles,
+            H=hidden, R=rows, ROW=row, FORMAT=form, ACTIVATION=call.activation, TILE=kernels.TILE, BLOCK=BLOCK_OF_TILE,
+            **of_experts,
+        )  # fmt: skip
+    else:
+        a, a_scale, b, b_scale, bias = _low_rank(call.predictor, call.kind)
+        of_a = kernel_rows(a, call.predictor_weights, hidden)
+        rank = a.shape[-2]
+        z_Pr = x_TH.new_empty((pairs, rank), dtype=torch.float32)
+        seen = rounded(x_TH) if call.predictor_int8_activations else x_TH
+        kernels.project[(-(-rank // kernels.NEURONS), pairs)](
+            seen, of_a[0], of_a[1], a_scale, None, z_Pr, rank,
+            H=hidden, ROW=of_a[2], FORMAT=of_a[3], RELU=True, N=kernels.NEURONS,
+            BLOCK=block_of_part(of_a[3], hidden), **of_experts,
+        )  # fmt: skip
+        z_Pr = rounded(z_Pr) if call.predictor_int8_activations else z_Pr
+        of_b = kernel_rows(b, call.predictor_weights, rank)
+        kernels.list_predicted[(tiles, pairs)](
+            z_Pr, of_b[0], of_b[1], b_scale, bias, lists, counts, call.cut, b.shape[-2],
+            call.n_hot, intermediate, tiles,
+            RANK=rank, ROW=of_b[2], FORMAT=of_b[3], TILE=kernels.TILE, BLOCK=BLOCK_OF_TILE, **of_experts,
+        )  # fmt: skip
+    parts = x_TH.new_empty((pairs, programs, hidden), dtype=torch.float32)
+    kernels.listed_ffn[(programs, pairs)](
+        seen_TH, held, scales, call.bias_gate, call.bias_up, lists, gates, counts, parts,
+        call.threshold, call.n_hot, intermediate, tiles,
+        H=hidden, R=rows, ROW=row, FORMAT=form, ACTIVATION=call.activation, ON_UP=call.activation_on_up,
+        TILE=kernels.TILE, MOST_TILES=most_tiles, PARTS=programs, N=kernels.NEURONS,
+        BLOCK=block_of_part(form, hidden), num_warps=WARPS, **of_experts,
+    )  # fmt: skip
+    kernels.add_parts[(-(-hidden // BLOCK_OF_SUM), tokens)](
+        parts, call.bias_down, counts, y_TH, tiles,
+        H=hidden, MOST_TILES=most_tiles, PARTS=programs, N=kernels.NEURONS, TOGETHER=TOGETHER, BLOCK=BLOCK_OF_SUM,
+        **of_experts, **weighed,
+    )  # fmt: skip
+
+
+def _low_rank(predictor: list[torch.Tensor], kind: str) -> tuple[Any, ...]:
+    """a, a_scale, b, b_scale, bias: what there is of them."""
+    if kind == "lowrank":
+        a, a_scale, b, b_scale, *bias = predictor
+        return a, a_scale, b, b_scale, bias[0] if bias else None
+    a, b, *bias = predictor
+    return a, None, b, None, bias[0] if bias else None
+
+
+def sparse_ffn(*args: Any) -> torch.Tensor:
+    """``torch.ops.pi2.sparse_ffn`` there."""
+    call = arguments_of(reference.sparse_ffn, args)
+    none: dict[str, Any] = {"predictor": [], "kind": NO_PREDICTOR, "cut": 0.0, "predictor_weights": ""}
+    vars(call).update(none, predictor_int8_activations=False)
+    return _layer(call, call.active)
+
+
+def predicted_ffn(*args: Any) -> torch.Tensor:
+    """``torch.ops.pi2.predicted_ffn`` there."""
+    return _layer(arguments_of(reference.predicted_ffn, args), None)
+
+
+def _layer(call: SimpleNamespace, active: torch.Tensor | None) -> torch.Tensor:
+    """A token's result has the same bits each time and in any company; sums are taken in float32, in another order than
+    on the CPU.
+
+    Raises:
+        UnsupportedModelError: neurons have thresholds of their own, which no kernel here compares with.
+    """
+    if call.thresholds is not None:
+        raise UnsupportedModelError(
+            "thresholds on a GPU",
+            expected="one threshold for a layer",
+            found="one for each neuron",
+            fix="Leave the model on the CPU, or choose score='gate'.",
+        )
+    x: torch.Tensor = call.x
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not x.numel():
+        return y
+    y_TH, x_TH = y.view(-1, x.shape[-1]), x.reshape(-1, x.shape[-1]).contiguous()
+    active_TC = None if active is None else active.reshape(len(x_TH), -1)
+    for part in parts_of(len(x_TH)):
+        compute(y_TH[part], x_TH[part], call, None if active_TC is None else active_TC[part])
+    return y
+
+
+def gathered_experts(
+    x: torch.Tensor,
+    index: torch.Tensor,
+    routing: torch.Tensor,
+    neuron_rows: torch.Tensor,
+    predictor: list[torch.Tensor],
+    kind: str,
+    cuts: torch.Tensor,
+    predictor_weights: str,
+    predictor_int8_activations: bool,
+    activation: str,
+    activation_on_up: bool,
+    thresholds: torch.Tensor,
+    weights: str,
+    int8_activations: bool,
+) -> torch.Tensor:
+    """:func:`~torch_pi2.ops.experts.experts_ffn`; arguments as there, but ``cuts`` and ``thresholds``, which are
+    float64 tensors ``[E]`` (``cuts`` of kind ``none``: any).
+
+    Each pair of a token and one of its slots is computed as a token is there; its expert is read from ``index`` by the
+    kernels, so that nothing waits for the GPU. On the CPU it is ``experts_ffn`` of the C++ library.
+
+    An index below 0 adds nothing, as E does. A token's result has the same bits each time and in any company: slots are
+    added in order, in float32; within one sums have another order than on the CPU.
+    """
+    call = SimpleNamespace(**locals(), cut=cuts, threshold=thresholds, n_hot=0)
+    call.bias_gate = call.bias_up = call.bias_down = None
+    y = x.new_zeros(x.shape)
+    for part in parts_of(len(x) if index.numel() else 0):
+        routed = Routed(index[part].contiguous(), routing[part].contiguous())
+        compute(y[part], x[part].contiguous(), call, routed=routed)
+    return y
+
+
+def _experts_on_the_cpu(*args: Any) -> torch.Tensor:
+    call = arguments_of(gathered_experts, args)
+    call.cuts = [] if call.kind == NO_PREDICTOR else call.cuts.tolist()
+    call.thresholds = call.thresholds.tolist()
+    y: torch.Tensor = torch.ops.pi2.experts_ffn(*vars(call).values())
+    return y
+
+
+def register_gathered_experts() -> Any:
+    """``torch.ops.pi2.gathered_experts``, as long as what is returned is kept."""
+    op: Any = custom_op("pi2::gathered_experts", gathered_experts, mutates_args=())
+    op.register_kernel("cpu")(_experts_on_the_cpu)
+    op.register_fake(FAKES["experts_ffn"])
+    return op

@@ -1,0 +1,134 @@
+"""``predict_lowrank``, ``predict_lowrank_q`` and ``predict_signbit``: which cold neurons will fire."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from torch_pi2.formats import row_bytes
+from torch_pi2.ops.linear import IN_BLOCKS, from_blocks
+from torch_pi2.ops.operators import check_hidden, check_rows, fake_of
+from torch_pi2.ops.rows import rounded_activations, values
+
+#: What to do about bytes of another length.
+FIX = "Pass hidden states of this model and a predictor fitted to it."
+
+
+def predict_lowrank(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    b_bias: torch.Tensor | None,
+    threshold: float,
+) -> torch.Tensor:
+    """Low-rank activation predictor ``b relu(a x) + bias >= threshold`` (PowerInfer, LLM in a flash).
+
+    Args:
+        x: ``[..., H]``; a: ``[r, H]`` int8 with ``a_scale [r]`` float32; b: ``[C, r]`` int8 with
+            ``b_scale [C]`` float32; b_bias: ``[C]`` float32 or None.
+        threshold: on the logit.
+
+    Returns:
+        bool ``[..., C]``: which cold neurons are predicted to fire (a NaN score counts as firing).
+    """
+    hidden = a.shape[1]
+    z_Tr = torch.relu(x.reshape(-1, hidden).float() @ a.float().T * a_scale)
+    s_TC = z_Tr @ b.float().T * b_scale
+    if b_bias is not None:
+        s_TC = s_TC + b_bias
+    return (~(s_TC < threshold)).reshape(*x.shape[:-1], b.shape[0])
+
+
+@fake_of(predict_lowrank)
+def _(call: SimpleNamespace) -> torch.Tensor:
+    check_hidden(call.x, call.a.shape[1], "predictor")
+    return _mask_like(call.x, call.b.shape[0])
+
+
+def _mask_like(x: torch.Tensor, cold: int) -> torch.Tensor:
+    """What a predictor of so many neurons returns."""
+    return x.new_empty((*x.shape[:-1], cold), dtype=torch.bool)
+
+
+def predict_lowrank_q(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    b_bias: torch.Tensor | None,
+    weights: str,
+    int8_activations: bool,
+    threshold: float,
+) -> torch.Tensor:
+    """:func:`predict_lowrank` over rows quantised in groups.
+
+    Args:
+        x: ``[..., H]``; a: uint8 ``[r, row_bytes(H)]``; b: uint8 ``[C, row_bytes(r)]``; b_bias: float32
+            ``[C]`` or None.
+        weights: format of ``a`` and ``b``, ``int4`` or ``int8``; ``int4_blocks``, ``int8_blocks``: both in blocks of
+            16 rows (:mod:`torch_pi2.ops.linear`; int8 activations only), where b may have rows before those
+            that there are biases for.
+        int8_activations: ``x`` and ``relu(a x)`` are seen rounded to int8 per group of 32.
+        threshold: on the logit.
+    """
+
+    if weights.endswith(IN_BLOCKS):
+        weights = weights.removesuffix(IN_BLOCKS)
+        a, b = from_blocks(a, weights, x.shape[-1]), from_blocks(b, weights, len(a))
+        b = b if b_bias is None else b[len(b) - len(b_bias) :]
+
+    def seen(v: torch.Tensor) -> torch.Tensor:
+        return rounded_activations(v) if int8_activations else v
+
+    z_Tr = torch.relu(seen(x.float()) @ values(a, weights, x.shape[-1]).T)
+    s_TC = seen(z_Tr) @ values(b, weights, a.shape[0]).T
+    return ~((s_TC if b_bias is None else s_TC + b_bias) < threshold)
+
+
+@fake_of(predict_lowrank_q)
+def _(call: SimpleNamespace) -> torch.Tensor:
+    weights = call.weights.removesuffix(IN_BLOCKS)
+    check_rows("predictor tensor a", call.a, row_bytes(weights, call.x.shape[-1]), "bytes", FIX)
+    shifted = weights != call.weights and call.b_bias is not None
+    return _mask_like(call.x, len(call.b_bias if shifted else call.b))
+
+
+def predict_signbit(x: torch.Tensor, signs: torch.Tensor, columns: int, margin: float) -> torch.Tensor:
+    """Sign-bit predictor (SparseInfer, arXiv 2411.12692): the sign of a sum from the signs of its products.
+
+    Of the H products of a gate row with ``x``, those whose signs differ are taken to be negative, the others to be
+    positive; a neuron is predicted active iff ``agreeing >= margin * differing``. The paper's rule (skip where
+    ``alpha * agreeing < differing``) with ``margin = 1 / alpha``. A NaN in a token makes all its neurons active.
+
+    Args:
+        x: ``[..., H]``; signs: uint8 ``[C, ceil(H / 64) * 8]``, bit k % 8 of byte k // 8 is 1 where weight k < 0.
+        columns: H; margin: 0 predicts everything active.
+
+    Returns:
+        bool ``[..., C]``.
+    """
+    shifts = torch.arange(8, dtype=torch.uint8, device=signs.device)
+    bits_CH = (signs[..., None] >> shifts & 1).flatten(-2)[:, :columns].float()
+    bits_TH = (x < 0).float()
+    differing = bits_TH @ (1 - bits_CH).T + (1 - bits_TH) @ bits_CH.T
+    active = (columns - differing).double() >= margin * differing.double()
+    return active | x.isnan().any(-1, keepdim=True)
+
+
+def most_differing(columns: int, margin: float) -> int:
+    """With how many differing signs, at most, :func:`predict_signbit` finds a neuron active; -1: with none at all."""
+    lowest, highest = -1, columns  # fewer are active wherever more are
+    while lowest < highest:
+        middle = (lowest + highest + 1) // 2
+        active = float(columns - middle) >= margin * float(middle)
+        lowest, highest = (middle, highest) if active else (lowest, middle - 1)
+    return lowest
+
+
+@fake_of(predict_signbit)
+def _(call: SimpleNamespace) -> torch.Tensor:
+    check_hidden(call.x, call.columns)
+    check_rows("signs", call.signs, -(-call.columns // 64) * 8, "bytes", FIX)
+    return _mask_like(call.x, call.signs.shape[0])
