@@ -124,8 +124,8 @@ Generates text with a bundle that torch_pi2.export wrote.
   --cpus auto              compute on the big cores and read on the little ones; if all are equal, bind nothing
   --cpus LIST              all on these CPUs, such as 4-7; --compute-cpus LIST, --read-cpus LIST: what computes, what reads
   --io-threads N           that read the store
-  --engine NAME            reading: auto, pread or io_uring
-  --policy NAME            of the neuron cache: lfu, lru, sieve, s3-fifo, static or none
+  --engine NAME            that reads the store (default: auto); a wrong name lists them
+  --policy NAME            of the neuron cache (default: lfu); a wrong name lists them
   --backend LIBRARY        load it first (ExecuTorch's QNN backend, for a bundle of such a target); may be repeated
   --verify                 compare the SHA-256 of all files first; without, the CRC32C of all but the neurons, which
                            are compared when they are read

@@ -1,14 +1,17 @@
-"""Names that Python needs before the library is loaded are those of the core."""
+"""What Python has beside lists of the core is in them."""
 
 from __future__ import annotations
 
 from torch_pi2.observe.trace import COUNTERS, STAGES
-from torch_pi2.ops.constants import chunk_neurons, constants
-from torch_pi2.types.offload import POLICIES
+from torch_pi2.ops.activations import ACTIVATIONS, ON_A_GPU
+from torch_pi2.ops.constants import chunk_neurons, constants, lists
+from torch_pi2.types.offload import OffloadConfig
 
 
 def test_names_are_the_cores() -> None:
-    assert constants().policies == POLICIES
+    assert lists().activations == tuple(ACTIVATIONS)
+    assert {*ON_A_GPU} <= {*lists().activations}
+    assert OffloadConfig().policy in lists().policies
     assert (len(STAGES), len(COUNTERS)) == (constants().stages, constants().trace_counters)
 
 

@@ -40,10 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.observe import replay
     from torch_pi2.observe.accesses import Accesses
-    from torch_pi2.types.offload import POLICIES
+    from torch_pi2.ops.constants import lists
 
     accesses = Accesses.load(args.file)
-    policies = args.policies.split(",") if args.policies else [*POLICIES, replay.OPTIMAL]
+    policies = args.policies.split(",") if args.policies else [*lists().policies, replay.OPTIMAL]
     slots = [replay.slots_of(accesses, text) for text in args.budget.split(",")]
     how = {"hot_share": args.hot_share, "window": args.window, "preload": False if args.empty else None}
     caches = replay.replay_all(accesses, policies, slots, progress=not args.quiet, **how)

@@ -56,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--budget", metavar="BYTES", help="memory for all of it but Python, such as 2GiB (default: as it takes)")
     add("--store", type=Path, metavar="PATH", help="the neuron store, or its folder (default: BUNDLE)")
     add("--io-threads", type=common.positive, metavar="N", help="that read the store (default: 64)")
-    add("--engine", metavar="NAME", help="reading: auto, pread or io_uring (default: auto)")
-    add("--policy", metavar="NAME", help="of the neuron cache: lfu, lru, sieve, s3-fifo, static or none (default: lfu)")
+    add("--engine", metavar="NAME", help="that reads the store; a wrong name lists them (default: auto)")
+    add("--policy", metavar="NAME", help="of the neuron cache; a wrong name lists them (default: lfu)")
     add("--trace", type=Path, metavar="FILE", help="what threads did, for Perfetto (docs/TRACES.md)")
     add(
         "--verify",

@@ -18,7 +18,7 @@ from torch_pi2.base.heap import give_back_freed_memory
 from torch_pi2.base.units import mebibytes, parse_bytes
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.routed import chosen_shares
-from torch_pi2.ops.constants import chunk_neurons, constants
+from torch_pi2.ops.constants import chunk_neurons, constants, lists
 from torch_pi2.rewrite.handle import Handle, store_and_budget, store_of
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.store.superblock import SECTOR, LayerEntry
@@ -31,8 +31,6 @@ _log = logging.getLogger("torch_pi2")
 
 #: Bookkeeping per neuron: its order twice (int64) and in the plan (int32), pointer, key and checksum.
 _NEURON_BYTES = 2 * 8 + 4 + 8 + 4 + 4
-#: What a policy remembers of a neuron, in the cache or not.
-_POLICY_BYTES = {"s3-fifo": 4, "lfu": 1}
 #: Objects of a model, stacks of the threads that read, and what the allocator keeps.
 _OBJECT_BYTES = 8 << 20
 #: What takes less of a budget if it is smaller.
@@ -252,7 +250,7 @@ def engine_bytes(entries: Sequence[LayerEntry], config: OffloadConfig) -> tuple[
     neurons = sum(entry.neurons for entry in entries)
     return (
         0 if config.engine == "mmap" else spares * max(entry.slot_bytes for entry in entries),
-        neurons * (_NEURON_BYTES + _POLICY_BYTES.get(config.policy, 0)),
+        neurons * (_NEURON_BYTES + lists().policies[config.policy]),
         sum(entry.slots_in_file for entry in entries) * SLOT_BYTES,
     )
 

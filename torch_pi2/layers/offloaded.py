@@ -21,6 +21,7 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.split import Link
 from torch_pi2.machine.device import find_device
 from torch_pi2.ops import load
+from torch_pi2.ops.constants import lists
 from torch_pi2.ops.gpu.ffn import NO_PREDICTOR
 from torch_pi2.ops.library import unseen_by_modes
 from torch_pi2.types.budget import Budget
@@ -91,8 +92,9 @@ class Store:
         return 0.9 if cache_bytes < few_tokens * self.token_bytes else share
 
     def _open(self, cache_bytes: int) -> int:
-        c, refused = self.config, "engine: io_uring is not available here: "
-        for engine in ("io_uring", "pread") if c.engine == "auto" else (c.engine,):
+        c, refused = self.config, ""
+        for engine in lists().engines if c.engine == "auto" else (c.engine,):
+            refused = f"engine: {engine} is not available here: "
             try:
                 number: int = torch.ops.pi2.store_open(
                     str(self.path), cache_bytes, engine, c.policy, c.io_threads, c.direct, c.verify, c.pipeline,
@@ -111,8 +113,8 @@ class Store:
         raise ConfigError(
             "OffloadConfig.engine",
             expected="one that this system allows",
-            found=f"io_uring: {found.removeprefix(refused)}",
-            fix="Use auto or pread. io_uring takes Linux 5.6 and the right to it (containers may forbid it; "
+            found=f"{engine}: {found.removeprefix(refused)}",
+            fix="Use auto. io_uring takes Linux 5.6 and the right to it (containers may forbid it; "
             "kernel.io_uring_disabled).",
         )
 

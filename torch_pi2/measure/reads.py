@@ -18,8 +18,8 @@ from torch_pi2.errors import ArtifactError
 from torch_pi2.machine.hardware import Interference
 from torch_pi2.machine.reads import ReadRate, Reads, monotone
 from torch_pi2.measure.fit import Ready, median_us, six_digits
+from torch_pi2.ops.constants import lists
 
-ENGINES = ("io_uring", "pread")
 _KIB, _MIB = 1 << 10, 1 << 20
 _BLOCKS = (4 * _KIB, 8 * _KIB, 16 * _KIB, 64 * _KIB, 256 * _KIB)
 _DEPTHS = (1, 4, 16, 64)
@@ -149,22 +149,22 @@ def reads(drive: Drive, seconds: float, tick: Callable[[float], None]) -> Reads:
 
     Each figure is the median of ``_TAKES`` sweeps over all of them: a drive that others share has moments.
     """
-    points = list(product(_BLOCKS, _DEPTHS))
-    each = max(_LEAST_S, seconds / (len(points) * (len(ENGINES) + 1))) / _TAKES
+    points, engines = list(product(_BLOCKS, _DEPTHS)), lists().engines
+    each = max(_LEAST_S, seconds / (len(points) * (len(engines) + 1))) / _TAKES
     table: dict[str, list[ReadRate]] = {}
-    cpu = dict.fromkeys(ENGINES, 0.0)
-    for engine in ENGINES:
+    cpu = dict.fromkeys(engines, 0.0)
+    for engine in engines:
         for (block, depth), (per_s, cpu_s) in _medians(drive, engine, points, drive.nbytes, each).items():
             table.setdefault(engine, []).append(ReadRate(block, drive.nbytes, depth, per_s))
             if (block, depth) == (_TYPICAL, _DEPTHS[-1]):
                 cpu[engine] = six_digits(cpu_s * 1e6)
-        tick(1 / (len(ENGINES) + 1))
+        tick(1 / (len(engines) + 1))
     # The engine of which small reads are most: what a plan reads are neurons.
     best = max(table, key=lambda engine: max(r.reads_per_s for r in table[engine] if r.block_bytes == _TYPICAL))
     part = drive.nbytes // 8
     for (block, depth), (per_s, _) in _medians(drive, best, points, part, each).items():
         table[best].append(ReadRate(block, part, depth, per_s))
-    tick(1 / (len(ENGINES) + 1))
+    tick(1 / (len(engines) + 1))
     return Reads(
         engine=best,
         direct=drive.direct,

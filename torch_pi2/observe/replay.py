@@ -16,7 +16,7 @@ from torch_pi2.base.progress import bar
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.errors import ConfigError, check_choice
 from torch_pi2.observe.accesses import Accesses
-from torch_pi2.types.offload import POLICIES
+from torch_pi2.ops.constants import lists
 
 #: No policy, but what none can surpass: it knows what is going to be wanted (Belady 1966).
 OPTIMAL = "optimal"
@@ -27,7 +27,7 @@ class Replayed:
     """One cache on recorded accesses.
 
     Attributes:
-        policy: of ``POLICIES``, or ``optimal``. slots: of the cache. share: of all slots of the store.
+        policy: of the core's policies, or ``optimal``. slots: of the cache. share: of all slots of the store.
         cache_bytes: what the cache takes. hit_rate: of the neurons wanted, those that were there.
         hits, wanted: neurons. reads_per_pass: slots that were not there; read_bytes_per_pass: their bytes. A pass is a
             token when one sequence is decoded, and a prompt.
@@ -60,7 +60,7 @@ def replay(
     """Replay ``accesses`` with a cache of ``slots`` slots.
 
     Args:
-        policy: one of ``torch_pi2.types.offload.POLICIES``, or ``optimal``.
+        policy: one of the core's (``torch_pi2.ops.constants.lists().policies``), or ``optimal``.
         hot_share, preload, window: as in :class:`~torch_pi2.OffloadConfig`; None: those of the run. The optimum begins
             with the same neurons, and reads neither of the others.
         resident: neurons by layer that are there from the beginning and never leave, as
@@ -160,7 +160,7 @@ def _check_resident(resident: Sequence[int] | None, accesses: Accesses) -> None:
 
 
 def _check(policy: str, slots: int, hot_share: float | None, window: int | None) -> None:
-    check_choice("policy", policy, (*POLICIES, OPTIMAL), "Choose one of them.")
+    check_choice("policy", policy, (*lists().policies, OPTIMAL), "Choose one of them.")
     for name, value, most in (("slots", slots, None), ("hot_share", hot_share, 1), ("window", window, None)):
         if value is not None and not 0 <= value <= (value if most is None else most):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Numbers and names of the C++ core, as it has them itself (``torch.ops.pi2.constants``)."""
+"""Numbers and lists of the C++ core, as it has them itself (``torch.ops.pi2.constants``, ``torch.ops.pi2.lists``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Constants(NamedTuple):
         the code of each format that may be in them): ``pi2/linear.h``.
         mask_bytes: ``pi2/predict.h``. expert_bytes: ``pi2/experts.h``. attention_split, attention_rows:
         ``pi2/attention.h``. most_group, most_sizes: ``pi2/firing.h``. most_traced, stages,
-        trace_counters: ``pi2/trace.h``. policies: of the cache, ``cache/policies/list.inc``.
+        trace_counters: ``pi2/trace.h``.
     """
 
     chunks: int
@@ -37,16 +37,37 @@ class Constants(NamedTuple):
     most_traced: int
     stages: int
     trace_counters: int
-    policies: tuple[str, ...]
 
 
 @cache
 def constants() -> Constants:
     """Read once: it loads the library."""
     load()
-    said = dict(part.split("=") for part in str(torch.ops.pi2.constants()).split())
-    policies = tuple(said.pop("policies").split(","))
-    return Constants(**{name: int(value) for name, value in said.items()}, policies=policies)
+    pairs = dict(part.split("=") for part in str(torch.ops.pi2.constants()).split())
+    return Constants(**{name: int(pairs[name]) for name in Constants._fields})
+
+
+class Lists(NamedTuple):
+    """What there is of each kind; a new one is a line of the file named.
+
+    Attributes:
+        activations: names without numbers, ``pi2/activations.inc``. engines: that read a store, in the order in which
+            ``auto`` tries them, ``io/engines.inc``. policies: of the neuron cache, with the bytes that each remembers
+            of a neuron of the store, ``cache/policies/list.inc``.
+    """
+
+    activations: tuple[str, ...]
+    engines: tuple[str, ...]
+    policies: dict[str, int]
+
+
+@cache
+def lists() -> Lists:
+    """Read once: it loads the library."""
+    load()
+    found = {name: names.split(",") for name, names in (p.split("=") for p in str(torch.ops.pi2.lists()).split())}
+    policies = {name: int(size) for name, _, size in (policy.partition(":") for policy in found["policies"])}
+    return Lists(tuple(found["activations"]), tuple(found["engines"]), policies)
 
 
 def chunk_neurons(neurons: int) -> int:

@@ -16,6 +16,7 @@ from torch_pi2.errors import CalibrationError, ConfigError
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.observe.accesses import Accesses
+from torch_pi2.ops.constants import lists
 from torch_pi2.planner.misses import MissCurve, ReplayMisses
 from torch_pi2.planner.model_shape import ModelShape
 from torch_pi2.planner.request import BATCHES
@@ -28,7 +29,8 @@ from torch_pi2.types.stats import ActivationStats
 
 #: Steps of recorded accesses that are replayed for each question: enough for hit rates, in seconds even for 7B.
 _REPLAYED = 64
-_REPLAYED_POLICIES = ("lfu", "lru", "sieve", "s3-fifo")
+#: Policies that plans do not choose: they do not follow what is wanted.
+_NO_CACHE = ("static", "none")
 
 
 @checked
@@ -113,7 +115,11 @@ def check_recall(shape: ModelShape, stats: ActivationStats, min_recall: float | 
 def replayed(accesses: Accesses | str | Path, shape: ModelShape) -> Mapping[str, MissCurve]:
     """By policy of the cache, what it would have missed of ``accesses``."""
     recorded = accesses if isinstance(accesses, Accesses) else Accesses.load(accesses)
-    return {policy: ReplayMisses(recorded, shape, policy, passes=_REPLAYED) for policy in _REPLAYED_POLICIES}
+    return {
+        policy: ReplayMisses(recorded, shape, policy, passes=_REPLAYED)
+        for policy in lists().policies
+        if policy not in _NO_CACHE
+    }
 
 
 def free(plan: Plan) -> Plan:

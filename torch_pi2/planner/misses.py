@@ -126,7 +126,7 @@ class ReplayMisses:
 
     Args:
         accesses: of a model with the layers of ``shape``, recorded while one sequence was decoded.
-        policy: of the cache (``torch_pi2.types.offload.POLICIES``).
+        policy: of the cache (``torch_pi2.ops.constants.lists().policies``).
         passes: most steps that are replayed for each question; fewer are faster, more are steadier.
         counted: of these, the last so many are; None: half.
 

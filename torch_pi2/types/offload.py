@@ -7,11 +7,9 @@ from pathlib import Path
 
 from torch_pi2.base.fields import argument, check_fields, limited
 from torch_pi2.machine.device import find_device
+from torch_pi2.ops.constants import lists
 
 _MOST_THREADS = 1 << 16
-ENGINES = ("auto", "pread", "io_uring", "mmap")
-#: In the order of csrc/cache/policies/list.inc.
-POLICIES = ("lru", "sieve", "s3-fifo", "lfu", "static", "none")
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,8 @@ class OffloadConfig:
             is not slowed down. Not with ``mmap``.
     """
 
-    engine: str = limited(choices=ENGINES, default="auto")
-    policy: str = limited(choices=POLICIES, default="lfu")
+    engine: str = "auto"
+    policy: str = "lfu"
     io_threads: int = limited(1, _MOST_THREADS, default=64)
     direct: bool = True
     verify: bool = True
@@ -89,6 +87,10 @@ class OffloadConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.engine not in ("auto", "mmap"):  # what there always is takes no library
+            argument(self.engine, "OffloadConfig.engine").text(("auto", *lists().engines, "mmap"))
+        if self.policy != "lfu":
+            argument(self.policy, "OffloadConfig.policy").text(lists().policies)
         if self.device is not None:
             find_device(self.device)  # raises
             if self.engine == "mmap":

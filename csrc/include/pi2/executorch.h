@@ -20,8 +20,8 @@ int pi2_et_abi(void);
      cache_bytes_kib  memory for neurons, KiB (environment: PI2_CACHE_KIB); default: room for all of them
      threads          of layers that are computed while an accelerator works; 0, the default: as ExecuTorch's pool
      io_threads       of pread; depth of io_uring (64)
-     engine           auto (io_uring where there is one), pread or io_uring
-     policy           what leaves the cache: lfu (default), lru, sieve, s3-fifo, static or none
+     engine           auto (the first of io/engines.inc that there is), or one of them
+     policy           what leaves the cache: lfu (default), or another of cache/policies/list.inc
      direct           true (default): reads past the page cache where that works
      preload          true (default): fill the cache before the first call
      trace            a file, written when the last user of the store is gone: Chrome trace events */
