@@ -1,4 +1,4 @@
-"""The public functions, in the order of the data flow (design section 2)::
+"""The public functions, in the order of the data flow (docs/design.md)::
 
     profile -> fit -> plan -> rewrite        all of them: optimize
     quantize_                            without any sparsity
@@ -72,19 +72,29 @@ _SIGNBIT_TOKENS = 8192
 _FIT_BYTES = 2 << 30
 
 
-def _sites(model: nn.Module, data: list[Batch] | None) -> list[FFNSite]:
-    """FFN sites of ``model``: see :func:`_search`."""
-    return _search(model, data).sites
-
-
-def _search(model: nn.Module, data: list[Batch] | None, needed: bool = True) -> Found:
+def _search(
+    model: nn.Module, data: list[Batch] | None, stats: ActivationStats | None = None, needed: bool = True
+) -> Found:
     """FFN sites of ``model``, captured on an example of its inputs, and what is left dense.
+
+    Args:
+        data: its first batch is the example where the inputs cannot be guessed. stats: each site is read as they are,
+            up first or gate first. needed: no layer at all is an error.
 
     Raises:
         DtypeError: the model does not run, and its matrices are of several dtypes.
+        ConfigError, StaleArtifactError: ``stats`` are of another model.
     """
+    inputs: dict[str, Any] = {}
+    if is_mapped(model):  # no weights are needed
+        model, inputs = on_meta(model), {"on_meta": True}
+    elif data and (data[0].input_ids is None or data[0].kwargs):  # it needs more than ids
+        inputs = dict(zip(("args", "kwargs"), data[0].arguments(model)))
+    elif data and not hasattr(model, "config"):
+        assert data[0].input_ids is not None
+        inputs = {"args": (data[0].input_ids[:2, :8],)}
     try:
-        return _find(model, data, needed)
+        found = search(model, needed=needed, **inputs)
     except CalibrationError as error:
         matrices = {dtype_name(p.dtype): name for name, p in model.named_parameters() if p.dim() == 2}
         if len(matrices) < 2:
@@ -95,19 +105,7 @@ def _search(model: nn.Module, data: list[Batch] | None, needed: bool = True) -> 
             found=", ".join(f"{dtype} ({name})" for dtype, name in sorted(matrices.items())),
             fix="Convert the model with model.to(torch.bfloat16) (or float32) first.",
         ) from error
-
-
-def _find(model: nn.Module, data: list[Batch] | None, needed: bool) -> Found:
-    if is_mapped(model):  # no weights are needed
-        return search(on_meta(model), on_meta=True, needed=needed)
-    if data and (data[0].input_ids is None or data[0].kwargs):  # it needs more than ids
-        args, kwargs = data[0].arguments(model)
-        return search(model, args, kwargs, needed=needed)
-    if data and not hasattr(model, "config"):
-        ids = data[0].input_ids
-        assert ids is not None
-        return search(model, (ids[:2, :8],), needed=needed)
-    return search(model, needed=needed)
+    return found if stats is None else _as_profiled(found, stats)
 
 
 @checked
@@ -145,7 +143,7 @@ def profile(
     config = configured(config, fields)
     with on_the_cpu(model):
         kept = calibration_batches(model, data, tokenizer, config)
-        return _profile(model, kept, _sites(model, kept), config, progress, Ranks(together=shared))
+        return _profile(model, kept, _search(model, kept).sites, config, progress, Ranks(together=shared))
 
 
 def _profile(
@@ -189,10 +187,6 @@ def _warn_of_few(stats: ActivationStats) -> None:
             least.key,
             least.tokens - least.borrowed,
         )
-
-
-def _search_of_stats(model: nn.Module, data: list[Batch] | None, stats: ActivationStats) -> Found:
-    return _as_profiled(_search(model, data), stats)
 
 
 def _as_profiled(found: Found, stats: ActivationStats) -> Found:
@@ -250,7 +244,7 @@ def fit(
     config = configured(config, fields)
     with on_the_cpu(model):
         kept = calibration_batches(model, data, tokenizer, config)
-        sites = _search_of_stats(model, kept, stats).sites
+        sites = _search(model, kept, stats).sites
         return _fit(model, kept, sites, stats, config, progress, None if work is None else Path(work))
 
 
@@ -320,7 +314,7 @@ def plan(
     """
     chosen = configured(config, fields)
     data = None if example is None else list(islice(batches(example), 1))
-    found = _search_of_stats(model, data, stats)
+    found = _search(model, data, stats)
     return _plan(model, found, stats, predictors, chosen).bind(model)
 
 
@@ -503,7 +497,7 @@ def _can_fit(model: nn.Module, data: list[Batch] | None) -> bool:
 
 def _optimize_without_data(model: Model, config: Config, progress: bool, data: list[Batch] | None = None) -> Model:
     needed = config.method != Method.DENSE or config.weights == "float"  # else there are linear layers, too
-    found, ways = replaceable(model, _search(model, data, needed), needed)
+    found, ways = replaceable(model, _search(model, data, needed=needed), needed)
     sites = found.sites
     smooth = sorted({site.activation for site in sites if not exact_zeros(site.activation)})
     if config.method in LOSSY or (smooth and config.method == "auto"):

@@ -25,8 +25,8 @@ from torch_pi2.base.fields import argument
 from torch_pi2.base.warn import warn_once
 from torch_pi2.distributed.group import groups
 from torch_pi2.errors import ConfigError, DeviceError, DtypeError, NonFiniteError, StaleArtifactError
-from torch_pi2.graph.left import left_dense
 from torch_pi2.graph.match import Match, Projection, match_ffns
+from torch_pi2.graph.skipped import skipped_layers
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.gpu import on_gpu
 from torch_pi2.layers.offloaded import open_stores, unreadable
@@ -281,7 +281,7 @@ def _make_sparse(
         warn_once(f"{_name(projections[-1].weight)} stays dense: {reason}")
     taken = {n for m in matches for n in (*m.inside, *m.down.nodes)} | seen.named()
     # Of a model that optimize() has rewritten, it has said what is left.
-    for loose in [] if _our_ops(gm) else left_dense(gm, _weights(gm, example_inputs), taken):
+    for loose in [] if _our_ops(gm) else skipped_layers(gm, _weights(gm, example_inputs), taken):
         warn_once(f"{_name(loose.parameters[-1])} stays dense: {loose.reason}")
     position = {node: index for index, node in enumerate(placeholders)}
     chosen = [_planned(match, plan) for match in matches]

@@ -1,6 +1,6 @@
 """Every error a user can meet. Each message says what was expected, what was found, and what to do.
 
-Raise them through :func:`fail`-style keyword construction so that no part is forgotten::
+Each part is a keyword of the constructor, so that none is forgotten::
 
     raise ShapeError("hidden size of x", expected="4096 (the FFN's)", found="4095", fix="pass ...")
 """

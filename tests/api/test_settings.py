@@ -17,7 +17,7 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.errors import ConfigError
-from torch_pi2.graph.find import look
+from torch_pi2.graph.find import search
 from torch_pi2.types.config import Config
 
 IDS_NT = torch.randint(3, VOCAB, (32, 24), generator=torch.Generator().manual_seed(0))
@@ -120,7 +120,7 @@ def test_every_step_has_settings_of_its_own() -> None:
     steps = "find_sites fit follow load optimize pack plan plan_for profile quantize restore save synthetic"
     steps += " import_gguf import_quantized"
     functions = [getattr(torch_pi2, name) for name in steps.split()]
-    functions[0] = look  # find_sites is a part of it
+    functions[0] = search  # find_sites is a part of it
     assert [f.__name__ for f in functions if not hasattr(f, "__wrapped__")] == []
 
 

@@ -287,7 +287,7 @@ def first_tensor(output: Any) -> torch.Tensor:
 def judge(family: str, make: Callable[[str], nn.Module] = tiny_family) -> Row:
     """Build it, make it sparse, compare; nothing is raised but where the two differ."""
     from torch_pi2.errors import Pi2Error
-    from torch_pi2.graph.find import look
+    from torch_pi2.graph.find import search
     from torch_pi2.rewrite.rewrite import replaceable, rewrite
     from torch_pi2.types.plan import LayerPlan, Plan, weights_hash
 
@@ -301,7 +301,8 @@ def judge(family: str, make: Callable[[str], nn.Module] = tiny_family) -> Row:
         return Row(family, task, reason=f"not tried: {_one_line(error)}")
     dense = copy.deepcopy(model)
     try:
-        found, refused = look(model, (), inputs)
+        found = search(model, (), inputs, needed=False, warn=False)
+        refused = found.refused
         if refused is not None and found.left:
             return Row(family, task, "0", reason=_reasons(found.left))
         if refused is not None:

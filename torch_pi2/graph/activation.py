@@ -18,7 +18,7 @@ from itertools import chain
 import torch
 
 from torch_pi2.base.evaluating import fresh_settings
-from torch_pi2.graph.reach import MAGNITUDES, Reach
+from torch_pi2.graph.coverage import MAGNITUDES, BranchCoverage
 from torch_pi2.ops.activations import ACTIVATIONS, Shaped, exact_zeros
 from torch_pi2.types.formula import Formula, apply_formula
 
@@ -197,11 +197,11 @@ def _try(
         return None
     rounds = min(16, -(-_MANY // elements))
     tried: list[_Tried] = []
-    reach = Reach()
+    coverage = BranchCoverage()
 
     def add(probes: list[torch.Tensor]) -> bool:
         streams = _streams(probes, intermediate)
-        with reach:
+        with coverage:
             found = _run(region, probes, intermediate)
         if streams is not None and found is not None:
             tried.append(_Tried(probes, [stream.reshape(-1, intermediate) for stream in streams], found))
@@ -213,11 +213,11 @@ def _try(
                 [_spread(shape, len(tried), i) if spread else _probe(shape, i) for i, shape in enumerate(shapes)]
             ):
                 return None
-        constants = sorted(reach.constants)
+        constants = sorted(coverage.constants)
         for _ in range(rounds if constants else 0):
             if not add([_around(constants, shape, len(tried), i) for i, shape in enumerate(shapes)]):
                 return None
-    return None if reach.missed() else (tried, constants)
+    return None if coverage.missed() else (tried, constants)
 
 
 def _streams(probes: Sequence[torch.Tensor], intermediate: int) -> list[torch.Tensor] | None:

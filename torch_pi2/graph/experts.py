@@ -24,7 +24,7 @@ from torch_pi2.base.absent import Holder
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.activation import identify
-from torch_pi2.graph.reach import Reach, same_tokens, token_magnitudes
+from torch_pi2.graph.coverage import BranchCoverage, same_tokens, token_magnitudes
 from torch_pi2.ops.activations import cuts
 from torch_pi2.types.formula import Formula, dense_reference
 from torch_pi2.types.site import ExpertsForm, FFNSite, LinearRef
@@ -190,19 +190,19 @@ def _more_than(module: nn.Module, form: ExpertsForm) -> str:
     tried = sites[:_SMALL_EXPERTS]
     with fresh_settings(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         (x_TH, *routing), wanted_TH = probe_experts(small, tried)
-        reach = Reach()
+        coverage = BranchCoverage()
         for training in (False, True):
             small.training = training
             try:
-                with reach:
+                with coverage:
                     found_TH = type(module).forward(small, x_TH.clone(), *routing)[: len(wanted_TH)]
             except Exception:  # its code knows the real sizes: it is tried with the real weights when it is replaced
                 return ""
             if not same_tokens(found_TH, wanted_TH):
-                beside = reach.missed() or ", ".join(f"{c:g}" for c in sorted(reach.constants)[:3])
+                beside = coverage.missed() or ", ".join(f"{c:g}" for c in sorted(coverage.constants)[:3])
                 what = "in training mode" if training else f"(compares with {beside})" if beside else ""
                 return f"a forward that computes something else as well {what}".rstrip()
-    missed = reach.missed()
+    missed = coverage.missed()
     return f"a forward that computes something else as well ({missed})" if missed else ""
 
 

@@ -23,8 +23,8 @@ from torch_pi2.errors import ConfigError, NoFFNFoundError, Pi2Error, Unsupported
 from torch_pi2.graph.capture import CapturedGraph, capture
 from torch_pi2.graph.elementwise import op_name
 from torch_pi2.graph.experts import all_experts, expert_sites, known_experts, unknown_experts, without_experts
-from torch_pi2.graph.left import left_dense, not_reached
 from torch_pi2.graph.match import Match, Projection, Seen, match_ffns
+from torch_pi2.graph.skipped import not_reached, skipped_layers
 from torch_pi2.ops.activations import ACTIVATIONS, scaled
 from torch_pi2.types.site import ExpertsForm, FFNSite
 
@@ -36,10 +36,16 @@ Names = Mapping[int, Sequence[str]]
 
 @dataclass(frozen=True)
 class Found:
-    """The FFNs of a model, and those ``left`` dense: name -> reason."""
+    """The FFNs of a model, and those that are ``left`` dense: name -> reason.
+
+    Attributes:
+        refused: what :func:`search` raises where a layer is needed and none, or with ``strict`` not every one, can be
+            made sparse; else None.
+    """
 
     sites: list[FFNSite]
     left: dict[str, str]
+    refused: Pi2Error | None = None
 
 
 @checked
@@ -73,6 +79,7 @@ def find_sites(
     return search(model, args, kwargs, strict=strict, on_meta=on_meta).sites
 
 
+@fresh_settings()
 def search(
     model: nn.Module,
     args: Sequence[Any] = (),
@@ -81,26 +88,13 @@ def search(
     strict: bool = False,
     on_meta: bool = False,
     needed: bool = True,
+    warn: bool = True,
 ) -> Found:
-    """As :func:`find_sites`, with what is left dense; no layer at all is an error only if one is ``needed``."""
-    found, refused = look(model, args, kwargs, strict=strict, on_meta=on_meta)
-    if refused is not None and needed:
-        raise refused
-    if found.left:
-        _log.warning("left dense: %s", named(found.left))
-    return found
+    """As :func:`find_sites`, with what is left dense.
 
-
-@fresh_settings()
-def look(
-    model: nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    strict: bool = False,
-    on_meta: bool = False,
-) -> tuple[Found, Pi2Error | None]:
-    """As :func:`search`, and what that raises where no layer, or with ``strict`` not every one, can be made sparse."""
+    Args:
+        needed: no layer at all is an error; else it is in ``refused``. warn: name what is left dense in the log.
+    """
     if has_stand_ins(model):
         raise ConfigError(
             type(model).__name__,
@@ -135,7 +129,7 @@ def look(
         for projections, computed in seen.unknown:
             unknown[_owner_of(graph, names, [p.weight for p in projections])] = f"another formula, of {computed}"
         taken = {n for m in matches for n in (*m.inside, *m.down.nodes)} | seen.named()
-        for loose in left_dense(graph.gm, constants, taken):
+        for loose in skipped_layers(graph.gm, constants, taken):
             left[_owner_of(graph, names, [n for n in loose.parameters if n in graph.tensors])] = loose.reason
     reached = {id(tensor) for graph in graphs for tensor in graph.tensors.values()}
     left |= not_reached(model, reached, known_experts(experts))
@@ -147,7 +141,12 @@ def look(
         refused = _unknown_activation(model, unknown | other, sites)
     elif not sites:
         refused = _nothing_found(model, all_seen, left | other)
-    return Found(_with_unique_keys(sites), _without_sites(unknown | left | other, sites)), refused
+    if refused is not None and needed:
+        raise refused
+    left = _without_sites(unknown | left | other, sites)
+    if left and warn:
+        _log.warning("left dense: %s", named(left))
+    return Found(_with_unique_keys(sites), left, refused)
 
 
 def named(left: Mapping[str, str], most: int = 8) -> str:

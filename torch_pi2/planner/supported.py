@@ -14,7 +14,7 @@ from torch import nn
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.fields import shown
 from torch_pi2.errors import ArtifactError
-from torch_pi2.graph.find import Found, look
+from torch_pi2.graph.find import Found, search
 from torch_pi2.planner.greedy import gate_method
 from torch_pi2.rewrite.skeleton import skeleton
 from torch_pi2.store.folder import quantised_by, read_config
@@ -110,7 +110,9 @@ def supported(
     if others and others not in _IMPORTED:
         refused_by = f"its weights are what {shown(others)} has quantised; the float checkpoint can be"
         return Supported(type(model).__name__, sum(p.numel() for p in model.parameters()), [], {}, refused_by)
-    found, refused = look(model, args, kwargs, on_meta=all(p.is_meta for p in model.parameters()))
+    on_meta = all(p.is_meta for p in model.parameters())
+    found = search(model, args, kwargs, on_meta=on_meta, needed=False, warn=False)
+    refused = found.refused
     return Supported(
         type(model).__name__,
         sum(parameter.numel() for parameter in model.parameters()),

@@ -17,9 +17,9 @@ from torch_pi2.base.hooks import refuse_global_hooks
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.fitting.calibrated import ROLES, neuron_key
+from torch_pi2.graph.coverage import same_tokens
 from torch_pi2.graph.experts import probe_experts
 from torch_pi2.graph.find import Found
-from torch_pi2.graph.reach import same_tokens
 from torch_pi2.layers.experts import SparseExperts, expert_groups
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear

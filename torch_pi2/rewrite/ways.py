@@ -26,9 +26,9 @@ from torch import nn
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.hooks import has_hooks, hooks_inside, own_forward
 from torch_pi2.errors import StaleArtifactError, UnsupportedModelError
+from torch_pi2.graph.coverage import BranchCoverage, same_tokens, token_magnitudes
 from torch_pi2.graph.experts import parameter_shapes, probe_experts
 from torch_pi2.graph.find import named
-from torch_pi2.graph.reach import Reach, same_tokens, token_magnitudes
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.lazy import LazyDown, LazySource
@@ -273,16 +273,16 @@ def no_way(site: FFNSite, reasons: Sequence[str]) -> UnsupportedModelError:
 
 def _runs_to(call: Any, probes: Sequence[Probe]) -> str | None:
     """None if ``call(x)`` gives ``y`` for all probes, and these reach all that it does; else what happened instead."""
-    reach = Reach()
+    coverage = BranchCoverage()
     for x, y in probes:
         try:
-            with reach:
+            with coverage:
                 found = call(x.clone())
         except Exception as error:  # a block that wants more arguments, a container without forward, ...
             return f"raises {type(error).__name__}"
         if not same_tokens(found, y):
             return "computes something else as well"
-    missed = reach.missed()
+    missed = coverage.missed()
     return f"computes something else as well, where no probe comes ({missed})" if missed else None
 
 

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HELPER = Path(__file__).parents[2] / "helpers" / "compiled_kernels.py"
 
 
+@pytest.mark.slow
 def test_kernels_compile_read_16_bytes_at_a_time_and_are_one_call_to_a_compiler(tmp_path: Path) -> None:
     """Turing, Hopper and Blackwell."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -51,21 +51,23 @@ class _Loose:
 
 
 @dataclass(frozen=True)
-class Left:
+class SkippedLayer:
     """A layer that stays dense: the parameters of its matmuls, and why."""
 
     parameters: tuple[fx.Node, ...]
     reason: str
 
 
-def left_dense(gm: fx.GraphModule, tensors: Mapping[fx.Node, torch.Tensor], taken: Set[fx.Node]) -> list[Left]:
+def skipped_layers(
+    gm: fx.GraphModule, tensors: Mapping[fx.Node, torch.Tensor], taken: Set[fx.Node]
+) -> list[SkippedLayer]:
     """What looks like a feed-forward layer in ``gm``, none of whose matmuls is in ``taken``.
 
     Args:
         tensors: placeholder -> the parameter or buffer that it stands for.
     """
     linears = {found.node: found for node in gm.graph.nodes if (found := _as_linear(node, tensors)) is not None}
-    left: list[Left] = []
+    left: list[SkippedLayer] = []
     for down in linears.values():
         if down.node in taken:
             continue
@@ -81,7 +83,7 @@ def left_dense(gm: fx.GraphModule, tensors: Mapping[fx.Node, torch.Tensor], take
             parameters = tuple(dict.fromkeys(n for s in (*firsts, *between, down) for n in s.own))
             reason = _reason([*sources, down], region, own) or (_MORE if between or len(firsts) > 3 else "")
             if reason:
-                left.append(Left(parameters, reason))
+                left.append(SkippedLayer(parameters, reason))
     return left
 
 

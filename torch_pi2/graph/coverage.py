@@ -1,8 +1,8 @@
-"""Did the inputs that some code was tried with reach all that it does? A clamp that none of them touched was not tried.
+"""Whether the inputs that some code was tried with reached all of its branches: a clamp that none touched was not tried.
 
-:class:`Reach` watches code while it runs: every comparison, clamp, minimum and the like must have been seen on both of
-its sides. Used wherever a formula is recognised by what comes out of it: regions of graphs, the notes of lazy tensors,
-modules of experts, owners of feed-forward layers.
+:class:`BranchCoverage` watches code while it runs: every comparison, clamp, minimum and the like must have been seen on
+both of its sides. It is used wherever a formula is recognised by what comes out of it: regions of graphs, the notes of
+lazy tensors, modules of experts, owners of feed-forward layers.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def same_tokens(found: Any, wanted: torch.Tensor) -> bool:
     return bool((near | ~finite).all() and finite.any())
 
 
-class Reach(TorchFunctionMode):
+class BranchCoverage(TorchFunctionMode):
     """``with reach: code()``, several times; then :meth:`missed` says what none of the runs reached.
 
     Attributes:
@@ -101,7 +101,7 @@ class Reach(TorchFunctionMode):
         self._places: dict[tuple[int, str, int], _Seen] = {}
         self._calls = itertools.count()
 
-    def __enter__(self) -> Reach:
+    def __enter__(self) -> BranchCoverage:
         self._calls = itertools.count()  # the same code runs again
         super().__enter__()
         return self
