@@ -1,4 +1,4 @@
-"""Whether the inputs that some code was tried with reached all of its branches: a clamp that none touched was not tried.
+"""Whether the inputs that some code was tried with reached all of its branches: no clamp that none of them touched.
 
 :class:`BranchCoverage` watches code while it runs: every comparison, clamp, minimum and the like must have been seen on
 both of its sides. It is used wherever a formula is recognised by what comes out of it: regions of graphs, the notes of
