@@ -9,7 +9,7 @@ from typing import Any
 import ggufs
 import pytest
 import torch
-from quantised_folders import WAYS, compressed, packed, quantised
+from quantised_folders import WAYS, compressed, quantised
 from safetensors.torch import load_file, save_file
 
 import torch_pi2
@@ -132,9 +132,9 @@ def test_refused_by_name(tmp_path: Path, change: dict[str, Any], message: str) -
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("part", "to", "message"),
-    [
+#: Format -> what stands in the place of a tensor of a matrix (None: nothing), and the message.
+DAMAGE: dict[str, list[tuple[str, torch.Tensor | None, str]]] = {
+    "gptq": [
         ("g_idx", torch.arange(256, dtype=torch.int32) % 2, "columns in another order"),
         ("scales", torch.zeros(2, 5).half(), r"scales of 256 rows of 256, found \[5, 2\]"),
         ("scales", torch.zeros(0, 256).half(), r"scales of 256 rows of 256, found \[256, 0\]"),
@@ -149,16 +149,37 @@ def test_refused_by_name(tmp_path: Path, change: dict[str, Any], message: str) -
         ("qzeros", None, "expected a tensor model.layers.0.self_attn.q_proj.qzeros"),
         ("other", torch.zeros(1), "found model.layers.0.self_attn.q_proj.other as well"),
     ],
-)
-def test_damage(tmp_path: Path, part: str, to: torch.Tensor | None, message: str) -> None:
-    quantised(tmp_path / "in", "gptq")
-    tensors = load_file(tmp_path / "in" / "model.safetensors")
-    name = f"model.layers.0.self_attn.q_proj.{part}"
-    tensors.pop(name, None)
-    save_file(tensors | ({} if to is None else {name: to}), tmp_path / "in" / "model.safetensors")
-    with pytest.raises(Pi2Error, match=message):
-        torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    "pack-quantized": [
+        ("weight_g_idx", torch.arange(256, dtype=torch.int32) % 2, "columns in another order"),
+        ("weight_zero_point", torch.zeros(256, 5, dtype=torch.int8), r"scales of \[256, 2\], found \[256, 5\]"),
+        ("weight_shape", torch.tensor([256]), r"scales of 0 rows of 0, found \[256, 2\]"),
+        ("weight_packed", torch.zeros(256, 32, dtype=torch.int64), "a matrix of int32, found int64"),
+        ("k_scale", torch.ones(1), "found model.layers.0.self_attn.q_proj.k_scale as well"),
+    ],
+    "int-quantized": [
+        ("weight", torch.zeros(256, 256), "q_proj.weight of .*: expected a matrix of int8, found float32")
+    ],
+    "torchao": [
+        ("_weight_act_pre_scale", torch.ones(1), "found model.layers.0.self_attn.q_proj._weight_act_pre_scale as well"),
+        ("_weight_qdata", torch.zeros(256, 256, dtype=torch.uint8), "a matrix of int8, found uint8"),
+        ("_weight_scale", torch.ones(256, 5), r"scales of 256 rows of 256, found \[256, 5\]"),
+        ("_weight_zero_point", torch.zeros(256, 5).char(), r"zero points for .* \[256, 1\], found \[256, 5\]"),
+        ("_weight_scale", torch.full((256, 1), torch.nan), "scales of .*: expected numbers, found NaN"),
+    ],
+}
+
+
+@pytest.mark.parametrize("way", DAMAGE)
+def test_damage(tmp_path: Path, way: str) -> None:
+    quantised(tmp_path / "in", way)
+    whole = load_file(tmp_path / "in" / "model.safetensors")
+    for part, to, message in DAMAGE[way]:
+        name = f"model.layers.0.self_attn.q_proj.{part}"
+        tensors = {other: value for other, value in whole.items() if other != name}
+        save_file(tensors | ({} if to is None else {name: to}), tmp_path / "in" / "model.safetensors")
+        with pytest.raises(Pi2Error, match=message):
+            torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
 
 def test_other_verbs_name_the_import(tmp_path: Path) -> None:
@@ -192,28 +213,6 @@ def test_an_order_that_no_tensor_says(tmp_path: Path) -> None:
         torch_pi2.import_quantized(tmp_path / "in", tmp_path / "other")
 
 
-@pytest.mark.parametrize(
-    ("part", "to", "message"),
-    [
-        ("weight_g_idx", torch.arange(256, dtype=torch.int32) % 2, "columns in another order"),
-        ("weight_zero_point", torch.zeros(256, 5, dtype=torch.int8), r"scales of \[256, 2\], found \[256, 5\]"),
-        ("weight_shape", torch.tensor([256]), r"scales of 0 rows of 0, found \[256, 2\]"),
-        (
-            "weight_packed",
-            torch.zeros(256, 32, dtype=torch.int64),
-            "weight_packed of .*: expected a matrix of int32, found int64",
-        ),
-        ("k_scale", torch.ones(1), "found model.layers.0.self_attn.q_proj.k_scale as well"),
-    ],
-)
-def test_damage_of_compressed_tensors(tmp_path: Path, part: str, to: torch.Tensor, message: str) -> None:
-    quantised(tmp_path / "in", "pack-quantized")
-    tensors = load_file(tmp_path / "in" / "model.safetensors")
-    save_file(tensors | {f"model.layers.0.self_attn.q_proj.{part}": to}, tmp_path / "in" / "model.safetensors")
-    with pytest.raises(Pi2Error, match=message):
-        torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
-
-
 def test_zero_points_that_are_missing(tmp_path: Path) -> None:
     """Not symmetric, says the configuration: without them all numbers would be others."""
     quantised(tmp_path / "in", "pack-quantized asymmetric")
@@ -238,16 +237,6 @@ def test_biases_of_zeros(tmp_path: Path) -> None:
     save_file(tensors | {name: b + 0.5 for name, b in bias.items()}, tmp_path / "in" / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match=r"found model.layers.0.mlp.down_proj.bias as well"):
         torch_pi2.import_quantized(tmp_path / "in", tmp_path / "other")
-
-
-def test_weights_that_nobody_has_packed(tmp_path: Path) -> None:
-    """Status frozen: floats beside their scales, which are no integers."""
-    quantised(tmp_path / "in", "int-quantized")
-    tensors = load_file(tmp_path / "in" / "model.safetensors")
-    name = "model.layers.0.self_attn.q_proj.weight"
-    save_file(tensors | {name: tensors[name].float()}, tmp_path / "in" / "model.safetensors")
-    with pytest.raises(Pi2Error, match=r"q_proj.weight of .*: expected a matrix of int8, found float32"):
-        torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
 
 
 def test_one_scale_for_all(tmp_path: Path) -> None:
@@ -288,32 +277,3 @@ def test_beside_torchao(tmp_path: Path, granularity: str) -> None:
     neurons = torch_pi2.import_quantized(tmp_path / "in", tmp_path / "neurons", neurons="all")
     assert neurons.weights == "int8"
     assert {name.rpartition(".mlp.")[2] for name in neurons.rounded} == {"down_proj.weight"}
-
-
-def test_other_tensors_of_torchao(tmp_path: Path) -> None:
-    """Factors of inputs change the numbers; four bits are no int8."""
-    quantised(tmp_path / "in", "torchao")
-    whole = load_file(tmp_path / "in" / "model.safetensors")
-    name = "model.layers.0.self_attn.q_proj._weight"
-    for part, to, message in (
-        ("act_pre_scale", torch.ones(1), "found model.layers.0.self_attn.q_proj._weight_act_pre_scale as well"),
-        (
-            "qdata",
-            torch.zeros(256, 256, dtype=torch.uint8),
-            "_weight_qdata of .*: expected a matrix of int8, found uint8",
-        ),
-        ("scale", torch.ones(256, 5), r"scales of 256 rows of 256, found \[256, 5\]"),
-        ("zero_point", torch.zeros(256, 5).char(), r"zero points for scales of \[256, 1\], found \[256, 5\]"),
-        ("scale", torch.full((256, 1), torch.nan), "scales of .*: expected numbers, found NaN"),
-    ):
-        save_file(whole | {f"{name}_{part}": to}, tmp_path / "in" / "model.safetensors")
-        with pytest.raises(Pi2Error, match=message):
-            torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
-
-
-def test_beside_compressed_tensors(tmp_path: Path) -> None:
-    """What its own package packs."""
-    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
-    numbers = torch.randint(-8, 8, (24, 96), dtype=torch.int8)
-    assert torch.equal(helpers.pack_to_int32(numbers, 4), packed(numbers + 8, 4, 1))
-    assert torch.equal(helpers.pack_to_int32(numbers, 4, 0), packed(numbers + 8, 4, 0))

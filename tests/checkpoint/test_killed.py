@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import resource
 import signal
 import sys
 import time
@@ -18,7 +17,7 @@ import torch
 from tiny_models import tiny
 
 import torch_pi2
-from torch_pi2.errors import ArtifactError, Pi2Error
+from torch_pi2.errors import ArtifactError
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import FFNSite, LinearRef
 from torch_pi2.types.stats import HIST_BINS, ActivationStats, LayerStats
@@ -146,7 +145,13 @@ def steps_of(writer: str, sources: Path, out: Path) -> int:
         _counted.clear()
 
 
-@pytest.mark.parametrize("writer", WRITERS)
+#: Writers in the fast run; the others take seconds each.
+FAST = ("save", "pack float", "plan")
+
+
+@pytest.mark.parametrize(
+    "writer", [writer if writer in FAST else pytest.param(writer, marks=pytest.mark.slow) for writer in WRITERS]
+)
 def test_what_a_killed_process_leaves_the_next_one_removes(sources: Path, tmp_path: Path, writer: str) -> None:
     steps = steps_of(writer, sources, tmp_path / "whole" / "out")
     out = tmp_path / "killed" / "out"
@@ -160,6 +165,7 @@ def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+@pytest.mark.slow
 def test_another_writer_of_the_same_folder_removes_it_too(sources: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     steps = steps_of("pack float", sources, tmp_path / "whole")
@@ -182,6 +188,7 @@ def _racer(sources: Path, out: Path, start: Any, told: Any) -> None:
         told.put(repr(error))
 
 
+@pytest.mark.slow
 def test_of_three_that_pack_to_one_folder_one_wins(sources: Path, tmp_path: Path) -> None:
     start, told = _FORKS.Barrier(3), _FORKS.Queue()
     racers = [_FORKS.Process(target=_racer, args=(sources, tmp_path / "out", start, told)) for _ in range(3)]
@@ -198,30 +205,6 @@ def test_of_three_that_pack_to_one_folder_one_wins(sources: Path, tmp_path: Path
     torch_pi2.pack(sources / "float", tmp_path / "alone")
     store = Path("pi2") / "model.pi2"
     assert (tmp_path / "out" / store).read_bytes() == (tmp_path / "alone" / store).read_bytes()
-
-
-def _without_room(writer: str, sources: Path, out: Path, told: Any) -> None:
-    torch.set_num_threads(1)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # a longer file cannot be written, as on a full disk
-    try:
-        WRITERS[writer](sources, out)
-        told.put("done")
-    except Pi2Error as error:
-        told.put(f"{type(error).__name__} {error}")
-    except BaseException as error:
-        told.put(repr(error))
-
-
-@pytest.mark.parametrize("writer", WRITERS)
-def test_no_room_is_named_and_nothing_is_left(sources: Path, tmp_path: Path, writer: str) -> None:
-    told = _FORKS.Queue()
-    process = _FORKS.Process(target=_without_room, args=(writer, sources, tmp_path / "out", told))
-    process.start()
-    said = told.get()
-    process.join()
-    assert said.startswith("ArtifactError writing"), said
-    assert "found File too large" in said
-    assert not [name for name in names(tmp_path) if "." in name or name != "out"]
 
 
 def _hold(out: Path, held: Any) -> None:

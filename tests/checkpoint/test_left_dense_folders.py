@@ -20,7 +20,6 @@ from torch_pi2.graph.find import find_sites
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.predict.lowrank import LowRank
-from torch_pi2.rewrite import ways
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.predictor import PredictorCard
 
@@ -160,20 +159,6 @@ def test_where_no_layer_is_left_stores_and_saving_are_refused(inline: Any, tmp_p
     with pytest.raises(UnsupportedModelError, match=rf"saving a quantised Llama.*{KEYS[0]}, {KEYS[1]} \(it exchanges"):
         torch_pi2.save(sparse, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("weights", ["float", "int4"])
-def test_a_layer_is_tried_once(inline: Any, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What optimize has found before it profiles is what rewriting does: nothing runs the modules again."""
-    tried: list[int] = []
-    runs_to = ways._runs_to
-    monkeypatch.setattr(ways, "_runs_to", lambda call, probes: tried.append(len(probes)) or runs_to(call, probes))
-    model = inline(1)
-    wanted = logits(copy.deepcopy(model))
-    torch_pi2.optimize(model, method="exact", weights=weights)
-    # the owner of layer 0; of layer 1 the owner in vain, and its three linears
-    assert sum(map(bool, tried)) == 5
-    assert weights == "int4" or close(logits(model), wanted)
 
 
 @pytest.fixture(scope="module")

@@ -20,14 +20,8 @@ from torch_pi2.errors import ArtifactError, ConfigError, DeviceError, Pi2Error, 
 from torch_pi2.formats import GGML, PAIRS, formats_of, neuron_shape, row_bytes
 from torch_pi2.layers.of_model import homes, sparse_layers
 from torch_pi2.layers.prompt import sparse_only
-from torch_pi2.machine.find import find_hardware
-from torch_pi2.machine.hardware import timed_as
 from torch_pi2.ops import reference
 from torch_pi2.ops.rows import row_of_neurons
-from torch_pi2.planner.for_machine import free
-from torch_pi2.planner.layer_cost import expert_use, layer_curve, sums
-from torch_pi2.planner.model_shape import ModelShape
-from torch_pi2.rewrite.handle import parts_of
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.store.superblock import LayerEntry, Superblock
 from torch_pi2.store.weights import QuantizedWeights
@@ -142,11 +136,8 @@ def test_a_file_of_llama_cpp(tmp_path: Path) -> None:
     [
         ("qwen2", "Q4_K", "int8"),
         ("phi3", "Q5_K", "float"),
-        ("gemma2", "Q5_0", "int8"),
         ("mixtral", "Q4_K", "float"),
-        ("qwen3_moe", "Q6_K", "int8"),
         ("llama", "Q4_0", "int8"),
-        ("qwen2_moe", "Q4_0", "float"),
     ],
 )
 def test_over_flash_the_same_bits(typed: Typed, tmp_path: Path, name: str, kind: str, activations: str) -> None:
@@ -194,23 +185,6 @@ def test_layers_of_several_formats(typed: Typed, tmp_path: Path) -> None:
     assert torch.equal(state["model.layers.1.mlp.gate_proj.weight"], torch.from_numpy(values["blk.1.ffn_gate.weight"]))
 
 
-def test_experts_keep_gate_and_up(typed: Typed) -> None:
-    """What becomes neurons by itself, too: of a mixture all experts of a module in the same formats."""
-    folder, file, values = typed("mixtral", "Q5_K")
-    report = torch_pi2.import_gguf(file, folder)
-    assert (report.weights, report.neurons) == ("q5_k+int8", 8)
-    state = loaded(folder).state_dict()["model.layers.1.mlp.experts.gate_up_proj"]
-    stacks = [torch.from_numpy(values[f"blk.1.ffn_{part}_exps.weight"]) for part in ("gate", "up")]
-    assert torch.equal(state, torch.cat(stacks, 1))
-
-
-def test_load_of_a_file_with_a_budget(typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder, file, _ = typed("llama", "Q4_K")
-    torch_pi2.import_gguf(file, folder, neurons="all")
-    assert torch.equal(logits(loaded(file, budget="40MB")), logits(loaded(folder)))
-
-
 def test_the_reference_over_a_store(typed: Typed, tmp_path: Path) -> None:
     """What the operators over a store give is what their readable references make of its slots."""
     folder, file, _ = typed("qwen3_moe", "Q4_1")
@@ -247,51 +221,6 @@ def test_compiled_and_watched(tmp_path: Path) -> None:
     message = r"accelerator memory for model.layers.0.mlp: expected neurons of one format, found q4_k\+int8\. Leave"
     with pytest.raises(UnsupportedModelError, match=message):
         torch_pi2.plan_for(model, "sm8650-ufs4.0", stats=stats, accelerator_memory="1MB")
-
-
-@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
-def test_plans_over_a_store(typed: Typed, tmp_path: Path, kind: str) -> None:
-    """A plan's sizes are the store's; what a step reads is a neuron's bytes, gate rows apart; no bit changes."""
-    folder, file, _ = typed("mixtral", kind)
-    torch_pi2.import_gguf(file, folder)
-    torch_pi2.pack(folder, tmp_path / "packed")
-    model = loaded(tmp_path / "packed", budget="1GB")
-    wanted = logits(model)
-    with torch_pi2.watch(model) as watched:
-        logits(model)
-    stats = watched.stats()
-    plan = torch_pi2.plan_for(model, "sm8650-ufs4.0", stats=stats, budget="40MB", context=64)
-    assert plan.hardware is not None
-    shape = ModelShape.of(model, stats, free(parts_of(model).plan))
-    with StoreReader(tmp_path / "packed" / "pi2" / "model.pi2") as store:
-        for layer, (made, entry) in enumerate(zip(shape.layers, store.entries, strict=True)):
-            assert made.entry(entry.layer) == replace(entry, slots=0, checks=0)
-            first = {"Q4_0": 144, "Q6_K": 210}[kind]
-            assert (made.first_row_bytes, made.neuron_bytes) == (first, 2 * first + 272)
-            every = sums(made, 1)
-            used = layer_curve(made, find_hardware("sm8650-ufs4.0"), 1, [0, made.intermediate])["cpu_bytes"]
-            share, _ = expert_use(made, 1)
-            exact = made.intermediate * first + every.computed[0] * (first + 272)
-            assert used.tolist() == pytest.approx([share * exact, share * made.intermediate * made.neuron_bytes]), layer
-    plan.save(tmp_path / "plan")
-    again = loaded(tmp_path / "packed", budget="40MB", context=64, plan=tmp_path / "plan")
-    assert torch.equal(logits(again), wanted)
-
-
-def test_timed_as_the_nearest() -> None:
-    for kernel, wanted in (
-        ("q4_k/float", "int4/float"),
-        ("q5_1+int8/int8", "int4/int8"),
-        ("q6_k+int8/float", "int8/float"),
-        ("int4+int8/float", "int4/float"),
-        ("bfloat16/float", "bfloat16/float"),
-    ):
-        assert timed_as(kernel) == wanted
-    hardware = find_hardware("sm8650-ufs4.0")
-    how: dict[str, Any] = {"tokens": 1, "nbytes": 1 << 20, "macs": 1 << 20}
-    assert hardware.linear_us("q4_k/float", **how) == hardware.linear_us("int4/float", **how)
-    with pytest.raises(ConfigError, match=r"kernels of hardware .*found 'int3/float'"):
-        hardware.linear_us("int3/float", **how)
 
 
 def test_refused_by_name(typed: Typed, tmp_path: Path) -> None:

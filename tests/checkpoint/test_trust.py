@@ -68,20 +68,6 @@ def test_consent_is_given_once(make: Callable[..., object], record: Path, tmp_pa
         torch_pi2.load(tmp_path / "made")
 
 
-def test_verbs_know_it_too(saved: Path, record: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copy(TRAINED / "tokenizer.json", saved)
-    shutil.copy(TRAINED / "tokenizer_config.json", saved)
-    generate = ["generate", str(saved), "--prompt", "a", "--max-new-tokens", "1", "--json"]
-    # whether the tiny vocabulary has the prompt is another matter: the model loads
-    for more in ([], ["--dense"]):
-        main([*generate, *more])
-        assert "trust" not in capsys.readouterr().err
-    record.unlink()
-    for more in ([], ["--dense"]):
-        assert main([*generate, *more]) != 0
-        assert "trust" in capsys.readouterr().err
-
-
 def other_byte(folder: Path) -> None:
     next(folder.glob("*.py")).open("a").write("\n")
 

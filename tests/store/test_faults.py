@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -20,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_budget import IDS, logits, small
-from stores import SMALL, Damaged, parts_beside, store_of, toy
+from stores import SMALL, Damaged, store_of, toy
 from torch import nn
 
 import torch_pi2
@@ -103,27 +102,6 @@ def test_a_store_that_is_replaced_while_it_is_loaded(
         torch_pi2.load(one, budget="1GiB")
 
 
-@pytest.mark.parametrize("name", ["plan.json", "predictors"])
-def test_parts_of_another_model(folders: tuple[Path, Path], one: Path, tmp_path: Path, name: str) -> None:
-    """Beside a store that has its own inside, and beside one that has not."""
-    other = Path(shutil.copytree(folders[1], tmp_path / "two"))
-    parts_beside(other)
-    found = [path for path in (other / "pi2").iterdir() if path.name.startswith(name.partition(".")[0])]
-    assert found
-    for path in found:
-        shutil.copy(path, one / "pi2" / path.name)
-    with pytest.raises(ArtifactError, match=r"beside model\.pi2: expected what the store has inside"):
-        torch_pi2.load(one, budget="1GiB")
-    for path in found:
-        (one / "pi2" / path.name).unlink()
-    parts_beside(one)
-    torch_pi2.load(one, budget="1GiB")
-    for path in found:
-        shutil.copy(path, one / "pi2" / path.name)
-    with pytest.raises(StaleArtifactError, match=r"expected .*, found .*"):
-        torch_pi2.load(one, budget="1GiB")
-
-
 def test_layers_that_were_exchanged_on_disk(one: Path) -> None:
     with StoreReader(store_of(one)) as reader:
         first, second = reader.entries[:2]
@@ -183,6 +161,7 @@ def test_steps_that_fail_can_be_repeated(one: Path) -> None:
         assert all(map(torch.equal, caches, wanted[1]))
 
 
+@pytest.mark.slow
 def test_an_interrupt_during_generate(folders: tuple[Path, Path]) -> None:
     model = small(folders[0])
     wanted = generated(model)
@@ -260,6 +239,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_is_refused_and_can_load_anew(folders: tuple[Path, Path]) -> None:
     done = subprocess.run([sys.executable, "-c", _FORKED, str(folders[0])], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -298,27 +278,6 @@ def test_reads_that_fail(one: Path, monkeypatch: pytest.MonkeyPatch, n: int) -> 
         with pytest.raises(ArtifactError, match=r"model\.pi2: expected .*, found damage \(.*Input/output error"):
             torch_pi2.load(one, budget="1GiB")
     torch_pi2.load(one, budget="1GiB")
-
-
-def test_a_limit_on_files_while_packing(tmp_path: Path) -> None:
-    """What the system itself refuses: nothing is left, and what was there before stays."""
-    source = toy(tmp_path / "in")
-    torch_pi2.pack(source, tmp_path / "out")
-    before = store_of(tmp_path / "out").read_bytes()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for limit in (0, 5000, len(before) // 2):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-        try:
-            with pytest.raises(ArtifactError, match=r"writing .*expected .*, found .*File too large"):
-                torch_pi2.pack(source, tmp_path / "out", slot_align=1024)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert sorted(os.listdir(tmp_path)) == ["in", "out"]
-        assert store_of(tmp_path / "out").read_bytes() == before
-    torch_pi2.pack(source, tmp_path / "out", slot_align=1024)
-    with StoreReader(store_of(tmp_path / "out")) as store:
-        assert store.verify() > 0
-    assert store_of(tmp_path / "out").read_bytes() != before
 
 
 # --- two parsers of one superblock ---

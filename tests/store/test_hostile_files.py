@@ -30,7 +30,7 @@ from hostile import (
 )
 
 from torch_pi2.base.reading import MOST_DEPTH, parse
-from torch_pi2.errors import ArtifactError, Pi2Error, StaleArtifactError
+from torch_pi2.errors import ArtifactError
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.store.superblock import Superblock
 
@@ -287,16 +287,3 @@ def test_at_random(sound: Path, name: str, monkeypatch: pytest.MonkeyPatch, tmp_
     """The first of what ``make fuzz`` does: the same ones each time."""
     monkeypatch.chdir(tmp_path)
     assert fuzz(sound, name, seed=1, executions=60) == 60
-
-
-def test_a_target_that_fails_is_kept(sound: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    def broken(_path: Path) -> None:
-        raise IndexError
-
-    monkeypatch.setitem(TARGETS, "config", TARGETS["config"]._replace(read=broken))
-    with pytest.raises(IndexError):
-        fuzz(sound, "config", seed=1, executions=3)
-    assert os.listdir(tmp_path) == ["crash-config-1-0"]
-    assert issubclass(StaleArtifactError, Pi2Error)

@@ -12,16 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from stores import SMALL, Damaged, logits, parts_beside, rename_checked, stopped, store_of
 
 import torch_pi2
-from torch_pi2 import compile as compiling
 from torch_pi2.base.tensorfile import Spec
 from torch_pi2.base.units import mebibytes
 from torch_pi2.checkpoint.save_load import load_dense
-from torch_pi2.cli import common, main
+from torch_pi2.cli import main
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, StaleArtifactError
 from torch_pi2.predict.file import load_predictors, save_predictors
 from torch_pi2.store.parts import Parts
@@ -282,28 +279,6 @@ def test_damaged_parts(store: Path, kind: str) -> None:
                 reader.verify()
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_random_damage_of_parts_is_noticed(root: Path, tmp_path: Path, data: st.DataObject) -> None:
-    """Bits and bytes of the parts and of the header: a Pi2Error, or what was packed."""
-    whole = store_of(root / "store").read_bytes()
-    with StoreReader(store_of(root / "store")) as reader:
-        places = [(reader.offset(n), reader.specs[n].nbytes) for n in reader.specs if part_of(n)]
-        header = reader.offset("pi2.superblock")
-    changed = bytearray(whole)
-    for _ in range(data.draw(st.integers(1, 3))):
-        start, size = data.draw(st.sampled_from([*places, (0, header)]))
-        at = start + data.draw(st.integers(0, size - 1))
-        changed[at] = data.draw(st.sampled_from(b'019,:"[]{}\x00\xff') | st.just(changed[at] ^ 1))
-    (tmp_path / "pi2").mkdir(exist_ok=True)
-    store_of(tmp_path).write_bytes(changed)
-    try:
-        found = content(tmp_path / "pi2")
-    except Pi2Error:
-        return
-    assert same(found, content(root / "store" / "pi2"))
-
-
 # --- packing ---
 
 
@@ -368,20 +343,6 @@ def test_with_other_predictors_packing_is_begun_anew(
 
 
 # --- who else asks for them ---
-
-
-def test_others_find_them_in_the_store(root: Path) -> None:
-    pi2, plan = root / "store" / "pi2", Plan.load(root / "q" / "pi2")
-    found = common.load_predictors(pi2, plan.model_hash)
-    assert found is not None
-    assert found.keys() == plan.by_key().keys()
-    with pytest.raises(StaleArtifactError, match="expected made from FFN weights eeee"):
-        common.load_predictors(pi2, "e" * 64)
-    assert common.load_stats(pi2).model_hash == plan.model_hash
-    compiled = compiling._load_plan(pi2)
-    assert compiled[0].orders_hash == plan.orders_hash
-    assert compiled[1].keys() == plan.by_key().keys()
-    assert compiling._load_plan(pi2)[0] is compiled[0]
 
 
 def test_inspect_shows_parts_provenance_and_budgets(

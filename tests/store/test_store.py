@@ -239,8 +239,7 @@ def test_pieces_do_not_show(toys: Path, tmp_path: Path, monkeypatch: pytest.Monk
 # --- models ---
 
 
-@pytest.mark.parametrize("name", ["llama-bias", "opt", "phi3"])
-@pytest.mark.parametrize("weights", ["int4", "int8"])
+@pytest.mark.parametrize(("name", "weights"), [("llama-bias", "int4"), ("phi3", "int8")])
 def test_a_store_is_the_model_it_was_packed_from(tmp_path: Path, name: str, weights: str) -> None:
     tiny(name).save_pretrained(tmp_path / "float")
     torch_pi2.quantize(tmp_path / "float", tmp_path / "q", weights)
@@ -378,22 +377,24 @@ def _killed_at_any_moment(tmp_path: Path, source: Path, **how: Any) -> list[list
     assert done.returncode == 0, done.stderr
     code, found = json.loads(done.stdout)
     assert code == 0
-    assert len(found) > 30
+    assert len(found) * how.get("every", 1) > 30
     assert all(same for *_, same, _ in found)
     assert all(names == ["out", "whole"] for *_, names in found)
     return [sizes for *sizes, _, _ in found]
 
 
-def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
-    """SIGKILL before every write, sync, rename and removal in turn, then the same call again."""
-    found = _killed_at_any_moment(tmp_path, toy(tmp_path / "in", (50, 9, 33, 64)))
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 8])
+def test_killed_at_any_moment_it_goes_on(tmp_path: Path, every: int) -> None:
+    """SIGKILL before every (8th) write, sync, rename and removal in turn, then the same call again."""
+    found = _killed_at_any_moment(tmp_path, toy(tmp_path / "in", (50, 9, 33, 64)), every=every)
     written, resumed, size = zip(*found)
-    assert {*resumed} == {0, 1, 2, 3, 4}
+    assert {*resumed} == {0, 1, 2, 3, 4} if every == 1 else len({*resumed}) > 1
     # the header is written twice; all that was recorded is not
     assert all(w <= s + 4096 - 512 * 50 for w, r, s in zip(written, resumed, size) if r)
-    assert min(written) < size[0] / 3
+    assert every > 1 or min(written) < size[0] / 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["neurons", "layers"])
 def test_killed_at_any_moment_shards_go_on(tmp_path: Path, by: str) -> None:
     """Those that are done stay so; no other is taken for one."""
@@ -478,7 +479,9 @@ def test_another_source_is_begun_anew(
     assert store_of(tmp_path / "out").read_bytes() == store_of(tmp_path / "wanted").read_bytes()
 
 
-@pytest.mark.parametrize(("weights", "maker"), [("int4", "quantize"), ("float", "float_neurons")])
+@pytest.mark.parametrize(
+    ("weights", "maker"), [pytest.param("int4", "quantize", marks=pytest.mark.slow), ("float", "float_neurons")]
+)
 def test_neurons_of_float_checkpoints_are_not_made_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: None, weights: str, maker: str
 ) -> None:
@@ -541,7 +544,7 @@ def test_a_disk_without_space_is_seen_before_writing(
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 9])
+@pytest.mark.parametrize("n", [2, 9])
 def test_a_disk_that_fills_up(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     shutil.copytree(toys / "out", tmp_path / "out")
     before = store_of(tmp_path / "out").read_bytes()
@@ -627,6 +630,7 @@ print(read("VmHWM") - before, report.file_bytes)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
 def test_memory_does_not_grow_with_the_store(tmp_path: Path) -> None:
     toy(tmp_path / "small")
@@ -877,7 +881,7 @@ def _bytes(store: StoreReader) -> dict[str, torch.Tensor]:
     }
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_damage_is_noticed_or_harmless(toys: Path, tmp_path: Path, data: st.DataObject) -> None:
     """Bits, bytes cut out and put in, blocks exchanged: a Pi2Error, or every tensor as it was packed."""
@@ -968,9 +972,3 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["inspect", str(out)]) == 0
     assert main(["inspect", str(out), "--verify"]) == 2
     assert "neuron 0 of layers.0 has checksum" in capsys.readouterr().err
-
-
-def test_float_weights_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny("llama-relu").save_pretrained(tmp_path / "float")
-    assert main(["pack", str(tmp_path / "float"), str(tmp_path / "out"), "--weights", "int4", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["layers"] == 2
