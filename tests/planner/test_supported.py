@@ -13,7 +13,7 @@ from tiny_models import HIDDEN, INTERMEDIATE, FunctionalBlock, tiny
 from torch import nn
 
 import torch_pi2
-from torch_pi2.cli.inspect_checkpoint import describe_checkpoint, render_checkpoint
+from torch_pi2.cli.inspect import describe_checkpoint, render_checkpoint
 from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, UnsupportedModelError
 
 X_BTH = torch.zeros(1, 3, HIDDEN)

@@ -1,6 +1,6 @@
-"""Say what is in a folder of ours: an optimised model, a neuron store, statistics, predictors, a plan, or a bundle.
+"""Show what is in a folder: an optimised model, a neuron store, statistics, predictors, a plan, or a bundle.
 
-Of a checkpoint that is not optimised it says what would be done with each of its feed-forward layers, or why not; no
+For a checkpoint that is not optimised, show what would be done with each of its feed-forward layers, or why not; no
 weights are read.
 """
 
@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_pi2.cli import common, verdict
 from torch_pi2.cli.inspect_bundle import describe_bundle, render_bundle
-from torch_pi2.cli.inspect_checkpoint import describe_checkpoint, nothing_to_verify, render_checkpoint, stays_dense
-from torch_pi2.errors import ArtifactError, Pi2Error
+from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
 from torch_pi2.types.loss_curve import LossCurve
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
         return _describe_file(folder, verify, progress)
     inner = folder / "pi2" if (folder / "pi2").is_dir() else folder
     if verify and not os.path.lexists(inner / STORE_FILE):
-        raise nothing_to_verify(folder)
+        raise _nothing_to_verify(folder)
     has_store = os.path.lexists(inner / STORE_FILE)
     with Parts(inner) as parts:
         present = [name for name in ("stats", "predictors", "plan") if parts.has(name)]
@@ -122,19 +121,13 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
 def _describe_file(path: Path, verify: bool, progress: bool) -> dict[str, Any]:
     """As :func:`describe`, of a store alone."""
     store, layers = _store(path, verify, progress)
-    return {
-        "contains": ["store"],
-        "files": {path.name: store["bytes"]},
-        "bytes": store["bytes"],
-        "layers": list(layers.values()),
-        "left": {},
-        "store": store,
-        "budget": None,
-        "matrices": {},
-        "thresholds": None,
-        "fit": None,
-        "verdict": None,
-    }
+    facts = {"files": {path.name: store["bytes"]}, "bytes": store["bytes"], "layers": list(layers.values())}
+    return {"contains": ["store"], **_NOTHING_ELSE, **facts, "store": store}
+
+
+#: Of a store without its folder nothing is known but its layers.
+_NOTHING_ELSE: dict[str, Any] = {"left": {}, "matrices": {}}
+_NOTHING_ELSE |= dict.fromkeys(("budget", "thresholds", "fit", "verdict"))
 
 
 def _shards(folder: Path, verify: bool, progress: bool) -> dict[str, Any]:
@@ -283,7 +276,7 @@ def render(result: dict[str, Any]) -> str:
     ]
     files = ", ".join(f"{name} {common.size(count)}" for name, count in result["files"].items())
     shown = common.table(["layer", *(_COLUMNS[c][0] for c in columns)], rows) if rows else "no layers of neurons"
-    shown += "".join(f"\n{line}" for line in stays_dense(result["left"]))
+    shown += "".join(f"\n{line}" for line in _stays_dense(result["left"]))
     kinds = ", ".join(f"{count} {kind}" for kind, count in result["matrices"].items())
     shown += f"\nlinear layers and embeddings: {kinds}" if kinds else ""
     fit = result["fit"]
@@ -377,3 +370,68 @@ def _render_budget(budget: dict[str, Any]) -> str:
         f"budget: {least} at least (all neurons from flash, context {budget['context']}), {enough} for the neurons of "
         f"one token ({common.size(budget['token'])}, {share}), {whole} for everything"
     )
+
+
+# --- checkpoints that are not optimised
+
+
+def describe_checkpoint(folder: Path, verify: bool, trust_remote_code: bool) -> dict[str, Any]:
+    """``contains`` and the fields of :class:`torch_pi2.planner.supported.Supported`, ``layers`` those that can be
+    sparse; ``quantised_by``: whose method has quantised it, empty: none has.
+
+    Raises:
+        ArtifactError: transformers cannot build the model. ConfigError: ``verify``, and there are no checksums.
+        CalibrationError, UnsupportedModelError: it cannot be captured without its inputs, or at all.
+    """
+    from torch_pi2.planner.supported import supported
+    from torch_pi2.store.folder import quantised_by, read_config
+
+    if verify:
+        raise _nothing_to_verify(folder)
+    said = supported(folder, trust_remote_code=trust_remote_code).to_json()
+    return {"contains": ["checkpoint"], **said, "quantised_by": quantised_by(read_config(folder))}
+
+
+def _nothing_to_verify(folder: Path) -> ConfigError:
+    return ConfigError(
+        "--verify",
+        expected=f"a neuron store pi2/model.pi2 in {folder}",
+        found="none",
+        fix="Leave it out: other files have no checksums. torch-pi2 pack makes stores.",
+    )
+
+
+def render_checkpoint(result: dict[str, Any]) -> str:
+    rows = []
+    for (form, hidden, neurons, method, lossless), group in groupby(result["layers"], key=_alike):
+        keys = [layer["key"] for layer in group]
+        named = keys[0] if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"
+        how = "zeros: lossless" if lossless else "small values: lossy, needs calibration text"
+        rows.append([named, len(keys), form, hidden, neurons, method, how])
+    header = ["feed-forward layers", "count", "form", "hidden", "neurons", "method", "what is skipped"]
+    lines = [f"checkpoint of {result['model']}, not optimised: no weights were read"]
+    if (method := result.get("quantised_by")) and not result["refused"]:
+        lines.append(f"its weights are what {method!r} has quantised: torch-pi2 import it first, and take that folder")
+    if rows:
+        share = common.percent(result["share"])
+        lines += [common.table(header, rows), f"{share} of {result['parameters']:,} parameters are in these layers"]
+    if result["refused"]:
+        lines.append(f"nothing can be made sparse: {result['refused']}")
+    return "\n".join(lines + _stays_dense(result["left"]))
+
+
+def _stays_dense(left: dict[str, str]) -> list[str]:
+    """Lines that say which layers stay dense, and why."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in left.items():
+        by_reason.setdefault(reason, []).append(name)
+    lines = []
+    for reason, names in by_reason.items():
+        which = names[0] if len(names) == 1 else f"{len(names)} layers, {names[0]} to {names[-1]}"
+        lines.append(f"stays dense: {which}: {reason}")
+    return lines
+
+
+def _alike(layer: dict[str, Any]) -> tuple[Any, ...]:
+    """What layers that share a line of the table have in common."""
+    return tuple(layer[name] for name in ("form", "hidden", "neurons", "method", "lossless"))

@@ -1,16 +1,16 @@
-"""What belongs to the weights of a folder: plan, predictors and statistics, inside its store or in files beside them.
+"""Plan, predictors and statistics of a folder, inside its store or in files beside the weights.
 
-In a store a part is a text (U8 tensor ``pi2.PART``) and tensors ``pi2.PART.NAME``: of the plan the text of plan.json
-and the tensors of plan.safetensors, of the others the metadata of their file as JSON and its tensors (docs/FORMATS.md).
-A store without statistics may get some beside it: they are no part of what the model computes.
+In a store, each of these parts is a text (U8 tensor ``pi2.PART``) and tensors ``pi2.PART.NAME``. The plan has the text
+of plan.json and the tensors of plan.safetensors; the others have the metadata of their file as JSON, and its tensors
+(docs/FORMATS.md). Statistics may also lie beside a store that has none: the model does not compute with them.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +26,6 @@ from torch_pi2.predict.file import (
     AnyPredictor,
     FittedPredictors,
     each_predictor,
-    load_predictors,
     predictors_of,
 )
 from torch_pi2.store.storefile import PIECE, STORE_FILE, StoreReader, block_checks, part_of, tensor_check
@@ -46,10 +45,10 @@ _ALSO_BESIDE = "stats"
 
 
 class Parts:
-    """The parts of a folder ``pi2/``, wherever they are, read when they are asked for. Use it as a context manager.
+    """The parts of a folder ``pi2/``, in its store or in files, read when they are asked for. A context manager.
 
     Raises:
-        ArtifactError: the store is damaged, or there are files beside it that are not what it has inside.
+        ArtifactError: the store is damaged, or a file beside it differs from what the store has inside.
     """
 
     def __init__(self, pi2: str | Path) -> None:
@@ -60,13 +59,10 @@ class Parts:
             try:
                 if store.has_parts:
                     _check_beside(self._pi2, store)
-            except BaseException:
-                store.close()
-                raise
-            if store.has_parts:
-                self._store = store
-            else:  # packed before stores had them
-                store.close()
+                    self._store = store
+            finally:
+                if self._store is None:  # damaged, or of version 1, whose parts are files
+                    store.close()
 
     def __enter__(self) -> Self:
         return self
@@ -85,9 +81,14 @@ class Parts:
         """Which neurons are in the store, if it is one of several machines'."""
         return None if self._store is None else self._store.shard
 
+    @property
+    def stats_inside(self) -> bool:
+        """Whether statistics are in a store."""
+        return self._in_store("stats") is not None
+
     def has(self, part: str) -> bool:
         """Whether there is a ``plan``, ``predictors`` or ``stats``."""
-        if self._store is not None and f"pi2.{part}" in self._store.specs:
+        if self._in_store(part) is not None:
             return True
         return (self._store is None or part == _ALSO_BESIDE) and os.path.lexists(self._pi2 / _FILES[part][0])
 
@@ -103,82 +104,70 @@ class Parts:
         """All of them; none if there are none. Raises as :func:`torch_pi2.predict.file.load_predictors`."""
         if not self.has("predictors"):
             return FittedPredictors()
-        if self._store is None:
-            return load_predictors(self._pi2, model_hash=model_hash)
-        return predictors_of(self._meta("predictors"), self._predictor_tensor, *self._belongs("predictors", model_hash))
+        with self._open("predictors") as (where, meta, tensor):
+            return predictors_of(meta, tensor, where, self._wanted(model_hash))
 
     def each_predictor(self, model_hash: str | None = None) -> Iterator[tuple[str, AnyPredictor]]:
         """As :meth:`predictors`, one after the other."""
-        if self._store is None and self.has("predictors"):
-            path = self._pi2 / PREDICTORS_FILE
-            with TensorReader(path) as file:
-                named = {name: partial(file.read, name) for name in file.specs}
-                yield from each_predictor(file.metadata, lambda n: named[n]() if n in named else None, path, model_hash)
-        elif self.has("predictors"):
-            about = self._belongs("predictors", model_hash)
-            yield from each_predictor(self._meta("predictors"), self._predictor_tensor, *about)
+        if self.has("predictors"):
+            with self._open("predictors") as (where, meta, tensor):
+                yield from each_predictor(meta, tensor, where, self._wanted(model_hash))
 
     def stats(self, model_hash: str | None = None) -> ActivationStats | None:
         """None if there are none. Raises as :meth:`ActivationStats.load`."""
         if not self.has("stats"):
             return None
-        if not self.stats_inside:
-            return ActivationStats.load(self._pi2, model_hash=self._hash_beside(model_hash))
-        assert self._store is not None
-        where, wanted = self._belongs("stats", model_hash)
-        return ActivationStats.from_tensors(self._store.part("stats"), self._meta("stats"), where, model_hash=wanted)
-
-    @property
-    def stats_inside(self) -> bool:
-        """Whether statistics are in a store."""
-        return self._store is not None and "pi2.stats" in self._store.specs
+        store, wanted = self._in_store("stats"), self._wanted(model_hash)
+        if store is None:
+            return ActivationStats.load(self._pi2, model_hash=wanted)
+        with self._open("stats") as (where, meta, _):
+            return ActivationStats.from_tensors(store.part("stats"), meta, where, model_hash=wanted)
 
     def thresholds(self, model_hash: str | None = None) -> dict[str, float]:
         """Those of :meth:`stats` by key, without their tensors; none if there are no statistics. Raises as that."""
-        where, meta, wanted = self._stats_meta(model_hash)
-        if meta is None:
+        if not self.has("stats"):
             return {}
-        check_stats_artifact(where, meta, wanted)
-        rows = parse_layers(meta, where).items()
+        with self._open("stats") as (where, meta, _):
+            check_stats_artifact(where, meta, self._wanted(model_hash))
+            rows = parse_layers(meta, where).items()
         return {row.at("key").text(empty=True): row.at("threshold").number() for row in rows}
 
     def check_stats(self, model_hash: str) -> None:
-        """As :meth:`stats`, as far as their metadata tells, which may be much less to read."""
-        where, meta, wanted = self._stats_meta(model_hash)
-        if meta is not None:
-            check_stats_artifact(where, meta, wanted)
+        """As :meth:`stats`, of their metadata alone, which may be much less to read."""
+        if self.has("stats"):
+            with self._open("stats") as (where, meta, _):
+                check_stats_artifact(where, meta, model_hash)
 
-    def _stats_meta(self, model_hash: str | None) -> tuple[Path | str, Mapping[str, str] | None, str | None]:
-        """Where statistics are, their metadata (None: there are none), and the hash that they must have."""
-        if self.stats_inside:
-            where, wanted = self._belongs("stats", model_hash)
-            return where, self._meta("stats"), wanted
-        if not self.has("stats"):
-            return self._pi2, None, None
-        with TensorReader(self._pi2 / STATS_FILE) as file:
-            return file.path, file.metadata, self._hash_beside(model_hash)
+    @contextmanager
+    def _open(self, part: str) -> Iterator[tuple[Path | str, Mapping[str, str], Callable[[str], torch.Tensor | None]]]:
+        """Where predictors or statistics are, their metadata, and what reads their tensors (None: there is none)."""
+        store = self._in_store(part)
+        if store is not None:
+            prefix = f"pi2.{part}."
+            yield self._where(part), self._meta(store, part), _reader(store, prefix)
+            return
+        with TensorReader(self._pi2 / _FILES[part][1]) as file:
+            yield file.path, file.metadata, _reader(file)
 
-    def _hash_beside(self, model_hash: str | None) -> str | None:
+    def _in_store(self, part: str) -> StoreReader | None:
+        """The store, if it has ``part``."""
+        return self._store if self._store is not None and f"pi2.{part}" in self._store.specs else None
+
+    def _wanted(self, model_hash: str | None) -> str | None:
+        """The hash of the weights that parts must be made for: unless said otherwise the store's."""
         return model_hash or (None if self._store is None else self._store.model_hash)
-
-    def _predictor_tensor(self, name: str) -> torch.Tensor | None:
-        assert self._store is not None
-        whole = f"pi2.predictors.{name}"
-        return self._store.read(whole) if whole in self._store.specs else None
-
-    def _belongs(self, part: str, model_hash: str | None) -> tuple[str, str]:
-        """Where a part in the store is, and of which weights it must be: the store's, if nobody says more."""
-        assert self._store is not None
-        return self._where(part), model_hash or self._store.model_hash
 
     def _where(self, part: str) -> str:
         return f"{self._pi2 / STORE_FILE}, its {part}"
 
-    def _meta(self, part: str) -> dict[str, str]:
-        assert self._store is not None
+    def _meta(self, store: StoreReader, part: str) -> dict[str, str]:
         where, fix = self._where(part), "Pack the folder again."
-        found = Field(parse(self._store.text(part), where, fix=fix), where, fix)
+        found = Field(parse(store.text(part), where, fix=fix), where, fix)
         return {name: value.text(empty=True) for name, value in found.each().items()}
+
+
+def _reader(file: TensorReader, prefix: str = "") -> Callable[[str], torch.Tensor | None]:
+    return lambda name: file.read(prefix + name) if prefix + name in file.specs else None
 
 
 class PartFiles:
