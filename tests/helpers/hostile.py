@@ -79,7 +79,7 @@ def _read_gguf(path: Path) -> None:
             if name in checkpoint:
                 checkpoint.own_format(name)
                 checkpoint.read(name)
-        checkpoint.left()
+        checkpoint.unused()
 
 
 _GGUF_LAYER = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj")

@@ -587,7 +587,7 @@ class QuantizedCheckpoint:
         own = self.own_format(name)
         return float(FORMATS[own].bits) if own else 8.0
 
-    def left(self) -> list[str]:
+    def unused(self) -> list[str]:
         known = {name for name in self._files.names() if name.endswith(_OF_INPUTS)}
         return sorted(name for name in set(self._files.names()) - self._used - known if not self._adds_nothing(name))
 

@@ -16,7 +16,7 @@ from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.foreign import of_model, open_folder
 from torch_pi2.checkpoint.importing import ImportReport, write_imported
 from torch_pi2.checkpoint.quantize import copy_small_files
-from torch_pi2.checkpoint.save_load import save_outside
+from torch_pi2.checkpoint.save_load import save_without_weights
 from torch_pi2.errors import UnsupportedModelError, check_choice
 from torch_pi2.formats import IMPORT_NEURONS
 from torch_pi2.ops import load as load_library
@@ -66,7 +66,7 @@ def import_quantized(
         if isinstance(source, Path):
             copy_small_files(source, staging)
         else:
-            save_outside(source, staging)
+            save_without_weights(source, staging)
         config = read_config(staging)
         config.pop("quantization_config", None)
         atomic_write(staging / "config.json", json.dumps(config, indent=2))

@@ -17,8 +17,8 @@ from torch_pi2.checkpoint.quantize import (
     Quantizer,
     QuantizeReport,
     RelativeError,
-    linears_beside,
     new_plan,
+    other_linears,
     row_chunks,
     update_digest,
 )
@@ -66,7 +66,7 @@ class PackedSource(Source, Protocol):
     def ffn_bits(self) -> float:
         """Bits of a weight in feed-forward layers."""
 
-    def left(self) -> list[str]:
+    def unused(self) -> list[str]:
         """Tensors that nobody has asked for."""
 
 
@@ -100,7 +100,7 @@ def write_imported(checkpoint: PackedSource, folder: Path, neurons: str, progres
         empty = skeleton(folder)
     plan, stored = new_plan(_found(empty, neurons, checkpoint.by_neuron)), Stored(skeleton(folder), checkpoint)
     ways, left = stored.place_layers(plan, needed=False)
-    linears, embeddings = _what_is_packed(checkpoint, stored, empty, linears_beside(empty, plan, ways))
+    linears, embeddings = _what_is_packed(checkpoint, stored, empty, other_linears(empty, plan, ways))
     kind = neurons if neurons in QUANTIZED else _kind_of_neurons(checkpoint, ways)
     writer = _Importer(stored, checkpoint, plan, ways, linears, kind, embeddings, neurons not in QUANTIZED)
     made, found_hash = writer.write(folder / PI2_FOLDER, progress)
@@ -160,7 +160,7 @@ def _kind_of_neurons(checkpoint: PackedSource, ways: Collection[str]) -> str:
 
 def _check_used(checkpoint: PackedSource) -> None:
     """Raises UnsupportedModelError: a tensor that the model as it was built has no place for."""
-    if left := checkpoint.left():
+    if left := checkpoint.unused():
         raise UnsupportedModelError(
             str(checkpoint.folder),
             expected=f"the tensors of a {checkpoint.about} model",

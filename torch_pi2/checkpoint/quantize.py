@@ -175,7 +175,7 @@ def convert(
         with Checkpoint(source) as checkpoint:
             stored = Stored(model, checkpoint)
             ways, left = stored.place_layers(plan, needed=not with_linears)
-            linears = linears_beside(empty, plan, ways) if with_linears else {}
+            linears = other_linears(empty, plan, ways) if with_linears else {}
             check_some(f"quantize({source})", ways, linears)
             writer = make(stored, plan, ways, {name: m.in_features for name, m in linears.items()})
             report, found_hash = writer.write(staging / PI2_FOLDER, progress)
@@ -260,7 +260,7 @@ def new_plan(found: Found) -> Plan:
     return Plan(layers, NO_HASH, {"planner": "none", "left": found.left})
 
 
-def linears_beside(model: nn.Module, plan: Plan, ways: Mapping[str, str]) -> dict[str, nn.Linear]:
+def other_linears(model: nn.Module, plan: Plan, ways: Mapping[str, str]) -> dict[str, nn.Linear]:
     """Linear layers of ``model``, on ``meta``, to quantise beside the layers of ``plan`` that are in ``ways``."""
     sites = [layer.site for layer in plan.layers if layer.site.key in ways]
     return find_linears(model, sites, on_meta=True)[0]

@@ -24,8 +24,8 @@ from torch_pi2.base.extras import how_to_install
 from torch_pi2.base.fields import shown
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.checkpoint.card import keep_card
-from torch_pi2.checkpoint.dense import load_dense as quantized_as_dense
-from torch_pi2.checkpoint.gguf.kept import kept_import
+from torch_pi2.checkpoint.dense import load_dense as dense_of_quantised
+from torch_pi2.checkpoint.gguf.cached import cached_import
 from torch_pi2.checkpoint.offloaded import load_offloaded
 from torch_pi2.checkpoint.settings import LoadSettings
 from torch_pi2.checkpoint.sparse import load_sparse, save_weights, weights_of
@@ -82,7 +82,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
             found=f"{len(stored)} layers whose weights are in a file already",
             fix="Copy the store's folder, or load the whole model without a budget.",
         )
-    parts, folder = parts_of_these_weights(model), Path(folder).resolve()
+    parts, folder = current_state(model), Path(folder).resolve()
     check_replaceable(folder)
     source = getattr(model, "name_or_path", "")
     if Path(source).resolve() != folder:  # an earlier result may be replaced by what was made of it
@@ -107,7 +107,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
         keep_card(folder, staging)
         if quantised:
             parts = replace(parts, plan=save_weights(model, parts.plan, staging / PI2_FOLDER))
-            save_outside(model, staging)
+            save_without_weights(model, staging)
         elif hasattr(model, "save_pretrained"):
             model.save_pretrained(staging)  # type: ignore[operator]
         else:
@@ -131,7 +131,7 @@ def save_parts(parts: Optimized, pi2: Path) -> None:
         parts.stats.save(pi2)
 
 
-def save_outside(model: Any, folder: Path) -> None:
+def save_without_weights(model: Any, folder: Path) -> None:
     """Configuration and modelling code of ``model``, without weights; earlier dense ones there are removed."""
     model.save_pretrained(folder, state_dict={})  # writes a file of no weights
     for path in folder.glob("model*.safetensors*"):
@@ -150,7 +150,7 @@ class _Values:
         return self._values[name]
 
 
-def parts_of_these_weights(model: nn.Module) -> Optimized:
+def current_state(model: nn.Module) -> Optimized:
     """The parts of ``model``, whose weights may have been converted or loaded anew since they were made.
 
     A plan without predictors or thresholds is right for any weights and is bound to the new ones; statistics are left
@@ -258,10 +258,10 @@ def load(
     )
     folder = Path(folder)
     if (file := gguf_in(folder)) is not None:
-        folder = kept_import(file, packed=budget is not None, progress=progress)
+        folder = cached_import(file, packed=budget is not None, progress=progress)
     folder = own_shard(folder)
     _check_ours(folder)
-    return set_going(read_model(folder, settings), gpu_bytes)
+    return finish_loading(read_model(folder, settings), gpu_bytes)
 
 
 def _check_ours(folder: Path) -> None:
@@ -281,12 +281,12 @@ def _check_ours(folder: Path) -> None:
 
 
 def read_model(folder: Path, settings: LoadSettings) -> nn.Module:
-    """What :func:`load` does before :func:`set_going`."""
+    """What :func:`load` does before :func:`finish_loading`."""
     pi2 = folder / PI2_FOLDER
     with Parts(pi2) as parts:
         over_store = settings.budget is not None or parts.shard is not None
         settings.check_store(folder, over_store=over_store, is_shard=parts.shard is not None)
-        plan = planned_anew(parts.plan(), settings.plan, folder)
+        plan = checked_plan(parts.plan(), settings.plan, folder)
         predictors = parts.predictors(plan.model_hash)
         stats = None if over_store else parts.stats(plan.model_hash)  # no budget counts them
     if weights_path(pi2) is not None:
@@ -308,7 +308,7 @@ def read_model(folder: Path, settings: LoadSettings) -> nn.Module:
     return apply(model.eval(), Optimized(plan, predictors, stats), settings.progress)
 
 
-def set_going(model: nn.Module, gpu_bytes: int | None) -> LoadedModel:
+def finish_loading(model: nn.Module, gpu_bytes: int | None) -> LoadedModel:
     """``model``, which generates with our steps, and follows its plan if that has a part for hardware."""
     attach(model)
     if gpu_bytes is not None:
@@ -321,7 +321,7 @@ def set_going(model: nn.Module, gpu_bytes: int | None) -> LoadedModel:
     return cast("LoadedModel", model)
 
 
-def planned_anew(own: Plan, other: Plan | str | Path | None, folder: Path) -> Plan:
+def checked_plan(own: Plan, other: Plan | str | Path | None, folder: Path) -> Plan:
     """``other``, if there is one, in place of the folder's own. Raises StaleArtifactError: it is for another folder."""
     if other is None:
         return own
@@ -366,7 +366,7 @@ def load_dense(folder: str | Path, *, dtype: torch.dtype | None = None, trust_re
     read_config(folder)  # raises if there is none
     with Parts(pi2) as parts:
         plan = parts.plan()
-    return quantized_as_dense(folder, pi2, plan, dtype=dtype, trust_remote_code=trust_remote_code)
+    return dense_of_quantised(folder, pi2, plan, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:

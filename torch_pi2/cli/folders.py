@@ -126,10 +126,10 @@ def _import(args: argparse.Namespace, name: str) -> None:
         file = gguf_in(given)
         if file is None or not file.is_file():
             return given
-        from torch_pi2.checkpoint.gguf.kept import kept_import
+        from torch_pi2.checkpoint.gguf.cached import cached_import
 
         packed = getattr(args, "budget", None) is not None
-        return str(kept_import(file, packed=packed, progress=not args.quiet))
+        return str(cached_import(file, packed=packed, progress=not args.quiet))
 
     given = getattr(args, name)
     setattr(args, name, [folder_of(one) for one in given] if isinstance(given, list) else folder_of(given))

@@ -19,7 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.tensorfile import TensorReader
-from torch_pi2.checkpoint.save_load import read_model, set_going
+from torch_pi2.checkpoint.save_load import finish_loading, read_model
 from torch_pi2.checkpoint.settings import LoadSettings
 from torch_pi2.errors import ArtifactError, ConfigError, DeviceError, UnsupportedModelError
 from torch_pi2.hf.settings import Pi2QuantizationConfig
@@ -108,7 +108,7 @@ class Pi2Quantizer(HfQuantizer):
         vars(model).clear()
         vars(model).update(vars(made) | theirs)
         model.config.quantization_config = self.quantization_config
-        return set_going(model, gpu_bytes)
+        return finish_loading(model, gpu_bytes)
 
     def is_serializable(self) -> bool:
         return True

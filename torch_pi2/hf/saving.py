@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.files import replacing_folder
-from torch_pi2.checkpoint.save_load import parts_of_these_weights, save_outside, save_parts
+from torch_pi2.checkpoint.save_load import current_state, save_parts, save_without_weights
 from torch_pi2.checkpoint.sparse import save_weights
 from torch_pi2.errors import ConfigError
 from torch_pi2.hf.quantizer import Pi2Quantizer
@@ -61,7 +61,7 @@ def _write(model: Any, folder: Path) -> None:
     """
     store = store_of(model)
     if store is None:
-        parts = parts_of_these_weights(model)
+        parts = current_state(model)
     else:
         check_separate("save_pretrained", store.path.parent.parent, folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,6 +72,6 @@ def _write(model: Any, folder: Path) -> None:
             for path in store.path.parent.iterdir():
                 if path.is_file():
                     shutil.copyfile(path, staging / path.name)
-    save_outside(model, folder)
+    save_without_weights(model, folder)
     declare(folder)
     remember(folder)

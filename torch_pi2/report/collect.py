@@ -19,7 +19,7 @@ import torch
 from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.base.units import size
-from torch_pi2.checkpoint.save_load import planned_anew
+from torch_pi2.checkpoint.save_load import checked_plan
 from torch_pi2.errors import ArtifactError
 from torch_pi2.machine import process
 from torch_pi2.report.runs import read_accesses, read_measured, read_trace
@@ -97,7 +97,7 @@ def collect(
         own = parts.plan() if parts.has("plan") else None
         model_hash = own.model_hash if own else None
         stats, predictors = parts.stats(model_hash), parts.predictors(model_hash)
-    followed = planned_anew(own, plan, folder) if own else None
+    followed = checked_plan(own, plan, folder) if own else None
     model, neuron_bytes = _model(folder, inner, own, stats)
     verdict = Verdict.find(inner, model["model_hash"] or None)
     report: Report = {

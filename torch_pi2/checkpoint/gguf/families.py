@@ -149,19 +149,19 @@ def rows_in_file(rows: int, heads: int) -> torch.Tensor:
     return order
 
 
-class Said:
+class ArchMetadata:
     """What a file says under the keys of its architecture; those that nobody asked for are left."""
 
     def __init__(self, file: GgufFile, arch: str) -> None:
         self._file, self._prefix = file, f"{arch}."
-        self.left = {key[len(arch) + 1 :] for key in file.metadata if key.startswith(self._prefix)}
+        self.unused = {key[len(arch) + 1 :] for key in file.metadata if key.startswith(self._prefix)}
 
     def number(self, key: str, default: Any = None, *, least: float = 0, most: float = 1 << 31) -> Any:
         """A number from ``least`` to ``most``, whole unless it is one of ``_FRACTIONS``.
 
         Raises ArtifactError: something else, or nothing and no ``default``.
         """
-        self.left.discard(key)
+        self.unused.discard(key)
         found = self._file.metadata.get(self._prefix + key, default)
         kinds, whole = ((int, float), "") if key.endswith(_FRACTIONS) else ((int,), "whole ")
         if type(found) not in kinds or not least <= found <= most:
@@ -178,16 +178,16 @@ class Said:
         return found
 
     def text(self, key: str, default: str) -> str:
-        self.left.discard(key)
+        self.unused.discard(key)
         return str(self._file.metadata.get(self._prefix + key, default))
 
     def has(self, key: str) -> bool:
         return self._prefix + key in self._file.metadata
 
 
-def said_number(file: GgufFile, family: Family, key: str) -> int:
+def arch_number(file: GgufFile, family: Family, key: str) -> int:
     """A whole number that a file has to have. Raises ArtifactError."""
-    return int(Said(file, family.arch).number(key, least=1))
+    return int(ArchMetadata(file, family.arch).number(key, least=1))
 
 
 def configuration(file: GgufFile) -> dict[str, Any]:
@@ -198,15 +198,15 @@ def configuration(file: GgufFile) -> dict[str, Any]:
         ArtifactError: something is missing, or has no sense.
     """
     family, arch = family_of(file), str(file.metadata["general.architecture"])
-    said = Said(file, arch)
+    meta = ArchMetadata(file, arch)
     config: dict[str, Any] = {"model_type": family.model_type, **family.fixed}
     for key, attribute in family.all_keys.items():
-        if said.has(key):
-            config[attribute] = said.number(key, least=key in _COUNTS, most=1 << 31 if "epsilon" not in key else 1)
-    said.number("attention.layer_norm_rms_epsilon", most=1)
+        if meta.has(key):
+            config[attribute] = meta.number(key, least=key in _COUNTS, most=1 << 31 if "epsilon" not in key else 1)
+    meta.number("attention.layer_norm_rms_epsilon", most=1)
     for needed in _COUNTS[:5]:
         if needed != "feed_forward_length" or "expert_feed_forward_length" not in family.keys:
-            said.number(needed, least=1)
+            meta.number(needed, least=1)
     config.setdefault("vocab_size", _vocabulary(file))
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     if not config.get("sliding_window", 1):
@@ -214,12 +214,12 @@ def configuration(file: GgufFile) -> dict[str, Any]:
             _unsupported(file, "a window of one token or more", f"{arch}.attention.sliding_window 0")
         config["sliding_window"] = None
     width = config.setdefault("head_dim", config["hidden_size"] // max(1, config["num_attention_heads"]))
-    if said.number("attention.value_length", width) != width or said.number("rope.dimension_count", width) != width:
+    if meta.number("attention.value_length", width) != width or meta.number("rope.dimension_count", width) != width:
         _unsupported(file, "heads of one width, all of it rotated", "others")
-    _check_sizes(file, config, said)
+    _check_sizes(file, config, meta)
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
-    config["rope_parameters"] = _rope(file, said, family)
-    _special(file, family, config, said)
+    config["rope_parameters"] = _rope(file, meta, family)
+    _special(file, family, config, meta)
     known = _tokens(file, config["vocab_size"])
     config |= {f"{name}_token_id": known.get(key) for name, key in _TOKENS.items()}
     if file.metadata.get(f"{arch}.attention.causal", True) is not True:
@@ -228,9 +228,9 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     if ends:  # of a turn, too, which is where answers of chats end
         config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     for key in ("expert_group_count", "expert_group_used_count"):
-        if said.number(key, 0) > 1:
-            _unsupported(file, "experts without groups", f"{key} {said.number(key)}")
-    if unknown := sorted(said.left - _ELSEWHERE):
+        if meta.number(key, 0) > 1:
+            _unsupported(file, "experts without groups", f"{key} {meta.number(key)}")
+    if unknown := sorted(meta.unused - _ELSEWHERE):
         _unsupported(file, "metadata that is known", f"{arch}.{shown(unknown[0])}")
     return config
 
@@ -239,8 +239,8 @@ def _tokens(file: GgufFile, vocabulary: int) -> dict[str, int]:
     """Those that a file names, by its name for them; one that is not in the vocabulary is none, as for llama.cpp."""
     usual = _TOKENS_OF_SPM if file.metadata.get("tokenizer.ggml.model") == "llama" else {}
     keys = (*_TOKENS.values(), "eot", "eom")
-    said = {key: file.metadata.get(f"tokenizer.ggml.{key}_token_id", usual.get(key)) for key in keys}
-    return {key: token for key, token in said.items() if type(token) is int and 0 <= token < vocabulary}
+    found = {key: file.metadata.get(f"tokenizer.ggml.{key}_token_id", usual.get(key)) for key in keys}
+    return {key: token for key, token in found.items() if type(token) is int and 0 <= token < vocabulary}
 
 
 def _ends(file: GgufFile, config: Mapping[str, Any]) -> list[int]:
@@ -249,7 +249,7 @@ def _ends(file: GgufFile, config: Mapping[str, Any]) -> list[int]:
     return [token for token, text in enumerate(texts) if text in _ENDS]
 
 
-def _check_sizes(file: GgufFile, config: Mapping[str, Any], said: Said) -> None:
+def _check_sizes(file: GgufFile, config: Mapping[str, Any], meta: ArchMetadata) -> None:
     """Before a model is built of what the file says, which may be huge. Raises ArtifactError."""
     blocks = {int(block[1]) for name in file.tensors if (block := re.match(r"blk\.(\d+)\.", name))}
     width, heads = config["head_dim"], config["num_attention_heads"]
@@ -259,7 +259,7 @@ def _check_sizes(file: GgufFile, config: Mapping[str, Any], said: Said) -> None:
         ("block_count", config["num_hidden_layers"], len(blocks)),
         ("embedding_length", config["hidden_size"], file.tensor("token_embd.weight").columns),
         ("vocab_size", config["vocab_size"], file.tensor("token_embd.weight").rows),
-        *(("expert_count", said.number("expert_count", 0), t.shape[0]) for t in experts),
+        *(("expert_count", meta.number("expert_count", 0), t.shape[0]) for t in experts),
     ]
     if "blk.0.attn_q.weight" in file.tensors:
         claims.append(("attention.key_length", width * heads, file.tensors["blk.0.attn_q.weight"].rows))
@@ -273,7 +273,7 @@ def _check_sizes(file: GgufFile, config: Mapping[str, Any], said: Said) -> None:
                 found=str(claimed),
                 fix="The file's metadata is of another model, or tensors are missing; get it again.",
             )
-    experts, used = said.number("expert_count", 0), said.number("expert_used_count", 0)
+    experts, used = meta.number("expert_count", 0), meta.number("expert_used_count", 0)
     if experts and not 1 <= used <= experts:
         raise ArtifactError(
             f"expert_used_count in {file.path}",
@@ -297,24 +297,24 @@ def _vocabulary(file: GgufFile) -> int:
     return tokens.count if isinstance(tokens, GgufArray) else file.tensor("token_embd.weight").shape[0]
 
 
-def _rope(file: GgufFile, said: Said, family: Family) -> dict[str, Any]:
-    theta = float(said.number("rope.freq_base", 10000.0, least=1, most=1e12))
-    factor = float(said.number("rope.scaling.factor", 1.0, least=0, most=1e6))
-    kind = said.text("rope.scaling.type", "linear" if factor > 0 else "none")
+def _rope(file: GgufFile, meta: ArchMetadata, family: Family) -> dict[str, Any]:
+    theta = float(meta.number("rope.freq_base", 10000.0, least=1, most=1e12))
+    factor = float(meta.number("rope.scaling.factor", 1.0, least=0, most=1e6))
+    kind = meta.text("rope.scaling.type", "linear" if factor > 0 else "none")
     if kind in ("linear", "yarn") and 0 < factor < 1:
         _unsupported(file, "positions that are not stretched the other way", f"rope.scaling.factor {factor:g}")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if kind == "linear" and factor > 1:
         rope |= {"rope_type": "linear", "factor": factor}
     elif kind == "yarn" and factor > 1:
-        original = said.number("rope.scaling.original_context_length", least=1)
+        original = meta.number("rope.scaling.original_context_length", least=1)
         rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     elif kind not in ("none", "linear", "yarn"):
         _unsupported(file, "rotary positions of type none, linear or yarn", shown(kind))
     if "rope_freqs.weight" in file.tensors:
         rope = _llama3(file, rope)
     if family.model_type == "gemma3_text":  # sliding layers have their own, 10,000 in every model, without scaling
-        sliding = float(said.number("rope.freq_base_swa", 10000.0, least=1, most=1e12))
+        sliding = float(meta.number("rope.freq_base_swa", 10000.0, least=1, most=1e12))
         return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": sliding}}
     return rope
 
@@ -347,7 +347,7 @@ def llama3_divisors(pairs: int, theta: float, rule: Mapping[str, Any]) -> torch.
     return divisors
 
 
-def _special(file: GgufFile, family: Family, config: dict[str, Any], said: Said) -> None:
+def _special(file: GgufFile, family: Family, config: dict[str, Any], meta: ArchMetadata) -> None:
     """What one family alone has."""
     if family.model_type in ("gemma2", "gemma3_text"):
         # llama.cpp scales queries by the width of heads, but for the 27B models
@@ -368,8 +368,8 @@ def _special(file: GgufFile, family: Family, config: dict[str, Any], said: Said)
         _unsupported(file, "rotary positions without factors of their own", "rope_factors_long.weight")
     if "expert_feed_forward_length" not in family.keys:
         return
-    if not said.has("expert_feed_forward_length"):
+    if not meta.has("expert_feed_forward_length"):
         config["moe_intermediate_size"] = file.tensor("blk.0.ffn_gate_exps.weight").shape[1]
     config.setdefault("intermediate_size", config["moe_intermediate_size"])
-    if "expert_shared_feed_forward_length" in family.keys and not said.has("expert_shared_feed_forward_length"):
+    if "expert_shared_feed_forward_length" in family.keys and not meta.has("expert_shared_feed_forward_length"):
         config["shared_expert_intermediate_size"] = file.tensor("blk.0.ffn_gate_shexp.weight").shape[0]

@@ -11,7 +11,7 @@ from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.gguf.families import configuration
-from torch_pi2.checkpoint.gguf.predictors import take_predictors
+from torch_pi2.checkpoint.gguf.predictors import import_predictors
 from torch_pi2.checkpoint.gguf.source import GgufCheckpoint
 from torch_pi2.checkpoint.gguf.tokenizer import write_tokenizer
 from torch_pi2.checkpoint.importing import ImportReport, write_imported
@@ -74,7 +74,7 @@ def import_gguf(
         if predictors is None:
             report.predictors = len(checkpoint.predictors())
         else:
-            report.recall = take_predictors(checkpoint, staging, predictors, progress)
+            report.recall = import_predictors(checkpoint, staging, predictors, progress)
     report.seconds = time.perf_counter() - start
     return report
 

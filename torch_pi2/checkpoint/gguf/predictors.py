@@ -45,7 +45,7 @@ _TOKENS = 2048
 _FORMAT = "int8"
 
 
-def take_predictors(checkpoint: GgufCheckpoint, folder: Path, data: Any, progress: bool) -> dict[str, float]:
+def import_predictors(checkpoint: GgufCheckpoint, folder: Path, data: Any, progress: bool) -> dict[str, float]:
     """Write the file's predictors into ``folder``, where it was imported to, and a plan whose layers ask them.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 
 from torch_pi2.base.extras import missing_package
 from torch_pi2.base.tensorfile import Spec
-from torch_pi2.checkpoint.gguf.families import Family, family_of, rows_in_file, said_number
+from torch_pi2.checkpoint.gguf.families import Family, arch_number, family_of, rows_in_file
 from torch_pi2.errors import ArtifactError, NonFiniteError
 from torch_pi2.formats import ROWS
 from torch_pi2.store.gguf import GgufModel, GgufTensor, TensorType
@@ -84,7 +84,7 @@ class GgufCheckpoint:
         self.file = GgufModel(path)
         try:
             self.family = family_of(self.file)
-            blocks = said_number(self.file, self.family, "block_count")
+            blocks = arch_number(self.file, self.family, "block_count")
             self._names = tensor_names(self.family, min(blocks, len(self.file.tensors)))
             self.used: set[str] = set(_USED_ELSEWHERE)
             for name, tensor in self.file.tensors.items():
@@ -196,9 +196,9 @@ class GgufCheckpoint:
         kind = self.family.permuted_part(tensor.name)
         if kind is None:
             return None
-        heads = said_number(self.file, self.family, "attention.head_count")
+        heads = arch_number(self.file, self.family, "attention.head_count")
         if kind == "k" and f"{self.family.arch}.attention.head_count_kv" in self.file.metadata:
-            heads = said_number(self.file, self.family, "attention.head_count_kv")
+            heads = arch_number(self.file, self.family, "attention.head_count_kv")
         rows = tensor.shape[0]
         if rows % (2 * heads):
             raise ArtifactError(
@@ -245,7 +245,7 @@ class GgufCheckpoint:
         """Every number of a GGUF file can be had as a float. Raises ArtifactError: there is no such tensor."""
         self._tensor(name)
 
-    def left(self) -> list[str]:
+    def unused(self) -> list[str]:
         """Tensors that nobody has asked for."""
         return sorted(set(self.file.tensors) - self.used - set(self.predictors()))
 

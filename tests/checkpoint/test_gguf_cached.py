@@ -16,12 +16,12 @@ import torch
 
 import torch_pi2
 from torch_pi2.base.files import locked
-from torch_pi2.checkpoint.gguf.kept import kept_import
+from torch_pi2.checkpoint.gguf.cached import cached_import
 from torch_pi2.errors import ArtifactError
 
 GOLDEN = Path(__file__).parents[1] / "data" / "gguf" / "tiny-llama.q4_k_m.gguf"
-KEEP = "from torch_pi2.checkpoint.gguf.kept import kept_import; from pathlib import Path; import sys\n"
-KEEP += "print(kept_import(Path(sys.argv[1]), packed=False))"
+KEEP = "from torch_pi2.checkpoint.gguf.cached import cached_import; from pathlib import Path; import sys\n"
+KEEP += "print(cached_import(Path(sys.argv[1]), packed=False))"
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def names(cache: Path) -> list[str]:
 
 
 def test_the_second_waits_for_the_first(cache: Path) -> None:
-    folder = kept_import(GOLDEN, packed=False)
+    folder = cached_import(GOLDEN, packed=False)
     made = folder.rename(cache.parent / "made")
     with locked(folder.with_name(f"{folder.name}-import"), 0.0):
         second = subprocess.Popen(
@@ -62,7 +62,7 @@ def test_what_a_killed_one_leaves(cache: Path, packed: bool) -> None:
     killed = subprocess.run([sys.executable, "-c", code, str(GOLDEN)], capture_output=True, timeout=120)
     assert killed.returncode == -signal.SIGKILL
     assert any(name.endswith(".partial") for name in names(cache))
-    folder = kept_import(GOLDEN, packed=packed)
+    folder = cached_import(GOLDEN, packed=packed)
     assert names(cache) == [folder.name]
     torch_pi2.load(folder)
 
@@ -71,8 +71,8 @@ def test_another_file_of_the_same_size_and_time(tmp_path: Path) -> None:
     """As ``cp -p`` puts it in the place of the first: a matrix differs, far behind the beginning."""
     path = tmp_path / "a.gguf"
     shutil.copy(GOLDEN, path)
-    first, about = kept_import(path, packed=False), path.stat()
-    assert kept_import(path, packed=False) == first
+    first, about = cached_import(path, packed=False), path.stat()
+    assert cached_import(path, packed=False) == first
     tensor = next(one for one in gguf.GGUFReader(path).tensors if one.name == "blk.0.ffn_up.weight")
     with path.open("r+b") as file:
         file.seek(int(tensor.data_offset) + 8)
@@ -80,7 +80,7 @@ def test_another_file_of_the_same_size_and_time(tmp_path: Path) -> None:
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 0x11]))
     os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
-    second = kept_import(path, packed=False)
+    second = cached_import(path, packed=False)
     assert second != first
     name = "model.layers.0.mlp.up_proj"
     rows = [torch_pi2.load(folder).get_submodule(name).dequantized() for folder in (first, second)]
@@ -89,7 +89,7 @@ def test_another_file_of_the_same_size_and_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["weights", "plan", "config", "all"])
 def test_a_damaged_import_is_made_again(cache: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
-    folder = kept_import(GOLDEN, packed=False)
+    folder = cached_import(GOLDEN, packed=False)
     files = {"weights": "pi2/weights.safetensors", "plan": "pi2/plan.json", "config": "config.json"}
     if damage == "all":
         shutil.rmtree(folder / "pi2")
@@ -108,7 +108,7 @@ def test_a_damaged_import_is_made_again(cache: Path, damage: str, caplog: pytest
 def test_names_of_files(tmp_path: Path, cache: Path, name: str) -> None:
     path = tmp_path / f"{name}.gguf"
     path.symlink_to(GOLDEN)
-    folder = kept_import(path, packed=True)
+    folder = cached_import(path, packed=True)
     assert len(os.fsencode(folder.name)) < 130
     assert not set(folder.name) & set(" \n$()")
     assert names(cache) == [folder.name]
@@ -118,4 +118,4 @@ def test_a_cache_that_cannot_be_written(cache: Path) -> None:
     cache.parent.mkdir(parents=True)
     cache.write_text("a file")
     with pytest.raises(ArtifactError, match=r"writing .*tiny-llama.q4_k_m-\w+: expected a folder that can be written"):
-        kept_import(GOLDEN, packed=False)
+        cached_import(GOLDEN, packed=False)

@@ -28,7 +28,7 @@ _NAME_BYTES = 100
 _REVISION = 2
 
 
-def kept_import(file: Path, *, packed: bool, progress: bool = False) -> Path:
+def cached_import(file: Path, *, packed: bool, progress: bool = False) -> Path:
     """The folder that ``file`` was imported to, now or earlier; ``packed``: with a neuron store of all layers.
 
     Who asks while another process imports it waits for that. A folder that is damaged is made anew.
