@@ -20,7 +20,7 @@ from torch import fx, nn
 
 import torch_pi2
 from torch_pi2.decode.adapt import Engine, follow
-from torch_pi2.decode.chunked_prefill import PIECE_TOKENS, lossless_chunk_tokens
+from torch_pi2.decode.chunked_prefill import CHUNK_TOKENS, lossless_chunk_tokens
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.decode.generate import Generated, generate
 from torch_pi2.decode.sequence import Sampling, pick
@@ -148,7 +148,7 @@ def test_pieces_of_a_model_with_int8_activations_have_the_bits_of_the_whole(batc
     model = transformers.LlamaForCausalLM(config).eval()
     assert lossless_chunk_tokens(model) == 0
     model = torch_pi2.optimize(model, weights="int4", activations="int8")
-    assert lossless_chunk_tokens(model) == (PIECE_TOKENS if has_tiles() else 0)
+    assert lossless_chunk_tokens(model) == (CHUNK_TOKENS if has_tiles() else 0)
     ids_BT = torch.randint(1, 90, (batch, 300), generator=torch.Generator().manual_seed(0))
     found = []
     for chunk in (300, 0, 70, 256) if has_tiles() else (300, 0):

@@ -23,7 +23,7 @@ from torch import nn
 import torch_pi2
 from torch_pi2.decode import chunked_prefill, decoder_pool, step_graph
 from torch_pi2.decode.decoder import Decoder
-from torch_pi2.decode.decoder_pool import Kept
+from torch_pi2.decode.decoder_pool import DecoderPool
 from torch_pi2.decode.sequence import Sampling, pick
 from torch_pi2.decode.step_graph import captured
 from torch_pi2.errors import ConfigError, DeviceError
@@ -144,13 +144,13 @@ def test_a_model_that_moves() -> None:
 
 def test_a_kept_decoder_is_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
-    model, free = tiny("llama"), Kept()
-    first = free.borrow(model, 20, 1)
-    free.give_back(first)
-    assert free.borrow(model, 20, 1) is first
-    free.give_back(first)
+    model, free = tiny("llama"), DecoderPool()
+    first = free.acquire(model, 20, 1)
+    free.release(first)
+    assert free.acquire(model, 20, 1) is first
+    free.release(first)
     monkeypatch.setattr(decoder_pool, "device_of", lambda _: torch.device("cuda", 0))
-    assert free.borrow(model, 20, 1) is not first
+    assert free.acquire(model, 20, 1) is not first
 
 
 def test_parameters_in_several_places(monkeypatch: pytest.MonkeyPatch) -> None:

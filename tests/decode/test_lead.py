@@ -436,7 +436,7 @@ def test_what_is_sent_comes_as_it_was() -> None:
     tensors = [torch.randn(3, 4).bfloat16(), torch.zeros(2, 0), torch.tensor(7), torch.tensor([True, False])]
     call = Call("step", 3, [tensors, None, 1.5, "a\n", True, range(2)], {"x": tensors[0]}, True, [1, 2], True)
     found = _unpacked(_packed(call))
-    assert (found.name, found.of, found.sparse, found.gone, found.raised) == ("step", 3, True, [1, 2], True)
+    assert (found.name, found.target, found.sparse, found.gone, found.raised) == ("step", 3, True, [1, 2], True)
     assert found.args[1:] == [None, 1.5, "a\n", True, [0, 1]]
     for one, other in zip([*found.args[0], found.kwargs["x"]], [*tensors, tensors[0]], strict=True):
         assert one.dtype is other.dtype

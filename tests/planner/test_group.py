@@ -15,7 +15,7 @@ import torch
 from plan_fakes import FakeHardware, fake_shape
 from sharding import together
 
-from torch_pi2.distributed.partition import deal, deal_layers
+from torch_pi2.distributed.partition import partition_layers, partition_neurons
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
@@ -184,8 +184,10 @@ def test_pack_deals_out_what_was_planned(shares: tuple[int, ...]) -> None:
         return LayerPlan(site, "lowrank", 0, torch.arange(1024, dtype=torch.int32), expected_active=0.1)
 
     plan = Plan([layer(i) for i in range(16)], "ab")
-    assert tuple(len(shard.layers["l.0.mlp"].chunks) for shard in deal(plan, len(shares), shares)) == shares
-    assert tuple(len(shard.blocks(16)) for shard in deal_layers(plan, len(shares), shares)) == shares
+    assert (
+        tuple(len(shard.layers["l.0.mlp"].chunks) for shard in partition_neurons(plan, len(shares), shares)) == shares
+    )
+    assert tuple(len(shard.blocks(16)) for shard in partition_layers(plan, len(shares), shares)) == shares
 
 
 def test_a_description_of_machines(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from stores import Damaged, store_of, toy
 import torch_pi2
 from torch_pi2.base.fields import Field
 from torch_pi2.cli.inspect import describe, render
-from torch_pi2.distributed.join import check_kinds
-from torch_pi2.distributed.partition import deal, deal_layers
+from torch_pi2.distributed.join import check_activations
+from torch_pi2.distributed.partition import partition_layers, partition_neurons
 from torch_pi2.distributed.shard_store import shards_in
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.store.parts import Parts
@@ -215,14 +215,14 @@ def _plan(neurons: int, method: str = "lowrank", n_hot: int = 70, active: float 
 
 def test_chunks_are_dealt_by_their_work() -> None:
     plan = _plan(14336, n_hot=1792)
-    even = deal(plan, 2)
+    even = partition_neurons(plan, 2)
     work = [sum(1.0 if p < 1792 else 0.1 for p in shard.layers["a"].positions().tolist()) for shard in even]
     assert max(work) < 1.15 * min(work)
     assert [len(shard.layers["a"].chunks) for shard in even] == [8, 8]
-    assert [len(shard.layers["a"].chunks) for shard in deal(plan, 3, [2, 1, 1])] == [8, 4, 4]
-    assert [len(shard.layers["a"].chunks) for shard in deal(plan, 3, [100, 1, 1])] == [14, 1, 1]
-    assert [len(shard.layers["a"].chunks) for shard in deal(plan, 2, [1e308, 1e308])] == [8, 8]
-    assert sorted(c for shard in deal(plan, 16) for c in shard.layers["a"].chunks) == list(range(16))
+    assert [len(shard.layers["a"].chunks) for shard in partition_neurons(plan, 3, [2, 1, 1])] == [8, 4, 4]
+    assert [len(shard.layers["a"].chunks) for shard in partition_neurons(plan, 3, [100, 1, 1])] == [14, 1, 1]
+    assert [len(shard.layers["a"].chunks) for shard in partition_neurons(plan, 2, [1e308, 1e308])] == [8, 8]
+    assert sorted(c for shard in partition_neurons(plan, 16) for c in shard.layers["a"].chunks) == list(range(16))
     for ranks, shares, expected in (
         (1, None, "expected 2 to 64 machines"),
         (65, None, "expected 2 to 64 machines, found 65"),
@@ -231,9 +231,9 @@ def test_chunks_are_dealt_by_their_work() -> None:
         (2, [1.0, 0.0], "found 1, 0"),
     ):
         with pytest.raises(ConfigError, match=expected):
-            deal(plan, ranks, shares)
+            partition_neurons(plan, ranks, shares)
     with pytest.raises(ConfigError, match="5 machines for a: expected at most 4, as it has 4 chunks of 64 neurons"):
-        deal(_plan(250), 5)
+        partition_neurons(_plan(250), 5)
 
 
 def _row(neurons: Sequence[int], names: str = "model.layers.{}.mlp") -> Plan:
@@ -246,7 +246,7 @@ def _row(neurons: Sequence[int], names: str = "model.layers.{}.mlp") -> Plan:
 
 def test_layers_are_dealt_by_their_weights() -> None:
     def dealt(plan: Plan, ranks: int, shares: Sequence[float] | None = None) -> list[list[int]]:
-        shards = deal_layers(plan, ranks, shares)
+        shards = partition_layers(plan, ranks, shares)
         assert all(shard.by_layers for shard in shards)
         count = len(plan.layers)
         for shard in shards:
@@ -267,17 +267,17 @@ def test_layers_are_dealt_by_their_weights() -> None:
     assert dealt(_row([64] * 64), 64) == [[i] for i in range(64)]
     assert dealt(_row([1024, 64, 64, 64]), 2) == [[0], [1, 2, 3]]
     experts = Plan([y for i in (0, 1) for y in _row([64] * 3, f"model.layers.{i}.mlp.experts.{{}}").layers], "ab")
-    assert [[*shard.plan(experts).by_key()] for shard in deal_layers(experts, 2)] == [
+    assert [[*shard.plan(experts).by_key()] for shard in partition_layers(experts, 2)] == [
         [f"model.layers.{i}.mlp.experts.{j}" for j in range(3)] for i in range(2)
     ]
     # blocks without neurons are where the one before is, the first ones with the first
     gaps = Plan([even.layers[i] for i in (2, 3, 6)], "ab")
-    assert [[*shard.blocks(8)] for shard in deal_layers(gaps, 2, [1, 1])] == [[0, 1, 2], [3, 4, 5, 6, 7]]
+    assert [[*shard.blocks(8)] for shard in partition_layers(gaps, 2, [1, 1])] == [[0, 1, 2], [3, 4, 5, 6, 7]]
     with pytest.raises(ConfigError, match="9 machines for 8 blocks of layers: expected at most 8, found 9"):
-        deal_layers(even, 9)
+        partition_layers(even, 9)
     for names in ("ffn_{}", "{}.mlp.x", "a{}.0"):
         with pytest.raises(ConfigError, match=r"expected feed-forward layers in the blocks of one row, .* found"):
-            deal_layers(_row([64] * 3, names), 2)
+            partition_layers(_row([64] * 3, names), 2)
 
 
 def test_shares_are_for_several_machines(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_layers_that_need_all_gates_are_not_divided() -> None:
     plan = _plan(250)
     plan.layers[0].site = replace(plan.layers[0].site, activation="gelu_tanh[sigmas=1.6]")
     with pytest.raises(ConfigError, match="a in shards: expected an activation of each neuron by itself, found one"):
-        check_kinds(plan)
+        check_activations(plan)
 
 
 def test_a_layer_of_a_shard() -> None:

@@ -15,7 +15,7 @@ from torch_pi2.base.heap import give_back_freed_memory
 from torch_pi2.checkpoint.settings import LoadSettings, no_store
 from torch_pi2.checkpoint.sparse import load_sparse, weights_of
 from torch_pi2.decode.budget import divide
-from torch_pi2.distributed.join import Together, join
+from torch_pi2.distributed.join import Membership, join
 from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.distributed.tensor_parallel import ShardedExperts, ShardedFFN
 from torch_pi2.errors import ConfigError
@@ -54,7 +54,7 @@ def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], setting
     offload, context, budget_bytes = settings.offload_with(plan), settings.context_tokens, settings.budget_bytes
     if offload.lossy:
         _check_lossy(plan, offload)
-    together: Together | None = None
+    together: Membership | None = None
     here = plan
     with StoreReader(path) as reader:
         reader.check_activations(settings.int8_activations)
@@ -88,7 +88,7 @@ def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], setting
                 module.announce()
         _route_early(model)
     if together is not None:
-        together.meet(model)
+        together.connect(model)
     # Without predictors, which would be in memory twice: the layers have theirs.
     made = Optimized(
         here,
@@ -111,7 +111,7 @@ class _OverStore:
         index_of: Mapping[str, int],
         predictors: dict[str, Any],
         int8_activations: bool,
-        together: Together | None,
+        together: Membership | None,
     ) -> None:
         self._store, self._index_of, self._predictors = store, index_of, predictors
         self._int8_activations = int8_activations

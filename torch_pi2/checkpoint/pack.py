@@ -23,8 +23,8 @@ from torch_pi2.base.version import __version__
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.float_neurons import float_neurons
 from torch_pi2.checkpoint.quantize import copy_small_files, quantize, small_files
-from torch_pi2.distributed.partition import check_ranks, deal, deal_layers
-from torch_pi2.distributed.shard_store import PartOf, WholeOf, refuse_shard, shard_name, shards_in
+from torch_pi2.distributed.partition import check_ranks, partition_layers, partition_neurons
+from torch_pi2.distributed.shard_store import JoinedShards, ShardView, refuse_shard, shard_name, shards_in
 from torch_pi2.errors import ArtifactError, ConfigError, check_choice
 from torch_pi2.formats import FLOAT, FLOATS, QUANTIZED
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, declare
@@ -150,9 +150,9 @@ def pack(
             if ranks == 1:
                 report = packer.pack(staging)
             elif by == "layers":
-                report = packer.pack_shards(staging, deal_layers(whole.plan, ranks, shares))
+                report = packer.pack_shards(staging, partition_layers(whole.plan, ranks, shares))
             else:
-                report = packer.pack_shards(staging, deal(whole.plan, ranks, shares, whole.parts.stats()))
+                report = packer.pack_shards(staging, partition_neurons(whole.plan, ranks, shares, whole.parts.stats()))
         _remove(staging / _NEURONS)
     if trust_remote_code:
         remember(folder)
@@ -198,7 +198,7 @@ class _Whole:
 
     Attributes:
         folder: with its small files. sources: files with its weights. reader: :class:`QuantizedWeights`, or
-            :class:`WholeOf` for shards. beside: plan, predictors and statistics in files of their own.
+            :class:`JoinedShards` for shards. beside: plan, predictors and statistics in files of their own.
     """
 
     folder: Path
@@ -223,7 +223,7 @@ def _opened(source: Path, weights: str | None, shards: dict[int, Path]) -> Itera
         plan, inside = parts.plan(), parts.inside
         check_predictors(plan, parts.each_predictor(plan.model_hash), source)
         parts.check_stats(plan.model_hash)
-        whole: Any = WholeOf(source, shards) if shards else open_weights(pi2)
+        whole: Any = JoinedShards(source, shards) if shards else open_weights(pi2)
         with whole as reader, PartFiles(pi2, () if inside else None) as beside:
             known = reader.neuron_formats
             if weights not in (None, known) and (weights, reader.weights) != (FLOAT, FLOAT):
@@ -312,7 +312,7 @@ class _Packer:
         whole, beside = self._whole, self._whole.beside
         here, reader = whole.plan, whole.reader
         if shard is not None:
-            here, reader = shard.plan(whole.plan), PartOf(whole.reader, whole.plan, shard)
+            here, reader = shard.plan(whole.plan), ShardView(whole.reader, whole.plan, shard)
         if not here.layers:
             raise ConfigError(
                 f"packing {whole.reader.path.parent.parent}",

@@ -1,7 +1,7 @@
-"""Folders of shards: ``rank-0-of-2`` and so on, each the store of one machine; stores seen as parts, parts as a store.
+"""Folders of shards: ``rank-0-of-2`` and so on, each the store of one machine, and the whole store seen through them.
 
-A shard is a store whose metadata and superblock say which chunks of each layer it has (docs/FORMATS.md); plan,
-predictors and statistics inside are those of the whole model. One with whole layers has no weights of other blocks.
+A shard is a store whose metadata and superblock say which chunks of each layer it has (docs/FORMATS.md). Its plan,
+predictors and statistics are those of the whole model. A shard of whole layers has no weights of other blocks.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from torch_pi2.types.site import FFNSite
 
 #: Tensors with a number for each neuron.
 _BY_NEURON = ("bias_gate", "bias_up")
-#: Metadata with something for each module.
+#: Metadata with an entry for each module.
 _BY_MODULE = {"linears", "formats", "sites"}
 
 
 def shard_name(rank: int, ranks: int) -> str:
-    """Of the folder of a shard, in the folder of all."""
+    """Name of the folder of a shard."""
     return f"rank-{rank}-of-{ranks}"
 
 
 def shards_in(folder: Path) -> dict[int, Path]:
-    """Rank -> folder of each shard in ``folder``; none if it is no folder of shards.
+    """Rank -> folder of each shard in ``folder``; empty if it is no folder of shards.
 
     Raises:
         ArtifactError: shards of different numbers of machines.
@@ -55,14 +55,6 @@ def shards_in(folder: Path) -> dict[int, Path]:
     return {int(match[1]): path for path, match in named.items()}
 
 
-def common_hash(reader: StoreReader) -> str:
-    """Of what every shard has all of: plan, predictors, and the weights that are of no neuron (SHA-256)."""
-    checks = {name: check for name, check in reader.checks.items() if name.rpartition(".")[2] not in _BY_NEURON}
-    if reader.shard is not None and reader.shard.by_layers:
-        checks = {name: check for name, check in checks.items() if reader.shard.block(name) is None}
-    return hashlib.sha256(json.dumps(sorted(checks.items())).encode()).hexdigest()
-
-
 def ranks_of(shard: Path) -> int:
     """How many machines there are shards for, by the name of the folder of one."""
     match = SHARD_NAME.fullmatch(shard.name)
@@ -70,18 +62,26 @@ def ranks_of(shard: Path) -> int:
     return int(match[2])
 
 
+def common_hash(reader: StoreReader) -> str:
+    """SHA-256 of what every shard has in full: plan, predictors, and weights that belong to no neuron."""
+    checks = {name: check for name, check in reader.checks.items() if name.rpartition(".")[2] not in _BY_NEURON}
+    if reader.shard is not None and reader.shard.by_layers:
+        checks = {name: check for name, check in checks.items() if reader.shard.block(name) is None}
+    return hashlib.sha256(json.dumps(sorted(checks.items())).encode()).hexdigest()
+
+
 def _resized(specs: Mapping[str, Spec], neurons: Mapping[str, int]) -> dict[str, Spec]:
-    """``specs`` of weights whose layers have so many ``neurons``, by key."""
-    found = dict(specs)
+    """``specs`` with this many ``neurons`` in each layer, by key."""
+    resized = dict(specs)
     for key, count in neurons.items():
         for name in (f"{key}.{what}" for what in _BY_NEURON):
-            if name in found:
-                found[name] = Spec((count,), found[name].dtype)
-    return found
+            if name in resized:
+                resized[name] = Spec((count,), resized[name].dtype)
+    return resized
 
 
-class PartOf:
-    """What ``shard`` has of the weights of ``reader``, which has all: to be written as a store of its own."""
+class ShardView:
+    """The weights of ``reader``, which has all, as ``shard`` has them: to be written as a store of its own."""
 
     def __init__(self, reader: QuantizedWeights, plan: Plan, shard: Shard) -> None:
         self._whole, self._shard = reader, shard
@@ -91,18 +91,18 @@ class PartOf:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What the whole's says of modules that are here."""
-        found = dict(self._whole.metadata)
-        for what in _BY_MODULE & found.keys():
-            named = json.loads(found[what]).items()
-            found[what] = json.dumps({name: value for name, value in named if self._shard.has(name)})
-        return found
+        """Metadata of the modules that the shard has."""
+        metadata = dict(self._whole.metadata)
+        for what in _BY_MODULE & metadata.keys():
+            named = json.loads(metadata[what]).items()
+            metadata[what] = json.dumps({name: value for name, value in named if self._shard.has(name)})
+        return metadata
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._whole, name)
 
     def read_neurons(self, site: FFNSite, rows: tuple[int, int]) -> torch.Tensor:
-        """Those of the shard's ``[first, last)``, of a layer ``site`` of the shard."""
+        """Neurons ``[first, last)`` of the shard's layer ``site``."""
         whole, parts, at = self._sites[site.key], list[torch.Tensor](), 0
         for first, last in self._shard.layers[site.key].ranges:
             start, stop = max(rows[0] - at, 0), min(rows[1] - at, last - first)
@@ -119,44 +119,59 @@ class PartOf:
         return values.view(torch.uint8)[start:stop]
 
     def compare(self, name: str, blocks: list[torch.Tensor]) -> None:
-        """See :meth:`StoreReader.compare`, of what is copied as it is."""
+        """See :meth:`StoreReader.compare`, for tensors that are copied unchanged."""
         if isinstance(self._whole, StoreReader) and self.specs[name] == self._whole.specs[name]:
             self._whole.compare(name, blocks)
 
 
-class WholeOf:
-    """The store that shards were made of, seen through them. Use it as a context manager.
+class JoinedShards:
+    """The whole store, read from its shards. Use it as a context manager.
 
     Args:
         folders: of the shards, by rank.
 
     Raises:
-        ArtifactError: one is missing or damaged, or they are not of one model.
+        ArtifactError: a shard is missing or damaged, or they are not of one model.
     """
 
     def __init__(self, folder: Path, folders: dict[int, Path]) -> None:
         self._readers: list[StoreReader] = []
+        ranks = ranks_of(next(iter(folders.values())))
+        if missing := [rank for rank in range(ranks) if rank not in folders]:
+            raise ArtifactError(
+                str(folder),
+                expected=f"all {ranks} shards of a model",
+                found=f"no {shard_name(missing[0], ranks)}",
+                fix="Bring them together first.",
+            )
         try:
-            for rank in range(_ranks(folder, folders)):
+            for rank in range(ranks):
                 self._readers.append(StoreReader(folders[rank] / PI2_FOLDER / STORE_FILE))
-            self._check(folder)
+            shards = self._check(folder)
         except BaseException:
             self.close()
             raise
+        self._shards = shards
+        #: By layer and chunk: the rank that has it, and its first neuron there.
+        self._places = {
+            (key, chunk): (rank, i * mine.chunk)
+            for rank, shard in enumerate(shards)
+            for key, mine in shard.layers.items()
+            for i, chunk in enumerate(mine.chunks)
+        }
         first = self._readers[0]
-        assert first.shard is not None
         specs = {name: spec for reader in reversed(self._readers) for name, spec in reader.specs.items()}
-        self.specs = _resized(specs, {key: mine.whole for key, mine in first.shard.layers.items()})
+        self.specs = _resized(specs, {key: mine.whole for key, mine in shards[0].layers.items()})
         first.metadata = {name: text for name, text in first.metadata.items() if name != SHARD}
         for what in _BY_MODULE & first.metadata.keys():
             named = [json.loads(reader.metadata[what]) for reader in self._readers]
             first.metadata[what] = json.dumps({name: value for part in named for name, value in part.items()})
-        first.reread()  # what else is asked of it is of all modules
+        first.reread()  # everything else comes from its metadata, which now have all modules
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._readers[0], name)
 
-    def __enter__(self) -> WholeOf:
+    def __enter__(self) -> JoinedShards:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -171,34 +186,40 @@ class WholeOf:
         """The files."""
         return [reader.path for reader in self._readers]
 
-    def _check(self, folder: Path) -> None:
-        first = self._readers[0]
-        same = [(r.model_hash, r.metadata.get("orders_hash"), _keys(r), common_hash(r)) for r in self._readers]
+    def _check(self, folder: Path) -> list[Shard]:
+        shards = list[Shard]()
         for rank, reader in enumerate(self._readers):
-            shard = reader.shard
-            if shard is None or (shard.rank, shard.ranks) != (rank, len(self._readers)) or same[rank] != same[0]:
-                raise _other(str(reader.path), f"shard {rank} of {len(self._readers)} of the model of {first.path}")
-        check_together([r.shard for r in self._readers if r.shard is not None], str(folder))
+            shard, size = reader.shard, len(self._readers)
+            first = self._readers[0]
+            if shard is None or (shard.rank, shard.ranks) != (rank, size) or _model(reader) != _model(first):
+                raise _mismatch(str(reader.path), f"shard {rank} of {size} of the model of {first.path}")
+            shards.append(shard)
+        check_complete(shards, str(folder))
+        return shards
 
     def read_neurons(self, site: FFNSite, rows: tuple[int, int]) -> torch.Tensor:
         """Neurons ``[first, last)`` in plan order of a layer of the whole model."""
-        parts = list[torch.Tensor]()
-        for rank, start, stop in _owners([r.shard for r in self._readers], site.key, *rows):
-            reader = self._readers[rank]
-            parts.append(reader.read_layer(reader.keys.index(site.key), (start, stop)))
+        key, size, parts = site.key, self._shards[0].layers[site.key].chunk, list[torch.Tensor]()
+        for chunk in range(rows[0] // size, -(-rows[1] // size)):
+            rank, at = self._places[key, chunk]
+            start, stop = max(rows[0] - chunk * size, 0), min(rows[1] - chunk * size, size)
+            if start < stop:
+                parts.append(self._read(self._readers[rank], key, at + start, at + stop))
         if not parts:
-            reader = next(reader for reader in self._readers if site.key in reader.keys)
-            parts.append(reader.read_layer(reader.keys.index(site.key), (0, 0)))
+            parts.append(self._read(next(reader for reader in self._readers if key in reader.keys), key, 0, 0))
         return torch.cat(parts)
+
+    @staticmethod
+    def _read(reader: StoreReader, key: str, first: int, last: int) -> torch.Tensor:
+        return reader.read_layer(reader.keys.index(key), (first, last))
 
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Bytes ``[start, stop)`` of a tensor of :attr:`specs`."""
         if (owner := self._owner(name)) is not None:
             return owner.read_bytes(name, start, stop)
         values = torch.empty(self.specs[name].shape, dtype=self.specs[name].dtype)
-        for reader in self._readers:
-            assert reader.shard is not None
-            values[reader.shard.layers[name.rpartition(".")[0]].positions()] = reader.read(name)
+        for reader, shard in zip(self._readers, self._shards, strict=True):
+            values[shard.layers[name.rpartition(".")[0]].positions()] = reader.read(name)
         return values.view(torch.uint8)[start:stop]
 
     def read(self, name: str) -> torch.Tensor:
@@ -207,22 +228,23 @@ class WholeOf:
         return self.read_bytes(name, 0, spec.nbytes).view(spec.dtype).view(spec.shape)
 
     def compare(self, name: str, blocks: list[torch.Tensor]) -> None:
-        """See :meth:`StoreReader.compare`, of what is copied as it is."""
+        """See :meth:`StoreReader.compare`, for tensors that are copied unchanged."""
         if (owner := self._owner(name)) is not None:
             owner.compare(name, blocks)
 
     def _owner(self, name: str) -> StoreReader | None:
-        """Whose tensor of that name is the whole one."""
+        """A reader that has the whole tensor."""
         return next((reader for reader in self._readers if reader.specs.get(name) == self.specs[name]), None)
 
 
-def _keys(reader: StoreReader) -> list[str]:
-    """Of all layers of the model that ``reader`` has a shard of."""
-    return reader.keys if reader.shard is None else [*reader.shard.layers]
+def _model(reader: StoreReader) -> tuple[object, ...]:
+    """What shards of one model have in common."""
+    keys = reader.keys if reader.shard is None else [*reader.shard.layers]
+    return reader.model_hash, reader.metadata.get("orders_hash"), keys, common_hash(reader)
 
 
 def refuse_shard(reader: QuantizedWeights) -> None:
-    """Raises ConfigError if ``reader`` has part of the neurons alone."""
+    """Raises ConfigError if ``reader`` has only a part of the neurons."""
     shard = getattr(reader, "shard", None)
     if shard is not None:
         raise ConfigError(
@@ -233,20 +255,7 @@ def refuse_shard(reader: QuantizedWeights) -> None:
         )
 
 
-def _ranks(folder: Path, folders: dict[int, Path]) -> int:
-    """How many shards there are. Raises ArtifactError: not all of them are here."""
-    ranks = ranks_of(next(iter(folders.values())))
-    if missing := [rank for rank in range(ranks) if rank not in folders]:
-        raise ArtifactError(
-            str(folder),
-            expected=f"all {ranks} shards of a model",
-            found=f"no {shard_name(missing[0], ranks)}",
-            fix="Bring them together first.",
-        )
-    return ranks
-
-
-def check_together(shards: Sequence[Shard], where: str) -> None:
+def check_complete(shards: Sequence[Shard], where: str) -> None:
     """Raises ArtifactError unless ``shards``, by rank, together have each chunk of each layer once."""
     chunks: dict[tuple[str, int], list[int]] = {}
     for shard in shards:
@@ -255,30 +264,9 @@ def check_together(shards: Sequence[Shard], where: str) -> None:
     counts = {key: -(-whole // chunk_neurons(whole)) for key, whole in chunks}
     numbered = [shard.rank for shard in shards] == list(range(len(shards)))
     if not numbered or any(sorted(found) != list(range(counts[key])) for (key, _), found in chunks.items()):
-        raise _other(where, "shards that together have each chunk of each layer once")
+        raise _mismatch(where, "shards that together have each chunk of each layer once")
 
 
-def _other(where: str, expected: str) -> ArtifactError:
-    return ArtifactError(
-        where, expected=expected, found="others", fix="Make them anew: torch-pi2 pack FOLDER OUT --ranks N."
-    )
-
-
-def _owners(shards: Sequence[Shard | None], key: str, first: int, last: int) -> list[tuple[int, int, int]]:
-    """Of plan positions ``[first, last)``, in order: rank, and ``[start, stop)`` among what that has."""
-    owner: dict[int, tuple[int, int]] = {}
-    size = 1
-    for rank, shard in enumerate(shards):
-        assert shard is not None
-        mine, at = shard.layers[key], 0
-        size = mine.chunk
-        for chunk in mine.chunks:
-            owner[chunk] = rank, at
-            at += size
-    found = []
-    for chunk in range(first // size, -(-last // size)):
-        rank, at = owner[chunk]
-        start, stop = max(first, chunk * size), min(last, (chunk + 1) * size)
-        if start < stop:
-            found.append((rank, at + start - chunk * size, at + stop - chunk * size))
-    return found
+def _mismatch(where: str, expected: str) -> ArtifactError:
+    fix = "Make them again: torch-pi2 pack FOLDER OUT --ranks N."
+    return ArtifactError(where, expected=expected, found="others", fix=fix)

@@ -29,7 +29,7 @@ from torch_pi2.planner.cost import Cost
 from torch_pi2.planner.misses import MissCurve
 from torch_pi2.planner.model_shape import LayerShape, ModelShape, numbers
 from torch_pi2.planner.request import Task
-from torch_pi2.types.shard import MOST_RANKS, apportioned
+from torch_pi2.types.shard import MOST_RANKS
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware
@@ -329,11 +329,7 @@ def _rated(asked: _Asked, way: str, attention: str, shares: Sequence[int]) -> tu
 
 def _parts(shape: ModelShape, attention: str, shares: Sequence[int]) -> list[_Part]:
     """What each machine has."""
-    heads = next((layer.heads for layer in shape.layers if layer.heads is not None), None)
-    if heads is None or attention != "heads":
-        return [(share, None) for share in shares]
-    own = apportioned(heads.number, [share / sum(shares) for share in shares])
-    return [*zip(shares, own, strict=True)]
+    return [(share, None) for share in shares]
 
 
 def _neurons_ms(asked: _Asked, way: str, attention: str, shares: Sequence[int]) -> tuple[float, float]:

@@ -1,7 +1,7 @@
-"""``Shard``: which neurons of every layer one of several machines has (docs/DISTRIBUTED.md).
+"""``Shard``: the neurons of every layer that one of several machines has (docs/DISTRIBUTED.md).
 
-A layer's neurons are dealt out in whole chunks: each chunk has a partial sum of its own (design D5), so that the sums
-of all machines, added in the order of chunks, have the bits of one machine. Or whole layers are dealt out, as stages of
+A layer's neurons are partitioned in whole chunks. Each chunk has a partial sum of its own (design D5), and the sums of
+all machines, added in the order of chunks, have the bits of one machine. Or whole layers are partitioned, as stages of
 a pipeline: then a machine has all chunks of a layer, or none.
 """
 
@@ -21,7 +21,7 @@ from torch_pi2.ops.constants import chunk_neurons
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import MOST_SIZE, block_of, row_of_blocks
 
-#: Machines at most. Neurons: no more than a layer has chunks, 16.
+#: Most machines. By neurons also at most as many as a layer has chunks, 16.
 MOST_RANKS = 64
 #: See :class:`GroupConfig`.
 REDUCTIONS = ("chunks", "ranks")
@@ -65,11 +65,11 @@ class GroupConfig:
 
 @dataclass(frozen=True)
 class ShardLayer:
-    """Of one layer.
+    """The part of one layer.
 
     Attributes:
-        whole: I, neurons of the layer on all machines. chunks: numbers of those that are here, ascending; none: the
-            layer is another machine's.
+        whole: I, neurons of the layer on all machines. chunks: numbers of the chunks that are here, ascending; none:
+            another machine has the layer.
     """
 
     whole: int
@@ -77,12 +77,12 @@ class ShardLayer:
 
     @property
     def chunk(self) -> int:
-        """Neurons of a chunk; the layer's last one may have fewer."""
+        """Neurons of a chunk; the last one may have fewer."""
         return chunk_neurons(self.whole)
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """Positions ``[first, last)`` in the plan of what is here, ascending, chunks that follow each other in one."""
+        """Positions ``[first, last)`` in the plan of the neurons here, ascending; adjacent chunks are joined."""
         found: list[tuple[int, int]] = []
         for chunk in self.chunks:
             first, last = chunk * self.chunk, min((chunk + 1) * self.chunk, self.whole)
@@ -93,11 +93,11 @@ class ShardLayer:
 
     @property
     def neurons(self) -> int:
-        """How many are here."""
+        """Number of neurons that are here."""
         return sum(last - first for first, last in self.ranges)
 
     def positions(self) -> torch.Tensor:
-        """int64 ``[neurons]``: their positions in the plan."""
+        """int64 ``[neurons]``: positions in the plan of the neurons here."""
         return torch.cat([torch.arange(first, last) for first, last in self.ranges])
 
 
@@ -106,7 +106,7 @@ class Shard:
     """The part of a model that machine ``rank`` of ``ranks`` has.
 
     Attributes:
-        layers: by the key of the site; all of the model.
+        layers: of the whole model, by the key of the site.
     """
 
     rank: int
@@ -120,19 +120,19 @@ class Shard:
 
     @cached_property
     def by_layers(self) -> bool:
-        """Whether this is a stage of a pipeline: whole layers, and everything else of the blocks that they are in."""
+        """Whether this is a stage of a pipeline: whole layers, with the rest of their blocks."""
         return not all(mine.chunks for mine in self.layers.values())
 
     def block(self, name: str) -> int | None:
-        """The number of the decoder block that a tensor or module is in; None: in none of those with neurons."""
+        """Number of the decoder block that a tensor or module is in; None: in none that has neurons."""
         prefix, _, number = block_of(name).rpartition(".")
         return int(number) if number.isdecimal() and prefix == self._blocks[0] else None
 
     @cached_property
     def _blocks(self) -> tuple[str, int, int | None]:
-        """What the names of blocks begin with, the first one here, and the one after the last: None: all are here.
+        """Prefix of the names of blocks, the first block here, and the one after the last (None: the model's end).
 
-        A block without neurons is where the one before is.
+        A block without neurons belongs to the stage of the one before.
         """
         keys, own = [*self.layers], [bool(mine.chunks) for mine in self.layers.values()]
         prefix, _, first = block_of(keys[own.index(True)]).rpartition(".")
@@ -141,20 +141,20 @@ class Shard:
         return prefix, int(first) if self.rank else 0, last
 
     def has(self, name: str) -> bool:
-        """Whether a tensor or module of the model is here; what is in no block is everywhere."""
+        """Whether a tensor or module of the model is here. Those in no block are in every shard."""
         block = self.block(name) if self.by_layers else None
         _, first, last = self._blocks if block is not None else ("", 0, None)
         return block is None or first <= block < (block + 1 if last is None else last)
 
     def blocks(self, count: int) -> range:
-        """Numbers of the blocks that are here, of so many that the model has."""
+        """Numbers of the blocks that are here, of ``count`` in the model."""
         if not self.by_layers:
             return range(count)
         _, first, last = self._blocks
         return range(first, count if last is None else last)
 
     def layer(self, layer: LayerPlan) -> LayerPlan:
-        """What is here of ``layer``, as a layer of its own: its neurons are numbered in plan order."""
+        """The part of ``layer`` that is here, as a layer with neurons numbered in plan order."""
         mine = self.layers[layer.site.key]
         at = mine.positions()
         own = None if layer.thresholds is None else layer.thresholds[layer.order.long()][at]
@@ -167,7 +167,7 @@ class Shard:
         )
 
     def plan(self, plan: Plan) -> Plan:
-        """What is here of ``plan``, without what it says of one machine's hardware."""
+        """The part of ``plan`` that is here, without its hardware plan for one machine."""
         here = [layer for layer in plan.layers if self.layers[layer.site.key].chunks]
         return Plan([self.layer(layer) for layer in here], plan.model_hash, plan.made_by)
 
@@ -212,16 +212,3 @@ def _layer(said: Field) -> ShardLayer:
     if chunks != sorted(set(chunks)):
         said.at("chunks").wrong("ascending numbers of chunks")
     return ShardLayer(whole, tuple(chunks))
-
-
-def apportioned(count: int, shares: Sequence[float]) -> list[int]:
-    """``count`` things dealt out by ``shares`` of 1, at least one to each."""
-    left = count - len(shares)
-    exact = [max(0.0, share * count - 1) for share in shares]
-    total = sum(exact) or 1.0
-    wanted = [left * one / total for one in exact]
-    rooms = [1 + int(one) for one in wanted]
-    by_rest = sorted(range(len(shares)), key=lambda r: (int(wanted[r]) - wanted[r], r))
-    for rank in by_rest[: count - sum(rooms)]:
-        rooms[rank] += 1
-    return rooms
