@@ -13,7 +13,7 @@ from typing import Any
 
 from torch_pi2.cli import common
 from torch_pi2.cli.output import OutputError, emit
-from torch_pi2.cli.processes import of_one_model
+from torch_pi2.cli.processes import process_group
 
 EXAMPLE = "torch-pi2 chat my-sparse-model"
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    with of_one_model(args, args.model) as (args.model,):
+    with process_group(args, args.model) as (args.model,):
         return _run(args)
 
 

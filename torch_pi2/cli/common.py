@@ -20,7 +20,7 @@ from torch_pi2.base.progress import phase
 from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.base.units import percent as percent
 from torch_pi2.base.units import size as size
-from torch_pi2.cli.processes import led
+from torch_pi2.cli.processes import coordinated
 from torch_pi2.cli.tables import table as table
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
 from torch_pi2.formats import ACTIVATIONS, FLOATS
@@ -500,7 +500,7 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
         if getattr(args, "gpu_memory", None) not in (None, ALL):
             more["gpu_memory"] = args.gpu_memory
         model = torch_pi2.load(args.model, trust_remote_code=args.trust_remote_code, dtype=dtype, **more)
-    return led(args, model)
+    return coordinated(args, model)
 
 
 def left_out(args: argparse.Namespace) -> dict[str, Any]:

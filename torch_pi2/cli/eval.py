@@ -14,7 +14,7 @@ from typing import Any
 
 from torch_pi2.base.progress import phase
 from torch_pi2.cli import common
-from torch_pi2.cli.processes import of_one_model
+from torch_pi2.cli.processes import process_group
 from torch_pi2.errors import ConfigError
 
 #: Of each task of the suite, where nobody says how many.
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     args.named, against = args.model, [] if args.against is None else [args.against]
-    with of_one_model(args, args.model, *against) as (args.model, *_):
+    with process_group(args, args.model, *against) as (args.model, *_):
         return _run(args)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_pi2.cli import common
 from torch_pi2.cli.output import emit
-from torch_pi2.cli.processes import of_one_model
+from torch_pi2.cli.processes import process_group
 
 if TYPE_CHECKING:
     from torch_pi2.decode.generate import Generated
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    with of_one_model(args, args.model) as (args.model,):
+    with process_group(args, args.model) as (args.model,):
         return _run(args)
 
 

@@ -1,4 +1,4 @@
-"""Verbs that several processes of ``torchrun`` or ``accelerate launch`` run together."""
+"""Commands that several processes of ``torchrun`` or ``accelerate launch`` run together."""
 
 from __future__ import annotations
 
@@ -18,39 +18,38 @@ from torch_pi2.errors import ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
-#: Of waiting for a process that has more to do.
-_PATIENCE = timedelta(days=7)
-#: The same while a model is loaded, which a slow disk takes its time for.
+#: How long to wait for a process that has more to do.
+_TIMEOUT = timedelta(days=7)
+#: The same for a model in shards, which a slow disk may take long to load.
 _LOADING = timedelta(minutes=30)
-#: Between two looks at what others have said while a group begins, in seconds.
-_ASKING_S = 0.02
-#: Seconds after which a process that was told to end does so even if the first one has more for it to do: longer than
-#: a server takes to end.
+#: Seconds between two polls of the store while a group begins.
+_POLL_S = 0.02
+#: Seconds that a process outlasts a signal, as the first one may have answers to end: longer than a server takes.
 _GRACE_S = 40
 
 
 def several() -> int:
-    """Processes that ``torchrun`` has started together; 1: this one alone."""
+    """Number of processes that ``torchrun`` has started together."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def follows() -> bool:
-    """Whether another process than this one knows what is to be done."""
+def is_follower() -> bool:
+    """Whether another process decides what this one computes."""
     return several() > 1 and int(os.environ.get("RANK", "0")) > 0
 
 
 @contextmanager
-def of_one_model(args: argparse.Namespace, *models: str) -> Iterator[list[str]]:
-    """As :func:`together`, for a verb that runs ``models``, one of which may be in shards: gives their folders, of
-    shards that of this process' own.
+def process_group(args: argparse.Namespace, *models: str) -> Iterator[list[str]]:
+    """As :func:`together`, for a command that runs ``models``, of which the first may be in shards. Yields their
+    folders; for shards that of this process' own one.
 
-    The first process does what the verb does, and leads. The others load the model (:func:`led`), make its calls, and
-    end with it; they say nothing on standard output.
+    The first process runs the command and coordinates the others. They load the model (:func:`coordinated`), repeat
+    the first one's calls, end with it, and print nothing.
 
     Raises:
-        ConfigError: shards and one process, or as many as there are no shards; no shards for several processes; or
+        ConfigError: shards in one process or another number than there are shards; several processes without shards; or
             several models in shards.
-        GroupError: another process was lost, whatever else has ended this one.
+        GroupError: another process was lost, even if something else has ended this one.
     """
     from torch_pi2.distributed.join import own_shard
     from torch_pi2.distributed.shard_store import shards_in
@@ -70,60 +69,60 @@ def of_one_model(args: argparse.Namespace, *models: str) -> Iterator[list[str]]:
             found=", ".join(models),
             fix="Start one group of processes for each model in shards.",
         )
-    with together(args, _LOADING), ExitStack() as args.leading:
-        if follows():
-            _tell_nothing(args)
+    with together(args, _LOADING), ExitStack() as args.open_groups:
+        if is_follower():
+            _silence(args)
         yield [str(own_shard(Path(model))) if model in shards else model for model in models]
 
 
-def led(args: argparse.Namespace, model: nn.Module) -> nn.Module:
-    """``model``, just loaded within :func:`of_one_model`. Where the first process leads others these end here."""
+def coordinated(args: argparse.Namespace, model: nn.Module) -> nn.Module:
+    """``model``, just loaded within :func:`process_group`. The other processes follow the first one here, and end."""
     from torch_pi2.decode.broadcast import group_of
     from torch_pi2.decode.lead import lead
 
-    leading: ExitStack | None = getattr(args, "leading", None)
+    open_groups: ExitStack | None = getattr(args, "open_groups", None)
     group = group_of(model)
-    if leading is None or group is None:
+    if open_groups is None or group is None:
         return model
-    if follows():
+    if is_follower():
         _outlast_signals()
-    leader = lead(model)
-    if leader is None:
+    coordinator = lead(model)
+    if coordinator is None:
         raise SystemExit(0)
 
     def end(kind: type[BaseException] | None, _error: object, _trace: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):  # it is ending, and may have to say why
+        for number in (signal.SIGINT, signal.SIGTERM):  # this process is ending, and may have to report why
             signal.signal(number, signal.SIG_IGN)
-        leader.close()
-        # torchrun ends this process when another one has ended, perhaps before that was noticed here
+        coordinator.close()
+        # torchrun ends this process when another one has ended, perhaps before it noticed that itself
         if group.failure is not None and (kind is None or not issubclass(kind, Exception)):
             raise group.failure
 
-    leading.push(end)
+    open_groups.push(end)
     return model
 
 
 def _outlast_signals() -> None:
-    """Ctrl-C and SIGTERM, which all processes get, end the first one, which has answers to end, and this one with it;
-    if that takes too long, this one alone.
+    """All processes get Ctrl-C and SIGTERM. The first one ends its answers, and this one with it; this one ends alone
+    if that takes too long.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: signal.alarm(_GRACE_S))
 
 
 @contextmanager
-def together(args: argparse.Namespace, patience: timedelta = _PATIENCE) -> Iterator[None]:
-    """Within it they are one group, on CPUs, if there are several (``WORLD_SIZE``); the first tells what there is."""
+def together(args: argparse.Namespace, timeout: timedelta = _TIMEOUT) -> Iterator[None]:
+    """Within it all processes (``WORLD_SIZE``) are one group, on CPUs. Only the first one prints."""
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
     if several() < 2:
         yield
         return
-    store, rank, size = next(rendezvous("env://", timeout=patience))
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
     if dist.is_torchelastic_launched():
-        store = _of_these_processes(store, rank, size, patience)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+        store = _own_part(store, rank, size, timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     args.quiet = args.quiet or dist.get_rank() > 0
     try:
         yield
@@ -131,19 +130,19 @@ def together(args: argparse.Namespace, patience: timedelta = _PATIENCE) -> Itera
         end_of_group(args)
 
 
-def _of_these_processes(store: Any, rank: int, size: int, patience: timedelta) -> Any:
-    """A part of ``torchrun``'s ``store`` with nothing in it of processes that it has started again since.
+def _own_part(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A part of ``torchrun``'s ``store`` without the entries of processes that it has restarted since.
 
-    Their addresses are still there, and would be taken for those of the new ones. The first process names the part, and
-    the others take no name that was not given to themselves.
+    Their addresses are still there, and would be taken for those of the new ones. The first process names the part; the
+    others accept only a name that was given to themselves.
     """
     import torch.distributed as dist
 
-    own, until = uuid.uuid4().hex, time.monotonic() + patience.total_seconds()
+    own, until = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     name, others = own, range(1, size)
     if rank:
         store.set(f"torch_pi2/asks/{rank}", own)
-    while time.monotonic() < until:  # else the group says who is missing
+    while time.monotonic() < until:  # else the group reports who is missing
         if rank:
             name, _, asked = store.get("torch_pi2/named").decode().partition(" ")
             if own in asked.split():
@@ -154,20 +153,20 @@ def _of_these_processes(store: Any, rank: int, size: int, patience: timedelta) -
         else:
             asks = [f"torch_pi2/asks/{other}" for other in others]
             store.set("torch_pi2/named", " ".join([own, *(store.get(ask).decode() for ask in asks)]))
-        time.sleep(_ASKING_S)
+        time.sleep(_POLL_S)
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
 
 
 def end_of_group(args: argparse.Namespace) -> None:
-    """Of several processes the first one tells what there is to tell."""
+    """Leave the group, if there is one. Only the first process prints what comes next."""
     import torch.distributed as dist
 
     if dist.is_initialized():
         if dist.get_rank():
-            _tell_nothing(args)
+            _silence(args)
         dist.destroy_process_group()
 
 
-def _tell_nothing(args: argparse.Namespace) -> None:
+def _silence(args: argparse.Namespace) -> None:
     if getattr(args.stdout, "name", None) != os.devnull:
         args.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)

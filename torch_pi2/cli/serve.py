@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common
-from torch_pi2.cli.processes import follows, of_one_model
+from torch_pi2.cli.processes import is_follower, process_group
 
 EXAMPLE = "torch-pi2 serve my-sparse-model --port 8000"
 
@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(
             "folders", expected="a name for each model", found=", ".join(names), fix="Rename one of the folders."
         )
-    with of_one_model(args, *args.models) as args.models:
-        if follows():
+    with process_group(args, *args.models) as args.models:
+        if is_follower():
             _served(args, names[0], args.models[0])  # which ends when the first process does
         with socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET) as listening:
             # before models are loaded, which takes long; nobody can connect yet
