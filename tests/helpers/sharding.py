@@ -1,4 +1,4 @@
-"""Processes that each have a shard of one model: started, and what they said; the same answers of all, and of one."""
+"""Runs scripts in several processes that each have a shard of a model, and compares their answers with one machine's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch_pi2.decode.decoder import Decoder
 
 FEW, MANY = torch.arange(1, 6)[None], torch.arange(1, 25)[None]
 
-#: ``rank``, ``ranks`` and ``out`` (where the others of the run write, too) are known in a script, and ``group`` begun.
+#: Scripts know ``rank``, ``ranks`` and ``out``, the folder of the run; their process group exists.
 _BEGIN = """
 import sys
 from datetime import timedelta
@@ -34,7 +34,7 @@ store = dist.FileStore(str(out / "group"), ranks)
 dist.init_process_group("gloo", store=store, timeout=timedelta(seconds=100), rank=rank, world_size=ranks)
 """
 
-#: Scripts run in copies of a process that has imported this: it takes seconds, more than what most scripts do.
+#: Imported once, in the process that scripts are forked from: it takes longer than most scripts.
 _IMPORTED = ["torch._inductor.compile_fx", "transformers.models.llama.modeling_llama", "torch_pi2.api", "sharding"]
 
 
@@ -52,11 +52,11 @@ def _run(script: str, argv: list[str], said: str, environment: dict[str, str]) -
 
 
 def together(out: Path, script: str, ranks: int, *arguments: object, codes: list[int] | None = None) -> list[str]:
-    """Run ``script`` in so many processes, each of which is to end with its code (default: 0 all); what they print."""
+    """Run ``script`` in ``ranks`` processes, which have to end with ``codes`` (default: 0); returns what they print."""
     out.mkdir(exist_ok=True)
     copies = multiprocessing.get_context("forkserver")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with pytest.MonkeyPatch.context() as patch:  # of what is imported first: OpenMP looks at it then
+    with pytest.MonkeyPatch.context() as patch:  # OpenMP reads it when it is imported
         patch.setenv("OMP_NUM_THREADS", "1")
         copies.set_forkserver_preload(_IMPORTED)
         started = []
@@ -67,7 +67,7 @@ def together(out: Path, script: str, ranks: int, *arguments: object, codes: list
             started.append(process)
     for process in started:
         process.join(300)
-    ended = [process.exitcode for process in started]  # None: it hangs, which no killed one that is expected may hide
+    ended = [process.exitcode for process in started]  # None: it hangs
     for process in started:
         process.kill()
     said = [[(out / f"said-{rank}.{name}").read_text() for name in ("out", "err")] for rank in range(ranks)]
@@ -76,13 +76,12 @@ def together(out: Path, script: str, ranks: int, *arguments: object, codes: list
     return [printed for printed, _ in said]
 
 
-#: Folder, ``GroupConfig.reduction``, whether steps are compiled, a budget and ``GroupConfig.attention`` are arguments;
-#: see :func:`check_answers`.
+#: Arguments: folder, ``GroupConfig.reduction``, whether steps are compiled, and a budget. See :func:`check_answers`.
 ANSWERS = """
 import torch_pi2
 from sharding import answers
-reduction, how, budget, attention = (*sys.argv[5:], "whole")[:4]
-model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(reduction, attention=attention), budget=budget or None)
+reduction, how, budget = sys.argv[5:]
+model = torch_pi2.load(sys.argv[4], group=torch_pi2.GroupConfig(reduction), budget=budget or None)
 torch.save(answers(model, how == "compiled"), out / f"{rank}.pt")
 """
 
@@ -122,12 +121,12 @@ def answers(model: Any, compiled: bool) -> dict[str, torch.Tensor]:
 
 
 def answers_of_one(store: Path, compiled: bool = False) -> dict[str, torch.Tensor]:
-    """What ``ANSWERS`` finds, of a store on one machine."""
+    """The answers of a store on one machine."""
     return answers(torch_pi2.load(store, budget="1GiB"), compiled)
 
 
 def check_answers(out: Path, ranks: int, wanted: dict[str, torch.Tensor], same: Collection[str]) -> None:
-    """All processes have found the same, of what ``same`` names the bits of what is ``wanted``."""
+    """All processes have the same answers, near ``wanted``; those named in ``same`` have its bits."""
     found = [torch.load(out / f"{rank}.pt") for rank in range(ranks)]
     for name, tensor in wanted.items():
         first = found[0][name]
@@ -139,7 +138,7 @@ def check_answers(out: Path, ranks: int, wanted: dict[str, torch.Tensor], same: 
 
 
 class Torchrun:
-    """``torchrun -m torch_pi2 ...`` on this machine, which starts all processes again when one has ended.
+    """``torchrun -m torch_pi2 ...`` on this machine, which restarts all processes when one has ended.
 
     Its standard error goes to the file ``log``.
     """
@@ -160,7 +159,7 @@ class Torchrun:
             )
 
     def kill(self, rank: int) -> None:
-        """Process ``rank`` of those that run now, by SIGKILL."""
+        """Send SIGKILL to process ``rank``."""
         for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
             if f"\0RANK={rank}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes():
                 os.kill(int(pid), signal.SIGKILL)
@@ -168,10 +167,10 @@ class Torchrun:
         raise AssertionError(f"no process {rank}: {self.log.read_text()}")
 
     def lost(self) -> list[int]:
-        """Of the processes that others have named as lost, in their order, the numbers."""
+        """Ranks that other processes have named as lost, in order."""
         return [int(rank) for rank in re.findall(r"found none of process (\d+)", self.log.read_text())]
 
     def end(self) -> int:
-        """Told to, as by Ctrl-C; the code that it ends with."""
+        """End it, as by Ctrl-C; returns its exit code."""
         self.process.terminate()
         return self.process.wait(timeout=60)
