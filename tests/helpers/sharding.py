@@ -1,4 +1,4 @@
-"""Runs scripts in several processes that each have a shard of a model, and compares their answers with one machine's."""
+"""Runs scripts in processes that each have a shard of a model, and compares their answers with one machine's."""
 
 from __future__ import annotations
 
