@@ -343,13 +343,13 @@ def test_wrong_inputs(model: nn.Module) -> None:
         generate(tiny("llama"), IDS, decoder=decoder)
     with pytest.raises(ShapeError, match=r"fork: expected a prompt before it, found none that was read to its end"):
         decoder.fork(1)
-    with pytest.raises(ShapeError, match=r"keep: expected a prompt before it"):
+    with pytest.raises(ShapeError, match=r"retain: expected a prompt before it"):
         decoder.retain([0])
     decoder.prompt(IDS)
     with pytest.raises(ShapeError, match=r"fork: expected 1 to 1 sequences from 1, found 2 from 1\."):
         decoder.fork(2)
     for rows, found in (([1], "1"), ([-1, 0], "-1, 0")):
-        with pytest.raises(ShapeError, match=rf"keep: expected rows from 0 to 0, found {found}\."):
+        with pytest.raises(ShapeError, match=rf"retain: expected rows from 0 to 0, found {found}\."):
             decoder.retain(rows)
     with pytest.raises(ShapeError, match=r"prompt: expected \[1, 1 to 8\], found \[2, 7\]"):
         decoder.prompt(IDS.repeat(2, 1))

@@ -99,7 +99,7 @@ def test_a_divided_model_answers_requests() -> None:
     wanted = [greedy_alone(model, ids, 10) for ids in prompts]
     divided(model)
     said: list[list[int]] = [[] for _ in prompts]
-    batch = Batch(model, max_tokens=64, lanes=2)
+    batch = Batch(model, max_tokens=64, max_batch_size=2)
     sequences = [
         Sequence(ids, 10, lambda what, to=to: to.append(what.token) if hasattr(what, "token") else None)
         for ids, to in zip(prompts, said, strict=True)

@@ -158,7 +158,7 @@ def test_refusals() -> None:
     with pytest.raises(ConfigError, match="add: expected tokens of 0 to"):
         join(decoder, torch.tensor([[VOCAB]]))
     join(decoder, PROMPTS[0])
-    with pytest.raises(ShapeError, match=r"found \[1, 7\] beside 2. Let others leave first"):
+    with pytest.raises(ShapeError, match=r"found \[1, 7\] beside 2. Drop others first"):
         join(decoder, PROMPTS[0])
     other = tiny("llama-relu")
     other.set_attn_implementation("flex_attention")
@@ -249,7 +249,7 @@ def test_what_cannot_be_while_a_prompt_is_read() -> None:
         lambda: decoder.add(PROMPTS[1]),
         lambda: next(late),
     ):
-        with pytest.raises(ShapeError, match="expected no sequence whose prompt is being read, found one that is join"):
+        with pytest.raises(ShapeError, match="expected no sequence whose prompt is being read, found one that is being added"):
             what()
     pieces.close()
     decoder.fork(2)
