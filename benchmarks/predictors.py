@@ -29,7 +29,7 @@ from torch_pi2.graph.find import find_sites
 from torch_pi2.machine import process as machine
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.rows import values
-from torch_pi2.planner.greedy import hot_cut
+from torch_pi2.planner.hot_neurons import hot_cut
 from torch_pi2.predict.lowrank_rows import LowRankRows, quantised
 from torch_pi2.profiling.data import calibration_batches
 from torch_pi2.profiling.samples import Samples, collect_samples

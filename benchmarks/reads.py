@@ -34,7 +34,7 @@ from torch_pi2.machine.device import Device, find_device
 from torch_pi2.measure import reads as measured
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import ACTIVATIONS, exact_zeros, on_up
-from torch_pi2.planner.greedy import greedy_plan
+from torch_pi2.planner.hot_neurons import greedy_plan
 from torch_pi2.types.config import Config
 from torch_pi2.types.offload import OffloadConfig
 from torch_pi2.types.plan import LayerPlan
@@ -181,7 +181,7 @@ def timers_of(devices: Sequence[str], folder: Path | None) -> dict[str, Seconds]
     found = {device.name: modelled(device) for device in map(find_device, devices)}
     if folder is not None:
         with measured.drive(folder, 1 << 30, 30.0) as here:
-            table = measured.reads(here, 60.0, lambda _: None)
+            table = measured.reads(here, 60.0)
 
         def seconds(_: np.ndarray, sizes: np.ndarray) -> float:
             under_way = max(1, min(depth, len(sizes)))

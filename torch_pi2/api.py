@@ -42,9 +42,8 @@ from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import cuts, exact_zeros
-from torch_pi2.planner.for_machine import plan_for
-from torch_pi2.planner.gpu import accelerator_room
-from torch_pi2.planner.greedy import greedy_plan, hot_cut, plan_without_data
+from torch_pi2.planner.for_machine import plan_for, plannable_gpu_bytes
+from torch_pi2.planner.hot_neurons import greedy_plan, hot_cut, plan_without_data
 from torch_pi2.predict.file import AnyPredictor, FittedPredictors
 from torch_pi2.profiling.data import MIN_TOKENS, Batch, batches, calibration_batches
 from torch_pi2.profiling.run import profile as profile_sites
@@ -397,7 +396,7 @@ def optimize(
     if memory_bytes is not None:
         room_bytes = room_on_gpu(model, memory_bytes)
         if hardware is not None:
-            _plan_and_follow(model, hardware, accelerator_room(model, hardware, room_bytes), progress)
+            _plan_and_follow(model, hardware, plannable_gpu_bytes(model, hardware, room_bytes), progress)
         hot_on_gpu(model, memory_bytes)
     return model
 

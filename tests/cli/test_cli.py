@@ -430,7 +430,6 @@ def test_names_that_cannot_be(command, made) -> None:
         ["generate", long, "--prompt", "x"],
         ["run", long, "--ids", "1"],
         ["pack", made["exact"], long],
-        ["plan", "--diff", long, long],
     ):
         assert _error(command(*argv, "--json", ok=False))["found"] == "File name too long"
     assert "'a\\udcff': expected text" in command("inspect", "a\udcff", ok=False).err

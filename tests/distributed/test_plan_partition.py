@@ -7,21 +7,19 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from plan_fakes import FakeHardware, fake_shape
+from plan_fakes import fake_hardware, fake_shape
 from sharding import together
 
 from torch_pi2.distributed.partition import partition_layers, partition_neurons
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.machine.find import find_hardware
-from torch_pi2.machine.hardware import Hardware
 from torch_pi2.machine.link import Link
 from torch_pi2.measure.link import measure_link
-from torch_pi2.planner.choices import Choice
 from torch_pi2.planner.group import (
     Dealt,
     Member,
@@ -32,23 +30,22 @@ from torch_pi2.planner.group import (
     stage_of,
 )
 from torch_pi2.planner.model_shape import ModelShape
-from torch_pi2.planner.request import Task
+from torch_pi2.planner.request import Request
 
 FAST = Link(1e9, 0.0)
 
 
 def member(budget: int | None = None, **rates: Any) -> Member:
-    return Member(cast(Hardware, FakeHardware(**rates)), budget)
+    return Member(fake_hardware(**rates), budget)
 
 
 def alone(shape: ModelShape, machine: Member, context: int = 64) -> float:
-    task = Task(shape, machine.hardware, budget_bytes=machine.budget_bytes, batches=(1,), context=context)
-    hot = tuple(layer.base_hot for layer in shape.layers)
-    return task.cost(1, Choice(hot, (0,) * len(hot))).total_ms
+    request = Request(shape, machine.hardware, machine.budget_bytes, batches=(1,), context=context)
+    return request.cost(1, tuple(layer.base_hot for layer in shape.layers)).total_ms
 
 
 def least(shape: ModelShape) -> int:
-    return Task(shape, cast(Hardware, FakeHardware()), budget_bytes=0, batches=(1,), context=64).smallest()
+    return Request(shape, fake_hardware(), 0, batches=(1,), context=64).smallest()
 
 
 def by_way(found: list[Dealt]) -> dict[str, Dealt]:
@@ -82,12 +79,12 @@ def test_the_link_by_hand() -> None:
     stages = predicted("layers", (1, 1, 1), shape, [member()] * 3, link, context=64)
     assert stages is not None
     assert stages.link_ms == pytest.approx((2 * (50 + 256 * 4) + 2 * (50 + 4 * 1000)) / 1e3)
-    assert stages.ms - stages.link_ms == pytest.approx(alone(shape, member()))
+    assert stages.ms - stages.link_ms == pytest.approx(alone(shape, member()), rel=1e-4)  # of blocks that are alike
 
 
 def test_a_layer_waits_for_the_slowest() -> None:
     shape = fake_shape(4)
-    slow = member(run_gb_per_s=5.0, gather_gb_per_s=2.5)
+    slow = member(run=5.0, gather=2.5)
     found = by_way(deal_out(shape, [member(), slow], FAST, context=64))
     fast_chunks, slow_chunks = found["ranks"].shares
     assert fast_chunks > 2 * slow_chunks
@@ -102,7 +99,7 @@ def test_a_layer_waits_for_the_slowest() -> None:
 def test_no_other_cut_into_stages_is_faster() -> None:
     shape = fake_shape(7)
     room = least(shape)
-    members = [member(room + 400_000), member(room + 3_000_000), member(room + 1_000_000, run_gb_per_s=15.0)]
+    members = [member(room + 400_000), member(room + 3_000_000), member(room + 1_000_000, run=15.0)]
     best = by_way(deal_out(shape, members, FAST, context=64))["layers"]
     for ends in itertools.combinations(range(1, 7), 2):
         cut = (ends[0], ends[1] - ends[0], 7 - ends[1])

@@ -35,7 +35,7 @@ class Two(nn.Module):
 
 
 def test_operators_are_in_the_program_and_any_length_runs() -> None:
-    from torch_pi2.planner.greedy import plan_without_data
+    from torch_pi2.planner.hot_neurons import plan_without_data
     from torch_pi2.rewrite.rewrite import rewrite
     from torch_pi2.types.plan import weights_hash
 

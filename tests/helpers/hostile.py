@@ -24,7 +24,7 @@ from torch_pi2.checkpoint.gguf.source import GgufCheckpoint
 from torch_pi2.errors import Pi2Error
 from torch_pi2.machine.device import find_device
 from torch_pi2.machine.device_presets import PRESETS
-from torch_pi2.machine.hardware import Accelerator, Bandwidth, Hardware, Kernel, Line, Rates, ThreadFactor
+from torch_pi2.machine.hardware import Accelerator, Bandwidth, Hardware, Kernel, Line, Rates
 from torch_pi2.machine.reads import ReadRate, Reads
 from torch_pi2.observe.accesses import Accesses, StoredLayer
 from torch_pi2.ops import load as load_library
@@ -161,10 +161,11 @@ def _machine() -> Hardware:
     lines = (Line(1, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0),)
     rates = Rates({"int4/int8": Kernel(lines, lines, lines)}, {"signbit": lines}, {"bfloat16": lines})
     reads = Reads("pread", True, True, 1 << 20, 1.0, 0.0, {"pread": (ReadRate(4096, 1 << 20, 1, 1e4),)})
-    one = {"memory": (Bandwidth(0, 1, 10.0),), "thread_factors": (ThreadFactor(1, 1.0),)}
-    accelerator = Accelerator("npu", 1 << 30, 1.0, 1.0, 1.0, 1.0, 1.0)
+    memory, accelerator = (Bandwidth(0, 1, 10.0),), Accelerator("npu", 1 << 30, 1.0, 1.0, 1.0, 1.0, 1.0)
     about = ({"cpu": "x"}, {"torch": "2"}, {"glue": "y"})
-    return Hardware("a", "measured", *about, 1, 1, 1, 0, rates=rates, reads=reads, accelerator=accelerator, **one)
+    return Hardware(
+        "a", "measured", *about, 1, 1, 1, 0, rates=rates, reads=reads, accelerator=accelerator, memory=memory
+    )
 
 
 def _write_stores(root: Path) -> None:

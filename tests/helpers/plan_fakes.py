@@ -1,8 +1,7 @@
-"""A machine of round numbers and models of made-up frequencies, for tests of the planner: nothing is measured."""
+"""Machines of round numbers and models of made-up frequencies, for tests of the planner: nothing is measured."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,139 +9,80 @@ import torch
 from torch import nn
 
 from torch_pi2.layers.of_model import sparse_layers
-from torch_pi2.machine.hardware import StoreCosts
+from torch_pi2.machine.hardware import (
+    ATTENTION,
+    KERNELS,
+    PREDICTORS,
+    Accelerator,
+    Glue,
+    Hardware,
+    Interference,
+    Kernel,
+    Line,
+    Rates,
+)
+from torch_pi2.machine.reads import ReadRate, Reads
 from torch_pi2.planner.model_shape import LayerShape, ModelShape
 from torch_pi2.types.machine_plan import Bucket, HardwarePlan, PromptPlan
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.stats import HIST_BINS, ActivationStats, LayerStats
 
 GB = 1e3  # bytes in a microsecond at 1 GB/s
+#: 100 GB/s alone, 110 together with the CPU, 20 us to start, 5 us to merge.
+NPU = Accelerator("fake npu", 1 << 32, 20.0, 100.0, 110.0, 10_000.0, 5.0)
+#: 2000 GB/s, a hundred times as fast as the CPU, 5 us a call.
+GPU = Accelerator("gpu", 1 << 32, 5.0, 2000.0, 1.0, 10_000.0, 5.0, holds_rest=True)
 
 
-@dataclass(frozen=True)
-class FakeAccelerator:
-    """100 GB/s alone, 110 together with the CPU, 20 us to start, 5 us to merge."""
+def fake_hardware(
+    *,
+    run: float = 20.0,
+    gather: float = 10.0,
+    macs_per_us: float = 100e3,
+    dense_macs_per_us: float = 400e3,
+    call_us: float = 2.0,
+    read_us: float = 80.0,
+    lanes: int = 32,
+    drive: float = 1.0,
+    **changes: Any,
+) -> Hardware:
+    """A machine that reads memory at ``run`` GB/s in runs and at ``gather`` gathered, and a drive.
 
-    name: str = "fake npu"
-    memory_bytes: int = 1 << 32
-    launch_us: float = 20.0
-    stream_gb_per_s: float = 100.0
-    shared_gb_per_s: float = 110.0
-    merge_us: float = 5.0
-    holds_rest: bool = False
-
-    def ffn_us(self, *, batch: int, neurons: int, hidden: int, rows: int, weight_bits: float) -> float:
-        if neurons == 0:
-            return 0.0
-        values = neurons * rows * hidden
-        return self.launch_us + max(values * weight_bits / 8 / (self.stream_gb_per_s * GB), values * batch / 10e6)
-
-
-@dataclass(frozen=True)
-class FakeHardware:
-    """As ``torch_pi2.machine.hardware.Hardware``: memory 20 GB/s in runs and 10 gathered, 100 macs a nanosecond.
-
-    Attributes: each is a rate that a test may change. A read of ``block`` bytes takes ``read_at_us`` and its bytes at
-    ``drive_gb_per_s``; ``depth`` of them are under way together, of which the drive serves ``lanes`` at once.
+    A read takes ``read_us``, of which the drive serves ``lanes`` at once, or its bytes at ``drive`` GB/s. FFN calls
+    pay for bytes and multiplications (dense ones of 32 tokens and more multiply at ``dense_macs_per_us``), others for
+    bytes.
     """
 
-    name: str = "fake"
-    source: str = "measured"
-    machine: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    cores: int = 2
-    threads: int = 2
-    memory_bytes: int = 1 << 62
-    run_gb_per_s: float = 20.0
-    gather_gb_per_s: float = 10.0
-    macs_per_us: float = 100e3
-    call_us: float = 2.0
-    read_at_us: float = 80.0
-    lanes: int = 32
-    drive_gb_per_s: float = 1.0
-    compute_while_reading: float = 1.1
-    read_while_computing: float = 1.25
-    accelerator: FakeAccelerator | None = None
-    store: StoreCosts = field(default_factory=lambda: StoreCosts(0.0, 0.0))
-    hash: str = "fa4e" * 16
+    def line(tokens: int, us_per_million_macs: float = 0.0) -> Line:
+        return Line(tokens, call_us, 1e3 / run, 1e3 / gather, 1e3 / gather, us_per_million_macs, 0.0)
 
-    def layer_us(
-        self,
-        kernel: str,
-        *,
-        batch: float,
-        hot_bytes: float,
-        cold_bytes: float,
-        macs: float,
-        calls: float = 1,
-        gate_bytes: float = 0,
-        model_bytes: float | None = None,
-    ) -> float:
-        memory = hot_bytes / (self.run_gb_per_s * GB) + (cold_bytes + gate_bytes) / (self.gather_gb_per_s * GB)
-        return self.call_us * calls + max(memory, macs / self.macs_per_us)
-
-    def dense_us(
-        self,
-        kernel: str,
-        *,
-        tokens: float,
-        nbytes: float,
-        macs: float,
-        calls: float = 1,
-        model_bytes: float | None = None,
-    ) -> float:
-        rate = self.macs_per_us * (4 if tokens >= 32 else 1)  # as tiles
-        return self.call_us * calls + max(nbytes / (self.run_gb_per_s * GB), macs / rate)
-
-    def linear_us(
-        self,
-        kernel: str,
-        *,
-        tokens: float,
-        nbytes: float,
-        macs: float,
-        calls: float = 1,
-        model_bytes: float | None = None,
-    ) -> float:
-        return self.dense_us(kernel, tokens=tokens, nbytes=nbytes, macs=macs, calls=calls)
-
-    def predict_us(
-        self,
-        predictor: str,
-        *,
-        batch: float,
-        nbytes: float,
-        macs: float,
-        calls: float = 1,
-        model_bytes: float | None = None,
-    ) -> float:
-        return self.call_us * calls + max(nbytes / (self.run_gb_per_s * GB), macs / self.macs_per_us)
-
-    def attention_us(
-        self,
-        *,
-        batch: float,
-        kv_bytes: float,
-        calls: float = 1,
-        dtype: str = "bfloat16",
-        model_bytes: float | None = None,
-    ) -> float:
-        return self.call_us * calls + kv_bytes / (self.run_gb_per_s * GB)
-
-    def glue_us(self, *, batch: float, hidden: int, compiled: bool, model_bytes: float | None = None) -> float:
-        return 10.0 if compiled else 100.0
-
-    def read_us(self, reads: float, block_bytes: float, *, range_bytes: float, depth: float) -> float:
-        if reads <= 0:
-            return 0.0
-        at_once = max(1, min(depth, reads, self.lanes))
-        return max(reads / at_once * self.read_at_us, reads * block_bytes / (self.drive_gb_per_s * GB))
-
-    def stream_us(self, nbytes: float) -> float:
-        return nbytes / (self.drive_gb_per_s * GB)
-
-    def best_depth(self, block_bytes: float, range_bytes: float) -> int:
-        return self.lanes
+    slow, fast = 1e6 / macs_per_us, 1e6 / dense_macs_per_us
+    ffn = Kernel((line(1, slow),), (line(1, slow), line(31, slow), line(32, fast)), (line(1),))
+    rates = [
+        ReadRate(block, 1 << 30, depth, min(min(depth, lanes) / read_us * 1e6, drive * 1e9 / block))
+        for block in (512, 4096, 16384, 65536, 262144, 1048576)
+        for depth in (1, 2, 4, 8, 16, 32)
+    ]
+    fields: dict[str, Any] = {
+        "name": "fake",
+        "source": "measured",
+        "machine": {},
+        "versions": {},
+        "notes": {},
+        "cores": 2,
+        "threads": 2,
+        "memory_bytes": 1 << 49,
+        "cache_bytes": 0,
+        "rates": Rates(
+            dict.fromkeys(KERNELS, ffn),
+            dict.fromkeys(PREDICTORS, (line(1),)),
+            dict.fromkeys(ATTENTION, (line(1),)),
+        ),
+        "glue": Glue(100.0, 0.0, 10.0, 0.0),
+        "reads": Reads("pread", True, True, 1 << 30, drive, 0.0, {"pread": tuple(rates)}),
+        "interference": Interference(1.1, 1.25),
+    }
+    return Hardware(**fields | changes)
 
 
 def power_law(neurons: int, active: float, seed: int = 0) -> np.ndarray:

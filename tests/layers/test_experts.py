@@ -35,7 +35,7 @@ from torch_pi2.graph.experts import check_known_experts, experts_form, probe_exp
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts, expert_groups
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
-from torch_pi2.planner.greedy import plan_without_data
+from torch_pi2.planner.hot_neurons import plan_without_data
 from torch_pi2.rewrite.linears import Storage
 from torch_pi2.rewrite.rewrite import rewrite
 from torch_pi2.rewrite.skeleton import skeleton

@@ -26,7 +26,7 @@ from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops.activations import ACTIVATIONS
-from torch_pi2.planner.greedy import greedy_plan
+from torch_pi2.planner.hot_neurons import greedy_plan
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.predict.signbit import SignBit

@@ -28,7 +28,6 @@ from torch_pi2.machine.hardware import (
     Kernel,
     Line,
     Rates,
-    ThreadFactor,
 )
 from torch_pi2.machine.presets import PRESETS
 from torch_pi2.machine.reads import ReadRate, Reads, monotone
@@ -73,7 +72,6 @@ def make(**changes: Any) -> Hardware:
         ),
         rates=rates,
         cached=Rates({"int4/int8": Kernel(lines(0.1), lines(0.1), lines(0.1))}, {}, {}),
-        thread_factors=(ThreadFactor(1, 3.5), ThreadFactor(2, 1.9), ThreadFactor(4, 1.0)),
         glue=Glue(100.0, 2.0, 10.0, 0.5),
         cached_glue=Glue(50.0, 1.0, 5.0, 0.25),
         reads=Reads("io_uring", True, True, 512 * MIB, 2.0, 7.0, {"io_uring": table}),
@@ -88,29 +86,24 @@ def make(**changes: Any) -> Hardware:
 
 def test_a_line_at_its_point_and_between() -> None:
     hardware = make()
-    us = hardware.layer_us("int4/int8", batch=4, hot_bytes=2e6, cold_bytes=1e6, macs=3e6, calls=2, gate_bytes=5e5)
+    us = hardware.line("sparse", "int4/int8", 4).us(hot=2e6, cold=1e6, macs=3e6, calls=2, gate=5e5)
     assert us == pytest.approx(2 * 20 + 2 * 20 + 1 * 30 + 0.5 * 60 + 3 * 8)
-    assert hardware.layer_us("int4/int8", batch=10, hot_bytes=2e6, cold_bytes=0, macs=0) == pytest.approx(30 + 2 * 15)
-    assert hardware.dense_us("int4/int8", tokens=1, nbytes=1e6, macs=1e6) == pytest.approx(20 + 20 + 5)
-    assert hardware.linear_us("int4/int8", tokens=16, nbytes=1e6, macs=0, calls=3) == pytest.approx(3 * 120 + 10)
-    assert hardware.predict_us("lowrank/int4", batch=1, nbytes=1e6, macs=1e6) == pytest.approx(10 + 20 + 5)
-    assert hardware.attention_us(batch=1, kv_bytes=1e6) == pytest.approx(10 + 20)
-    # beyond what was measured: the nearest line
-    assert hardware.attention_us(batch=100, kv_bytes=1e6) == hardware.attention_us(batch=16, kv_bytes=1e6)
-    assert hardware.attention_us(batch=0.5, kv_bytes=0) == 10
+    assert hardware.line("sparse", "int4/int8", 10).us(hot=2e6) == pytest.approx(30 + 2 * 15)
+    assert hardware.line("dense", "int4/int8", 1).us(hot=1e6, macs=1e6) == pytest.approx(20 + 20 + 5)
+    assert hardware.line("linear", "int4/int8", 16).us(hot=1e6, calls=3) == pytest.approx(3 * 120 + 10)
+    assert hardware.line("predictor", "lowrank/int4", 1).us(hot=1e6, macs=1e6) == pytest.approx(10 + 20 + 5)
+    attention = [hardware.line("attention", "bfloat16", n).us(hot=1e6) for n in (1, 16, 100, 0.5)]
+    assert attention == pytest.approx([30, 50, 50, 30])  # beyond what was measured: the nearest line
 
 
 def test_small_models_are_computed_from_the_caches() -> None:
     hardware = make()
-    size = {"batch": 1, "hot_bytes": 0.0, "cold_bytes": 0.0, "macs": 0.0}
-    assert hardware.layer_us("int4/int8", **size, model_bytes=1 << 24) == pytest.approx(1)
-    assert hardware.layer_us("int4/int8", **size, model_bytes=(1 << 24) + 1) == 10
-    assert hardware.layer_us("int4/int8", **size) == 10
-    # what was not measured there: as from memory
-    assert hardware.attention_us(batch=1, kv_bytes=0, model_bytes=1) == 10
+    us = [hardware.line("sparse", "int4/int8", 1, nbytes).us() for nbytes in (1 << 24, (1 << 24) + 1, None)]
+    assert us == pytest.approx([1, 10, 10])
+    assert hardware.line("attention", "bfloat16", 1, 1).us() == 10  # not measured there: as from memory
 
 
-def test_glue_and_interference() -> None:
+def test_glue() -> None:
     hardware = make()
     assert hardware.glue_us(batch=2, hidden=1000, compiled=False) == pytest.approx(104)
     assert hardware.glue_us(batch=2, hidden=1000, compiled=True) == pytest.approx(11)
@@ -118,7 +111,6 @@ def test_glue_and_interference() -> None:
     assert hardware.glue_us(batch=2, hidden=1000, compiled=True, model_bytes=(1 << 24) + 1) == pytest.approx(11)
     old = replace(hardware, cached_glue=None)  # files of before
     assert old.glue_us(batch=2, hidden=1000, compiled=False, model_bytes=1) == pytest.approx(104)
-    assert (hardware.compute_while_reading, hardware.read_while_computing) == (1.1, 1.3)
 
 
 def test_an_accelerator_takes_the_longer_of_reading_and_multiplying() -> None:
@@ -139,20 +131,19 @@ def test_what_does_not_fit_its_lines_is_said() -> None:
 
 
 def test_reads_at_points_between_and_beyond() -> None:
-    hardware = make()
-    reach = 512 * MIB
-    assert hardware.read_us(100, 4096, range_bytes=reach, depth=1) == pytest.approx(100 * 100, rel=1e-4)
-    assert hardware.read_us(800, 4096, range_bytes=reach, depth=64) == pytest.approx(800 * 100 / 8, rel=1e-4)
-    assert hardware.read_us(100, 8192, range_bytes=reach, depth=1) == pytest.approx(100 * 100 * 2**0.5, rel=1e-4)
+    reads, reach = make().reads, 512 * MIB
+    assert reads.us(100, 4096, reach, 1) == pytest.approx(100 * 100, rel=1e-4)
+    assert reads.us(800, 4096, reach, 64) == pytest.approx(800 * 100 / 8, rel=1e-4)
+    assert reads.us(100, 8192, reach, 1) == pytest.approx(100 * 100 * 2**0.5, rel=1e-4)
     # larger blocks than the largest have its bandwidth, deeper queues than the deepest its reads a second
-    assert hardware.read_us(1, 131072, range_bytes=reach, depth=1) == pytest.approx(800, rel=1e-4)
-    assert hardware.read_us(800, 4096, range_bytes=reach, depth=500) == pytest.approx(10_000, rel=1e-4)
+    assert reads.us(1, 131072, reach, 1) == pytest.approx(800, rel=1e-4)
+    assert reads.us(800, 4096, reach, 500) == pytest.approx(10_000, rel=1e-4)
     # one read cannot be eight deep, and a part of one takes a part of its time
-    assert hardware.read_us(1, 4096, range_bytes=reach, depth=8) == pytest.approx(100, rel=1e-4)
-    assert hardware.read_us(0.5, 4096, range_bytes=reach, depth=8) == pytest.approx(50, rel=1e-4)
-    assert hardware.read_us(0, 4096, range_bytes=reach, depth=8) == 0
-    assert hardware.stream_us(2e9) == pytest.approx(1e6)
-    assert hardware.best_depth(4096, reach) == 64
+    assert reads.us(1, 4096, reach, 8) == pytest.approx(100, rel=1e-4)
+    assert reads.us(0.5, 4096, reach, 8) == pytest.approx(50, rel=1e-4)
+    assert reads.us(0, 4096, reach, 8) == 0
+    assert reads.stream_us(2e9) == pytest.approx(1e6)
+    assert reads.best_depth(4096, reach) == 64
 
 
 def test_the_best_depth_is_the_smallest_that_is_enough() -> None:
@@ -165,29 +156,6 @@ def test_noise_in_reads_is_evened_out() -> None:
     noisy = [ReadRate(4096, MIB, 1, 1e4), ReadRate(8192, MIB, 1, 1.21e4), ReadRate(16384, MIB, 1, 5e3)]
     even = [round(row.reads_per_s) for row in monotone(noisy)]
     assert even == [11000, 11000, 5000]
-
-
-POSITIVE = st.floats(0, 1e9)
-TOKENS = st.integers(1, 1000)
-
-
-FOUR = st.tuples(*[POSITIVE] * 4)
-
-
-@settings(deadline=None)
-@given(TOKENS, FOUR, FOUR)
-def test_more_bytes_and_multiplications_are_never_faster(
-    batch: int, few_of: tuple[float, float, float, float], more: tuple[float, float, float, float]
-) -> None:
-    hardware = HARDWARE
-    hot, cold, gate, macs = few_of
-    small = {"hot_bytes": hot, "cold_bytes": cold, "gate_bytes": gate, "macs": macs}
-    large = {name: value + extra for (name, value), extra in zip(small.items(), more, strict=True)}
-    assert hardware.layer_us("int4/int8", batch=batch, **large) >= hardware.layer_us("int4/int8", batch=batch, **small)
-    for call in (hardware.dense_us, hardware.linear_us):
-        few = call("int4/int8", tokens=batch, nbytes=hot, macs=macs)
-        assert call("int4/int8", tokens=batch, nbytes=hot + cold, macs=macs + gate) >= few
-    assert hardware.attention_us(batch=batch, kv_bytes=hot + cold) >= hardware.attention_us(batch=batch, kv_bytes=hot)
 
 
 @settings(deadline=None)
@@ -204,8 +172,8 @@ def test_more_larger_and_wider_reads_are_never_faster_whatever_was_measured(
     hardware = replace(HARDWARE, reads=Reads("pread", False, False, MIB, 1.0, 0.0, {"pread": table}))
     assert Hardware.from_json(hardware.to_json()) == hardware  # what monotone gives is accepted
     count, block, reach, depth = read
-    few = hardware.read_us(count, block, range_bytes=reach, depth=depth)
-    many = hardware.read_us(count + more[0], block + more[1], range_bytes=reach + more[2], depth=depth)
+    few = hardware.reads.us(count, block, reach, depth)
+    many = hardware.reads.us(count + more[0], block + more[1], reach + more[2], depth)
     assert many >= few * (1 - 1e-4)
 
 
@@ -291,10 +259,6 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda d: _sparse(d)[0].update(call_us=-3),
         "where, rates, kernels, int4/int8, sparse, 0, call_us: expected a number, 0 or more",
     ),
-    "threads": (
-        lambda d: d["thread_factors"].reverse(),
-        "where, thread_factors, 1: expected more threads than 4, found 2",
-    ),
     "memory": (lambda d: d.update(memory=d["memory"][1:2]), "where, memory: expected for each number of threads"),
     "engine": (
         lambda d: d["reads"].update(engine="mmap"),
@@ -332,6 +296,7 @@ def test_files_of_before_are_read() -> None:
     data = json.loads(make().to_json())
     assert data["accelerator"].pop("holds_rest") is False
     assert data.pop("cached_glue")
+    data["thread_factors"] = [{"threads": 1, "factor": 3.5}]  # nothing reads them any more
     assert Hardware.from_json(json.dumps(data)) == make(cached_glue=None)
     npu = make().accelerator
     assert npu is not None
@@ -401,9 +366,9 @@ def test_any_change_of_a_file_is_refused_or_makes_a_profile_that_works(data: st.
     except Pi2Error:
         return
     assert Hardware.from_json(hardware.to_json()) == hardware
-    assert hardware.read_us(3, 5000, range_bytes=10 * MIB, depth=4) > 0
+    assert hardware.reads.us(3, 5000, 10 * MIB, 4) > 0
     for kernel in hardware.rates.kernels:
-        assert hardware.layer_us(kernel, batch=3, hot_bytes=1e6, cold_bytes=1e6, macs=1e6) >= 0
+        assert hardware.line("sparse", kernel, 3).us(hot=1e6, cold=1e6, macs=1e6) >= 0
 
 
 WHOLE = json.loads(HARDWARE.to_json())
@@ -425,11 +390,11 @@ TEXT = HARDWARE.to_json()
 
 def test_what_was_not_measured_is_named() -> None:
     with pytest.raises(ConfigError, match="kernels of hardware a machine: expected int4/int8, found 'int8/int8'"):
-        make().layer_us("int8/int8", batch=1, hot_bytes=0, cold_bytes=0, macs=0)
+        make().line("sparse", "int8/int8", 1)
     with pytest.raises(ConfigError, match="predictors of hardware a machine: expected lowrank/int4, found 'signbit'"):
-        make().predict_us("signbit", batch=1, nbytes=0, macs=0)
+        make().line("predictor", "signbit", 1)
     with pytest.raises(ConfigError, match="tokens: expected a number above 0, found 0"):
-        make().attention_us(batch=0, kv_bytes=0)
+        make().line("attention", "bfloat16", 0)
 
 
 def test_where_profiles_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,17 +445,17 @@ def test_the_figures_of_the_paper() -> None:
     assert npu is not None
     assert (npu.stream_gb_per_s, npu.shared_gb_per_s) == (56.0, 59.6)
     # a 7B INT4 prompt: 8 tokens/s on the CPU, 770 on the NPU
-    cpu_us = phone.dense_us("int4/int8", tokens=1024, nbytes=weights / 2, macs=1024.0 * weights)
+    cpu_us = phone.line("dense", "int4/int8", 1024).us(hot=weights / 2, macs=1024.0 * weights)
     assert 1024e6 / cpu_us == pytest.approx(8, rel=0.05)
     rows = weights // (layers * 4096)
     npu_us = layers * npu.ffn_us(batch=1024, neurons=rows, hidden=4096, rows=1, weight_bits=4)
     assert 1024e6 / npu_us == pytest.approx(770, rel=0.05)
     # one token reads at 43.9 GB/s
-    one_us = phone.layer_us("int4/int8", batch=1, hot_bytes=43.9e6, cold_bytes=0, macs=1e9)
+    one_us = phone.line("sparse", "int4/int8", 1).us(hot=43.9e6, macs=1e9)
     assert one_us == pytest.approx(1000, rel=0.01)
     # Table 1: 4 KB random over 128 MB on a big core
-    assert 4096 * 1e4 / phone.read_us(1e4, 4096, range_bytes=128 * MIB, depth=32) == pytest.approx(1076.1, rel=0.01)
-    assert phone.stream_us(4e9) == pytest.approx(1e6, rel=0.01)
+    assert 4096 * 1e4 / phone.reads.us(1e4, 4096, 128 * MIB, 32) == pytest.approx(1076.1, rel=0.01)
+    assert phone.reads.stream_us(4e9) == pytest.approx(1e6, rel=0.01)
     other = find_hardware("sm8475-ufs3.1")
-    assert other.stream_us(4e9) == pytest.approx(2e6, rel=0.01)
+    assert other.reads.stream_us(4e9) == pytest.approx(2e6, rel=0.01)
     assert (phone.memory_bytes, other.memory_bytes) == (19e9, 11e9)

@@ -31,7 +31,7 @@ MIB = 1 << 20
 def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Hardware, Path]:
     """A quick look, and the folder that was read in."""
     folder = tmp_path_factory.mktemp("drive")
-    return measure(folder=folder, seconds=0.5, set_threads=torch.set_num_threads), folder
+    return measure(folder=folder, seconds=0.5), folder
 
 
 # --- lines ---
@@ -183,24 +183,21 @@ def test_a_quick_look_has_everything(looked: tuple[Hardware, Path]) -> None:
     assert "not for plans" in hardware.notes["name"]
     for name, kernel in hardware.rates.kernels.items():
         assert [line.tokens for line in kernel.sparse] == [1, 4]
-        us = hardware.layer_us(name, batch=1, hot_bytes=1e6, cold_bytes=1e6, macs=4e6)
-        assert 0 < us < math.inf
-        assert 0 < hardware.dense_us(name, tokens=40, nbytes=1e6, macs=1e8) < math.inf
-        assert 0 < hardware.linear_us(name, tokens=1, nbytes=1e6, macs=2e6) < math.inf
-    assert 0 < hardware.predict_us("lowrank/int4", batch=1, nbytes=1e6, macs=2e6) < math.inf
-    assert 0 < hardware.attention_us(batch=4, kv_bytes=1e6) < math.inf
+        for part, tokens in (("sparse", 1), ("dense", 40), ("linear", 1)):
+            assert 0 < hardware.line(part, name, tokens).us(hot=1e6, cold=1e6, macs=4e6) < math.inf
+    assert 0 < hardware.line("predictor", "lowrank/int4", 1).us(hot=1e6) < math.inf
+    assert 0 < hardware.line("attention", "bfloat16", 4).us(hot=1e6) < math.inf
     assert all(b.gb_per_s > 0 for b in hardware.memory)
-    assert all(f.factor >= 1 for f in hardware.thread_factors)
-    reads = hardware.reads
+    reads, together = hardware.reads, hardware.interference
     assert {"pread"} <= set(reads.engines) <= {"pread", "io_uring"}
-    assert hardware.read_us(100, 8192, range_bytes=reads.file_bytes, depth=16) > 0
-    assert min(hardware.compute_while_reading, hardware.read_while_computing) >= 1
+    assert reads.us(100, 8192, reads.file_bytes, 16) > 0
+    assert min(together.compute_while_reading, together.read_while_computing) >= 1
 
 
 def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="seconds: expected more than 0, found 0"):
         measure(seconds=0)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(sys.modules["torch_pi2.measure.measure"], "find_spec", lambda name: None)
     with pytest.raises(LibraryMissingError, match=r"scipy: expected an installed scipy.*pip install .*scipy"):
         measure(seconds=1)
 
@@ -224,7 +221,7 @@ def test_doctor_measures_saves_and_knows_it_afterwards(
     assert cli.main(["doctor", "--measure", "--measure-folder", str(tmp_path)]) == 0
     assert (asked[0]["folder"], asked[0]["progress"]) == (tmp_path, True)
     text = capsys.readouterr().out
-    for part in ("hot GB/s", "GMAC/s by tokens", "random reads, MB/s", "times as long", "all is well"):
+    for part in ("hot GB/s", "GMAC/s", "random reads, MB/s", "times as long", "all is well"):
         assert part in text
     assert find_hardware("measured") == looked[0]
     assert cli.main(["doctor", "--json"]) == 0

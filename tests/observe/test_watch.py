@@ -417,7 +417,7 @@ def test_drift_is_warned_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
             time.sleep(0.01)
         assert len(warned()) == 1
         assert warned()[0].startswith("what fires has drifted from the plan: ")
-        assert warned()[0].endswith("and plan again with `torch-pi2 plan MODEL --update FILE`")
+        assert warned()[0].endswith("and plan again with `torch-pi2 plan MODEL --stats FILE`")
         found = watched.check(limit=1.0)
         assert found.share > 0.2
         assert len(warned()) == 1

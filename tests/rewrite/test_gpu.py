@@ -28,7 +28,7 @@ from torch_pi2.layers.of_model import homes, sparse_layers
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Accelerator, Hardware
-from torch_pi2.planner.gpu import accelerator_room
+from torch_pi2.planner.for_machine import plannable_gpu_bytes
 from torch_pi2.rewrite import gpu
 from torch_pi2.rewrite.gpu import hot_on_gpu, on_the_cpu
 from torch_pi2.store.storefile import StoreReader
@@ -424,10 +424,10 @@ def test_a_folder_keeps_where_its_neurons_are(
 def test_what_a_plan_may_fill_of_a_gpu() -> None:
     model, biased = made(), made(name="opt")
     order = sum(layer.order.nbytes for layer in sparse_layers(model))
-    assert accelerator_room(model, machine(), 1000 + order) == 1000
-    assert accelerator_room(model, machine(), 1 << 40) == 1 << 32  # what it has
+    assert plannable_gpu_bytes(model, machine(), 1000 + order) == 1000
+    assert plannable_gpu_bytes(model, machine(), 1 << 40) == 1 << 32  # what it has
     beside = sum(y.bias_up.nbytes + y.order.nbytes for y in sparse_layers(biased) if y.bias_up is not None)
-    assert accelerator_room(biased, machine(), 1 << 20) == (1 << 20) - beside > 0
-    assert accelerator_room(biased, machine(), 1) == 0
-    assert accelerator_room(made("threshold", name="llama"), machine(), 1000) == 0
-    assert accelerator_room(model, find_hardware("sm8650-ufs4.0"), 1000) == 0  # that of a phone is in its memory
+    assert plannable_gpu_bytes(biased, machine(), 1 << 20) == (1 << 20) - beside > 0
+    assert plannable_gpu_bytes(biased, machine(), 1) == 0
+    assert plannable_gpu_bytes(made("threshold", name="llama"), machine(), 1000) == 0
+    assert plannable_gpu_bytes(model, find_hardware("sm8650-ufs4.0"), 1000) == 0  # that of a phone is in its memory

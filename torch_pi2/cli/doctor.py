@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _link(args: argparse.Namespace) -> dict[str, Any]:
-    """What is measured of the link between processes."""
+    """Measure the link between the processes of a group."""
     from dataclasses import asdict
 
     from torch_pi2.cli.processes import together
@@ -99,9 +99,7 @@ def _link(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measured(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure, save, and say what was found."""
-    import torch
-
+    """Measure this machine, and keep the profile."""
     from torch_pi2.machine.find import cached_path
     from torch_pi2.measure.measure import measure
 
@@ -112,9 +110,7 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
         )
     path = cached_path()
     common.check_out(path.parent)
-    hardware = measure(
-        folder=folder, seconds=args.measure_seconds, progress=not args.quiet, set_threads=torch.set_num_threads
-    )
+    hardware = measure(folder=folder, seconds=args.measure_seconds, progress=not args.quiet)
     hardware.save(path)
     return {"path": str(path), "hash": hardware.hash, "profile": json.loads(hardware.to_json())}
 

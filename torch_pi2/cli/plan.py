@@ -1,14 +1,15 @@
-"""Choose hot and cold neurons per layer, and what a machine does with them by batch size, and write plan.json.
+"""Choose hot and cold neurons for each layer, and what a machine does with them by batch size, and write plan.json.
 
 MODEL is a dense checkpoint (with --stats), or a folder that torch_pi2 saved or packed, which keeps its neuron orders
 and methods. With --hardware the plan gets a part for that machine: the fastest by predicted times under the budgets
-given, for each number of sequences. --diff compares two plans and needs nothing else. A plan of a dense checkpoint is
-for looking at: torch-pi2 optimize MODEL --out DIR --hardware NAME writes a model that follows one.
+given, for each number of sequences. A plan of a dense checkpoint is for looking at: torch-pi2 optimize MODEL --out DIR
+--hardware NAME writes a model that follows one.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,35 +18,24 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS
 
 if TYPE_CHECKING:
+    from torch_pi2.planner.model_shape import ModelShape
+    from torch_pi2.types.machine_plan import HardwarePlan
     from torch_pi2.types.plan import Plan
+    from torch_pi2.types.stats import ActivationStats
 
 EXAMPLE = "torch-pi2 plan my-model --stats my-stats --predictors my-predictors --out my-plan --hot-frequency 0.5"
 
-_PLANNERS = ("optimum", "greedy", "all-hot", "all-cold", "random")
-#: Options that say something about a machine, and mean nothing without one.
-_OF_MACHINE = (
-    *("budget", "accelerator_memory", "context", "batches", "min_recall", "one_boundary", "clusters"),
-    *("accesses", "planner", "explain", "measure_run"),
-)
+#: Options that mean nothing without --hardware.
+_OF_MACHINE = ("budget", "accelerator_memory", "context", "batches", "min_recall", "fixed_hot_set", "explain")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", nargs="?", metavar="MODEL", help="Hugging Face checkpoint, or a folder of optimize, save or pack")
+    add("model", metavar="MODEL", help="Hugging Face checkpoint, or a folder of optimize, save or pack")
     add("--stats", type=Path, metavar="DIR", help="folder written by profile (default: MODEL's own, if it has some)")
     add("--predictors", type=Path, metavar="DIR", help="folder written by fit")
-    add("--update", type=Path, metavar="DIR", help="statistics of use (torch_pi2.watch): plan with them added")
     add("--out", type=Path, metavar="DIR", help="folder to write into (torch_pi2.load(MODEL, plan=DIR))")
-    add("--diff", nargs=2, type=Path, metavar=("A", "B"), help="two folders with plans: what differs")
-    _add_machine(parser)
-    common.add_loading(parser)
-    common.add_mapped(parser)
-    common.add_config(parser)
-
-
-def _add_machine(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("machine and budgets (lossless but for what predictors miss)")
-    add = group.add_argument
+    add = parser.add_argument_group("machine and budgets (lossless but for what predictors miss)").add_argument
     add(
         "--hardware",
         metavar="NAME",
@@ -57,34 +47,24 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="several, and the link between them (docs/DISTRIBUTED.md): which has what, predicted; writes nothing",
     )
-    add("--budget", metavar="BYTES", help="of memory, with a store: 2.5GiB, 700MB (default: everything in memory)")
+    add("--budget", metavar="BYTES", help="memory, with a store: 2.5GiB, 700MB (default: everything in memory)")
     add("--accelerator-memory", metavar="BYTES", help="for hot neurons (default: none are there)")
     add("--context", type=common.positive, metavar="N", help="tokens of each sequence (default: 1024)")
     add("--batches", type=_numbers, metavar="N,N", help="numbers of sequences to plan for (default: 1,2,4,8,16)")
     add("--min-recall", type=float, metavar="R", help="share of firing neurons that must be computed (default: any)")
-    add("--one-boundary", action="store_true", default=None, help="the same hot neurons at all batch sizes")
     add(
-        "--clusters",
-        type=_numbers,
-        metavar="N,N",
-        help="neurons in a slot of a store, to choose from for packing (default: as MODEL is)",
-    )
-    add("--accesses", type=Path, metavar="FILE", help="of torch_pi2.record_accesses: choose the cache's policy by them")
-    add("--planner", choices=_PLANNERS, help="optimum (default), or a simple plan to compare with")
-    add(
-        "--explain",
+        "--fixed-hot-set",
+        "--one-boundary",
         action="store_true",
         default=None,
-        help="show predicted milliseconds by part; --measure-run beside it runs the model",
+        help="the same hot neurons at all batch sizes",
     )
-    add(
-        "--measure-run",
-        action="store_true",
-        default=None,
-        help="with --explain: run the model at each batch size, and show what its parts took beside what is predicted",
-    )
+    add("--explain", action="store_true", default=None, help="show the prediction only: --out may be left out")
     add("--eager", action="store_true", help="decoding steps are not compiled")
     add("--activations", choices=ACTIVATIONS, help="with which MODEL is going to be loaded (default: float)")
+    common.add_loading(parser)
+    common.add_mapped(parser)
+    common.add_config(parser)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -92,102 +72,209 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    if args.diff is not None:
-        return difference(*args.diff)
-    if args.model is None:
-        raise ConfigError(
-            "MODEL", expected="a checkpoint or a folder", found="none", fix="Name one, or use --diff A B."
-        )
+    _check(args)
     if args.machines is not None:
         from torch_pi2.cli.plan_group import for_group
 
-        _check_group(args)
         return for_group(args)
-    _check(args)
     if args.out is not None:
         common.check_out(args.out)
-    if args.hardware is not None:
-        from torch_pi2.cli.plan_machine import for_machine
-
-        result = for_machine(args)
-    else:
-        result = _for_any_machine(args)
-    found = verdict.read(Path(args.model)) if Path(args.model).is_dir() else None
-    return result | {"verdict": None if found is None else found.to_json()}
+    result = _for_any_machine(args) if args.hardware is None else _for_machine(args)
+    judged = verdict.read(Path(args.model)) if Path(args.model).is_dir() else None
+    return result | {"verdict": None if judged is None else judged.to_json()}
 
 
-def _check_group(args: argparse.Namespace) -> None:
-    """Raises ConfigError: --machines beside what is said of one machine, or of a plan that is written."""
-    others = ("hardware", "out", *(name for name in _OF_MACHINE if name != "context"))
-    given = [f"--{name.replace('_', '-')}" for name in others if getattr(args, name) is not None]
-    if given:
-        raise ConfigError(
-            f"{given[0]} with --machines",
-            expected="memory and hardware of each machine in that file, and no plan written",
-            found=given[0],
-            fix="Leave it out.",
-        )
-    _check_stats(args)
-
-
-def _check_stats(args: argparse.Namespace) -> None:
-    """Raises ConfigError: there can be no statistics."""
-    if args.stats is None and not (Path(args.model) / "pi2").is_dir():
-        raise ConfigError(
-            "--stats",
-            expected="a folder written by torch-pi2 profile",
-            found="none, and no folder of ours",
-            fix="Pass --stats DIR.",
-        )
+def _is_ours(args: argparse.Namespace) -> bool:
+    return (Path(args.model) / "pi2").is_dir()
 
 
 def _check(args: argparse.Namespace) -> None:
-    ours = (Path(args.model) / "pi2").is_dir()
-    given = [f"--{name.replace('_', '-')}" for name in _OF_MACHINE if getattr(args, name) is not None]
-    if args.hardware is None and (given or ours):
+    """Raises ConfigError for options that contradict each other or are missing."""
+    ours, given = _is_ours(args), [common.option_of(name) for name in _OF_MACHINE if getattr(args, name) is not None]
+    if args.machines is not None:
+        others = [f"--{name}" for name in ("hardware", "out") if getattr(args, name) is not None]
+        if others := others + [name for name in given if name != "--context"]:
+            raise ConfigError(
+                f"{others[0]} with --machines",
+                expected="memory and hardware of each machine in that file, and no plan written",
+                found=others[0],
+                fix="Leave it out.",
+            )
+    elif args.hardware is None and (given or ours):
         raise ConfigError(
             given[0] if given else f"planning {args.model} anew",
             expected="--hardware beside it" if given else "--hardware: the neuron orders and methods of a folder stay",
             found="none",
             fix="Pass --hardware measured, after torch-pi2 doctor --measure.",
         )
-    if args.out is None and args.explain is None:
+    elif args.out is None and args.explain is None:
         raise ConfigError("--out", expected="a folder to write into", found="none", fix="Pass --out DIR.")
-    _check_stats(args)
+    if args.stats is None and not ours:
+        raise ConfigError(
+            "--stats",
+            expected="a folder written by torch-pi2 profile",
+            found="none, and no folder of ours",
+            fix="Pass --stats DIR.",
+        )
     if args.predictors is not None and ours:
         raise ConfigError(
             "--predictors", expected="none: the folder has its own", found=str(args.predictors), fix="Leave it out."
         )
-    if args.clusters and args.accesses is not None:
-        raise ConfigError(
-            "--clusters with --accesses",
-            expected="one of them: accesses are of slots as they are",
-            found="both",
-            fix="Choose the cluster and pack with it, then record accesses of that store.",
-        )
-    if args.measure_run and not args.explain:
-        raise ConfigError("--measure-run", expected="--explain beside it", found="none", fix="Pass both.")
 
 
 def _for_any_machine(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
     from torch_pi2.cli.inspect import describe
-    from torch_pi2.cli.plan_machine import updated
-    from torch_pi2.planner.diff import moved
 
     stats = common.load_stats(args.stats)
     predictors = common.load_predictors(args.predictors, stats.model_hash)
-    model, config = common.load_dense(args), common.config_of(args)
-    after, live = updated(stats, args.update)
-    made = torch_pi2.plan(model, after, predictors, config=config)
-    result = {} if live is None else {"moved": moved(torch_pi2.plan(model, stats, predictors, config=config), made)}
-    made.save(args.out)
-    return {"out": str(args.out), **describe(args.out), **result}
+    plan = torch_pi2.plan(common.load_dense(args), stats, predictors, config=common.config_of(args))
+    plan.save(args.out)
+    return {"out": str(args.out), **describe(args.out)}
+
+
+def _for_machine(args: argparse.Namespace) -> dict[str, Any]:
+    from torch_pi2.base.units import parse_bytes
+    from torch_pi2.cli.inspect import describe
+    from torch_pi2.machine.find import find_hardware
+    from torch_pi2.planner.for_machine import check_recall, solve, with_hardware, without_hot
+    from torch_pi2.planner.request import BATCHES, Request
+
+    hardware = find_hardware(args.hardware)
+    _check_stores(args)
+    stats = statistics(args)
+    _, plan, shape = subject(args, stats)
+    check_recall(shape, stats, args.min_recall)
+    request = Request(
+        shape,
+        hardware,
+        None if args.budget is None else parse_bytes(args.budget),
+        0 if args.accelerator_memory is None else parse_bytes(args.accelerator_memory),
+        args.batches or BATCHES,
+        args.context or 1024,
+        args.min_recall,
+        bool(args.fixed_hot_set),
+    )
+    solved = solve(request, progress=not args.quiet)
+    result: dict[str, Any] = {"out": None, "hardware": _facts(solved), "buckets": _buckets(solved)}
+    if args.out is not None:
+        with_hardware(without_hot(plan), solved).save(args.out)
+        result |= {"out": str(args.out), **describe(args.out)}
+    return result
+
+
+def _check_stores(args: argparse.Namespace) -> None:
+    """Raises ConfigError: a budget without a store, or a store in ``--out``, whose own plan would contradict this."""
+    from torch_pi2.base.units import parse_bytes
+    from torch_pi2.store.storefile import STORE_FILE
+
+    if args.out is not None and os.path.lexists(args.out / STORE_FILE):
+        raise ConfigError(
+            f"--out {args.out}",
+            expected="a folder of its own: the store there has its plan inside",
+            found=STORE_FILE,
+            fix="Write it elsewhere, and pass that folder to torch_pi2.load(..., plan=DIR).",
+        )
+    if args.budget is None:
+        return
+    parse_bytes(args.budget)  # raises
+    if not os.path.lexists(Path(args.model) / "pi2" / STORE_FILE):
+        raise ConfigError(
+            f"--budget {args.budget}",
+            expected="a model over a store",
+            found=f"{args.model}, which has none",
+            fix="Pack it first: torch-pi2 pack MODEL STORE.",
+        )
+
+
+def statistics(args: argparse.Namespace) -> ActivationStats:
+    """The statistics to plan with: of ``--stats``, or of the folder MODEL."""
+    if args.stats is not None:
+        return common.load_stats(args.stats)
+    from torch_pi2.store.parts import Parts
+
+    with Parts(Path(args.model) / "pi2") as parts:
+        stats = parts.stats(parts.plan().model_hash)
+    if stats is None:
+        raise ConfigError(
+            f"statistics of {args.model}",
+            expected="some: how often neurons fire decides which are hot",
+            found="none in the folder",
+            fix="Pass --stats DIR: of torch-pi2 profile, or counted in use (torch_pi2.watch).",
+        )
+    return stats
+
+
+def subject(args: argparse.Namespace, stats: ActivationStats) -> tuple[Any, Plan, ModelShape]:
+    """An optimised model, its plan, and its shape with ``stats``, without hot neurons where none are needed."""
+    import torch_pi2
+    from torch_pi2.planner.for_machine import without_hot
+    from torch_pi2.planner.model_shape import ModelShape
+    from torch_pi2.rewrite.handle import parts_of
+    from torch_pi2.store.parts import Parts
+
+    if _is_ours(args):
+        with Parts(Path(args.model) / "pi2") as parts:
+            plan = parts.plan()
+        model = _loaded(args, Path(args.model))
+    else:
+        predictors = common.load_predictors(args.predictors, stats.model_hash)
+        config = common.config_of(args)
+        model = torch_pi2.optimize(common.load_dense(args), None, config, stats=stats, predictors=predictors)
+        plan = parts_of(model).plan
+    return model, plan, ModelShape.of(model, stats, without_hot(plan), compiled=not args.eager)
+
+
+def _loaded(args: argparse.Namespace, folder: Path) -> Any:
+    """A folder of ours; one with a store with as little memory as a token needs."""
+    import torch_pi2
+    from torch_pi2.cli.inspect import describe
+    from torch_pi2.store.storefile import STORE_FILE
+    from torch_pi2.types.offload import OffloadConfig
+
+    how: dict[str, Any] = {"dtype": None if args.dtype == "auto" else common.dtype_of(args)}
+    if os.path.lexists(folder / "pi2" / STORE_FILE) and "cliff" in (budget := describe(folder)["budget"] or {}):
+        how |= {"budget": budget["cliff"], "offload": OffloadConfig(preload=False)}
+    activations = args.activations or "float"
+    return torch_pi2.load(folder, trust_remote_code=args.trust_remote_code, activations=activations, **how)
+
+
+def _facts(plan: HardwarePlan) -> dict[str, Any]:
+    from torch_pi2.planner.for_machine import min_acceptance_rate
+
+    return {
+        **plan.made_for,
+        "budget_bytes": plan.budget_bytes,
+        "accelerator_bytes": plan.accelerator_bytes,
+        "context": plan.context,
+        "offload": dict(plan.offload),
+        "threads": dict(plan.threads),
+        "cluster": plan.cluster,
+        "passes": [
+            {"guesses": n - 1, "steps": steps, "min_acceptance_rate": min_acceptance_rate(plan.passes, n - 1)}
+            for n, steps in plan.passes.items()
+        ],
+        "dense_from": list(plan.prompt.dense_from),
+    }
+
+
+def _buckets(plan: HardwarePlan) -> list[dict[str, Any]]:
+    return [
+        {
+            "batch": bucket.batch,
+            "tokens_per_s": bucket.batch * 1e3 / bucket.total_ms,
+            "ms": dict(bucket.ms),
+            "total_ms": bucket.total_ms,
+            "hot": sum(bucket.hot),
+            "accelerator": sum(bucket.accelerator),
+            "resident": sum(bucket.resident),
+            "cache_bytes": bucket.cache_bytes,
+        }
+        for bucket in plan.buckets
+    ]
 
 
 def render(result: dict[str, Any]) -> str:
-    if "same" in result:
-        return _render_difference(result)
     if "ways" in result:
         from torch_pi2.cli.plan_group import render_group
 
@@ -198,11 +285,7 @@ def render(result: dict[str, Any]) -> str:
 
         shown.append(render_folder(result | {"verdict": None}))
     if "hardware" in result:
-        from torch_pi2.cli.plan_machine import render_machine
-
-        shown.append(render_machine(result))
-    if "moved" in result:
-        shown.append(_render_moved(result["moved"]))
+        shown.append(_render_machine(result["hardware"], result["buckets"]))
     if result.get("out"):
         shown.append(f"wrote {result['out']}")
     if result["verdict"] is not None:
@@ -210,62 +293,29 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join(shown)
 
 
-# --- comparing ---
-
-
-def difference(a: Path, b: Path) -> dict[str, Any]:
-    """What differs between the plans of two folders (of a plan, or with ``pi2/`` in it)."""
-    from torch_pi2.planner.diff import diff
-
-    return {"a": str(a), "b": str(b), **diff(_plan_of(a), _plan_of(b))}
-
-
-def _plan_of(folder: Path) -> Plan:
-    from torch_pi2.store.parts import Parts
-
-    folder = folder.parent if folder.name == "plan.json" else folder
-    with Parts(folder / "pi2" if (folder / "pi2").is_dir() else folder) as parts:
-        return parts.plan()
-
-
-def _render_moved(found: dict[str, Any]) -> str:
-    planned = found.get("planned", found)
-    share = f"; {common.percent(found['share'])} have drifted beyond chance" if "planned" in found else ""
-    stay = "; the order of neurons stays (only torch-pi2 optimize changes it)" if found.get("orders_stay") else ""
-    return f"of the hot neurons before, {common.percent(planned['share'])} no longer are{share}{stay}"
-
-
-def _render_difference(result: dict[str, Any]) -> str:
-    """Tables of what differs; one line if nothing does."""
-    names = f"A = {result['a']}, B = {result['b']}"
-    if result["same"]:
-        return f"no difference: {names}"
-    shown = [names]
-    if result["facts"]:
-        shown.append(
-            common.table(("", "A", "B"), [(name, *map(_short, both)) for name, both in result["facts"].items()])
-        )
-    for where, layers in [("", result["layers"])] + [
-        (f"batch {b['batch']}, ", b.get("layers", ())) for b in result["buckets"]
-    ]:
-        fields = list(dict.fromkeys(name for layer in layers for name in layer if name != "key"))
-        if fields:
-            cells = [[layer["key"], *(_both(layer.get(name)) for name in fields)] for layer in layers]
-            shown.append(common.table((f"{where}layer", *fields), cells))
+def _render_machine(about: dict[str, Any], buckets: list[dict[str, Any]]) -> str:
+    """Predicted steps by batch size."""
+    parts = [part for part in buckets[0]["ms"] if any(bucket["ms"].get(part, 0) >= 5e-4 for bucket in buckets)]
+    header = ("batch", "tokens/s", "ms", *parts, "hot", "accelerator", "resident", "cache")
     rows = [
-        (f"batch {b['batch']}", _both(b.get("bucket")), _both(b.get("cache_bytes")), _both(b.get("ms")))
-        for b in result["buckets"]
-        if b.keys() & {"bucket", "cache_bytes", "ms"}
+        (
+            bucket["batch"],
+            f"{bucket['tokens_per_s']:.2f}",
+            f"{bucket['total_ms']:.3f}",
+            *(f"{bucket['ms'].get(part, 0):.3f}" for part in parts),
+            *(bucket[name] for name in ("hot", "accelerator", "resident")),
+            common.size(bucket["cache_bytes"]),
+        )
+        for bucket in buckets
     ]
-    if rows:
-        shown.append(common.table(("", "is there", "cache bytes", "predicted ms"), rows))
-    return "\n".join(shown)
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _both(values: Any) -> str:
-    return "" if values is None else " -> ".join(_short(value) for value in values)
+    budget = "everything in memory" if about["budget_bytes"] is None else f"budget {common.size(about['budget_bytes'])}"
+    head = f"predicted for {about['hardware']} ({about['source']}), {budget}, {about['context']} tokens each"
+    shown = f"{head}:\n{common.table(header, rows)}"
+    if not about["passes"]:
+        return shown
+    rates = ", ".join(
+        f"{row['guesses']} ({row['steps']:.2f} steps): "
+        + ("never" if row["min_acceptance_rate"] is None else common.percent(row["min_acceptance_rate"]))
+        for row in about["passes"]
+    )
+    return f"{shown}\nguesses at next tokens that a pass verifies, and how many must be right to pay: {rates}"

@@ -10,12 +10,11 @@ from torch_pi2.cli import common
 
 def for_group(args: argparse.Namespace) -> dict[str, Any]:
     """Every way that is possible, the fastest first (``ways``), and the command for that (``pack``)."""
-    from torch_pi2.cli.plan_machine import statistics, subject
+    from torch_pi2.cli.plan import statistics, subject
     from torch_pi2.planner.group import deal_out, read_machines
 
     members, link = read_machines(args.machines)
-    _, stats, _ = statistics(args)
-    _, _, shape = subject(args, stats)
+    _, _, shape = subject(args, statistics(args))
     context = args.context or 1024
     found = deal_out(shape, members, link, context=context)
     best = found[0]

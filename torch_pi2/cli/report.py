@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="JSON of `plan --explain --measure-run` or `benchmarks decode`; may be given several times",
+        help="JSON of `benchmarks decode`; may be given several times",
     )
 
 

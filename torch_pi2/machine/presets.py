@@ -24,7 +24,6 @@ from torch_pi2.machine.hardware import (
     Kernel,
     Line,
     Rates,
-    ThreadFactor,
 )
 from torch_pi2.machine.reads import ReadRate, Reads, monotone
 
@@ -60,7 +59,6 @@ def _sm8650() -> Hardware:
         "rates": f"{_P}: bytes at 43.9 GB/s; {_CPU_PROMPT:g} tokens/s of a 7B INT4 prompt on the CPU. Assumed: one "
         "token costs bytes alone, of n tokens the share 1 - 1/n of the multiplications beside them (the sign-bit "
         "predictor's, of bits, are 64 times as fast); 5 us a call; every format alike; attention reads at that speed",
-        "thread_factors": "assumed: one core alone is a third as fast as six, which memory limits",
         "glue": "assumed: 15 us a layer compiled, 150 eager",
         "reads": f"{_P}: UFS 4.0, through the device ufs-4.0 (docs/DEVICES.md: what of it is assumed)",
         "interference": "assumed: reads run on one core that does not compute, and cost the others 5 %",
@@ -80,7 +78,6 @@ def _sm8475() -> Hardware:
         "cache_bytes": "assumed: 0, every weight comes from memory",
         "memory": slower,
         "rates": slower,
-        "thread_factors": "assumed: as sm8650-ufs4.0",
         "glue": "assumed: as sm8650-ufs4.0",
         "reads": "assumed: the device ufs-3.1 (docs/DEVICES.md), half of UFS 4.0; the paper has no figures of it",
         "interference": "assumed: as sm8650-ufs4.0",
@@ -105,7 +102,6 @@ def _phone(name: str, notes: dict[str, str], speed: float, memory: float, storag
         cache_bytes=0,
         memory=(Bandwidth(0, 6, _round(gb_per_s)), Bandwidth(2048, 6, _round(gb_per_s))),
         rates=_rates(gb_per_s, _CPU_PROMPT * _WEIGHTS_7B * speed),
-        thread_factors=(ThreadFactor(1, 3.0), ThreadFactor(6, 1.0)),
         glue=Glue(150.0, 0.0, 15.0, 0.0),
         reads=device_reads(storage),
         interference=Interference(1.05, 1.0),

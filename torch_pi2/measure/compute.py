@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,20 +90,17 @@ QUICK = Grid(
 )
 
 
-def rates(weights: Weights, grid: Grid, seconds: float, tick: Callable[[float], None]) -> Rates:
-    """Lines of ``grid`` over ``weights``, in about ``seconds``; ``tick`` is told of each share of them that is over."""
+def rates(weights: Weights, grid: Grid, seconds: float) -> Rates:
+    """The lines of ``grid`` over ``weights``, in about ``seconds``."""
     samples = Samples()
-    parts = [
-        _kernel_cases(weights, grid),
-        _predictor_cases(weights, grid.predictors, grid.layers, grid.ranks, grid.batches),
-        _attention_cases(weights, grid.attention, grid.lengths, grid.batches),
-    ]
-    shares = (0.7, 0.15, 0.15)
-    counts = (len(grid.kernels) * len(grid.layers), len(grid.predictors) * len(grid.layers), len(grid.attention))
-    for part, share, count in zip(parts, shares, counts, strict=True):
+    parts = (
+        (0.7, len(grid.kernels) * len(grid.layers), _kernel_cases(weights, grid)),
+        (0.15, len(grid.predictors) * len(grid.layers), _predictor_cases(weights, grid)),
+        (0.15, len(grid.attention), _attention_cases(weights, grid)),
+    )
+    for share, count, part in parts:
         for cases in part:
             time_into(samples, cases, seconds * share / count)
-            tick(share / count)
     return Rates(
         kernels={
             kernel: Kernel(*(samples.lines(f"{kernel} {path}") for path in ("sparse", "dense", "linear")))
@@ -238,36 +236,26 @@ class _Kernel:
 # --- predictors and attention ---
 
 
-def _predictor_cases(
-    weights: Weights,
-    names: Sequence[str],
-    layers: Sequence[tuple[int, int]],
-    ranks: Sequence[int],
-    batches: Sequence[int],
-) -> Iterator[list[Case]]:
+def _predictor_cases(weights: Weights, grid: Grid) -> Iterator[list[Case]]:
     """By predictor and layer; ``weights`` have what the cases given last need."""
-    for name in names:
+    for name in grid.predictors:
         kind, _, rest = name.partition("/")
         rows, _, activations = rest.partition("/")
-        for hidden, intermediate in layers:
+        for hidden, intermediate in grid.layers:
             cases: list[Case] = []
-            # One rank at a time would be slower to fill; matrices of several stay side by side.
-            for i, rank in enumerate(ranks if kind == "lowrank" else (0,)):
-                part = Weights(buffer=weights.raw.chunk(len(ranks))[i])
-                made = _predictor(part, rows, activations == "int8", hidden, intermediate, rank)
-                for batch in batches:
+            # matrices of all ranks lie side by side: filling the buffer for one rank after another is slower
+            for i, rank in enumerate(grid.ranks if kind == "lowrank" else (0,)):
+                part = Weights(buffer=weights.raw.chunk(len(grid.ranks))[i])
+                nbytes, call = _predictor(part, rows, activations == "int8", hidden, intermediate, rank)
+                for batch in grid.batches:
                     x_TH = torch.randn((batch, hidden), generator=torch.Generator().manual_seed(batch))
-                    cases.append(_predictor_case(name, batch, x_TH.to(torch.bfloat16), made))
+                    ready = partial(call, x_TH.to(torch.bfloat16))
+                    cases.append(Case(name, batch, Size(hot=nbytes), ready))  # bytes stand for multiplications, too
             yield cases
 
 
 #: Bytes of weights, and what makes a call.
 _Predictor = tuple[int, Callable[[torch.Tensor], Callable[[], object]]]
-
-
-def _predictor_case(name: str, batch: int, x_TH: torch.Tensor, predictor: _Predictor) -> Case:
-    nbytes, call = predictor
-    return Case(name, batch, Size(hot=nbytes), lambda: call(x_TH))  # as many bytes as multiplications: one of the two
 
 
 def _predictor(weights: Weights, rows: str, int8: bool, hidden: int, intermediate: int, rank: int) -> _Predictor:
@@ -294,21 +282,17 @@ def _predictor(weights: Weights, rows: str, int8: bool, hidden: int, intermediat
     return nbytes, ready
 
 
-def _attention_cases(
-    weights: Weights, names: Sequence[str], lengths: Sequence[int], batches: Sequence[int]
-) -> Iterator[list[Case]]:
+def _attention_cases(weights: Weights, grid: Grid) -> Iterator[list[Case]]:
     """By dtype. As :func:`torch_pi2.decode.attention.packed_sdpa` over a static cache: one new token that sees all."""
-    for name in names:
+    for name in grid.attention:
         dtype = DTYPES[name]
         weights.fill(name, 1024)
         cases = []
-        for batch in batches:
-            for width in _WIDTHS:
-                for length in lengths:
-                    numbers = batch * _HEADS * length * width
-                    if 4 * numbers * dtype.itemsize <= weights.raw.nbytes and batch * length <= _MOST_TOKENS:
-                        size = Size(hot=2 * numbers * dtype.itemsize)
-                        cases.append(Case(name, batch, size, _attention(weights, dtype, batch, width, length)))
+        for batch, width, length in product(grid.batches, _WIDTHS, grid.lengths):
+            numbers = batch * _HEADS * length * width
+            if 4 * numbers * dtype.itemsize <= weights.raw.nbytes and batch * length <= _MOST_TOKENS:
+                size = Size(hot=2 * numbers * dtype.itemsize)
+                cases.append(Case(name, batch, size, _attention(weights, dtype, batch, width, length)))
         yield cases
 
 

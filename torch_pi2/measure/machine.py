@@ -1,10 +1,9 @@
-"""Plain reads of memory, threads, and what a decoder layer takes outside our operators."""
+"""Memory bandwidth, caches, and what a decoder layer takes outside our operators."""
 
 from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,97 +13,46 @@ from torch_pi2.base.files import scratch
 from torch_pi2.checkpoint.save_load import load
 from torch_pi2.checkpoint.synthetic import synthetic
 from torch_pi2.decode.decoder import Decoder
-from torch_pi2.machine.hardware import Bandwidth, Glue, ThreadFactor
-from torch_pi2.measure.compute import Grid, sparse_cases
+from torch_pi2.machine.hardware import Bandwidth, Glue
 from torch_pi2.measure.fit import median_us, six_digits
 from torch_pi2.measure.weights import Weights
 from torch_pi2.observe.attention import calls_of_step, timed_apart
 from torch_pi2.observe.steps import timed_steps
 
-#: Rows that are gathered: a row of int4 for H = 2048 and 4096, a neuron's rows of it, and of bfloat16.
-_ROWS = (1152, 2304, 6912, 24576)
-_SHARE = 0.1
-#: Of the decoders whose glue is measured: sizes (H, I) whose weights stay in the caches, and ones whose weights do not.
+#: Decoders whose glue is measured: numbers of layers, and sizes (H, I) with weights that the caches hold or not.
 _LAYERS, _SMALL, _LARGE = (2, 6), ((256, 256), (2048, 256)), ((2048, 8192), (4096, 14336))
 _STEPS, _PROMPT = 64, 8
 
-SetThreads = Callable[[int], None]
+
+def bandwidth(weights: Weights, seconds: float) -> Bandwidth:
+    """Memory bandwidth of all threads, reading everything in order."""
+    rows = weights.raw[: weights.raw.nbytes // 4096 * 4096].view(-1, 4096)
+    us = median_us(lambda: lambda: torch.ops.pi2.plain_read(rows, None), least=2, seconds=seconds)
+    return Bandwidth(0, torch.get_num_threads(), six_digits(rows.nbytes / us / 1e3))
 
 
-def _on(threads: Sequence[int], set_threads: SetThreads) -> Iterator[int]:
-    before = torch.get_num_threads()
-    try:
-        for count in threads:
-            set_threads(count)
-            yield count
-    finally:
-        set_threads(before)
+def glue(folder: Path, *, real: bool) -> tuple[Glue, Glue | None]:
+    """What a decoder layer takes outside our operators and SDPA, in large models and in small ones.
 
+    For small ones it is the difference of two depths. What is not part of a layer is taken to be the same in large
+    ones.
 
-def bandwidths(weights: Weights, set_threads: SetThreads | None, seconds: float) -> tuple[Bandwidth, ...]:
-    """Everything in order, and a tenth of its rows gathered in rising order; with one thread and with all."""
-    threads = torch.get_num_threads()
-    counts = sorted({1, threads}) if set_threads else [threads]
-    found: list[Bandwidth] = []
-    for count in _on(counts, set_threads) if set_threads else counts:
-        for row in (0, *_ROWS):
-            found.append(Bandwidth(row, count, six_digits(_gb_per_s(weights, row, seconds / len(counts) / 5))))
-    return tuple(found)
-
-
-def _gb_per_s(weights: Weights, row: int, seconds: float) -> float:
-    width = row or 4096
-    rows = weights.raw[: weights.raw.nbytes // width * width].view(-1, width)
-    count = max(1, int(len(rows) * _SHARE)) if row else len(rows)
-
-    def ready() -> Callable[[], object]:
-        ids = torch.randperm(len(rows))[:count].sort().values if row else None
-        return lambda: torch.ops.pi2.plain_read(rows, ids)
-
-    return count * width / median_us(ready, least=2, seconds=seconds) / 1e3
-
-
-def thread_factors(
-    weights: Weights, grid: Grid, set_threads: SetThreads | None, seconds: float
-) -> tuple[ThreadFactor, ...]:
-    """How much longer a dense and a sparse int4 call take on fewer threads, on average."""
-    threads = torch.get_num_threads()
-    if set_threads is None:
-        return (ThreadFactor(threads, 1.0),)
-    cases = [c for c in sparse_cases(weights, "int4/int8", *grid.layers[0], batch=1) if c.size.gate == 0]
-    dense, sparse = cases[0], max(cases, key=lambda c: c.size.cold)
-    counts = sorted({1, max(1, threads // 2), max(1, threads - 1), threads})
-    us = {
-        count: [median_us(case.ready, seconds=seconds / len(counts) / 2) for case in (dense, sparse)]
-        for count in _on(counts, set_threads)
-    }
-    ratio = {n: max(1.0, statistics.mean(a / b for a, b in zip(us[n], us[threads], strict=True))) for n in counts}
-    # More threads are never taken to be slower: that is noise.
-    return tuple(ThreadFactor(n, six_digits(max(ratio[m] for m in counts if m >= n))) for n in counts)
-
-
-def glue(folder: Path, *, real: bool, tick: Callable[[float], None]) -> tuple[Glue, Glue | None]:
-    """What steps of decoders take outside our operators and SDPA, by layer: of large models, and of small ones.
-
-    Of small ones it is the difference of two depths; what is not of a layer is taken to be the same of large ones.
-
-    folder: each model is there (at most 0.7 GB) while it is measured.
-    real: eagerly and compiled by :class:`~torch_pi2.decode.decoder.Decoder` (some 20 seconds); else all layers are
-    taken to be as small ones are eagerly, and there is one figure.
+    Args:
+        folder: where each model is written (at most 0.7 GB) while it is measured.
+        real: eagerly and compiled by :class:`~torch_pi2.decode.decoder.Decoder` (some 20 seconds). Otherwise there is
+            one figure, of small layers that run eagerly.
     """
     few, many = _LAYERS
-    ways = (False, True) if real else (False,)
+    modes = (False, True) if real else (False,)
     models = [(few, _SMALL[0]), *((many, size) for size in ((*_SMALL, *_LARGE) if real else _SMALL[:1]))]
     us = {}
     for layers, size in models:
         with scratch(folder, "pi2-measured-model") as made:
             _synthetic(made / "m", layers, size)
-            for compiled in ways:
+            for compiled in modes:
                 us[layers, size, compiled] = _outside_us(made / "m", compiled)
-                tick(1 / len(models) / len(ways))
 
     def layer(size: tuple[int, int], compiled: bool) -> float:
-        """Of the smallest, the difference; of others, all but what is not of its layers."""
         smallest = max(0.0, us[many, _SMALL[0], compiled] - us[few, _SMALL[0], compiled]) / (many - few)
         rest = us[few, _SMALL[0], compiled] - few * smallest
         return max(0.0, us[many, size, compiled] - rest) / many
@@ -137,7 +85,7 @@ def _synthetic(folder: Path, layers: int, size: tuple[int, int]) -> None:
 
 
 def _outside_us(folder: Path, compiled: bool) -> float:
-    """Microseconds of a step of one token: of the faster quarter, as what disturbs only makes it longer."""
+    """Microseconds of a step of one token outside our operators: the faster quarter, as noise only adds."""
     model: Any = load(folder, activations="int8")
     decoder = Decoder(model, max_tokens=_PROMPT + _STEPS + 8, compiled=compiled)
     next_B1 = decoder.prompt(torch.arange(_PROMPT)[None])
@@ -148,7 +96,7 @@ def _outside_us(folder: Path, compiled: bool) -> float:
 
 
 def cache_bytes() -> int:
-    """What caches hold from one token to the next: the second level, and half of the third, which others use too."""
+    """What the caches keep from one token to the next: the second level, and half of the (shared) third."""
     sizes: dict[tuple[int, str], int] = {}
     for folder in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index*"):
         try:

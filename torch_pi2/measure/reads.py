@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -144,7 +144,7 @@ def drive(folder: Path, nbytes: int, seconds: float) -> Iterator[Drive]:
         raise not_written(folder, error) from error
 
 
-def reads(drive: Drive, seconds: float, tick: Callable[[float], None]) -> Reads:
+def reads(drive: Drive, seconds: float) -> Reads:
     """Tables of all engines over the whole file, and of the faster one over an eighth of it, too.
 
     Each figure is the median of ``_TAKES`` sweeps over all of them: a drive that others share has moments.
@@ -158,13 +158,11 @@ def reads(drive: Drive, seconds: float, tick: Callable[[float], None]) -> Reads:
             table.setdefault(engine, []).append(ReadRate(block, drive.nbytes, depth, per_s))
             if (block, depth) == (_TYPICAL, _DEPTHS[-1]):
                 cpu[engine] = six_digits(cpu_s * 1e6)
-        tick(1 / (len(engines) + 1))
     # The engine of which small reads are most: what a plan reads are neurons.
     best = max(table, key=lambda engine: max(r.reads_per_s for r in table[engine] if r.block_bytes == _TYPICAL))
     part = drive.nbytes // 8
     for (block, depth), (per_s, _) in _medians(drive, best, points, part, each).items():
         table[best].append(ReadRate(block, part, depth, per_s))
-    tick(1 / (len(engines) + 1))
     return Reads(
         engine=best,
         direct=drive.direct,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shutil
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ _STEPS, _WARM_UP = 12, 4
 _CACHED = 1 / 8
 
 
-def store_costs(folder: Path, *, real: bool, tick: Callable[[float], None]) -> StoreCosts:
+def store_costs(folder: Path, *, real: bool) -> StoreCosts:
     """From a synthetic model in ``folder``, on the drive that was measured: some 15 seconds.
 
     ``lookup_us``: how much longer a step's FFNs take over a store whose cache holds everything than in memory, for each
@@ -53,20 +52,17 @@ def store_costs(folder: Path, *, real: bool, tick: Callable[[float], None]) -> S
         dense, store = made / "m", made / "s"
         synthetic(dense, _SHAPE if real else _SMALL, weights="int4", active=0.1, rank=64)
         pack(dense, store)
-        tick(0.5)
         alone_us, _, _ = _step(load(dense, activations="int8"), 1)
         shutil.rmtree(dense)
         whole = load(store, activations="int8", budget=1 << 40)
         found_us, wanted, _ = _step(whole, 1)
         many_us, _, _ = _step(whole, _MANY)
         del whole
-        tick(0.25)
         how = OffloadConfig(preload=False, hot_share=0.0)
         some = load(store, activations="int8", budget=1 << 40, offload=how)
         opened, budget = store_and_budget(some)
         opened.resize(math.floor(_CACHED * budget.neurons / budget.slot) * budget.slot)
         read_us, _, missed = _step(some, _MANY)
-        tick(0.25)
     return StoreCosts(
         lookup_us=six_digits(max(0.0, found_us - alone_us) / max(1.0, wanted)),
         slot_us=six_digits(max(0.0, read_us - many_us) / max(1.0, missed)),

@@ -4,7 +4,7 @@
 
     with torch_pi2.watch(model) as watched:
         model.generate(...)
-    watched.stats().save("live")          # what `torch-pi2 plan --update live` takes
+    watched.stats().save("live")          # what `torch-pi2 plan --stats live` takes
 
 The C++ core counts (csrc/ffn/firing.h) in every call of a layer's operator, whichever thread, decoder or compiled
 graph it comes from; results keep their bits. What it cannot see is not there:
@@ -194,7 +194,7 @@ class Watch:
             _log.warning(
                 "what fires has drifted from the plan: %.0f %% of its hot neurons would no longer be chosen, by %d "
                 "tokens (most in %s: %.0f %%). Results are not affected, speed is: save the statistics "
-                "(watch.stats().save(FILE)) and plan again with `torch-pi2 plan MODEL --update FILE`",
+                "(watch.stats().save(FILE)) and plan again with `torch-pi2 plan MODEL --stats FILE`",
                 100 * found.share, found.tokens, found.worst.key, 100 * found.worst.share,
             )  # fmt: skip
         return found

@@ -113,6 +113,6 @@ def save_stats(folder: str | Path, stats: ActivationStats) -> Path:
             f"statistics for {folder}",
             expected="a store without statistics",
             found="one that has them inside",
-            fix=f"Save them elsewhere (stats.save(FILE)) and plan with `torch-pi2 plan {folder} --update FILE`.",
+            fix=f"Save them elsewhere (stats.save(FILE)) and plan with `torch-pi2 plan {folder} --stats FILE`.",
         )
     return stats.save(pi2 / STATS_FILE)

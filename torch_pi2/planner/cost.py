@@ -1,46 +1,53 @@
-"""What a decoding step takes: milliseconds and bytes by part, from a model's shape and a machine's rates.
+"""The cost model: milliseconds and bytes of a decoding step, from a model's shape and a machine's rates.
 
-PowerInfer-2 (arXiv 2406.06282, section 5) names what its planner weighs, not how; this is the form that papers.md 11.1
-works out of it, with terms for what our engine does besides. Each term has its unit and its source where it is made.
+PowerInfer-2 (arXiv 2406.06282, section 5) names what its planner weighs, not how. This is the form that we worked out,
+with terms for what our engine does besides: for each block of a model the linear layers of attention, attention, the
+predictor, hot neurons, cold neurons, and the reads that computing does not hide.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torch_pi2.errors import ConfigError
+from torch_pi2.formats import QUANTIZED
 from torch_pi2.ops.constants import constants
-from torch_pi2.planner.layer_cost import TIMES, block_ms, layer_curve, linear_ms, without_rest
-from torch_pi2.planner.misses import FrequencyMisses, MissCurve, resident_slots
-from torch_pi2.planner.model_shape import LayerShape, ModelShape
+from torch_pi2.ops.gpu.linear import products_from
+from torch_pi2.planner.model_shape import LayerShape, ModelShape, numbers
+from torch_pi2.types.method import Method
 from torch_pi2.types.offload import OffloadConfig
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware
 
 #: Parts of a step, which add up to it. ``attention``: linear layers. ``sdpa``: attention itself. ``glue``: norms,
-#: rotary embedding, residuals, Python. ``io``: what computing does not hide of reads, and what they slow it down by.
+#: rotary embedding, residuals, Python. ``io``: reads that computing does not hide, and by how much they slow it down.
 PARTS = ("attention", "sdpa", "predictor", "hot", "cold", "io", "merge", "head", "glue")
+#: The parts that :func:`ffn_ms` predicts.
+FFN_PARTS = ("predictor", "hot", "cold", "merge")
+#: Bytes of a number in matrix products on a GPU.
+_PRODUCT_BYTES = 2
+#: Prompt lengths at which a layer may switch to computing every neuron.
+_PROMPT_TOKENS = (*range(2, 17), *range(20, 33, 4), *range(40, 65, 8), 80, 96, 112, 128, 160, 192, 256, 320, 384, 512)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A step, predicted.
+    """A predicted step.
 
     Attributes:
-        batch: tokens of it.
+        batch: tokens of the step.
         ms: milliseconds by ``PARTS``. layers: the same by layer, with ``key``, ``hot_neurons``,
             ``accelerator_neurons``, ``resident_neurons``, ``misses`` (slots), ``reads`` and ``read_ms`` (of the drive,
             hidden or not).
         misses: neurons that are read from storage.
-        memory: bytes by part: ``fixed``, ``predictors``, ``kv``, ``resident`` and ``cold`` (of the cache; in memory:
-            all neurons are resident), ``staging``, ``tables``, and ``accelerator``, which is memory of its own.
+        memory: bytes by part: ``fixed``, ``predictors``, ``kv``, ``resident`` and ``cold`` (of the cache; in memory all
+            neurons are resident), ``staging``, ``activations``, ``tables``, and ``accelerator`` (memory of its own).
     """
 
     batch: int
@@ -55,12 +62,12 @@ class Cost:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all sequences."""
+        """Of all sequences together."""
         return self.batch * 1e3 / self.total_ms
 
     @property
     def memory_bytes(self) -> int:
-        """All but the accelerator's."""
+        """Everything but the accelerator's memory."""
         return sum(size for part, size in self.memory.items() if part != "accelerator")
 
 
@@ -73,98 +80,352 @@ def step_cost(
     accelerator: Sequence[int] | None = None,
     resident: Sequence[int] | None = None,
     cache_bytes: int | None = None,
-    misses: MissCurve | None = None,
     context: int,
     offload: Mapping[str, Any] | None = None,
     sequences: int | None = None,
+    miss_share: float = 1.0,
 ) -> Cost:
-    """One decoding step of ``batch`` sequences, each of ``context`` tokens.
-
-    With ``sequences=1``, the ``batch`` tokens are of one, and verified together (:meth:`torch_pi2.Decoder.verify`).
-
-    For each layer, in milliseconds:
-
-    * ``attention``: ``hardware.linear_us`` of its linear layers. ``sdpa``: ``hardware.attention_us`` of the keys and
-      values of all sequences. ``glue``: ``hardware.glue_us``.
-    * ``predictor``, ``hot``, ``cold``, ``merge``: see :func:`~torch_pi2.planner.layer_cost.layer_curve`.
-    * ``io``, over a store: see :func:`_io_ms`.
-
-    and once ``head``, the linear layer that makes logits.
+    """Predict one decoding step of ``batch`` sequences that have ``context`` tokens each.
 
     Args:
-        hot: by layer, neurons that are computed without a predictor. accelerator: of them, those that it computes;
-            None: it has nothing of the model.
+        hot: by layer, neurons that are computed without a predictor. accelerator: how many of them an accelerator
+            computes; None: it has no part of the model.
         resident: by layer, neurons (after the accelerator's) that never leave the cache.
-        cache_bytes: of a store's neuron cache; None: all neurons are in memory.
-        misses: what such a cache does not have (default: :class:`~torch_pi2.planner.misses.FrequencyMisses`).
+        cache_bytes: size of a store's neuron cache; None: all neurons are in memory.
         offload: settings of :class:`torch_pi2.OffloadConfig` that differ from its defaults.
-        sequences: whose keys and values there are (default: ``batch``).
+        sequences: number of sequences; with 1, the ``batch`` tokens are verified together
+            (:meth:`torch_pi2.Decoder.verify`). Default: ``batch``.
+        miss_share: of the misses that frequencies predict, how many happen. Tokens that want what the last ones wanted
+            miss less.
 
     Raises:
-        ConfigError: counts that layers cannot have, resident neurons for which there is no room, or a kernel that the
+        ConfigError: counts that layers cannot have, resident neurons that do not fit in the cache, or a kernel that the
             hardware profile does not know.
     """
     if accelerator is None:
-        hardware = without_rest(hardware)
-    none, sequences = [0] * len(shape.layers), batch if sequences is None else sequences
-    config, firsts, kept = OffloadConfig(**(offload or {})), accelerator or none, resident or none
+        hardware = without_gpu(hardware)
+    count, sequences = len(shape.layers), batch if sequences is None else sequences
+    config, firsts, kept = OffloadConfig(**(offload or {})), accelerator or [0] * count, resident or [0] * count
     for name, counts in (("hot", hot), ("accelerator", firsts), ("resident", kept)):
-        if len(counts) != len(shape.layers):
+        if len(counts) != count:
             raise ConfigError(
                 f"step_cost(..., {name})",
-                expected=f"a count for each of {len(shape.layers)} layers",
+                expected=f"a count for each of {count} layers",
                 found=str(len(counts)),
-                fix="Pass one number a layer.",
+                fix="Pass one number for each layer.",
             )
-    read_L = np.zeros(len(shape.layers))
-    slots = shape.slots
+    missed_L, whole_L, cached = np.zeros(count), [False] * count, 0.0
     if cache_bytes is not None:
-        slots = min(slots, cache_bytes // shape.place_bytes)
-        read_L = (misses or FrequencyMisses(shape)).misses(batch, slots, kept, hot, firsts)
-        streams_L = [streamed(layer, hardware, batch, h, first) for layer, h, first in zip(shape.layers, hot, firsts)]
-        share = slots / shape.slots if all(streams_L) else 0.0  # nothing that is streamed takes another's place
-    else:
-        streams_L, share = [False] * len(shape.layers), 0.0
-
-    @cache
-    def of_layer(layer: LayerShape, h: int, first: int, stays: int, missed: float, streams: bool) -> dict[str, Any]:
-        """Of layers that are the same object the same is worked out once."""
-        if streams:
-            missed = layer.slots - max(stays // layer.cluster, share * layer.slots)
-        curve = layer_curve(layer, hardware, batch, h, accelerator=first, model_bytes=shape.weight_bytes)
-        ms = dict.fromkeys(PARTS, 0.0) | {part: float(curve[part][0]) for part in TIMES}
-        kv_bytes = sequences * context * layer.kv_bytes
-        ms |= block_ms(
-            shape,
-            layer,
-            hardware,
-            tokens=batch,
-            sequences=sequences,
-            kv_bytes=kv_bytes,
-            compiled=shape.compiled,
-        )
-        row: dict[str, Any] = {"key": layer.key, "hot_neurons": h, "accelerator_neurons": first}
-        row |= {"resident_neurons": stays, "misses": missed}
-        if cache_bytes is None:
-            return row | {"reads": 0.0, "read_ms": 0.0} | ms
-        if config.lookahead:
-            ms["predictor"] *= 2  # asked early, and again
-        cold = float(curve["cold_wanted"][0])
-        reads, read_ms = _reads(shape, layer, hardware, missed, cold, stays, config)
-        ahead = ms["attention"] + ms["sdpa"] + ms["glue"]
-        before = ahead if first or config.lookahead or streams else 0.0
-        ms["io"] = _io_ms(hardware, read_ms, ms["hot"] + ms["cold"], before, config, streams)
-        ms["io"] += (cold + h - first) * hardware.store.lookup_us / 1e3
-        return row | {"reads": reads, "read_ms": sum(read_ms)} | ms
-
-    rows = [of_layer(*about) for about in zip(shape.layers, hot, firsts, kept, read_L.tolist(), streams_L, strict=True)]
+        slots = min(shape.slots, cache_bytes // shape.place_bytes)
+        missed_L = miss_share * expected_misses(shape, batch, slots, kept, hot, firsts)
+        whole_L = [reads_whole(y, hardware, batch, h, first) for y, h, first in zip(shape.layers, hot, firsts)]
+        cached = slots / shape.slots if all(whole_L) else 0.0  # then no layer takes another's place in the cache
+    rows = []
+    for layer, h, first, stays, missed, whole in zip(shape.layers, hot, firsts, kept, missed_L.tolist(), whole_L):
+        ms = dict.fromkeys(PARTS, 0.0) | ffn_ms(layer, hardware, batch, h, first, model_bytes=shape.weight_bytes)
+        ms |= block_ms(shape, layer, hardware, batch, sequences, sequences * context * layer.kv_bytes, shape.compiled)
+        reads, read_ms = 0.0, (0.0, 0.0)
+        if cache_bytes is not None:
+            if whole:
+                missed = layer.slots - max(stays // layer.cluster, cached * layer.slots)
+            wanted = cold_neurons(layer, batch, h)
+            reads, read_ms = _reads(shape, layer, hardware, missed, wanted, stays, config)
+            ms["io"] = _io_ms(hardware, read_ms, ms, whole, bool(first))
+            ms["io"] += (wanted + h - first) * hardware.store.lookup_us / 1e3
+        about = {"hot_neurons": h, "accelerator_neurons": first, "resident_neurons": stays, "misses": missed}
+        rows.append({"key": layer.key, **about, "reads": reads, "read_ms": sum(read_ms), **ms})
     total = {part: sum(row[part] for row in rows) for part in PARTS}
-    read = sum(row["misses"] * layer.cluster for row, layer in zip(rows, shape.layers, strict=True))
     total["head"] = linear_ms(hardware, shape.head_kernel, batch, shape.head_bytes, model_bytes=shape.weight_bytes)
-    memory = _memory(shape, sequences, context, cache_bytes, kept, firsts, config)
-    if hardware.accelerator is not None and hardware.accelerator.holds_rest and cache_bytes is None:
-        memory["resident"] += memory["accelerator"]  # what a GPU has the CPU keeps, too
-    return Cost(batch, total, read, rows, memory)
+    misses = sum(row["misses"] * layer.cluster for row, layer in zip(rows, shape.layers, strict=True))
+    memory = _memory(shape, hardware, sequences, context, cache_bytes, kept, firsts, config)
+    return Cost(batch, total, misses, rows, memory)
+
+
+def without_gpu(hardware: Hardware) -> Hardware:
+    """``hardware`` for a model that leaves a GPU, which would have all but cold neurons, unused."""
+    theirs = hardware.accelerator
+    return replace(hardware, accelerator=None) if theirs is not None and theirs.holds_rest else hardware
+
+
+# --- which neurons a step wants ---
+
+
+def expert_use(layer: LayerShape, batch: float) -> tuple[float, float]:
+    """Share of steps in which an expert has any of ``batch`` tokens, and how many it has then (1 and all: no expert).
+
+    Tokens are taken to be routed independently: ``1 - (1 - chosen) ** batch``.
+    """
+    share = 1 - (1 - layer.chosen) ** batch
+    return share, batch * layer.chosen / share
+
+
+def predicted_share(layer: LayerShape, tokens: float = 1) -> np.ndarray:
+    """Float64 ``[I]``: how often the predictor lets a neuron through for at least one of ``tokens`` tokens.
+
+    For one token ``recall f + q (1 - f)``, with one q for all neurons such that the mean over those from ``base_hot``
+    on is ``predicted_active`` of its card. For several, with k tokens for which the neuron fires, the share that is let
+    through for none is ``(1 - recall) ** k * (1 - q) ** (tokens - k)``; k is 0 or, where it fires for any, its mean
+    then. 1 without a predictor. Kept in the layer.
+    """
+    share: np.ndarray = layer.kept(("predicted", tokens), lambda: _predicted_share(layer, tokens))
+    return share
+
+
+def _predicted_share(layer: LayerShape, tokens: float) -> np.ndarray:
+    if layer.predictor is None:
+        return np.ones(layer.intermediate)
+    one_I, f_I, recall = layer.frequency(1), layer.frequency(tokens), layer.recall
+    cold_I = one_I[layer.base_hot :]
+    quiet = float((1 - cold_I).sum())
+    wrong = (layer.predicted_active * len(cold_I) - recall * float(cold_I.sum())) / quiet if quiet > 0 else 0.0
+    q = min(1.0, max(0.0, wrong))
+    fires_I = np.clip(tokens * one_I / np.maximum(f_I, 1e-300), 1, tokens)
+    with np.errstate(divide="ignore"):
+        missed_I = np.power(1 - recall, fires_I) * np.power(1 - q, tokens - fires_I)
+    share: np.ndarray = 1 - (1 - f_I) * (1 - q) ** tokens - f_I * missed_I
+    return share
+
+
+def cold_neurons(layer: LayerShape, batch: float, hot: int) -> float:
+    """Neurons beyond the hot ones that a step of ``batch`` tokens reads (under the exact gate: all, for their gate)."""
+    use, tokens = expert_use(layer, batch)
+    return use * float(_sums(layer, tokens)["predicted"][hot])
+
+
+def _sums(layer: LayerShape, tokens: float) -> dict[str, np.ndarray]:
+    """Sums over the neurons from h on, for each h from 0 to I. Kept in the layer.
+
+    ``predicted``: neurons that the predictor lets through for any of the tokens. ``computed``: neurons of which more
+    than the gate is read. ``pairs``: (token, row) pairs that are multiplied where neurons are cold. ``hot_down``:
+    (token, neuron) pairs whose down row is used where neurons are hot.
+    """
+    sums: dict[str, np.ndarray] = layer.kept(("sums", tokens), lambda: _new_sums(layer, tokens))
+    return sums
+
+
+def _new_sums(layer: LayerShape, tokens: float) -> dict[str, np.ndarray]:
+    every_I, one_I, first_rows = np.ones(layer.intermediate), layer.frequency(1), layer.rows - 1
+    if layer.predictor is not None:
+        computed_I, one_predicted_I = predicted_share(layer, tokens), predicted_share(layer, 1)
+        # the down rows of neurons that fire; all of them where nothing is exactly zero
+        down_I = layer.recall * one_I if layer.exact_zeros else one_predicted_I
+        pairs_I = first_rows * one_predicted_I + down_I
+    else:
+        # without exact zeros every gate counts, but for those below a threshold
+        skips = layer.exact_zeros or layer.method == Method.THRESHOLD
+        computed_I = layer.frequency(tokens) if skips else every_I
+        pairs_I = 1 + first_rows * (one_I if skips else every_I)
+    columns = {
+        "predicted": predicted_share(layer, tokens),
+        "computed": computed_I,
+        "pairs": tokens * pairs_I,
+        "hot_down": tokens * (one_I if layer.exact_zeros else every_I),
+    }
+    return {name: np.append(np.cumsum(column_I[::-1])[::-1], 0.0) for name, column_I in columns.items()}
+
+
+def expected_misses(
+    shape: ModelShape,
+    batch: int,
+    slots: int,
+    resident: Sequence[int],
+    hot: Sequence[int],
+    accelerator: Sequence[int],
+) -> np.ndarray:
+    """Float64 ``[layers]``: slots that a step of ``batch`` tokens reads with a cache of ``slots`` slots.
+
+    Every neuron is wanted independently, as often as its statistics say (hot ones in every step, the accelerator's in
+    none), and the cache has the most wanted ones, which is what ``lfu`` comes to. Real tokens repeat what the last
+    ones wanted, and miss less.
+
+    Raises:
+        ConfigError: more resident neurons than the cache has slots for.
+    """
+    wanted_L, room = [], min(slots, shape.slots)
+    for layer, count, h, first in zip(shape.layers, resident, hot, accelerator, strict=True):
+        wanted_S, (begin, end) = _wanted_slots(layer, batch, h, first), resident_slots(layer, count, first)
+        wanted_L.append(np.concatenate((wanted_S[:begin], wanted_S[end:])))
+        room -= end - begin
+    if room < 0:
+        raise ConfigError(
+            "resident neurons",
+            expected=f"at most the {slots} slots of the cache",
+            found=f"{min(slots, shape.slots) - room} slots",
+            fix="Give the cache more bytes, or keep fewer neurons resident.",
+        )
+    every = np.concatenate(wanted_L)
+    if room >= len(every):
+        return np.zeros(len(wanted_L))
+    # The cache has what is wanted more often than `least`, and the same share of each layer's slots that are wanted so.
+    least = float(np.partition(every, len(every) - room - 1)[len(every) - room - 1])
+    above, equal = int((every > least).sum()), int((every == least).sum())
+    rest = least * (1 - (room - above) / equal)
+    return np.array([float(w[w < least].sum()) + rest * float((w == least).sum()) for w in wanted_L])
+
+
+def resident_slots(layer: LayerShape, count: int, first: int) -> tuple[int, int]:
+    """The slots, from and to, of the ``count`` resident neurons after the accelerator's ``first``."""
+    begin = first // layer.cluster
+    return begin, max(begin, min(layer.slots, -(-(first + count) // layer.cluster))) if count else begin
+
+
+def _wanted_slots(layer: LayerShape, batch: int, hot: int, first: int) -> np.ndarray:
+    """Float64 ``[slots]``: share of steps in which any neuron of the slot is read."""
+    use, tokens = expert_use(layer, batch)
+    share_I = predicted_share(layer, tokens).copy()
+    share_I[:hot] = 1
+    share_I[:first] = 0
+    if layer.cluster > 1:
+        padded = np.zeros(layer.slots * layer.cluster)
+        padded[: len(share_I)] = share_I
+        share_I = 1 - np.prod(1 - padded.reshape(layer.slots, layer.cluster), axis=1)
+    wanted_S: np.ndarray = use * share_I
+    return wanted_S
+
+
+# --- what computing takes ---
+
+
+def ffn_ms(
+    layer: LayerShape,
+    hardware: Hardware,
+    batch: float,
+    hot: int,
+    accelerator: int = 0,
+    *,
+    model_bytes: float = math.inf,
+) -> dict[str, float]:
+    """Milliseconds of a layer in one step of ``batch`` tokens, by ``FFN_PARTS``.
+
+    With h hot neurons, of which an accelerator has the first a:
+
+    * ``predictor``: the rows of neurons from h on. 0 without one, and with h = I.
+    * ``hot`` and ``cold``: one call on the CPU, whose time is divided by bytes. The neurons of a to h are read in one
+      run; from h on the ones that the predictor lets through for any token are gathered (without a predictor the gate
+      rows of all and the rest of those that fire). With h = I and a = 0 it is a dense call.
+    * With an accelerator both sides work at once: ``max(accelerator, predictor + CPU)``, and not before the bytes of
+      both have come at ``shared_gb_per_s``. What the CPU's part does not hide is in ``hot``; ``merge`` is
+      ``merge_us`` a token.
+    * A GPU that holds the rest of the model (``holds_rest``) reads at its own speed, and ``merge`` is one ``merge_us``
+      wherever a < I. From so many tokens on it converts quantised neurons to 16 bits in each call.
+
+    All is multiplied by the share of steps in which an expert has tokens (:func:`expert_use`); experts share a call.
+
+    Raises:
+        ConfigError: hot neurons below ``base_hot`` or beyond I, more on the accelerator than hot, or no accelerator.
+    """
+    _check_counts(layer, hardware, hot, accelerator)
+    use, tokens = expert_use(layer, batch)
+    calls = 1 / (layer.experts * use) if layer.chosen < 1 else 1.0
+    sums, size, ours = _sums(layer, tokens), layer.intermediate, hot - accelerator
+    computed, cold_pairs, hot_down = (float(sums[name][hot]) for name in ("computed", "pairs", "hot_down"))
+    predictor_us, predictor_bytes = 0.0, 0.0
+    hot_bytes, cold_bytes, gate_bytes = float(ours * layer.neuron_bytes), 0.0, 0.0
+    if layer.predictor is None:
+        cold_bytes = computed * (layer.neuron_bytes - layer.first_row_bytes)
+        gate_bytes = float((size - hot) * layer.first_row_bytes)
+    else:
+        cold_bytes = computed * layer.neuron_bytes
+        if hot < size:
+            weights, every = (
+                (layer.rank * (layer.hidden + n) if layer.rank else layer.hidden * n) for n in (size - hot, size)
+            )
+            predictor_bytes = layer.predictor_bytes * weights / every
+            line = hardware.line("predictor", layer.predictor, tokens, model_bytes)
+            predictor_us = line.us(hot=predictor_bytes, macs=tokens * weights, calls=calls)
+    pairs = tokens * ours * (layer.rows - 1) + float(sums["hot_down"][accelerator]) - hot_down + cold_pairs
+    cpu_bytes, cpu_us = hot_bytes + cold_bytes + gate_bytes, 0.0
+    if ours == size:
+        line = hardware.line("dense", layer.kernel, tokens, model_bytes)
+        cpu_us = line.us(hot=hot_bytes, macs=pairs * layer.hidden, calls=calls)
+    elif accelerator < size:
+        line = hardware.line("sparse", layer.kernel, tokens, model_bytes)
+        cpu_us = line.us(hot=hot_bytes, cold=cold_bytes, gate=gate_bytes, macs=pairs * layer.hidden, calls=calls)
+    hot_us = cpu_us * hot_bytes / max(cpu_bytes, 1.0)
+    cold_us, merge_us, theirs = cpu_us - hot_us, 0.0, hardware.accelerator
+    if theirs is not None and (accelerator or theirs.holds_rest):
+        theirs_us = _accelerator_us(layer, hardware, tokens, accelerator)
+        if theirs.holds_rest:
+            merge_us = theirs.merge_us if accelerator < size else 0.0
+        else:
+            both = cpu_bytes + predictor_bytes + accelerator * layer.neuron_bytes
+            theirs_us, merge_us = max(theirs_us, both / theirs.shared_gb_per_s / 1e3), theirs.merge_us * tokens
+        hot_us += max(0.0, theirs_us - predictor_us - cpu_us) if accelerator else 0.0
+    us = dict(zip(FFN_PARTS, (predictor_us, hot_us, cold_us, merge_us), strict=True))
+    return {part: use * value / 1e3 for part, value in us.items()}
+
+
+def _accelerator_us(layer: LayerShape, hardware: Hardware, tokens: float, neurons: int) -> float:
+    theirs, bits = hardware.accelerator, 8 * layer.neuron_bytes / (layer.rows * layer.hidden)
+    assert theirs is not None
+    quantised = theirs.holds_rest and layer.weights in QUANTIZED
+    if quantised and tokens >= products_from(layer.weights, layer.hidden, _PRODUCT_BYTES):
+        bits += 2 * 8 * _PRODUCT_BYTES  # converted: written and read once more
+    batch = max(1, round(tokens))
+    return theirs.ffn_us(batch=batch, neurons=neurons, hidden=layer.hidden, rows=layer.rows, weight_bits=bits)
+
+
+def linear_ms(
+    hardware: Hardware, kernel: str, tokens: float, nbytes: int, *, calls: int = 1, model_bytes: float = math.inf
+) -> float:
+    """Milliseconds of linear layers of ``nbytes`` bytes in total."""
+    if nbytes == 0:
+        return 0.0
+    line = hardware.line("linear", kernel, tokens, model_bytes)
+    return line.us(hot=nbytes, macs=tokens * numbers(kernel, nbytes), calls=calls) / 1e3
+
+
+def block_ms(
+    shape: ModelShape,
+    layer: LayerShape,
+    hardware: Hardware,
+    tokens: int,
+    sequences: int,
+    kv_bytes: float,
+    compiled: bool,
+) -> dict[str, float]:
+    """Attention and glue, where a layer is the first of its block; ``kv_bytes``: what attention reads."""
+    if not layer.block:
+        return {}
+    nbytes, calls = shape.weight_bytes, layer.attention_calls
+    linears = linear_ms(
+        hardware, layer.attention_kernel, tokens, layer.attention_bytes, calls=calls, model_bytes=nbytes
+    )
+    sdpa = hardware.line("attention", shape.kv_dtype, sequences, nbytes).us(hot=kv_bytes)
+    glue = hardware.glue_us(batch=tokens, hidden=layer.hidden, compiled=compiled, model_bytes=nbytes)
+    return {"attention": linears, "sdpa": sdpa / 1e3, "glue": glue / 1e3}
+
+
+def prompt_ffn_ms(layer: LayerShape, hardware: Hardware, tokens: int, hot: int, model_bytes: float) -> float:
+    """Milliseconds of a layer for a prompt, computed sparsely in passes of 64 tokens (dense if all are hot: one)."""
+    whole, rest = divmod(tokens, constants().pass_tokens)
+    passes = [constants().pass_tokens] * whole + [rest] if hot < layer.intermediate else [tokens]
+    ms = {n: math.fsum(ffn_ms(layer, hardware, n, hot, model_bytes=model_bytes).values()) for n in set(passes) if n}
+    return math.fsum(ms.get(n, 0.0) for n in passes)
+
+
+def switch_point(shape: ModelShape, hardware: Hardware, layer: LayerShape, hot: int) -> int:
+    """From how many tokens in one call (at most 512) it is faster to compute every neuron of a layer; 0: never."""
+    at = 0
+    for tokens in reversed(_PROMPT_TOKENS):
+        every, sparse = (
+            prompt_ffn_ms(layer, hardware, tokens, n, shape.weight_bytes) for n in (layer.intermediate, hot)
+        )
+        if every > sparse:
+            break
+        at = tokens
+    return at
+
+
+# --- what reading takes ---
+
+
+def reads_whole(layer: LayerShape, hardware: Hardware, batch: int, hot: int, first: int = 0) -> bool:
+    """Whether a step of so many tokens reads the layer as a prompt does: in order, and past the cache."""
+    if hot < layer.intermediate or first or layer.experts > 1:
+        return False
+    tiles = layer.kernel.endswith("/int8") and hardware.machine.get("kernels", "").endswith("vnni")
+    return batch >= (constants().gemm_tokens if tiles else constants().stream_from)
 
 
 def _reads(
@@ -176,93 +437,67 @@ def _reads(
     resident: int,
     config: OffloadConfig,
 ) -> tuple[float, tuple[float, float]]:
-    """Reads of a layer in a step; milliseconds of the drive for cold neurons, and for hot ones.
+    """Number of reads of a layer in a step; milliseconds of the drive for cold neurons, and for hot ones.
 
-    Cold neurons are missed before hot ones, which every step wants. Slots of a store that are not far from each other
-    come with one read (csrc/engine/read_batch.h: up to ``run_bytes``, with at most ``gap_bytes`` between two). With
-    missed slots spread evenly, d of those behind the resident ones (what else is in the cache lies between them), the
-    next one is within reach with the share ``1 - (1 - d) ** (1 + gap_bytes / slot)``. What hot neurons miss lies
-    together: one stream. The store itself needs ``hardware.store.slot_us`` for each slot, which counts where the drive
-    is faster.
+    Cold neurons are missed before hot ones, which every step wants; the hot ones that are missed lie together and come
+    in one stream. Slots that are near each other come with one read (csrc/engine/read_batch.h: up to ``run_bytes``,
+    with at most ``gap_bytes`` between two): if missed slots are spread evenly, d of those that are not resident, the
+    next one is near with the share ``1 - (1 - d) ** (1 + gap_bytes / slot)``. The store itself needs ``slot_us`` for
+    each slot, which counts where the drive is faster.
     """
     if missed <= 0:
         return 0.0, (0.0, 0.0)
-    slot, read = layer.file_slot_bytes, layer.slot_bytes
-    cold = min(missed, cold_wanted)
-    hot_ms = hardware.stream_us((missed - cold) * slot) / 1e3
-    runs = (missed - cold) * slot / max(slot, config.run_bytes)
+    slot, cold = layer.file_slot_bytes, min(missed, cold_wanted)
+    hot_ms, runs = hardware.reads.stream_us((missed - cold) * slot) / 1e3, (missed - cold) * slot / config.run_bytes
     if cold <= 0:
         return runs, (0.0, hot_ms)
-    elsewhere = max(cold, layer.slots - resident / layer.cluster)
-    density, reach = cold / elsewhere, 1 + config.gap_bytes // slot
+    others = max(cold, layer.slots - resident / layer.cluster)
+    density, reach = cold / others, 1 + config.gap_bytes // slot
     near = 1 - (1 - density) ** reach
     step = sum(k * density * (1 - density) ** (k - 1) for k in range(1, reach + 1)) / near  # slots to the next one
-    nbytes = cold * (read + near * (step - 1) * slot)
-    # Where most is missed, more misses are fewer reads, each of more. As many as there are at most are counted then:
-    # their bytes are what takes time, and less is missed in no more time.
-    peak, longest = min(density, 1 / (reach + 1)), max(config.run_bytes, read)
-    reads = max(cold * (1 - density) ** reach, nbytes / longest)
-    counted = max(peak * elsewhere * (1 - peak) ** reach, reads)
-    whole = sum(y.slots * y.file_slot_bytes for y in shape.layers)
-    # Of a layer's chunks only in_flight have reads under way.
+    nbytes = cold * (layer.slot_bytes + near * (step - 1) * slot)
+    reads = max(cold * (1 - density) ** reach, nbytes / max(config.run_bytes, layer.slot_bytes))
+    # Where most is missed, more misses are fewer and longer reads. The most reads there can be are counted then, so
+    # that fewer misses never take longer.
+    peak = min(density, 1 / (reach + 1))
+    counted = max(peak * others * (1 - peak) ** reach, reads)
+    store_bytes = sum(y.slots * y.file_slot_bytes for y in shape.layers)
+    # only in_flight of a layer's chunks have reads under way
     depth = min(config.io_threads, max(1.0, counted * min(1.0, config.in_flight / constants().chunks)))
-    drive_us = hardware.read_us(counted, nbytes / counted, range_bytes=whole, depth=depth)
+    drive_us = hardware.reads.us(counted, nbytes / counted, store_bytes, depth)
     return reads + runs, (max(drive_us, cold * hardware.store.slot_us) / 1e3, hot_ms)
 
 
-def streamed(layer: LayerShape, hardware: Hardware, batch: int, hot: int, first: int = 0) -> bool:
-    """Whether a step of so many tokens reads the layer as a prompt does: in order, and past the cache."""
-    if hot < layer.intermediate or first or layer.experts > 1:
-        return False
-    tiles = layer.kernel.endswith("/int8") and hardware.machine.get("kernels", "").endswith("vnni")
-    return batch >= (constants().gemm_tokens if tiles else constants().stream_from)
-
-
 def _io_ms(
-    hardware: Hardware,
-    read_ms: tuple[float, float],
-    compute_ms: float,
-    before_ms: float,
-    config: OffloadConfig,
-    streams: bool,
+    hardware: Hardware, read_ms: tuple[float, float], ms: Mapping[str, float], whole: bool, on_accelerator: bool
 ) -> float:
     """Milliseconds by which reads make a layer longer.
 
-    A layer that is streamed is read while the one before, and what is between them, is computed: what takes longer
-    counts.
+    A layer that is read whole is read while the one before, and what is between them, is computed.
 
-    Reads of cold neurons begin when the predictor has spoken. A layer is computed in chunks in the order in
-    which they come, so that all but one of them hide behind the other side, whichever takes longer:
-    ``max(R + C / 16, C + R / 16)`` instead of ``C``, with R, the drive's time, ``read_while_computing`` times as long
-    as alone. Meanwhile computing is ``compute_while_reading`` times as slow. Without ``pipeline``: one after the other.
-    Looking neurons up (``hardware.store.lookup_us`` each) comes on top.
-    Hot neurons that are missing are read while what comes before the layer is computed (``before_ms``), if anything
-    asks for them then: constraint of papers.md 11.1, ``(1 - hit) h B / BW <= T_attention``, of which what is too long
-    counts.
-    With ``lookahead`` cold neurons are read from the layer before on, beside all that is computed until they are
-    needed (predictors are asked twice). All guesses are taken as right, as they are where layers see nearly the same
-    input: real layers gain less.
+    Otherwise reads of cold neurons begin when the predictor has spoken. A layer is computed in chunks in the order in
+    which they arrive, so that all but one of them hide behind the other side, whichever takes longer:
+    ``max(R + C / chunks, C + R / chunks)`` instead of ``C``. R, the drive's time, is ``read_while_computing`` times as
+    long as alone; meanwhile computing is ``compute_while_reading`` times as slow. With neurons on an accelerator the
+    hot neurons that are missing are read while what comes before the layer is computed.
     """
-    cold, hot = read_ms
-    if streams:
-        return max(0.0, cold + hot - before_ms - compute_ms)
-    exposed = max(0.0, hot - before_ms)
-    if cold + exposed <= 0:
+    (cold, hot), compute = read_ms, ms["hot"] + ms["cold"]
+    before = ms["attention"] + ms["sdpa"] + ms["glue"]
+    if whole:
+        return max(0.0, cold + hot - before - compute)
+    exposed = cold + max(0.0, hot - before if on_accelerator else hot)
+    if exposed <= 0:
         return 0.0
-    if not config.pipeline:
-        return cold + exposed
-    chunks, beside = constants().chunks, compute_ms
-    reading = (cold + exposed) * hardware.read_while_computing
-    late = max(reading + compute_ms / chunks, compute_ms + reading / chunks) - compute_ms
-    if config.lookahead:
-        reading, beside = (cold + hot) * hardware.read_while_computing, before_ms + compute_ms
-        late = max(0.0, reading - beside)
-    return late + (hardware.compute_while_reading - 1) * min(beside, reading)
+    chunks, slower = constants().chunks, hardware.interference
+    reading = exposed * slower.read_while_computing
+    late = max(reading + compute / chunks, compute + reading / chunks) - compute
+    return late + (slower.compute_while_reading - 1) * min(compute, reading)
 
 
 def _memory(
     shape: ModelShape,
-    batch: int,
+    hardware: Hardware,
+    sequences: int,
     context: int,
     cache_bytes: int | None,
     resident: Sequence[int],
@@ -271,12 +506,15 @@ def _memory(
 ) -> dict[str, int]:
     """See :class:`Cost`."""
     theirs = sum(n * layer.neuron_bytes for n, layer in zip(accelerator, shape.layers, strict=True))
-    budget = shape.budget(cache_bytes or 0, batch=batch, context=context, config=config)
+    budget = shape.budget(cache_bytes or 0, batch=sequences, context=context, config=config)
     parts = {"fixed": budget.fixed, "predictors": budget.predictors, "kv": budget.kv}
     if cache_bytes is None:
         every = sum(layer.intermediate * layer.neuron_bytes for layer in shape.layers)
-        return parts | {"resident": every - theirs, "cold": 0, "staging": 0, "tables": 0, "accelerator": theirs}
-    stays = min(budget.cache, resident_slots(shape, resident, accelerator) * budget.slot)
+        gpu = hardware.accelerator is not None and hardware.accelerator.holds_rest
+        ours = every if gpu else every - theirs  # the CPU keeps what a GPU has
+        return parts | {"resident": ours, "cold": 0, "staging": 0, "tables": 0, "accelerator": theirs}
+    ranges = [resident_slots(*of) for of in zip(shape.layers, resident, accelerator, strict=True)]
+    stays = min(budget.cache, sum(end - begin for begin, end in ranges) * budget.slot)
     return parts | {
         "resident": stays,
         "cold": budget.cache - stays,
@@ -285,3 +523,20 @@ def _memory(
         "tables": budget.total - budget.smallest - budget.cache + budget.neuron_tables,
         "accelerator": theirs,
     }
+
+
+def _check_counts(layer: LayerShape, hardware: Hardware, hot: int, first: int) -> None:
+    if not layer.base_hot <= hot <= layer.intermediate:
+        raise ConfigError(
+            f"hot neurons of {layer.key}",
+            expected=f"{layer.base_hot} to {layer.intermediate}",
+            found=str(hot),
+            fix="The plan's n_hot is the least: there is no predictor for the neurons before it.",
+        )
+    if not 0 <= first <= (hot if hardware.accelerator is not None else 0):
+        raise ConfigError(
+            f"neurons of {layer.key} on an accelerator",
+            expected="0, as this machine has none" if hardware.accelerator is None else f"0 to the {hot} hot ones",
+            found=str(first),
+            fix="An accelerator computes hot neurons only. Plan for a machine with one, or leave it out.",
+        )

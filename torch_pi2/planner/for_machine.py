@@ -1,36 +1,52 @@
-"""``plan_for``: the plan of an optimised model for one machine; PowerInfer-2's hardware plan, solved."""
+"""``plan_for``: how a model runs on one machine, by the number of sequences; PowerInfer-2's hardware plan, solved.
+
+For each batch size a neuron is hot if a large enough share of steps wants it. A few shares are tried, from none beyond
+what the layers need to all neurons, and the one with the fastest predicted step (:mod:`torch_pi2.planner.cost`) is
+taken. In memory that is nearly always the usual share. Over a store it finds the one case that measures a gain
+(docs/RESULTS.md): where the union of what a batch wants is expected to be large, a layer is read whole.
+
+An accelerator's memory, which all batch sizes share, is divided among layers by an integer program over the same times
+(:mod:`torch_pi2.planner.integer_program`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 from torch import nn
 
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.progress import bar
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.errors import CalibrationError, ConfigError
+from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
-from torch_pi2.observe.accesses import Accesses
-from torch_pi2.ops.constants import lists
-from torch_pi2.planner.misses import MissCurve, ReplayMisses
-from torch_pi2.planner.model_shape import ModelShape
-from torch_pi2.planner.request import BATCHES
-from torch_pi2.planner.solve import solve
+from torch_pi2.ops.constants import constants
+from torch_pi2.planner.cost import cold_neurons, expert_use, ffn_ms, switch_point, without_gpu
+from torch_pi2.planner.integer_program import choose
+from torch_pi2.planner.model_shape import LayerShape, ModelShape
+from torch_pi2.planner.request import BATCHES, Counts, Request, check
+from torch_pi2.rewrite.gpu import neuron_bytes
 from torch_pi2.rewrite.handle import parts_of, stored_stats
-from torch_pi2.types.machine_plan import HardwarePlan
+from torch_pi2.types.machine_plan import ACCELERATOR_CHUNK, Bucket, HardwarePlan, PromptPlan
 from torch_pi2.types.method import Method
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.stats import ActivationStats
 
-#: Steps of recorded accesses that are replayed for each question: enough for hit rates, in seconds even for 7B.
-_REPLAYED = 64
-#: Policies that plans do not choose: they do not follow what is wanted.
-_NO_CACHE = ("static", "none")
+#: Shares of steps from which on a neuron is hot, the usual one first. 0: all neurons; above 1: none.
+HOT_SHARES = (0.5, 0.0, 0.05, 0.1, 0.2, 0.35, 0.75, 0.9, 1.1)
+#: The usual share is taken if it is slower by less than this: predictions are not more exact.
+_NEAR = 0.02
+#: Hot neurons are a multiple of this (runs of neurons are then whole pages), or all.
+_STEP = 64
+#: A layer with at least this share of its neurons hot has all of them hot: one long read instead of many.
+_WHOLE = 0.9
 
 
 @checked
@@ -44,10 +60,10 @@ def plan_for(
     accelerator_memory: float | str = 0,
     batches: Sequence[int] = BATCHES,
     context: int = 1024,
-    accesses: Accesses | str | Path | None = None,
+    min_recall: float | None = None,
+    fixed_hot_set: bool = False,
     compiled: bool = True,
     progress: bool = False,
-    **quality: Any,
 ) -> Plan:
     """The model's plan with a part for ``hardware``: what is hot, resident and cached for each number of sequences.
 
@@ -56,52 +72,68 @@ def plan_for(
         torch_pi2.follow(model, torch_pi2.plan_for(model, "measured"))
 
     Args:
-        model: optimised or loaded, in memory or over a store; it is left as it is.
+        model: optimised or loaded, in memory or over a store; it is not changed.
         hardware: ``measured`` (``torch-pi2 doctor --measure``), a preset (``sm8650-ufs4.0``), a file, or a profile.
         stats: how often neurons fire (default: those that the model was optimised with, or its folder has).
         budget: bytes of memory (or ``"2.5GiB"``) of a model over a store; None: everything is in memory.
         accelerator_memory: for hot neurons there.
-        batches: numbers of sequences to plan for. context: tokens of each that memory has room for.
-        accesses: of :class:`torch_pi2.record_accesses`: what the cache misses is then replayed, not estimated.
-        compiled: whether steps are going to be (:class:`~torch_pi2.decode.decoder.Decoder`).
-        progress: a line on standard error, on terminals only, if it takes over two seconds.
-        quality: ``min_recall``, ``one_boundary``: see :func:`torch_pi2.planner.solve.solve`.
+        batches: numbers of sequences to plan for. context: tokens of each sequence that memory is planned for.
+        min_recall: the least share of firing neurons that is computed at every batch size: hot neurons count in full,
+            others as their predictors find them.
+        fixed_hot_set: the same hot neurons at all batch sizes, so that results do not depend on the batch even where
+            predictors miss some.
+        compiled: whether decoding steps will be compiled (:class:`torch_pi2.Decoder`).
+        progress: show a bar on standard error (in terminals) if planning takes over two seconds.
 
     Raises:
         CalibrationError: there are no statistics.
-        ConfigError: the model is dense, no such hardware, a budget that cannot be met (the least that can is named), or
-            settings that make no sense, ``min_recall`` with statistics that do not see what predictors miss among them.
-        UnsupportedModelError: memory of an accelerator for neurons of two formats, which it cannot have.
+        ConfigError: the model is dense, no such hardware, a budget that is too small (the smallest that is enough is
+            named), ``min_recall`` with statistics that do not see what predictors miss, or other settings that make no
+            sense.
+        UnsupportedModelError: accelerator memory for neurons of two formats, which it cannot have.
     """
-    parts = parts_of(model)
-    found = stats or parts.stats or stored_stats(model)
-    if found is None:
+    state = parts_of(model)
+    known = stats or state.stats or stored_stats(model)
+    if known is None:
         raise CalibrationError(
             f"planning a {type(model).__name__}",
             expected="statistics: how often neurons fire decides which are hot",
             found="none",
             fix="Pass stats=: of torch_pi2.profile, torch_pi2.watch or torch_pi2.observe.watched.watched_stats.",
         )
-    machine = hardware if isinstance(hardware, Hardware) else find_hardware(hardware)
-    base = free(parts.plan)
-    shape = ModelShape.of(model, found, base, compiled=compiled)
-    check_recall(shape, found, quality.get("min_recall"))
-    solved = solve(
+    base = without_hot(state.plan)
+    shape = ModelShape.of(model, known, base, compiled=compiled)
+    check_recall(shape, known, min_recall)
+    request = Request(
         shape,
-        machine,
-        budget_bytes=None if budget is None else parse_bytes(budget),
-        accelerator_bytes=parse_bytes(accelerator_memory),
-        batches=batches,
-        context=context,
-        misses=None if accesses is None else replayed(accesses, shape),
-        progress=progress,
-        **quality,
+        hardware if isinstance(hardware, Hardware) else find_hardware(hardware),
+        None if budget is None else parse_bytes(budget),
+        parse_bytes(accelerator_memory),
+        batches,
+        context,
+        min_recall,
+        fixed_hot_set,
     )
-    return with_hardware(base, solved)
+    return with_hardware(base, solve(request, progress=progress))
+
+
+def without_hot(plan: Plan) -> Plan:
+    """``plan`` with no hot neurons in ``exact`` layers, where they change no bit and need no predictor's rows."""
+    layers = [replace(layer, n_hot=0) if layer.method == Method.EXACT else layer for layer in plan.layers]
+    return Plan(layers, plan.model_hash, dict(plan.made_by))
+
+
+def with_hardware(plan: Plan, hardware: HardwarePlan) -> Plan:
+    """``plan`` with ``hardware`` as its part for a machine; ``exact`` layers get the fewest hot of all buckets."""
+    layers = []
+    for index, layer in enumerate(plan.layers):
+        fewest = min(bucket.hot[index] for bucket in hardware.buckets)
+        layers.append(replace(layer, n_hot=fewest) if layer.method == Method.EXACT else layer)
+    return Plan(layers, plan.model_hash, plan.made_by | {"planner": hardware.made_for["planner"]}, hardware)
 
 
 def check_recall(shape: ModelShape, stats: ActivationStats, min_recall: float | None) -> None:
-    """Raises ConfigError: a floor of recall, and ``stats`` that were watched: what predictors miss is not in them."""
+    """Raises ConfigError: ``min_recall`` with statistics that were watched, which do not see what predictors miss."""
     predicted = any(layer.predictor is not None for layer in shape.layers)
     if min_recall is not None and predicted and stats.made_by.get("watched"):
         raise ConfigError(
@@ -112,29 +144,203 @@ def check_recall(shape: ModelShape, stats: ActivationStats, min_recall: float | 
         )
 
 
-def replayed(accesses: Accesses | str | Path, shape: ModelShape) -> Mapping[str, MissCurve]:
-    """By policy of the cache, what it would have missed of ``accesses``."""
-    recorded = accesses if isinstance(accesses, Accesses) else Accesses.load(accesses)
-    return {
-        policy: ReplayMisses(recorded, shape, policy, passes=_REPLAYED)
-        for policy in lists().policies
-        if policy not in _NO_CACHE
-    }
+def plannable_gpu_bytes(model: nn.Module, hardware: Hardware, gpu_bytes: int) -> int:
+    """How many of ``gpu_bytes`` a plan for ``hardware`` divides among neurons of ``model``.
+
+    0, if the profile was measured without a GPU, or layers have thresholds or are experts, whose neurons may not be
+    hot. What else a neuron has (biases, its order) is subtracted: a plan counts rows alone.
+    """
+    theirs, layers = hardware.accelerator, sparse_layers(model)
+    never_hot = any(layer.method == Method.THRESHOLD or layer.site.experts is not None for layer in layers)
+    if theirs is None or not theirs.holds_rest or never_hot:
+        return 0
+    beside = sum(neuron_bytes(layer) * layer.site.intermediate - layer.neuron_rows.nbytes for layer in layers)
+    return max(0, min(gpu_bytes - beside, theirs.memory_bytes))
 
 
-def free(plan: Plan) -> Plan:
-    """``plan`` with no neuron hot in layers where that changes no bit: of methods without a predictor but ``dense``."""
-    layers = [replace(layer, n_hot=0) if layer.method == Method.EXACT else layer for layer in plan.layers]
-    return Plan(layers, plan.model_hash, dict(plan.made_by))
+def min_acceptance_rate(passes: Mapping[int, float], guesses: int) -> float | None:
+    """The probability of a right guess from which on so many guesses a pass give more tokens per time than steps do.
+
+    With a of the guesses right, each if those before it are, a pass gives ``1 + a + ... + a^guesses`` tokens (Leviathan
+    et al., arXiv 2211.17192, equation 1), and takes ``passes[guesses + 1]`` steps. None: not even if all are right.
+    """
+    steps, low, high = passes[guesses + 1], 0.0, 1.0
+    if steps > guesses + 1:
+        return None
+    for _ in range(20):
+        rate = (low + high) / 2
+        low, high = (rate, high) if sum(rate**i for i in range(guesses + 1)) < steps else (low, rate)
+    return high
 
 
-def with_hardware(plan: Plan, hardware: HardwarePlan, stats: ActivationStats | None = None) -> Plan:
-    """``plan`` for a machine, of ``stats``; ``n_hot``: those of the bucket with the fewest, where it may change."""
-    layers = []
-    for index, layer in enumerate(plan.layers):
-        fewest = min(bucket.hot[index] for bucket in hardware.buckets)
-        layers.append(replace(layer, n_hot=fewest) if layer.method == Method.EXACT else layer)
-    made_by = plan.made_by | {"planner": hardware.made_for["planner"]}
-    if stats is not None:
-        made_by["stats"] = stats.made_by
-    return Plan(layers, plan.model_hash, made_by, hardware)
+def solve(request: Request, *, progress: bool = False) -> HardwarePlan:
+    """The plan for a machine. The same request gives the same plan.
+
+    Raises:
+        ConfigError: a budget that is too small, a recall that cannot be reached (with the highest that can), or
+            settings that make no sense. UnsupportedModelError: accelerator memory for neurons of two formats.
+    """
+    check(request)
+    plans: dict[int, tuple[Counts, Counts]] = {}
+    if request.accelerator_bytes:
+        plans = _with_accelerator(request)
+    else:
+        for group in bar(request.groups, "plan, batch sizes", progress, delay=2):
+            hot = _hot(request, group)
+            plans |= dict.fromkeys(group, (hot, ()))
+    none = (0,) * len(request.shape.layers)
+    buckets = []
+    for batch, (hot, accelerator) in plans.items():
+        resident = request.resident(batch, accelerator)
+        ms = request.cost(batch, hot, accelerator, resident).ms
+        buckets.append(Bucket(batch, hot, accelerator or none, resident, request.cache_bytes(batch), ms))
+    settings = {"batches": list(request.batches), "min_recall": request.min_recall}
+    hardware, last = request.hardware, buckets[-1]
+    return HardwarePlan(
+        made_for={
+            "hardware": hardware.name,
+            "hash": hardware.hash,
+            "source": hardware.source,
+            "planner": "cost model",
+            "settings": settings | {"fixed_hot_set": request.fixed_hot_set},
+        },
+        budget_bytes=request.budget_bytes,
+        accelerator_bytes=request.accelerator_bytes,
+        context=request.context,
+        buckets=tuple(buckets),
+        prompt=PromptPlan(_dense_from(request, last), constants().prompt_tokens),
+        offload=dict(request.offload) if request.stored else {},
+        threads=_threads(request.used, request.stored),
+        cluster=request.shape.layers[0].cluster,
+        passes=request.pass_steps(buckets[0]),
+    )
+
+
+def hot_count(layer: LayerShape, batch: int, share: float, step: int = _STEP) -> int:
+    """Neurons that at least ``share`` of the steps of ``batch`` sequences want: ``base_hot``, a multiple, or all.
+
+    ``base_hot`` where hot neurons are part of the method (dense, threshold), and for experts, of which none are.
+    """
+    if layer.method in (Method.DENSE, Method.THRESHOLD) or layer.experts > 1 or layer.chosen < 1:
+        return layer.base_hot
+    wanted = int((layer.frequency(batch) >= share).sum())
+    if wanted >= _WHOLE * layer.intermediate:
+        return layer.intermediate
+    return max(layer.base_hot, wanted // step * step)
+
+
+def _candidates(request: Request, group: Sequence[int], step: int = _STEP) -> list[Counts]:
+    """Hot neurons by share, the usual one first, that meet the floor of recall. Each once."""
+    by_share = [tuple(hot_count(y, group[0], share, step) for y in request.shape.layers) for share in HOT_SHARES]
+    candidates = list(dict.fromkeys(by_share))
+    if request.min_recall is None:
+        return candidates
+    good = [hot for hot in candidates if all(recall(request.shape, b, hot) >= request.min_recall for b in group)]
+    if not good:
+        most = {b: max(recall(request.shape, b, hot) for hot in candidates) for b in group}
+        batch = min(most, key=lambda b: most[b])
+        raise ConfigError(
+            f"recall at batch {batch}",
+            expected=f"at most {int(most[batch] * 1e4) / 1e4:.4f}, with every neuron hot that may be",
+            found=f"{request.min_recall:g}",
+            fix="Ask for less, or fit predictors with a higher target_recall.",
+        )
+    return good
+
+
+def recall(shape: ModelShape, batch: int, hot: Counts) -> float:
+    """The share of firing neurons that is computed, in the whole model: hot ones, and what predictors find."""
+    computed = fired = 0.0
+    for layer, h in zip(shape.layers, hot, strict=True):
+        use, tokens = expert_use(layer, batch)
+        f_I = use * layer.frequency(tokens)
+        computed += float(f_I[:h].sum() + (layer.recall if layer.predictor else 1.0) * f_I[h:].sum())
+        fired += float(f_I.sum())
+    return computed / fired if fired else 1.0
+
+
+def _hot(request: Request, group: tuple[int, ...]) -> Counts:
+    """The hot neurons with the fastest steps, or the usual ones if they are hardly slower."""
+    candidates = _candidates(request, group)
+    ms = {hot: sum(request.cost(b, hot, (), request.resident(b, ())).total_ms / b for b in group) for hot in candidates}
+    best = min(candidates, key=lambda hot: ms[hot])
+    return candidates[0] if ms[candidates[0]] <= (1 + _NEAR) * ms[best] else best
+
+
+# --- an accelerator ---
+
+
+def _with_accelerator(request: Request) -> dict[int, tuple[Counts, Counts]]:
+    """By batch size, hot neurons and those of them on the accelerator.
+
+    Its memory holds the same neurons at all batch sizes. A GPU, which has the rest of the model, computes them at every
+    batch size; an NPU computes fewer where that is faster.
+    """
+    layers, theirs = request.shape.layers, request.hardware.accelerator
+    assert theirs is not None
+    firsts = [_chunks(layer) for layer in layers]
+    # by group and layer: for each number of chunks there, milliseconds, hot neurons, and neurons there
+    options: list[list[list[tuple[float, int, int]]]] = []
+    for group in request.groups:
+        hots = [set(counts) for counts in zip(*_candidates(request, group, ACCELERATOR_CHUNK), strict=True)]
+        options.append([])
+        for layer, counts, hot in zip(layers, firsts, hots, strict=True):
+            line = [_fastest(request, layer, group, n, hot) for n in counts]
+            if not theirs.holds_rest:
+                line = [min(line[: n + 1]) for n in range(len(line))]
+            options[-1].append(line)
+    costs = [np.sum([[ms for ms, _, _ in lines[i]] for lines in options], axis=0).tolist() for i in range(len(layers))]
+    sizes = [[n * layer.neuron_bytes for n in counts] for layer, counts in zip(layers, firsts, strict=True)]
+    picked = choose(costs, sizes, request.accelerator_bytes)
+    plans: dict[int, tuple[Counts, Counts]] = {}
+    for group, lines in zip(request.groups, options, strict=True):
+        chosen = [line[n] for line, n in zip(lines, picked, strict=True)]
+        plans |= dict.fromkeys(group, (tuple(h for _, h, _ in chosen), tuple(n for _, _, n in chosen)))
+    return plans
+
+
+def _chunks(layer: LayerShape) -> list[int]:
+    """Numbers of neurons that an accelerator may have: whole chunks, or all; none of experts and with thresholds."""
+    if layer.experts > 1 or layer.chosen < 1 or layer.method == Method.THRESHOLD:
+        return [0]
+    return [*range(0, layer.intermediate, ACCELERATOR_CHUNK), layer.intermediate]
+
+
+def _fastest(
+    request: Request, layer: LayerShape, group: Sequence[int], first: int, hots: Collection[int]
+) -> tuple[float, int, int]:
+    """With ``first`` neurons on the accelerator: milliseconds a token of ``group``, and the hot count with these."""
+
+    def ms(hot: int) -> float:
+        total = 0.0
+        for batch in group:
+            step = ffn_ms(layer, request.hardware, batch, hot, first, model_bytes=request.shape.weight_bytes)
+            missed = 1 - request.slots(batch) / request.shape.slots
+            wanted = (hot - first + cold_neurons(layer, batch, hot)) / layer.cluster
+            total += (math.fsum(step.values()) + missed * wanted * request.read_ms) / batch
+        return total
+
+    return min((ms(hot), hot, first) for hot in {max(hot, first) for hot in hots})
+
+
+# --- prompts and threads ---
+
+
+def _dense_from(request: Request, last: Bucket) -> Counts:
+    """By layer, the length from which on prompts are computed dense; longer than any step. ``last``: largest bucket."""
+    hardware, shape = without_gpu(request.hardware), request.shape
+    found = [switch_point(shape, hardware, layer, hot) for layer, hot in zip(shape.layers, last.hot, strict=True)]
+    return tuple(max(at, last.batch + 1) if at else 0 for at in found)
+
+
+def _threads(hardware: Hardware, stored: bool) -> dict[str, int]:
+    """Cores that compute, and cores that only read.
+
+    Where all cores compute, threads that wait for reads share theirs (``io`` 0). A machine with more cores than it
+    computes with gives one to I/O; so does a phone, whose storage has one queue (an accelerator beside the CPU, as
+    PowerInfer-2, arXiv 2406.06282, section 4.3).
+    """
+    if not stored or hardware.cores > hardware.threads:
+        return {"compute": hardware.threads, "io": int(stored)}
+    alone = hardware.accelerator is not None and hardware.threads > 1
+    return {"compute": hardware.threads - alone, "io": int(alone)}

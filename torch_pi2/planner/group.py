@@ -24,11 +24,9 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.link import Link
 from torch_pi2.ops.constants import chunk_neurons
-from torch_pi2.planner.choices import Choice
 from torch_pi2.planner.cost import Cost
-from torch_pi2.planner.misses import MissCurve
 from torch_pi2.planner.model_shape import LayerShape, ModelShape, numbers
-from torch_pi2.planner.request import Task
+from torch_pi2.planner.request import Request
 from torch_pi2.types.shard import MOST_RANKS
 
 if TYPE_CHECKING:
@@ -119,7 +117,6 @@ def deal_out(
     *,
     batch: int = 1,
     context: int = 1024,
-    misses: Any = None,
     costs: dict[Any, Any] | None = None,
 ) -> list[Dealt]:
     """``shape`` dealt out to ``members`` in each way that is possible, the fastest step of ``batch`` tokens first.
@@ -130,8 +127,7 @@ def deal_out(
     Layers: one machine after another computes, and hands on hidden states. Blocks of the same sizes count as alike.
 
     Args:
-        misses: of what a machine computes, what its cache lacks (default: by the frequencies of its neurons).
-        costs: what calls for this shape, batch, context and misses have found, and this one adds to.
+        costs: what calls for this shape, batch and context have found, and this one adds to.
 
     Raises:
         ConfigError: not 2 to 64 machines, a link that makes no sense, or no way in which every machine has memory for
@@ -148,7 +144,7 @@ def deal_out(
             found=f"{len(members)}, {link.mbit_per_s:g} Mbit/s, {link.exchange_us:g} us",
             fix="Correct the description.",
         )
-    asked = _Asked(shape, tuple(members), link, batch, context, misses, {} if costs is None else costs)
+    asked = _Asked(shape, tuple(members), link, batch, context, {} if costs is None else costs)
     by_chunk = all(layer.experts == 1 for layer in shape.layers)  # experts' sums are by machine in any case
     attention = ATTENTION if _divisible(shape, len(members)) else ATTENTION[:1]
     ways = [_neurons(asked, way, of) for way in WAYS[:2] if by_chunk or way == "ranks" for of in attention]
@@ -176,7 +172,6 @@ class _Asked:
     link: Link
     batch: int = 1
     context: int = 1024
-    misses: Callable[[ModelShape], MissCurve] | None = None
     costs: dict[Any, Any] = field(default_factory=dict)
 
     def cost(self, member: int, what: Any, part: Callable[[], ModelShape]) -> Cost | None:
@@ -184,17 +179,10 @@ class _Asked:
         machine, key = self.members[member], self._key(member, what)
         if key not in self.costs:
             own = part()
-            task = Task(
-                own,
-                machine.hardware,
-                budget_bytes=machine.budget_bytes,
-                batches=(self.batch,),
-                context=self.context,
-                misses=None if self.misses is None else self.misses(own),
-            )
-            hot = tuple(layer.base_hot for layer in task.shape.layers)
-            fits = machine.budget_bytes is None or machine.budget_bytes >= task.smallest()
-            self.costs[key] = task.cost(self.batch, Choice(hot, (0,) * len(hot))) if fits else None
+            request = Request(own, machine.hardware, machine.budget_bytes, batches=(self.batch,), context=self.context)
+            hot = tuple(layer.base_hot for layer in own.layers)
+            fits = machine.budget_bytes is None or machine.budget_bytes >= request.smallest()
+            self.costs[key] = request.cost(self.batch, hot) if fits else None
         found: Cost | None = self.costs[key]
         return found
 

@@ -140,11 +140,6 @@ class LayerShape:
         """From one slot to the next in a store's file."""
         return self.stored_bytes or slot_bytes(self.cluster * self.neuron_bytes)
 
-    def with_cluster(self, cluster: int) -> LayerShape:
-        """The layer in a store of slots of ``cluster`` neurons, aligned as ``pack`` does."""
-        entry = replace(self, cluster=cluster, stored_bytes=0).entry(0)
-        return replace(self, cluster=cluster, stored_bytes=0, slot_bytes=place_bytes([entry], OffloadConfig()))
-
     def entry(self, layer: int) -> LayerEntry:
         """What a store's superblock says of it (offsets are 0)."""
         fields = format_fields(self.weights, self.hidden) | {"row_bytes": self.first_row_bytes}
@@ -210,10 +205,6 @@ class ModelShape:
     def place_bytes(self) -> int:
         """What a slot takes in the cache of a store: as much for all layers."""
         return max(layer.slot_bytes for layer in self.layers)
-
-    def with_cluster(self, cluster: int) -> ModelShape:
-        """The model in a store of slots of ``cluster`` neurons."""
-        return replace(self, layers=tuple(layer.with_cluster(cluster) for layer in self.layers))
 
     def budget(self, cache_bytes: int, *, batch: int, context: int, config: OffloadConfig) -> Budget:
         """What a model over a store with such a cache takes, by the arithmetic of :mod:`torch_pi2.decode.budget`.

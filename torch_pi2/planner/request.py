@@ -1,36 +1,40 @@
-"""``Task``: what a plan is made for, its budgets in slots and bytes, and the predicted time of what it might say."""
+"""``Request``: what a plan is made for, its budgets in slots and bytes, and the predicted time of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from torch_pi2.decode.decoder import VERIFIED
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.formats import has_two_formats
-from torch_pi2.planner.choices import Choice, resident_counts
-from torch_pi2.planner.cost import Cost, step_cost
-from torch_pi2.planner.drive import offload_settings
-from torch_pi2.planner.layer_cost import without_rest
-from torch_pi2.planner.misses import FrequencyMisses, MissCurve, resident_slots
+from torch_pi2.planner.cost import Cost, step_cost, without_gpu
 from torch_pi2.planner.model_shape import ModelShape
-from torch_pi2.types.machine_plan import Bucket, HardwarePlan, PromptPlan
+from torch_pi2.types.machine_plan import Bucket
 from torch_pi2.types.offload import OffloadConfig
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware
 
-#: Sizes that are planned for unless others are asked for.
+#: Batch sizes that are planned for by default.
 BATCHES = (1, 2, 4, 8, 16)
-_ROUNDING = 1e-9
+#: The share of the cache that is never evicted, as measured for ``lfu`` (:class:`torch_pi2.OffloadConfig`).
+_RESIDENT_SHARE = 0.25
+#: Reads over which a rate is averaged: enough for any depth.
+_READS = 4096
+_SECTOR, _LONGEST_RUN, _LONGEST_GAP = 4096, 1 << 20, 1 << 18
+#: The share of the best bandwidth that is enough for the longest read.
+_ENOUGH = 0.9
+
+#: Neurons by layer.
+Counts = tuple[int, ...]
 
 
 @dataclass
-class Task:
-    """What is planned for: see :func:`torch_pi2.planner.solve.solve`.
-
-    ``misses``: by policy of the cache (one curve alone may be given); empty: from frequencies.
-    """
+class Request:
+    """What is planned for; see :func:`plan_for`. ``miss_share``: see :func:`torch_pi2.planner.cost.step_cost`."""
 
     shape: ModelShape
     hardware: Hardware
@@ -38,223 +42,204 @@ class Task:
     accelerator_bytes: int = 0
     batches: Sequence[int] = BATCHES
     context: int = 1024
-    misses: Any = None
     min_recall: float | None = None
-    one_boundary: bool = False
-    weights: Mapping[int, float] = field(default_factory=dict)
-    offload: dict[str, Any] = field(default_factory=dict)
-    progress: bool = False
+    fixed_hot_set: bool = False
+    miss_share: float = 1.0
+    _slots: dict[int, int] = field(default_factory=dict, init=False, repr=False)
     _costs: dict[Any, Cost] = field(default_factory=dict, init=False, repr=False)
-    _frequency: MissCurve | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check_batches(self)
+        if not self.batches or not all(type(b) is int and b >= 1 for b in self.batches):
+            raise _refused("batches", "batch sizes of 1 or more", self.batches)
         self.batches = tuple(sorted(set(self.batches)))
-        if self.misses is None or not self.stored:
-            self.misses = {}
-        elif not isinstance(self.misses, Mapping):
-            self.misses = {getattr(self.misses, "policy", OffloadConfig().policy): self.misses}
-        self.offload = dict(self.offload or offload_settings(self.shape, self.hardware, next(iter(self.misses), "")))
-
-    @property
-    def used(self) -> Hardware:
-        """The machine, without what has no memory for the model."""
-        return self.hardware if self.accelerator_bytes else without_rest(self.hardware)
 
     @property
     def stored(self) -> bool:
         return self.budget_bytes is not None
 
     @property
-    def curve(self) -> MissCurve:
-        """Misses of the policy that is planned for."""
-        if self._frequency is None:
-            self._frequency = FrequencyMisses(self.shape)
-        found: MissCurve = self.misses.get(self.offload["policy"], self._frequency)
-        return found
+    def used(self) -> Hardware:
+        """The machine, without a GPU that has no memory for the model."""
+        return self.hardware if self.accelerator_bytes else without_gpu(self.hardware)
+
+    @cached_property
+    def offload(self) -> dict[str, Any]:
+        return read_settings(self.shape, self.hardware)
+
+    @property
+    def groups(self) -> list[tuple[int, ...]]:
+        """Batch sizes that have the same hot neurons."""
+        return [tuple(self.batches)] if self.fixed_hot_set else [(batch,) for batch in self.batches]
+
+    @cached_property
+    def read_ms(self) -> float:
+        """Milliseconds of one more slot that is read while others are, with computing beside it; 0 in memory."""
+        us = _read_us(self.shape, self.hardware, self.shape.place_bytes) if self.stored else 0.0
+        return us * self.hardware.interference.read_while_computing / 1e3
 
     def smallest(self) -> int:
-        """The least budget that every batch size accepts: all but neurons, which then all come from flash."""
+        """The smallest budget that is enough for every batch size: all but neurons, which are then read from flash."""
         config = OffloadConfig(**self.offload)
         return max(self.shape.budget(0, batch=b, context=self.context, config=config).smallest for b in self.batches)
 
     def slots(self, batch: int) -> int:
-        """Of the cache: what is left of the budget, 0 or more."""
+        """Slots of the cache that the budget leaves."""
         if self.budget_bytes is None:
             return self.shape.slots
-        empty = self.shape.budget(0, batch=batch, context=self.context, config=OffloadConfig(**self.offload))
-        one = empty.in_slots(1)
-        return max(0, min(self.shape.slots, (self.budget_bytes - empty.smallest) // one))
+        if batch not in self._slots:
+            empty = self.shape.budget(0, batch=batch, context=self.context, config=OffloadConfig(**self.offload))
+            room = (self.budget_bytes - empty.smallest) // empty.in_slots(1)
+            self._slots[batch] = max(0, min(self.shape.slots, room))
+        return self._slots[batch]
 
     def cache_bytes(self, batch: int) -> int:
         return self.slots(batch) * self.shape.place_bytes if self.stored else 0
 
-    def cost(self, batch: int, choice: Choice, resident: Sequence[int] | None = None) -> Cost:
-        """A step, predicted; answers are kept."""
-        key = (batch, choice, tuple(resident or ()), self.offload["policy"])
+    def cost(self, batch: int, hot: Counts, accelerator: Counts = (), resident: Counts = ()) -> Cost:
+        """A step, predicted. Answers are kept."""
+        key = (batch, hot, accelerator, resident)
         if key not in self._costs:
-            self._costs[key] = step_cost(
-                self.shape,
-                self.used,
-                batch=batch,
-                hot=choice.hot,
-                accelerator=choice.accelerator,
-                resident=resident,
-                cache_bytes=self.cache_bytes(batch) if self.stored else None,
-                misses=self.curve if self.stored else None,
-                context=self.context,
-                offload=self.offload,
-            )
+            self._costs[key] = self._cost(*key)
         return self._costs[key]
 
-    def resident(self, batch: int, choice: Choice, share: float) -> tuple[int, ...]:
-        """The most wanted neurons, in so much of the cache; none in memory."""
-        none = (0,) * len(self.shape.layers)
-        if not self.stored:
-            return none
-        slots = self.slots(batch)
-        for room in range(int(share * slots), 0, -max(1, len(none))):  # whole clusters may take a slot more a layer
-            found = resident_counts(self.shape, batch, choice, room)
-            if resident_slots(self.shape, found, choice.accelerator) <= slots:
-                return found
-        return none
+    def _cost(
+        self, batch: int, hot: Counts, accelerator: Counts, resident: Counts, sequences: int | None = None
+    ) -> Cost:
+        return step_cost(
+            self.shape,
+            self.used,
+            batch=batch,
+            hot=hot,
+            accelerator=accelerator or None,
+            resident=resident or None,
+            cache_bytes=self.cache_bytes(sequences or batch) if self.stored else None,
+            context=self.context,
+            offload=self.offload,
+            sequences=sequences,
+            miss_share=self.miss_share,
+        )
 
-    def weight(self, batch: int) -> float:
-        """Of a millisecond of a step: equal weight to the time of a token at each batch size, unless told otherwise."""
-        return self.weights.get(batch, 1.0) / batch
+    def resident(self, batch: int, accelerator: Counts) -> Counts:
+        """By layer, neurons that never leave the cache: an equal share of each layer, in whole clusters."""
+        share = int(_RESIDENT_SHARE * self.slots(batch)) / self.shape.slots if self.stored else 0.0
+        firsts = accelerator or (0,) * len(self.shape.layers)
+        pairs = zip(self.shape.layers, firsts, strict=True)
+        return tuple(
+            min(int(share * y.slots) * y.cluster, (y.intermediate - n) // y.cluster * y.cluster) for y, n in pairs
+        )
 
-    def objective(self, ms: Mapping[int, float]) -> float:
-        return sum(self.weight(batch) * value for batch, value in ms.items())
+    def pass_steps(self, bucket: Bucket) -> dict[int, float]:
+        """By number of tokens that one sequence verifies together: the time of such a pass, in steps of one token.
 
-    def floors(self) -> tuple[tuple[int, float], ...]:
-        """By batch size, the least recall: ``min_recall`` but for what sums of so many neurons are rounded by."""
-        return () if self.min_recall is None else tuple((b, self.min_recall - _ROUNDING) for b in self.batches)
+        A pass reads what any of its tokens wants. How often that is comes from tokens of different texts in the
+        statistics; tokens of one text share more, so the time is an upper bound. Nothing is said of hardware that
+        nobody measured: published figures do not tell what several tokens take. See docs/SPECULATION.md.
+        """
+        if self.hardware.source != "measured":
+            return {}
+        of = (bucket.hot, bucket.accelerator if self.accelerator_bytes else (), bucket.resident)
+        ms = {tokens: self._cost(tokens, *of, sequences=1).total_ms for tokens in range(1, VERIFIED + 1)}
+        return {tokens: ms[tokens] / ms[1] for tokens in range(2, VERIFIED + 1)}
 
 
-def check(task: Task) -> None:
-    """Raises ConfigError: nothing that is planned for could run, or no setting meets it. UnsupportedModelError."""
-    _check_numbers(task)
-    if task.budget_bytes is not None and task.budget_bytes < task.smallest():
-        least = task.smallest()
+def read_settings(shape: ModelShape, hardware: Hardware) -> dict[str, Any]:
+    """Settings of :class:`torch_pi2.OffloadConfig` for a store of ``shape`` on the drive of ``hardware``.
+
+    * ``io_threads``: the queue depth that gives most reads of a slot. ``in_flight``: no more chunks than reads.
+    * ``run_bytes``: the shortest power of two from 64 KiB on with 90 % of the bandwidth of 1 MiB.
+    * ``gap_bytes``: what the drive transfers in the time that one more read costs; a shorter gap between two neurons is
+      read with them.
+    """
+    default, slot = OffloadConfig(), shape.place_bytes
+    us = {size: _read_us(shape, hardware, size) for size in (slot, *(1 << n for n in range(16, 21)))}
+    us_per_byte = (us[_LONGEST_RUN] - us[slot]) / max(1, _LONGEST_RUN - slot)
+    fixed_us = max(0.0, us[slot] - us_per_byte * slot)
+    gap = int(fixed_us / us_per_byte) if us_per_byte > 0 else _LONGEST_GAP
+    speed = {size: size / us[size] for size in us if size >= 1 << 16}
+    run = next(size for size in sorted(speed) if speed[size] >= _ENOUGH * max(speed.values()))
+    depth = hardware.reads.best_depth(slot, _store_bytes(shape))
+    return {
+        "policy": default.policy,
+        "io_threads": depth,
+        "in_flight": max(2, min(default.in_flight, depth)),
+        "run_bytes": max(run, slot),
+        "gap_bytes": min(_LONGEST_GAP, gap // _SECTOR * _SECTOR),
+        "lookahead": default.lookahead,
+    }
+
+
+def _store_bytes(shape: ModelShape) -> int:
+    return sum(layer.slots * layer.file_slot_bytes for layer in shape.layers)
+
+
+def _read_us(shape: ModelShape, hardware: Hardware, size: int) -> float:
+    """Microseconds of one of many reads of ``size`` bytes over a whole store."""
+    whole, reads = _store_bytes(shape), hardware.reads
+    return reads.us(_READS, size, whole, reads.best_depth(shape.place_bytes, whole)) / _READS
+
+
+def _refused(name: str, expected: str, value: object) -> ConfigError:
+    return ConfigError(f"plan_for({name})", expected=expected, found=str(value), fix="Correct it.")
+
+
+def check(request: Request) -> None:
+    """Raises ConfigError if no plan could run or the settings make no sense. UnsupportedModelError."""
+    if request.context < 1:
+        raise _refused("context", "1 or more tokens", request.context)
+    if request.accelerator_bytes < 0:
+        raise _refused("accelerator_memory", "0 or more bytes", request.accelerator_bytes)
+    if request.min_recall is not None and not 0 <= request.min_recall <= 1:
+        raise _refused("min_recall", "0 to 1", request.min_recall)
+    theirs, hardware = request.hardware.accelerator, request.hardware
+    if request.budget_bytes is not None and request.budget_bytes < (least := request.smallest()):
         raise ConfigError(
-            f"budget of {task.budget_bytes / 2**20:.1f} MiB for batches to {task.batches[-1]} of {task.context} tokens",
+            f"budget of {request.budget_bytes / 2**20:.1f} MiB for batches to {request.batches[-1]} of "
+            f"{request.context} tokens",
             expected=f"at least {least} bytes ({-(-least // 2**20)} MiB), for all but neurons",
-            found=f"{task.budget_bytes} bytes",
+            found=f"{request.budget_bytes} bytes",
             fix="Give it more, or plan for fewer sequences (batches) or a shorter context.",
         )
-    theirs = task.hardware.accelerator
-    if task.accelerator_bytes and (theirs is None or task.accelerator_bytes > theirs.memory_bytes):
+    if request.accelerator_bytes > (theirs.memory_bytes if theirs else 0):
         raise ConfigError(
-            f"accelerator memory of {task.accelerator_bytes} bytes",
+            f"accelerator memory of {request.accelerator_bytes} bytes",
             expected=f"at most {theirs.memory_bytes} bytes, which {theirs.name} has" if theirs else "0 bytes",
-            found="more" if theirs else f"{task.hardware.name}, which has no accelerator",
+            found="more" if theirs else f"{hardware.name}, which has no accelerator",
             fix="Give it less, or leave it out.",
         )
-    two = next((layer for layer in task.shape.layers if has_two_formats(layer.weights)), None)
-    if task.accelerator_bytes and two is not None:
+    two = next((layer for layer in request.shape.layers if has_two_formats(layer.weights)), None)
+    if request.accelerator_bytes and two is not None:
         raise UnsupportedModelError(
             f"accelerator memory for {two.key}",
             expected="neurons of one format",
             found=two.weights,
             fix="Leave it out, or import the model's file with neurons='int8'.",
         )
-    _check_memory(task)
+    _check_memory(request)
 
 
-def _check_memory(task: Task) -> None:
-    """Raises ConfigError: the machine has less memory than the budget, or than everything takes."""
-    most, shape = task.hardware.memory_bytes, task.shape
-    # Published profiles are of phones, whose accelerators have no memory of their own.
-    shares, theirs = task.hardware.source == "published", task.hardware.accelerator
-    if task.budget_bytes is not None:
-        needed, what = task.budget_bytes, f"budget of {task.budget_bytes} bytes"
-        if shares and task.accelerator_bytes:
-            needed += task.accelerator_bytes
-            what += f" and accelerator memory of {task.accelerator_bytes} bytes, which is the same memory"
+def _check_memory(request: Request) -> None:
+    """Raises ConfigError if the machine has less memory than the budget, or than everything takes."""
+    shape, theirs, batch = request.shape, request.hardware.accelerator, request.batches[-1]
+    # Published profiles are of phones, whose accelerators use the same memory.
+    shared = request.hardware.source == "published"
+    if request.budget_bytes is not None:
+        needed, what = request.budget_bytes, f"budget of {request.budget_bytes} bytes"
+        fix = "Give it less, or plan for fewer sequences (batches) or a shorter context."
+        if shared and request.accelerator_bytes:
+            needed += request.accelerator_bytes
+            what += f" and accelerator memory of {request.accelerator_bytes} bytes, which is the same memory"
     else:
-        budget = shape.budget(0, batch=task.batches[-1], context=task.context, config=OffloadConfig())
-        every = sum(layer.intermediate * layer.neuron_bytes for layer in shape.layers)
-        # What a GPU has stays in the CPU's memory, too.
-        stays = shares or (theirs is not None and theirs.holds_rest)
-        ours = every if stays else max(0, every - task.accelerator_bytes)
-        needed = budget.fixed + budget.predictors + budget.kv + ours
-        what = f"everything in memory, for batches to {task.batches[-1]} of {task.context} tokens"
-    if needed > most:
+        budget = shape.budget(0, batch=batch, context=request.context, config=OffloadConfig())
+        neurons = sum(layer.intermediate * layer.neuron_bytes for layer in shape.layers)
+        if not shared and not (theirs is not None and theirs.holds_rest):  # the CPU keeps what a GPU has
+            neurons = max(0, neurons - request.accelerator_bytes)
+        needed = budget.fixed + budget.predictors + budget.kv + neurons
+        what = f"everything in memory, for batches to {batch} of {request.context} tokens"
+        fix = "Pack the model and plan it with a budget, or for fewer sequences (batches) or a shorter context."
+    if needed > request.hardware.memory_bytes:
         raise ConfigError(
             what,
-            expected=f"at most {most} bytes, which {task.hardware.name} has",
+            expected=f"at most {request.hardware.memory_bytes} bytes, which {request.hardware.name} has",
             found=f"{needed} bytes",
-            fix="Give it less, or plan for fewer sequences (batches) or a shorter context."
-            if task.budget_bytes is not None
-            else "Pack the model and plan it with a budget, or for fewer sequences (batches) or a shorter context.",
+            fix=fix,
         )
-
-
-def _check_batches(task: Task) -> None:
-    good = bool(task.batches) and all(type(b) is int and b >= 1 for b in task.batches)
-    _refuse(("batches", good, "batch sizes of 1 or more", task.batches))
-    weights = task.weights if isinstance(task.weights, Mapping) else {0: task.weights}
-    good = all(type(w) in (int, float) and w >= 0 for w in weights.values())
-    _refuse(
-        ("weights", good, "0 or more for each batch size", task.weights),
-        ("weights", weights.keys() <= {*task.batches}, f"batch sizes of {list(task.batches)}", task.weights),
-        ("weights", good and any(weights.get(b, 1) for b in task.batches), "one above 0", task.weights),
-    )
-
-
-def _check_numbers(task: Task) -> None:
-    _refuse(
-        ("context", task.context >= 1, "1 or more tokens", task.context),
-        ("accelerator_bytes", task.accelerator_bytes >= 0, "0 or more bytes", task.accelerator_bytes),
-        ("min_recall", task.min_recall is None or 0 <= task.min_recall <= 1, "0 to 1", task.min_recall),
-    )
-
-
-def _refuse(*checks: tuple[str, bool, str, Any]) -> None:
-    for name, good, expected, found in checks:
-        if not good:
-            raise ConfigError(f"solve({name})", expected=expected, found=str(found), fix="Correct it.")
-
-
-def assemble(task: Task, buckets: Sequence[Bucket], planner: str) -> HardwarePlan:
-    """The plan of ``buckets``; its prompt part is to be filled in."""
-    settings = {
-        "batches": list(task.batches),
-        "min_recall": task.min_recall,
-        "one_boundary": task.one_boundary,
-        "weights": {str(batch): weight for batch, weight in sorted(task.weights.items())},
-        "misses": type(task.curve).__name__ if task.stored else None,
-    }
-    return HardwarePlan(
-        made_for={
-            "hardware": task.hardware.name,
-            "hash": task.hardware.hash,
-            "source": task.hardware.source,
-            "planner": planner,
-            "objective": "sum of weight / tokens per second over batch sizes",
-            "settings": settings,
-        },
-        budget_bytes=task.budget_bytes,
-        accelerator_bytes=task.accelerator_bytes,
-        context=task.context,
-        buckets=tuple(buckets),
-        prompt=PromptPlan((0,) * len(task.shape.layers)),
-        offload=dict(task.offload) if task.stored else {},
-        threads=_thread_roles(task.used, task.stored),
-        cluster=task.shape.layers[0].cluster,
-    )
-
-
-def _thread_roles(hardware: Hardware, stored: bool) -> dict[str, int]:
-    """Cores that compute, and cores that only read.
-
-    Where all cores compute, threads that wait for reads share theirs (``io`` 0). A machine with more cores than it
-    computes with gives one to I/O; so does a phone, whose storage has one queue (an accelerator beside the CPU, as
-    PowerInfer-2, arXiv 2406.06282, section 4.3).
-    """
-    if not stored:
-        return {"compute": hardware.threads, "io": 0}
-    if hardware.cores > hardware.threads:
-        return {"compute": hardware.threads, "io": 1}
-    alone = hardware.accelerator is not None and hardware.threads > 1
-    return {"compute": hardware.threads - alone, "io": int(alone)}

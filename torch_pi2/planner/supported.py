@@ -15,7 +15,7 @@ from torch_pi2.base.arguments import checked
 from torch_pi2.base.fields import shown
 from torch_pi2.errors import ArtifactError
 from torch_pi2.graph.find import Found, search
-from torch_pi2.planner.greedy import gate_method
+from torch_pi2.planner.hot_neurons import gate_method
 from torch_pi2.rewrite.skeleton import skeleton
 from torch_pi2.store.folder import quantised_by, read_config
 from torch_pi2.store.gguf import gguf_in

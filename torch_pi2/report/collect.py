@@ -49,12 +49,11 @@ _REGIONS = {
     "stats": "plan and statistics",
 }
 _REST = "padding and checksums"
-_MEASURE = "torch-pi2 plan {0} --hardware measured --explain --measure-run --json > now.json && "
 #: By plot: why it may be missing, and what to run; ``{0}`` is the folder.
 _HOW = {
     "trace": "torch-pi2 generate {0} --prompt TEXT --trace out.json && torch-pi2 report {0} --trace out.json",
     "accesses": "with torch_pi2.record_accesses(model, 'accesses'): ...   # then: torch-pi2 report {0} --accesses FILE",
-    "measured": _MEASURE + "torch-pi2 report {0} --measured now.json",
+    "measured": "python -m benchmarks decode --json > now.json && torch-pi2 report {0} --measured now.json",
     "hardware": "torch-pi2 doctor --measure && torch-pi2 plan {0} --hardware measured --out DIR   # then: --plan DIR",
     "pack": "torch-pi2 pack {0} STORE   # then load it with a budget, and record accesses",
     "predictor": "torch-pi2 optimize CHECKPOINT --method lowrank --out DIR",
@@ -76,7 +75,7 @@ def collect(
     Args:
         folder: a model that was saved (``torch_pi2.save``, ``torch-pi2 optimize``) or packed.
         trace: a file written by :class:`torch_pi2.trace`. accesses: one written by :class:`torch_pi2.record_accesses`.
-        measured: JSON of ``torch-pi2 plan --explain --measure-run`` or ``python -m benchmarks decode``.
+        measured: JSON of ``python -m benchmarks decode``.
         plan: folder of another plan for the model than its own, as :func:`torch_pi2.load` takes it.
         progress: show a progress bar on standard error if replaying takes over two seconds.
 

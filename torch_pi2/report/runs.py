@@ -293,7 +293,7 @@ def read_measured(path: str | Path) -> list[dict[str, Any]]:
     """Runs in ``path``: milliseconds of a step by part for ``batch`` sequences, and what the cost model says of them.
 
     Raises:
-        ArtifactError: missing, damaged, or not JSON of ``torch-pi2 plan --explain`` or ``benchmarks decode``.
+        ArtifactError: missing, damaged, or not JSON of ``python -m benchmarks decode``.
     """
     path = Path(path)
     try:
@@ -309,9 +309,9 @@ def read_measured(path: str | Path) -> list[dict[str, Any]]:
 def _unmeasured(path: Path, found: str) -> ArtifactError:
     return ArtifactError(
         f"measured times {path}",
-        expected="JSON of `torch-pi2 plan --explain --measure-run --json`, or `benchmarks decode --json` with batch 1",
+        expected="JSON of `python -m benchmarks decode --json` with batch 1",
         found=found,
-        fix="Measure again: torch-pi2 plan DIR --hardware measured --explain --measure-run --json > FILE.",
+        fix="Measure again: python -m benchmarks decode --shape NAME --json > FILE.",
     )
 
 

@@ -336,7 +336,7 @@ class ActivationStats:
                 f"threshold of {key} for a share of {share}",
                 expected="statistics with scores",
                 found="counts alone, of a model that was watched in use",
-                fix="Profile the model (torch_pi2.profile), and add what was watched (torch-pi2 plan --update).",
+                fix="Profile the model (torch_pi2.profile).",
             )
         want = share * stats.scored * stats.intermediate
         below = torch.cumsum(stats.score_hist, 0)

@@ -1,0 +1,65 @@
+"""PowerInfer's integer program (arXiv 2312.12456, section 6.3): how many neurons of each layer an accelerator holds.
+
+PowerInfer maximises how often the neurons on the GPU fire. Here the objective is the predicted time, with the same
+constraints: an accelerator's memory, and one choice for each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from torch_pi2.errors import ConfigError
+
+#: Relative distance to the optimum at which the search ends, and seconds after which it ends in any case.
+GAP, SECONDS = 1e-4, 20.0
+
+
+def choose(
+    costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], capacity: int, *, seconds: float = SECONDS
+) -> list[int]:
+    """Choose one option for each layer, so that all fit into ``capacity`` together and the sum of costs is least.
+
+    This is the multiple-choice knapsack, solved by HiGHS (``scipy.optimize.milp``). The first option of each layer must
+    have size 0, and its sizes ascend.
+
+    Args:
+        costs, sizes: of the options of each layer.
+        seconds: time limit. Only if it runs out can two runs differ.
+
+    Raises:
+        ConfigError: no solution within the time limit.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_array
+
+    if all(len(line) == 1 for line in costs):
+        return [0] * len(costs)
+    cost = np.concatenate([np.asarray(line, dtype=np.float64) for line in costs])
+    nbytes = np.concatenate([np.asarray(line, dtype=np.float64) for line in sizes])
+    ends = np.cumsum([len(line) for line in costs])
+    layer = np.repeat(np.arange(len(costs)), [len(line) for line in costs])
+    one_each = csr_array((np.ones(len(cost)), (layer, np.arange(len(cost)))))
+    scale = max(1.0, float(capacity))
+    fits = LinearConstraint(nbytes[None] / scale, -np.inf, capacity / scale)
+    solution = milp(
+        cost,
+        integrality=np.ones(len(cost)),
+        bounds=Bounds(0, 1),
+        constraints=[fits, LinearConstraint(one_each, 1.0, 1.0)],
+        options={"time_limit": seconds, "mip_rel_gap": GAP},
+    )
+    if solution.x is None:
+        raise ConfigError(
+            f"choice among {len(cost)} options of {len(costs)} layers",
+            expected=f"a solution in {seconds:g} seconds",
+            found=str(solution.message),
+            fix="Give it more time.",
+        )
+    picked = [int(np.argmax(options)) for options in np.split(solution.x, ends[:-1])]
+    # HiGHS keeps constraints within 1e-6 only; bytes are a hard limit here.
+    while sum(line[n] for line, n in zip(sizes, picked, strict=True)) > capacity:
+        largest = max(range(len(picked)), key=lambda i: sizes[i][picked[i]])
+        picked[largest] -= 1
+    return picked
