@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.machines is not None:
         from torch_pi2.cli.plan_group import for_group
 
-        return for_group(args)
+        return for_group(args, _subject(args, _statistics(args))[1])
     if args.out is not None:
         common.check_out(args.out)
     result = _for_any_machine(args) if args.hardware is None else _for_machine(args)
@@ -142,8 +142,8 @@ def _for_machine(args: argparse.Namespace) -> dict[str, Any]:
 
     hardware = find_hardware(args.hardware)
     _check_stores(args)
-    stats = statistics(args)
-    _, plan, shape = subject(args, stats)
+    stats = _statistics(args)
+    plan, shape = _subject(args, stats)
     check_recall(shape, stats, args.min_recall)
     request = Request(
         shape,
@@ -187,7 +187,7 @@ def _check_stores(args: argparse.Namespace) -> None:
         )
 
 
-def statistics(args: argparse.Namespace) -> ActivationStats:
+def _statistics(args: argparse.Namespace) -> ActivationStats:
     """The statistics to plan with: of ``--stats``, or of the folder MODEL."""
     if args.stats is not None:
         return common.load_stats(args.stats)
@@ -205,8 +205,8 @@ def statistics(args: argparse.Namespace) -> ActivationStats:
     return stats
 
 
-def subject(args: argparse.Namespace, stats: ActivationStats) -> tuple[Any, Plan, ModelShape]:
-    """An optimised model, its plan, and its shape with ``stats``, without hot neurons where none are needed."""
+def _subject(args: argparse.Namespace, stats: ActivationStats) -> tuple[Plan, ModelShape]:
+    """The plan of an optimised model, and its shape with ``stats``, without hot neurons where none are needed."""
     import torch_pi2
     from torch_pi2.planner.for_machine import without_hot
     from torch_pi2.planner.model_shape import ModelShape
@@ -222,7 +222,7 @@ def subject(args: argparse.Namespace, stats: ActivationStats) -> tuple[Any, Plan
         config = common.config_of(args)
         model = torch_pi2.optimize(common.load_dense(args), None, config, stats=stats, predictors=predictors)
         plan = parts_of(model).plan
-    return model, plan, ModelShape.of(model, stats, without_hot(plan), compiled=not args.eager)
+    return plan, ModelShape.of(model, stats, without_hot(plan), compiled=not args.eager)
 
 
 def _loaded(args: argparse.Namespace, folder: Path) -> Any:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_pi2.cli import common
 
+if TYPE_CHECKING:
+    from torch_pi2.planner.model_shape import ModelShape
 
-def for_group(args: argparse.Namespace) -> dict[str, Any]:
+
+def for_group(args: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:
     """Every way that is possible, the fastest first (``ways``), and the command for that (``pack``)."""
-    from torch_pi2.cli.plan import statistics, subject
     from torch_pi2.planner.group import deal_out, read_machines
 
     members, link = read_machines(args.machines)
-    _, _, shape = subject(args, statistics(args))
     context = args.context or 1024
     found = deal_out(shape, members, link, context=context)
     best = found[0]
