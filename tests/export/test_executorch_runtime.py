@@ -466,24 +466,6 @@ def test_figures_of_calls_in_profiles(runtime: Any, written: tuple[Path, Store])
         assert plain["bytes_read"][0] >= 100 * 2 * HIDDEN * 4
 
 
-def test_figures_of_layers_in_two_calls(runtime: Any, tmp_path: Path) -> None:
-    x = torch.randn(3, HIDDEN)
-    store = Store(tmp_path / "model.pi2", [layer(HIDDEN, 300, n_hot=150)])
-    pte = write_pte(tmp_path / "model.pte", {"forward": (_Split(store, 64, x), (x,), None)})
-    backend.set_options({"store_path": str(tmp_path), "cache_bytes_kib": 4, "preload": False})
-    found, about = profiled(runtime, pte, [("forward", x), ("forward", x)])
-    assert found["pi2_submit.0"] == {}  # it only begins
-    for name in ("wanted", "hits", "reads", "bytes_read", "wait_ns", "submit_wait_ns"):
-        assert sum(found["pi2_collect.0"][name]) == about[name], name
-    assert found["pi2_collect.0"]["tokens"] == [3, 3]
-    assert found["pi2_collect.0"]["wanted"] == [300 - 64] * 2
-
-
-def test_metadata_of_others_is_left_as_it_is() -> None:
-    assert call_figures([]) == {}
-    assert call_figures([b"theirs", b""]) == [b"theirs", b""]
-
-
 def test_executorch_that_is_missing_or_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "_library", None)
     version = importlib.metadata.version

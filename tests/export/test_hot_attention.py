@@ -83,8 +83,7 @@ def played(lanes: Lanes) -> list[torch.Tensor]:
     return [*found, *read]
 
 
-@pytest.mark.parametrize("kv", ["float32", "float16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "kv"), [*((family, "float32") for family in FAMILIES), ("Llama", "float16")])
 def test_a_part_is_the_attention_that_it_stands_for(family: str, kv: str) -> None:
     lanes = lanes_of(drawn_model(family, **FAMILIES[family]), kv=kv)
     before = played(lanes)
@@ -105,17 +104,6 @@ def test_a_part_with_open_sizes(family: str) -> None:
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
 
 
-def test_norms_of_heads_see_rows() -> None:
-    """In float16 the NPU's emulator has other numbers for more than two dimensions."""
-    call = first_call("Qwen3", **FAMILIES["Qwen3"])
-    part, seen = AttentionPart(call), []
-    for module in part.modules():
-        if type(module).__name__ == "Qwen3RMSNorm":
-            module.register_forward_pre_hook(lambda _, args: seen.append(args[0].dim()))
-    part(*zeros(call.shapes(2, 3)))
-    assert seen == [2, 2]
-
-
 def test_calibration_reads_as_decoding_does() -> None:
     call, random = first_call("Mistral", **FAMILIES["Mistral"]), torch.Generator().manual_seed(0)
     states = [torch.randn(1, 60, width, generator=random) for width in call.widths]
@@ -130,7 +118,7 @@ def test_calibration_reads_as_decoding_does() -> None:
             torch.testing.assert_close(torch.cat(of_output, 1), whole[i], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("heads", "key_heads", "times"), [(8, 2, 2), (8, 8, 2), (2, 1, 1), (8, 1, 1)])
+@pytest.mark.parametrize(("heads", "key_heads", "times"), [(8, 2, 2), (8, 8, 2), (8, 1, 1)])
 def test_a_few_heads_are_computed_at_a_time(heads: int, key_heads: int, times: int) -> None:
     sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads, "hidden_size": 64, "head_dim": 8}
     call = first_call("Llama", **sizes)
@@ -143,7 +131,7 @@ def test_a_few_heads_are_computed_at_a_time(heads: int, key_heads: int, times: i
 KINDS = {"float32": (1,), "float16": (1, 2)}
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["float32", pytest.param("float16", marks=pytest.mark.slow)])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
     return bundle_of(
         tmp_path_factory,
@@ -177,7 +165,7 @@ def test_a_bundle_decodes_the_same_text(bundle: tuple[nn.Module, Path]) -> None:
         assert together == [opened.generate(prompt, 6).sequences[0].ids for prompt in prompts]
 
 
-@pytest.mark.parametrize("length", [1, 16, 21, ROOM - 9])
+@pytest.mark.parametrize("length", [1, 16, 21])
 def test_the_runner_decodes_alike(bundle: tuple[nn.Module, Path], length: int, tmp_path: Path) -> None:
     ids, logits = ",".join(map(str, IDS[:length])), tmp_path / "logits.npy"
     found = run(bundle[1], "--ids", ids, "--max-new-tokens", 8, "--logits", logits)
@@ -186,6 +174,7 @@ def test_the_runner_decodes_alike(bundle: tuple[nn.Module, Path], length: int, t
         assert np.array_equal(np.load(logits)[0, 0], opened.logits(IDS[:length], length)[0].numpy())
 
 
+@pytest.mark.slow
 def test_quantised_linear_layers_are_those_numbers(tmp_path: Path) -> None:
     """An accelerator's parts are made of what is stored: of int8 rows, and of what the exporter has rounded."""
     sizes: dict[str, Any] = {"batches": (1,), "max_tokens": 24, "max_prompt": 8, "hot": {1: 2}, "hot_prompts": (8,)}

@@ -44,7 +44,10 @@ def ran() -> Iterator[Callable[[Path], torch.Tensor]]:
 
 
 # of experts, in a list: test_recipe.py
-@pytest.mark.parametrize(("make", "way"), [(quantised, "list"), (int4, "reversed"), (signbit, "rest")])
+@pytest.mark.parametrize(
+    ("make", "way"),
+    [pytest.param(quantised, "list", marks=pytest.mark.slow), (int4, "reversed"), (signbit, "rest")],
+)
 def test_any_program_of_the_model(make: Callable[[], nn.Module], way: str, tmp_path: Path, ran: Any) -> None:
     model = make()
     program, store = exported(model), tmp_path / "model.pi2"

@@ -83,19 +83,6 @@ def test_loss_is_that_of_the_smallest_and_of_the_largest_part(model: nn.Module) 
         assert method["change"] == method["nats_per_token"] / wrong["nats_per_token"] - 1
 
 
-def test_padding_is_not_scored(model: nn.Module) -> None:
-    (ffn,) = sparse_layers(model)
-    texts = [*ids(3, 40), ids(1, 7)[0]]
-    padded = first_batches([{"input_ids": row} for row in texts])
-    (together,) = first_batches(texts)
-    assert together.mask_BT is not None
-    assert not together.mask_BT.all()
-    one = loss_of(model, [ffn], [None], {"decode_b1": [1]}, [together])
-    alone = loss_of(model, [ffn], [None], {"decode_b1": [1]}, padded)
-    assert one["tokens"] == alone["tokens"] == 3 * 39 + 6
-    assert one["nats_per_token"] == pytest.approx(alone["nats_per_token"], rel=1e-5)
-
-
 def test_what_is_scored_comes_after_what_hot_parts_were_quantised_on(model: nn.Module) -> None:
     data = ids(40, 64)
     first = first_batches(data)
@@ -121,13 +108,6 @@ def test_short_data_are_scored_on_what_hot_parts_were_quantised_on() -> None:
 @pytest.mark.parametrize("item", [(torch.randn(70, 8),), {"input_ids": ids(8, 64), "position_ids": torch.zeros(8, 64)}])
 def test_data_that_are_no_rows_of_ids_are_not_scored(item: Any) -> None:
     assert scored_rows(first_batches([item])) == ([], False)
-
-
-def test_an_iterator_is_read_once_and_no_further_than_needed() -> None:
-    left = iter(ids(100, 64)[:, None])
-    first = first_batches(left)
-    assert sum(b.input_ids.numel() for b in first if b.input_ids is not None) == 2 * TOKENS
-    assert len(list(left)) == 100 - 2 * TOKENS // 64
 
 
 def test_a_report_is_read(tmp_path: Path) -> None:

@@ -59,7 +59,10 @@ def profiled(folder: Path, options: dict[str, Any]) -> tuple[torch.Tensor, dict[
     return found[0], events, about
 
 
-@pytest.mark.parametrize(("make", "event"), [(signbit, "pi2_ffn.0"), (experts, "pi2_experts.0")])
+@pytest.mark.parametrize(
+    ("make", "event"),
+    [(signbit, "pi2_ffn.0"), pytest.param(experts, "pi2_experts.0", marks=pytest.mark.slow)],
+)
 def test_from_the_model_to_the_inspector(make: Callable[[], nn.Module], event: str, tmp_path: Path) -> None:
     model = make()
     recipe = ExportRecipe.get_recipe(Pi2RecipeType.FFN_XNNPACK, model=model, store=tmp_path / "model.pi2")

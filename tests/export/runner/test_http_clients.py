@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import resource
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -119,19 +116,6 @@ def test_bodies_come_as_they_like(roomy: Server) -> None:
     assert head.all().endswith(b"\r\n\r\n")
 
 
-def test_a_body_of_the_most_bytes_is_taken(roomy: Server) -> None:
-    whole = "a" * BIG
-    assert httpx.post(f"{roomy.url}/a", content=whole, timeout=60).json()["body"] == whole
-    raw = roomy.raw()
-    raw.send(b"POST /a HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
-    chunk = b"100000\r\n" + b"a" * (1 << 20) + b"\r\n"
-    for _ in range(16):
-        raw.send(chunk)
-    raw.send(b"1\r\na\r\n")
-    assert raw.all().startswith(b"HTTP/1.1 413 ")
-    assert is_well(roomy)
-
-
 def test_requests_behind_each_other_are_answered_in_order(roomy: Server) -> None:
     raw = roomy.raw()
     one = "".join(
@@ -144,14 +128,6 @@ def test_requests_behind_each_other_are_answered_in_order(roomy: Server) -> None
     assert [json.loads(line).get("path") for line in bodies] == [
         path for i in range(50) for path in (f"/p{i}", None)
     ] + ["/last"]
-
-
-def test_other_protocols_that_are_asked_for_are_not_taken(roomy: Server) -> None:
-    raw = roomy.raw()
-    more = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP"
-    raw.ask(f"POST /a HTTP/1.1\r\n{more}", "x")
-    assert json.loads(raw.some(b"}\n").partition(b"\r\n\r\n")[2])["body"] == "x"
-    assert is_well(roomy)
 
 
 def test_who_is_slow_is_let_go(server: Server) -> None:
@@ -281,30 +257,6 @@ def test_who_is_silent_makes_room_for_who_asks(server: Server) -> None:
     assert is_well(server)
 
 
-def test_without_descriptors_it_waits_and_does_not_spin(roomy: Server) -> None:
-    used = len(os.listdir(f"/proc/{roomy.process.pid}/fd"))
-    resource.prlimit(roomy.process.pid, resource.RLIMIT_NOFILE, (used + 2, used + 2))
-    raws = [roomy.raw() for _ in range(6)]
-
-    def ticks() -> int:
-        fields = Path(f"/proc/{roomy.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return int(fields[11]) + int(fields[12])
-
-    before = ticks()
-    time.sleep(1)
-    assert ticks() - before < 0.3 * os.sysconf("SC_CLK_TCK")
-    for raw in raws:
-        raw.close()
-    until(lambda: answers(roomy))
-
-
-def answers(server: Server) -> bool:
-    try:
-        return is_well(server)
-    except httpx.HTTPError:
-        return False
-
-
 def test_answers_that_are_not_given_or_not_ended(roomy: Server) -> None:
     with pytest.raises(httpx.RemoteProtocolError):
         httpx.post(f"{roomy.url}/cut", content="3")
@@ -316,34 +268,3 @@ def test_answers_that_are_not_given_or_not_ended(roomy: Server) -> None:
     body = old.all().partition(b"\r\n\r\n")[2]
     assert body == b"".join(b"data: " + b"x" * 1024 + b"\n\n" for _ in range(2))
     assert is_well(roomy)
-
-
-def test_any_bytes_leave_it_well(roomy: Server) -> None:
-    """Sound requests that are spoiled, cut and left, from several clients at a time."""
-
-    def spoil(seed: int) -> None:
-        draw = random.Random(seed)
-        body = "x" * draw.randrange(3000)
-        request = bytearray(
-            f"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\nX: z\r\n\r\n{body}"
-            f"GET /health HTTP/1.1\r\nHost: a\r\n\r\n".encode()
-        )
-        for _ in range(draw.randrange(4)):
-            request[draw.randrange(len(request))] = draw.randrange(256)
-        raw = roomy.raw()
-        try:
-            for _ in range(draw.randrange(1, 4)):
-                cut = draw.randrange(len(request))
-                raw.send(bytes(request[:cut]))
-                raw.send(bytes(request[cut:] if draw.random() < 0.7 else b""))
-                if draw.random() < 0.3:
-                    raw._socket.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass
-        finally:
-            raw.close()
-
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(spoil, range(400)))
-    assert is_well(roomy)
-    assert len(os.listdir(f"/proc/{roomy.process.pid}/fd")) < 20

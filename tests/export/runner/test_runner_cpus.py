@@ -160,18 +160,3 @@ def test_big_and_little_cores_are_found(
     command = [BUILT / "pi2_parts_test", "cpus", tmp_path, f"0-{len(numbers) - 1}"]
     found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     assert found == {"compute": compute, "read": read, "why": why}
-
-
-def test_equal_cores_are_left_alone_and_that_is_said(predicted: Path) -> None:
-    result = subprocess.run(
-        [FOLDER / "pi2_runner", predicted, "--ids", "5", "--cpus", "auto", "--json"],
-        capture_output=True,
-        text=True,
-        env={},
-    )
-    assert result.returncode == 0
-    said = json.loads(result.stdout)["cpus"]
-    if said["why"] is None:
-        pytest.skip("this machine has big and little cores")
-    assert said["compute"] is said["read"] is None
-    assert result.stderr.startswith(f"--cpus auto: {said['why']}: nothing is bound.\n")

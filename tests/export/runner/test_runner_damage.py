@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy as copying
 import json
 import os
 import random
 import resource
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 import runner_calls
 from runner_calls import change, refused, run
 from tiny_bundle import ROOM, write_manifest
-from tiny_tokenizers import TOKENIZERS
 
 from torch_pi2.export.manifest import sealed
 
@@ -43,8 +41,8 @@ def copy(bundle: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def said(result: subprocess.CompletedProcess[bytes], name: str) -> None:
-    """It ended with one line that names ``name``, and wrote nothing else."""
+def check_refusal(result: subprocess.CompletedProcess[bytes], name: str) -> None:
+    """The runner ended with one line that names ``name``, and wrote nothing else."""
     assert result.returncode == 2, (result.returncode, result.stdout, result.stderr)
     assert result.stdout == b""
     lines = [line for line in result.stderr.decode().splitlines() if line.startswith("pi2_runner: ")]
@@ -62,9 +60,9 @@ def test_every_file_of_which_a_byte_is_changed_is_refused(copy: Path) -> None:
     for name in ("manifest.json", "model.pte", "tokenizer.json", "chat.json"):
         file = copy / name
         whole = file.read_bytes()
-        for at in sorted({0, 9, 20, len(whole) - 1, *rng.sample(range(len(whole)), 40)}):
+        for at in sorted({0, 9, 20, len(whole) - 1, *rng.sample(range(len(whole)), 12)}):
             file.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << rng.randrange(8))]) + whole[at + 1 :])
-            said(runner_calls.call(copy, *CHAT), name)
+            check_refusal(runner_calls.call(copy, *CHAT), name)
         file.write_bytes(whole)
     assert run(copy, *CHAT)["new_tokens"] == 4
 
@@ -75,12 +73,12 @@ def test_damage_that_is_not_looked_for_neither_hangs_nor_crashes(copy: Path) -> 
     file = copy / "model.pte"
     whole = file.read_bytes()
     refusals = 0
-    for at in sorted(rng.sample(range(2048), 60)):
+    for at in sorted(rng.sample(range(2048), 30)):
         file.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << rng.randrange(8))]) + whole[at + 1 :])
         result = runner_calls.call(copy, *CHAT, "--no-verify")
         assert result.returncode in (0, 2), (at, result.returncode, result.stderr)
         refusals += result.returncode == 2
-    assert refusals > 10
+    assert refusals > 3
 
 
 def test_an_edited_manifest_is_taken_if_that_is_meant(copy: Path) -> None:
@@ -120,121 +118,43 @@ def test_what_the_program_states_counts(copy: Path, edit: Callable[[dict[str, An
     assert message in refused(copy, *CHAT)
 
 
-def deep(levels: int = 100_000) -> str:
-    return "[" * levels + "]" * levels
-
-
-#: Values instead of a field's, as text of JSON.
-WRONG = ("null", '"text"', "true", "-1", "0", "1.5", "1e400", "NaN", "18446744073709551616", "[]", "{}", deep())
-#: Fields of the manifest that the runner reads.
-FIELDS = [
-    *["format", "version", "kind", "target", "made_by", "files", "model", "methods", "max_tokens", "lanes", "eos"],
-    *["bytes", "memory", "made_by.executorch", "files.model.pte", "files.model.pi2.bytes", "files.model.pte.crc32c"],
-    *["files.tokenizer.json.sha256", "model.class", "model.linears", "model.vocab", "methods.forward.kind"],
-    *["methods.forward.max_tokens", "methods.decode_b2.batch", "bytes.ffn", "memory.fixed_bytes", "memory.token_bytes"],
+DEEP = "[" * 100_000 + "]" * 100_000
+#: File, field (names of files have dots, so it is a path), its value as text of JSON.
+FIELDS: list[tuple[str, tuple[str, ...], str]] = [
+    ("manifest.json", ("version",), "null"),
+    ("manifest.json", ("files",), DEEP),
+    ("manifest.json", ("files", "model.pte", "crc32c"), "-1"),
+    ("manifest.json", ("files", "model.pi2", "bytes"), "1e400"),
+    ("manifest.json", ("files", "tokenizer.json"), "[]"),
+    ("manifest.json", ("methods", "forward", "max_tokens"), "1.5"),
+    ("manifest.json", ("methods", "decode_b2", "batch"), "18446744073709551616"),
+    ("manifest.json", ("model", "vocab"), "0"),
+    ("manifest.json", ("eos",), '"text"'),
+    ("manifest.json", ("memory",), "{}"),
+    ("manifest.json", ("lanes",), "NaN"),
+    ("chat.json", ("version",), "2"),
+    ("chat.json", ("user",), '["<"]'),
+    ("chat.json", ("strips",), DEEP),
+    ("tokenizer.json", ("model",), "{}"),
+    ("tokenizer.json", ("model", "merges"), "1e300"),
+    ("tokenizer.json", ("added_tokens",), DEEP),
+    ("tokenizer.json", ("pre_tokenizer",), "-1"),
 ]
 
 
-def place(data: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
-    """The object that has the field, and its name there; names of files have dots."""
-    for name in data:
-        if path == name:
-            return data, name
-        if path.startswith(name + ".") and isinstance(data[name], dict):
-            return place(data[name], path.removeprefix(name + "."))
-    raise KeyError(path)
-
-
-def variants(data: dict[str, Any], path: str) -> Iterator[tuple[str, str]]:
-    """What was done, and the text."""
-    missing = copying.deepcopy(data)
-    where, name = place(missing, path)
-    del where[name]
-    yield "missing", json.dumps(missing)
-    marked = copying.deepcopy(data)
-    where, name = place(marked, path)
-    where[name] = "@@"
-    for value in WRONG:
-        yield value[:30], json.dumps(marked).replace('"@@"', value)
-
-
-#: What has no text that makes no sense, or is not needed.
-TAKEN = {
-    ("made_by.executorch", "missing"), ("made_by.executorch", "null"), ("target", '"text"'), ("eos", "[]"),
-    ("made_by", "{}"), ("model.class", '"text"'), ("model.linears", '"text"'),
-    ("files.tokenizer.json.sha256", '"text"'), ("memory.fixed_bytes", "0"), ("memory.token_bytes", "0"),
-    ("bytes.ffn", "0"),
-}  # fmt: skip
-
-
-def test_every_field_of_the_manifest_is_checked(copy: Path) -> None:
-    file = copy / "manifest.json"
-    whole = json.loads(file.read_text())
-    tried = 0
-    for path in FIELDS:
-        for what, text in variants(whole, path):
-            if text.startswith("{") and deep()[:9] not in text and "1e400" not in text and "NaN" not in text:
-                text = sealed(json.loads(text))
-            file.write_text(text)
-            result = runner_calls.call(copy, *CHAT)
-            if (path, what) in TAKEN:
-                assert result.returncode == 0, (path, what, result.stderr)
-            else:
-                said(result, "manifest.json")
-            tried += 1
-    assert tried == len(FIELDS) * (len(WRONG) + 1)
-
-
-def test_every_field_of_the_chat_is_checked(copy: Path) -> None:
-    file = copy / "chat.json"
-    whole = json.loads(file.read_text())
-    taken = {("system_user", what) for what in ["missing", *(v[:30] for v in WRONG if v[0] not in "1NW[")]}
-    taken |= {("system_user", v[:30]) for v in ("1.5", "18446744073709551616", "[]")}  # not read without --system
-    taken |= {("strips", "{}")}
-    for path in whole:
-        for what, text in variants(whole, path):
-            file.write_text(text)
-            write_manifest(copy)
-            result = runner_calls.call(copy, *CHAT)
-            if (path, what) in taken:
-                assert result.returncode == 0, (path, what, result.stderr)
-            else:
-                said(result, "chat.json")
-
-
-def tokenizer_fields(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Every field; of the vocabulary and the merges the first."""
-    items = list(data.items()) if isinstance(data, dict) else list(enumerate(data))
-    for name, value in items[:1] if path in (("model", "vocab"), ("model", "merges")) else items:
-        yield (*path, name)
-        if isinstance(value, (dict, list)):
-            yield from tokenizer_fields(value, (*path, name))
-
-
-def test_every_field_of_a_tokenizer_is_checked(tmp_path: Path) -> None:
-    """Refused by one line, or another tokenizer; all of them in one process each would take minutes, so in one."""
-    made = 0
-    for name in ("llama3", "llama2", "mistral", "odd"):
-        raw = TOKENIZERS[name]()
-        whole = json.loads(raw.to_str())
-        whole["added_tokens"] = whole["added_tokens"][:3]
-        for path in tokenizer_fields(whole):
-            at: Any = whole
-            for key in path[:-1]:
-                at = at[key]
-            before = at[path[-1]]
-            at[path[-1]] = "@@"
-            text = json.dumps(whole)
-            at[path[-1]] = before
-            for value in ("null", "-1", "1e300", "18446744073709551616", "[]", "{}", '"(?:"', deep(3000)):
-                (tmp_path / f"{made}").write_text(text.replace('"@@"', value))
-                made += 1
-    result = subprocess.run(
-        [runner_calls.BUILT / "replay_tokenizer", tmp_path], capture_output=True, text=True, timeout=120, env={}
-    )
-    assert result.returncode == 0, result.stderr[-500:]
-    assert result.stdout == f"{made} inputs\n"
-    assert made > 500
+@pytest.mark.parametrize(("name", "path", "value"), FIELDS, ids=range(len(FIELDS)))
+def test_wrong_fields_are_refused_by_name(copy: Path, name: str, path: tuple[str, ...], value: str) -> None:
+    data = json.loads((copy / name).read_text())
+    place = data
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = "@@"
+    text = json.dumps(data).replace('"@@"', value)
+    with_seal = name == "manifest.json" and value not in (DEEP, "NaN", "1e400")
+    (copy / name).write_text(sealed(json.loads(text)) if with_seal else text)
+    if name != "manifest.json":
+        write_manifest(copy)
+    check_refusal(runner_calls.call(copy, *CHAT), name)
 
 
 #: What a tokenizer's steps make of a short text, or a short file of them.
@@ -265,7 +185,7 @@ def test_work_of_a_tokenizer_is_bounded(copy: Path, name: str) -> None:
     write_manifest(copy)
     start = os.times()
     result = runner_calls.call(copy, "--prompt", "d" * 40, "--json")
-    said(result, message)
+    check_refusal(result, message)
     assert os.times().children_user - start.children_user < 10
 
 
@@ -287,15 +207,12 @@ def hostile(kind: str, file: Path) -> None:
         file.symlink_to(outside)
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "model.pte", "model.pi2", "tokenizer.json", "chat.json"])
+@pytest.mark.parametrize("name", ["model.pte", "tokenizer.json"])
 @pytest.mark.parametrize("kind", ["folder", "FIFO", "dangling link", "device", "link out", "gone"])
 def test_what_is_no_file_of_the_folder_is_refused(copy: Path, name: str, kind: str) -> None:
     hostile(kind, copy / name)
-    if (name, kind) == ("manifest.json", "link out"):
-        assert run(copy, *CHAT)["new_tokens"] == 4  # whoever opens it has named it
-        return
     for verify in ((), ("--no-verify",)):
-        said(runner_calls.call(copy, *CHAT, *verify), str(copy))
+        check_refusal(runner_calls.call(copy, *CHAT, *verify), str(copy))
 
 
 def test_links_within_the_folder_and_stores_elsewhere_are_taken(copy: Path, tmp_path: Path) -> None:
@@ -318,9 +235,7 @@ def test_files_that_the_manifest_does_not_name_are_not_used(copy: Path) -> None:
         assert message in refused(copy, *options)
 
 
-@pytest.mark.parametrize(
-    "name", ["../model.pte", "/etc/hostname", "a/b", "a\\b", "..", ".", "", "a\nb", "manifest.json"]
-)
+@pytest.mark.parametrize("name", ["../model.pte", "a/b", "a\\b", "..", "", "a\nb", "manifest.json"])
 def test_names_of_files_are_plain(copy: Path, name: str) -> None:
     data = json.loads((copy / "manifest.json").read_text())
     change(copy, files={**data["files"], name: data["files"]["model.pte"]})
@@ -329,17 +244,10 @@ def test_names_of_files_are_plain(copy: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [
-        ("manifest.json", "[],"),
-        ("manifest.json", "["),
-        ("manifest.json", '{"a":'),
-        ("chat.json", "[],"),
-        ("tokenizer.json", "["),
-        ("tokenizer.json", '"\\u0000",'),
-    ],
+    [("manifest.json", "["), ("chat.json", "[],"), ("tokenizer.json", '"\\u0000",')],
 )
-@pytest.mark.parametrize("size", [1 << 20, 6 << 20])
-def test_memory_of_what_is_refused_is_bounded(copy: Path, name: str, text: str, size: int) -> None:
+def test_memory_of_what_is_refused_is_bounded(copy: Path, name: str, text: str) -> None:
+    size = 6 << 20
     (copy / name).write_text("[" + text * (size // len(text)))
     if name != "manifest.json":
         write_manifest(copy)
@@ -351,4 +259,4 @@ def test_memory_of_what_is_refused_is_bounded(copy: Path, name: str, text: str, 
         env={},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (most, most)),
     )
-    said(result, name)
+    check_refusal(result, name)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +17,7 @@ import openai
 import pytest
 import tiny_bundle
 import torch
-from runner_calls import FOLDER, PROMPTS, refused, run
+from runner_calls import PROMPTS, refused, run
 from runner_http import Server, client, served, until
 from shared import shared_folder
 from tiny_bundle import EOS, LANES, ROOM, Decode, Forward, TinyDecoder
@@ -87,21 +87,6 @@ def test_health_and_models(ask: openai.OpenAI, server: Server, talking: Path) ->
         with pytest.raises(openai.NotFoundError, match=f"model: expected {talking.name}, found other") as told:
             unknown()
         assert told.value.code == "model_not_found"
-
-
-def test_names_of_models_and_headers_as_clients_write_them(bundle: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(bundle, tmp_path / "ein Bündel, 100%"))
-    with served(folder) as made:
-        assert client(made).models.retrieve(folder.name).id == folder.name
-        assert (
-            httpx.get(f"{made.url}/v1/models/ein%20B%2")
-            .json()["error"]["message"]
-            .endswith("found ein B%2. Name the one that is there.")
-        )
-        head = "POST /v1/completions HTTP/1.1\r\nHost: LocalHost\r\nContent-Type: Application/JSON; charset=UTF-8"
-        raw = made.raw()
-        raw.send(f'{head}\r\nConnection: close\r\nContent-Length: 14\r\n\r\n{{"prompt":"d"}}'.encode())
-        assert raw.all().startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_completion_is_that_of_the_command_line_and_of_pytorch(ask: openai.OpenAI, talking: Path) -> None:
@@ -337,12 +322,7 @@ def test_a_signal_ends_answers_with_an_error(long: Path, tmp_path: Path, by: int
         assert waits.all().startswith(b"HTTP/1.1 503 ")
 
 
-def test_options_that_do_not_go_together(bundle: Path) -> None:
-    for more in (["--prompt", "d"], ["--chat"], ["--json"], ["--requests", "-"], ["--repeat", "2"]):
-        assert refused(bundle, "--http", "0", *more).startswith("--http: expected it without ")
-
-
-@pytest.mark.parametrize("address", ["x", "65536", "-1", "host:80", "::1:80", "127.0.0.1:", ":80", "[127.0.0.1]:80"])
+@pytest.mark.parametrize("address", ["x", "65536", "host:80", "::1:80"])
 def test_addresses_that_are_none(bundle: Path, address: str) -> None:
     message = (
         "--http: expected [HOST:]PORT, such as 8000, 127.0.0.1:8000 or [::1]:8000, port 0: any that is free, found "
@@ -371,7 +351,88 @@ def test_a_chat_without_a_template_is_refused(bundle: Path) -> None:
             client(made).chat.completions.create(model=bundle.name, messages=messages)
 
 
-def test_a_bundle_without_a_tokenizer_is_refused(predicted: Path) -> None:
-    result = subprocess.run([FOLDER / "pi2_runner", predicted, "--http", "0"], capture_output=True, text=True, env={})
-    assert (result.returncode, result.stdout) == (2, "")
-    assert "files: expected tokenizer.json, for text, found none. " in result.stderr
+# --- hostile requests -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("head", "status", "message"),
+    [
+        ("GET /v1/completions HTTP/1.1\r\nHost: localhost", 405, "method: expected POST, found GET. "),
+        ("POST /health HTTP/1.1\r\nHost: localhost", 405, "method: expected GET, HEAD, found POST. "),
+        (
+            "GET / HTTP/1.1\r\nHost: localhost",
+            404,
+            "path: expected /v1/chat/completions, /v1/completions, /v1/models or",
+        ),
+        ("GET /v1/../health HTTP/1.1\r\nHost: localhost", 404, "path: expected /v1/chat/completions, "),
+        (
+            "GET /health HTTP/1.1\r\nHost: evil.example",
+            403,
+            "host: expected localhost or an address, found evil.example",
+        ),
+        ("GET /health HTTP/1.1\r\nHost: localhost.evil.example:80", 403, "host: expected localhost or an address, "),
+        ("GET /health?x HTTP/1.1\r\nHost: localhost:99", 200, ""),
+        ("GET /health HTTP/1.1\r\nHost: 10.0.0.1:99", 200, ""),
+        ("GET /health HTTP/1.1\r\nHost: [::1]:99", 200, ""),
+        (
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost",
+            415,
+            "content-type: expected application/json, found none. ",
+        ),
+        (
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain",
+            415,
+            "content-type: expected application/json, found text/plain. ",
+        ),
+    ],
+)
+def test_what_pages_of_others_may_not_ask(server: Server, head: str, status: int, message: str) -> None:
+    raw = server.raw()
+    raw.send(f"{head}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode())
+    answer, _, body = raw.all().partition(b"\r\n\r\n")
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+    if status != 200:
+        assert json.loads(body)["error"]["message"].startswith(message)
+    if status == 405:
+        assert b"Allow: " in answer
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("", "request: expected JSON, found "),
+        ("{", "request: expected JSON, found "),
+        ("[" * 100, "request: expected JSON of at most 64 levels, found more"),
+        ("[]", "request: expected an object, found []"),
+        ('{"prompt": "\\ud800"}', "request: expected JSON, found "),
+        ('{"prompt": "d", "seed": 1e99}', "request, seed: expected a whole number, 0 to 2^53, found 1e+99"),
+        ('{"prompt": "d", "temperature": NaN}', "request: expected JSON, found "),
+    ],
+)
+def test_bodies_that_make_no_sense(server: Server, body: str, message: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(message)
+
+
+def test_memory_of_what_is_sent_is_bounded(bundle: Path) -> None:
+    """Whatever is sent: texts without spaces are the most for a tokenizer, and small values the most for JSON."""
+    size = (16 << 20) - 99
+    sent = [
+        (json.dumps({"prompt": "d" * size}), "prompt: expected at most 39 tokens: the bundle has room for 40, "),
+        (json.dumps({"prompt": ["def f(x): " * (size // 10)]}), "prompt: expected at most 39 tokens: the bundle has "),
+        ('{"prompt": [1' + ",1" * (size // 2) + "]}", "request: expected JSON of at most 262144 values, found more."),
+        ('{"x": [[]' + ",[]" * (size // 3) + "]}", "request: expected JSON of at most 262144 values, found more."),
+        ('{"x": [{}' + ',{"a":1}' * (1 << 16) + "]}", "request, prompt: expected a text, token ids, or a list of "),
+    ]
+    with served(bundle) as made:
+        for body, message in sent:
+            answer = httpx.post(
+                f"{made.url}/v1/completions", content=body, headers={"Content-Type": "application/json"}, timeout=60
+            )
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"].startswith(message)
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{made.process.pid}/status").read_text())
+        assert found is not None
+        assert int(found[1]) << 10 < 9 * len(sent[0][0]) + (20 << 20)

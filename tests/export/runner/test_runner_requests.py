@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import resource
 import shutil
 import subprocess
 import tarfile
@@ -162,23 +161,6 @@ def test_manifests_of_others_are_refused(copy: Path, fields: dict[str, Any], mes
     assert message in refused(copy, "--prompt", "d")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--temperature", "nan"], "--temperature: expected 0 (greedy) or more, found 'nan'. "),
-        (["--temperature", "1e999"], "--temperature: expected 0 (greedy) or more, found '1e999'. "),
-        (["--temperature", "0x1"], "--temperature: expected 0 (greedy) or more, found '0x1'. "),
-        (["--temperature", " 1"], "--temperature: expected 0 (greedy) or more, found ' 1'. "),
-        (["--top-p", "1.5"], "top_p: expected more than 0, at most 1, found 1.5. "),
-        (["--budget", "GB"], "--budget: expected bytes, or text such as 2.5GiB or 700MB, found 'GB'. "),
-        (["--budget", "0x10"], "--budget: expected bytes, or text such as 2.5GiB or 700MB, found '0x10'. "),
-        (["--budget", "-1"], "--budget: expected bytes, or text such as 2.5GiB or 700MB, found '-1'. "),
-    ],
-)
-def test_numbers_are_all_of_their_text(bundle: Path, options: list[str], message: str) -> None:
-    assert message in refused(bundle, "--prompt", "d", *options)
-
-
 def test_dependencies_run_nothing_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A source package's build would run its code: its hash is compared before."""
     spec = importlib.util.spec_from_file_location("dependencies", ROOT / "export" / "runner" / "dependencies.py")
@@ -227,15 +209,6 @@ def downloaded(command: list[str], archive: Path) -> subprocess.CompletedProcess
     return subprocess.CompletedProcess(command, 0)
 
 
-@pytest.mark.parametrize(
-    "option",
-    ["--logits", "--trace", "--etdump", "--store", "--engine", "--policy", "--backend", "--io-threads", "--ids"],
-)
-def test_empty_values_are_refused(bundle: Path, option: str) -> None:
-    for given in ((option, ""), (f"{option}=",)):
-        assert refused(bundle, "--prompt", "d", *given).startswith(f"{option}: expected a value, found an empty one. ")
-
-
 def test_nothing_is_printed_before_the_prompt_is_taken(bundle: Path) -> None:
     for prompt, message in ((b"d" * 999, b"prompt: expected at most "), (b"d\xff", b"prompt: expected UTF-8")):
         result = subprocess.run(
@@ -245,23 +218,3 @@ def test_nothing_is_printed_before_the_prompt_is_taken(bundle: Path) -> None:
         assert result.stdout == b""
     result = call(bundle, "--prompt", PROMPTS[0], "--max-new-tokens", 1)
     assert result.stdout.decode().startswith(PROMPTS[0])
-
-
-@pytest.mark.parametrize("ids", ["1,2,", ",1", "1,,2", ","])
-def test_ids_are_all_of_their_text(bundle: Path, ids: str) -> None:
-    assert "--ids: expected token ids such as 1,2,3, found ''. " in refused(bundle, "--ids", ids)
-
-
-def test_memory_that_is_not_known_is_not_none(bundle: Path) -> None:
-    """Without a descriptor that is free for /proc/self/status."""
-    found = set()
-    for files in range(4, 12):
-        result = subprocess.run(
-            [runner_calls.FOLDER / "pi2_runner", bundle, "--prompt", "d", "--max-new-tokens", "1"],
-            capture_output=True,
-            env={},
-            preexec_fn=lambda files=files: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files)),
-        )
-        assert b"0 MiB at most" not in result.stderr.replace(b"10 MiB", b"")
-        found.add(b"memory not known: /proc/self/status cannot be read" in result.stderr)
-    assert False in found

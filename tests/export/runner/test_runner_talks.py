@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -71,15 +70,6 @@ def test_greedy_answers_are_those_of_python(bundle: Path) -> None:
                 found = run(bundle, "--prompt", prompt, "--max-new-tokens", 12, *options)
                 assert found["sequences"] == [vars(answer) for answer in wanted.sequences], how
                 assert not any(stop in wanted.text for stop in stops)  # type: ignore[union-attr]
-
-
-def test_a_penalty_changes_what_is_said(bundle: Path) -> None:
-    with Bundle(bundle) as twin:
-        plain, other = (
-            twin.generate("def", 20).sequences[0],
-            twin.generate("def", 20, repetition_penalty=3.0).sequences[0],
-        )
-    assert len(set(other.ids)) > len(set(plain.ids))
 
 
 def test_a_few_of_the_likeliest_are_drawn(bundle: Path) -> None:
@@ -297,13 +287,6 @@ def test_what_is_wrong_with_a_request_is_said_and_the_others_are_answered(talkin
         assert message in line["error"]
 
 
-def test_requests_of_a_file_whose_last_line_has_no_end(bundle: Path, tmp_path: Path) -> None:
-    file = tmp_path / "requests"
-    file.write_bytes(b'{"ids": [5], "max_new_tokens": 1}\r\n\n  \n{"ids": [6], "max_new_tokens": 1}')
-    lines = call(bundle, "--requests", file).stdout.decode().splitlines()
-    assert [len(json.loads(line)["sequences"]) for line in lines] == [1, 1]
-
-
 # --- talks ---
 
 
@@ -422,23 +405,3 @@ def test_a_talk_ends_by_a_signal_where_it_waits(talking: Path) -> None:
     for one in (signal.SIGINT, signal.SIGTERM):
         code, out = signalled(command, b"]\n", "a\n", one, wait=0.5)  # behind the figures of the answer
         assert code == -one, out
-
-
-def test_requests_of_a_fifo_that_nobody_writes(bundle: Path, tmp_path: Path) -> None:
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    command = [str(runner_calls.FOLDER / "pi2_runner"), str(bundle), "--requests", str(fifo)]
-    with subprocess.Popen(command, env={}, stderr=subprocess.PIPE) as process:
-        time.sleep(0.5)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=20) == -signal.SIGTERM
-
-
-@pytest.mark.parametrize("option", [("--chat",), ("--requests", "-")])
-def test_answers_that_nobody_reads_end_it(talking: Path, option: tuple[str, ...]) -> None:
-    command = [str(runner_calls.FOLDER / "pi2_runner"), str(talking), *option, "--max-new-tokens", "2"]
-    text = "a\nb\n" if option == ("--chat",) else '{"ids": [5]}\n' * 2
-    with Path("/dev/full").open("wb") as full:
-        done = subprocess.run(command, input=text.encode(), stdout=full, stderr=subprocess.PIPE, timeout=60, env={})
-    assert done.returncode == 2
-    assert done.stderr.decode().count("standard output: expected a file that can be written") == 1
