@@ -1,13 +1,12 @@
-"""Run a bundle on this machine with ExecuTorch's Python runtime: what the C++ runner does on a phone, in Python."""
+"""``Bundle``: run a bundle on this machine, as the C++ runner does on a phone."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,28 +19,20 @@ from torch_pi2.base.fields import argument
 from torch_pi2.base.files import check_not_standard_output
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.decode import executorch as backend
-from torch_pi2.decode.executorch import parts_of_problem
 from torch_pi2.decode.sequence import GeneratedSequence, StopStrings, decode_loop
-from torch_pi2.errors import (
-    ArtifactError,
-    ConfigError,
-    DtypeError,
-    NonFiniteError,
-    Pi2Error,
-    ShapeError,
-    StaleArtifactError,
-    VersionError,
-)
-from torch_pi2.export.choose import Choosing, is_whole, of_model
-from torch_pi2.export.manifest import CONTEXT_METHOD, PROGRAM_FILE, STORE_FILE, Manifest
+from torch_pi2.errors import ConfigError, NonFiniteError, ShapeError
+from torch_pi2.export.manifest import STORE_FILE, Manifest
+from torch_pi2.export.runtime import Program
+from torch_pi2.export.sampling import Sampling, defaults_of
 from torch_pi2.export.text import Detokenizer, encode, load_tokenizer
 
 _log = logging.getLogger("torch_pi2")
 
-#: ``stream(sequence, token, text)``: which sequence, what was chosen, and the text that is certain since the last call.
+#: ``stream(sequence, token, text)``: number of the sequence, its new token, and the text that is certain since the last
+#: call.
 Stream = Callable[[int, int, str], None]
-#: Options are global to the library until a store is opened with them: one bundle at a time sets them and opens.
-_OPENING = threading.Lock()
+#: Text, token ids, or messages of a chat.
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -49,9 +40,9 @@ class Answer:
     """One answer.
 
     Attributes:
-        ids: chosen tokens, with the one that ended it. text: of them; empty without a tokenizer.
+        ids: its tokens, with the one that ended it. text: theirs; empty without a tokenizer.
         ended: "eos", "stop" (one of the strings), "length" (``max_new_tokens``) or "room" (prompt and answer have
-            ``max_tokens``).
+            ``max_tokens`` tokens).
     """
 
     ids: list[int]
@@ -77,7 +68,7 @@ class Generated:
 
     @property
     def text(self) -> str:
-        """Of the first sequence."""
+        """The text of the first sequence."""
         return self.sequences[0].text
 
     @property
@@ -88,9 +79,9 @@ class Generated:
 
 
 class Bundle:
-    """A bundle, open. Methods are loaded when they are first needed, the neuron store with the first of them.
+    """An open bundle. Methods are loaded when they are first needed, the neuron store with the first of them.
 
-    One thread at a time: the methods share one KV cache. Settings below are lossless: same bits whatever they are.
+    One thread at a time: the methods share one KV cache. The settings below are lossless: they change no bit.
 
     Args:
         folder: written by ``torch_pi2.export``; every file must be there with its size.
@@ -99,16 +90,16 @@ class Bundle:
         store: the neuron store, or its folder, if it is not in ``folder`` (but on a faster disk, for instance).
         threads: of the engine, for what it computes beside an accelerator (default: as many as ExecuTorch's pool has).
         io_threads, engine, policy, direct, preload: as in :class:`torch_pi2.OffloadConfig`.
-        trace: a file that gets what threads did, for Perfetto, when the bundle is closed.
-        tokenizer: instead of that of the folder.
-        verify: what is compared with its checksum before it is used. None: every file but the store, whose parts are
-            compared when they are read. True: all of the store too. False: nothing but sizes, and those parts.
+        trace: a file for a trace of all threads, for Perfetto, written when the bundle is closed.
+        tokenizer: instead of the folder's.
+        verify: which files are compared with their checksums first. None: all but the store, whose parts are compared
+            when they are read. True: also all of the store. False: only sizes, and those parts.
 
     Attributes:
-        manifest: of the bundle. store: path of the neuron store. load_seconds: that loading methods took so far.
+        manifest: of the bundle. store: path of the neuron store.
 
     Raises:
-        ArtifactError: a file is missing, cut, changed or of another bundle, or ExecuTorch does not take the program.
+        ArtifactError: a file is missing, cut, changed or of another bundle, or ExecuTorch does not load the program.
         StaleArtifactError: the store is of other weights. ConfigError: the budget is too small, or an option is wrong.
         LibraryMissingError: ExecuTorch or our library for it is not installed. VersionError: it is of another version.
     """
@@ -144,10 +135,9 @@ class Bundle:
                 )
         place = Path(self.folder if store is None else store).absolute()
         self.store = place / STORE_FILE if place.is_dir() else place
-        self.manifest.verify(
-            self.folder, "loaded" if verify is None else "all" if verify else "sizes", store=self.store
-        )
-        self._options: dict[str, str | int | bool | None] = {
+        what: Any = "loaded" if verify is None else "all" if verify else "sizes"
+        self.manifest.verify(self.folder, what, store=self.store)
+        options: dict[str, str | int | bool | None] = {
             "store_path": str(self.store),
             "cache_bytes_kib": None if budget is None else _cache_kib(self.manifest, self.folder, parse_bytes(budget)),
             "threads": threads,
@@ -159,28 +149,12 @@ class Bundle:
             "trace": None if trace is None else str(Path(trace).absolute()),
         }
         self._tokenizer = tokenizer
-        self._model_says = of_model(self.folder)
-        self._fed: list[int] = []  # what the first lane has read and said, but for its last token
-        self._methods: dict[str, Any] = {}
-        self._using = threading.RLock()
-        self._answering = False
-        self.load_seconds = 0.0
-        _check_executorch(self.manifest, self.folder)
-        backend.load_library()
-        if self.manifest.target.startswith("qnn:"):
-            from torch_pi2.export.qnn import sdk
-
-            sdk.load(sdk.find())
-        from executorch.runtime import Runtime, Verification
-
-        path = self.folder / PROGRAM_FILE
-        try:
-            self._program: Any = Runtime.get().load_program(path, verification=Verification.InternalConsistency)
-            _check_program(self._program, self.manifest, path)
-        except RuntimeError as error:
-            raise _refused(str(path), "a program of ExecuTorch", error) from error
-        # The first method opens the store: what is wrong with it is said now.
-        self._load("forward")
+        self._sampling = defaults_of(self.folder)
+        self._in_first_lane: list[int] = []  # tokens whose keys and values are there
+        self._lock = threading.RLock()
+        self._busy = False
+        self._program: Program | None = Program(self.folder, self.manifest, options)
+        self._program.load("forward")  # opens the store, whose problems are reported now
 
     def __enter__(self) -> Bundle:
         return self
@@ -191,34 +165,34 @@ class Bundle:
         try:
             self.close()
         except ConfigError:
-            if error is None:  # else it is the one to tell
+            if error is None:  # else ``error`` is the one to report
                 raise
 
     def close(self) -> None:
         """Release the program; the store is closed when no other bundle uses it. A closed bundle cannot be used.
 
         Raises:
-            ConfigError: the trace cannot be written; or this is within ``stream`` of an answer.
+            ConfigError: the trace cannot be written; or this is called within ``stream`` of an answer.
         """
-        trace = self._options["trace"]
-        with self._alone("close"), _OPENING if trace else nullcontext():
-            if trace:
-                backend.clear_error()
-            self._methods.clear()
-            self._program = None
-            said = backend.last_error() if trace else ""
-        if said.startswith(f"trace {trace}: "):
-            raise problem_of(said)
+        with self._alone("close"):
+            program, self._program = self._program, None
+            if program is not None:
+                program.close()
+
+    @property
+    def load_seconds(self) -> float:
+        """Time that loading methods took so far."""
+        return self._open("load_seconds").load_seconds
 
     @property
     def tokenizer(self) -> Any:
-        """Of the folder, loaded when it is first needed. Raises ArtifactError: there is none, or it is damaged."""
+        """The folder's, loaded when it is first needed. Raises ArtifactError: there is none, or it is damaged."""
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self.folder)
         return self._tokenizer
 
     def __call__(self, *args: torch.Tensor | float) -> Any:
-        """Of kind "module": outputs for these inputs, one tensor or a tuple.
+        """Run a bundle of kind "module": outputs for these inputs, one tensor or a tuple.
 
         Numbers of the example are inputs, too, and have to be the same.
 
@@ -232,7 +206,7 @@ class Bundle:
     @torch.no_grad()
     def generate(
         self,
-        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | torch.Tensor,
+        prompt: Prompt | torch.Tensor,
         max_new_tokens: int | None = None,
         *,
         temperature: float = 0.0,
@@ -248,41 +222,40 @@ class Bundle:
     ) -> Generated:
         """Continue a prompt.
 
-        Greedy answers (``temperature=0``) are the same bits each time. Sequence i of a sampled answer has a generator
-        of its own, seeded ``seed + i``. The prompt is read once and its keys and values are copied to the other
-        sequences. They end at their own times; as soon as a smaller batch holds those that are left, its method goes
-        on.
+        Greedy answers (``temperature=0``) are the same bits each time. Sequence i of a sampled answer has its own
+        generator, seeded ``seed + i``. The prompt is read once and its keys and values are copied to the other
+        sequences. They end at their own times; as soon as a smaller batch holds the remaining ones, its method goes on.
 
         Args:
             prompt: text, token ids, or messages of a chat (``{"role": ..., "content": ...}``) for the tokenizer's
                 template.
-            max_new_tokens: of each sequence (default: as many as there is room for).
+            max_new_tokens: of each sequence (default: as many as fit).
             temperature: 0 is greedy. top_k, top_p, min_p, repetition_penalty, stop: see
-                :class:`torch_pi2.export.choose.Choosing`; None: as the model's generation_config.json has them.
+                :class:`torch_pi2.export.sampling.Sampling`; None: the model's generation_config.json decides.
             num_return_sequences: at most ``manifest.lanes``.
-            reuse: do not read again what prompt and last call (with one sequence) begin with: the next question of a
-                talk. Keys and values of what was said are those of steps, and the rest is read as a short prompt: where
-                neurons are predicted it misses what steps miss, which a long prompt read whole does not.
-            stream: called for every token, in order of sequences within a step. What it raises ends the answer; another
-                one it cannot ask for, as keys and values of this one are in the lanes.
+            reuse: do not read again the tokens that prompt and last call (with one sequence) begin with, as in the
+                next turn of a chat. Keys and values of the last answer come from decoding, and the rest is read as a
+                short prompt: where neurons are predicted, both miss neurons that a long prompt read at once does not.
+            stream: called for every token, in order of sequences within a step. An error that it raises ends the
+                answer. It cannot call this bundle, whose KV cache is in use.
 
         Raises:
-            ConfigError: the bundle is no decoder, an argument makes no sense, or this is within ``stream``.
-            ShapeError: no room for the prompt.
+            ConfigError: the bundle is no decoder, an argument is wrong, or this is called within ``stream``.
+            ShapeError: the prompt is too long.
             ArtifactError: a tokenizer is needed and there is none, or the store cannot be read.
             NonFiniteError: logits are not finite.
         """
-        with self._alone("generate"):
-            _check_count("num_return_sequences", num_return_sequences, self.manifest.lanes)
+        with self._alone("generate", "decoder"):
+            argument(num_return_sequences, "num_return_sequences").whole(1, self.manifest.lanes)
             argument(reuse, "reuse").flag()
-            how = Choosing(temperature, top_k, top_p, min_p, repetition_penalty, stop)
+            how = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, stop)
             answers, timing = self._answer([prompt] * num_return_sequences, max_new_tokens, how, seed, stream, reuse)
         return Generated(answers[0].prompt, [answer.result() for answer in answers], *timing)
 
     @torch.no_grad()
     def generate_batch(
         self,
-        prompts: Sequence[str | Sequence[int] | Sequence[Mapping[str, Any]]],
+        prompts: Sequence[Prompt],
         max_new_tokens: int | None = None,
         *,
         temperature: float = 0.0,
@@ -294,98 +267,27 @@ class Bundle:
         seed: int = 0,
         stream: Stream | None = None,
     ) -> list[Generated]:
-        """Continue several prompts together: each is read into a lane of its own, then they grow at the same time.
+        """Continue several prompts together: each is read into a lane of its own, then they are decoded as a batch.
 
-        A lossless bundle gives each the greedy answer that :meth:`generate` gives (but for last bits of logits, where
-        methods of other batch sizes add in another order).
+        A lossless bundle gives each the greedy answer of :meth:`generate` (up to the last bits of logits, as methods of
+        other batch sizes add in another order).
 
         Args:
             prompts: at most ``manifest.lanes``. The others: as of :meth:`generate`; prompt i is sequence i.
 
         Returns:
-            Of each prompt one sequence; seconds and steps are those of all together.
+            One sequence for each prompt; seconds and steps are those of all together.
 
         Raises:
             As :meth:`generate`.
         """
-        with self._alone("generate_batch"):
+        with self._alone("generate_batch", "decoder"):
             if isinstance(prompts, str):
                 argument(prompts, "prompts").wrong("a list of prompts")
-            _check_count("prompts", len(prompts), self.manifest.lanes)
-            how = Choosing(temperature, top_k, top_p, min_p, repetition_penalty, stop)
+            argument(prompts, "prompts").items(1, self.manifest.lanes)
+            how = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, stop)
             answers, timing = self._answer([*prompts], max_new_tokens, how, seed, stream, False)
         return [Generated(answer.prompt, [answer.result()], *timing) for answer in answers]
-
-    @contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
-        """One call at a time: other threads wait, and ``stream``, which is called within one, is refused."""
-        with self._using:
-            if self._answering:
-                raise ConfigError(
-                    f"{what} of {self.folder}",
-                    expected="one call at a time: keys and values of an answer are in the lanes",
-                    found="a call within the stream of an answer",
-                    fix="Call it later, or open the bundle once more; to end the answer raise an error in stream.",
-                )
-            if what != "close":
-                self._require("decoder", what)
-            self._answering = True
-            try:
-                yield
-            finally:
-                self._answering = False
-
-    def _answer(
-        self, prompts: list[Any], most: int | None, how: Choosing, seed: int, stream: Stream | None, reuse: bool
-    ) -> tuple[list[_Answering], tuple[float, float, int, int]]:
-        """An answer to each of ``prompts``, of which equal ones are read once, and how it went as in Generated."""
-        if most is not None and not is_whole(most, 1):
-            raise ConfigError("max_new_tokens", expected="1 or more", found=str(most), fix="Correct it.")
-        if stream is not None and not callable(stream):
-            argument(stream, "stream").wrong("a function, or None")
-        argument(seed, "seed").whole(most=1 << 62)
-        texts = [argument(prompt, "prompt").text(empty=True) for prompt in prompts if isinstance(prompt, str)]
-        wordless = self._tokenizer is None and not self._has_tokenizer() and not texts
-        if wordless and how.stop is not None:
-            raise ConfigError(
-                "stop", expected="a bundle with a tokenizer", found="one without", fix="Leave it out, or pass one."
-            )
-        how, tokenizer = how.or_as(self._model_says), None if wordless else self.tokenizer
-        one = all(prompt is prompts[0] for prompt in prompts)
-        ids = [encode(p, lambda: self.tokenizer, self.manifest.model.vocab or 0) for p in prompts[: 1 if one else None]]
-        left = [self._room(some) for some in ids]
-        answers = [
-            _Answering(i, seed, left[k], most, self.manifest.eos, ids[k], tokenizer, stream, how)
-            for i in range(len(prompts))
-            for k in [0 if one else i]
-        ]
-        self._load_decoding(len(answers))
-        steps: list[float] = []  # when each began
-
-        def step(going: list[_Answering]) -> list[tuple[_Answering, torch.Tensor]]:
-            steps.append(time.perf_counter())
-            if one and len(answers) > 1 and len(steps) == 1:
-                self._call("fork", torch.zeros(self.manifest.lanes, dtype=torch.int64))
-            logits_NV = self._step(going)
-            return [(answer, logits_NV[answer.lane]) for answer in going]
-
-        known = self._same(ids[0]) if reuse else 0
-        self._fed = []
-        started = time.perf_counter()
-        read = [self._read(some, known, lane) for lane, some in enumerate(ids)]
-        decode_loop(
-            answers, read * len(answers) if one else read, step, lambda answer, logits_V: answer.choose(logits_V)
-        )
-        done = time.perf_counter()
-        if len(answers) == 1:
-            self._fed = ids[0] + answers[0].tokens[:-1]
-        first = steps[0] if steps else done
-        return answers, (first - started, done - first, len(steps), known)
-
-    def _same(self, ids: list[int]) -> int:
-        """Tokens with which ``ids`` and what the first lane has begin, but for the last of ``ids``."""
-        pairs = enumerate(zip(ids[:-1], self._fed))
-        return next((i for i, (a, b) in pairs if a != b), min(len(ids) - 1, len(self._fed)))
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int] | torch.Tensor, prompt: int = 1) -> torch.Tensor:
@@ -394,14 +296,15 @@ class Bundle:
         The first ``prompt`` tokens are read at once (``forward``), the others one by one (``decode``).
 
         Raises:
-            ConfigError: the bundle is no decoder, or this is within ``stream``. ShapeError: too many tokens, or none.
+            ConfigError: the bundle is no decoder, or this is called within ``stream``. ShapeError: too many tokens, or
+                none.
         """
-        with self._alone("logits"):
-            tokens = encode(ids, lambda: self.tokenizer, self.manifest.model.vocab or 0)
-            self._room(tokens[:-1])
+        with self._alone("logits", "decoder"):
+            tokens = self._encode(ids)
+            self._most_new_tokens(tokens[:-1])
             if not 1 <= prompt <= len(tokens):
                 raise ShapeError("prompt", expected=f"1 to {len(tokens)} tokens", found=str(prompt), fix="Correct it.")
-            self._fed = []
+            self._in_first_lane = []
             rows = [self._read(tokens[:prompt])]
             for position in range(prompt, len(tokens)):
                 rows.append(self._decode({0: (tokens[position], position)})[0])
@@ -415,26 +318,47 @@ class Bundle:
             share that was in the cache; ``wait_share``: of the time in layers, the share spent waiting for reads. Both
             are None before anything was computed.
         """
-        every = backend.stats(reset=reset)
-        place = self.store.resolve()
-        of_each = [store for store in every["stores"] if Path(store["path"]).resolve() == place]  # by their settings
-        mine = {**of_each[0]} if of_each else {}
-        mine |= {name: sum(each[name] for each in of_each) for name, one in mine.items() if isinstance(one, int)}
-        wanted, busy = mine.get("wanted", 0), mine.get("busy_ns", 0)
+        path = self.store.resolve()
+        stores = [one for one in backend.stats(reset=reset)["stores"] if Path(one["path"]).resolve() == path]
+        total = {**stores[0]} if stores else {}  # an entry for each combination of settings
+        total |= {key: sum(one[key] for one in stores) for key, value in total.items() if isinstance(value, int)}
+        wanted, busy = total.get("wanted", 0), total.get("busy_ns", 0)
         return {
-            **mine,
-            "hit_rate": mine["hits"] / wanted if wanted else None,
-            "wait_share": mine["wait_ns"] / busy if busy else None,
+            **total,
+            "hit_rate": total["hits"] / wanted if wanted else None,
+            "wait_share": total["wait_ns"] / busy if busy else None,
         }
 
-    def _has_tokenizer(self) -> bool:
-        return any((self.folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    # --- one call at a time -------------------------------------------------------------------------------------------
 
-    def _require(self, kind: str, what: str) -> None:
+    @contextmanager
+    def _alone(self, what: str, kind: str | None = None) -> Iterator[None]:
+        """Other threads wait; a call within ``stream`` of an answer is refused."""
+        with self._lock:
+            if self._busy:
+                raise ConfigError(
+                    f"{what} of {self.folder}",
+                    expected="one call at a time: the KV cache holds an answer",
+                    found="a call within the stream of an answer",
+                    fix="Call it later, or open the bundle once more; to end the answer raise an error in stream.",
+                )
+            if kind is not None:
+                self._require(kind, what)
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
+
+    def _open(self, what: str) -> Program:
         if self._program is None:
             raise ConfigError(
                 f"{what} of {self.folder}", expected="an open bundle", found="a closed one", fix="Open it."
             )
+        return self._program
+
+    def _require(self, kind: str, what: str) -> None:
+        self._open(what)
         if self.manifest.kind != kind:
             raise ConfigError(
                 f"{what} of {self.folder}",
@@ -443,10 +367,73 @@ class Bundle:
                 fix="Call bundle(...) for modules, generate or logits for decoders.",
             )
 
-    def _room(self, ids: list[int]) -> int:
+    def _call(self, name: str, *args: torch.Tensor | float) -> Sequence[torch.Tensor]:
+        with self._lock:
+            return self._open(name).call(name, *args)
+
+    # --- answers ------------------------------------------------------------------------------------------------------
+
+    def _answer(
+        self, prompts: list[Any], most: int | None, how: Sampling, seed: int, stream: Stream | None, reuse: bool
+    ) -> tuple[list[_Answering], tuple[float, float, int, int]]:
+        """An answer to each of ``prompts``, of which identical ones are read once; and the numbers of Generated."""
+        if most is not None:
+            argument(most, "max_new_tokens").whole(1)
+        if stream is not None and not callable(stream):
+            argument(stream, "stream").wrong("a function, or None")
+        argument(seed, "seed").whole(most=1 << 62)
+        texts = [argument(prompt, "prompt").text(empty=True) for prompt in prompts if isinstance(prompt, str)]
+        has_tokenizer = self._tokenizer is not None or any(
+            (self.folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
+        )
+        if not has_tokenizer and not texts and how.stop is not None:
+            raise ConfigError(
+                "stop", expected="a bundle with a tokenizer", found="one without", fix="Leave it out, or pass one."
+            )
+        tokenizer = self.tokenizer if has_tokenizer or texts else None
+        how = how.with_defaults(self._sampling)
+        same = all(prompt is prompts[0] for prompt in prompts)
+        ids = [self._encode(prompt) for prompt in prompts[: 1 if same else None]]
+        answers = []
+        for lane in range(len(prompts)):
+            own = ids[0 if same else lane]
+            fit = self._most_new_tokens(own)
+            answers.append(_Answering(lane, seed, fit, most, self.manifest.eos, own, tokenizer, stream, how))
+        self._load_decoding(len(answers))
+        steps: list[float] = []  # when each began
+
+        def step(going: list[_Answering]) -> list[tuple[_Answering, torch.Tensor]]:
+            steps.append(time.perf_counter())
+            if same and len(answers) > 1 and len(steps) == 1:
+                self._call("fork", torch.zeros(self.manifest.lanes, dtype=torch.int64))
+            logits_NV = self._step(going)
+            return [(answer, logits_NV[answer.lane]) for answer in going]
+
+        known = self._known_tokens(ids[0]) if reuse else 0
+        self._in_first_lane = []
+        started = time.perf_counter()
+        read = [self._read(own, known, lane) for lane, own in enumerate(ids)]
+        decode_loop(
+            answers, read * len(answers) if same else read, step, lambda answer, logits_V: answer.choose(logits_V)
+        )
+        done = time.perf_counter()
+        if len(answers) == 1:
+            self._in_first_lane = ids[0] + answers[0].tokens[:-1]
+        first = steps[0] if steps else done
+        return answers, (first - started, done - first, len(steps), known)
+
+    def _encode(self, prompt: Any) -> list[int]:
+        return encode(prompt, lambda: self.tokenizer, self.manifest.model.vocab or 0)
+
+    def _known_tokens(self, ids: list[int]) -> int:
+        """Tokens that ``ids``, but for the last, and the first lane begin with."""
+        pairs = enumerate(zip(ids[:-1], self._in_first_lane))
+        return next((i for i, (a, b) in pairs if a != b), min(len(ids) - 1, len(self._in_first_lane)))
+
+    def _most_new_tokens(self, ids: list[int]) -> int:
         """Tokens that an answer to ``ids`` may have. Raises ShapeError: none."""
-        left: int = self.manifest.max_tokens - len(ids)
-        if left <= 0:
+        most: int = self.manifest.max_tokens - len(ids)
+        if most <= 0:
             raise ShapeError(
                 "prompt",
                 expected=f"at most {self.manifest.max_tokens - 1} tokens: the bundle has room for "
@@ -454,21 +441,21 @@ class Bundle:
                 found=str(len(ids)),
                 fix="Shorten it, or export with a larger max_tokens.",
             )
-        return left
+        return most
 
     def _read(self, ids: list[int], known: int = 0, lane: int = 0) -> torch.Tensor:
-        """Logits ``[V]`` after ``ids``, which the lane then has, and the first of which it has already."""
-        behind = lane * self.manifest.max_tokens
+        """Read ``ids`` into a lane that has the first ``known`` of them already; logits ``[V]`` after the last one."""
+        offset = lane * self.manifest.max_tokens
         for name, start, count in self.manifest.pieces(known, len(ids)):
-            part = ids[start : start + count]
-            last = [] if name == "forward" else [torch.tensor([count - 1])]
-            if last:  # what it writes behind the prompt is written again, and not read before
-                part += part[-1:] * (self.manifest.methods[name].max_tokens - count)
-            logits_11V = self._call(name, torch.tensor([part]), torch.tensor([behind + start]), *last)[0]
+            piece, last = ids[start : start + count], []
+            if name != "forward":  # what padding writes is overwritten before it is read
+                piece += piece[-1:] * (self.manifest.methods[name].max_tokens - count)
+                last = [torch.tensor([count - 1])]
+            logits_11V = self._call(name, torch.tensor([piece]), torch.tensor([offset + start]), *last)[0]
         return _finite(logits_11V[0, -1])
 
     def _step(self, going: list[_Answering]) -> torch.Tensor:
-        """The next token of each: logits ``[N, V]`` by lane. They close ranks if a smaller batch then holds them."""
+        """Logits ``[N, V]`` by lane after one more token of each, moved to the first lanes if a smaller batch fits."""
         if max(a.lane for a in going) >= min(b for b in self.manifest.batches if b >= len(going)):
             lanes = [a.lane for a in going]
             self._call("fork", torch.tensor(lanes + lanes[:1] * (self.manifest.lanes - len(lanes))))
@@ -479,83 +466,47 @@ class Bundle:
     def _decode(self, lanes: Mapping[int, tuple[int, int]]) -> torch.Tensor:
         """Logits ``[N, V]`` after (token, position) of each lane."""
         batch = min(b for b in self.manifest.batches if b > max(lanes))
-        # Lanes not in use get the token of one that is: it wants no other neurons. What they write is never read.
+        # Idle lanes get the token of a used one, which wants no other neurons. What they write is never read.
         idle = next(iter(lanes.values()))
         rows = [lanes.get(lane, idle) for lane in range(batch)]
         ids_N1, positions_N1 = torch.tensor(rows).split(1, dim=1)
         logits_N1V = self._call(f"decode_b{batch}", ids_N1.contiguous(), positions_N1.contiguous())[0]
         return _finite(logits_N1V[:, 0], list(lanes))
 
-    def _call(self, name: str, *args: torch.Tensor | float) -> Sequence[torch.Tensor]:
-        """Outputs of a method. Raises ShapeError, DtypeError: for what it does not take; ArtifactError: it fails."""
-        with self._using:
-            method = self._load(name)
-            _check_inputs(f"{self.folder}, {name}", method.metadata, args)
-            backend.clear_error()
-            try:
-                found: Sequence[torch.Tensor] = method.execute(args)
-            except RuntimeError as error:
-                raise self._failed(name, "a call that succeeds", error) from error
-            return found
-
-    def _load(self, name: str) -> Any:
-        if name not in self._methods:
-            started = time.perf_counter()
-            with _OPENING:
-                backend.clear_error()
-                try:
-                    backend.share_weights(self.manifest.model.linears == "float32")
-                    backend.set_options({name: value for name, value in self._options.items() if value is not None})
-                    self._methods[name] = self._program.load_method(name)
-                except RuntimeError as error:
-                    raise self._failed(name, "a method that ExecuTorch loads", error) from error
-                finally:
-                    backend.set_options(dict.fromkeys(self._options, ""))
-                    backend.share_weights(False)
-            self.load_seconds += time.perf_counter() - started
-        return self._methods[name]
-
     def _load_decoding(self, count: int) -> None:
-        """What ``count`` sequences may need, so that it is not loaded while they wait."""
-        for tokens in self.manifest.prefills:
-            self._load(f"prefill_{tokens}")
+        """Load what ``count`` sequences may need, so that they do not wait for it later."""
+        program = self._open("generate")
         most = min(b for b in self.manifest.batches if b >= count)
-        for batch in self.manifest.batches:
-            if batch == most or (count > 1 and batch < most):
-                self._load(f"decode_b{batch}")
-        if count > 1:
-            self._load("fork")
-
-    def _failed(self, name: str, expected: str, error: RuntimeError) -> Pi2Error:
-        """What our delegate says of ``error``, or else what ExecuTorch does."""
-        text = backend.last_error()
-        return problem_of(text) if text else _refused(f"{self.folder / PROGRAM_FILE}, {name}", expected, error)
+        batches = [b for b in self.manifest.batches if b == most or (count > 1 and b < most)]
+        names = [*(f"prefill_{n}" for n in self.manifest.prefills), *(f"decode_b{b}" for b in batches)]
+        for name in [*names, "fork"] if count > 1 else names:
+            program.load(name)
 
 
 class _Answering(GeneratedSequence):
-    """An answer that is being generated, with its text, in a lane of the KV cache.
+    """An answer that is being generated in a lane of the KV cache, with its text.
 
-    ``left``: tokens that there is room for; ``most``: that are wanted.
+    ``fit``: tokens that fit; ``most``: that the caller wants at most.
     """
 
     def __init__(
         self,
         number: int,
         seed: int,
-        left: int,
+        fit: int,
         most: int | None,
         eos: tuple[int, ...],
         prompt: list[int],
         tokenizer: Any,
         stream: Stream | None,
-        choosing: Choosing,
+        sampling: Sampling,
     ) -> None:
-        super().__init__(number, seed, left if most is None else min(most, left), eos)
+        super().__init__(number, seed, fit if most is None else min(most, fit), eos)
         self.lane, self.text, self.prompt = number, "", prompt
-        self._full = "room" if most is None or most >= left else "length"
-        self._stream, self._choosing = stream, choosing
+        self._full = "room" if most is None or most >= fit else "length"
+        self._stream, self._sampling = stream, sampling
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt)
-        self._stops, self._shown = StopStrings(choosing.stop or ()), ""
+        self._stops, self._shown = StopStrings(sampling.stop or ()), ""
 
     @property
     def position(self) -> int:
@@ -564,7 +515,7 @@ class _Answering(GeneratedSequence):
 
     def choose(self, logits_V: torch.Tensor) -> int:
         """The next token."""
-        return self._choosing.choose(logits_V, self.prompt + self.tokens, self.random)
+        return self._sampling.choose(logits_V, self.prompt + self.tokens, self.random)
 
     def append(self, token: int) -> None:
         super().append(token)
@@ -588,6 +539,7 @@ class _Answering(GeneratedSequence):
 
 
 def _finite(logits: torch.Tensor, rows: list[int] | None = None) -> torch.Tensor:
+    """``logits``. Raises NonFiniteError: those of ``rows`` (default: all) are not finite."""
     used = logits if rows is None else logits[rows]
     if torch.isfinite(used).all():
         return logits
@@ -599,45 +551,8 @@ def _finite(logits: torch.Tensor, rows: list[int] | None = None) -> torch.Tensor
     )
 
 
-def _check_count(name: str, count: object, lanes: int) -> None:
-    if not is_whole(count, 1, lanes):
-        expected = f"1 to {lanes}, the lanes of the bundle"
-        raise ConfigError(name, expected=expected, found=str(count), fix="Correct it.")
-
-
-def _check_inputs(where: str, metadata: Any, args: Sequence[torch.Tensor | float]) -> None:
-    """ExecuTorch's own message for wrong inputs is a number."""
-    if len(args) != metadata.num_inputs():
-        raise ShapeError(
-            where, expected=f"{metadata.num_inputs()} inputs", found=str(len(args)), fix="Pass what was exported."
-        )
-    for i, given in enumerate(args):
-        try:
-            about = metadata.input_tensor_meta(i)
-        except IndexError:  # a number of the example, which ExecuTorch compares
-            continue
-        if not isinstance(given, torch.Tensor):
-            found = type(given).__name__
-            raise DtypeError(f"{where}, input {i}", expected="a tensor", found=found, fix="Convert it.")
-        most, dtype = tuple(about.sizes()), _DTYPES.get(about.dtype())
-        if dtype is not None and given.dtype != dtype:
-            raise DtypeError(f"{where}, input {i}", expected=str(dtype), found=str(given.dtype), fix="Convert it.")
-        if given.dim() != len(most) or any(n > limit for n, limit in zip(given.shape, most)):
-            raise ShapeError(
-                f"{where}, input {i}", expected=f"at most {list(most)}", found=str(list(given.shape)), fix="Correct it."
-            )
-
-
-#: ExecuTorch's numbers of scalar types, those that inputs have.
-_DTYPES = dict(
-    enumerate(
-        (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64)
-    )
-) | {11: torch.bool, 15: torch.bfloat16}
-
-
 def _cache_kib(manifest: Manifest, folder: Path, budget: int) -> int:
-    """What ``budget`` leaves for neurons, in KiB. Raises ConfigError: nothing."""
+    """The neuron cache that ``budget`` leaves, in KiB. Raises ConfigError: none."""
     cache = budget - manifest.fixed_bytes
     if cache < 1024:
         raise ConfigError(
@@ -654,69 +569,3 @@ def _cache_kib(manifest: Manifest, folder: Path, budget: int) -> int:
         )
     kib: int = min(cache, manifest.store_bytes) // 1024
     return kib
-
-
-def _check_program(program: Any, manifest: Manifest, path: Path) -> None:
-    """Raises ArtifactError unless the sizes that the manifest says are those of the program."""
-
-    def require(what: str, expected: object, found: object) -> None:
-        if found != expected:
-            raise ArtifactError(
-                f"{path}, {what}",
-                expected=f"{expected}, as {manifest.where} says",
-                found=str(found),
-                fix="The program counts: copy the bundle again, or export again.",
-            )
-
-    missing = {*manifest.methods} - program.method_names
-    if manifest.kind == "module":
-        require("methods", "forward", "forward" if not missing else ", ".join(sorted(program.method_names)))
-        return
-    missing |= {CONTEXT_METHOD} - program.method_names
-    require("methods that it lacks", "none", ", ".join(sorted(missing)) or "none")
-    require("max_tokens", manifest.max_tokens, program.load_method(CONTEXT_METHOD).execute([])[0])
-    for name, method in manifest.methods.items():
-        about = program.metadata(name)
-        sizes = (method.batch, method.max_tokens) if method.kind != "fork" else (manifest.lanes,)
-        require(f"input of {name}", sizes, tuple(about.input_tensor_meta(0).sizes()))
-        if method.kind != "fork":
-            logits = (method.batch, 1, manifest.model.vocab)
-            require(f"logits of {name}", logits, tuple(about.output_tensor_meta(0).sizes()))
-
-
-def _check_executorch(manifest: Manifest, folder: Path) -> None:
-    """Raises VersionError unless the ExecuTorch that made the program is the one that is installed, if one is."""
-    made = manifest.made_by.get("executorch", "").partition("+")[0]
-    try:
-        found = importlib.metadata.version("executorch")
-    except importlib.metadata.PackageNotFoundError:
-        return  # what loads our library says so
-    if made and found != made:
-        raise VersionError(
-            f"executorch for {folder}",
-            expected=f"{made}, which made it",
-            found=found,
-            fix=f"pip install executorch=={made}, or export again.",
-        )
-
-
-def problem_of(text: str) -> Pi2Error:
-    """The error for what our delegate says: "what: expected ..., found .... what to do"."""
-    what, expected, found, fix = parts_of_problem(text)
-    if not (what and expected and found and fix):
-        return ArtifactError("our delegate", expected="that it works", found=text, fix="See its log on standard error.")
-    kind: type[Pi2Error] = ArtifactError
-    if what.startswith(("option ", "trace ")):
-        kind = ConfigError
-    elif expected.startswith("weights "):
-        kind = StaleArtifactError
-    return kind(what, expected=expected, found=found, fix=fix)
-
-
-def _refused(what: str, expected: str, error: RuntimeError) -> ArtifactError:
-    return ArtifactError(
-        what,
-        expected=expected,
-        found=" ".join(str(error).split()) or type(error).__name__,
-        fix="Its log on standard error says more; torch-pi2 inspect --verify BUNDLE finds damage.",
-    )

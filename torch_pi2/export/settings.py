@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from torch_pi2.base.fields import argument, check_fields, limited
 from torch_pi2.decode.executorch import check_executorch
 from torch_pi2.errors import ArtifactError, ConfigError
-from torch_pi2.export.choose import is_whole
 from torch_pi2.export.manifest import BESIDE, MANIFEST_FILE, Manifest
 from torch_pi2.types.config import HOT_ATTENTION, KV_FORMATS, LINEARS
 
@@ -29,11 +29,11 @@ class ExportSettings:
     """
 
     target: str = "xnnpack"
-    max_tokens: int = 512
-    max_prompt: int = 256
+    max_tokens: int = limited(3, default=512)
+    max_prompt: int = limited(2, default=256)
     batches: Sequence[int] = (1, 2, 4)
-    linears: str = "float32"
-    kv: str = "float32"
+    linears: str = limited(choices=LINEARS, default="float32")
+    kv: str = limited(choices=KV_FORMATS, default="float32")
     hot: Mapping[int, int] | None = None
     hot_prompts: Sequence[int] | None = None
     hot_attention: str | None = None
@@ -45,10 +45,11 @@ class ExportSettings:
     progress: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("batches", "hot_prompts"):
-            sizes = getattr(self, name)
-            with suppress(TypeError):  # the check below names what is wrong
-                object.__setattr__(self, name, None if sizes is None else tuple(sorted({*sizes})))
+        check_fields(self, "export({}=...)")
+        for name, least, most in (("batches", 1, 1 << 20), ("hot_prompts", 2, self.max_tokens - 1)):
+            if (sizes := getattr(self, name)) is not None:
+                wholes = [item.whole(least, most) for item in argument(sizes, f"export({name}=...)").items()]
+                object.__setattr__(self, name, tuple(sorted({*wholes})))
         _check(self)
 
     @property
@@ -82,26 +83,16 @@ class ExportSettings:
 
 
 def _check(settings: ExportSettings) -> None:
-    prompts, most = settings.hot_prompts or (), settings.max_tokens
-    hot, batches = settings.hot or {}, settings.batches
     for name, good, expected in (
-        ("max_tokens", is_whole(most, 3), "a whole number, 3 or more"),
-        ("max_prompt", is_whole(settings.max_prompt, 2), "a whole number, 2 or more"),
-        ("batches", bool(batches) and all(is_whole(batch, 1) for batch in batches), "batch sizes of 1 or more"),
-        ("linears", settings.linears in LINEARS, ", ".join(LINEARS)),
-        ("kv", settings.kv in KV_FORMATS, ", ".join(KV_FORMATS)),
+        ("batches", bool(settings.batches), "batch sizes of 1 or more"),
         *((name, settings.soc is not None, "the default, as target is no NPU") for name in settings.changed(_OF_NPU)),
-        (
-            "hot_prompts",
-            not prompts or (settings.splits and all(is_whole(tokens, 2, most - 1) for tokens in prompts)),
-            f"sizes of 2 to {most - 1} tokens, and only with hot or an NPU",
-        ),
+        ("hot_prompts", not settings.hot_prompts or settings.splits, "it only with hot or an NPU"),
         (
             "hot_attention",
             settings.hot_attention in (None, "none") or (settings.hot_attention in HOT_ATTENTION and settings.splits),
             f"{', '.join(HOT_ATTENTION)}, and only with hot or an NPU",
         ),
-        ("hot", not {*hot} - {*batches}, "chunks for the batch sizes in batches"),
+        ("hot", not {*(settings.hot or {})} - {*settings.batches}, "chunks for the batch sizes in batches"),
     ):
         if not good:
             found = repr(getattr(settings, name))
