@@ -23,7 +23,7 @@ from torch_pi2.decode.sequence import GeneratedSequence, StopStrings, decode_loo
 from torch_pi2.errors import ConfigError, NonFiniteError, ShapeError
 from torch_pi2.export.manifest import STORE_FILE, Manifest
 from torch_pi2.export.runtime import Program
-from torch_pi2.export.sampling import Sampling, defaults_of
+from torch_pi2.export.sampling import SamplingSettings, defaults_of
 from torch_pi2.export.text import Detokenizer, encode, load_tokenizer
 
 _log = logging.getLogger("torch_pi2")
@@ -231,7 +231,7 @@ class Bundle:
                 template.
             max_new_tokens: of each sequence (default: as many as fit).
             temperature: 0 is greedy. top_k, top_p, min_p, repetition_penalty, stop: see
-                :class:`torch_pi2.export.sampling.Sampling`; None: the model's generation_config.json decides.
+                :class:`torch_pi2.export.sampling.SamplingSettings`; None: the model's generation_config.json decides.
             num_return_sequences: at most ``manifest.lanes``.
             reuse: do not read again the tokens that prompt and last call (with one sequence) begin with, as in the
                 next turn of a chat. Keys and values of the last answer come from decoding, and the rest is read as a
@@ -248,7 +248,7 @@ class Bundle:
         with self._alone("generate", "decoder"):
             argument(num_return_sequences, "num_return_sequences").whole(1, self.manifest.lanes)
             argument(reuse, "reuse").flag()
-            how = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, stop)
+            how = SamplingSettings(temperature, top_k, top_p, min_p, repetition_penalty, stop)
             answers, timing = self._answer([prompt] * num_return_sequences, max_new_tokens, how, seed, stream, reuse)
         return Generated(answers[0].prompt, [answer.result() for answer in answers], *timing)
 
@@ -285,7 +285,7 @@ class Bundle:
             if isinstance(prompts, str):
                 argument(prompts, "prompts").wrong("a list of prompts")
             argument(prompts, "prompts").items(1, self.manifest.lanes)
-            how = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, stop)
+            how = SamplingSettings(temperature, top_k, top_p, min_p, repetition_penalty, stop)
             answers, timing = self._answer([*prompts], max_new_tokens, how, seed, stream, False)
         return [Generated(answer.prompt, [answer.result()], *timing) for answer in answers]
 
@@ -374,7 +374,7 @@ class Bundle:
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def _answer(
-        self, prompts: list[Any], most: int | None, how: Sampling, seed: int, stream: Stream | None, reuse: bool
+        self, prompts: list[Any], most: int | None, how: SamplingSettings, seed: int, stream: Stream | None, reuse: bool
     ) -> tuple[list[_Answering], tuple[float, float, int, int]]:
         """An answer to each of ``prompts``, of which identical ones are read once; and the numbers of Generated."""
         if most is not None:
@@ -499,7 +499,7 @@ class _Answering(GeneratedSequence):
         prompt: list[int],
         tokenizer: Any,
         stream: Stream | None,
-        sampling: Sampling,
+        sampling: SamplingSettings,
     ) -> None:
         super().__init__(number, seed, fit if most is None else min(most, fit), eos)
         self.lane, self.text, self.prompt = number, "", prompt

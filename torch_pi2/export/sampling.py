@@ -1,4 +1,4 @@
-"""``Sampling``: how the tokens of a bundle's answers are chosen; defaults come from generation_config.json."""
+"""``SamplingSettings``: how the tokens of a bundle's answers are chosen; defaults come from generation_config.json."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingSettings:
     """The settings of ``export/runner/sampler.h``. None: the model's default, or no effect.
 
     Args:
@@ -53,7 +53,7 @@ class Sampling:
         if self.stop is not None and not all(isinstance(text, str) and text for text in self.stop):
             argument(self.stop, "stop").wrong("a list of texts, none of them empty")
 
-    def with_defaults(self, other: Sampling) -> Sampling:
+    def with_defaults(self, other: SamplingSettings) -> SamplingSettings:
         """Settings that are None are those of ``other``."""
         unset = {f.name: getattr(other, f.name) for f in fields(self) if getattr(self, f.name) is None}
         return replace(self, **unset)
@@ -84,14 +84,14 @@ def _penalised(logits_V: torch.Tensor, before: Sequence[int], penalty: float) ->
     return logits_V
 
 
-def defaults_of(folder: Path) -> Sampling:
+def defaults_of(folder: Path) -> SamplingSettings:
     """The settings in a bundle's generation_config.json. Raises ArtifactError: one is out of range."""
     path = folder / GENERATION_FILE
     if not path.is_file():
-        return Sampling()
+        return SamplingSettings()
     config = parse(read_bytes(path), path, unique=False)
     try:
-        return Sampling(**{ours: config.get(theirs) for ours, theirs in _NAMES.items()})
+        return SamplingSettings(**{ours: config.get(theirs) for ours, theirs in _NAMES.items()})
     except ConfigError as error:
         raise ArtifactError(
             f"{path}, {_NAMES[error.what]}", expected=error.expected, found=error.found, fix="Export the bundle again."
