@@ -199,7 +199,7 @@ def test_shards_and_large_matrices_in_chunks(tmp_path: Path, monkeypatch: pytest
     model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
     torch_pi2.quantize(tmp_path / "one", tmp_path / "a")
-    monkeypatch.setattr("torch_pi2.checkpoint.quantize._CHUNK", 700)
+    monkeypatch.setattr("torch_pi2.checkpoint.weights_writer._CHUNK", 700)
     monkeypatch.setattr("torch_pi2.checkpoint.dense._CHUNK", 5)
     torch_pi2.quantize(tmp_path / "many", tmp_path / "b")
     files = [load_file(str(tmp_path / name / "pi2" / "weights.safetensors")) for name in "ab"]

@@ -20,7 +20,7 @@ from tiny_models import tiny
 from torch import nn
 
 import torch_pi2
-from torch_pi2.checkpoint import float_neurons
+from torch_pi2.checkpoint import weights_writer
 from torch_pi2.checkpoint.placing import Stored
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.cli import main
@@ -168,8 +168,8 @@ def test_experts_of_floats_have_the_same_bits_over_a_store(tmp_path: Path, predi
 def test_groups_and_strips_do_not_show(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (experts_model() if name == "mixtral" else tiny(name)).save_pretrained(tmp_path / "float")
     torch_pi2.pack(tmp_path / "float", tmp_path / "whole")
-    monkeypatch.setattr(float_neurons, "_GROUP", 3000)
-    monkeypatch.setattr(float_neurons, "_STRIP", 700)
+    monkeypatch.setattr(weights_writer, "_GROUP", 3000)
+    monkeypatch.setattr(weights_writer, "_STRIP", 700)
     torch_pi2.pack(tmp_path / "float", tmp_path / "pieces")
     assert store_of(tmp_path / "pieces").read_bytes() == store_of(tmp_path / "whole").read_bytes()
 
@@ -309,12 +309,12 @@ def test_commands(tmp_path: Path, saved: Path, quick: None, capsys: pytest.Captu
 
 _MEMORY = """
 import re, sys, torch, torch_pi2
-from torch_pi2.checkpoint import float_neurons
+from torch_pi2.checkpoint import weights_writer
 def read(name):
     return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 torch.set_num_threads(1)
 torch_pi2.pack(sys.argv[1], sys.argv[3])  # everything imported and compiled once
-float_neurons._GROUP, float_neurons._STRIP = 16 << 20, 1 << 20
+weights_writer._GROUP, weights_writer._STRIP = 16 << 20, 1 << 20
 open("/proc/self/clear_refs", "w").write("5")
 before = read("VmRSS")
 report = torch_pi2.pack(sys.argv[2], sys.argv[4])

@@ -13,15 +13,8 @@ from torch import nn
 
 from torch_pi2.base.tensorfile import TensorWriter
 from torch_pi2.checkpoint.placing import Stored, placed, refs_of
-from torch_pi2.checkpoint.quantize import (
-    Quantizer,
-    QuantizeReport,
-    RelativeError,
-    new_plan,
-    other_linears,
-    row_chunks,
-    update_digest,
-)
+from torch_pi2.checkpoint.quantize import new_plan, other_linears
+from torch_pi2.checkpoint.weights_writer import Quantizer, QuantizeReport, RelativeError, row_chunks, update_digest
 from torch_pi2.errors import ArtifactError, UnsupportedModelError
 from torch_pi2.formats import PAIRS, QUANTIZED, formats_of
 from torch_pi2.graph.find import Found, search

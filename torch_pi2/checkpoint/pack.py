@@ -21,8 +21,7 @@ from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.base.version import __version__
 from torch_pi2.checkpoint.card import keep_card
-from torch_pi2.checkpoint.float_neurons import float_neurons
-from torch_pi2.checkpoint.quantize import copy_small_files, quantize, small_files
+from torch_pi2.checkpoint.quantize import copy_small_files, float_neurons, quantize, small_files
 from torch_pi2.distributed.partition import check_ranks, partition_layers, partition_neurons
 from torch_pi2.distributed.shard_store import JoinedShards, ShardView, refuse_shard, shard_name, shards_in
 from torch_pi2.errors import ArtifactError, ConfigError, check_choice

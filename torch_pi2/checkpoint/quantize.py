@@ -1,13 +1,10 @@
-"""``torch_pi2.quantize``: a float checkpoint becomes a quantised folder, one matrix in memory at a time."""
+"""``torch_pi2.quantize``: a float checkpoint becomes a folder with quantised weights, or with neurons in floats."""
 
 from __future__ import annotations
 
-import hashlib
-import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +12,27 @@ import torch
 from torch import nn
 
 from torch_pi2.base.arguments import checked
-from torch_pi2.base.dtypes import dtype_name
+from torch_pi2.base.dtypes import DTYPES, dtype_name
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.files import replacing_folder
-from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.calibrated import rows_of_checkpoint
 from torch_pi2.checkpoint.card import keep_card
-from torch_pi2.checkpoint.placing import Stored, placed, refs_of
+from torch_pi2.checkpoint.placing import Stored, placed
+from torch_pi2.checkpoint.weights_writer import NO_HASH, NO_ROWS, FloatWriter, Quantizer, QuantizeReport
 from torch_pi2.errors import (
-    ArtifactError,
     CalibrationError,
     ConfigError,
-    NonFiniteError,
-    StaleArtifactError,
     check_choice,
 )
-from torch_pi2.fitting.calibrated import neuron_key
-from torch_pi2.formats import QUANTIZED, row_bytes
+from torch_pi2.formats import FLOATS, QUANTIZED
 from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.graph.find import Found, search
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import exact_zeros
-from torch_pi2.ops.quantized import quantize as quantize_rows
-from torch_pi2.ops.rows import row_of_neurons
 from torch_pi2.profiling.data import calibration_batches
 from torch_pi2.rewrite.fits import check_names
 from torch_pi2.rewrite.linears import check_some, find_linears
-from torch_pi2.rewrite.skeleton import skeleton
+from torch_pi2.rewrite.skeleton import model_config, skeleton
 from torch_pi2.store.folder import (
     PI2_FOLDER,
     SMALL_FILES,
@@ -52,38 +43,12 @@ from torch_pi2.store.folder import (
     read_config,
 )
 from torch_pi2.store.parts import Parts, check_predictors
-from torch_pi2.store.source import Checkpoint, ExpertMatrix
+from torch_pi2.store.source import Checkpoint
 from torch_pi2.store.trust import remember
-from torch_pi2.store.weights import NO_EMBEDDINGS, NO_FORMATS, WEIGHTS_FILE, metadata, neuron_specs
+from torch_pi2.store.weights import WEIGHTS_FILE
 from torch_pi2.types.config import Config
 from torch_pi2.types.method import Method
 from torch_pi2.types.plan import LayerPlan, Plan
-from torch_pi2.types.site import FFNSite, LinearRef
-
-#: Float32 bytes of the rows that are quantised at a time.
-_CHUNK = 2 << 20
-NO_ROWS: Mapping[str, torch.Tensor] = {}
-#: Stands in the header until the hash is known.
-NO_HASH = "0" * 64
-
-
-@dataclass
-class QuantizeReport:
-    """What :func:`quantize` did.
-
-    Attributes:
-        weights: the format. bytes_in, bytes_out: of the weight files. seconds: wall time.
-        errors: name of every linear and key of every feed-forward layer -> ``|w' - w| / |w|`` over all its weights.
-    """
-
-    weights: str
-    bytes_in: int = 0
-    bytes_out: int = 0
-    seconds: float = 0.0
-    errors: dict[str, float] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @checked
@@ -266,251 +231,33 @@ def other_linears(model: nn.Module, plan: Plan, ways: Mapping[str, str]) -> dict
     return find_linears(model, sites, on_meta=True)[0]
 
 
-class Quantizer:
-    """Writes the weights file of one model.
-
-    Args:
-        stored: the model's skeleton and its checkpoint. plan: with ``model_hash`` of the checkpoint, or ``NO_HASH``.
-        ways: of its layers those that become neurons, by key, as :meth:`Stored.place_layers` finds them.
-        linears: name -> inputs of the linears to quantise beside the plan's layers. kind: the format.
-        formats: of linears, embeddings and sites' keys that are of another. embeddings: name -> width of those to
-            quantise. rows: what is written as it is in the place of weights that are rounded, under the keys of
-            :mod:`torch_pi2.fitting.calibrated`.
-    """
-
-    def __init__(
-        self,
-        stored: Stored,
-        plan: Plan,
-        ways: Mapping[str, str],
-        linears: dict[str, int],
-        kind: str,
-        *,
-        formats: Mapping[str, str] = NO_FORMATS,
-        embeddings: Mapping[str, int] = NO_EMBEDDINGS,
-        rows: Mapping[str, torch.Tensor] = NO_ROWS,
-    ) -> None:
-        self._checkpoint, self._plan, self._kind, self._linears = stored.checkpoint, plan, kind, linears
-        self._formats, self._embeddings, self._ways, self._given = formats, embeddings, ways, rows
-        self._layers = [layer for layer in plan.layers if layer.site.key in ways]
-        refs = [ref for layer in self._layers for _, ref in refs_of(layer.site)]
-        in_sites = {name for ref in refs for name in (ref.weight, ref.bias) if name}
-        self._stored, self._alias, named = stored.name, stored.alias, stored.model.get_submodule
-        biases = {f"{name}.bias" for name in linears if getattr(named(name), "bias", None) is not None}
-        elsewhere = in_sites | biases | {f"{name}.weight" for name in (*linears, *embeddings)}
-        self._biases = sorted(biases)
-        # of the names of a tied tensor the first: a quantised output layer leaves it to the embedding
-        self._floats = [left[0] for names in stored.groups if (left := [n for n in names if n not in elsewhere])]
-        self._held: dict[torch.dtype, torch.Tensor] = {}
-
-    def write(self, folder: Path, progress: bool) -> tuple[QuantizeReport, str]:
-        """Write the file into ``folder``; the report, and the hash of the float feed-forward weights."""
-        specs = {name: self._checkpoint.spec(self._stored(name)) for name in self._floats}
-        specs |= {name: Spec(self._checkpoint.spec(self._stored(name)).shape, torch.float32) for name in self._biases}
-        for name, columns in self._in_rows.items():
-            rows = self._rows_of(f"{name}.weight", columns)
-            specs[f"{name}.weight"] = Spec((rows, row_bytes(self._formats.get(name, self._kind), columns)), torch.uint8)
-        for layer in self._layers:
-            specs |= neuron_specs(layer.site, self._format_of(layer.site))
-        report = QuantizeReport(self._kind)
-        digest = hashlib.sha256()
-        meta = metadata(
-            self._kind, NO_HASH, self._linears, self._ways, formats=self._formats, embeddings=self._embeddings
-        )
-        with TensorWriter(folder / WEIGHTS_FILE, specs, meta, progress=progress) as out:
-            for name in self._floats:
-                if not specs[name].shape:
-                    out.write(name, self._checkpoint.read(self._stored(name)))
-                    continue
-                for start, stop in row_chunks(specs[name]):
-                    out.write(name, self._checkpoint.read(self._stored(name), (start, stop)), row=start)
-            for name in self._biases:
-                out.write(name, self._checkpoint.read(self._stored(name)).float())
-            for name in self._in_rows:
-                report.errors[name] = self._write_linear(name, out, digest)
-            for layer in self._plan.layers:
-                if layer.site.key in self._ways:
-                    report.errors[layer.site.key] = self._write_site(layer, out, digest)
-                else:  # in the hash all the same, as where it is replaced in memory
-                    self._add_to(digest, layer.site)
-            found = digest.hexdigest()
-            if self._plan.model_hash not in (found, NO_HASH):
-                raise StaleArtifactError(
-                    f"plan in {self._checkpoint.folder}",
-                    expected=f"feed-forward weights {self._plan.model_hash[:12]}",
-                    found=found[:12],
-                    fix="The weights were changed or converted since; optimise and save the model again.",
-                )
-            out.set_metadata("model_hash", found)
-        return report, found
-
-    def _add_to(self, digest: Any, site: FFNSite) -> None:
-        for role, ref in refs_of(site):
-            update_digest(digest, self._matrix(site, ref, role))
-        for _, ref in refs_of(site):
-            if ref.bias is not None:
-                update_digest(digest, ref.take_bias(self._checkpoint.read(self._stored(ref.bias))))
-
-    def _rows_of(self, name: str, columns: int) -> int:
-        """Rows of a linear's weight. Raises ArtifactError or DtypeError if the checkpoint's cannot be it."""
-        stored = self._stored(name)
-        self._checkpoint.check_float(stored)
-        shape = self._checkpoint.spec(stored).shape
-        if len(shape) != 2 or shape[1] != columns:
-            raise ArtifactError(
-                f"{stored} in {self._checkpoint.folder}",
-                expected=f"[rows, {columns}]",
-                found=str(list(shape)),
-                fix="The weights are not those of config.json beside them.",
-            )
-        return shape[0]
-
-    @property
-    def _in_rows(self) -> dict[str, int]:
-        """Linears and embeddings with rows of their own, and their columns; one tied to an embedding has none."""
-        own = {name: n for name, n in self._linears.items() if not self._is_tied(name)}
-        return {**self._embeddings, **own}
-
-    def _is_tied(self, name: str) -> bool:
-        return any(f"{other}.weight" in self._alias.get(f"{name}.weight", ()) for other in self._embeddings)
-
-    def _write_linear(self, name: str, out: TensorWriter, digest: Any) -> float:
-        stored = self._stored(f"{name}.weight")
-        error = RelativeError()
-        for start, stop in row_chunks(self._checkpoint.spec(stored)):
-            values = self._checkpoint.read(stored, (start, stop))
-            given = self._given.get(f"{name}.weight")
-            rows = self._rows(values, stored, error, given=None if given is None else given[start:stop])
-            out.write(f"{name}.weight", rows, row=start)
-        return error.relative
-
-    def _rows(
-        self,
-        values: torch.Tensor,
-        name: str,
-        error: RelativeError,
-        kind: str = "",
-        given: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """``values`` in the format ``kind`` (default: the neurons'), or what is ``given`` for them."""
-        kind = kind or self._kind
-        rows = quantize_rows(name, values, kind) if given is None else given
-        error.add(values, torch.ops.pi2.dequantize(rows, kind, values.shape[1], torch.float32))
-        return rows
-
-    def _write_site(self, layer: LayerPlan, out: TensorWriter, digest: Any) -> float:
-        site, order, kind = layer.site, layer.order.long(), self._format_of(layer.site)
-        specs = neuron_specs(site, kind)
-        neuron_rows = self._scratch(specs[f"{site.key}.bundles"])
-        error = RelativeError()
-        refs = refs_of(site)
-        step = max(1, _CHUNK // (4 * site.hidden))
-        for row, (role, ref) in enumerate(refs):
-            matrix = self._matrix(site, ref, role)
-            update_digest(digest, matrix)
-            by_neuron = matrix.T if role == "down" else matrix
-            rows, of = row_of_neurons(neuron_rows, row, kind, site.hidden)
-            given = self._given.get(neuron_key(site, role))
-            for start in range(0, site.intermediate, step):
-                wanted = order[start : start + step]
-                made, exact = self._as_stored(site, ref, role, wanted, of)
-                if made is None or not exact:
-                    made = given[wanted] if made is None and given is not None else made
-                    made = self._rows(by_neuron[wanted].contiguous(), ref.weight, error, of, made)
-                rows[start : start + step] = made
-            del matrix, by_neuron
-        out.write(f"{site.key}.bundles", neuron_rows)
-        self._write_biases(layer, out, digest)
-        return error.relative
-
-    def _format_of(self, site: FFNSite) -> str:
-        """The format of its neurons, or the two."""
-        return self._formats.get(site.key, self._kind)
-
-    def _as_stored(
-        self, site: FFNSite, ref: LinearRef, role: str, neurons: torch.Tensor, kind: str
-    ) -> tuple[torch.Tensor | None, bool]:
-        """Rows of ``neurons`` that the checkpoint has in ``kind`` (None: it has not), and whether they are exact."""
-        return None, False
-
-    def _write_biases(self, layer: LayerPlan, out: TensorWriter, digest: Any) -> None:
-        site, order = layer.site, layer.order.long()
-        for role, ref in refs_of(site):
-            if ref.bias is not None:
-                bias = ref.take_bias(self._checkpoint.read(self._stored(ref.bias)))
-                update_digest(digest, bias)
-                name = f"{site.key}.bias_{role}"
-                made = converted(bias, out.specs[name].dtype, ref.bias)
-                out.write(name, made if role == "down" else made[order])
-
-    def _matrix(self, site: FFNSite, ref: LinearRef, role: str) -> torch.Tensor:
-        if ref.expert is not None:
-            found = ExpertMatrix(self._checkpoint, site, ref, role)
-            matrix = self._scratch(Spec(found.shape, self._checkpoint.spec(found.name).dtype))
-            found.read_into(matrix)
-            return matrix
-        stored = self._stored(ref.weight)
-        spec = self._checkpoint.spec(stored)
-        if ref.transposed:
-            whole = self._scratch(spec)
-            self._checkpoint.read_into(stored, whole)
-            return ref.take(whole)
-        start, stop = ref.rows[:2] if ref.rows else (0, spec.shape[0])
-        matrix = self._scratch(Spec((stop - start, *spec.shape[1:]), spec.dtype))
-        self._checkpoint.read_into(stored, matrix, start)
-        return matrix
-
-    def _scratch(self, spec: Spec) -> torch.Tensor:
-        """Memory that every layer uses again: what is freed, malloc may keep, and it would add up."""
-        size = math.prod(spec.shape)
-        held = self._held.get(spec.dtype)
-        if held is None or held.numel() < size:
-            held = self._held[spec.dtype] = torch.empty(size, dtype=spec.dtype)
-        return held[:size].view(spec.shape)
-
-
-def converted(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """``values`` of the checkpoint's tensor ``name`` in ``dtype``. Raises NonFiniteError: NaN or infinite there."""
-    made = values.to(dtype)
-    if not made.numel() or all(map(math.isfinite, map(float, made.aminmax()))):
-        return made
-    sound = bool(values.isfinite().all())
-    raise NonFiniteError(
-        f"values of {name}",
-        expected=f"numbers of at most {torch.finfo(dtype).max:.6g}, the largest in {dtype_name(dtype)}",
-        found=f"{float(values.abs().max()):.6g}",
-        fix="Pack it with weights='bfloat16' or 'float'." if sound else "The checkpoint is damaged; get it again.",
-    )
-
-
 #: Skeleton with checkpoint, plan, ways and linears to quantise -> what writes the weights.
 MakeWriter = Callable[[Stored, Plan, dict[str, str], dict[str, int]], Quantizer]
 
 
-class RelativeError:
-    """Relative error over chunks."""
+def float_neurons(
+    source: Path,
+    folder: Path,
+    weights: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+    progress: bool = False,
+) -> QuantizeReport:
+    """Write ``folder`` as :func:`torch_pi2.quantize` does, with nothing quantised: neurons in floats.
 
-    def __init__(self) -> None:
-        self._wrong, self._all = 0.0, 0.0
+    Args:
+        weights: of the neurons, a name in ``FLOATS`` (rounding to it if they are something else); None or
+            ``float``: what the model has when it is loaded, so that nothing is lost.
 
-    def add(self, wanted: torch.Tensor, found: torch.Tensor) -> None:
-        wanted = wanted.float()
-        self._all += float(wanted.square().sum(dtype=torch.float64))
-        self._wrong += float(found.sub_(wanted).square_().sum(dtype=torch.float64))
+    Raises:
+        NonFiniteError: NaN, infinity, or a number that ``weights`` cannot hold. Others: as ``quantize``.
+    """
 
-    @property
-    def relative(self) -> float:
-        return math.sqrt(self._wrong / self._all) if self._all else 0.0
+    def make(stored: Stored, plan: Plan, ways: dict[str, str], _linears: dict[str, int]) -> Quantizer:
+        kind = weights if weights in FLOATS else None
+        if kind is None:  # what transformers loads: as the configuration says, or as it is stored
+            said = model_config(source, trust_remote_code=trust_remote_code).dtype
+            kind = dtype_name(said) if said in DTYPES.values() else None
+        return FloatWriter(stored, plan, ways, kind)
 
-
-def row_chunks(spec: Spec) -> Iterator[tuple[int, int]]:
-    rows = spec.shape[0] if spec.shape else 1
-    step = max(1, _CHUNK // max(4, 4 * math.prod(spec.shape[1:])))
-    for start in range(0, rows, step):
-        yield start, min(start + step, rows)
-
-
-def update_digest(digest: Any, tensor: torch.Tensor) -> None:
-    """As :func:`torch_pi2.types.plan.weights_hash` does."""
-    digest.update(str(tuple(tensor.shape)).encode() + str(tensor.dtype).encode())
-    digest.update(tensor.contiguous().view(torch.uint8).reshape(-1).numpy().data)
+    return convert(source, folder, make, with_linears=False, trust_remote_code=trust_remote_code, progress=progress)

@@ -1,0 +1,370 @@
+"""Writing ``weights.safetensors`` from a checkpoint, one matrix at a time: quantised neurons and rows, or floats."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_pi2.base.dtypes import DTYPES, dtype_name
+from torch_pi2.base.tensorfile import Spec, TensorWriter
+from torch_pi2.checkpoint.placing import Stored, refs_of
+from torch_pi2.errors import ArtifactError, NonFiniteError, StaleArtifactError
+from torch_pi2.fitting.calibrated import neuron_key
+from torch_pi2.formats import row_bytes
+from torch_pi2.ops.quantized import quantize as quantize_rows
+from torch_pi2.ops.rows import row_of_neurons
+from torch_pi2.store.source import ExpertMatrix
+from torch_pi2.store.weights import NO_EMBEDDINGS, NO_FORMATS, WEIGHTS_FILE, metadata, neuron_specs
+from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.site import FFNSite, LinearRef
+
+#: Float32 bytes of the rows that are quantised at a time.
+_CHUNK = 2 << 20
+#: Bytes of float neurons made at a time: a whole layer of a model of 7 billion parameters in 16 bits. Matrices are read
+#: once for each such group of neurons.
+_GROUP = 384 << 20
+#: Bytes of a float matrix read at a time.
+_STRIP = 16 << 20
+NO_ROWS: Mapping[str, torch.Tensor] = {}
+#: In the header until the hash is known.
+NO_HASH = "0" * 64
+
+
+@dataclass
+class QuantizeReport:
+    """What :func:`quantize` did.
+
+    Attributes:
+        weights: the format. bytes_in, bytes_out: of the weight files. seconds: wall time.
+        errors: name of every linear and key of every feed-forward layer -> ``|w' - w| / |w|`` over all its weights.
+    """
+
+    weights: str
+    bytes_in: int = 0
+    bytes_out: int = 0
+    seconds: float = 0.0
+    errors: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Quantizer:
+    """Writes the weights file of one model.
+
+    Args:
+        stored: the model's skeleton and its checkpoint. plan: with ``model_hash`` of the checkpoint, or ``NO_HASH``.
+        ways: of its layers those that become neurons, by key, as :meth:`Stored.place_layers` finds them.
+        linears: name -> inputs of the linears to quantise beside the plan's layers. kind: the format.
+        formats: of linears, embeddings and sites' keys that are of another. embeddings: name -> width of those to
+            quantise. rows: what is written as it is in the place of weights that are rounded, under the keys of
+            :mod:`torch_pi2.fitting.calibrated`.
+    """
+
+    def __init__(
+        self,
+        stored: Stored,
+        plan: Plan,
+        ways: Mapping[str, str],
+        linears: dict[str, int],
+        kind: str,
+        *,
+        formats: Mapping[str, str] = NO_FORMATS,
+        embeddings: Mapping[str, int] = NO_EMBEDDINGS,
+        rows: Mapping[str, torch.Tensor] = NO_ROWS,
+    ) -> None:
+        self._checkpoint, self._plan, self._kind, self._linears = stored.checkpoint, plan, kind, linears
+        self._formats, self._embeddings, self._ways, self._given = formats, embeddings, ways, rows
+        self._layers = [layer for layer in plan.layers if layer.site.key in ways]
+        refs = [ref for layer in self._layers for _, ref in refs_of(layer.site)]
+        in_sites = {name for ref in refs for name in (ref.weight, ref.bias) if name}
+        self._stored, self._alias, named = stored.name, stored.alias, stored.model.get_submodule
+        biases = {f"{name}.bias" for name in linears if getattr(named(name), "bias", None) is not None}
+        elsewhere = in_sites | biases | {f"{name}.weight" for name in (*linears, *embeddings)}
+        self._biases = sorted(biases)
+        # of the names of a tied tensor the first: a quantised output layer leaves it to the embedding
+        self._floats = [left[0] for names in stored.groups if (left := [n for n in names if n not in elsewhere])]
+        self._held: dict[torch.dtype, torch.Tensor] = {}
+
+    def write(self, folder: Path, progress: bool) -> tuple[QuantizeReport, str]:
+        """Write the file into ``folder``; the report, and the hash of the float feed-forward weights."""
+        specs = {name: self._checkpoint.spec(self._stored(name)) for name in self._floats}
+        specs |= {name: Spec(self._checkpoint.spec(self._stored(name)).shape, torch.float32) for name in self._biases}
+        for name, columns in self._in_rows.items():
+            rows = self._rows_of(f"{name}.weight", columns)
+            specs[f"{name}.weight"] = Spec((rows, row_bytes(self._formats.get(name, self._kind), columns)), torch.uint8)
+        for layer in self._layers:
+            specs |= neuron_specs(layer.site, self._format_of(layer.site))
+        report = QuantizeReport(self._kind)
+        digest = hashlib.sha256()
+        meta = metadata(
+            self._kind, NO_HASH, self._linears, self._ways, formats=self._formats, embeddings=self._embeddings
+        )
+        with TensorWriter(folder / WEIGHTS_FILE, specs, meta, progress=progress) as out:
+            for name in self._floats:
+                if not specs[name].shape:
+                    out.write(name, self._checkpoint.read(self._stored(name)))
+                    continue
+                for start, stop in row_chunks(specs[name]):
+                    out.write(name, self._checkpoint.read(self._stored(name), (start, stop)), row=start)
+            for name in self._biases:
+                out.write(name, self._checkpoint.read(self._stored(name)).float())
+            for name in self._in_rows:
+                report.errors[name] = self._write_linear(name, out, digest)
+            for layer in self._plan.layers:
+                if layer.site.key in self._ways:
+                    report.errors[layer.site.key] = self._write_site(layer, out, digest)
+                else:  # in the hash all the same, as where it is replaced in memory
+                    self._add_to(digest, layer.site)
+            found = digest.hexdigest()
+            if self._plan.model_hash not in (found, NO_HASH):
+                raise StaleArtifactError(
+                    f"plan in {self._checkpoint.folder}",
+                    expected=f"feed-forward weights {self._plan.model_hash[:12]}",
+                    found=found[:12],
+                    fix="The weights were changed or converted since; optimise and save the model again.",
+                )
+            out.set_metadata("model_hash", found)
+        return report, found
+
+    def _add_to(self, digest: Any, site: FFNSite) -> None:
+        for role, ref in refs_of(site):
+            update_digest(digest, self._matrix(site, ref, role))
+        for _, ref in refs_of(site):
+            if ref.bias is not None:
+                update_digest(digest, ref.take_bias(self._checkpoint.read(self._stored(ref.bias))))
+
+    def _rows_of(self, name: str, columns: int) -> int:
+        """Rows of a linear's weight. Raises ArtifactError or DtypeError if the checkpoint's cannot be it."""
+        stored = self._stored(name)
+        self._checkpoint.check_float(stored)
+        shape = self._checkpoint.spec(stored).shape
+        if len(shape) != 2 or shape[1] != columns:
+            raise ArtifactError(
+                f"{stored} in {self._checkpoint.folder}",
+                expected=f"[rows, {columns}]",
+                found=str(list(shape)),
+                fix="The weights are not those of config.json beside them.",
+            )
+        return shape[0]
+
+    @property
+    def _in_rows(self) -> dict[str, int]:
+        """Linears and embeddings with rows of their own, and their columns; one tied to an embedding has none."""
+        own = {name: n for name, n in self._linears.items() if not self._is_tied(name)}
+        return {**self._embeddings, **own}
+
+    def _is_tied(self, name: str) -> bool:
+        return any(f"{other}.weight" in self._alias.get(f"{name}.weight", ()) for other in self._embeddings)
+
+    def _write_linear(self, name: str, out: TensorWriter, digest: Any) -> float:
+        stored = self._stored(f"{name}.weight")
+        error = RelativeError()
+        for start, stop in row_chunks(self._checkpoint.spec(stored)):
+            values = self._checkpoint.read(stored, (start, stop))
+            given = self._given.get(f"{name}.weight")
+            rows = self._rows(values, stored, error, given=None if given is None else given[start:stop])
+            out.write(f"{name}.weight", rows, row=start)
+        return error.relative
+
+    def _rows(
+        self,
+        values: torch.Tensor,
+        name: str,
+        error: RelativeError,
+        kind: str = "",
+        given: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``values`` in the format ``kind`` (default: the neurons'), or what is ``given`` for them."""
+        kind = kind or self._kind
+        rows = quantize_rows(name, values, kind) if given is None else given
+        error.add(values, torch.ops.pi2.dequantize(rows, kind, values.shape[1], torch.float32))
+        return rows
+
+    def _write_site(self, layer: LayerPlan, out: TensorWriter, digest: Any) -> float:
+        site, order, kind = layer.site, layer.order.long(), self._format_of(layer.site)
+        specs = neuron_specs(site, kind)
+        neuron_rows = self._scratch(specs[f"{site.key}.bundles"])
+        error = RelativeError()
+        refs = refs_of(site)
+        step = max(1, _CHUNK // (4 * site.hidden))
+        for row, (role, ref) in enumerate(refs):
+            matrix = self._matrix(site, ref, role)
+            update_digest(digest, matrix)
+            by_neuron = matrix.T if role == "down" else matrix
+            rows, of = row_of_neurons(neuron_rows, row, kind, site.hidden)
+            given = self._given.get(neuron_key(site, role))
+            for start in range(0, site.intermediate, step):
+                wanted = order[start : start + step]
+                made, exact = self._as_stored(site, ref, role, wanted, of)
+                if made is None or not exact:
+                    made = given[wanted] if made is None and given is not None else made
+                    made = self._rows(by_neuron[wanted].contiguous(), ref.weight, error, of, made)
+                rows[start : start + step] = made
+            del matrix, by_neuron
+        out.write(f"{site.key}.bundles", neuron_rows)
+        self._write_biases(layer, out, digest)
+        return error.relative
+
+    def _format_of(self, site: FFNSite) -> str:
+        """The format of its neurons, or the two."""
+        return self._formats.get(site.key, self._kind)
+
+    def _as_stored(
+        self, site: FFNSite, ref: LinearRef, role: str, neurons: torch.Tensor, kind: str
+    ) -> tuple[torch.Tensor | None, bool]:
+        """Rows of ``neurons`` that the checkpoint has in ``kind`` (None: it has not), and whether they are exact."""
+        return None, False
+
+    def _write_biases(self, layer: LayerPlan, out: TensorWriter, digest: Any) -> None:
+        site, order = layer.site, layer.order.long()
+        for role, ref in refs_of(site):
+            if ref.bias is not None:
+                bias = ref.take_bias(self._checkpoint.read(self._stored(ref.bias)))
+                update_digest(digest, bias)
+                name = f"{site.key}.bias_{role}"
+                made = converted(bias, out.specs[name].dtype, ref.bias)
+                out.write(name, made if role == "down" else made[order])
+
+    def _matrix(self, site: FFNSite, ref: LinearRef, role: str) -> torch.Tensor:
+        if ref.expert is not None:
+            found = ExpertMatrix(self._checkpoint, site, ref, role)
+            matrix = self._scratch(Spec(found.shape, self._checkpoint.spec(found.name).dtype))
+            found.read_into(matrix)
+            return matrix
+        stored = self._stored(ref.weight)
+        spec = self._checkpoint.spec(stored)
+        if ref.transposed:
+            whole = self._scratch(spec)
+            self._checkpoint.read_into(stored, whole)
+            return ref.take(whole)
+        start, stop = ref.rows[:2] if ref.rows else (0, spec.shape[0])
+        matrix = self._scratch(Spec((stop - start, *spec.shape[1:]), spec.dtype))
+        self._checkpoint.read_into(stored, matrix, start)
+        return matrix
+
+    def _scratch(self, spec: Spec) -> torch.Tensor:
+        """Memory that every layer uses again: what is freed, malloc may keep, and it would add up."""
+        size = math.prod(spec.shape)
+        held = self._held.get(spec.dtype)
+        if held is None or held.numel() < size:
+            held = self._held[spec.dtype] = torch.empty(size, dtype=spec.dtype)
+        return held[:size].view(spec.shape)
+
+
+class FloatWriter(Quantizer):
+    """Writes neurons in floats, and no linear layers; ``kind``: a name in ``FLOATS`` (None: as in the checkpoint)."""
+
+    def __init__(self, stored: Stored, plan: Plan, ways: dict[str, str], kind: str | None) -> None:
+        super().__init__(stored, plan, ways, {}, kind or "")
+        if kind is None:
+            site = self._layers[0].site
+            name, _, _ = self._place(site, site.up, "up")
+            self._kind = dtype_name(stored.checkpoint.spec(name).dtype)
+
+    def _write_site(self, layer: LayerPlan, out: TensorWriter, digest: Any) -> float:
+        site, order = layer.site, layer.order.long()
+        refs, dtype = refs_of(site), DTYPES[self._kind]
+        group = max(1, _GROUP // (len(refs) * row_bytes(self._kind, site.hidden)))
+        for first in range(0, site.intermediate, group):
+            neurons = order[first : first + group]
+            neuron_rows = self._scratch(Spec((len(neurons), len(refs), site.hidden), dtype))
+            for row, (role, ref) in enumerate(refs):
+                for start, strip in self._strips(site, ref, role, None if first else digest):
+                    if role == "down":
+                        part = converted(strip[:, neurons], dtype, ref.weight)
+                        neuron_rows[:, row, start : start + len(strip)] = part.T
+                    else:
+                        here = ((neurons >= start) & (neurons < start + len(strip))).nonzero().flatten()
+                        neuron_rows[here, row] = converted(strip[neurons[here] - start], dtype, ref.weight)
+            out.write(f"{site.key}.bundles", neuron_rows.view(torch.uint8), row=first)
+        self._write_biases(layer, out, digest)
+        return 0.0
+
+    def _strips(self, site: FFNSite, ref: LinearRef, role: str, digest: Any) -> Iterator[tuple[int, torch.Tensor]]:
+        """First row, and rows from there on, of one matrix after the other; ``digest`` is told unless it is None."""
+        if ref.transposed or len(ref.rows or ()) == 3:  # its rows lie in pieces: it is read whole
+            matrix = self._whole(site, ref, role)
+            if digest is not None:
+                update_digest(digest, matrix)
+            yield 0, matrix
+            return
+        name, first, shape = self._place(site, ref, role)
+        dtype = self._checkpoint.spec(name).dtype
+        per_row = shape[1] * dtype.itemsize
+        if digest is not None:  # as torch_pi2.types.plan.weights_hash
+            digest.update(str(shape).encode() + str(dtype).encode())
+        step = max(1, _STRIP // per_row)
+        for start in range(0, shape[0], step):
+            stop = min(start + step, shape[0])
+            data = self._checkpoint.read_bytes(name, (first + start) * per_row, (first + stop) * per_row)
+            if digest is not None:
+                digest.update(data.numpy().data)
+            yield start, data.view(dtype).view(stop - start, shape[1])
+
+    def _whole(self, site: FFNSite, ref: LinearRef, role: str) -> torch.Tensor:
+        """A matrix in memory of its own, not of the neurons that are being made."""
+        if ref.expert is None:
+            return ref.take(self._checkpoint.read(self._stored(ref.weight))).contiguous()
+        found = ExpertMatrix(self._checkpoint, site, ref, role)
+        found.read_into(matrix := torch.empty(found.shape, dtype=self._checkpoint.spec(found.name).dtype))
+        return matrix
+
+    def _place(self, site: FFNSite, ref: LinearRef, role: str) -> tuple[str, int, tuple[int, int]]:
+        """Name of the tensor that has a matrix, its first row there, and its shape."""
+        if ref.expert is not None:
+            found = ExpertMatrix(self._checkpoint, site, ref, role)
+            return found.name, found.first, found.shape
+        name = self._stored(ref.weight)
+        rows, columns = self._checkpoint.spec(name).shape
+        first, last = ref.rows[:2] if ref.rows else (0, rows)
+        return name, first, (last - first, columns)
+
+
+def converted(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """``values`` of the checkpoint's tensor ``name`` in ``dtype``. Raises NonFiniteError: NaN or infinite there."""
+    made = values.to(dtype)
+    if not made.numel() or all(map(math.isfinite, map(float, made.aminmax()))):
+        return made
+    sound = bool(values.isfinite().all())
+    raise NonFiniteError(
+        f"values of {name}",
+        expected=f"numbers of at most {torch.finfo(dtype).max:.6g}, the largest in {dtype_name(dtype)}",
+        found=f"{float(values.abs().max()):.6g}",
+        fix="Pack it with weights='bfloat16' or 'float'." if sound else "The checkpoint is damaged; get it again.",
+    )
+
+
+class RelativeError:
+    """Relative error over chunks."""
+
+    def __init__(self) -> None:
+        self._wrong, self._all = 0.0, 0.0
+
+    def add(self, wanted: torch.Tensor, found: torch.Tensor) -> None:
+        wanted = wanted.float()
+        self._all += float(wanted.square().sum(dtype=torch.float64))
+        self._wrong += float(found.sub_(wanted).square_().sum(dtype=torch.float64))
+
+    @property
+    def relative(self) -> float:
+        return math.sqrt(self._wrong / self._all) if self._all else 0.0
+
+
+def row_chunks(spec: Spec) -> Iterator[tuple[int, int]]:
+    rows = spec.shape[0] if spec.shape else 1
+    step = max(1, _CHUNK // max(4, 4 * math.prod(spec.shape[1:])))
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+def update_digest(digest: Any, tensor: torch.Tensor) -> None:
+    """As :func:`torch_pi2.types.plan.weights_hash` does."""
+    digest.update(str(tuple(tensor.shape)).encode() + str(tensor.dtype).encode())
+    digest.update(tensor.contiguous().view(torch.uint8).reshape(-1).numpy().data)
