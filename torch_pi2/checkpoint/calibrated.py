@@ -1,4 +1,4 @@
-"""GPTQ of a checkpoint on disk: its model runs with the weights of the module that is being called, and no others."""
+"""GPTQ of a checkpoint on disk: the model runs with only the weights of the module that is being called in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch_pi2.types.site import FFNSite
 
 
 class RowFiles(dict[str, torch.Tensor]):
-    """Rows that are in files, without names, of ``folder``: the system reads them again when they are wanted."""
+    """Rows in temporary files in ``folder``, mapped: the system reads them again when they are used."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def rows_of_checkpoint(
 
 
 class _OwnWeights(TorchFunctionMode):
-    """Nothing is computed with ``absent`` tensors, by name: weights of modules that are not being called."""
+    """Refuses to compute with ``absent`` tensors, the weights of modules that are not being called."""
 
     def __init__(self, absent: Mapping[str, torch.Tensor], where: str) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class _OwnWeights(TorchFunctionMode):
         read = [self._names[id(value)] for value in args if id(value) in self._names]
         try:
             made = func(*args, **(kwargs or {}))
-        except RuntimeError as error:  # of some functions, as they are on meta; others give what was in memory
+        except RuntimeError as error:  # of functions that refuse meta tensors; others return garbage
             if read:
                 raise self._refused(read[0]) from error
             raise
@@ -128,7 +128,7 @@ def _streamed(stored: Stored, sites: Sequence[FFNSite]) -> Iterator[None]:
         return hook
 
     def put_back(parameter: str, was: Any) -> None:
-        """The same object, so that what was tied is again."""
+        """Put the same object back, so that tied parameters are tied again."""
         owner_name, _, local = parameter.rpartition(".")
         owner: Any = model.get_submodule(owner_name)
         (owner._buffers if local in owner._buffers else owner._parameters)[local] = was

@@ -1,4 +1,4 @@
-"""The model card: ``README.md`` of a folder of ours, with the verdict and the metadata that the Hub reads."""
+"""The model card of a folder: ``README.md``, with the verdict and the metadata that the Hub reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_pi2.base.files import atomic_write
 from torch_pi2.store.folder import CARD_FILE
 from torch_pi2.types.verdict import Verdict
 
-#: What is between these lines is written anew each time; what is outside is the user's.
+#: The part between these lines is rewritten each time; everything else is the user's.
 BEGIN = "<!-- torch_pi2: begin (written by torch-pi2, and written anew; what is outside of these lines stays) -->"
 END = "<!-- torch_pi2: end -->"
 #: Of a Hub's name: owner and model.
@@ -32,7 +32,7 @@ def write_card(folder: Path, verdict: Verdict, source: str | Path, run: str) -> 
 
 
 def write_part(folder: Path, part: str, source: str | Path, library: str = "torch_pi2", title: str = "") -> Path:
-    """Write or renew our ``part`` of the card in ``folder``; whatever else it says is kept, byte by byte.
+    """Write or renew our ``part`` of the card in ``folder``; everything else in it is kept, byte by byte.
 
     A card that is not there yet also gets metadata for the Hub.
 
@@ -77,7 +77,7 @@ def _with(text: bytes, ours: bytes) -> bytes:
 
 
 def metadata(source: str | Path, library: str = "torch_pi2") -> dict[str, Any]:
-    """What the Hub is told: library, tags, and of ``source`` licence and base model, where these are known."""
+    """Metadata for the Hub: library, tags, and the licence and base model of ``source`` if they are known."""
     found: dict[str, Any] = {"library_name": library}
     about = _of_source(Path(source))
     found |= {name: about[name] for name in _COPIED if _plain(about.get(name))}
@@ -88,7 +88,7 @@ def metadata(source: str | Path, library: str = "torch_pi2") -> dict[str, Any]:
 
 
 def _of_source(folder: Path) -> Mapping[str, Any]:
-    """Metadata of a folder's card; empty where there is none, or one that nobody can read."""
+    """Metadata of a folder's card; empty if there is none, or it cannot be parsed."""
     if not (folder / CARD_FILE).is_file():
         return {}
     try:
@@ -115,7 +115,7 @@ def _front_matter(data: Mapping[str, Any]) -> str:
 
 
 def section(title: str, lines: Mapping[str, str], said: str, run: str) -> str:
-    """A table of ``lines``, what is to be ``said`` of it, and the command to ``run``."""
+    """A table of ``lines``, a remark (``said``), and the command to ``run``."""
     rows = "".join(f"| {name} | {_cell(value)} |\n" for name, value in lines.items())
     return f"## {title}\n\n| | |\n|---|---|\n{rows}\n{said}\n\n```\n{run}\n```"
 

@@ -1,4 +1,4 @@
-"""The dense equivalent of a quantised folder: the ordinary model, with the numbers that the rows stand for."""
+"""The dense equivalent of a quantised folder: the ordinary model, with dequantised weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def load_dense(
 
 
 def untie(model: nn.Module, linears: set[str]) -> None:
-    """Say in the configuration that an output layer with weights of its own is not tied to the embedding any more."""
+    """Note in the configuration that an output layer with weights of its own is no longer tied to the embedding."""
     hf: Any = model
     if getattr(getattr(model, "config", None), "tie_word_embeddings", False) and any(
         model.get_submodule(name) is hf.get_output_embeddings() for name in linears
@@ -52,7 +52,7 @@ def untie(model: nn.Module, linears: set[str]) -> None:
 
 
 class _Reader:
-    """Float values by parameter name, from the file's rows and neurons."""
+    """Reads float values by parameter name, from the file's rows and neurons."""
 
     def __init__(self, weights: QuantizedWeights, plan: Plan, dtype: torch.dtype) -> None:
         self._weights, self._dtype = weights, dtype

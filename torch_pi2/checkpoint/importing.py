@@ -1,4 +1,4 @@
-"""What a quantised checkpoint of somebody else's becomes: rows as they are wherever a format of ours has them."""
+"""Importing quantised checkpoints of others: rows are kept bit for bit if one of our formats can hold them."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ class PackedSource(Source, Protocol):
     def by_neuron(self) -> bool: ...
 
     def type_of(self, name: str) -> str:
-        """What the checkpoint calls the way in which matrix ``name`` is stored; empty: as floats."""
+        """The checkpoint's name for the type of matrix ``name``; empty: floats."""
 
     def own_format(self, name: str) -> str | None:
-        """The format of ours that has its integers; None: it is to be rounded."""
+        """The format of ours that has its integers; None: it has to be rounded."""
 
     def exact(self, name: str) -> bool:
-        """Whether that has its scales as well, so that nothing is rounded."""
+        """Whether that format has its scales as well, so that nothing is rounded."""
 
     def rounded_format(self, name: str) -> str:
-        """To which of ours it is rounded then."""
+        """The format of ours to which it is rounded otherwise."""
 
     def own_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows ``[start, stop)`` in :meth:`own_format`, uint8."""
 
     def ffn_bits(self) -> float:
-        """Bits of a weight in feed-forward layers."""
+        """Bits per weight in feed-forward layers."""
 
     def unused(self) -> list[str]:
-        """Tensors that nobody has asked for."""
+        """Tensors that were not read."""
 
 
 @dataclass
@@ -68,14 +68,14 @@ class ImportReport(QuantizeReport):
     """What an import did.
 
     Attributes:
-        types: type in the checkpoint -> matrices of it that are kept bit for bit. rounded: name -> "from to", of the
-            others; those with "float16 scales" have their integers still.
-        weights: the formats of the neurons, ``q4_k+int8`` where gate and up have one and down another; without neurons
-            the main format.
-        neurons: layers (experts one by one) that became neurons. tokenizer: why there is none; empty: there is.
-        predictors: tensors of PowerInfer's predictors that were left out. recall: of those that were taken, key of a
-            layer -> share of its firing neurons that they predict, on the text that was passed.
-        errors: of what was rounded, and 0 for the rest.
+        types: type in the checkpoint -> how many of its matrices are kept bit for bit. rounded: name -> "from to" of
+            the other matrices; those "with float16 scales" still have their integers.
+        weights: the formats of the neurons, such as ``q4_k+int8`` if down has another one than gate and up; without
+            neurons the main format.
+        neurons: layers (each expert is one) that became neurons. tokenizer: why there is none; empty: there is one.
+        predictors: tensors of PowerInfer's predictors that were ignored. recall: of those that were imported, key of a
+            layer -> share of its firing neurons that they predict, on the given text.
+        errors: of rounded matrices; 0 for the others.
     """
 
     types: dict[str, int] = field(default_factory=dict)
@@ -111,7 +111,7 @@ def write_imported(checkpoint: PackedSource, folder: Path, neurons: str, progres
 def _what_is_packed(
     checkpoint: PackedSource, stored: Stored, model: nn.Module, found: dict[str, nn.Linear]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Columns of the linears in ``found``, and of the embeddings of ``model``, that the checkpoint has in few bits."""
+    """Columns of the linears in ``found`` and of the embeddings of ``model`` that the checkpoint has quantised."""
     linears = {
         name: module.in_features
         for name, module in found.items()
@@ -147,12 +147,12 @@ def _found(model: nn.Module, neurons: str, by_neuron: bool) -> Found:
 
 
 def _kind_of_neurons(checkpoint: PackedSource, ways: Collection[str]) -> str:
-    """The nearest format that is not much smaller than what the checkpoint has."""
+    """The nearest format that is not much smaller than the checkpoint's."""
     return "int4" if not ways or checkpoint.ffn_bits() < 6 else "int8"
 
 
 def _check_used(checkpoint: PackedSource) -> None:
-    """Raises UnsupportedModelError: a tensor that the model as it was built has no place for."""
+    """Raises UnsupportedModelError: a tensor that the model has no parameter for."""
     if left := checkpoint.unused():
         raise UnsupportedModelError(
             str(checkpoint.folder),
@@ -163,7 +163,7 @@ def _check_used(checkpoint: PackedSource) -> None:
 
 
 class _Importer(Quantizer):
-    """Writes the weights of somebody else's checkpoint.
+    """Writes the weights of an imported checkpoint.
 
     Args:
         kind: of neurons, where ``in_pairs`` does not find another: gate and up as the checkpoint has them.
@@ -187,7 +187,7 @@ class _Importer(Quantizer):
         super().__init__(stored, plan, ways, linears, kind, formats=formats, embeddings=embeddings)
         if in_pairs:
             kept = {layer.site.key: self._kept_format(layer.site) for layer in self._layers}
-            if any(kept.values()):  # the few others lose no more in int8 than columns of down do
+            if any(kept.values()):  # int8 costs the few others no more than it costs columns of down
                 kind = self._kind = "int4" if set(kept.values()) == {"int4"} else "int8"
                 formats |= {key: made for key, made in kept.items() if made not in (None, kind)}
         for name in (*linears, *embeddings):
@@ -200,7 +200,7 @@ class _Importer(Quantizer):
 
     @property
     def neuron_formats(self) -> str:
-        """Those of all layers; without neurons the main format."""
+        """Formats of all layers; without neurons the main format."""
         return ", ".join(dict.fromkeys(self._format_of(layer.site) for layer in self._layers)) or self._kind
 
     def _kept_format(self, site: FFNSite) -> str | None:

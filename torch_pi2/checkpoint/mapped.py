@@ -1,4 +1,4 @@
-"""A model whose weights stay in the files of its checkpoint: profiled, and fitted predictors to, in little memory."""
+"""A model whose weights stay in the files of its checkpoint, to be profiled and fitted in little memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch_pi2.store.folder import check_float, read_config
 from torch_pi2.store.source import Checkpoint
 from torch_pi2.types.site import FFNSite, LinearRef
 
-#: Tensors of fewer bytes are read, and converted where the model computes with another dtype.
+#: Smaller tensors are read into memory, and converted if the model computes in another dtype.
 _SMALL_BYTES = 1 << 20
 
 
@@ -32,17 +32,17 @@ _SMALL_BYTES = 1 << 20
 def load_mapped(
     folder: str | Path, *, scratch: str | Path | None = None, trust_remote_code: bool = False, progress: bool = False
 ) -> nn.Module:
-    """The dense model of a float checkpoint, in evaluation mode, whose weights are mapped files.
+    """The dense model of a float checkpoint, in evaluation mode, with weights in mapped files.
 
-    Each module's weights take memory only while it is called, in :func:`torch_pi2.profile` and :func:`torch_pi2.fit`.
-    The dtype is that of the configuration.
+    In :func:`torch_pi2.profile` and :func:`torch_pi2.fit` a module's weights take memory only while it is called. The
+    dtype is that of the configuration.
 
     Args:
-        scratch: folder for files without names, in which experts of one layer are put together where the checkpoint has
-            them one by one (default: ``folder``): as many bytes as they have there.
+        scratch: folder for temporary files, into which the experts of a layer are stacked if the checkpoint has them
+            one by one (default: ``folder``). They take as many bytes as in the checkpoint.
 
     Raises:
-        ArtifactError: something is missing or damaged, no float weights, or there is no room in ``scratch``.
+        ArtifactError: something is missing or damaged, no float weights, or ``scratch`` has too little space.
         DtypeError: weights of another dtype than the configuration's.
     """
     folder = Path(folder)
@@ -88,10 +88,10 @@ def _read(checkpoint: Checkpoint, name: str, now: torch.Tensor) -> torch.Tensor:
 
 
 def _stack_experts(stored: Stored, scratch: Path, files: list[MappedFile], progress: bool) -> set[str]:
-    """Parameters that have several experts which the checkpoint has one by one: put together in ``files`` of their own.
+    """Stack experts that the checkpoint has one by one into new mapped ``files``; the names of the parameters.
 
-    Returns:
-        Their names. Raises ArtifactError: there is no room.
+    Raises:
+        ArtifactError: there is too little space.
     """
     parts: dict[str, list[tuple[FFNSite, str, LinearRef]]] = defaultdict(list)
     for site in search(on_meta(stored.model), on_meta=True, needed=False).sites:

@@ -69,7 +69,7 @@ def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], setting
             predictors = own
         strict = settings.strict_budget
         sizes: dict[str, Any] = {"config": offload, "context": context, "dtype": kind, "strict": strict}
-        # one that is too small is refused in all processes, or the others would wait for this one
+        # a budget that is too small is refused in all processes, or the others would wait for this one
         ranks = Ranks(together=together is not None)
         most = _ALL if budget_bytes is None else budget_bytes
         budget = ranks.of_each(lambda: divide(most, reader, here, predictors, hf, **sizes))[ranks.rank]
@@ -81,7 +81,7 @@ def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], setting
     make = _OverStore(store, index_of, predictors, settings.int8_activations, together)
     give_back_freed_memory()
     model = load_sparse(folder, plan, predictors, settings, make_layer=make.layer, make_experts=make.experts)
-    give_back_freed_memory()  # what only loading needed, before the cache is filled
+    give_back_freed_memory()  # that only loading needed, before the cache is filled
     if offload.lookahead:
         for module in model.modules():
             if isinstance(module, OffloadedFFN):
@@ -89,7 +89,7 @@ def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], setting
         _route_early(model)
     if together is not None:
         together.connect(model)
-    # Without predictors, which would be in memory twice: the layers have theirs.
+    # without predictors: the layers have them, and twice would be too much memory
     made = Optimized(
         here,
         FittedPredictors(),
@@ -103,7 +103,7 @@ def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], setting
 
 
 class _OverStore:
-    """Makes layers whose neurons stay in ``store``; takes of ``predictors`` what they have for them."""
+    """Makes layers whose neurons stay in ``store``, with their predictors, which it removes from ``predictors``."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class _OverStore:
     ) -> None:
         self._store, self._index_of, self._predictors = store, index_of, predictors
         self._int8_activations = int8_activations
-        #: Who has neurons of the same layers.
+        #: The group whose processes divide the neurons of each layer.
         self._dividing = None if together is None or together.own.by_layers else together
 
     def layer(self, layer: LayerPlan, weights: QuantizedWeights, kind: torch.dtype) -> SparseFFN:
@@ -197,7 +197,7 @@ def _check_lossy(plan: Plan, offload: OffloadConfig) -> None:
 
 
 def _route_early(model: nn.Module) -> None:
-    """Each mixture is guessed while the one before is computed, where its router is one linear layer."""
+    """Route each mixture while the one before is computed, if its router is one linear layer."""
     unknown, before = [], None
     for name, module in model.named_modules():
         if not isinstance(module, OffloadedExperts):

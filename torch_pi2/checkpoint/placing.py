@@ -1,4 +1,4 @@
-"""How the layers of a checkpoint can be replaced in its model: tried with the weights of one layer of every form."""
+"""How the layers of a checkpoint can be replaced in its model: tried with the weights of one layer of each form."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from torch_pi2.types.site import FFNSite, LinearRef, check_weights
 
 
 def refs_of(site: FFNSite) -> list[tuple[str, LinearRef]]:
-    """The site's matrices, in the order of a neuron's rows."""
+    """Role and reference of the site's matrices, in the order of a neuron's rows."""
     gate = [] if site.gate is None else [("gate", site.gate)]
     return [*gate, ("up", site.up), ("down", site.down)]
 
 
 def placed(plan: Plan, ways: Mapping[str, str], left: Mapping[str, str], model_hash: str) -> Plan:
-    """``plan`` of the layers in ``ways``, bound to ``model_hash``, that says why others are ``left`` dense.
+    """``plan`` with the layers in ``ways`` alone, bound to ``model_hash``, with the reason why others stay dense.
 
-    The hash is of them as well: statistics and predictors have it, too.
+    The hash covers all layers: statistics and predictors have the same one.
     """
     if not left:
         return replace(plan, model_hash=model_hash)
@@ -38,11 +38,11 @@ def placed(plan: Plan, ways: Mapping[str, str], left: Mapping[str, str], model_h
 
 
 class Stored:
-    """The parameters of a model as a checkpoint has them.
+    """A model without weights, and the checkpoint that has them.
 
     Attributes:
-        model: its skeleton. checkpoint: that has them.
-        groups: all names of each parameter and buffer. alias: name -> all names of the same.
+        model: its skeleton. checkpoint: its weights.
+        groups: all names of each parameter and buffer. alias: name -> all names of the same tensor.
     """
 
     def __init__(self, model: nn.Module, checkpoint: Source) -> None:
@@ -51,12 +51,12 @@ class Stored:
         self.alias = {name: names for names in self.groups for name in names}
 
     def name(self, parameter: str) -> str:
-        """The checkpoint's name of a parameter, which may be tied to another."""
+        """The checkpoint's name of a parameter, which may be tied to another one."""
         known = (n for n in (parameter, *self.alias.get(parameter, ())) if n in self.checkpoint)
         return next(known, stored_name(self.checkpoint, parameter))
 
     def place_layers(self, plan: Plan, needed: bool) -> tuple[dict[str, str], dict[str, str]]:
-        """Site key -> one of ``WAYS``, and why others cannot be replaced and stay dense, which is said.
+        """Site key -> one of ``WAYS``; and why other layers cannot be replaced, which is logged: they stay dense.
 
         Raises:
             UnsupportedModelError: none can be, and one is ``needed``, or some are experts.
@@ -76,7 +76,7 @@ class Stored:
                 ways |= dict.fromkeys(keys, found)
             elif group[0].site.experts is None:
                 refused |= dict.fromkeys(keys, found)
-            else:  # checkpoints have them in another form than a dense model
+            else:  # checkpoints store experts in another form than a dense model
                 raise found
         return ways, left_of(refused, bool(ways) or not needed)
 
@@ -119,7 +119,7 @@ class Stored:
             self.checkpoint.check_float(found.name)
 
     def _try(self, group: list[LayerPlan]) -> str | UnsupportedModelError:
-        """The way of a layer, or of all experts of one module; or why there is none. Weights are there meanwhile."""
+        """How a layer, or all experts of one module, can be replaced, or why not; tried with weights in memory."""
         first = group[0].site
         names = {name for _, ref in refs_of(first) for name in (ref.weight, ref.bias) if name}
         empty = {name: self.model.get_parameter(name) for name in names}
@@ -132,23 +132,23 @@ class Stored:
             check_weights(first, first.weights(self.model))
             return find_way(self.model, first)
         except UnsupportedModelError as error:
-            return error.with_traceback(None)  # which would keep the weights
+            return error.with_traceback(None)  # a traceback would keep the weights in memory
         finally:
             for name, parameter in empty.items():
                 put(self.model, [name], parameter)
 
     def read_expert(self, site: FFNSite, role: str, ref: LinearRef) -> None:
-        """A matrix of one expert, which checkpoints may have alone, into the parameter that has those of all."""
+        """Read a matrix of one expert into the parameter that stacks those of all experts."""
         found = ExpertMatrix(self.checkpoint, site, ref, role)
         found.read_into(matrix := torch.empty(found.shape, dtype=self.checkpoint.spec(found.name).dtype))
         ref.take(self.model.get_parameter(ref.weight).detach()).copy_(matrix)
 
     def _read_experts(self, group: list[LayerPlan], empty: dict[str, nn.Parameter]) -> None:
-        """The weights of some of the experts: all of a layer may be more than there is memory for."""
+        """Read the weights of some experts: all experts of a layer may be more than there is memory for."""
         first, model = group[0].site, self.model
         dtype = self.checkpoint.spec(ExpertMatrix(self.checkpoint, first, first.up, "up").name).dtype
         for name, parameter in empty.items():
-            put(model, [name], torch.empty(parameter.shape, dtype=dtype))  # the system gives what is written to
+            put(model, [name], torch.empty(parameter.shape, dtype=dtype))  # pages are allocated when written to
         for layer in group[:TRIED_EXPERTS]:
             for role, ref in refs_of(layer.site):
                 self.read_expert(layer.site, role, ref)
@@ -158,7 +158,7 @@ class Stored:
 
 
 def _form(group: list[LayerPlan]) -> Any:
-    """What layers have in common that can be replaced in the same way."""
+    """What layers have in common if the same replacement fits all of them."""
     site = group[0].site
     if site.experts is not None:
         return (site.owner_class, site.activation, site.intermediate, len(group))

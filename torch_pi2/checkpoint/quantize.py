@@ -68,20 +68,20 @@ def quantize(
 ) -> QuantizeReport:
     """Quantise the Hugging Face checkpoint in ``folder_in`` (float safetensors) to ``folder_out``. Lossy.
 
-    Feed-forward layers become neurons, other linear layers rows; embeddings, norms and small layers stay as they are:
-    what ``optimize(model, weights=...)`` and ``save`` would write. A feed-forward layer that cannot be made sparse, or
-    not be put into a model without its weights, is linear layers like others, and a warning, the plan and the loaded
-    model's ``torch_pi2.left`` say why; there may be no other. A folder written by :func:`torch_pi2.save` keeps its
-    plan and predictors; of any other, neurons stay in the model's order with the exact gate (smooth activations: all of
-    them computed). Weights are read matrix by matrix.
+    Feed-forward layers become neurons, other linear layers rows; embeddings, norms and small layers stay as they are.
+    This is what ``optimize(model, weights=...)`` and ``save`` would write. A feed-forward layer that cannot be made
+    sparse, or not be replaced without its weights in memory, becomes plain linear layers; a warning, the plan and the
+    loaded model's ``torch_pi2.left`` give the reason. A folder written by :func:`torch_pi2.save` keeps its plan and
+    predictors; in any other, neurons stay in the model's order with the exact gate (with smooth activations all of them
+    are computed). Weights are read matrix by matrix.
 
     Args:
         weights: ``int4`` or ``int8``, groups of 32 with one scale.
         quantization: see :class:`torch_pi2.Config`: ``rtn``, or ``gptq``, which runs the model over ``calibration``
             with the weights of one module in memory at a time (rows are in files beside ``folder_out`` meanwhile).
         calibration, tokenizer, calibration_tokens: for ``gptq``, as in :func:`torch_pi2.profile`.
-        plan: folder with a plan of a dense checkpoint, and beside it predictors and statistics (all three written with
-            one ``--out`` of ``torch-pi2 profile``, ``fit`` and ``plan``), to be kept as those of a folder of ours.
+        plan: folder with a plan of a dense checkpoint, its predictors and statistics (all three written with one
+            ``--out`` of ``torch-pi2 profile``, ``fit`` and ``plan``), to be used like those of an optimised folder.
 
     Raises:
         ConfigError, ArtifactError, DtypeError, NonFiniteError, StaleArtifactError, UnsupportedModelError,
@@ -115,7 +115,7 @@ def convert(
     trust_remote_code: bool = False,
     progress: bool = False,
 ) -> QuantizeReport:
-    """Write ``folder``, with what ``make`` writes in the place of the weights of the float checkpoint ``source``.
+    """Write ``folder`` from the float checkpoint ``source``, with the weights that ``make`` writes.
 
     Args:
         with_linears: whether other linear layers than those of feed-forward layers are to be found.
@@ -158,7 +158,7 @@ def convert(
 
 
 def copy_small_files(source: Path, folder: Path) -> None:
-    """Everything of a checkpoint but its weights and its ``pi2/``."""
+    """Copy everything of a checkpoint but its weights and its ``pi2/``."""
     for path in small_files(source):
         shutil.copyfile(path, folder / path.name)
 
@@ -215,7 +215,7 @@ def _plan_of(parts: Path, model: nn.Module, *, needed: bool) -> Plan:
 
 
 def new_plan(found: Found) -> Plan:
-    """Neurons in the model's order: the exact gate where that skips any, else all of them computed."""
+    """Neurons in the model's order, with the exact gate if it skips any; else all of them are computed."""
     layers = []
     for site in found.sites:
         order = torch.arange(site.intermediate, dtype=torch.int32)
@@ -226,7 +226,7 @@ def new_plan(found: Found) -> Plan:
 
 
 def other_linears(model: nn.Module, plan: Plan, ways: Mapping[str, str]) -> dict[str, nn.Linear]:
-    """Linear layers of ``model``, on ``meta``, to quantise beside the layers of ``plan`` that are in ``ways``."""
+    """Linear layers of ``model``, on ``meta``, to quantise besides the feed-forward layers in ``ways``."""
     sites = [layer.site for layer in plan.layers if layer.site.key in ways]
     return find_linears(model, sites, on_meta=True)[0]
 

@@ -1,9 +1,9 @@
 """``save`` and ``load``: an optimised model on disk is an ordinary dense checkpoint plus a ``pi2/`` folder.
 
 ``pi2/`` holds plan.json, plan.safetensors, predictors.safetensors and stats.safetensors. The rest is what
-``save_pretrained`` writes (or ``model.safetensors`` for other modules), so every other tool still reads it. A model
-with quantised weights has them in ``pi2/weights.safetensors``, and only its configuration and tokenizer outside;
-:func:`torch_pi2.pack` makes a store ``pi2/model.pi2`` of all that is in ``pi2/``.
+``save_pretrained`` writes (or ``model.safetensors`` for other modules), so other tools still read it. A model with
+quantised weights has them in ``pi2/weights.safetensors``, and only its configuration and tokenizer outside;
+:func:`torch_pi2.pack` turns everything in ``pi2/`` into one store, ``pi2/model.pi2``.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _WEIGHTS = "model.safetensors"
 @checked
 @fresh_settings()
 def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
-    """Write an optimised ``model`` to ``folder``; an earlier result there is replaced only when all is written.
+    """Write an optimised ``model`` to ``folder``. An earlier result there is replaced once everything is written.
 
     Raises:
         ConfigError: the model is dense, has PEFT's adapters in it, or ``folder`` is in or contains the one that it was
@@ -85,7 +85,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
     parts, folder = current_state(model), Path(folder).resolve()
     check_replaceable(folder)
     source = getattr(model, "name_or_path", "")
-    if Path(source).resolve() != folder:  # an earlier result may be replaced by what was made of it
+    if Path(source).resolve() != folder:  # a result may replace the folder that it was made from
         check_separate("save", source, folder)
     if adapters := [name for name, module in model.named_modules() if type(module).__module__.startswith("peft.")]:
         raise ConfigError(
@@ -132,14 +132,14 @@ def save_parts(parts: Optimized, pi2: Path) -> None:
 
 
 def save_without_weights(model: Any, folder: Path) -> None:
-    """Configuration and modelling code of ``model``, without weights; earlier dense ones there are removed."""
+    """Write configuration and modelling code of ``model`` without weights; dense weights there are removed."""
     model.save_pretrained(folder, state_dict={})  # writes a file of no weights
     for path in folder.glob("model*.safetensors*"):
         path.unlink()
 
 
 class _Values:
-    """The dense parameters of an optimised model, in the one respect in which a site asks a model for them."""
+    """The dense parameters of an optimised model, with the method by which sites read them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._values: dict[str, torch.Tensor] = {}
@@ -151,17 +151,16 @@ class _Values:
 
 
 def current_state(model: nn.Module) -> Optimized:
-    """The parts of ``model``, whose weights may have been converted or loaded anew since they were made.
+    """The state of ``model``, valid for its current weights, which may have been converted or replaced since.
 
-    A plan without predictors or thresholds is right for any weights and is bound to the new ones; statistics are left
-    out then.
+    A plan without predictors or thresholds is right for any weights: it is bound to the new ones, without statistics.
 
     Raises:
         StaleArtifactError: predictors or thresholds were fitted to other weights.
     """
     parts = parts_of(model)
     if weights_of(model) != "float":
-        return parts  # rows cannot be changed any more; the hash stays that of the float weights
+        return parts  # rows cannot change; the hash stays that of the float weights
     found = weights_hash(_Values(model), [layer.site for layer in parts.plan.layers])
     if found == parts.plan.model_hash:
         return parts
@@ -265,7 +264,7 @@ def load(
 
 
 def _check_ours(folder: Path) -> None:
-    """Raises ArtifactError: a file, or a checkpoint that nothing of ours was made of."""
+    """Raises ArtifactError: a file, or a checkpoint that torch_pi2 did not write."""
     check_folder(folder)
     if (folder / PI2_FOLDER).exists() or not (folder / "config.json").is_file():
         return
@@ -309,7 +308,7 @@ def read_model(folder: Path, settings: LoadSettings) -> nn.Module:
 
 
 def finish_loading(model: nn.Module, gpu_bytes: int | None) -> LoadedModel:
-    """``model``, which generates with our steps, and follows its plan if that has a part for hardware."""
+    """Let ``model`` generate with our steps, and follow its plan if that has a part for hardware."""
     attach(model)
     if gpu_bytes is not None:
         hot_on_gpu(model, gpu_bytes)
@@ -322,7 +321,7 @@ def finish_loading(model: nn.Module, gpu_bytes: int | None) -> LoadedModel:
 
 
 def checked_plan(own: Plan, other: Plan | str | Path | None, folder: Path) -> Plan:
-    """``other``, if there is one, in place of the folder's own. Raises StaleArtifactError: it is for another folder."""
+    """``other`` instead of the folder's ``own`` plan, if given. Raises StaleArtifactError: it is for another folder."""
     if other is None:
         return own
     made = other if isinstance(other, Plan) else Plan.load(other)
@@ -338,7 +337,7 @@ def checked_plan(own: Plan, other: Plan | str | Path | None, folder: Path) -> Pl
     return made
 
 
-#: What weights and predictors in a folder belong to; how many neurons are hot, and when, may change.
+#: What must be the same in another plan: how many neurons are hot, and when, may change.
 _FIXED: tuple[tuple[str, Callable[[Plan], Any]], ...] = (
     ("weights", lambda plan: plan.model_hash),
     ("layers", lambda plan: [layer.site for layer in plan.layers]),
@@ -350,8 +349,8 @@ _FIXED: tuple[tuple[str, Callable[[Plan], Any]], ...] = (
 def load_dense(folder: str | Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> nn.Module:
     """The dense equivalent of a folder of ours: the ordinary model, in evaluation mode, without anything sparse.
 
-    Of a quantised folder these are the numbers that its rows stand for (in float32 exactly, in bfloat16 rounded); of
-    any other folder the model that transformers loads.
+    A quantised folder gives its dequantised weights (in float32 exactly, in bfloat16 rounded), any other folder the
+    model that transformers loads.
 
     Args:
         dtype: of all weights (default: as the configuration says).
@@ -387,7 +386,7 @@ def _load_weights(model: nn.Module, path: Path) -> None:
 
 
 def _what_to_do(folder: Path, error: Exception) -> str:
-    """Where transformers could not make the model of ``folder``."""
+    """Advice if transformers could not load ``folder``."""
     from safetensors import SafetensorError
 
     if isinstance(error, (OSError, SafetensorError)) and "trust_remote_code" not in str(error):

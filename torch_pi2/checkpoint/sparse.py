@@ -1,4 +1,4 @@
-"""Quantised models in memory, to disk and back: rows and neurons as they are computed with, nothing float between."""
+"""Quantised models in memory, to disk and back: rows and neurons are stored as kernels read them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def weights_of(model: nn.Module) -> str:
 
 
 def _kind_of_file(model: nn.Module) -> str:
-    """What ``weights`` says in a file of ``model``: the format of its neurons (of two, that of down rows), if any."""
+    """``weights`` in the metadata of a file of ``model``: the format of its neurons, or of their down rows."""
     layers = sparse_layers(model)
     if layers:
         return formats_of(format_name(getattr(layers[0], "weights", "float"), layers[0].neuron_rows.dtype))[1]
@@ -67,8 +67,8 @@ def _kind_of_file(model: nn.Module) -> str:
 def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
     """Write ``weights.safetensors`` of a ``model`` into ``folder``, with neurons of floats if it is not quantised.
 
-    Layers that were rewritten in a way that needs weights to be found are saved dense, in floats, which is said; what
-    is returned is the plan of the others.
+    Layers whose replacement can only be found with weights in memory are saved dense, in floats, with a warning.
+    Returns the plan of the others.
 
     Raises:
         UnsupportedModelError: not a Hugging Face model, or there are no other layers.
@@ -92,16 +92,16 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
             tensors[f"{name}.bias"] = linear.bias
     layers: list[SparseFFN] = []
     ways: dict[str, str] = {}
-    left: dict[str, str] = {}
+    dense: dict[str, str] = {}
     for layer in sparse_layers(model):
         if (way := way_taken(model, layer)) is None:
-            left[layer.site.key] = "it exchanges lazy tensors with code of its block"
+            dense[layer.site.key] = "it exchanges lazy tensors with code of its block"
             tensors |= layer.dense_values()
         else:
             ways[layer.site.key] = way
             layers.append(layer)
-    if left:
-        _check_left(model, left, ways)
+    if dense:
+        _check_dense(model, dense, ways)
     for layer in layers:
         tensors[f"{layer.site.key}.bundles"] = layer.neuron_rows.view(torch.uint8)
         biases = {name: getattr(layer, name) for name in _BIASES}
@@ -120,23 +120,23 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
     with TensorWriter(folder / WEIGHTS_FILE, specs, about) as out:
         for name, tensor in tensors.items():
             out.write(name, rows_of[name].in_row_order() if name in rows_of else tensor)
-    return placed(plan, ways, left, plan.model_hash)
+    return placed(plan, ways, dense, plan.model_hash)
 
 
-def _check_left(model: nn.Module, left: Mapping[str, str], others: Mapping[str, str]) -> None:
-    """Say which layers are ``left``. Raises UnsupportedModelError: all are."""
+def _check_dense(model: nn.Module, dense: Mapping[str, str], others: Mapping[str, str]) -> None:
+    """Warn of layers that stay dense. Raises UnsupportedModelError: all do."""
     if not others:
         raise UnsupportedModelError(
             f"saving a quantised {type(model).__name__}",
             expected="modules that compute a feed-forward layer, or chains of modules",
-            found=named(left),
+            found=named(dense),
             fix="Move the FFN into a module of its own, or save the float model.",
         )
-    _log.warning("left dense in the folder, as floats: %s", named(left))
+    _log.warning("left dense in the folder, as floats: %s", named(dense))
 
 
 def _floats(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers of the modules that are not ours; of tied ones the first name."""
+    """Parameters and persistent buffers of modules that we did not replace; tied ones under their first name."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -196,7 +196,7 @@ def load_sparse(
             ours |= {f"{name}.weight", f"{name}.bias"}
             tied = embeddings.get(weights.rows_name(name))
             _put_linear(model, weights, name, columns, int8_activations, tied)
-        trim()  # what putting rows in blocks has left
+        trim()  # rows before they were put into blocks
 
         whole = {layer.site.key: layer for layer in plan.layers}
 
@@ -242,7 +242,7 @@ def _put_linear(
     int8_activations: bool,
     tied: torch.Tensor | None = None,
 ) -> None:
-    """``tied``: the rows, which are an embedding's; in memory once, unless they are to lie in blocks."""
+    """Replace a linear; ``tied``: its rows, an embedding's, in memory once unless the kernel wants them in blocks."""
     parent, _, local = name.rpartition(".")
     linear: Any = model.get_submodule(name)
     kind = weights.format_of(name)
@@ -291,7 +291,7 @@ def _empty_layer(
 
 
 def _read_layer(ffn: SparseFFN, weights: QuantizedWeights) -> None:
-    """Biases, and the neurons unless they stay in the file."""
+    """Read biases, and neurons unless they stay in the file."""
     _with_biases(ffn, weights)
     if ffn.in_memory:
         put(ffn, ["neuron_rows"], weights.as_computed(weights.read_neurons(ffn.site)))

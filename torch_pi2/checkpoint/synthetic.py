@@ -1,4 +1,4 @@
-"""``torch_pi2.synthetic``: a checkpoint of a real model's sizes with random weights, straight to disk.
+"""``torch_pi2.synthetic``: writes a checkpoint with random weights and the sizes of a real model.
 
 For speed, never for quality. The feed-forward neurons fire as often as the papers measure
 (:mod:`torch_pi2.store.firing`): every embedding row is a fixed direction d of +-1 plus as much noise, the blocks add
@@ -72,15 +72,15 @@ def synthetic(
     Args:
         shape: a name in ``torch_pi2.store.shapes.SHAPES``, or configuration values with ``model_type`` llama, mistral,
             qwen2, mixtral, qwen3_moe or olmoe. Routers of experts choose all of them about equally often.
-        active: mean share of neurons that fire for a token, in every layer. 1: all, as SwiGLU's do, which no predictor
-            chooses from (``predictor=None``).
-        weights: ``int4``, ``int8``, or ``float32``, ``bfloat16`` or ``float16``, for nothing quantised.
+        active: mean share of neurons that fire for a token, in every layer. 1: all of them, as in SwiGLU, without a
+            predictor (``predictor=None``).
+        weights: ``int4``, ``int8``, or ``float32``, ``bfloat16`` or ``float16``, which quantise nothing.
         predictor: ``lowrank`` (of ``rank``, in ``predictor_weights``), ``signbit``, or None for the exact gate.
         hot_frequency: neurons that fire for at least this share of tokens are hot (default: that of Config).
         layers: another number of layers than the shape's.
         locality: part of the noise that tokens of one topic share (:mod:`torch_pi2.store.firing`); 0: none.
-        distinct_layers: feed-forward weights are made for so many layers, and those after them have copies, each with
-            its own place in the file: the size and the reads of the whole model in less time.
+        distinct_layers: feed-forward weights are made for so many layers; the others are copies of them, each stored
+            separately, which gives the size and the reads of the whole model in less time.
 
     Raises:
         ConfigError: a setting makes no sense. ArtifactError: the folder cannot be written, or holds other files.

@@ -38,7 +38,7 @@ NO_HASH = "0" * 64
 
 @dataclass
 class QuantizeReport:
-    """What :func:`quantize` did.
+    """What :func:`torch_pi2.quantize` did.
 
     Attributes:
         weights: the format. bytes_in, bytes_out: of the weight files. seconds: wall time.
@@ -59,11 +59,11 @@ class Quantizer:
     """Writes the weights file of one model.
 
     Args:
-        stored: the model's skeleton and its checkpoint. plan: with ``model_hash`` of the checkpoint, or ``NO_HASH``.
-        ways: of its layers those that become neurons, by key, as :meth:`Stored.place_layers` finds them.
-        linears: name -> inputs of the linears to quantise beside the plan's layers. kind: the format.
-        formats: of linears, embeddings and sites' keys that are of another. embeddings: name -> width of those to
-            quantise. rows: what is written as it is in the place of weights that are rounded, under the keys of
+        stored: the model's skeleton and its checkpoint. plan: with the checkpoint's ``model_hash``, or ``NO_HASH``.
+        ways: the layers that become neurons, by key, as :meth:`Stored.place_layers` finds them.
+        linears: name -> inputs of the other linear layers to quantise. kind: the format.
+        formats: other formats, by linear layer, embedding and site key. embeddings: name -> width of those to quantise.
+        rows: calibrated rows, which are written instead of rounded weights, under the keys of
             :mod:`torch_pi2.fitting.calibrated`.
     """
 
@@ -88,7 +88,7 @@ class Quantizer:
         biases = {f"{name}.bias" for name in linears if getattr(named(name), "bias", None) is not None}
         elsewhere = in_sites | biases | {f"{name}.weight" for name in (*linears, *embeddings)}
         self._biases = sorted(biases)
-        # of the names of a tied tensor the first: a quantised output layer leaves it to the embedding
+        # a tied tensor under its first name: a quantised output layer leaves it to the embedding
         self._floats = [left[0] for names in stored.groups if (left := [n for n in names if n not in elsewhere])]
         self._held: dict[torch.dtype, torch.Tensor] = {}
 
@@ -120,7 +120,7 @@ class Quantizer:
             for layer in self._plan.layers:
                 if layer.site.key in self._ways:
                     report.errors[layer.site.key] = self._write_site(layer, out, digest)
-                else:  # in the hash all the same, as where it is replaced in memory
+                else:  # part of the hash all the same, as when the model is rewritten in memory
                     self._add_to(digest, layer.site)
             found = digest.hexdigest()
             if self._plan.model_hash not in (found, NO_HASH):
@@ -156,7 +156,7 @@ class Quantizer:
 
     @property
     def _in_rows(self) -> dict[str, int]:
-        """Linears and embeddings with rows of their own, and their columns; one tied to an embedding has none."""
+        """Linears and embeddings with rows of their own, and their columns; linears tied to an embedding have none."""
         own = {name: n for name, n in self._linears.items() if not self._is_tied(name)}
         return {**self._embeddings, **own}
 
@@ -181,7 +181,7 @@ class Quantizer:
         kind: str = "",
         given: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``values`` in the format ``kind`` (default: the neurons'), or what is ``given`` for them."""
+        """``values`` in the format ``kind`` (default: the neurons'), or their ``given`` calibrated rows."""
         kind = kind or self._kind
         rows = quantize_rows(name, values, kind) if given is None else given
         error.add(values, torch.ops.pi2.dequantize(rows, kind, values.shape[1], torch.float32))
@@ -250,7 +250,7 @@ class Quantizer:
         return matrix
 
     def _scratch(self, spec: Spec) -> torch.Tensor:
-        """Memory that every layer uses again: what is freed, malloc may keep, and it would add up."""
+        """Memory that every layer reuses: malloc may keep freed memory, which would add up."""
         size = math.prod(spec.shape)
         held = self._held.get(spec.dtype)
         if held is None or held.numel() < size:
@@ -288,8 +288,8 @@ class FloatWriter(Quantizer):
         return 0.0
 
     def _strips(self, site: FFNSite, ref: LinearRef, role: str, digest: Any) -> Iterator[tuple[int, torch.Tensor]]:
-        """First row, and rows from there on, of one matrix after the other; ``digest`` is told unless it is None."""
-        if ref.transposed or len(ref.rows or ()) == 3:  # its rows lie in pieces: it is read whole
+        """First row, and rows from there on, of each strip of a matrix; ``digest`` is updated unless it is None."""
+        if ref.transposed or len(ref.rows or ()) == 3:  # its rows are not contiguous: it is read whole
             matrix = self._whole(site, ref, role)
             if digest is not None:
                 update_digest(digest, matrix)
@@ -309,7 +309,7 @@ class FloatWriter(Quantizer):
             yield start, data.view(dtype).view(stop - start, shape[1])
 
     def _whole(self, site: FFNSite, ref: LinearRef, role: str) -> torch.Tensor:
-        """A matrix in memory of its own, not of the neurons that are being made."""
+        """A matrix in memory of its own, not in the scratch memory of the neurons."""
         if ref.expert is None:
             return ref.take(self._checkpoint.read(self._stored(ref.weight))).contiguous()
         found = ExpertMatrix(self._checkpoint, site, ref, role)

@@ -1,4 +1,4 @@
-"""Which kind of folder a verb was given, and which verb it is for."""
+"""The kind of folder that a verb was given, and the verbs for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KINDS = {
         "torchrun --nproc-per-node N -m torch_pi2 generate {folder} --prompt '...'",
     ),
     "quantised": (
-        "a model of quantize, import or synthetic, whose weights are in rows already",
+        "a quantised model, written by quantize, import or synthetic",
         "torch-pi2 generate {folder} --prompt '...'",
     ),
     "optimised": ("an optimised model", "torch-pi2 generate {folder} --prompt '...'"),
@@ -33,7 +33,7 @@ _KINDS = {
     ),
     "plan": ("a plan", "torch-pi2 inspect {folder}"),
 }
-#: (verb, kind) -> what comes nearest to what the verb would have done.
+#: (verb, kind) -> the nearest command to what the verb would have done.
 _NEAREST = {("chat", "bundle"): "torch-pi2 run {folder} --chat --prompt '...'"}
 #: Verbs that take a GGUF file as well.
 _TAKE_GGUF = ("generate", "chat", "serve")
@@ -41,7 +41,7 @@ _FLOAT = ("checkpoint", "optimised")
 _PACKED = ("quantised", "store", "shards")
 _OPTIMISED = ("optimised", "quantised", "store")
 _TALKING = ("checkpoint", *_OPTIMISED, "shards")
-#: verb -> its argument that is a folder, what it takes, in words, and the kinds of that.
+#: verb -> its argument that is a folder, what it takes in words, and those kinds.
 _TAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "sparsify": ("model", "a checkpoint with float weights", _FLOAT),
     "profile": ("model", "a checkpoint with float weights", _FLOAT),
@@ -66,7 +66,7 @@ _TAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
 
 
 def kind_of(folder: Path) -> str | None:
-    """A key of ``_KINDS``; None: no folder, or nothing that we know."""
+    """A key of ``_KINDS``; None: no folder, or an unknown one."""
     inner = folder / "pi2"
     marks = {
         "bundle": folder / MANIFEST_FILE,
@@ -120,7 +120,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def _import(args: argparse.Namespace, name: str) -> None:
-    """A GGUF file in the place of a folder: its import, made now or earlier."""
+    """Replace a GGUF file by the folder of its import, made now or earlier."""
 
     def folder_of(given: str) -> str:
         file = gguf_in(given)
@@ -136,7 +136,7 @@ def _import(args: argparse.Namespace, name: str) -> None:
 
 
 def _holder(path: Path) -> tuple[Path, str | None]:
-    """The folder of ours that ``path``, a file or the folder ``pi2``, is in, and its kind; None: there is none."""
+    """The folder that ``path``, a file or the folder ``pi2``, is in, and its kind; None: there is none."""
     if path.is_file() or path.name == "pi2":
         for folder in list(path.absolute().parents)[:2]:
             kind = kind_of(folder)

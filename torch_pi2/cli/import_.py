@@ -1,10 +1,10 @@
 """Import a quantised model, a GGUF file or a folder, for every other command.
 
-Folders are of GPTQ, AWQ, compressed-tensors or torchao. Matrices keep their own precision, bit for bit, where a
-format of ours has it (of GGUF Q4_0, Q8_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, IQ4_NL); others are rounded again, and
-listed. The tokenizer and its chat template come along. Layers that can be sparse (ReLU) and experts become neurons;
---neurons all makes all layers so, for `torch-pi2 pack` and models larger than memory. --predictors takes those of
-PowerInfer's files, and measures how much they find.
+Folders may be quantised by GPTQ, AWQ, compressed-tensors or torchao. Matrices keep their precision, bit for bit, if one
+of our formats has it (GGUF's Q4_0, Q8_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, IQ4_NL); others are rounded again, and
+listed. Tokenizer and chat template are imported, too. Layers that can be sparse (ReLU) and experts become neurons;
+--neurons all does this for all layers, for `torch-pi2 pack` and models larger than memory. --predictors imports
+PowerInfer's predictors, and measures their recall.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.formats import IMPORT_NEURONS
 
 EXAMPLE = "torch-pi2 import model-q4_k_m.gguf --out my-model"
-#: Of the standard library: more than the tokens that are read.
+#: Bytes of the standard library's text: more than the tokens that are read.
 _TEXT_BYTES = 1 << 16
 
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--predictors",
         metavar="FILE|stdlib",
-        help="take the predictors of a PowerInfer file, too (lossy), measured on this UTF-8 text",
+        help="import the predictors of a PowerInfer file, too (lossy), measured on this UTF-8 text",
     )
 
 
@@ -80,7 +80,7 @@ def render(result: dict[str, Any]) -> str:
     if result["predictors"]:
         lines.append(
             f"{result['predictors']} tensors of PowerInfer's predictors left out, as nothing says what they miss: the "
-            "exact gate misses nothing; --predictors TEXT takes them, and measures it"
+            "exact gate misses nothing; --predictors TEXT imports them, and measures their recall"
         )
     if recall := result["recall"].values():
         lines.append(

@@ -1,8 +1,8 @@
 """Write a model as a neuron store: every neuron in a slot that storage reads whole, with a checksum.
 
 IN is a float checkpoint (optimised or not), a folder with quantised weights (from `torch-pi2 quantize`, `synthetic`
-or `optimize --weights int4`), or a store; or shards, of which all are there, and which become one store again. No
-number is changed but by --weights. After a kill the same command goes on where it was.
+or `optimize --weights int4`), a store, or a folder with all shards of a model, which become one store again. Only
+--weights changes numbers. After a kill the same command resumes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         choices=[FLOAT, *OF_NEURONS],
-        help="of a float checkpoint's neurons (default: float, as they are); int4, int8: of all linear layers, lossy",
+        help="format of a float checkpoint's neurons (default: float, unchanged); int4, int8: all linear layers, lossy",
     )
     parser.add_argument(
         "--slot-align",
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster",
         type=common.positive,
         metavar="N",
-        help="neurons that are read together (default: 1 with predictors, else some 200 KB)",
+        help="neurons in a slot, read together (default: 1 with predictors, else some 200 KB)",
     )
     parser.add_argument(
         "--ranks",
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shares",
         type=common.shares,
         metavar="A,B,...",
-        help="with --ranks: of the neurons, for each machine (default: the same for all)",
+        help="with --ranks: shares of the neurons, by machine (default: equal)",
     )
     parser.add_argument(
         "--by",
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     common.check_out(args.out)
     how = common.given(args, "weights", "slot_align", "cluster", "ranks", "shares", "by", "trust_remote_code")
     report = torch_pi2.pack(args.source, args.out, **how, progress=not args.quiet)
-    whole = args.ranks == 1 and kind_of(args.source) != "shards"  # parts have no speed or loss of their own
+    whole = args.ranks == 1 and kind_of(args.source) != "shards"  # shards have no speed or loss of their own
     if whole and not args.no_verdict:
         rounded = [f"{args.weights} neurons"] if args.weights in FLOATS else []
         verdict.of_folder(args, "pack", rounded)

@@ -1,9 +1,9 @@
 """Quantise a float checkpoint to 4 or 8 bits a weight, one matrix in memory at a time. Lossy.
 
 IN is a Hugging Face folder with safetensors, or one written by `torch-pi2 optimize`, whose plan and predictors are
-kept. The error printed is |w' - w| / |w| over all weights of a layer. Weights are rounded to nearest, or, with
---quantization gptq, so that a layer's outputs on --text change least: the model runs layer by layer for minutes.
-Errors weighted by inputs: `torch-pi2 optimize MODEL --weights int4 --quantization weighted`.
+kept. The printed error is |w' - w| / |w| over all weights of a layer. Weights are rounded to nearest, or, with
+--quantization gptq, so that a layer's outputs on --text change least, which runs the model layer by layer for minutes.
+For errors weighted by inputs: `torch-pi2 optimize MODEL --weights int4 --quantization weighted`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Write a model with random weights in a real model's sizes, whose neurons fire as often as real ones.
 
-For measuring speed: nothing it says means anything, and it is labelled synthetic wherever it is reported.
+For measuring speed: its output has no meaning, and reports label it as synthetic.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _shape(text: str) -> str | dict[str, Any]:
-    """A name, or what JSON says. Raises ConfigError."""
+    """A name, or values in JSON. Raises ConfigError."""
     if not text.lstrip().startswith("{"):
         return text
     try:

@@ -89,7 +89,7 @@ def embedding_noise(ids: int, hidden: int, locality: float, generator: torch.Gen
 class TokenStream:
     """Ids of a synthetic model's vocabulary, drawn at random: of one topic after another, or all independent.
 
-    What a model of random weights says is no text: it repeats itself, which would flatter any cache.
+    A model with random weights generates no text: it repeats itself, which would flatter any cache.
     """
 
     def __init__(self, vocabulary: int, *, topics: bool, generator: torch.Generator) -> None:
@@ -190,7 +190,7 @@ class GateMaker:
         return rows
 
     def _predict(self, u: torch.Tensor, gate: torch.Tensor) -> None:
-        """The predictor's rows of these neurons, and how it does on tokens it is measured by."""
+        """Append the predictor's rows of these neurons, and its scores on the test tokens."""
         rows = torch.ops.pi2.quantize(u, self.predictor_weights)
         b = self._float(rows, self.rank, self.predictor_weights)
         # from the rounded rows on both sides, so that rounding shifts no neuron's threshold
@@ -205,7 +205,7 @@ class GateMaker:
         self._scores.append(signs.scores(self._x))  # whole numbers up to H, which float16 has only to 2048
 
     def predictor(self, first_cold: int) -> LowRankRows | SignBit:
-        """The predictor, once all rows are made; measured on neurons from ``first_cold`` on."""
+        """The predictor, after all rows are made, measured on neurons from ``first_cold`` on."""
         scores = torch.cat(self._scores, 1)[:, first_cold:]
         fires = torch.cat(self._fires, 1)[:, first_cold:]
         firing = scores[:_TOKENS][fires[:_TOKENS]].sort().values
@@ -217,7 +217,7 @@ class GateMaker:
         if self.rank:
             b, bias = torch.cat(self._b), torch.cat(self._bias)
             made = LowRankRows(self._a, b, bias, self.predictor_weights, hidden, threshold)
-        else:  # half a place lower, so that rounding excludes none
+        else:  # half a step lower, so that rounding excludes none
             made = SignBit(torch.cat(self._signs), hidden, (threshold - 0.5) / (hidden - threshold + 0.5))
         made.card = PredictorCard(
             recall=hits / max(1, int(fires.sum())),

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint of ours: what may be in it, what may be replaced."""
+"""Folders that torch_pi2 writes: their contents, and what may be replaced."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from torch_pi2.types.stats import STATS_FILE
 from torch_pi2.types.verdict import VERDICT_FILE
 
 PI2_FOLDER = "pi2"
-#: Of the folder of one machine's shard, in the folder of all: its rank, and how many there are.
+#: Name of the folder of one machine's shard: its rank, and how many there are.
 SHARD_NAME = re.compile(r"rank-(\d+)-of-(\d+)")
 #: ``quant_method`` in config.json of folders whose weights are in ``pi2/``; transformers finds by it who reads them.
 HF_METHOD = "torch_pi2"
-#: What transformers reads of such a folder itself, as it must read some file: one of no tensors.
+#: The file without tensors that transformers reads in such a folder, as it has to read one.
 HF_FILE = "torch_pi2.safetensors"
 _HEADER = b'{"__metadata__":{"format":"pt","pi2_format":"torch_pi2.transformers"}}'
-#: All of it; not made by safetensors, which puts metadata in another order each time.
+#: Its bytes; not written by safetensors, which orders metadata differently each time.
 _CONTENT = len(_HEADER).to_bytes(8, "little") + _HEADER
-#: What is written to ``pi2/``.
+#: Files in ``pi2/``.
 _PARTS = ("plan.json", "plan.safetensors", PREDICTORS_FILE, STATS_FILE, WEIGHTS_FILE, STORE_FILE, VERDICT_FILE)
-#: The model card. Whoever replaces a folder keeps it: there may be a user's words in it.
+#: The model card, which is kept when a folder is replaced: it may have a user's text.
 CARD_FILE = "README.md"
 #: Files beside the weights that a checkpoint needs: configuration, tokenizer, modelling code.
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.py", "*.jinja", "*.tiktoken")
@@ -43,7 +43,7 @@ _FOLDERS = {PI2_FOLDER: _PARTS, _TEMPLATES: ("*.jinja",)}
 
 
 def check_replaceable(folder: Path) -> None:
-    """What we write replaces the whole folder: refuse one with anything but an earlier result.
+    """A result replaces the whole folder: refuse one with anything but an earlier result.
 
     Raises:
         ArtifactError: the folder holds other files, or is the current one.
@@ -64,7 +64,7 @@ def check_replaceable(folder: Path) -> None:
 
 
 def _stranger(folder: Path) -> str | None:
-    """The first thing in ``folder`` for which it is no earlier result of ours; None: it is one, or empty."""
+    """The first thing in ``folder`` that no earlier result has; None: it is a result, or empty."""
     paths, pi2 = sorted(folder.iterdir()), folder / PI2_FOLDER
     if not paths:
         return None
@@ -86,7 +86,7 @@ def _stranger(folder: Path) -> str | None:
 
 
 def check_separate(verb: str, source: str | Path, folder: Path) -> None:
-    """Raises ConfigError if ``folder`` and the ``source`` of a model, where that is one, are or are in each other."""
+    """Raises ConfigError if ``folder`` and the ``source`` of a model are the same folder, or one is in the other."""
     if not str(source) or not Path(source).is_dir():
         return  # the name of a checkpoint
     source, folder = Path(source).resolve(), folder.resolve()
@@ -100,9 +100,9 @@ def check_separate(verb: str, source: str | Path, folder: Path) -> None:
 
 
 def declare(folder: Path) -> None:
-    """Say in config.json that the weights are in ``pi2/``, and how (docs/FORMATS.md), for :mod:`torch_pi2.hf`.
+    """Note in config.json that the weights are in ``pi2/``, and how (docs/FORMATS.md), for :mod:`torch_pi2.hf`.
 
-    Nothing there has a name that transformers looks for, so that without us it opens nothing.
+    No file there has a name that transformers looks for, so that it opens nothing without torch_pi2.
 
     Raises:
         ArtifactError: config.json or the weights are missing or damaged.
@@ -117,14 +117,14 @@ def declare(folder: Path) -> None:
 
 
 def quantised_by(config: Mapping[str, Any]) -> str:
-    """The method of others that has quantised a checkpoint, by its ``config``; empty: none has."""
+    """The foreign method by which a checkpoint is quantised, from its ``config``; empty: none."""
     said = config.get("quantization_config")
     method = said.get("quant_method") if isinstance(said, dict) else said
     return str(method) if method and method != HF_METHOD else ""
 
 
 def check_float(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError: others have quantised the checkpoint in ``folder``, or we have."""
+    """Raises UnsupportedModelError: the checkpoint in ``folder`` is quantised, by us or by another method."""
     if weights_path(folder / PI2_FOLDER) is not None:
         raise UnsupportedModelError(
             f"weights of {folder}",

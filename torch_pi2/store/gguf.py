@@ -26,13 +26,13 @@ from torch_pi2.errors import ArtifactError
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
-#: PowerInfer's, of files that are the same but for it.
+#: The magic of PowerInfer's files, which are GGUF otherwise.
 _POWERINFER = b"PWRI"
 _EXPECTED, _FIX = "a whole GGUF file", "Get it again from where it comes from."
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file is one by its name, or by its first bytes: of what has been downloaded only these may tell."""
+    """Whether a file is GGUF by its suffix or its first bytes: downloads may have no suffix."""
     if path.suffix.lower() == SUFFIX:
         return True
     try:
@@ -95,7 +95,7 @@ TYPES = {
 #: Code of a metadata value -> its struct format; strings and arrays have none.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-#: More than any model has; ends loops over a header that lies.
+#: More than any model has: bounds loops over a hostile header.
 _MOST_HEADER = 1 << 28
 _MOST_TENSORS = 1 << 17
 _MOST_NAME = 1 << 16
@@ -212,7 +212,7 @@ class GgufFile:
         self._at += size
 
     def _skip_texts(self, count: int, what: str) -> None:
-        """Vocabularies have hundreds of thousands: as few steps as there can be for each."""
+        """Skip texts fast: vocabularies have hundreds of thousands."""
         at, piece_at, piece, size_at = self._at, 0, b"", struct.Struct("<Q").unpack_from
         for _ in range(count):
             begin = at - piece_at
@@ -236,7 +236,7 @@ class GgufFile:
         return int(self._scalar(10))
 
     def _length(self, what: str, each: int) -> int:
-        """A number of things of at least ``each`` bytes that follow."""
+        """A count of items that follow, of at least ``each`` bytes."""
         count = self._u64()
         if count * each > self.size - self._at:
             self._damaged(f"{count} {what} in the {self.size - self._at} bytes that are left")
@@ -329,7 +329,7 @@ class GgufFile:
         return name, shape, of, offset
 
     def _place(self, found: list[tuple[str, tuple[int, ...], TensorType, int]], data: int, alignment: int) -> None:
-        """Tensors lie one after another in the file, none in another."""
+        """Check that tensors follow each other in the file without overlap."""
         end = 0
         for name, shape, of, offset in sorted(found, key=lambda one: one[3]):
             tensor = GgufTensor(name, shape, of, data + offset)
@@ -341,7 +341,7 @@ class GgufFile:
             self.tensors[name] = tensor
 
     def texts(self, name: str) -> list[bytes]:
-        """Those of an array of the metadata; empty: there is none of texts. Raises ArtifactError: it is too long."""
+        """The texts of an array in the metadata; empty: there is no such array. Raises ArtifactError: it is too long."""
         array = self.metadata.get(name)
         if not isinstance(array, GgufArray) or array.kind != _STRING:
             return []
@@ -369,7 +369,7 @@ class GgufFile:
         return self.tensors[name]
 
     def ends_of(self, name: str) -> bytes:
-        """The first and the last bytes of a tensor, a page of each: what tells files apart. Raises ArtifactError."""
+        """The first and the last page of a tensor, by which files are told apart. Raises ArtifactError."""
         tensor = self.tensor(name)
         size = min(tensor.nbytes, _PAGE)
         try:
@@ -481,7 +481,7 @@ class GgufModel(GgufFile):
         self.tensors = tensors
 
     def _names(self) -> list[Path]:
-        """Of all parts, from that of this one."""
+        """Paths of all parts, from the path of this one."""
         count, found = self.metadata[_COUNT], _NAME.fullmatch(self.path.name)
         if type(count) is not int or not 1 <= count <= _MOST_PARTS:
             self._damaged(f"{_COUNT} {shown(count)}")
@@ -509,7 +509,7 @@ class GgufModel(GgufFile):
         return number if type(number) is int else None
 
     def _check_same(self, path: Path, part: GgufFile, first: GgufFile) -> None:
-        """What two parts both say is the same. Raises ArtifactError."""
+        """Raises ArtifactError: metadata that two parts have in common differ."""
         expected = f"a part of the model of {self.paths[0].name}"
         for key in (_COUNT, _TENSORS):
             if key not in part.metadata:

@@ -28,7 +28,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 class Source(Protocol):
-    """What has the numbers of a model's parameters, under their names in checkpoints.
+    """Anything that has the values of a model's parameters, under their names in checkpoints.
 
     Attributes:
         folder: the folder or file, for messages. nbytes: of all its tensors.
@@ -152,7 +152,7 @@ class Checkpoint:
         return self._file(name).read_bytes(name, start, stop)
 
     def check_float(self, name: str) -> None:
-        """Raises DtypeError if the tensor is no float matrix that can be quantised (a checkpoint quantised already)."""
+        """Raises DtypeError if the tensor is not float (the checkpoint is quantised already)."""
         dtype = self.spec(name).dtype
         if dtype not in DTYPES.values():
             raise DtypeError(
@@ -173,7 +173,7 @@ class Checkpoint:
         return self._by_name[name]
 
 
-#: Parts of a parameter's name -> what checkpoints may have in their place.
+#: Parts of a parameter's name, and what checkpoints may have instead.
 _OTHERS = ((".mlp.", ".block_sparse_moe."), ("model.", "backbone."))
 #: Names of an expert's matrices in checkpoints.
 _MATRICES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
@@ -182,7 +182,7 @@ _EXPERT = re.compile(r"(?:.*\.)?(?P<block>\d+)\.(?:.*\.)?experts\.(?P<expert>\d+
 
 
 def expert_matrix(name: str) -> tuple[int, int, str] | None:
-    """Block, expert and role of the matrix that checkpoints call ``name``; None: it is no expert's."""
+    """Block, expert and role of the matrix with this name in a checkpoint; None: it is no expert's."""
     found = _EXPERT.fullmatch(name)
     if found is None or found["part"] not in _ROLES:
         return None
@@ -198,8 +198,8 @@ class ExpertMatrix:
     """One of the matrices of an expert in a checkpoint: alone, or in a stack of all experts.
 
     Attributes:
-        name: of the tensor. shape: of the matrix as it should be. first: number of its first row in the tensor.
-        in_rows: its rows follow each other there; else they lie in pieces.
+        name: of the tensor. shape: expected shape of the matrix. first: its first row in the tensor.
+        in_rows: whether its rows are contiguous there.
     """
 
     def __init__(self, checkpoint: Source, site: FFNSite, ref: LinearRef, role: str) -> None:
@@ -217,7 +217,7 @@ class ExpertMatrix:
 
     @property
     def fits(self) -> bool:
-        """Whether the tensor can have such a matrix in it. Raises ArtifactError: there is none."""
+        """Whether the tensor has the shape for such a matrix. Raises ArtifactError: there is no tensor."""
         shape = self._checkpoint.spec(self.name).shape
         if not self.stacked:
             return shape == self.shape

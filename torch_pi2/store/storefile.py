@@ -1,8 +1,8 @@
-"""``pi2/model.pi2``, the neuron store: the weights of a model with every neuron in a slot of its own.
+"""Reading ``pi2/model.pi2``, the neuron store: the weights of a model with every neuron in a slot of its own.
 
-A safetensors file like ``weights.safetensors`` and in its place: the same metadata and tensors, but neurons lie in
-slots that a device reads whole, with a checksum each, and a superblock says where (docs/FORMATS.md). This is the
-reader in Python; the C++ core reads the superblock and slots by itself.
+It is a safetensors file that replaces ``weights.safetensors``: the same metadata and tensors, but neurons are in slots
+that a device reads whole, each with a checksum, and a superblock says where (docs/FORMATS.md). This is the reader in
+Python; the C++ core reads superblock and slots itself.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ STORE_FILE = "model.pi2"
 STORE_FORMAT = "torch_pi2.store"
 #: 1: plan, predictors and statistics are files beside it; 2: they are inside, see ``PARTS``.
 STORE_VERSIONS = ("1", "2", "3", "4")
-#: What files with the metadata of these versions of ``weights.safetensors`` are: 3 with linear layers in several
-#: formats, or a quantised embedding; 4 with neurons of another format than the rest, or of two.
+#: Version of ``weights.safetensors`` -> version of a store with its metadata: 3 has linear layers in several formats,
+#: or a quantised embedding; 4 has neurons in another format than the rest, or in two.
 _STORE_VERSIONS_OF = {WEIGHTS_VERSION: "2", MIXED_VERSION: "3", PAIRS_VERSION: "4"}
 SUPERBLOCK = "pi2.superblock"
-#: In the metadata of a store that has part of the neurons.
+#: Key in the metadata of a store that has some of the neurons.
 SHARD = "shard"
 PADDING = re.compile(r"pi2\.padding\.\d+")
-#: What belongs to the weights: a text ``pi2.PART`` and tensors ``pi2.PART.NAME``. The plan is always there.
+#: Parts besides the weights: a text ``pi2.PART`` and tensors ``pi2.PART.NAME``. The plan is always there.
 PARTS = ("plan", "predictors", "stats")
 _PART = re.compile(rf"pi2\.({'|'.join(PARTS)})(?:\.|$)")
 
@@ -62,13 +62,13 @@ def open_weights(pi2: Path) -> QuantizedWeights:
 
 
 def store_version(weights: Mapping[str, str]) -> str:
-    """Of a store with what the metadata ``weights`` says, which is that of a weights file or of a store."""
+    """Version of a store made from a weights file or a store with this metadata."""
     found = weights["pi2_version"]
     return _STORE_VERSIONS_OF[found] if weights["pi2_format"] != STORE_FORMAT else max(found, "2")
 
 
 def format_fields(kind: str, hidden: int) -> dict[str, int]:
-    """The fields of a :class:`LayerEntry` that say in which format, or two, neurons are."""
+    """The fields of a :class:`LayerEntry` for the format, or the two formats, of its neurons."""
     first, down = formats_of(kind)
     found = {"weights": FORMATS[first].code, "row_bytes": row_bytes(first, hidden), "down": 0, "down_row_bytes": 0}
     if down != first:
@@ -77,12 +77,12 @@ def format_fields(kind: str, hidden: int) -> dict[str, int]:
 
 
 def hot_neurons(layer: LayerPlan) -> int:
-    """What the superblock says of a layer: all of them where it is computed densely, as ``SparseFFN`` does."""
+    """Hot neurons of a layer in the superblock: all of them if it is computed densely, as in ``SparseFFN``."""
     return layer.site.intermediate if layer.method == Method.DENSE else layer.n_hot
 
 
 def part_of(name: str) -> str | None:
-    """Which of ``PARTS`` the tensor ``name`` belongs to; None: a weight, or something of the format."""
+    """Which of ``PARTS`` the tensor ``name`` belongs to; None: a weight, or part of the format."""
     match = _PART.match(name)
     return None if match is None else match.group(1)
 
@@ -90,7 +90,7 @@ def part_of(name: str) -> str | None:
 def metadata_check(metadata: Mapping[str, str]) -> str:
     """The checksum of a store's metadata, 8 hexadecimal digits: CRC32C of ``NAME NUL VALUE NUL`` in order of names.
 
-    All but ``checks``, whose every digit is compared with something, and this checksum itself.
+    It covers all but itself and ``checks``, every digit of which is compared with something.
     """
     pairs = sorted((name, value) for name, value in metadata.items() if name not in ("checks", "metadata_check"))
     text = "".join(f"{name}\0{value}\0" for name, value in pairs).encode(errors="surrogatepass")
@@ -106,7 +106,7 @@ def tensor_check(name: str, spec: Spec, blocks: list[torch.Tensor]) -> str:
     """The checksum of a tensor that is no neuron, 8 hexadecimal digits.
 
     CRC32C over the little-endian CRC32Cs of: its name, dtype and shape as text, then its pieces of ``BLOCK`` bytes.
-    So parts can be checked side by side, and a header that calls a tensor something else is noticed.
+    So blocks can be checked in parallel, and a header that renames a tensor is noticed.
 
     Args:
         blocks: :func:`block_checks` of its bytes, in order.
@@ -124,11 +124,11 @@ def block_checks(data: torch.Tensor) -> torch.Tensor:
 
 
 class StoreReader(QuantizedWeights):
-    """A neuron store, open. Everything that is read is compared with its checksum, the superblock on opening.
+    """An open neuron store. Everything that is read is compared with its checksum, the superblock on opening.
 
     Attributes:
         keys: of the layers' sites, in plan order. entries: where their neurons are, in the same order.
-        shard: of several machines', which neurons are here; None: all.
+        shard: which neurons of a model for several machines are here; None: all.
 
     Raises:
         ArtifactError: missing, damaged, of another format or version, or its parts do not agree.
@@ -212,7 +212,7 @@ class StoreReader(QuantizedWeights):
             raise ValueError(f"{', '.join(wrong)} of {key}: {entry}")
 
     def _wanted_chunks(self, key: str, entry: LayerEntry) -> tuple[int, int]:
-        """Neurons, and neurons of a chunk, that the superblock has to say of ``key``."""
+        """Neurons, and neurons of a chunk, that the superblock must have for ``key``."""
         if self.shard is None:
             return entry.neurons, 0
         mine = self.shard.layers[key]
@@ -220,7 +220,7 @@ class StoreReader(QuantizedWeights):
 
     @property
     def has_parts(self) -> bool:
-        """Whether plan, predictors and statistics are inside, not in files beside it."""
+        """Whether plan, predictors and statistics are inside, and not in files beside it."""
         return self.metadata["pi2_version"] != "1"
 
     def _check_parts(self) -> None:
@@ -239,7 +239,7 @@ class StoreReader(QuantizedWeights):
             raise ValueError(f"metadata has checksum {found}, not {self.metadata['metadata_check']}")
 
     def provenance(self) -> dict[str, Any]:
-        """Where the store comes from; nothing if it does not say. Raises ArtifactError: it says it in no JSON."""
+        """Where the store comes from; empty if unknown. Raises ArtifactError: no JSON."""
         if "provenance" not in self.metadata:
             return {}
         return self._said("provenance").names(allowed=None)
@@ -257,7 +257,7 @@ class StoreReader(QuantizedWeights):
         return {name.removeprefix(prefix): self.read(name) for name in self.specs if name.startswith(prefix)}
 
     def check_plan(self, plan: Plan) -> None:
-        """Also: of these layers in these orders. How many neurons are hot may have been planned anew."""
+        """Also raises for other layers or neuron orders. Which neurons are hot may be planned again."""
         super().check_plan(plan)
         found = self.metadata.get("orders_hash", "")
         keys = self.keys if self.shard is None else [*self.shard.layers]
@@ -280,7 +280,7 @@ class StoreReader(QuantizedWeights):
             )
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """As in ``TensorReader``; compared with its checksum if it is read whole. Neurons come as slots."""
+        """As in ``TensorReader``; a whole tensor is compared with its checksum. Neurons are returned as slots."""
         tensor = super().read(name, rows)
         if rows is None and name in self.checks:
             data = tensor.reshape(-1).view(torch.uint8)
@@ -288,7 +288,7 @@ class StoreReader(QuantizedWeights):
         return tensor
 
     def compare(self, name: str, blocks: list[torch.Tensor]) -> None:
-        """Raises ArtifactError unless ``blocks``, checksums of what was read of tensor ``name``, are those packed."""
+        """Raises ArtifactError unless ``blocks``, checksums of tensor ``name`` as read, are those of packing."""
         found = tensor_check(name, self.specs[name], blocks)
         if found != self.checks[name]:
             self._damaged(f"{name} has checksum {found}, not {self.checks[name]}")
@@ -322,7 +322,7 @@ class StoreReader(QuantizedWeights):
         return out
 
     def _pieces(self, index: int, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Position of a neuron, and neurons ``[n, neuron_bytes]`` from there on, compared with their checksums."""
+        """Position of the first neuron, and neurons ``[n, neuron_bytes]``, compared with their checksums."""
         entry, key = self.entries[index], self.keys[index]
         first, last = start // entry.cluster, -(-stop // entry.cluster)  # slots
         step = max(1, PIECE // entry.slot_bytes)

@@ -9,20 +9,20 @@ from torch_pi2.base.extras import missing_package
 from torch_pi2.errors import ConfigError, Pi2Error
 from torch_pi2.store.trust import trusted
 
-#: Without one of these transformers would make up a tokenizer that knows no words.
+#: Without one of these files transformers makes a tokenizer with an empty vocabulary.
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether there is one in ``folder``, as far as names of files tell."""
+    """Whether ``folder`` has a tokenizer, by its file names."""
     return any((folder / file).is_file() for file in _FILES)
 
 
 def tokenizer_of(model: Any, tokenizer: Any, what: str, error: type[Pi2Error] = ConfigError) -> Any:
-    """``tokenizer``, or if that is None the one beside the weights of ``model``. Nothing is downloaded.
+    """``tokenizer``, or the one beside the weights of ``model`` if it is None. Nothing is downloaded.
 
     Args:
-        what: that needs one, in messages.
+        what: the operation that needs a tokenizer, for messages.
 
     Raises:
         error: none was passed, and the folder of the model, if it has one, has none that can be loaded; or what
@@ -46,7 +46,7 @@ def tokenizer_of(model: Any, tokenizer: Any, what: str, error: type[Pi2Error] = 
     except ImportError as missing:
         raise missing_package("transformers", "hf", missing) from missing
     try:
-        # read from the folder it would be without the folder's code, and transformers would warn of that
+        # with the model's configuration: reading the folder's without its code would cause a warning
         config = getattr(model, "config", None)
         known = {"config": config} if isinstance(config, PreTrainedConfig) else {}
         trust = trusted(folder, False)

@@ -1,11 +1,10 @@
-"""Modelling code that this user has had run, remembered by its bytes: folders of ours that bring it do not ask again.
+"""Modelling code that this user has allowed to run, remembered by its hash, so that our folders do not ask again.
 
 transformers runs the Python files of a checkpoint only with ``trust_remote_code=True``. A folder that we write from
-such a checkpoint brings copies of them. Nothing *in* a folder can say that they may run, as whoever makes a folder
-could write that, too; so what was allowed is kept outside, a hash in the user's cache. It is written when a folder is
-made from a model whose code runs already (:func:`torch_pi2.save`), or with ``trust_remote_code=True`` (``quantize``,
-``pack``). It is believed of folders with a ``pi2/`` whose Python files are these, byte by byte. One file more, or
-another byte, and consent is needed again.
+such a checkpoint has copies of them. Nothing *in* a folder can allow them to run, as anyone could write that; so a hash
+of the allowed code is kept in the user's cache. It is written when a folder is made from a model whose code runs
+already (:func:`torch_pi2.save`), or with ``trust_remote_code=True`` (``quantize``, ``pack``). It holds for folders with
+a ``pi2/`` that have exactly these Python files. One more file, or another byte, needs consent again.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from torch_pi2.errors import ArtifactError
 
 _log = logging.getLogger("torch_pi2")
 
-#: Where transformers is told which class of which file is to run.
+#: Files that tell transformers which class of which file to run.
 _NAMING = ("config.json", "tokenizer_config.json")
 #: ``file.Class``: of this folder, and not of another one or of a repository.
 _CLASS = re.compile(r"([A-Za-z_]\w*)\.[A-Za-z_]\w*", re.ASCII)
 
 
 def record_path() -> Path:
-    """Where hashes are kept, one a line; deleting it forgets them all."""
+    """The file with hashes, one a line; deleting it withdraws all consent."""
     return cache_folder() / "trusted-code.txt"
 
 
 def trusted(folder: str | Path, asked: bool) -> bool:
-    """Whether code of ``folder`` may run: ``asked`` says so (``trust_remote_code``), or it is remembered."""
+    """Whether code of ``folder`` may run: ``asked`` is true (``trust_remote_code``), or its hash is known."""
     if asked:
         return True
     folder = Path(folder)
@@ -48,7 +47,7 @@ def trusted(folder: str | Path, asked: bool) -> bool:
 
 
 def remember(folder: Path) -> None:
-    """The code in ``folder`` runs with the user's consent; nothing happens if there is none."""
+    """Record that the user allowed the code in ``folder``, if there is any."""
     try:
         found, path = _hash(folder), record_path()
         if found is None or (path.exists() and found in path.read_text().split()):
@@ -61,13 +60,13 @@ def remember(folder: Path) -> None:
 
 
 def how_to_trust(folder: str | Path) -> str:
-    """What to do where the code of ``folder`` may be needed."""
+    """Advice if the code of ``folder`` may be needed."""
     known = "" if not (Path(folder) / "pi2").is_dir() else " It is not the code of a model that was made here."
     return f"Pass trust_remote_code=True if the checkpoint brings its own code and you have read it.{known}"
 
 
 def _hash(folder: Path) -> str | None:
-    """Of names and bytes of all Python files in ``folder``; None: there are none."""
+    """Hash of the names and bytes of all Python files in ``folder``; None: there are none."""
     files = sorted((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*.py"))
     digest = hashlib.sha256()
     for name, path in files:
@@ -76,7 +75,7 @@ def _hash(folder: Path) -> str | None:
 
 
 def _names_only_its_own(folder: Path) -> bool:
-    """Whether transformers, told to trust ``folder``, would run no other code than that of files in it."""
+    """Whether transformers, trusting ``folder``, would run code of its files only."""
     if (folder / "adapter_config.json").exists():  # it names another model, which would be trusted as well
         return False
     for file in _NAMING:

@@ -1,8 +1,8 @@
-"""``pi2/weights.safetensors``: the weights of a quantised model, in the form in which they are computed with.
+"""``pi2/weights.safetensors``: the weights of a quantised model, in the form that kernels read.
 
 Names (docs/FORMATS.md): quantised linears under their usual ``NAME.weight`` as uint8 rows; the neurons of a
 feed-forward layer as ``KEY.bundles`` in plan order; everything that stays float under its usual name. A float model on
-its way to a neuron store has neurons of floats here and nothing quantised.
+its way to a neuron store has float neurons here and nothing quantised.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torch_pi2.types.site import MOST_SIZE, FFNSite
 
 WEIGHTS_FILE = "weights.safetensors"
 WEIGHTS_VERSION = "1"
-#: Of files with matrices in several formats, or with a quantised embedding.
+#: Version of files with matrices in several formats, or with a quantised embedding.
 MIXED_VERSION = "2"
-#: Of files with layers whose neurons are in another format than ``weights``, or in two.
+#: Version of files with layers whose neurons have another format than ``weights``, or two formats.
 PAIRS_VERSION = "3"
 FORMAT = "torch_pi2.weights"
 #: How a layer's modules are replaced: see :mod:`torch_pi2.rewrite.rewrite`.
-#: The third way needs weights to be tried with.
+#: A third way, by lazy tensors, can only be found with weights in memory.
 WAYS = ("owner", "chain")
 NO_FORMATS: Mapping[str, str] = {}
 NO_EMBEDDINGS: Mapping[str, int] = {}
@@ -54,7 +54,7 @@ def metadata(
         model_hash: the plan's.
         linears: module name of every quantised linear -> its number of inputs.
         ways: site key -> one of ``WAYS``.
-        formats: of linears and embeddings by module name, of neurons by site key, those that are not of ``kind``.
+        formats: those other than ``kind``, by module name of linears and embeddings and by site key of neurons.
         embeddings: module name of every quantised embedding -> its width.
     """
     made = {
@@ -94,8 +94,8 @@ class QuantizedWeights(TensorReader):
     """A weights file, open. A neuron store (:mod:`torch_pi2.store.storefile`) is one too.
 
     Attributes:
-        file_format, file_versions: what the file must say that it is, and one of these.
-        kind: the format of all of which :meth:`format_of` says no other. weights: what operators call it.
+        file_format, file_versions: format and versions that the metadata must have.
+        kind: the main format, see :meth:`format_of`. weights: its name for operators.
         model_hash: of the plan that belongs to it.
         linears: module name -> number of inputs. ways: site key -> one of ``WAYS``.
         embeddings: module name -> width, of quantised ones.
@@ -106,7 +106,7 @@ class QuantizedWeights(TensorReader):
 
     file_format: str = FORMAT
     file_versions: tuple[str, ...] = (WEIGHTS_VERSION, MIXED_VERSION, PAIRS_VERSION)
-    #: Of these the one with formats of neurons.
+    #: The version with formats of neurons.
     pairs_version: str = PAIRS_VERSION
 
     def __init__(self, path: str | Path) -> None:
@@ -118,7 +118,7 @@ class QuantizedWeights(TensorReader):
             raise
 
     def reread(self) -> None:
-        """What :attr:`metadata` says. Raises ArtifactError: what makes no sense."""
+        """Parse :attr:`metadata`. Raises ArtifactError: it makes no sense."""
         meta = self.metadata
         found, version = meta.get("pi2_format"), meta.get("pi2_version")
         if found != self.file_format or version not in self.file_versions:
@@ -145,7 +145,7 @@ class QuantizedWeights(TensorReader):
             formats.wrong(f"none, in a file of {self.kind}", f"{len(self._formats)}")
 
     def _said(self, name: str, default: str = "") -> Field:
-        """What the metadata says under ``name``, in JSON. Raises ArtifactError: nothing, or no JSON."""
+        """JSON in the metadata under ``name``. Raises ArtifactError: nothing, or no JSON."""
         where, fix = f"{self.path}, {name}", "Use the torch_pi2 that wrote it, or make it again."
         return Field(parse(self.metadata.get(name, default), where, fix=fix), where, fix)
 
@@ -154,16 +154,16 @@ class QuantizedWeights(TensorReader):
         return self._formats.get(name, self.kind)
 
     def operand_of(self, key: str) -> str:
-        """What operators call the format of the neurons of site ``key``."""
+        """The operators' name for the format of the neurons of site ``key``."""
         return FLOAT if self.weights == FLOAT else self.format_of(key)
 
     @property
     def neuron_formats(self) -> str:
-        """Those of all layers, for people; of a file without neurons ``kind``."""
+        """Formats of all layers, for people; in a file without neurons ``kind``."""
         return ", ".join(dict.fromkeys(self.format_of(key) for key in self.ways)) or self.kind
 
     def rows_name(self, name: str) -> str:
-        """The tensor with the rows of linear ``name``: its own, or those of the embedding that it is tied to."""
+        """The tensor with the rows of linear ``name``: its own, or the embedding's that it is tied to."""
         own = f"{name}.weight"
         if own in self.specs or not self.embeddings:
             return own
@@ -175,7 +175,7 @@ class QuantizedWeights(TensorReader):
         )
 
     def check_hash(self, model_hash: str) -> None:
-        """Raises StaleArtifactError if the plan is of other weights."""
+        """Raises StaleArtifactError if the plan is for other weights."""
         if self.model_hash != model_hash:
             raise StaleArtifactError(
                 str(self.path),
@@ -210,7 +210,7 @@ class QuantizedWeights(TensorReader):
         return self.read(name, rows)
 
     def as_computed(self, neuron_rows: torch.Tensor) -> torch.Tensor:
-        """Bundles as read, uint8, as operators take them: floats ``[..., H]`` if that is what the bytes are."""
+        """Neurons as read, uint8, in the dtype that operators take: floats ``[..., H]`` in float files."""
         return neuron_rows.view(DTYPES[self.kind]) if self.kind in FLOATS else neuron_rows
 
     def take(self, name: str, spec: Spec) -> torch.Tensor:
@@ -238,7 +238,7 @@ class QuantizedWeights(TensorReader):
         return value.to(dtype) if value.is_floating_point() else value
 
     def way(self, key: str) -> str:
-        """How the modules of a layer are replaced. Raises ArtifactError if the file does not say so."""
+        """How the modules of a layer are replaced. Raises ArtifactError: the file does not have the layer."""
         if key not in self.ways:
             self._refuse(f"a site {key}", f"{len(self.ways)} others")
         return self.ways[key]
@@ -266,7 +266,7 @@ class QuantizedWeights(TensorReader):
 
     @property
     def float_dtype(self) -> torch.dtype | None:
-        """Of most of what is float in the file and not one of our float32 biases; None if there is nothing."""
+        """The dtype of most floats in the file, without our float32 biases; None if there are none."""
         rows = {f"{name}.bias" for name in self.linears}
         found: dict[torch.dtype, int] = {}
         for name, spec in self.specs.items():

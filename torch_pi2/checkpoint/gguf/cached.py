@@ -1,4 +1,4 @@
-"""What ``torch_pi2.load("model.gguf")`` reads: the file's import, kept in the user's cache."""
+"""``torch_pi2.load("model.gguf")`` reads an import of the file, which is kept in the user's cache."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import open_weights
 
 _log = logging.getLogger("torch_pi2")
-#: Of a file's beginning: metadata and vocabulary, which tell files of one size apart.
+#: Bytes of a file's beginning, metadata and vocabulary, which tell files of one size apart.
 _HEAD_BYTES = 1 << 20
-#: Of a file's name in its folder's: names in a folder have at most 255, of which locks and so on need some.
+#: Bytes of a file's name in the name of its folder: file systems allow 255, and locks add some.
 _NAME_BYTES = 100
-#: Of what imports write; another one, and what is kept is made anew.
+#: Version of what imports write: with another one, cached imports are made again.
 _REVISION = 2
 
 
 def cached_import(file: Path, *, packed: bool, progress: bool = False) -> Path:
     """The folder that ``file`` was imported to, now or earlier; ``packed``: with a neuron store of all layers.
 
-    Who asks while another process imports it waits for that. A folder that is damaged is made anew.
+    If another process imports it at the moment, this waits for it. A damaged folder is made again.
 
     Raises: as :func:`import_gguf`, and ``pack``.
     """
@@ -70,7 +70,7 @@ def _import(file: Path, folder: Path, packed: bool, progress: bool) -> None:
 
 
 def _key(model: GgufModel, packed: bool) -> str:
-    """What tells files apart without reading them whole: sizes, times, beginnings, and the ends of every tensor."""
+    """Identifies a file without reading it whole: size, time, beginning, and the ends of every tensor."""
     found = hashlib.sha256(f"{__version__} {_REVISION} {packed}".encode())
     for path in model.paths:
         with open(path, "rb") as opened:

@@ -1,7 +1,7 @@
-"""Which architectures of GGUF files are which of transformers', and what their metadata says of the configuration.
+"""Architectures of GGUF files, the model types of transformers that they are, and configurations from their metadata.
 
-The keys are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; what a file does not say is what
-llama.cpp takes then. A key that is not known here may change what the model computes, so it is refused.
+The keys are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; missing ones have llama.cpp's
+defaults. An unknown key may change what the model computes, so it is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COMMON = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "vocab_size": "vocab_size",
 }
-#: Keys that change nothing here, or that not every model of the family is asked for.
+#: Keys that change nothing here, or that are read for some models of a family only.
 _ELSEWHERE = {
     "rope.scaling.original_context_length",
     "rope.scaling.finetuned",
@@ -40,9 +40,9 @@ _ELSEWHERE = {
 }
 #: Token of transformers' configuration -> what files call it.
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
-#: What a SentencePiece vocabulary has unless a file says otherwise.
+#: Defaults of a SentencePiece vocabulary.
 _TOKENS_OF_SPM = {"bos": 1, "eos": 2}
-#: Tokens after which llama.cpp generates no more, whatever else a file says: often it names one of several.
+#: Tokens after which llama.cpp always stops generating: a file often names only one of several.
 _ENDS = frozenset(
     text.encode()
     for text in (
@@ -50,7 +50,7 @@ _ENDS = frozenset(
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
     )
 )
-#: Keys of what there is one of at least; the first five have to be there, but for the last of them among experts.
+#: Keys of counts that are at least one. The first five are required (``feed_forward_length`` not with experts).
 _COUNTS = (
     *("context_length", "embedding_length", "block_count", "attention.head_count", "feed_forward_length"),
     *("attention.head_count_kv", "attention.key_length", "vocab_size"),
@@ -150,7 +150,7 @@ def rows_in_file(rows: int, heads: int) -> torch.Tensor:
 
 
 class ArchMetadata:
-    """What a file says under the keys of its architecture; those that nobody asked for are left."""
+    """The metadata of a file under the keys of its architecture; ``unused``: keys that were not read."""
 
     def __init__(self, file: GgufFile, arch: str) -> None:
         self._file, self._prefix = file, f"{arch}."
@@ -186,7 +186,7 @@ class ArchMetadata:
 
 
 def arch_number(file: GgufFile, family: Family, key: str) -> int:
-    """A whole number that a file has to have. Raises ArtifactError."""
+    """A whole number that a file must have. Raises ArtifactError."""
     return int(ArchMetadata(file, family.arch).number(key, least=1))
 
 
@@ -236,7 +236,7 @@ def configuration(file: GgufFile) -> dict[str, Any]:
 
 
 def _tokens(file: GgufFile, vocabulary: int) -> dict[str, int]:
-    """Those that a file names, by its name for them; one that is not in the vocabulary is none, as for llama.cpp."""
+    """Special tokens that a file names; ids outside the vocabulary are ignored, as llama.cpp does."""
     usual = _TOKENS_OF_SPM if file.metadata.get("tokenizer.ggml.model") == "llama" else {}
     keys = (*_TOKENS.values(), "eot", "eom")
     found = {key: file.metadata.get(f"tokenizer.ggml.{key}_token_id", usual.get(key)) for key in keys}
@@ -244,13 +244,13 @@ def _tokens(file: GgufFile, vocabulary: int) -> dict[str, int]:
 
 
 def _ends(file: GgufFile, config: Mapping[str, Any]) -> list[int]:
-    """Tokens that are ends by their text."""
+    """Tokens that end an answer by their text."""
     texts = file.texts("tokenizer.ggml.tokens")[: config["vocab_size"]]
     return [token for token, text in enumerate(texts) if text in _ENDS]
 
 
 def _check_sizes(file: GgufFile, config: Mapping[str, Any], meta: ArchMetadata) -> None:
-    """Before a model is built of what the file says, which may be huge. Raises ArtifactError."""
+    """Raises ArtifactError: sizes, which may be huge, are not those of the tensors. No model is built before."""
     blocks = {int(block[1]) for name in file.tensors if (block := re.match(r"blk\.(\d+)\.", name))}
     width, heads = config["head_dim"], config["num_attention_heads"]
     experts = [t for name, t in file.tensors.items() if name.startswith("blk.0.ffn_") and "_exps." in name]
@@ -348,7 +348,7 @@ def llama3_divisors(pairs: int, theta: float, rule: Mapping[str, Any]) -> torch.
 
 
 def _special(file: GgufFile, family: Family, config: dict[str, Any], meta: ArchMetadata) -> None:
-    """What one family alone has."""
+    """Settings of single families."""
     if family.model_type in ("gemma2", "gemma3_text"):
         # llama.cpp scales queries by the width of heads, but for the 27B models
         big = (config["num_hidden_layers"], family.model_type) in ((46, "gemma2"), (62, "gemma3_text"))

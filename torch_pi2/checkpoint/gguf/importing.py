@@ -1,4 +1,4 @@
-"""``torch_pi2.import_gguf``: a GGUF file becomes a folder of ours, with its rows as they are wherever they can be."""
+"""``torch_pi2.import_gguf``: writes a GGUF file as a folder of ours, with its rows bit for bit where possible."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ def import_gguf(
 ) -> ImportReport:
     """Write the model of a GGUF file to ``folder``, for :func:`torch_pi2.load`, ``pack`` and the rest.
 
-    Linear layers and the embedding keep the file's rows bit for bit where the type is Q4_0, Q8_0, Q4_1, Q5_0, Q5_1,
-    Q4_K, Q5_K or Q6_K, and its numbers where it is IQ4_NL; other types are rounded again, to int4 if they have fewer
-    than four bits a weight, else to int8, and the report says so. Feed-forward layers are such linear layers, too,
-    unless they become neurons, which have a row of gate and up and a column of down together: gate and up are then kept
-    as well where they are Q4_0 to Q6_K (``int4+int8``, ``q4_k+int8``) or Q8_0 (``int8``); down is always rounded again,
-    to int8, but of PowerInfer's files, where it lies neuron by neuron. Where gate and up have no such type in common,
-    they are rounded, too: to int8 if other layers keep theirs, else to int4 if the file has fewer than six bits a
-    weight there, else to int8. Rows are read some at a time.
+    Linear layers and the embedding keep the file's rows bit for bit if the type is Q4_0, Q8_0, Q4_1, Q5_0, Q5_1, Q4_K,
+    Q5_K or Q6_K, and the same numbers if it is IQ4_NL. Other types are rounded again, to int4 if they have fewer than
+    four bits a weight, else to int8, and the report lists them. Feed-forward layers are linear layers, too, unless they
+    become neurons, which have a row of gate and up and a column of down together. Gate and up are then kept as well if
+    they are Q4_0 to Q6_K (``int4+int8``, ``q4_k+int8``) or Q8_0 (``int8``); down is rounded again, to int8, except in
+    PowerInfer's files, which store it neuron by neuron. If gate and up have no such type in common, they are rounded,
+    too: to int8 if other layers keep theirs, else to int4 if the file has fewer than six bits a weight there, else to
+    int8. Rows are read some at a time.
 
     Args:
-        file: of a model in several (``model-00001-of-00003.gguf``) any of them, with the others beside it; or a folder
-            with one model.
+        file: a GGUF file, any part of a model in several (``model-00001-of-00003.gguf``) with the others beside it, or
+            a folder with one model.
         neurons: ``auto``: experts, and layers whose activation gives zeros (ReLU); none of other layers. ``all``: all
             layers, as a neuron store and thresholds need them; ``int4`` or ``int8``: all, in this format throughout
             (GPUs read no other; ``int4`` of a Q4_0 file is smaller, and rounds down by some 8 %).
             ``none``: none; experts are refused then.
-        predictors: text (a str, a list of them, or token ids ``[N, T]``) on which the recall of a PowerInfer file's
-            predictors is measured, some 2,000 tokens. They decide then which neurons are computed (lossy). None: they
-            are left out, and the exact gate, which misses nothing, decides.
+        predictors: text (a str, a list of them, or token ids ``[N, T]``, some 2,000 tokens) on which the recall of a
+            PowerInfer file's predictors is measured. They then decide which neurons are computed (lossy). None: they
+            are ignored, and the exact gate, which misses nothing, decides.
 
     Raises:
         ArtifactError: damage, or ``folder`` cannot be written. UnsupportedModelError: an architecture, or something in
-            it, that is not known; or no predictors of which ours can say the same (docs/GGUF.md). ConfigError: another
+            it, that is not known; or predictors that ours cannot express (docs/GGUF.md). ConfigError: another
             ``neurons``. CalibrationError: too little text, or no tokenizer to read it with. LibraryMissingError: no
             transformers, or no gguf.
     """

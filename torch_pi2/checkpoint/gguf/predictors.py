@@ -1,10 +1,11 @@
-"""PowerInfer's predictors in a GGUF file, as low-rank ones of ours, with a recall that was measured on the user's text.
+"""PowerInfer's predictors in a GGUF file, as our low-rank predictors, with their recall measured on the user's text.
 
 A block has two matrices, ``fc1`` and ``fc2``: neuron i is computed if ``(fc2 relu(fc1 x))_i`` is at least
 ``powerinfer.sparse_threshold`` (https://github.com/SJTU-IPADS/PowerInfer, ``llm_build_ffn_sparse`` in llama.cpp). x is
 the hidden state *before* the norm of the feed-forward layer, which ours do not see: they see ``norm.weight * x /
 rms(x)``. With ``fc1 / norm.weight`` in place of ``fc1`` their score is the other divided by ``rms(x)``, as ReLU leaves
-positive factors alone: the same neurons where the threshold is 0. Where it is not, ours cannot say the same.
+positive factors alone: the same neurons if the threshold is 0. With another threshold, our predictors cannot express
+theirs.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ _FORMAT = "int8"
 
 
 def import_predictors(checkpoint: GgufCheckpoint, folder: Path, data: Any, progress: bool) -> dict[str, float]:
-    """Write the file's predictors into ``folder``, where it was imported to, and a plan whose layers ask them.
+    """Write the file's predictors into ``folder``, where it was imported to, and a plan that uses them.
 
     Args:
-        data: of :func:`torch_pi2.profiling.data.batches`; text is read with the folder's tokenizer. What fires on it
-            is compared with what they say.
+        data: as for :func:`torch_pi2.profiling.data.batches`; text is read with the folder's tokenizer. What fires on
+            it is compared with the predictions.
 
     Returns:
         Key of a layer -> recall: the share of its firing neurons that are predicted.
@@ -115,7 +116,7 @@ def _predictor(checkpoint: GgufCheckpoint, site: FFNSite) -> LowRankRows:
 
 
 def _samples(model: Any, text: list[Batch], progress: bool) -> dict[str, Samples]:
-    """What each layer sees of ``text``, and which of its neurons fire: their gates are computed again, all of them."""
+    """Inputs of each layer on ``text``, and which of its neurons fire: all gates are computed again."""
     seen: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
     batch = text[0]
 

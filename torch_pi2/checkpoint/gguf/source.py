@@ -19,11 +19,11 @@ from torch_pi2.store.gguf import GgufModel, GgufTensor, TensorType
 from torch_pi2.store.source import expert_matrix
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-#: Types whose numbers are ours: rows too, but for the place of the scales, or integers that nibbles stand for.
+#: Types whose numbers our formats have, with scales in another place, or with integers that nibbles index.
 _SPLIT = {"Q4_0": "int4", "Q8_0": "int8", "IQ4_NL": "int8"}
-#: What the sixteen nibbles of IQ4_NL stand for.
+#: The integers that the sixteen nibbles of IQ4_NL index.
 _LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-#: What a file may have that no model has under a name of its own.
+#: Tensors of a file that are no parameters of the model.
 _USED_ELSEWHERE = ("rope_freqs.weight",)
 _SCALE_BYTES = 2
 #: Matrices of one row, which llama.cpp's own writer says have one dimension.
@@ -31,13 +31,13 @@ _ONE_ROW = ".ffn_gate_inp_shexp.weight"
 
 
 def own_format(type_name: str) -> str | None:
-    """The format of ours in which rows of a GGUF type are kept bit for bit; None: they are not."""
+    """The format of ours that keeps rows of a GGUF type bit for bit; None: there is none."""
     found = _SPLIT.get(type_name, type_name.lower())
     return found if found in ROWS else None
 
 
 def own_rows(rows: torch.Tensor, of: TensorType) -> torch.Tensor:
-    """Rows of a type that has an :func:`own_format`, in that: of blocks all integers, then all scales."""
+    """Rows of a type with an :func:`own_format` in that format: all integers of a row, then all scales."""
     if of.name not in _SPLIT:
         return rows
     blocks = rows.unflatten(1, (-1, of.block_bytes))
@@ -58,14 +58,14 @@ def gguf_package() -> Any:
 
 
 def tensor_names(family: Family, blocks: int) -> Any:
-    """What gives a file's name of a module by transformers'. Raises as :func:`gguf_package`."""
+    """Maps transformers' names of modules to those in a file. Raises as :func:`gguf_package`."""
     gguf = gguf_package()
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family.arch)
     return gguf.get_tensor_name_map(arch, blocks)
 
 
 def stack_name(block: int, role: str) -> str:
-    """The tensor with one matrix of all experts of a block."""
+    """The tensor that stacks one matrix of all experts of a block."""
     return f"blk.{block}.ffn_{role}_exps.weight"
 
 
@@ -105,7 +105,7 @@ class GgufCheckpoint:
         return sum(tensor.nbytes for tensor in self.file.tensors.values())
 
     def _find(self, name: str) -> tuple[GgufTensor, int, int] | None:
-        """The tensor with parameter ``name``, and which of its rows that is."""
+        """The tensor that has parameter ``name``, and which of its rows."""
         found = expert_matrix(name)
         if found is not None:
             block, expert, role = found
@@ -174,7 +174,7 @@ class GgufCheckpoint:
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows ``[start, stop)`` of matrix ``name``, in the model's order, as the file has them: uint8.
 
-        Of a down matrix that lies neuron by neuron these are its columns.
+        For a down matrix that is stored neuron by neuron these are its columns.
         """
         tensor, first, _ = self._tensor(name)
         order = self._order(tensor)
@@ -233,7 +233,7 @@ class GgufCheckpoint:
             tensor[start:stop] = self.read(name, (row + start, row + stop))
 
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """As a stack of experts would be asked for; they are single here. Raises ArtifactError."""
+        """Raises ArtifactError: only stacks of experts are read so, and experts are single here."""
         raise ArtifactError(
             f"{name} of {self.folder}",
             expected="experts one by one",
@@ -246,7 +246,7 @@ class GgufCheckpoint:
         self._tensor(name)
 
     def unused(self) -> list[str]:
-        """Tensors that nobody has asked for."""
+        """Tensors that were not read."""
         return sorted(set(self.file.tensors) - self.used - set(self.predictors()))
 
     def predictor(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:

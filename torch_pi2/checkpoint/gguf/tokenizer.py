@@ -13,8 +13,8 @@ from torch_pi2.store.gguf import MAGIC, GgufArray, GgufFile
 
 #: ``tokenizer.ggml.pre`` of byte-level vocabularies that are split as GPT-2 does.
 _GPT2 = "gpt-2"
-#: Those of which llama.cpp takes a word that is a token whole, without its merges, and puts the first token before a
-#: text unless the file says otherwise.
+#: Those for which llama.cpp takes a word that is a token whole, without merges, and begins a text with the BOS token
+#: unless the file says otherwise.
 _LIKE_LLAMA3 = frozenset(
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken")
 )
@@ -36,7 +36,7 @@ def _splits() -> dict[str, str]:
 
 
 def write_tokenizer(file: GgufFile, folder: Path) -> str:
-    """Write it into ``folder``; why there is none, empty if there is."""
+    """Write the tokenizer into ``folder``. Returns why there is none; empty: there is one."""
     model, pre = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre", "")
     if model in (None, "none") or not isinstance(file.metadata.get("tokenizer.ggml.tokens"), GgufArray):
         return "the file has none"
