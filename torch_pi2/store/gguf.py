@@ -341,7 +341,7 @@ class GgufFile:
             self.tensors[name] = tensor
 
     def texts(self, name: str) -> list[bytes]:
-        """The texts of an array in the metadata; empty: there is no such array. Raises ArtifactError: it is too long."""
+        """The texts of an array in the metadata; empty: there is no such array. Raises ArtifactError: too long."""
         array = self.metadata.get(name)
         if not isinstance(array, GgufArray) or array.kind != _STRING:
             return []
