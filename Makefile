@@ -258,7 +258,7 @@ bench: install
 	    mv $(BENCH_OUT)/.new $(BENCH_OUT)/decode-$$shape-int4-$$kind.json; \
 	  done; \
 	done
-	$(BIN)/python -m benchmarks.table $(BENCH_OUT)
+	$(BIN)/python -m benchmarks.tables $(BENCH_OUT)
 
 # The plots of README and docs/RESULTS.md, from benchmarks/results.
 figures: install

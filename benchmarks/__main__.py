@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import inspect
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from benchmarks import tables
 from torch_pi2 import cli
+from torch_pi2.base import process
 from torch_pi2.cli import common
 
-#: name -> one line of help; NAME is the module ``benchmarks/NAME.py`` with ``add_arguments``, ``run`` and ``render``.
+#: name -> one line of help. The module ``benchmarks/NAME.py`` has ``add_arguments(parser)``; ``run(args)``, which
+#: returns the figures; ``about(result)``, a line that says what was run; and ``TABLES``.
 BENCHMARKS = {
     "ffn": "one gated layer with float weights, dense against sparse",
     "layer": "one gated layer over shares of active neurons, against the memory roofline",
@@ -48,6 +52,8 @@ BENCHMARKS = {
 }
 
 EXAMPLE = "python -m benchmarks decode --shape mistral-7b --weights int4 --threads 2 --prompt 128 --tokens 32 --json"
+#: Options that say how to print, not what was measured.
+_PRINTING = ("help", "json", "verbose", "quiet", "threads")
 
 
 def _module(name: str) -> Any:
@@ -71,19 +77,30 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """What the benchmark measured, and the command line of it."""
-    run = _module(args.name).run
-    settings = {name: getattr(args, name) for name in inspect.signature(run).parameters if hasattr(args, name)}
-    return {**run(**settings), "command": _command(args)}
+    """The options, the figures of the benchmark, the machine, and the command line."""
+    options = {
+        action.dest: value.name if isinstance(value, Path) else value
+        for action in args.options._actions
+        if action.dest not in _PRINTING and (value := getattr(args, action.dest)) is not None
+    }
+    about = {"what": args.name, **options, "threads": torch.get_num_threads()}
+    return {**about, **_module(args.name).run(args), **process.describe(), "command": _command(args)}
 
 
-def render(result: dict[str, Any]) -> str:
-    text: str = _module(result["what"]).render(result)
-    return text
+def call(name: str, **settings: Any) -> dict[str, Any]:
+    """:func:`run` from Python: ``settings`` in the place of the defaults of the options."""
+    parser = argparse.ArgumentParser()
+    _module(name).add_arguments(parser)
+    defaults = {action.dest: action.default for action in parser._actions} | parser._defaults
+    return run(argparse.Namespace(**{**defaults, **settings, "name": name, "options": parser}))
+
+
+def render(result: Mapping[str, Any]) -> str:
+    return tables.render(_module(result["what"]), result)
 
 
 def _command(args: argparse.Namespace) -> str:
-    """The command line with every value it ran with, for who reads the result; of absolute paths only the last part."""
+    """The command line with every value; of absolute paths only the last part."""
 
     def text(value: Any) -> str:
         if isinstance(value, Path):

@@ -1,11 +1,28 @@
-"""A model's predictions beside the dense model's, on text that both are given."""
+"""A real model in floats, and the predictions of other forms of it beside its own."""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from benchmarks.arguments import TRAINED
+
+
+def floats(args: argparse.Namespace) -> tuple[Callable[[], Any], Any]:
+    """A function that loads the model of ``--folder`` in float32, anew each time; and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    trust = args.trust_remote_code or args.folder == TRAINED  # our own model brings its code
+
+    def make() -> Any:
+        return AutoModelForCausalLM.from_pretrained(args.folder, trust_remote_code=trust, dtype=torch.float32).eval()
+
+    return make, AutoTokenizer.from_pretrained(args.folder, trust_remote_code=trust)
 
 
 @dataclass

@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import statistics
 import subprocess
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,16 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.arguments import list_of
-from benchmarks.figures import alternate, at_least, label, spread
-from benchmarks.subject import FIRING, RUNNER, WORK
+from benchmarks.arguments import add_lengths, list_of
+from benchmarks.figures import alternate, summary
+from benchmarks.subject import FIRING, RUNNER, WORK, check_runner
+from benchmarks.tables import Result, Table, at, named, ranged
+from torch_pi2.base import process as machine
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.cli import common
-from torch_pi2.errors import ConfigError
 from torch_pi2.export.manifest import Manifest
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.of_model import homes
-from torch_pi2.machine import process as machine
 from torch_pi2.rewrite.handle import parts_of
 from torch_pi2.store.shapes import build_config
 from torch_pi2.types.site import FFNSite, LinearRef
@@ -43,24 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--budgets", type=list_of(str), default=["1.75GB", "4.75GB"], metavar="SIZE,...", help="of the whole process")
     add("--kv", default="float16", metavar="FORMAT", help="of keys and values")
-    add("--prompt", type=common.positive, default=64, metavar="T", help="tokens of prompts")
-    add("--tokens", type=common.positive, default=32, metavar="N", help="tokens of answers")
-    add("--rounds", type=common.positive, default=3, metavar="N")
-    add("--seed", type=common.seed, default=0)
+    add_lengths(parser, 64, 32, 3)
 
 
-def run(
-    shape: str = "mixtral-8x7b-quarter",
-    *,
-    distinct_layers: int = 3,
-    budgets: Sequence[str] = ("1.75GB", "4.75GB"),
-    kv: str = "float16",
-    prompt: int = 64,
-    tokens: int = 32,
-    rounds: int = 3,
-    seed: int = 0,
-    runner: Path = RUNNER,
-) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second by budget; the bundle is kept in ``work/bench`` for the next time.
 
     Returns:
@@ -71,28 +55,29 @@ def run(
     Raises:
         ConfigError: a setting makes no sense, or the runner was not built.
     """
-    at_least(1, distinct_layers=distinct_layers, prompt=prompt, tokens=tokens, rounds=rounds)
-    if not runner.is_file():
-        raise ConfigError("benchmarks bundle-offload", expected=str(runner), found="no runner", fix="make runner.")
-    bundle, exported = WORK / f"bundle-{shape}-{distinct_layers}-{kv}", None
+    shape, distinct_layers, prompt, tokens, rounds = (
+        getattr(args, name) for name in ("shape", "distinct_layers", "prompt", "tokens", "rounds")
+    )
+    check_runner()
+    bundle, exported = WORK / f"bundle-{shape}-{distinct_layers}-{args.kv}", None
     if not bundle.is_dir():
-        exported = _export(bundle, shape, distinct_layers, kv, prompt + tokens, seed)
+        exported = _export(bundle, shape, distinct_layers, args.kv, prompt + tokens, args.seed)
     manifest = Manifest.load(bundle)
-    drawn, threads, found = torch.Generator().manual_seed(seed), torch.get_num_threads(), {}
+    drawn, threads, found = torch.Generator().manual_seed(args.seed), torch.get_num_threads(), {}
     assert manifest.model.vocab is not None
     prompts = torch.randint(3, manifest.model.vocab, (rounds + 1, prompt), generator=drawn).tolist()
 
     def measured(budget: str, number: int) -> dict[str, Any]:
-        command = [runner, bundle, "--ids", ",".join(map(str, prompts[number])), "--budget", parse_bytes(budget)]
+        command = [RUNNER, bundle, "--ids", ",".join(map(str, prompts[number])), "--budget", parse_bytes(budget)]
         command += ["--max-new-tokens", tokens, "--temperature", 100, "--seed", number, "--threads", threads, "--json"]
         done = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, check=True)
         said: dict[str, Any] = json.loads(done.stdout)
         return said
 
-    for budget in budgets:
+    for budget in args.budgets:
         measured(budget, rounds)  # for what reads of a file are slower the first time
-    reports = alternate(tuple(budgets), rounds, measured)
-    for budget in budgets:
+    reports = alternate(args.budgets, rounds, measured)
+    for budget in args.budgets:
         runs, decode = reports[budget], [report["stages"]["decode"] for report in reports[budget]]
         speeds = {
             "prompt": [report["prompt_tokens_per_second"] for report in runs],
@@ -100,29 +85,18 @@ def run(
         }
         steps = sum(report["decode_steps"] for report in runs)
         found[budget] = {
-            **{name: round(statistics.median(all_of), 2) for name, all_of in speeds.items()},
-            "spread": {name: spread(all_of, 2) for name, all_of in speeds.items()},
+            **summary(speeds),
             "in_cache": round(sum(d["hits"] for d in decode) / sum(d["wanted"] for d in decode), 3),
             "mb_per_token": round(sum(d["bytes_read"] for d in decode) / steps / 1e6, 1),
             "waited": round(sum(d["wait_ns"] for d in decode) / max(1, sum(d["busy_ns"] for d in decode)), 3),
             "peak_bytes": max(report["memory"]["peak_bytes"] for report in runs),
         }
     return {
-        "what": "bundle-offload",
-        "shape": shape,
         "synthetic": json.loads((bundle / "config.json").read_text())["torch_pi2_synthetic"],
-        "distinct_layers": distinct_layers,
-        "kv": kv,
-        "prompt": prompt,
-        "tokens": tokens,
-        "rounds": rounds,
-        "threads": threads,
-        "seed": seed,
         "store_bytes": manifest.store_bytes,
         "fixed_bytes": manifest.fixed_bytes,
         "budgets": found,
         "export": exported,
-        **machine.describe(),
     }
 
 
@@ -184,24 +158,27 @@ def _moved(site: FFNSite, block: int, to: int, layer: int) -> FFNSite:
     return replace(site, **({name: moved(value) for name, value in vars(site).items()} | {"layer": layer}))
 
 
-def render(result: dict[str, Any]) -> str:
-    rows = []
-    for budget, found in result["budgets"].items():
-        speeds = [
-            f"{found[name]:.2f} ({found['spread'][name][0]:.2f} to {found['spread'][name][1]:.2f})"
-            for name in ("prompt", "decode")
-        ]
-        shares = f"{found['in_cache']:.1%}", f"{found['mb_per_token']:.0f}", f"{found['waited']:.0%}"
-        rows.append((budget, *speeds, *shares, f"{found['peak_bytes'] / 1e9:.2f}"))
-    heads = ("budget", "prompt tokens/s", "decoded tokens/s", "in the cache", "MB read a token", "waited", "peak GB")
+TABLES = (
+    Table(
+        "Bundles larger than memory in the C++ runner",
+        lambda result: named(result["budgets"]),
+        {
+            "budget": at("name"),
+            "prompt tokens/s": ranged("prompt", ".2f"),
+            "decoded tokens/s": ranged("decode", ".2f"),
+            "in the cache": at("in_cache", common.percent),
+            "MB read a token": at("mb_per_token", ".0f"),
+            "waited": at("waited", common.percent),
+            "peak": at("peak_bytes", common.size),
+        },
+    ),
+)
+
+
+def about(result: Result) -> str:
     exported = result["export"]
-    took = f"; exported in {exported['seconds']:.0f} s, {exported['peak_bytes'] / 1e9:.1f} GB" if exported else ""
-    return "\n".join(
-        (
-            f"{result['shape']} (weights of {result['distinct_layers']} layers, again and again), int4, store "
-            f"{result['store_bytes'] / 1e9:.1f} GB, {result['threads']} threads, prompts of {result['prompt']} tokens"
-            f"{took}",
-            common.table(heads, rows),
-            label(result),
-        )
+    return (
+        f"{result['shape']} (weights of {result['distinct_layers']} layers, repeated), int4, store "
+        f"{common.size(result['store_bytes'])}, {result['threads']} threads, prompts of {result['prompt']} tokens"
+        + (f"; exported in {exported['seconds']:.0f} s, {common.size(exported['peak_bytes'])}" if exported else "")
     )

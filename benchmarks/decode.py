@@ -1,8 +1,7 @@
 """A whole model, prompt and answer, beside the memory roofline and beside other engines.
 
 Everything alternates round by round in one run: the streaming read, the gathered read, our decoding at each batch size,
-and a peer in a process of its own at each that it can. Medians and their spread. The figures speak of speed only,
-whatever the model.
+and a peer in a process of its own at each size that it supports. The figures are of speed only, whatever the model.
 """
 
 from __future__ import annotations
@@ -19,19 +18,20 @@ import torch
 from torch import nn
 
 from benchmarks import traffic
-from benchmarks.arguments import add_activations, list_of
-from benchmarks.figures import at_least, known, label, medians, spread
+from benchmarks.arguments import add_activations, add_lengths, add_peers, list_of
+from benchmarks.figures import medians, ratios, spread, summary
 from benchmarks.gguf import write_gguf
 from benchmarks.memory import BYTES, Memory
 from benchmarks.peer import Peer
 from benchmarks.peer_command import CommandPeer, program
-from benchmarks.subject import Subject
+from benchmarks.subject import Subject, synthetic_folder
+from benchmarks.tables import Result, Table, at, ranged
+from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import QUANTIZED
 from torch_pi2.layers.of_model import sparse_layers
-from torch_pi2.machine import process as machine
 from torch_pi2.observe import attention, counters, timings
 from torch_pi2.ops import load as load_library
 
@@ -50,15 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_activations(parser)
     add(
         "--active",
-        type=float,
+        type=common.probability,
         metavar="SHARE",
-        help="mean share of neurons that fire, 0..1 (default: the folder's, or 0.1)",
+        help="mean share of neurons that fire (default: the folder's, or 0.1)",
     )
-    add("--prompt", type=common.positive, default=128, metavar="T", help="tokens of the prompt")
-    add("--tokens", type=common.positive, default=32, metavar="N", help="tokens of the answer")
-    add(
-        "--rounds", type=common.positive, default=5, metavar="N", help="alternating rounds, of batches and of each peer"
-    )
+    add_lengths(parser, 128, 32, 5)
     add(
         "--batch",
         type=list_of(common.positive),
@@ -69,13 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--folder", type=Path, metavar="DIR", help="model folder; made if it is not there (default: in work/bench)")
     add("--eager", dest="compiled", action="store_false", help="do not compile the decoding step")
     add("--cpp-wrapper", action="store_true", help="compile what lies between kernels in C++ too (takes minutes)")
-    add(
-        "--peer",
-        dest="peers",
-        action="append",
-        default=[],
-        choices=PEERS,
-        help="another engine on the same shape, in alternation: llama.cpp or openvino (GenAI; both Q4_0) or torch "
+    add_peers(
+        parser,
+        PEERS,
+        "another engine on the same shape, in alternation: llama.cpp or openvino (GenAI; both Q4_0) or torch "
         "(dense, bfloat16, compiled)",
     )
     add(
@@ -87,33 +80,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a program like llama-bench as another peer, with options of its own if need be; run once a round with "
         "-m, -t, -p, -n, -r 1 and -o json added; batch 1 only",
     )
+    parser.set_defaults(memory_size=BYTES)
     add("--peer-file", type=Path, metavar="FILE", help="what these programs load (default: the Q4_0 file of the shape)")
-    add("--seed", type=common.seed, default=0)
 
 
-def run(
-    shape: str | None = None,
-    weights: str | None = None,
-    *,
-    activations: str = "float",
-    active: float | None = None,
-    prompt: int = 128,
-    tokens: int = 32,
-    rounds: int = 5,
-    batch: Sequence[int] = (1,),
-    folder: str | Path | None = None,
-    compiled: bool = True,
-    cpp_wrapper: bool = False,
-    peers: Iterable[str] = (),
-    peer_commands: Iterable[str] = (),
-    peer_file: str | Path | None = None,
-    seed: int = 0,
-) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Make (or take) a synthetic model, load it, and :func:`measure` it on torch's current number of threads.
 
-    Args: the options of the same names, and
-        folder: where the model is or shall be (default ``work/bench/<shape>-<weights>-<active>``), synthetic or real;
-            the GGUF file of peers, random weights of the same sizes, is written beside it.
+    The GGUF file of peers, random weights of the same sizes, is written beside the folder.
 
     Returns:
         What :func:`measure` does; ``shape`` and ``weights`` of the loaded model, and as ``synthetic`` its label, or
@@ -126,17 +100,14 @@ def run(
     """
     import torch_pi2
 
-    peers, batch, commands = list(peers), list(batch), list(peer_commands)
-    _check(prompt, tokens, rounds, batch, peers)
+    peers, batch, commands, peer_file, seed = args.peers, args.batch, args.peer_commands, args.peer_file, args.seed
     _check_commands(commands, peer_file, batch)
-    new_shape, new_weights, new_active = shape or "mistral-7b", weights or "int4", 0.1 if active is None else active
-    folder = Path(folder or Path("work") / "bench" / f"{new_shape}-{new_weights}-{new_active:g}")
-    if not (folder / "pi2").is_dir():
-        torch_pi2.synthetic(folder, new_shape, active=new_active, weights=new_weights, seed=seed)
+    shape, weights, active = args.shape or "mistral-7b", args.weights or "int4", args.active or 0.1
+    folder = synthetic_folder(shape, weights, seed, folder=args.folder, active=active)
     machine.reset_peak()
-    model: Any = torch_pi2.load(folder, activations=activations)
+    model: Any = torch_pi2.load(folder, activations=args.activations)
     subject = Subject.of(model, folder)
-    subject.check(shape, weights, active)
+    subject.check(args.shape, args.weights, args.active)
     gguf = folder.parent / f"{subject.stem}.q4_0.gguf"
     if {"llama.cpp", "openvino"} & {*peers} or (commands and peer_file is None):
         write_gguf(gguf, model.config, seed=seed)
@@ -146,22 +117,17 @@ def run(
     start |= {c: partial(CommandPeer, c, Path(peer_file or gguf), threads) for c in commands}
     measured = measure(
         model,
-        prompt=prompt,
-        tokens=tokens,
-        rounds=rounds,
+        prompt=args.prompt,
+        tokens=args.tokens,
+        rounds=args.rounds,
         batch=batch,
-        compiled=compiled,
-        cpp_wrapper=cpp_wrapper,
+        compiled=args.compiled,
+        cpp_wrapper=args.cpp_wrapper,
         peers=start,
+        memory_size=args.memory_size,
         seed=seed,
     )
-    head = {"what": "decode", "shape": subject.shape, "weights": subject.weights, "activations": activations}
-    return {**head, "synthetic": subject.synthetic, **measured}
-
-
-def _check(prompt: int, tokens: int, rounds: int, batch: Sequence[int], peers: Sequence[str]) -> None:
-    at_least(1, prompt=prompt, tokens=tokens, rounds=rounds, batch=min(batch, default=0))
-    known("peer", peers, PEERS)
+    return {**subject.label(), **measured}
 
 
 def _starts(module: str, settings: Mapping[str, Any]) -> StartPeer:
@@ -224,7 +190,6 @@ def measure(
         (ours over its) and spreads.
     """
     load_library()
-    _check(prompt, tokens, rounds, batch, [])
     context = prompt + tokens + attention.SPARE_TOKENS
     ours = [
         _Ours(model, Decoder(model, max_tokens=context, batch=b, compiled=compiled, cpp_wrapper=cpp_wrapper), seed)
@@ -335,10 +300,9 @@ class _Ours:
         return {
             "batch": self.batch,
             "rounds_kept": len(self.kept),
-            **medians(rates),
+            **summary(rates),
             "active_share": round(self.active_share(), 4),
             "firing_share": round(total["down_rows"] / total["neurons"], 4) if total["neurons"] else 0.0,
-            "spread": {name: spread(values) for name, values in rates.items()},
         }
 
     def roofline(self, memory: Memory, tokens_per_s: float, read_gb_per_s: float) -> dict[str, Any]:
@@ -429,54 +393,89 @@ def _compared(ours: _Ours, theirs: Sequence[Mapping[str, Any]], prompt: int, tok
     for name, rates in ours.rates().items():
         ratio = "ratio" if name == "tokens_per_s" else "prompt_ratio"
         measured[f"our_{name}"] = rates[-len(theirs) :]
-        measured[ratio] = [a / b for a, b in zip(rates[-len(theirs) :], measured[name], strict=True)]
-    spreads = {name: spread(values) for name, values in measured.items()}
-    return {"batch": ours.batch, **medians(measured), "spread": spreads}
+        measured[ratio] = ratios(rates[-len(theirs) :], measured[name])
+    return {"batch": ours.batch, **summary(measured)}
 
 
-def render(result: dict[str, Any]) -> str:
-    lines = [
-        f"{result['shape']} {result['weights']}, {result['activations']} activations, {result['threads']} threads, "
-        f"{result['machine']['kernels']} kernels, prompt {result['prompt']}, answer {result['tokens']}",
-        f"{result['tokens_per_s']:.2f} tokens/s, prompt {result['prompt_tokens_per_s']:.1f} tokens/s, "
-        f"{common.percent(result['active_share'])} of FFN rows read, at most {common.size(result['peak_rss_bytes'])}",
+def _peer_rows(result: Result) -> list[dict[str, Any]]:
+    """By peer and batch size; files from before peers had batches have the first size alone."""
+    return [
+        {"peer": name, "faults": peer["major_faults"], "batch": 1, **one}
+        for name, peer in result["peers"].items()
+        for one in peer.get("batches") or [peer]
     ]
-    if "bytes_per_token" in result:
-        parts = [(name, "" if ms is None else f"{ms:.2f}") for name, ms in result["ms_per_token"].items()]
-        lines += [
-            f"{common.size(result['bytes_per_token'])} a token: {result['gb_per_s']:.1f} GB/s, "
-            f"{common.percent(result['of_read'])} of a streaming read ({result['read_gb_per_s']:.1f}; "
-            f"gathered {result['gather_gb_per_s']:.1f})",
-            common.table(("part", "ms/token"), parts),
-            f"sdpa: {result['sdpa_from'] or 'not seen, python contains it'}",
-        ]
-    if result["batches"]:
-        rows = [
-            (
-                b["batch"],
-                b["rounds_kept"],
-                f"{b['tokens_per_s']:.2f}",
-                "{:.2f} to {:.2f}".format(*b["spread"]["tokens_per_s"]),
-                f"{b['prompt_tokens_per_s']:.1f}",
-                "{:.1f} to {:.1f}".format(*b["spread"]["prompt_tokens_per_s"]),
-            )
-            for b in result["batches"]
-        ]
-        lines.append(common.table(("batch", "rounds", "tokens/s", "from - to", "prompt tokens/s", "from - to"), rows))
-    lines += [line for name, peer in result["peers"].items() for line in _peer_lines(name, peer, result)]
-    return "\n".join([*lines, label(result)])
 
 
-def _peer_lines(name: str, peer: Mapping[str, Any], result: Mapping[str, Any]) -> Iterator[str]:
-    batches = result["batches"]
-    for at in peer["batches"] or [peer]:
-        low, high = at["spread"]["ratio"]
-        yield (
-            name + (f", batch {at['batch']}" if batches else "") + f": {at['tokens_per_s']:.2f} tokens/s, prompt "
-            f"{at['prompt_tokens_per_s']:.1f}; ours, {at['our_tokens_per_s']:.2f}, is {at['ratio']:.2f} times as fast "
-            f"({low:.2f} to {high:.2f}), prompt, {at['our_prompt_tokens_per_s']:.1f}, {at['prompt_ratio']:.2f}"
-        )
-    if len(peer["batches"]) < len(batches):
-        yield f"{name}: batch 1 only, as it takes one sequence at once"
-    if "answer_after" in peer["about"]:
-        yield f"{name}: its answers come after {peer['about']['answer_after']} tokens, ours after {result['prompt']}"
+def _parts(result: Result) -> list[dict[str, Any]]:
+    ms = result.get("ms_per_token", {})
+    return [{"part": name, "ms": value, "share": value and value / ms["total"]} for name, value in ms.items()]
+
+
+TABLES = (
+    Table(
+        "Whole models",
+        lambda result: [result],
+        {
+            "tokens/s": ranged("tokens_per_s", ".2f"),
+            "prompt tokens/s": ranged("prompt_tokens_per_s", ".1f"),
+            "FFN rows read": at("active_share", common.percent),
+            "a token reads": at("bytes_per_token", common.size),
+            "GB/s": at("gb_per_s", ".1f"),
+            "streaming read": at("read_gb_per_s", ".1f"),
+            "gathered": at("gather_gb_per_s", ".1f"),
+            "of streaming": at("of_read", common.percent),
+            "peak memory": at("peak_rss_bytes", common.size),
+        },
+        "*Streaming* is a plain read of 1 GiB in the same run, *gathered* one of random neurons of the model's size.",
+    ),
+    Table(
+        "Milliseconds per token",
+        _parts,
+        {"part": at("part"), "ms": at("ms", ".2f"), "of all": at("share", common.percent)},
+        "*sdpa* is as torch's profiler sees it, or timed apart where it sees nothing (a step compiled with "
+        "`--cpp-wrapper`); without a figure *python*, which is the rest, contains it.",
+    ),
+    Table(
+        "Batches",
+        lambda result: result["batches"],
+        {
+            "batch": at("batch"),
+            "rounds": at("rounds_kept"),
+            "tokens/s": ranged("tokens_per_s", ".2f"),
+            "prompt tokens/s": ranged("prompt_tokens_per_s", ".1f"),
+        },
+    ),
+    Table(
+        "Other engines, in alternation",
+        _peer_rows,
+        {
+            "engine": at("peer"),
+            "batch": at("batch"),
+            "tokens/s": at("tokens_per_s", ".2f"),
+            "ours": at("our_tokens_per_s", ".2f"),
+            "ours / its": ranged("ratio", ".2f"),
+            "prompt tokens/s": at("prompt_tokens_per_s", ".1f"),
+            "our prompt": at("our_prompt_tokens_per_s", ".1f"),
+            "prompt: ours / its": ranged("prompt_ratio", ".2f"),
+            "major faults": at("faults"),
+        },
+    ),
+)
+
+
+def about(result: Result) -> str:
+    return (
+        f"{result['shape']} {result['weights']}, {result['activations']} activations, {result['threads']} threads, "
+        f"prompt {result['prompt']}, answer {result['tokens']}"
+    )
+
+
+def notes(result: Result) -> list[str]:
+    found = []
+    for name, peer in result["peers"].items():
+        if len(peer["batches"]) < len(result["batches"]):
+            found.append(f"{name}: batch 1 only, as it takes one sequence at once")
+        if "answer_after" in peer["about"]:
+            after = peer["about"]["answer_after"]
+            found.append(f"{name}: its answers come after {after} tokens, ours after {result['prompt']}")
+    return found

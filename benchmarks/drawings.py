@@ -1,7 +1,7 @@
 """The plots of README and docs/RESULTS.md: ``python -m benchmarks.drawings docs/images`` (``make figures``).
 
-Every figure in them is in a file of ``benchmarks/results`` (other folders: ``--results``); nothing is measured or
-smoothed here, and what a file lacks is not drawn. What was drawn stands in the SVG's description, as JSON.
+Every figure in them is in a file of ``benchmarks/results`` (other folders: ``--results``); what a file lacks is not
+drawn. The data of a plot is in the description of its SVG, as JSON.
 """
 
 from __future__ import annotations
@@ -14,26 +14,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.table import read_result
+from benchmarks.tables import read
 from torch_pi2.base.extras import missing_package
 from torch_pi2.base.files import atomic_write
 from torch_pi2.errors import ArtifactError
 
 RESULTS = Path(__file__).parent / "results"
-#: Colours of a light page and of a dark one.
-THEMES = {
-    "light": {"ink": "#20242b", "soft": "#68707c", "grid": "#e3e6ea", "card": "#ffffff"},
-    "dark": {"ink": "#e6e8eb", "soft": "#9aa3af", "grid": "#353b45", "card": "#1d2127"},
-}
 OURS, PEER = "torch_pi2", "llama.cpp"
-#: Of a light page and of a dark one; told apart by most eyes.
+#: Of a light page and of a dark one; lines can be told apart by most eyes.
 _COLOURS = {
-    OURS: ("#0072b2", "#56b4e9"), PEER: ("#b34700", "#ff9e4a"), "prompt": ("#00785a", "#3fc79a"),
-    "fourth": ("#a03c78", "#e39cc4"), "fifth": ("#7a6a00", "#d8c94a"), "sixth": ("#555b66", "#b4bac4"),
-}  # fmt: skip
-_MARKS = {OURS: "o", PEER: "s", "prompt": "^", "fourth": "D", "fifth": "v", "sixth": "P"}
-#: Of lines whose names have no colour, in order.
-_OTHERS = (OURS, "prompt", PEER, "fourth", "fifth", "sixth")
+    "ink": ("#20242b", "#e6e8eb"),
+    "soft": ("#68707c", "#9aa3af"),
+    "grid": ("#e3e6ea", "#353b45"),
+    "card": ("#ffffff", "#1d2127"),
+    OURS: ("#0072b2", "#56b4e9"),
+    PEER: ("#b34700", "#ff9e4a"),
+    "other": ("#00785a", "#3fc79a"),
+}
+_LIGHT = {name: light for name, (light, _) in _COLOURS.items()}
 
 Results = Mapping[str, Mapping[str, Any]]
 
@@ -49,19 +47,15 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Drawing:
-    """``lines``: points by name. ``level``: a height worth a line of its own. ``sources``: files without ``.json``.
-    ``about``: what figures are of. ``labelled``: whether points have their numbers beside them.
-    """
+    """``lines``: points by name. ``level``: a height worth a line of its own. ``source``: a file without ``.json``."""
 
     title: str
     x_label: str
     y_label: str
     lines: Mapping[str, Sequence[Point]]
-    sources: Sequence[str]
+    source: str
     level: float | None = None
     log_x: bool = False
-    labelled: bool = True
-    about: str = "synthetic weights; {cpu}, {kernels}; medians, slowest to fastest round"
 
     def data(self) -> dict[str, list[list[float | str]]]:
         return {name: [list(point) for point in points] for name, points in self.lines.items()}
@@ -70,21 +64,18 @@ class Drawing:
 def memory(results: Results) -> Drawing:
     """Decoding a 7B model against the share of its neurons that memory holds."""
     sweep = _named(results, "offload-mistral-7b-int4-int8", lambda r: "pipeline" in r["modes"] and not r.get("prompt"))
-    whole = "decode-mistral-7b-int4-int8"
     ours, peer = [], []
     for result in sweep.values():
         at = 100 * result["ffn_in_memory"]
         ours.append(_point(at, result["modes"]["pipeline"]))
         peer += [Point(at, *[p["tokens_per_s"]] * 3) for name, p in result["peers"].items() if name == PEER]
-    both = results[whole]["peers"][PEER]
-    ours.append(_point(100, both, "our_"))
-    peer.append(_point(100, both))
+    both = results["decode-mistral-7b-int4-int8"]["peers"][PEER]
     return Drawing(
         "Mistral-7B shape, 4-bit weights, 10 % of neurons active, two CPU threads",
         "share of feed-forward neurons in memory, % (the rest is read from a drive)",
         "tokens/s",
-        {OURS: sorted(ours), PEER: sorted(peer)},
-        [*sweep, whole],
+        {OURS: sorted([*ours, _point(100, both, "our_")]), PEER: sorted([*peer, _point(100, both)])},
+        next(iter(sweep)),
     )
 
 
@@ -95,24 +86,22 @@ def modes(results: Results) -> Drawing:
     bars = [_point(mode, m) for mode, m in result["modes"].items()]
     bars += [Point(peer, *[p["tokens_per_s"]] * 3) for peer, p in result["peers"].items()]
     title = f"Mistral-7B shape, {100 * result['ffn_in_memory']:.0f} % of neurons in memory"
-    return Drawing(title, "", "tokens/s", {OURS: bars}, [name])
+    return Drawing(title, "", "tokens/s", {OURS: bars}, name)
 
 
 def active(results: Results) -> Drawing:
     """How many times as fast as llama.cpp, against the share of neurons that are active."""
     runs = _named(results, "decode-llama-1b-int4-int8", lambda r: PEER in r["peers"])
-    of = {name: (100 * r["synthetic"]["active"], r["peers"][PEER]) for name, r in runs.items()}
-    lines = {
-        OURS: sorted(Point(at, p["ratio"], *p["spread"]["ratio"]) for at, p in of.values()),
-        "prompt": sorted(Point(at, p["prompt_ratio"], *p["spread"]["prompt_ratio"]) for at, p in of.values()),
-    }
-    labels = {OURS: "decoding", "prompt": "prompt of 128 tokens"}
+    of = [(100 * r["synthetic"]["active"], r["peers"][PEER]) for r in runs.values()]
     return Drawing(
         "Llama-1B shape, 4-bit weights, two CPU threads: llama.cpp = 1",
         "active neurons, %",
         "times as fast as llama.cpp",
-        {labels[name]: points for name, points in lines.items()},
-        list(of),
+        {
+            "decoding": sorted(Point(at, p["ratio"], *p["spread"]["ratio"]) for at, p in of),
+            "prompt of 128 tokens": sorted(Point(at, p["prompt_ratio"], *p["spread"]["prompt_ratio"]) for at, p in of),
+        },
+        next(iter(runs)),
         level=1,
         log_x=True,
     )
@@ -130,17 +119,20 @@ def batches(results: Results) -> Drawing:
             OURS: [_point(str(pair["batch"]), pair, "our_") for pair in pairs],
             PEER: [_point(str(pair["batch"]), pair) for pair in pairs],
         },
-        [name],
+        name,
     )
 
 
 DRAWINGS: dict[str, Callable[[Results], Drawing]] = {
-    "memory": memory, "modes": modes, "active": active, "batches": batches,
-}  # fmt: skip
+    "memory": memory,
+    "modes": modes,
+    "active": active,
+    "batches": batches,
+}
 
 
 def _named(results: Results, start: str, wanted: Callable[[Mapping[str, Any]], bool]) -> dict[str, Mapping[str, Any]]:
-    """Results whose name is ``start`` alone or with a number behind it."""
+    """Results whose name is ``start``, alone or with a number behind it."""
     found = {}
     for name, result in results.items():
         rest = name.removeprefix(start).removeprefix("-").replace(".", "", 1)
@@ -151,13 +143,6 @@ def _named(results: Results, start: str, wanted: Callable[[Mapping[str, Any]], b
 
 def _point(x: float | str, of: Mapping[str, Any], whose: str = "") -> Point:
     return Point(x, of[f"{whose}tokens_per_s"], *of["spread"][f"{whose}tokens_per_s"])
-
-
-def read(folder: str | Path = RESULTS) -> dict[str, dict[str, Any]]:
-    """Results by name. Raises ArtifactError, as :func:`benchmarks.table.write`."""
-    return {
-        path.stem: read_result(path) for path in sorted(Path(folder).glob("*.json")) if not path.stem.startswith("qnn-")
-    }
 
 
 def draw(target: str | Path, results: str | Path = RESULTS) -> list[Path]:
@@ -178,55 +163,43 @@ def draw(target: str | Path, results: str | Path = RESULTS) -> list[Path]:
                 fix="docs/RESULTS.md has the command of each.",
             ) from error
         written.append(Path(target) / f"{name}.svg")
-        atomic_write(written[-1], _svg(drawing, found))
+        atomic_write(written[-1], _svg(drawing, found[drawing.source]["machine"]))
     return written
 
 
-def _svg(drawing: Drawing, results: Results) -> str:
+def _svg(drawing: Drawing, machine: Mapping[str, Any]) -> str:
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError as error:
         raise missing_package("matplotlib", "bench", error) from error
-    light, text = THEMES["light"], io.StringIO()
-    ink, soft, grid = light["ink"], light["soft"], light["grid"]
-    looks = {
-        "text.color": ink,
-        "axes.labelcolor": ink,
-        "xtick.color": soft,
-        "ytick.color": soft,
-        "axes.edgecolor": soft,
-    }
+    ink, soft, text = _LIGHT["ink"], _LIGHT["soft"], io.StringIO()
     # text stays text, and the same results make the same file
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "pi2", "font.size": 11, "font.family": "sans-serif"}
-    with mpl.rc_context({**settings, **looks}):
-        figure = Figure(figsize=(8, 4), layout="constrained", facecolor=light["card"])
-        axes = figure.add_subplot(facecolor=light["card"])
-        _bars(axes, drawing) if _is_bars(drawing) else _lines(axes, drawing)
+    looks: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": "pi2", "font.size": 11, "text.color": ink}
+    looks |= {"axes.labelcolor": ink, "xtick.color": soft, "ytick.color": soft, "axes.edgecolor": soft}
+    with mpl.rc_context({**looks, "font.family": "sans-serif"}):
+        figure = Figure(figsize=(8, 4), layout="constrained", facecolor=_LIGHT["card"])
+        axes = figure.add_subplot(facecolor=_LIGHT["card"])
+        bars = any(isinstance(point.x, str) for points in drawing.lines.values() for point in points)
+        (_bars if bars else _lines)(axes, drawing)
         if drawing.level is not None:
             axes.axhline(drawing.level, color=soft, linewidth=1, linestyle="--")
         axes.set(xlabel=drawing.x_label, ylabel=drawing.y_label, ylim=(0, 1.08 * axes.get_ylim()[1]))
-        axes.grid(axis="y", color=grid, linewidth=0.6)
+        axes.grid(axis="y", color=_LIGHT["grid"], linewidth=0.6)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         if len(drawing.lines) > 1:
-            beside: dict[str, Any] = {"bbox_to_anchor": (1, 1), "loc": "upper left"}
-            axes.legend(frameon=False, **(beside if len(drawing.lines) > 3 else {"loc": "best"}))
+            axes.legend(frameon=False, loc="best")
         axes.set_title(drawing.title, loc="left", fontsize=12)
-        figure.supxlabel(_machine(drawing, results), fontsize=8, color=soft)
-        about = json.dumps(drawing.data())
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Description": about})
+        about = f"synthetic weights; {machine['cpu']}, {machine['kernels']}; medians, slowest to fastest round"
+        figure.supxlabel(about, fontsize=8, color=soft)
+        data = json.dumps(drawing.data())
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Description": data})
     return _with_dark(text.getvalue())
 
 
-def _is_bars(drawing: Drawing) -> bool:
-    return any(isinstance(point.x, str) for points in drawing.lines.values() for point in points)
-
-
-def _look(index: int, name: str) -> tuple[str, str]:
-    """Colour and mark of the line ``name``, which is the ``index``-th."""
-    kind = name if name in _COLOURS else _OTHERS[index]
-    return _COLOURS[kind][0], _MARKS[kind]
+def _colour(index: int, name: str) -> str:
+    return _LIGHT.get(name) or _LIGHT[(OURS, "other")[index]]
 
 
 def _ranges(points: Sequence[Point]) -> list[list[float]]:
@@ -234,54 +207,44 @@ def _ranges(points: Sequence[Point]) -> list[list[float]]:
 
 
 def _label(axes: Any, x: float | str, point: Point, colour: str) -> None:
-    said = f"{point.median:.2f}" if point.median < 3 else f"{point.median:.1f}"
-    axes.annotate(said, (x, point.high), (0, 6), textcoords="offset points", ha="center", color=colour, fontsize=9)
+    text = f"{point.median:.2f}" if point.median < 3 else f"{point.median:.1f}"
+    axes.annotate(text, (x, point.high), (0, 6), textcoords="offset points", ha="center", color=colour, fontsize=9)
 
 
 def _lines(axes: Any, drawing: Drawing) -> None:
     for index, (name, points) in enumerate(drawing.lines.items()):
-        colour, mark = _look(index, name)
+        colour, marker = _colour(index, name), "os"[index]
+        looks = {"color": colour, "marker": marker, "linewidth": 2 if len(points) > 2 else 0, "elinewidth": 1}
         axes.errorbar(
-            [p.x for p in points], [p.median for p in points], _ranges(points), label=name, color=colour, marker=mark,
-            linewidth=2 if len(points) > 2 else 0, markersize=6, elinewidth=1, capsize=3,
-        )  # fmt: skip
-        for p in points if drawing.level is None and drawing.labelled else ():
+            [p.x for p in points], [p.median for p in points], _ranges(points), label=name, capsize=3, **looks
+        )
+        for p in points if drawing.level is None else ():
             _label(axes, p.x, p, colour)
     if drawing.log_x:
-        shown = sorted({float(p.x) for points in drawing.lines.values() for p in points})
+        ticks = sorted({float(p.x) for points in drawing.lines.values() for p in points})
         axes.set_xscale("log")
-        axes.set_xticks(shown, [f"{x:g}" for x in shown])
+        axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
         axes.minorticks_off()
 
 
 def _bars(axes: Any, drawing: Drawing) -> None:
-    width = 0.8 / len(drawing.lines)
+    width, ink = 0.8 / len(drawing.lines), _LIGHT["ink"]
     for index, (name, points) in enumerate(drawing.lines.items()):
         at = [i + (index - (len(drawing.lines) - 1) / 2) * width for i in range(len(points))]
-        colours = [_look(index, str(p.x) if p.x in _COLOURS else name)[0] for p in points]
-        ink = THEMES["light"]["ink"]
-        axes.bar(
-            at, [p.median for p in points], width * 0.92, yerr=_ranges(points), label=name, color=colours,
-            error_kw={"elinewidth": 1, "capsize": 3, "ecolor": ink},
-        )  # fmt: skip
+        colours = [_colour(index, str(p.x) if p.x == PEER else name) for p in points]
+        bars = {"color": colours, "yerr": _ranges(points), "error_kw": {"elinewidth": 1, "capsize": 3, "ecolor": ink}}
+        axes.bar(at, [p.median for p in points], width * 0.92, label=name, **bars)
         for x, p in zip(at, points, strict=True):
             _label(axes, x, p, ink)
     names = [str(p.x) for p in next(iter(drawing.lines.values()))]
     axes.set_xticks(range(len(names)), names)
 
 
-def _machine(drawing: Drawing, results: Results) -> str:
-    machine = results[drawing.sources[0]]["machine"]
-    return drawing.about.format(cpu=machine["cpu"], kernels=machine["kernels"])
-
-
 def _with_dark(svg: str) -> str:
-    """``svg`` with a style sheet for dark pages; who does not know it sees the light one, on a ground of its own."""
-    of = dict(_COLOURS.values())
-    of |= {THEMES["light"][name]: THEMES["dark"][name] for name in ("ink", "soft", "grid", "card")}
+    """``svg`` with a style sheet for dark pages."""
     rules = "".join(
         f'[style*="{what}: {light}"]{{{what}:{dark}!important}}'
-        for light, dark in of.items()
+        for light, dark in _COLOURS.values()
         for what in ("fill", "stroke")
     )
     head, end, body = svg.partition("</metadata>")

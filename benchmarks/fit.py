@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.figures import at_least
+from benchmarks.tables import Result, Table, at
+from torch_pi2.base import process as machine
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.mapped import load_mapped
 from torch_pi2.cli import common
@@ -26,7 +27,6 @@ from torch_pi2.fitting.fit import fit
 from torch_pi2.fitting.search import FitSettings
 from torch_pi2.fitting.sets import MIN_SEQUENCES
 from torch_pi2.graph.find import search
-from torch_pi2.machine import process as machine
 from torch_pi2.profiling.run import profile
 from torch_pi2.rewrite.skeleton import on_meta, skeleton
 from torch_pi2.store.shapes import SHAPES, build_config
@@ -46,26 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--folder", type=Path, metavar="DIR", help="for the checkpoint and samples (default: temporary)")
 
 
-def run(
-    shape: str = "mistral-7b",
-    *,
-    layers: int | None = None,
-    tokens: int = _LENGTH * MIN_SEQUENCES,
-    steps: int = 8,
-    folder: str | Path | None = None,
-) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Profile a random ReLU model and fit a predictor to every layer of it.
-
-    Args: the options of the same names.
 
     Returns:
         ``checkpoint_bytes``; in ``phases`` the ``seconds`` and ``peak_rss_bytes`` of each; in ``rss_by_layer`` the
         memory of the process, not its peak, after the predictor of each layer; ``ranks``; ``work_bytes`` on disk.
 
     Raises:
-        ConfigError: a setting makes no sense. Pi2Error: what fitting raises.
+        Pi2Error: what fitting raises, of too few tokens too.
     """
-    at_least(_LENGTH * MIN_SEQUENCES, tokens=tokens)
+    tokens, steps, folder = args.tokens, args.steps, args.folder
     phases: dict[str, dict[str, float]] = {}
 
     @contextmanager
@@ -77,8 +68,8 @@ def run(
 
     with tempfile.TemporaryDirectory(dir=folder) as made:
         root, by_layer = Path(made), list[int]()
-        more = {} if layers is None else {"num_hidden_layers": layers}
-        _write(root, build_config(shape, hidden_act="relu", **more))
+        more = {} if args.layers is None else {"num_hidden_layers": args.layers}
+        _write(root, build_config(args.shape, hidden_act="relu", **more))
         with phase("load"):
             model: Any = load_mapped(root, scratch=root)
             sites = search(on_meta(model), on_meta=True).sites
@@ -89,15 +80,10 @@ def run(
             stats = profile(model, ids, sites, progress=False, **shaped)
         # random gates let half of all neurons fire: none are hot, or there would be few to predict
         settings = FitSettings(hot_frequency=1.01, steps=steps, max_rounds=1, n_tokens=20_000, **shaped)
-        with phase("fit"), _each_layer(root / "work", lambda: by_layer.append(_rss_bytes())):
+        with phase("fit"), _each_layer(lambda: by_layer.append(_rss_bytes())):
             found = fit(model, ids, sites, stats, settings, work=root / "work", progress=False)
         return {
-            "what": "fit",
-            **machine.describe(),
-            "shape": shape,
             "layers": len(sites),
-            "tokens": tokens,
-            "steps": steps,
             "checkpoint_bytes": (root / "model.safetensors").stat().st_size,
             "work_bytes": sum(path.stat().st_size for path in (root / "work").rglob("*") if path.is_file()),
             "phases": phases,
@@ -107,7 +93,7 @@ def run(
 
 
 @contextmanager
-def _each_layer(work: Path, look: Callable[[], None]) -> Iterator[None]:
+def _each_layer(look: Callable[[], None]) -> Iterator[None]:
     """Call ``look`` when the search goes on to another layer."""
     from torch_pi2.fitting import search as searching
 
@@ -145,16 +131,32 @@ def _write(folder: Path, config: Any) -> None:
                 out.write(name, some[: spec.shape[0] - row], row=row)
 
 
-def render(result: dict[str, Any]) -> str:
-    rows = [
-        (name, f"{phase['seconds']:.0f} s", common.size(phase["peak_rss_bytes"]))
-        for name, phase in result["phases"].items()
-    ]
-    first, last = result["rss_by_layer"][0], result["rss_by_layer"][-1]
-    about = (
-        f"{result['shape']}, random weights, {result['layers']} layers, {common.size(result['checkpoint_bytes'])} in "
-        f"files; {result['tokens']} tokens, {result['steps']} steps, ranks {min(result['ranks'])} to "
-        f"{max(result['ranks'])}; {common.size(result['work_bytes'])} of samples and predictors on disk\n"
-        f"after the first layer {common.size(first)}, after the last {common.size(last)}"
+def _rows(result: Result) -> list[dict[str, Any]]:
+    row = {"first": result["rss_by_layer"][0], "last": result["rss_by_layer"][-1], **result}
+    return [row]
+
+
+TABLES = (
+    Table(
+        "Memory of a fit",
+        _rows,
+        {
+            "layers": at("layers"),
+            "weights in files": at("checkpoint_bytes", common.size),
+            "peak of profile": at("phases.profile.peak_rss_bytes", common.size),
+            "of fit": at("phases.fit.peak_rss_bytes", common.size),
+            "after the first layer": at("first", common.size),
+            "after the last": at("last", common.size),
+            "samples and predictors on disk": at("work_bytes", common.size),
+        },
+        "Predictors fitted to random weights that stay in their files: the most memory of the process in each phase, "
+        "and its memory after the first layer and after the last. The number of layers should not matter.",
+    ),
+)
+
+
+def about(result: Result) -> str:
+    return (
+        f"{result['shape']}, random weights, {result['tokens']} tokens, {result['steps']} steps, ranks "
+        f"{min(result['ranks'])} to {max(result['ranks'])}"
     )
-    return f"{about}\n{common.table(('phase', 'time', 'most memory'), rows)}"

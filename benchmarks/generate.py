@@ -5,47 +5,29 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
 
-from benchmarks.arguments import add_folder
-from benchmarks.figures import alternate, at_least, label, spread, way_rows
-from benchmarks.subject import WORK, Subject
-from torch_pi2.cli import common
+from benchmarks.arguments import add_folder, add_lengths
+from benchmarks.figures import alternate, ratios, summary
+from benchmarks.subject import Subject, synthetic_folder
+from benchmarks.tables import Result, Table, at, named, ranged
 from torch_pi2.decode import hf_generate
 from torch_pi2.decode.decoder import Decoder
-from torch_pi2.machine import process as machine
 
-WAYS = ("transformers", "first", "model.generate", "torch_pi2.generate")
 COMPILED = "torch_pi2.generate, compiled"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
     add_folder(parser)
-    add("--prompt", type=common.positive, default=64, metavar="T", help="tokens of the prompt (default: 64)")
-    add("--tokens", type=common.positive, default=32, metavar="N", help="tokens of the answer (default: 32)")
-    add("--rounds", type=common.positive, default=5, metavar="N", help="alternating; one more before is warm-up")
-    add("--compiled", action="store_true", help="with compiled steps, too, and what compiling takes")
-    add("--seed", type=common.seed, default=0)
+    add_lengths(parser, 64, 32, 5)
+    parser.add_argument("--compiled", action="store_true", help="also with compiled steps, and what compiling takes")
 
 
-def run(
-    folder: str | Path | None = None,
-    *,
-    prompt: int = 64,
-    tokens: int = 32,
-    rounds: int = 5,
-    compiled: bool = False,
-    seed: int = 0,
-) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of one greedy answer, prompt included.
-
-    Args:
-        compiled: also of :func:`torch_pi2.generate` with compiled steps.
 
     Returns:
         ``ways``, by name: ``ms``, its ``spread``, and ``times_as_fast`` as transformers within each round; ``same``: of
@@ -55,16 +37,14 @@ def run(
         longer than others, and whether the code was ``found`` on disk: run it twice.
 
     Raises:
-        ConfigError: a setting makes no sense. Pi2Error: the folder cannot be loaded.
+        Pi2Error: the folder cannot be loaded.
     """
     import torch_pi2
 
-    at_least(1, prompt=prompt, tokens=tokens, rounds=rounds)
-    folder = Path(folder or WORK / "llama-1b-int4-0.1")
-    if not (folder / "pi2").is_dir():
-        torch_pi2.synthetic(folder, "llama-1b", active=0.1, weights="int4", seed=seed)
+    prompt, tokens, rounds, compiled = args.prompt, args.tokens, args.rounds, args.compiled
+    folder = args.folder or synthetic_folder("llama-1b", "int4", args.seed)
     model: Any = torch_pi2.load(folder)
-    subject, drawn = Subject.of(model, folder), torch.Generator().manual_seed(seed)
+    subject, drawn = Subject.of(model, folder), torch.Generator().manual_seed(args.seed)
     prompts = [torch.randint(model.config.vocab_size, (1, prompt), generator=drawn) for _ in range(rounds + 1)]
     how: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
@@ -105,30 +85,38 @@ def run(
     ms = {way: values[1:] for way, values in alternate(tuple(calls), rounds + 1, answer).items()}
     ways = {}
     for way, values in ms.items():
-        ratios = [theirs / ours for theirs, ours in zip(ms["transformers"], values, strict=True)]
         ways[way] = {
-            "ms": round(statistics.median(values), 1),
-            "times_as_fast": round(statistics.median(ratios), 3),
-            "spread": {"ms": spread(values, 1), "times_as_fast": spread(ratios)},
+            **summary({"ms": values, "times_as_fast": ratios(ms["transformers"], values)}),
             "same": sum(said[way, i] == said["transformers", i] for i in range(rounds + 1)),
         }
-    head = {"what": "generate", "shape": subject.shape, "weights": subject.weights, "synthetic": subject.synthetic}
-    about = {"prompt": prompt, "tokens": tokens, "rounds": rounds, "threads": torch.get_num_threads(), "seed": seed}
     if compiling:
         compiling["ms"] = round(compiling["ms"] - statistics.median(ms[COMPILED]), 1)
-    return {**head, **about, "ways": ways, "compiling": compiling, **machine.describe()}
+    return {**subject.label(), "ways": ways, "compiling": compiling}
 
 
-def render(result: dict[str, Any]) -> str:
-    rows = way_rows(result["ways"], "times_as_fast", result["rounds"] + 1, digits=0)
-    found = result["compiling"]
-    known = " (code found on disk)" if found.get("found") else ""
-    return "\n".join(
-        (
-            f"{result['shape']} {result['weights']}, {result['threads']} threads, prompt {result['prompt']}, answer "
-            f"{result['tokens']}",
-            common.table(("way", "ms", "from - to", "times as fast", "from - to", "same"), rows),
-            *((f"compiling: {found['ms'] / 1e3:.1f} s{known}",) if found else ()),
-            label(result),
-        )
+TABLES = (
+    Table(
+        "model.generate",
+        lambda result: named(result["ways"]),
+        {
+            "": at("name"),
+            "ms": ranged("ms", ".0f"),
+            "times as fast as transformers": ranged("times_as_fast", ".2f"),
+            "answers with the same tokens": at("same"),
+        },
+        "Whole greedy answers in one process, in alternation. *First*: of a model that has not generated before, whose "
+        "steps are recorded.",
+    ),
+    Table(
+        "Compiling",
+        lambda result: [result["compiling"]] if result["compiling"] else [],
+        {"the first answer takes longer by, ms": at("ms", ".0f"), "code found on disk": at("found", str)},
+    ),
+)
+
+
+def about(result: Result) -> str:
+    return (
+        f"{result['shape']} {result['weights']}, {result['threads']} threads, prompt {result['prompt']}, answer "
+        f"{result['tokens']}"
     )

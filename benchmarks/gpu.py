@@ -1,8 +1,9 @@
-"""One gated layer on a GPU: predictor and the neurons it says, the exact gate, and all neurons by cuBLAS; in int4, from
-Ampere on, also by PyTorch's own 4-bit kernel, which torchao calls (tinygemm).
+"""One gated layer on a GPU: the neurons that a predictor chooses, the exact gate, and all neurons by cuBLAS.
 
-Several layers' weights in turn, or a GPU's cache would hold what is read; a CUDA graph of all of them, so that no
-launch is waited for. ``--device cpu`` runs the same calls there, to see that they are right.
+In int4, from Ampere on, also all neurons by PyTorch's own 4-bit kernel, which torchao calls (tinygemm).
+
+The weights of several layers take turns, so that the GPU's cache does not hold them, in one CUDA graph, so that no
+launch is waited for. ``--device cpu`` runs the same calls there, to check that they are right.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.arguments import add_sizes
-from benchmarks.figures import alternate, at_least, spread
+from benchmarks.figures import alternate, ratios, summary
+from benchmarks.tables import Result, Table, at, ranged
 from torch_pi2.cli import common
 from torch_pi2.formats import GROUP
 from torch_pi2.layers.gpu import check_gpu
-from torch_pi2.machine import process as machine
 from torch_pi2.ops import load
 
 #: Bytes of the plain read beside which the figures stand, on a GPU; the CPU has benchmarks of its own.
@@ -33,7 +34,7 @@ _INT4_SINCE = (8, 0)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser)
     add = parser.add_argument
-    add("--active", type=float, default=0.1, metavar="SHARE", help="share of neurons that the predictor says, 0..1")
+    add("--active", type=common.probability, default=0.1, metavar="SHARE", help="of neurons that the predictor chooses")
     add("--weights", default="float", choices=("float", "int4", "int8"), help="of the neurons (default: bfloat16)")
     add("--rank", type=common.positive, default=256, metavar="R", help="of the predictor (default: 256)")
     add("--layers", type=common.positive, default=4, metavar="N", help="whose weights are read in turn (default: 4)")
@@ -74,8 +75,8 @@ class _Layer:
         logits_TI = torch.relu(x_TH.float() @ a.float().T * 1e-3) @ b.float().T * 1e-3
         self.cut = float(logits_TI.flatten().kthvalue(max(1, round(logits_TI.numel() * (1 - active)))).values)
 
-    def said(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """Which neurons the predictor says, ``[T, I]``, on the CPU."""
+    def predicted(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """The neurons that the predictor chooses, ``[T, I]``, on the CPU."""
         tensors = (tensor.cpu() for tensor in self.predictor)
         found: torch.Tensor = torch.ops.pi2.predict_lowrank(x_TH.cpu(), *tensors, None, self.cut)
         return found
@@ -134,7 +135,7 @@ class _Packed:
 
 
 def _timer(device: str, work: Callable[[], None]) -> Callable[[], float]:
-    """What takes the microseconds of ``work``: on a GPU of its graph, between events."""
+    """A function that times ``work`` in microseconds: on a GPU as a graph, between events."""
     if device == "cpu":
 
         def timed() -> float:
@@ -166,19 +167,7 @@ def _timer(device: str, work: Callable[[], None]) -> Callable[[], float]:
     return replayed
 
 
-def run(
-    hidden: int = 4096,
-    intermediate: int = 14336,
-    active: float = 0.1,
-    *,
-    weights: str = "float",
-    tokens: int = 1,
-    rank: int = 256,
-    layers: int = 4,
-    device: str = "cuda",
-    rounds: int = 15,
-    seed: int = 0,
-) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Microseconds of one layer, bfloat16 inputs.
 
     Returns:
@@ -191,11 +180,16 @@ def run(
     Raises:
         DeviceError: no GPU that has kernels.
     """
-    at_least(1, hidden=hidden, intermediate=intermediate, tokens=tokens, rank=rank, layers=layers, rounds=rounds)
+    layers, device = args.layers, args.device
     check_gpu(torch.device(device))
     load()
-    x_TH = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
-    made = [_Layer(hidden, intermediate, rank, active, weights, x_TH, seed + i) for i in range(layers)]
+    x_TH = (
+        torch.randn(args.tokens, args.hidden, generator=torch.Generator().manual_seed(args.seed)).bfloat16().to(device)
+    )
+    made = [
+        _Layer(args.hidden, args.intermediate, args.rank, args.active, args.weights, x_TH, args.seed + i)
+        for i in range(layers)
+    ]
     big = torch.empty(_READ_BYTES[device] // 4, dtype=torch.int32, device=device).fill_(1)
 
     def all_layers(name: str) -> Callable[[], None]:
@@ -208,58 +202,58 @@ def run(
     with torch.inference_mode():
         ways = ("dense", *["dense_int4"] * bool(made[0].packed), "exact", "sparse")
         timers = {name: _timer(device, all_layers(name)) for name in ways}
-        timers["read"] = _timer(device, lambda: _read(big))
-        fired = [layer.said(x_TH) for layer in made]
-        samples = alternate(tuple(timers), rounds + 1, lambda name, _: timers[name]())
+        timers["read"] = _timer(device, lambda: (big.amax(), None)[1])
+        fired = [layer.predicted(x_TH) for layer in made]
+        samples = alternate(tuple(timers), args.rounds + 1, lambda name, _: timers[name]())
     us = {name: [value / (1 if name == "read" else layers) for value in values[1:]] for name, values in samples.items()}
     union = statistics.mean(float(mask.any(0).float().mean()) for mask in fired)
     wanted_bytes = union * made[0].rows.nbytes + sum(t.nbytes for t in made[0].predictor)
     read_bytes_per_us = big.nbytes / statistics.median(us["read"])
-    compared = [("over_dense", "dense", "sparse"), ("exact_over_dense", "dense", "exact")]
-    compared += [("over_dense_int4", "dense_int4", "sparse")] * bool(made[0].packed)
-    ratios = {
-        name: [theirs / ours for theirs, ours in zip(us[dense], us[case], strict=True)]
-        for name, dense, case in compared
-    }
+    over = {"over_dense": ratios(us["dense"], us["sparse"]), "exact_over_dense": ratios(us["dense"], us["exact"])}
+    if made[0].packed:
+        over["over_dense_int4"] = ratios(us["dense_int4"], us["sparse"])
+    times, factors = summary(us, 2), summary(over)
     return {
-        "what": "gpu",
-        "hidden": hidden,
-        "intermediate": intermediate,
-        "active": active,
-        "weights": weights,
-        "tokens": tokens,
-        "rank": rank,
-        "layers": layers,
-        "rounds": rounds,
         "synthetic": "random weights and predictors",
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "us": {name: round(statistics.median(values), 2) for name, values in us.items()},
-        "spread": {name: spread(values, 2) for name, values in (us | ratios).items()},
-        **{name: round(statistics.median(values), 3) for name, values in ratios.items()},
+        "us": {name: us for name, us in times.items() if name != "spread"},
+        **factors,
+        "spread": times["spread"] | factors["spread"],
         "of_read": round(wanted_bytes / statistics.median(us["sparse"]) / read_bytes_per_us, 3),
         "read_gb_per_s": round(read_bytes_per_us / 1e3, 1),
         "fired": round(statistics.mean(float(mask.float().mean()) for mask in fired), 4),
-        **machine.describe(),
     }
 
 
-def _read(big: torch.Tensor) -> None:
-    big.amax()
-
-
-def render(result: dict[str, Any]) -> str:
-    rows = [
-        (name, f"{us:.1f}", "{:.1f} to {:.1f}".format(*result["spread"][name]))
+def _rows(result: Result) -> list[dict[str, Any]]:
+    """Of each case its microseconds, and how many times as fast it is as dense layers."""
+    over = {"sparse": result["over_dense"], "exact": result["exact_over_dense"]}
+    return [
+        {"case": name, "us": us, "spread": {"us": result["spread"][name]}, "over": over.get(name)}
         for name, us in result["us"].items()
         if name != "read"
     ]
-    packed = result.get("over_dense_int4")
-    int4 = "" if packed is None else f" ({packed:.2f} times PyTorch's 4-bit kernel)"
+
+
+TABLES = (
+    Table(
+        "One layer on a GPU",
+        _rows,
+        {"": at("case"), "us a layer": ranged("us", ".1f"), "times as fast as dense": at("over", ".2f")},
+    ),
+)
+
+
+def about(result: Result) -> str:
     return (
         f"FFN {result['hidden']} x {result['intermediate']} {result['weights']}, {result['tokens']} token(s), "
-        f"{common.percent(result['fired'])} predicted, {result['layers']} layers in turn, {result['device']}\n"
-        f"{common.table(('', 'us a layer', 'from - to'), rows)}\n"
-        f"sparse {result['over_dense']:.2f} times as fast as dense{int4}, exact gate {result['exact_over_dense']:.2f}; "
-        f"sparse reads at {common.percent(result['of_read'])} of {result['read_gb_per_s']:.0f} GB/s\n"
-        f"({result['synthetic']})"
+        f"{common.percent(result['fired'])} predicted, {result['layers']} layers in turn, {result['device']}"
     )
+
+
+def notes(result: Result) -> list[str]:
+    packed = result.get("over_dense_int4")
+    return [
+        f"sparse reads at {common.percent(result['of_read'])} of {result['read_gb_per_s']:.0f} GB/s"
+        + ("" if packed is None else f"; it is {packed:.2f} times as fast as PyTorch's 4-bit kernel")
+    ]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,16 +18,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.figures import alternate, at_least, spread, way_rows
+from benchmarks.arguments import add_lengths
+from benchmarks.figures import alternate, ratios, summary
 from benchmarks.gguf import write_gguf
 from benchmarks.peer import Peer
-from benchmarks.subject import WORK, Subject
+from benchmarks.subject import Subject, synthetic_folder
+from benchmarks.tables import Result, Table, at, named, ranged
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.cli import common
 from torch_pi2.errors import Pi2Error, UnsupportedModelError
 from torch_pi2.layers.gpu import check_gpu
 from torch_pi2.layers.of_model import homes
-from torch_pi2.machine import process as machine
 from torch_pi2.rewrite.gpu import hot_on_gpu, rest_bytes
 
 #: Tokens of a greedy answer to ids ``[1, T]``.
@@ -40,32 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--folder", type=Path, metavar="DIR", help="model folder (default: work/bench/SHAPE-WEIGHTS-0.1, made)")
     add("--shape", default="mistral-7b", metavar="NAME", help="of the model that is made (default: %(default)s)")
     add("--weights", default="bfloat16", help="of the model that is made (default: %(default)s)")
-    add("--share", type=float, metavar="S", help="of the feed-forward layers' bytes in the GPU's memory, 0..1: divided")
-    add("--prompt", type=common.positive, default=16, metavar="T", help="tokens of the prompt (default: 16)")
-    add("--tokens", type=common.positive, default=64, metavar="N", help="tokens of the answer (default: 64)")
-    add("--rounds", type=common.positive, default=5, metavar="N", help="alternating; two more before are warm-up")
+    add("--share", type=common.share, metavar="S", help="of the FFNs' bytes in the GPU's memory: divided")
+    add_lengths(parser, 16, 64, 5)
     add("--device", default="cuda", choices=("cuda", "cpu"))
 
 
-def run(
-    folder: str | Path | None = None,
-    *,
-    shape: str = "mistral-7b",
-    weights: str = "bfloat16",
-    share: float | None = None,
-    prompt: int = 16,
-    tokens: int = 64,
-    rounds: int = 5,
-    device: str = "cuda",
-    seed: int = 0,
-) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds a token of greedy answers, prompt included.
 
-    Args:
-        share: with it ``divided`` (:func:`torch_pi2.load` with ``gpu_memory``), ``offloaded`` (accelerate, the dense
-            model with as much memory) and ``cpu`` (our steps there); without ``sparse`` and ``dense``, both as a whole
-            on the GPU. Of int4 also ``llama.cpp`` with as many blocks there as that memory is of its file, random
-            weights in Q4_0, if it was built for GPUs (on the CPU: with none).
+    With ``--share``: ``divided`` (:func:`torch_pi2.load` with ``gpu_memory``), ``offloaded`` (accelerate, the dense
+    model with as much memory) and ``cpu`` (our steps there). Without: ``sparse`` and ``dense``, both as a whole on the
+    GPU. In int4 also ``llama.cpp``, with as many blocks on the GPU as that memory holds of its file, random weights in
+    Q4_0, if it was built for GPUs (on the CPU: with none).
 
     Returns:
         ``ways``, by name: ``ms`` a token, ``spread``, and ``ours_over`` it: how many times as fast our first way is
@@ -77,11 +63,10 @@ def run(
     """
     import torch_pi2
 
-    at_least(1, prompt=prompt, tokens=tokens, rounds=rounds)
+    share, prompt, rounds, device = args.share, args.prompt, args.rounds, args.device
+    tokens: int = args.tokens
     check_gpu(torch.device(device))
-    folder = Path(folder or WORK / f"{shape}-{weights}-0.1")
-    if not (folder / "pi2").is_dir():
-        torch_pi2.synthetic(folder, shape, active=0.1, weights=weights, seed=seed)
+    folder = args.folder or synthetic_folder(args.shape, args.weights, args.seed)
     model: Any = torch_pi2.load(folder)
     subject, memory_bytes = Subject.of(model, folder), None
     peers, left_out = dict[str, Peer](), dict[str, str]()
@@ -100,10 +85,10 @@ def run(
         answers["cpu"] = _ours(torch_pi2.load(folder), tokens)
         gguf, there = folder.parent / f"{subject.stem}.q4_0.gguf", memory_bytes if device == "cuda" else 0
         try:
-            peers["llama.cpp"] = _llama(gguf, subject, model.config, there, prompt + tokens, seed)
+            peers["llama.cpp"] = _llama(gguf, subject, model.config, there, prompt + tokens, args.seed)
         except Pi2Error as error:
             left_out["llama.cpp"] = error.found
-    drawn = torch.Generator().manual_seed(seed)
+    drawn = torch.Generator().manual_seed(args.seed)
     prompts = [torch.randint(model.config.vocab_size, (1, prompt), generator=drawn) for _ in range(rounds + 2)]
     said: dict[tuple[str, int], list[int]] = {}
 
@@ -120,15 +105,17 @@ def run(
     finally:
         for peer in peers.values():
             peer.close()
-    head = {"what": "gpu-model", "shape": subject.shape, "weights": subject.weights, "synthetic": subject.synthetic}
-    about = {"share": share, "memory_bytes": memory_bytes, "prompt": prompt, "tokens": tokens, "rounds": rounds}
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    told = {"ways": _told(samples, said), "left_out": left_out}
-    told |= {"peers": {way: peer.about for way, peer in peers.items()}}
-    return {**head, **about, "seed": seed, "device": name, **told, **machine.describe()}
+    return {
+        **subject.label(),
+        "memory_bytes": memory_bytes,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "ways": _summaries(samples, said),
+        "left_out": left_out,
+        "peers": {way: peer.about for way, peer in peers.items()},
+    }
 
 
-def _told(
+def _summaries(
     samples: Mapping[str, Sequence[float]], said: Mapping[tuple[str, int], Sequence[int]]
 ) -> dict[str, dict[str, Any]]:
     """``ways`` of :func:`run`, of milliseconds in each round and, of those with the same weights, tokens; two rounds
@@ -137,12 +124,9 @@ def _told(
     ways = {}
     for way, every in samples.items():
         values, mine = every[2:], samples[ours][2:]
-        ratios = [theirs / own for theirs, own in zip(values, mine, strict=True)]
         answers = [said[way, i] == said[ours, i] for i in range(len(every)) if (way, i) in said]
         ways[way] = {
-            "ms": round(statistics.median(values), 3),
-            "ours_over": round(statistics.median(ratios), 3),
-            "spread": {"ms": spread(values), "ours_over": spread(ratios)},
+            **summary({"ms": values, "ours_over": ratios(values, mine)}),
             "same": sum(answers) if answers else None,
         }
     return ways
@@ -212,15 +196,27 @@ def _llama(gguf: Path, subject: Subject, config: Any, memory_bytes: int, context
     return Peer("benchmarks.peer_llama", settings)
 
 
-def render(result: dict[str, Any]) -> str:
-    rows = way_rows(result["ways"], "ours_over", result["rounds"] + 2, digits=2)
+TABLES = (
+    Table(
+        "Whole models on a GPU",
+        lambda result: named(result["ways"]),
+        {
+            "": at("name"),
+            "ms a token": ranged("ms", ".2f"),
+            "ours over it": ranged("ours_over", ".2f"),
+            "rounds with the same tokens": at("same"),
+        },
+    ),
+)
+
+
+def about(result: Result) -> str:
     memory = "" if result["memory_bytes"] is None else f", {common.size(result['memory_bytes'])} of its memory"
-    return "\n".join(
-        (
-            f"{result['shape']} {result['weights']} on {result['device']}{memory}, prompt {result['prompt']}, answer "
-            f"{result['tokens']}",
-            common.table(("way", "ms a token", "from - to", "ours over it", "from - to", "same"), rows),
-            *(f"not run: {name}, {why}" for name, why in result["left_out"].items()),
-            f"({result['synthetic']})",
-        )
+    return (
+        f"{result['shape']} {result['weights']} on {result['device']}{memory}, prompt {result['prompt']}, answer "
+        f"{result['tokens']}"
     )
+
+
+def notes(result: Result) -> list[str]:
+    return [f"not run: {name}, {why}" for name, why in result["left_out"].items()]

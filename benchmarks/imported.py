@@ -11,20 +11,19 @@ import ctypes
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.arguments import add_activations, list_of
+from benchmarks.arguments import add_activations, add_lengths, names_of
 from benchmarks.decode import measure
 from benchmarks.figures import spread
 from benchmarks.gguf import write_gguf
 from benchmarks.peer import Peer
 from benchmarks.subject import WORK
+from benchmarks.tables import Result, Table, at, named, ranged
 from torch_pi2.base.extras import missing_package
-from torch_pi2.base.units import size as size_of
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 from torch_pi2.store.shapes import build_config
@@ -49,24 +48,12 @@ _OPEN = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--shape", default="mistral-7b", help="as `torch-pi2 synthetic --shape`")
-    add("--types", type=list_of(str), default=["q4_0", "q4_k_m"], metavar="TYPE,...", help=", ".join(TYPES))
+    add("--types", type=names_of(TYPES), default=["q4_0", "q4_k_m"], metavar="TYPE,...", help=", ".join(TYPES))
     add_activations(parser)
-    add("--prompt", type=common.positive, default=128, metavar="T", help="tokens of the prompt")
-    add("--tokens", type=common.positive, default=32, metavar="N", help="tokens of the answer")
-    add("--rounds", type=common.positive, default=5, metavar="N", help="alternating rounds")
-    add("--seed", type=common.seed, default=0)
+    add_lengths(parser, 128, 32, 5)
 
 
-def run(
-    shape: str = "mistral-7b",
-    types: Sequence[str] = ("q4_0", "q4_k_m"),
-    *,
-    activations: str = "float",
-    prompt: int = 128,
-    tokens: int = 32,
-    rounds: int = 5,
-    seed: int = 0,
-) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Make files of ``types``, import them, and measure each beside llama.cpp on torch's current number of threads.
 
     Returns:
@@ -75,33 +62,26 @@ def run(
         :func:`benchmarks.decode.measure` gives.
 
     Raises:
-        ConfigError: an unknown type. LibraryMissingError: no llama_cpp. Pi2Error: what importing and decoding raise.
+        LibraryMissingError: no llama_cpp. Pi2Error: what importing and decoding raise.
     """
     import torch_pi2
 
-    if unknown := [name for name in types if name not in TYPES]:
-        raise ConfigError("--types", expected=", ".join(TYPES), found=unknown[0], fix="Choose of these.")
+    shape, rounds, seed = args.shape, args.rounds, args.seed
     base = write_gguf(WORK / f"{shape}.q4_0.gguf", build_config(shape), seed=seed)
     threads, rows = torch.get_num_threads(), {}
-    for name in types:
+    for name in args.types:
         file = _quantised(base, name, threads)
         folder = WORK / f"{shape}-{name}-imported"
         report = _run(_IMPORT, file, folder)
-        model: Any = torch_pi2.load(folder, activations=activations)
+        model: Any = torch_pi2.load(folder, activations=args.activations)
         settings = {"gguf": str(file), "threads": threads, "batches": [1]}
         peer = {"llama.cpp": lambda context, of=settings: Peer("benchmarks.peer_llama", {**of, "context": context})}
-        measured = measure(model, prompt=prompt, tokens=tokens, rounds=rounds, peers=peer, seed=seed)
+        measured = measure(model, prompt=args.prompt, tokens=args.tokens, rounds=rounds, peers=peer, seed=seed)
         kept = {key: report[key] for key in ("seconds", "types", "rounded", "bytes_out", "before_bytes", "peak_bytes")}
         del model
         opened = spread([_run(_OPEN, folder) for _ in range(rounds)], 2)
         rows[name] = {"file_bytes": file.stat().st_size, "import": kept, "opened_s": opened, **measured}
-    return {
-        "what": "imported",
-        "shape": shape,
-        "activations": activations,
-        "synthetic": "random weights",
-        "types": rows,
-    }
+    return {"synthetic": "random weights", "types": rows}
 
 
 def _run(code: str, *arguments: Path) -> Any:
@@ -132,46 +112,28 @@ def _quantised(base: Path, name: str, threads: int) -> Path:
     return file
 
 
-def render(result: dict[str, Any]) -> str:
-    head = (
-        "type",
-        "file",
-        "decoding: tokens/s",
-        "llama.cpp",
-        "ratio",
-        "prompt",
-        "llama.cpp",
-        "ratio",
-        "GB/s",
-        "of read",
-    )
-    rows = []
-    for name, row in result["types"].items():
-        peer = row["peers"]["llama.cpp"]
-        ours = [f"{row[key]:.1f} ({low:.1f} to {high:.1f})" for key, (low, high) in _spreads(row)]
-        rows.append(
-            (
-                *(name, common.size(row["file_bytes"]), ours[0], f"{peer['tokens_per_s']:.1f}", f"{peer['ratio']:.2f}"),
-                *(ours[1], f"{peer['prompt_tokens_per_s']:.1f}", f"{peer['prompt_ratio']:.2f}"),
-                *(f"{row['gb_per_s']:.1f}", common.percent(row["of_read"], 0)),
-            )
-        )
-    memory = ", ".join(
-        f"{name} in {row['import']['seconds']:.0f} s with {size_of(row['import']['peak_bytes'])} at most"
-        for name, row in result["types"].items()
-    )
-    opened = ", ".join(
-        "{} in {:.1f} to {:.1f} s".format(name, *row["opened_s"]) for name, row in result["types"].items()
-    )
-    machine = next(iter(result["types"].values()))["machine"]
-    lines = [
-        common.table(head, rows),
-        f"imported: {memory}",
-        f"opened by transformers: {opened}",
-        f"{result['shape']}, random weights; {machine['cpu']}",
-    ]
-    return "\n".join(lines)
+TABLES = (
+    Table(
+        "GGUF files, imported, beside llama.cpp",
+        lambda result: named(result["types"]),
+        {
+            "type": at("name"),
+            "file": at("file_bytes", common.size),
+            "decoding: tokens/s": ranged("tokens_per_s", ".1f"),
+            "llama.cpp": lambda row: f"{row['peers']['llama.cpp']['tokens_per_s']:.1f}",
+            "ratio": lambda row: f"{row['peers']['llama.cpp']['ratio']:.2f}",
+            "prompt": ranged("prompt_tokens_per_s", ".1f"),
+            "its prompt": lambda row: f"{row['peers']['llama.cpp']['prompt_tokens_per_s']:.1f}",
+            "ratio of prompts": lambda row: f"{row['peers']['llama.cpp']['prompt_ratio']:.2f}",
+            "GB/s": at("gb_per_s", ".1f"),
+            "of read": at("of_read", common.percent),
+            "imported in s": at("import.seconds", ".0f"),
+            "with": at("import.peak_bytes", common.size),
+            "opened by transformers in s": lambda row: "{:.1f} to {:.1f}".format(*row["opened_s"]),
+        },
+    ),
+)
 
 
-def _spreads(row: dict[str, Any]) -> list[tuple[str, tuple[float, float]]]:
-    return [(key, tuple(row["spread"][key])) for key in ("tokens_per_s", "prompt_tokens_per_s")]
+def about(result: Result) -> str:
+    return f"{result['shape']}, random weights, {result['activations']} activations"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -17,18 +17,17 @@ import torch
 
 from benchmarks.arguments import add_activations, add_sizes, list_of
 from benchmarks.figures import spread, timed
-from torch_pi2.base.dtypes import DTYPES
+from benchmarks.tables import Result, Table, at
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
-from torch_pi2.formats import ACTIVATIONS, QUANTIZED, row_bytes
+from torch_pi2.formats import QUANTIZED, row_bytes
 from torch_pi2.layers.linear import wants_blocks
-from torch_pi2.machine import process as machine
 from torch_pi2.measure.weights import Weights
 from torch_pi2.ops import load
-from torch_pi2.ops.linear import ROWS as BLOCK_ROWS
+from torch_pi2.ops.dtypes import DTYPES
+from torch_pi2.ops.linear_blocks import ROWS as BLOCK_ROWS
 
 _FLOATS = {"bf16": "bfloat16", "fp32": "float32"}
-WEIGHTS = (*QUANTIZED, *_FLOATS)
 #: Rounds thrown away.
 _WARMUP = 2
 #: Bytes over which layers, and linears, are spread: caches hold a good part of one layer.
@@ -41,52 +40,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser)
     parser.add_argument(
         "--active",
-        type=list_of(float),
+        type=list_of(common.probability),
         default=[0.02, 0.05, 0.1, 0.2, 0.5, 1.0],
         metavar="SHARES",
         help="shares of neurons computed, comma-separated (default: 0.02,0.05,0.1,0.2,0.5,1.0)",
     )
-    parser.add_argument("--weights", default="int4", choices=WEIGHTS)
+    parser.add_argument("--weights", default="int4", choices=(*QUANTIZED, *_FLOATS))
     add_activations(parser)
     parser.add_argument("--rank", type=common.positive, metavar="R", help="of the predictor (default: H / 8)")
+    parser.set_defaults(memory_size=_BYTES)
 
 
-def run(
-    hidden: int = 4096,
-    intermediate: int = 14336,
-    weights: str = "int4",
-    active: Sequence[float] = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
-    *,
-    activations: str = "float",
-    rank: int | None = None,
-    tokens: int = 1,
-    rounds: int = 15,
-    memory_size: int = _BYTES,
-    seed: int = 0,
-) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Time one gated layer, a predictor and a linear on torch's current number of threads.
 
     There are as many such layers, and linears, as fill ``memory_size`` bytes (at least 2), and every call takes the
-    next one: what is read is in no cache, as in a model of many layers.
-
-    Args: the options of the same names; active neurons are drawn uniformly and anew each round, the same for all
-        ``tokens``: no locality. There is a predictor, stored as int4, only with quantised weights.
+    next one: what is read is in no cache, as in a model of many layers. Active neurons are drawn uniformly and anew
+    each round, the same for all tokens: no locality. The predictor is in int4, and there with quantised weights only.
 
     Returns:
         ``shares``: for each share ``ms``, ``gather_ms`` (a plain read of as many neurons), ``bound_ms``, ``of_bound``
         (ms / bound_ms) and ``touched_gb_per_s``. ``stream_ms`` (a plain read of all neurons), ``read_gb_per_s``,
         ``linear`` (``gb_per_s`` and ``of_read`` of a dense linear), ``predictor_ms``, and spreads. Milliseconds are
         medians of alternating rounds.
-
-    Raises:
-        ConfigError: a setting makes no sense.
     """
-    _check(hidden, intermediate, weights, active, activations, tokens, rounds)
+    hidden, intermediate, weights, tokens, rounds = (
+        getattr(args, name) for name in ("hidden", "intermediate", "weights", "tokens", "rounds")
+    )
+    quantised, int8 = weights not in _FLOATS, args.activations == "int8"
+    if int8 and not quantised:
+        raise ConfigError(
+            "activations", expected=f"float with {weights} weights", found="int8", fix="Choose another value."
+        )
     load()
-    generator = torch.Generator().manual_seed(seed)
-    quantised, int8 = weights not in _FLOATS, activations == "int8"
+    generator = torch.Generator().manual_seed(args.seed)
     kind = _FLOATS.get(weights, weights)
-    layers = _several(kind, 3 * intermediate, hidden, memory_size)
+    layers = _several(kind, 3 * intermediate, hidden, args.memory_size)
     neuron_rows = cycle([rows.unflatten(0, (intermediate, 3)) for rows in layers])
     layer_bytes = layers[0].nbytes
     x_TH = torch.randn(tokens, hidden, generator=generator)
@@ -99,7 +88,7 @@ def run(
             torch.randperm(intermediate, generator=generator)[:count].sort().values for _ in range(rounds + _WARMUP)
         ]
 
-    chosen = {share: sets(share) for share in active}
+    chosen = {share: sets(share) for share in args.active}
 
     def mask(ids: torch.Tensor) -> torch.Tensor:
         mask_TI = torch.zeros(tokens, intermediate, dtype=torch.bool)
@@ -115,18 +104,18 @@ def run(
         )
 
     cases: dict[str, Callable[[int], object]] = {}
-    for share in active:
+    for share in args.active:
         cases[f"stream {share}"] = lambda _: torch.ops.pi2.plain_read(next(neuron_rows), None)
         cases[f"ffn {share}"] = lambda i, s=share: ffn(masks[s][i])  # type: ignore[misc]
         cases[f"gather {share}"] = lambda i, s=share: torch.ops.pi2.plain_read(  # type: ignore[misc]
             next(neuron_rows), chosen[s][i]
         )
-    linear_rows = max(1, min(_LINEAR_BYTES, memory_size // 2) // row_bytes("int8", hidden))
+    linear_rows = max(1, min(_LINEAR_BYTES, args.memory_size // 2) // row_bytes("int8", hidden))
     linear_rows -= linear_rows % BLOCK_ROWS
+    rank = args.rank or max(1, hidden // 8)
     if quantised:
-        linears = _several(kind, linear_rows, hidden, memory_size)
+        linears = _several(kind, linear_rows, hidden, args.memory_size)
         rows = cycle(linears)
-        rank = rank or max(1, hidden // 8)
         a, b = _random("int4", rank, hidden), _random("int4", intermediate, rank)
         call: Callable[..., object] = partial(torch.ops.pi2.linear, int8_activations=int8)
         if wants_blocks(kind, linear_rows, hidden, int8):  # as in a model
@@ -137,24 +126,29 @@ def run(
         cases["predictor"] = lambda _: torch.ops.pi2.predict_lowrank_q(x_TH, a, b, None, "int4", int8, 0.0)
     samples = timed(cases, rounds, _WARMUP)
     median = {name: statistics.median(values) for name, values in samples.items()}
-    streams = [median[name] for name in median if name.startswith("stream")]
-    stream_ms = statistics.median(streams)
-    shares = [_share(s, median, samples, stream_ms, layer_bytes // intermediate, intermediate) for s in active]
+    stream_ms = statistics.median([median[name] for name in median if name.startswith("stream")])
+
+    def of_share(share: float) -> dict[str, Any]:
+        count = max(1, round(share * intermediate))
+        ms, gather_ms, nbytes = median[f"ffn {share}"], median[f"gather {share}"], count * layer_bytes // intermediate
+        bound = min(gather_ms, stream_ms)
+        return {
+            "active": round(count / intermediate, 4),
+            "ms": round(ms, 4),
+            "gather_ms": round(gather_ms, 4),
+            "bound_ms": round(bound, 4),
+            "of_bound": round(ms / bound, 3),
+            "touched_gb_per_s": round(nbytes / ms / 1e6, 2),
+            "gather_gb_per_s": round(nbytes / gather_ms / 1e6, 2),
+            "spread_ms": spread(samples[f"ffn {share}"], 4),
+        }
+
     result: dict[str, Any] = {
-        "what": "layer",
-        "hidden": hidden,
-        "intermediate": intermediate,
-        "weights": weights,
-        "activations": activations,
-        "tokens": tokens,
-        "rounds": rounds,
-        "threads": torch.get_num_threads(),
         "bytes": layer_bytes,
         "stream_ms": round(stream_ms, 4),
         "read_gb_per_s": round(layer_bytes / stream_ms / 1e6, 2),
-        "shares": shares,
+        "shares": [of_share(share) for share in args.active],
         "synthetic": "random weights and uniformly random active sets",
-        **machine.describe(),
     }
     if quantised:
         size = linears[0].nbytes
@@ -175,34 +169,9 @@ def run(
     return result
 
 
-def _check(
-    hidden: int,
-    intermediate: int,
-    weights: str,
-    active: Sequence[float],
-    activations: str,
-    tokens: int,
-    rounds: int,
-) -> None:
-    kinds = ACTIVATIONS[:1] if weights in _FLOATS else ACTIVATIONS
-    checks = (
-        ("hidden", hidden >= 1, "1 or more", hidden),
-        ("intermediate", intermediate >= 1, "1 or more", intermediate),
-        ("weights", weights in WEIGHTS, ", ".join(WEIGHTS), weights),
-        ("active", bool(active) and all(0 < s <= 1 for s in active), "shares above 0, at most 1", list(active)),
-        ("activations", activations in kinds, f"{' or '.join(kinds)} with {weights} weights", activations),
-        ("tokens", tokens >= 1, "1 or more", tokens),
-        ("rounds", rounds >= 1, "1 or more", rounds),
-    )
-    for name, good, expected, found in checks:
-        if not good:
-            raise ConfigError(name, expected=expected, found=str(found), fix="Choose another value.")
-
-
 def _random(kind: str, rows: int, columns: int) -> torch.Tensor:
     """``[rows, columns]`` of a float type, or ``[rows, row_bytes]`` uint8."""
-    size = row_bytes(kind, columns)
-    return Weights(rows * size).fill(kind, columns).rows(rows)
+    return Weights(rows * row_bytes(kind, columns)).fill(kind, columns).rows(rows)
 
 
 def _several(kind: str, rows: int, columns: int, memory_size: int) -> list[torch.Tensor]:
@@ -211,52 +180,37 @@ def _several(kind: str, rows: int, columns: int, memory_size: int) -> list[torch
     return list(_random(kind, rows * max(2, memory_size // one), columns).split(rows))
 
 
-def _share(
-    share: float,
-    median: dict[str, float],
-    samples: dict[str, list[float]],
-    stream_ms: float,
-    neuron_bytes: int,
-    intermediate: int,
-) -> dict[str, Any]:
-    count = max(1, round(share * intermediate))
-    ms, gather_ms = median[f"ffn {share}"], median[f"gather {share}"]
-    bound = min(gather_ms, stream_ms)
-    return {
-        "active": round(count / intermediate, 4),
-        "ms": round(ms, 4),
-        "gather_ms": round(gather_ms, 4),
-        "bound_ms": round(bound, 4),
-        "of_bound": round(ms / bound, 3),
-        "touched_gb_per_s": round(count * neuron_bytes / ms / 1e6, 2),
-        "gather_gb_per_s": round(count * neuron_bytes / gather_ms / 1e6, 2),
-        "spread_ms": spread(samples[f"ffn {share}"], 4),
-    }
+TABLES = (
+    Table(
+        "One feed-forward layer",
+        lambda result: [{**share, "stream_ms": result["stream_ms"]} for share in result["shares"]],
+        {
+            "active": at("active", common.percent),
+            "ms": at("ms", ".3f"),
+            "GB/s": at("touched_gb_per_s", ".1f"),
+            "gathered ms": at("gather_ms", ".3f"),
+            "streamed ms": at("stream_ms", ".3f"),
+            "bound ms": at("bound_ms", ".3f"),
+            "of bound": at("of_bound", ".2f"),
+        },
+    ),
+    Table(
+        "Dense linears and predictors",
+        lambda result: [result] if "linear" in result else [],
+        {
+            "dense linear ms": at("linear.ms", ".3f"),
+            "GB/s": at("linear.gb_per_s", ".1f"),
+            "of its streaming read": at("linear.of_read", common.percent),
+            "predictor of rank": at("rank"),
+            "predictor ms": at("predictor_ms", ".3f"),
+        },
+    ),
+)
 
 
-def render(result: dict[str, Any]) -> str:
-    header = ("active", "ms", "GB/s", "gathered ms", "streamed ms", "bound ms", "of bound")
-    rows = [
-        (
-            common.percent(s["active"]),
-            f"{s['ms']:.3f}",
-            f"{s['touched_gb_per_s']:.1f}",
-            f"{s['gather_ms']:.3f}",
-            f"{result['stream_ms']:.3f}",
-            f"{s['bound_ms']:.3f}",
-            f"{s['of_bound']:.2f}",
-        )
-        for s in result["shares"]
-    ]
-    text = (
+def about(result: Result) -> str:
+    return (
         f"FFN {result['hidden']} x {result['intermediate']} {result['weights']}, {result['activations']} activations, "
         f"{result['tokens']} token(s), {result['threads']} threads, {result['machine']['kernels']} kernels, "
-        f"streaming read {result['read_gb_per_s']:.1f} GB/s\n{common.table(header, rows)}\n"
+        f"streaming read {result['read_gb_per_s']:.1f} GB/s"
     )
-    if "linear" in result:
-        linear = result["linear"]
-        text += (
-            f"dense linear {linear['gb_per_s']:.1f} GB/s, {common.percent(linear['of_read'])} of its streaming read; "
-            f"predictor of rank {result['rank']} {result['predictor_ms']:.3f} ms\n"
-        )
-    return text + f"({result['synthetic']})"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import torch_pi2
-from benchmarks.arguments import list_of
-from benchmarks.beside import Beside
-from benchmarks.figures import at_least, known, shown
+from benchmarks.arguments import add_trained, names_of
+from benchmarks.beside import Beside, floats
+from benchmarks.tables import Result, Table, at
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.progress import phase
 from torch_pi2.cli import common
@@ -29,12 +29,10 @@ from torch_pi2.eval.loss import logits_of
 from torch_pi2.eval.work import work
 from torch_pi2.graph.find import find_sites
 from torch_pi2.layers.prompt import sparse_only
-from torch_pi2.machine import process as machine
 from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.types.config import Config, ConfigFields
 from torch_pi2.types.method import PREDICTED
 
-MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "drelu-stdlib-5m"
 _WINDOW, _TOKENS = 256, 8192
 #: Of models with exact zeros, and of others.
 SPARSE: dict[str, ConfigFields] = {
@@ -48,43 +46,31 @@ NOT_SPARSE: dict[str, ConfigFields] = {
     "low-rank": {"method": "lowrank", "score": "output", "max_loss": 0.005, "tolerance": 0.005},
 }
 WEIGHTS: dict[str, ConfigFields] = {"float": {}, "int4": {"weights": "int4", "quantization": "gptq"}}
-HEADER = ("method", "weights", "FFN rows used", "loss", "KL, nats", "same token", "over a store", "in a bundle")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--folder", type=Path, default=MODEL, metavar="DIR", help="of a decoder in floats (default: the trained model)")
-    add("--weights", type=list_of(str), default=list(WEIGHTS), metavar="W,...", help=f"default: {', '.join(WEIGHTS)}")
+    add_trained(parser)
+    add(
+        "--weights",
+        type=names_of(WEIGHTS),
+        default=list(WEIGHTS),
+        metavar="W,...",
+        help=f"default: {', '.join(WEIGHTS)}",
+    )
     add("--tokens", type=common.positive, default=_TOKENS, metavar="N", help="held-out tokens that are scored")
-    add("--calibration-tokens", type=common.positive, default=Config.calibration_tokens, metavar="N")
-    add("--trust-remote-code", action="store_true", help="run modelling code in the folder")
 
 
-def run(
-    folder: str | Path = MODEL,
-    *,
-    weights: Sequence[str] = tuple(WEIGHTS),
-    tokens: int = _TOKENS,
-    calibration_tokens: int = Config.calibration_tokens,
-    trust_remote_code: bool = False,
-) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """``cases``: of each method and weights ``rows_used``, and ``memory``, ``store`` and ``bundle``, see ``Beside``.
 
-    Args: the options of the same names; ``tokens`` are taken in windows of 256.
+    Tokens are taken in windows of 256.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    at_least(_WINDOW, tokens=tokens)
-    at_least(64, calibration_tokens=calibration_tokens)
-    known("weights", weights, WEIGHTS)
-    trust = trust_remote_code or Path(folder) == MODEL  # our own model brings its code
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+    tokens, calibration_tokens = args.tokens, args.calibration_tokens
+    make, tokenizer = floats(args)
     calibration = common.stdlib_sample("train", tokenizer, calibration_tokens)
     heldout = tokenizer(common.stdlib_sample("heldout", tokenizer, tokens), verbose=False)["input_ids"]
     ids_NT = torch.tensor(heldout[: min(len(heldout), tokens) // _WINDOW * _WINDOW]).view(-1, _WINDOW)
-
-    def make() -> Any:
-        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust, dtype=torch.float32).eval()
 
     dense, cases = make(), []
     with torch.no_grad():
@@ -97,20 +83,16 @@ def run(
         fitted = None
         if config.method in PREDICTED:
             fitted = torch_pi2.fit(dense, calibration, stats=stats, config=config, **given)
-        for form in weights:
+        for form in args.weights:
             if (form, name) != ("float", "dense"):
                 phase(f"{name}, {form}")
                 chosen = replace(config, **WEIGHTS[form])
                 model = torch_pi2.optimize(make(), calibration, chosen, stats=stats, predictors=fitted, **given)
                 cases.append({"method": name, "weights": form} | _everywhere(model, tokenizer, ids_NT, wanted))
     return {
-        "what": "methods",
-        "folder": Path(folder).resolve().name,
         "synthetic": getattr(dense.config, "torch_pi2_synthetic", False),
         "tokens": ids_NT.numel(),
-        "calibration_tokens": calibration_tokens,
         "cases": cases,
-        **machine.describe(),
     }
 
 
@@ -142,22 +124,25 @@ def _everywhere(model: nn.Module, tokenizer: Any, ids_NT: torch.Tensor, wanted: 
     return {"rows_used": done.rows_used, **points}
 
 
-def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """For tables with :data:`HEADER`."""
-    return [
-        (
-            case["method"],
-            case["weights"],
-            shown(case["rows_used"], common.percent),
-            f"{case['memory']['loss']:+.2%}",
-            f"{case['memory']['kl']:.4f}",
-            common.percent(case["memory"]["agreement"]),
-            *(f"{case[place]['loss']:+.2%}" for place in ("store", "bundle")),
-        )
-        for case in result["cases"]
-    ]
+TABLES = (
+    Table(
+        "Methods and 4 bits",
+        lambda result: result["cases"],
+        {
+            "method": at("method"),
+            "weights": at("weights"),
+            "FFN rows used": at("rows_used", common.percent),
+            "loss": at("memory.loss", "+.2%"),
+            "KL, nats": at("memory.kl", ".4f"),
+            "same token": at("memory.agreement", common.percent),
+            "over a store": at("store.loss", "+.2%"),
+            "in a bundle": at("bundle.loss", "+.2%"),
+        },
+        "Methods of sparsity with float and 4-bit weights (GPTQ), beside the dense model in floats, on held-out text: "
+        "in memory, then the loss over a store of which every call reads all that it wants, and in a bundle.",
+    ),
+)
 
 
-def render(result: Mapping[str, Any]) -> str:
-    about = f"{result['folder']}: {result['tokens']:,} held-out tokens, beside the dense model in floats"
-    return f"{about}\n{common.table(HEADER, rows_of(result))}"
+def about(result: Result) -> str:
+    return f"{result['folder']}: {result['tokens']:,} held-out tokens, beside the dense model in floats"

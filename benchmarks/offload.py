@@ -11,7 +11,7 @@ import argparse
 import logging
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,15 +20,14 @@ from typing import Any
 import torch
 
 from benchmarks import cap
-from benchmarks.arguments import add_source, list_of
-from benchmarks.figures import at_least, known, label, of_store, shown, spread
+from benchmarks.arguments import add_activations, add_lengths, add_peers, add_source, names_of
+from benchmarks.figures import of_store, spread
 from benchmarks.gguf import write_gguf
 from benchmarks.peer import Peer, PeerError
-from benchmarks.subject import Rooms, check_one, check_share, synthetic_store
+from benchmarks.subject import Rooms, synthetic_store
+from benchmarks.tables import Result, Table, at, ranged
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
-from torch_pi2.formats import ACTIVATIONS
-from torch_pi2.machine import process as machine
 from torch_pi2.machine.device import find_device
 from torch_pi2.observe.trace import check_path
 from torch_pi2.ops import load
@@ -82,17 +81,22 @@ MODES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_source(parser, "with a neuron store (torch-pi2 pack)", "mistral-7b")
-    add("--ffn-in-memory", type=float, default=0.5, metavar="SHARE", help="of the neurons' bytes, 0..1")
+    add("--ffn-in-memory", type=common.share, default=0.5, metavar="SHARE", help="of the neurons' bytes, 0..1")
     add(
         "--modes",
-        type=list_of(str),
+        type=names_of(MODES),
         default=[*MODES],
         metavar="NAMES",
         help=f"comma-separated (default: {','.join(MODES)})",
     )
-    add("--tokens", type=common.positive, default=24, metavar="N", help="of a round")
-    add("--rounds", type=common.positive, default=2, metavar="N")
-    add("--prompt", type=int, default=0, metavar="N", help="tokens of prompts that are timed, too (default: none)")
+    add_lengths(parser, 0, 24, 2)
+    add(
+        "--prompt",
+        type=common.count,
+        default=0,
+        metavar="N",
+        help="tokens of prompts that are timed, too (default: none)",
+    )
     add("--engine", choices=ENGINES, default="auto", help="of all modes but mmap")
     add("--device", metavar="NAME", help="simulate reads of ufs-4.0, ufs-3.1, nvme or a JSON file (docs/DEVICES.md)")
     add(
@@ -101,46 +105,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="topics",
         help="tokens: of one topic for a while, as text is (default), or independent: the worst case",
     )
-    add("--activations", default="int8", choices=ACTIVATIONS, help="int8 is lossy")
+    add_activations(parser, "int8")
     add("--eager", dest="compiled", action="store_false", help="do not compile the decoding step")
-    add(
-        "--peer",
-        dest="peers",
-        action="append",
-        default=[],
-        choices=PEERS,
-        help="on the same shape, mapped, under the same memory cap (needs cgroup v1 and permission)",
-    )
+    add_peers(parser, PEERS, "on the same shape, mapped, under the same memory cap (needs cgroup v1 and permission)")
     add("--trace", type=Path, metavar="FILE", help="what threads did in mode pipeline, for Perfetto (docs/TRACES.md)")
-    add("--seed", type=common.seed, default=0)
 
 
-def run(
-    folder: str | Path | None = None,
-    shape: str | None = None,
-    *,
-    ffn_in_memory: float = 0.5,
-    modes: Iterable[str] = tuple(MODES),
-    tokens: int = 24,
-    rounds: int = 2,
-    prompt: int = 0,
-    engine: str = "auto",
-    stream: str = "topics",
-    device: str | None = None,
-    activations: str = "int8",
-    compiled: bool = True,
-    peers: Iterable[str] = (),
-    trace: str | Path | None = None,
-    seed: int = 0,
-) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Decode with each mode, on torch's current number of threads.
 
-    Args: the options of the same names, and
-        prompt: they are as many as ``rounds``, timed when decoding is over, after one more that is not.
-        device: figures are simulated then, and ``mmap`` is left out.
-        peers: llama.cpp runs the same shape in Q4_0 mapped and not repacked.
-        trace: of the last round. All are recorded, in ``TRACE_BYTES`` of memory beside the mode's cap: figures to look
-            into, not to compare.
+    Prompts are timed after decoding, as many as rounds and one more that warms up. On a simulated device ``mmap`` is
+    left out. llama.cpp runs the same shape in Q4_0, mapped and not repacked. A trace is of the last round; all rounds
+    are recorded, in ``TRACE_BYTES`` of memory beside the mode's cap: figures to look into, not to compare.
 
     Returns:
         ``modes``: by name ``tokens_per_s``, milliseconds of a token (``p50_ms``, ``p90_ms``, ``p99_ms``), bytes and
@@ -156,17 +132,16 @@ def run(
         ``peers``, machine and versions.
 
     Raises:
-        ConfigError: a setting makes no sense, or no store in ``folder``. CapError: llama.cpp is asked for where memory
-            cannot be capped. PeerError: no mode could be measured. Pi2Error: what making a model raises.
+        ConfigError: options that contradict each other, or no store in the folder. CapError: llama.cpp is asked for
+            where memory cannot be capped. PeerError: no mode could be measured. Pi2Error: what making a model raises.
     """
-    modes, peers = list(dict.fromkeys(modes)), list(dict.fromkeys(peers))
+    modes, peers, device, engine, trace = args.modes, args.peers, args.device, args.engine, args.trace
+    tokens, rounds, prompt, ffn_in_memory = args.tokens, args.rounds, args.prompt, args.ffn_in_memory
     if device is not None:
         modes = _simulated(device, modes, peers)
-    _check(ffn_in_memory, modes, tokens, rounds, engine, stream, peers)
-    at_least(0, prompt=prompt)
     if trace is not None:
         _check_trace(trace, modes)
-    folder = _store(folder, shape, seed)
+    folder = _store(args.folder, args.shape, args.seed)
     capped = cap.available()
     if peers and not capped:
         with cap.MemoryCap(1 << 40):  # says why not
@@ -174,18 +149,18 @@ def run(
     settings: dict[str, Any] = {
         "folder": str(folder),
         "threads": torch.get_num_threads(),
-        "activations": activations,
+        "activations": args.activations,
         "context": max(_PROMPT + _WARM_UP + rounds * tokens, prompt) + 1,
-        "compiled": compiled,
-        "seed": seed,
-        "topics": stream == "topics",
+        "compiled": args.compiled,
+        "seed": args.seed,
+        "topics": args.stream == "topics",
     }
     rooms = Rooms(folder, settings["context"])
     base = _base_rss(settings["threads"])
     budget_bytes = rooms.budget(MODES["pipeline"].config(engine, device), ffn_in_memory)
     headroom = PROMPT_HEADROOM if prompt else 0
     compiling = 0
-    if compiled:
+    if args.compiled:
         config = MODES["pipeline"].config(engine, device)
         compiling = _compiling_bytes(settings, rooms.budget(config, 0.0), config, base)
     cap_bytes = budget_bytes + base + compiling + headroom if capped else None
@@ -209,7 +184,7 @@ def run(
     against_peers = {}
     if "llama.cpp" in peers:
         assert cap_bytes is not None
-        gguf = write_gguf(folder.parent / f"{about['subject']['stem']}.q4_0.gguf", rooms.hf, seed=seed)
+        gguf = write_gguf(folder.parent / f"{about['subject']['stem']}.q4_0.gguf", rooms.hf, seed=args.seed)
         try:
             against_peers["llama.cpp"] = _llama(gguf, settings["threads"], cap_bytes, prompt)
         except PeerError as error:
@@ -222,14 +197,8 @@ def run(
                 against_peers["llama.cpp"][ratio] = round(ours / theirs, 2)
     subject = about["subject"]
     return {
-        "what": "offload",
-        "shape": subject["shape"],
-        "weights": subject["weights"],
-        "activations": activations,
-        "synthetic": subject["synthetic"],
-        "engine": engine,
+        **{name: subject[name] for name in ("shape", "weights", "synthetic")},
         "simulated": device or False,
-        "ffn_in_memory": ffn_in_memory,
         "ffn_bytes": rooms.neurons,
         "token_bytes": rooms.token,
         "budget_bytes": budget_bytes,
@@ -237,19 +206,14 @@ def run(
         "compiling_bytes": compiling,
         "headroom_bytes": headroom,
         "cap_bytes": cap_bytes,
-        "threads": settings["threads"],
-        "tokens": STREAMS[stream],
+        "tokens": STREAMS[args.stream],
         "tokens_a_round": tokens,
-        "rounds": rounds,
-        "prompt": prompt,
-        "compiled": compiled,
         "file": f"warmed by one sequential {warmed} read, then evicted from the page cache before each mode",
         "order": "modes one after another, each in a process of its own",
         "modes": measured,
         "failed": {name: str(error) for name, error in failed.items()},
         "against": _against(measured),
         "peers": against_peers,
-        **machine.describe(),
     }
 
 
@@ -266,23 +230,6 @@ def _simulated(device: str, modes: Sequence[str], peers: Sequence[str]) -> list[
     return [name for name in modes if name != "mmap"]
 
 
-def _check(
-    ffn_in_memory: float,
-    modes: Sequence[str],
-    tokens: int,
-    rounds: int,
-    engine: str,
-    stream: str,
-    peers: Sequence[str],
-) -> None:
-    at_least(1, tokens=tokens, rounds=rounds, modes=len(modes))
-    check_share(ffn_in_memory)
-    known("mode", modes, MODES)
-    known("engine", [engine], ENGINES)
-    known("stream", [stream], STREAMS)
-    known("peer", peers, PEERS)
-
-
 def _check_trace(path: str | Path, modes: Sequence[str]) -> None:
     if "pipeline" not in modes:
         raise ConfigError(
@@ -294,11 +241,9 @@ def _check_trace(path: str | Path, modes: Sequence[str]) -> None:
     check_path(Path(path))
 
 
-def _store(folder: str | Path | None, shape: str | None, seed: int) -> Path:
-    """The folder with a store; made where none is named. Raises ConfigError, and what making it raises."""
-    check_one(folder, shape)
+def _store(folder: Path | None, shape: str | None, seed: int) -> Path:
+    """The folder with a store; made where none is named. Raises ConfigError."""
     if folder is not None:
-        folder = Path(folder)
         if not (folder / PI2_FOLDER / STORE_FILE).is_file():
             raise ConfigError(
                 str(folder),
@@ -462,49 +407,66 @@ def _llama(gguf: Path, threads: int, cap_bytes: int, prompt: int) -> dict[str, A
     }
 
 
-def render(result: dict[str, Any]) -> str:
-    header = (
-        "mode", "tokens/s", "p50 ms", "p99 ms", "MB/token", "hits", "I/O waited for", "of the drive", "FFN ms",
-        "most memory",
-    )  # fmt: skip
-    rows = [
-        (
-            name + (" (traced)" if m.get("trace") else ""),
-            f"{m['tokens_per_s']:.2f}",
-            f"{m['p50_ms']:.1f}",
-            f"{m['p99_ms']:.1f}",
-            f"{(m['bytes_read_per_token'] or m['disk_bytes_per_token'] or 0) / 1e6:.1f}",
-            "" if m["hit_rate"] is None else common.percent(m["hit_rate"]),
-            "" if m["io_critical_share"] is None else common.percent(m["io_critical_share"]),
-            shown(m["drive_share"], common.percent),
-            f"{m['ffn_ms']:.1f}",
-            common.size(m["peak_rss_bytes"]) + (" (capped)" if m["capped"] else ""),
-        )
-        for name, m in result["modes"].items()
-    ]
-    lines = [
+def _rows(result: Result) -> list[dict[str, Any]]:
+    """Modes, then other engines under the same cap."""
+    rows = [{"mode": name, "over": result["against"].get(name), **mode} for name, mode in result["modes"].items()]
+    for row in rows:
+        row["read"] = row["bytes_read_per_token"] or row["disk_bytes_per_token"] or 0
+        row["mode"] += " (traced)" if row.get("trace") else ""
+    for name, peer in result["peers"].items():
+        read, ours = peer["disk_bytes_per_token"], {"over": peer.get("ratio"), "prompt_over": peer.get("prompt_ratio")}
+        rows.append({"mode": name, "read": read, **ours, **peer})
+    return rows
+
+
+TABLES = (
+    Table(
+        "Larger than memory",
+        _rows,
+        {
+            "mode": at("mode"),
+            "tokens/s": ranged("tokens_per_s", ".2f"),
+            "p50 ms": at("p50_ms", ".1f"),
+            "p90 ms": at("p90_ms", ".1f"),
+            "p99 ms": at("p99_ms", ".1f"),
+            "MB/token": at("read", ".1f", 1e-6),
+            "reads/token": at("reads_per_token", ".0f"),
+            "hits": at("hit_rate", common.percent),
+            "I/O waited for": at("io_critical_share", common.percent),
+            "of the drive": at("drive_share", common.percent),
+            "FFN ms": at("ffn_ms", ".1f"),
+            "prompt tokens/s": at("prompt_tokens_per_s", ".1f"),
+            "peak memory": at("peak_rss_bytes", common.size),
+            "pipeline / it": at("over", ".2f"),
+        },
+        "The share of the neurons' bytes that a run names has room in memory; the rest is read from a store whose file "
+        "is warm (one sequential read before), each mode in a process of its own, one after another, in a memory cap "
+        "where the machine has one (page cache counts). Tokens are drawn at random: of one topic for a while, which "
+        'gives neurons the locality that "LLM in a flash" measured on text, or independently. *I/O waited for*: share '
+        "of the compute threads' time in which they had nothing to compute. *Of the drive*: reads a second while any "
+        "was under way, of those that the same engine makes of the same file with nothing beside it.",
+    ),
+)
+
+
+def about(result: Result) -> str:
+    cap_bytes, stream = result["cap_bytes"], ", independent tokens" if "independent" in result["tokens"] else ""
+    return (
         f"{result['shape']} {result['weights']}, {result['activations']} activations, {result['threads']} threads, "
         f"{common.percent(result['ffn_in_memory'])} of {common.size(result['ffn_bytes'])} of neurons in memory, "
-        + (f"cap {common.size(result['cap_bytes'])}" if result["cap_bytes"] else "no memory cap here"),
-        common.table(header, rows),
-    ]
+        + (f"cap {common.size(cap_bytes)}" if cap_bytes else "no memory cap")
+        + stream
+        + (f", SIMULATED {result['simulated']}" if result.get("simulated") else "")
+    )
+
+
+def notes(result: Result) -> list[str]:
+    lines = [f"{name} failed: {why}" for name, why in result["failed"].items()]
     if result["simulated"]:
         late = common.percent(max(m["late_share"] for m in result["modes"].values()))
-        lines.insert(1, f"simulated device {result['simulated']}; at most {late} of reads took longer here than there")
-    lines += [f"{name} failed: {why}" for name, why in result["failed"].items()]
-    if result["against"]:
-        lines.append("pipeline is " + ", ".join(f"{r:.2f} times {name}" for name, r in result["against"].items()))
+        lines.append(f"simulated device {result['simulated']}; at most {late} of reads took longer here than there")
     if result["prompt"]:
-        waited = ", ".join(
-            f"{name} {m['prompt_tokens_per_s']:.1f}"
-            + (f" ({common.percent(w)} of it waiting)" if (w := m["prompt_io_critical_share"]) is not None else "")
-            for name, m in result["modes"].items()
-        )
-        lines.append(f"prompts of {result['prompt']} tokens, tokens/s: {waited}")
-    for name, peer in result["peers"].items():
-        ratio = f"; pipeline is {peer['ratio']:.2f} times as fast" if "ratio" in peer else ""
-        lines.append(f"{name}, same cap: {peer['tokens_per_s']:.3f} tokens/s{ratio}")
-        if "prompt_tokens_per_s" in peer:
-            ratio = f"; pipeline is {peer['prompt_ratio']:.2f} times as fast" if "prompt_ratio" in peer else ""
-            lines.append(f"{name}, prompt: {peer['prompt_tokens_per_s']:.2f} tokens/s{ratio}")
-    return "\n".join([*lines, f"tokens {result['tokens']}; file {result['file']}", label(result)])
+        waits = {name: mode["prompt_io_critical_share"] for name, mode in result["modes"].items()}
+        shares = ", ".join(f"{name} {common.percent(share)}" for name, share in waits.items() if share is not None)
+        lines.append(f"prompts of {result['prompt']} tokens, share of their time waiting for reads: {shares}")
+    return [*lines, f"tokens {result['tokens']}; file {result['file']}"]

@@ -17,7 +17,7 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     seed, topics (tokens stay with a topic for a while, else they are independent), cap (folder of a group, or None) and
     trace (file for what threads do in the last round without a prompt, or None). Without ``folder`` nothing is loaded,
     and ``about`` has what a process takes before it loads a model. group: of a process that has a shard, its rank,
-    ranks, reduction, attention, and address and port of the first; all of them are asked the same at the same time.
+    ranks, reduction, and address and port of the first; all of them are asked the same at the same time.
 
     A round without a prompt goes on where the last one ended. Tokens are drawn, not what the model says (``said`` of a
     round; :class:`~torch_pi2.store.firing.TokenStream`).
@@ -56,7 +56,7 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
         about["link"] = asdict(measure_link())
     model: Any = torch_pi2.load(
         settings["folder"],
-        group=None if group is None else torch_pi2.GroupConfig(group["reduction"], 300.0, group["attention"]),
+        group=None if group is None else torch_pi2.GroupConfig(group["reduction"], 300.0),
         activations=settings["activations"],
         budget=settings["budget"],
         offload=OffloadConfig(**settings["offload"]),

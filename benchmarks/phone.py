@@ -1,31 +1,33 @@
 """A phone as the planner sees it, beside PowerInfer-2's own figures: tokens a second, simulated, and where time goes.
 
 Nothing here was measured by us. The machine is a preset of published figures (docs/HARDWARE.md), models have the sizes
-of those of the paper (arXiv 2406.06282v3), and steps are those of :func:`torch_pi2.planner.for_machine.solve`. Prompts
-on the NPU, which plans leave to the CPU, are :func:`prompt`.
+of those of the paper (arXiv 2406.06282v3), and steps are those of :func:`torch_pi2.planner.solve.solve`. Prompts on the
+NPU, which plans leave to the CPU, are :func:`prompt`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from torch_pi2.cli import common
-from torch_pi2.decode.budget import place_bytes
+from benchmarks.tables import Result, Table, at
 from torch_pi2.formats import row_bytes
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
-from torch_pi2.planner.cost import Cost, block_ms, expected_misses, expert_use, linear_ms, prompt_ffn_ms
-from torch_pi2.planner.for_machine import solve
+from torch_pi2.planner.cost import Cost, step_cost
+from torch_pi2.planner.layer_cost import block_ms, expert_use, linear_ms
+from torch_pi2.planner.misses import FrequencyMisses
 from torch_pi2.planner.model_shape import Heads, LayerShape, ModelShape, numbers
-from torch_pi2.planner.request import Request
+from torch_pi2.planner.prompt_cost import dense_ms
+from torch_pi2.planner.solve import solve
 from torch_pi2.store.firing import power_law
 from torch_pi2.store.shapes import SHAPES
+from torch_pi2.store.writer import largest_cluster
 from torch_pi2.types.offload import OffloadConfig
 
 #: Of the paper: prompts of at most 64 tokens and answers of 1,024, half of which are there on average.
@@ -102,14 +104,23 @@ PROMPTS = (
 _NPU_SHARES = (0.0, 0.1, 0.2, 0.3, 0.4)
 
 
-def miss_share(shape: ModelShape, hits: float) -> float:
-    """Of the misses that frequencies predict, those that happen where tokens want what the last ones wanted.
+class Recurring(FrequencyMisses):
+    """Tokens that want what the last ones wanted: of the misses by frequencies alone, the same share everywhere.
 
-    As many as make the paper's hits where half of the neurons fit in memory.
+    As many as make the paper's hits where half of the neurons have room.
     """
-    none = [0] * len(shape.layers)
-    wanted, missed = (expected_misses(shape, 1, slots, none, none, none).sum() for slots in (0, shape.slots // 2))
-    return float(min(1.0, (1 - hits) * wanted / missed))
+
+    def __init__(self, shape: ModelShape, hits: float) -> None:
+        super().__init__(shape)
+        none = [0] * len(shape.layers)
+        wanted, missed = (super(Recurring, self).misses(1, n, none, none).sum() for n in (0, shape.slots // 2))
+        self.share = float(min(1.0, (1 - hits) * wanted / missed))
+
+    def misses(
+        self, batch: int, slots: int, resident: Sequence[int], hot: Sequence[int], accelerator: Any = None
+    ) -> np.ndarray:
+        found: np.ndarray = self.share * super().misses(batch, slots, resident, hot, accelerator)
+        return found
 
 
 @dataclass(frozen=True)
@@ -172,8 +183,7 @@ def _sized(
         exact_zeros=active < 1,
         experts=experts,
         block=False,
-    )
-    layer = replace(layer, slot_bytes=place_bytes([layer.entry(0)], OffloadConfig()))
+    ).with_cluster(1 if predictor is not None else largest_cluster(3 * row))
     attention = (q + 2 * kv) * row + hidden * out_row
     heads = Heads(sizes["num_key_value_heads"], (q + 2 * kv) * row, q)
     block = {"attention_bytes": attention, "attention_calls": 2, "kv_bytes": 2 * 2 * kv, "heads": heads, "block": True}
@@ -202,7 +212,7 @@ def decode(row: Decoding, hardware: Hardware, *, recurring: bool) -> dict[str, A
         ``cache_bytes``: of neurons there.
     """
     shape = shape_of(row.model)
-    share_of_misses = miss_share(shape, row.model.hits) if recurring else 1.0
+    misses = Recurring(shape, row.model.hits) if recurring else FrequencyMisses(shape)
     every = shape.slots * shape.place_bytes
     stored = row.memory != 1.0
     best: tuple[Cost, int] | None = None
@@ -213,9 +223,28 @@ def decode(row: Decoding, hardware: Hardware, *, recurring: bool) -> dict[str, A
         elif stored:
             config = OffloadConfig()
             budget = shape.budget(int(row.memory * every) - theirs, batch=1, context=CONTEXT, config=config).total
-        request = Request(shape, hardware, budget, theirs, (1,), CONTEXT, miss_share=share_of_misses)
-        bucket = solve(request).buckets[0]
-        cost = request.cost(1, bucket.hot, bucket.accelerator if theirs else (), bucket.resident if stored else ())
+        plan = solve(
+            shape,
+            hardware,
+            budget_bytes=budget,
+            accelerator_bytes=theirs,
+            batches=(1,),
+            context=CONTEXT,
+            misses=misses if stored else None,
+        )
+        bucket = plan.buckets[0]
+        cost = step_cost(
+            shape,
+            hardware,
+            batch=1,
+            hot=bucket.hot,
+            accelerator=bucket.accelerator if theirs else None,
+            resident=bucket.resident if stored else None,
+            cache_bytes=bucket.cache_bytes if stored else None,
+            misses=misses if stored else None,
+            context=CONTEXT,
+            offload=plan.offload,
+        )
         if best is None or cost.total_ms < best[0].total_ms:
             best = cost, theirs
     assert best is not None
@@ -223,8 +252,8 @@ def decode(row: Decoding, hardware: Hardware, *, recurring: bool) -> dict[str, A
     npu = hardware.accelerator
     layers = list(zip(cost.layers, shape.layers, strict=True))
     npu_us = [_npu_us(hardware, y, at["accelerator_neurons"], 1) for at, y in layers] if npu and theirs else [0.0]
-    none, hot = [0] * len(shape.layers), [at["hot_neurons"] for at in cost.layers]
-    wanted = float(expected_misses(shape, 1, 0, none, hot, none).sum())
+    none = [0] * len(shape.layers)
+    wanted = float(FrequencyMisses(shape).misses(1, 0, none, [at["hot_neurons"] for at in cost.layers]).sum())
     return {
         "tokens_per_s": round(cost.tokens_per_s, 2),
         "ms": {part: round(ms, 2) for part, ms in cost.ms.items()},
@@ -260,8 +289,7 @@ def prompt(row: Prompting, hardware: Hardware, tokens: int = PROMPT) -> dict[str
     ms, done = dict.fromkeys(("npu", "cpu", "waiting"), 0.0), 0
     away = sum(layer.slots * layer.file_slot_bytes for layer in shape.layers) * (1 - row.memory)
     blocks = [i for i, layer in enumerate(shape.layers) if layer.block]
-    reading = hardware.reads.stream_us(away / len(blocks)) / 1e3
-    reading *= hardware.interference.read_while_computing if away else 1
+    reading = hardware.stream_us(away / len(blocks)) / 1e3 * (hardware.read_while_computing if away else 1)
     while done < tokens:
         size = min(row.piece, tokens - done)
         for first, last in zip(blocks, [*blocks[1:], len(shape.layers)]):
@@ -271,9 +299,9 @@ def prompt(row: Prompting, hardware: Hardware, tokens: int = PROMPT) -> dict[str
                 if row.npu:
                     ours["npu"] += use * _npu_us(hardware, ffn, ffn.intermediate, own) / 1e3
                 else:
-                    ours["cpu"] += prompt_ffn_ms(ffn, hardware, size, ffn.intermediate, shape.weight_bytes)
+                    ours["cpu"] += dense_ms(ffn, hardware, size, model_bytes=shape.weight_bytes)
             kv_bytes = size * (done + (size + 1) / 2) * layer.kv_bytes
-            around = block_ms(shape, layer, hardware, size, 1, kv_bytes, compiled=True)
+            around = block_ms(shape, layer, hardware, tokens=size, sequences=1, kv_bytes=kv_bytes, compiled=True)
             if row.npu == "all":
                 weights = numbers(layer.attention_kernel, layer.attention_bytes)
                 macs = size * (weights + (done + (size + 1) / 2) * 2 * layer.hidden)
@@ -297,19 +325,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hardware", default="sm8650-ufs4.0", metavar="NAME", help="a preset, or a file, with an NPU")
 
 
-def run(*, hardware: str = "sm8650-ufs4.0") -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Rows of ``DECODING`` and ``PROMPTS``, beside the paper's figures.
 
     Raises:
         ConfigError: no such profile, or one without an accelerator.
     """
-    machine = find_hardware(hardware)
+    machine = find_hardware(args.hardware)
     decoding = []
     for row in DECODING:
         by = {name: decode(row, machine, recurring=name == "recurring") for name in ("independent", "recurring")}
         decoding.append(_about(row) | by)
     return {
-        "what": "phone",
         "simulated": True,
         "hardware": machine.name,
         "source": machine.source,
@@ -325,46 +352,63 @@ def _about(row: Decoding | Prompting) -> dict[str, Any]:
     return found | {"paper": row.paper, "paper_source": row.source}
 
 
-def render(result: dict[str, Any]) -> str:
-    def memory(row: dict[str, Any]) -> str:
-        share = row["memory"]
-        return f"{share / 1e9:g} GB" if share > 1 else {1.0: "all", 0.5: "half"}[share]
+def _memory(row: dict[str, Any]) -> str:
+    share = row["memory"]
+    return f"{share / 1e9:g} GB" if share > 1 else {1.0: "all", 0.5: "half"}[share]
 
-    def paper(row: dict[str, Any]) -> str:
-        return "" if row["paper"] is None else f"{row['paper']:g} ({row['paper_source']})"
 
-    decoding = []
-    for row in result["decoding"]:
-        found, alone = row["recurring"], row["independent"]
-        ms = found["ms"]
-        parts = (
-            ms["attention"] + ms["sdpa"],
-            ms["predictor"],
-            ms["cold"] + (0 if row["npu"] else ms["hot"]),
-            ms["hot"] if row["npu"] else 0,
-            ms["io"],
-            ms["merge"] + ms["head"] + ms["glue"],
-            found["drive_ms"],
-        )
-        hits = ["" if way["hit_rate"] is None else f"{way['hit_rate']:.1%}" for way in (alone, found)]
-        speeds = (f"{alone['tokens_per_s']:.1f}", hits[0], f"{found['tokens_per_s']:.1f}", hits[1])
-        about = (row["model"], memory(row), "CPU, NPU" if row["npu"] else "CPU", paper(row))
-        decoding.append((*about, *speeds, *(f"{part:.1f}" for part in parts), f"{found['read_bytes'] / 1e6:.0f}"))
-    prompts = []
-    for row in result["prompts"]:
-        on = {"all": "all", "ffn": "feed-forward", "": "nothing"}[row["npu"]]
-        speed, ms = f"{row['tokens_per_s']:.0f}", (f"{row['ms'][side]:.0f}" for side in ("npu", "cpu", "waiting"))
-        prompts.append((row["model"], memory(row), on, str(row["piece"]), paper(row), speed, *ms))
-    times = ("attention ms", "predictor", "CPU's FFN", "NPU beyond", "waiting", "rest", "drive busy", "MB read")
-    heads = ("model", "memory", "by", "paper", "independent", "hits", "recurring", "hits", *times)
-    return "\n".join(
-        (
-            f"SIMULATED: {result['hardware']}, {result['source']} figures; nothing was measured",
-            f"Decoding, tokens/s, {result['context']} tokens before; times are of recurring tokens",
-            common.table(heads, decoding),
-            f"Prompts of {result['prompt']}, tokens/s",
-            common.table(
-                ("model", "memory", "on the NPU", "piece", "paper", "here", "NPU ms", "CPU", "waiting"), prompts
-            ),
-        )
+def _paper(row: dict[str, Any]) -> str:
+    return "" if row["paper"] is None else f"{row['paper']:g} ({row['paper_source']})"
+
+
+def _of_parts(*names: str) -> Any:
+    """Milliseconds of these parts of a token together, of recurring tokens."""
+    return lambda row: f"{sum(row['recurring']['ms'][name] for name in names):.1f}"
+
+
+TABLES = (
+    Table(
+        "Decoding, tokens/s",
+        lambda result: result["decoding"],
+        {
+            "model": at("model"),
+            "memory": _memory,
+            "by": lambda row: "CPU, NPU" if row["npu"] else "CPU",
+            "paper": _paper,
+            "independent": at("independent.tokens_per_s", ".1f"),
+            "hits": at("independent.hit_rate", ".1%"),
+            "recurring": at("recurring.tokens_per_s", ".1f"),
+            "its hits": at("recurring.hit_rate", ".1%"),
+            "attention ms": _of_parts("attention", "sdpa"),
+            "predictor": _of_parts("predictor"),
+            "hot": _of_parts("hot"),
+            "cold": _of_parts("cold"),
+            "waiting": _of_parts("io"),
+            "rest": _of_parts("merge", "head", "glue"),
+            "drive busy": at("recurring.drive_ms", ".1f"),
+            "MB read": at("recurring.read_bytes", ".0f", 1e-6),
+        },
+    ),
+    Table(
+        "Prompts, tokens/s",
+        lambda result: result["prompts"],
+        {
+            "model": at("model"),
+            "memory": _memory,
+            "on the NPU": lambda row: {"all": "all", "ffn": "feed-forward", "": "nothing"}[row["npu"]],
+            "chunk": at("piece"),
+            "paper": _paper,
+            "here": at("tokens_per_s", ".0f"),
+            "NPU ms": at("ms.npu", ".0f"),
+            "CPU": at("ms.cpu", ".0f"),
+            "waiting": at("ms.waiting", ".0f"),
+        },
+    ),
+)
+
+
+def about(result: Result) -> str:
+    return (
+        f"SIMULATED: {result['hardware']}, {result['source']} figures; nothing was measured. Decoding after "
+        f"{result['context']} tokens; prompts of {result['prompt']}; times are of recurring tokens"
     )

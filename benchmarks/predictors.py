@@ -15,18 +15,16 @@ import torch
 from torch import nn
 
 import torch_pi2
-from benchmarks.arguments import list_of
-from benchmarks.figures import at_least
-from benchmarks.methods import MODEL
+from benchmarks.arguments import TRAINED, list_of
 from benchmarks.subject import dense_of
+from benchmarks.tables import Result, Table, at
 from torch_pi2.base.progress import bar
 from torch_pi2.cli import common
 from torch_pi2.fitting.fit import cold_neurons
 from torch_pi2.fitting.search import read_bytes
-from torch_pi2.fitting.sets import MIN_SEQUENCES, split
+from torch_pi2.fitting.sets import split
 from torch_pi2.fitting.train import calibrate, measure, train_matrices
 from torch_pi2.graph.find import find_sites
-from torch_pi2.machine import process as machine
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.rows import values
 from torch_pi2.planner.hot_neurons import hot_cut
@@ -51,8 +49,8 @@ class _Mixed(LowRankRows):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--folder", type=Path, default=MODEL, metavar="DIR", help="of a dense model (default: the trained one)")
-    add("--ranks", type=list_of(int), default=_RANKS, metavar="R,...", help="that are tried")
+    add("--folder", type=Path, default=TRAINED, metavar="DIR", help="of a dense model (default: the trained one)")
+    add("--ranks", type=list_of(common.positive), default=_RANKS, metavar="R,...", help="that are tried")
     add("--recall", type=common.probability, default=0.85, metavar="R", help="of all predictors")
     add("--tokens", type=common.positive, default=30_000, metavar="N", help="of the standard library")
     add("--steps", type=common.positive, default=500, metavar="N", help="of the optimiser")
@@ -60,19 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trust-remote-code", action="store_true", help="run modelling code in the folder")
 
 
-def run(
-    folder: str | Path = MODEL,
-    *,
-    ranks: Sequence[int] = _RANKS,
-    recall: float = 0.85,
-    tokens: int = 30_000,
-    steps: int = 500,
-    weight_bits: Sequence[float] = (16.0, 4.5),
-    trust_remote_code: bool = False,
-) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Fit predictors of all ``ranks`` to every layer of the model in ``folder``; layers without zeros skip half.
-
-    Args: the options of the same names.
 
     Returns:
         In ``layers`` of each its key, how many neurons are ``cold``, and ``points``: ``rank``, ``format`` (of both
@@ -81,12 +68,12 @@ def run(
         reads of all predictors and predicted neurons, with the best rank of each layer, and these ``ranks``.
 
     Raises:
-        ConfigError: a setting makes no sense. Pi2Error: what loading models and profiling raise.
+        Pi2Error: what loading models and profiling raise, of too few tokens too.
     """
+    folder, ranks, recall, tokens, steps = args.folder, args.ranks, args.recall, args.tokens, args.steps
     config = Config(method="lowrank", score="auto", calibration_tokens=tokens)
-    at_least(MIN_SEQUENCES * config.seq_len, tokens=tokens)
     load_library()
-    trust = trust_remote_code or Path(folder) == MODEL  # our own model brings its code
+    trust = args.trust_remote_code or folder == TRAINED  # our own model brings its code
     model, tokenizer = dense_of(folder, "float32", trust, False)
     data = calibration_batches(model, common.stdlib_sample("train", tokenizer, tokens), tokenizer, config)
     stats = torch_pi2.profile(model, data, config=config)
@@ -108,16 +95,11 @@ def run(
             sizes = {"rows": site.rows_per_neuron, "hidden": site.hidden, "neurons": site.intermediate}
             layers.append({"key": site.key, "cold": len(cold), **sizes, "points": points})
     return {
-        "what": "predictors",
-        **machine.describe(),
-        "folder": Path(folder).resolve().name,
         "synthetic": getattr(model.config, "torch_pi2_synthetic", False),
         "form": sites[0].form,
-        "recall": recall,
         "tokens": sum(batch.n_tokens for batch in data),
-        "steps": steps,
         "layers": layers,
-        "best": {f"{bits:g}": {name: _best(layers, name, bits) for name in FORMATS} for bits in weight_bits},
+        "best": {f"{bits:g}": {name: _best(layers, name, bits) for name in FORMATS} for bits in args.weight_bits},
     }
 
 
@@ -161,31 +143,58 @@ def _best(layers: Sequence[dict[str, Any]], name: str, bits: float) -> dict[str,
     return {"bytes": total, "ranks": ranks}
 
 
-def render(result: dict[str, Any]) -> str:
-    rows = []
-    for rank in dict.fromkeys(point["rank"] for point in result["layers"][0]["points"]):
-        for name in FORMATS:
-            found = [
-                point
-                for layer in result["layers"]
-                for point in layer["points"]
-                if (point["rank"], point["format"]) == (rank, name)
-            ]
-            recall = sum(point["recall"] for point in found) / len(found)
-            active = [f"{point['active']:.1%}" for point in found]
-            rows.append(
-                [str(rank), name, common.size(sum(point["bytes"] for point in found)), f"{recall:.1%}", *active]
-            )
-    header = ["rank", "format", "predictors", "recall", *(layer["key"] for layer in result["layers"])]
+def _by_rank(result: Result) -> list[dict[str, Any]]:
+    """By rank and format: the predictors' bytes together, mean recall, and by layer the share that is predicted."""
+    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for layer in result["layers"]:
+        for point in layer["points"]:
+            groups.setdefault((point["rank"], point["format"]), []).append(point)
+    return [
+        {
+            "rank": rank,
+            "format": name,
+            "bytes": sum(point["bytes"] for point in points),
+            "recall": sum(point["recall"] for point in points) / len(points),
+            "active": ", ".join(f"{point['active']:.1%}" for point in points),
+        }
+        for (rank, name), points in groups.items()
+    ]
+
+
+def _best_rows(result: Result) -> list[dict[str, Any]]:
+    return [
+        {"bits": bits, "format": name, **found, "ratio": found["bytes"] / of["int8"]["bytes"]}
+        for bits, of in result["best"].items()
+        for name, found in of.items()
+    ]
+
+
+TABLES = (
+    Table(
+        "Predictors by rank and format",
+        _by_rank,
+        {
+            "rank": at("rank"),
+            "format": at("format"),
+            "predictors": at("bytes", common.size),
+            "recall": at("recall", ".1%"),
+            "cold neurons wanted, by layer": at("active"),
+        },
+    ),
+    Table(
+        "What a token reads, with the best rank of each layer",
+        _best_rows,
+        {
+            "bits of neurons": at("bits"),
+            "format": at("format"),
+            "read by a token": at("bytes", common.size),
+            "of int8": at("ratio", ".3f"),
+            "best ranks": lambda row: ", ".join(map(str, row["ranks"])),
+        },
+    ),
+)
+
+
+def about(result: Result) -> str:
     label = "synthetic, " if result["synthetic"] else ""
-    about = (
-        f"{result['folder']} ({label}{result['form']}), {result['tokens']} tokens, {result['steps']} steps: "
-        "share of cold neurons wanted by layer"
-    )
-    best = []
-    for bits, of in result["best"].items():
-        for name, found in of.items():
-            ratio = f"{found['bytes'] / of['int8']['bytes']:.3f}"
-            best.append([bits, name, common.size(found["bytes"]), ratio, ", ".join(map(str, found["ranks"]))])
-    titles = ["bits of neurons", "format", "read by a token", "of int8", "best ranks"]
-    return f"{about}\n{common.table(header, rows)}\n{common.table(titles, best)}"
+    return f"{result['folder']} ({label}{result['form']}), {result['tokens']} tokens, {result['steps']} steps"

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from benchmarks.arguments import list_of
 from benchmarks.clients import Request, load
-from benchmarks.figures import at_least, label, spread
+from benchmarks.figures import summary
 from benchmarks.serve import Served, add_server
 from benchmarks.server import Server
+from benchmarks.tables import Result, Table, at, ranged
 from benchmarks.words import text
 from torch_pi2.cli import common
 from torch_pi2.machine import process as machine
@@ -42,20 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(prefix_caches=["256MiB"])
 
 
-def run(
-    shape: str = "llama-1b",
-    weights: str = "int4",
-    *,
-    activations: str = "int8",
-    lanes: int = 8,
-    compiled: bool = False,
-    prefix_caches: Sequence[str] = ("256MiB",),
-    peers: Sequence[str] = (),
-    prefix: int = 256,
-    suffixes: Sequence[int] = (1, 16),
-    rounds: int = 9,
-    seed: int = 0,
-) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds to the first text, over HTTP, of prompts that are all new (``cold``), that begin as the cold one of
     the same round (``warm``), and that are the new tokens ``alone``: what would be left if known ones cost nothing.
 
@@ -64,24 +49,18 @@ def run(
         within each round.
 
     Raises:
-        ConfigError, PeerError, Pi2Error: as :func:`benchmarks.serve.run`.
+        PeerError, Pi2Error: as :func:`benchmarks.serve.run`.
     """
-    at_least(1, prefix=prefix, suffixes=min(suffixes, default=0), rounds=rounds)
-    served = Served(
-        shape, weights, activations, torch.get_num_threads(), lanes, compiled, prefix_caches, peers,
-        context=prefix + max(suffixes) + _ANSWER, seed=seed,
-    )  # fmt: skip
+    prefix, suffixes, seed = args.prefix, args.suffixes, args.seed
+    served = Served(args, context=prefix + max(suffixes) + _ANSWER)
     with served.servers() as running:
         kept: dict[tuple[str, int], list[dict[str, float]]] = {}
-        for index in range(rounds + 1):
+        for index in range(args.rounds + 1):
             for name in running:
                 for suffix in suffixes:
                     kept.setdefault((name, suffix), []).append(_round(running[name], prefix, suffix, index, seed))
     return {
-        "what": "prefix",
         **served.about(),
-        "prefix": prefix,
-        "rounds": rounds,
         "servers": {
             name: {
                 "about": running[name].about,
@@ -89,8 +68,6 @@ def run(
             }
             for name in running
         },
-        "seed": seed,
-        **machine.describe(),
     }
 
 
@@ -108,22 +85,30 @@ def _round(server: Server, prefix: int, suffix: int, index: int, seed: int) -> d
 def _summary(rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
     by_name = {f"{kind}_ms": [r[kind] for r in rounds] for kind in KINDS}
     by_name["ratio"] = [r["cold"] / r["warm"] for r in rounds]
-    medians = {name: round(statistics.median(values), 2) for name, values in by_name.items()}
-    return {**medians, "spread": {name: spread(values, 2) for name, values in by_name.items()}}
+    return summary(by_name)
 
 
-def render(result: dict[str, Any]) -> str:
-    rows = [
-        (
-            name,
-            f"{result['prefix']} + {row['suffix']}",
-            *(f"{row[f'{kind}_ms']:.1f}" for kind in KINDS),
-            f"{row['ratio']:.1f}",
-            "{:.1f} to {:.1f}".format(*row["spread"]["ratio"]),
-        )
-        for name, server in result["servers"].items()
-        for row in server["rows"]
-    ]
-    header = ("server", "prompt", "cold ms", "warm ms", "suffix alone ms", "cold / warm", "from - to")
-    head = f"{result['shape']} {result['weights']}, {result['activations']} activations, {result['threads']} threads"
-    return "\n".join([head, common.table(header, rows), label(result)])
+TABLES = (
+    Table(
+        "Prompts that begin alike",
+        lambda result: [
+            {"server": name, "prompt": f"{result['prefix']} + {row['suffix']}", **row}
+            for name, server in result["servers"].items()
+            for row in server["rows"]
+        ],
+        {
+            "server": at("server"),
+            "prompt": at("prompt"),
+            "new ms": ranged("cold_ms", ".1f"),
+            "known prefix ms": ranged("warm_ms", ".1f"),
+            "suffix alone ms": at("alone_ms", ".1f"),
+            "new / known": ranged("ratio", ".1f"),
+        },
+        "Milliseconds to the first text of an answer, over loopback: of prompts that are all new, of those that begin "
+        "as the one before, and of their last tokens alone, which would be left if known tokens cost nothing.",
+    ),
+)
+
+
+def about(result: Result) -> str:
+    return f"{result['shape']} {result['weights']}, {result['activations']} activations, {result['threads']} threads"

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.arguments import list_of
-from benchmarks.figures import at_least, known
+from benchmarks.arguments import add_trained, names_of
+from benchmarks.beside import floats
+from benchmarks.tables import Result, Table, at
 from torch_pi2.api import quantize_
 from torch_pi2.cli import common
 from torch_pi2.eval.loss import bits_per_byte
@@ -25,9 +25,8 @@ from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.machine import process as machine
 from torch_pi2.profiling.text import stdlib_text
-from torch_pi2.types.config import QUANTIZATIONS, Config
+from torch_pi2.types.config import QUANTIZATIONS
 
-MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "drelu-stdlib-5m"
 #: Tokens that are scored, of so many bytes of held-out text, and how many see each other.
 _TOKENS, _TEXT_BYTES, _WINDOW = 16_384, 60_000, 256
 _WORDS = {"rtn": "to nearest", "weighted": "to nearest, weighted by inputs", "gptq": "GPTQ"}
@@ -36,68 +35,45 @@ PARTS = ("neurons", "attention", "output layer", "all", "int8 activations too")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--folder", type=Path, default=MODEL, metavar="DIR", help="of a decoder in floats (default: the trained model)")
+    add_trained(parser)
     add("--weights", default="int4", choices=("int4", "int8"))
-    add("--quantizations", type=list_of(str), default=list(QUANTIZATIONS), metavar="HOW,...", help="as in Config")
+    add(
+        "--quantizations",
+        type=names_of(QUANTIZATIONS),
+        default=list(QUANTIZATIONS),
+        metavar="HOW,...",
+        help="as in Config",
+    )
     add("--tokens", type=common.positive, default=_TOKENS, metavar="N", help="held-out tokens that are scored")
-    add("--calibration-tokens", type=common.positive, default=Config.calibration_tokens, metavar="N")
-    add("--trust-remote-code", action="store_true", help="run modelling code in the folder")
 
 
-def run(
-    folder: str | Path = MODEL,
-    *,
-    weights: str = "int4",
-    quantizations: Sequence[str] = QUANTIZATIONS,
-    tokens: int = _TOKENS,
-    calibration_tokens: int = Config.calibration_tokens,
-    trust_remote_code: bool = False,
-) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Quantise the model in ``folder`` in every way, and score it.
-
-    Args: the options of the same names.
 
     Returns:
         ``bits_per_byte`` of the floats, and of each way in ``cases``: ``seconds`` and ``changes``, for each of
         :data:`PARTS` the relative change of the loss.
 
     Raises:
-        ConfigError: a setting makes no sense. Pi2Error: what loading and quantising models raise.
+        Pi2Error: what loading and quantising models raise.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    at_least(64, tokens=tokens, calibration_tokens=calibration_tokens)
-    known("quantizations", quantizations, QUANTIZATIONS)
-    trust = trust_remote_code or Path(folder) == MODEL  # our own model brings its code
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+    tokens, calibration_tokens = args.tokens, args.calibration_tokens
+    make, tokenizer = floats(args)
     train = tokenizer(common.stdlib_sample("train", tokenizer, calibration_tokens), verbose=False)["input_ids"]
     calibration = torch.tensor(train[:calibration_tokens])
     heldout = stdlib_text("heldout", max_bytes=_TEXT_BYTES * -(-tokens // _TOKENS))
-
-    def make() -> nn.Module:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust, dtype=torch.float32)
-        return model.eval()
 
     def loss(model: nn.Module) -> float:
         return bits_per_byte(model, tokenizer, heldout, window=_WINDOW, max_tokens=tokens).bits_per_byte
 
     before, cases = loss(make()), []
-    for how in quantizations:
+    for how in args.quantizations:
         start = time.perf_counter()
-        model = quantize_(make(), weights, None if how == "rtn" else calibration, quantization=how)
+        model = quantize_(make(), args.weights, None if how == "rtn" else calibration, quantization=how)
         seconds = time.perf_counter() - start
         changes = {part: loss(mixed) / before - 1 for part, mixed in _parts(model, make)}
         cases.append({"quantization": how, "seconds": seconds, "changes": changes})
-    return {
-        "what": "quantization",
-        **machine.describe(),
-        "model": Path(folder).name,
-        "weights": weights,
-        "tokens": tokens,
-        "calibration_tokens": calibration_tokens,
-        "bits_per_byte": before,
-        "cases": cases,
-    }
+    return {"model": args.folder.name, "bits_per_byte": before, "cases": cases}
 
 
 def _parts(model: Any, make: Callable[[], nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -123,13 +99,23 @@ def _parts(model: Any, make: Callable[[], nn.Module]) -> Iterator[tuple[str, nn.
     yield "int8 activations too", model
 
 
-def render(result: dict[str, Any]) -> str:
-    rows = [
-        (_WORDS[case["quantization"]], *(f"{case['changes'][part]:+.2%}" for part in PARTS), f"{case['seconds']:.0f} s")
-        for case in result["cases"]
-    ]
-    about = (
+TABLES = (
+    Table(
+        "What 4 bits cost",
+        lambda result: result["cases"],
+        {
+            "weights": lambda case: _WORDS[case["quantization"]],
+            **{part: at(f"changes.{part}", "+.2%") for part in PARTS},
+            "s": at("seconds", ".0f"),
+        },
+        "Relative change of held-out bits per byte where these weights alone are quantised, the others in floats. "
+        "Trained models; calibrated on other text than what is scored.",
+    ),
+)
+
+
+def about(result: Result) -> str:
+    return (
         f"{result['model']}, {result['weights']}: {result['bits_per_byte']:.4f} held-out bits per byte in floats "
         f"({result['tokens']} tokens; {result['calibration_tokens']} to calibrate)"
     )
-    return f"{about}\n{common.table(('weights', *PARTS, 'time'), rows)}"

@@ -19,17 +19,14 @@ import torch
 import torch.nn.functional as F
 
 import torch_pi2
-from benchmarks.arguments import list_of
-from benchmarks.figures import at_least
-from benchmarks.methods import MODEL
+from benchmarks.arguments import TRAINED, list_of
 from benchmarks.subject import dense_of
+from benchmarks.tables import Result, Table, at
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
-from torch_pi2.fitting.sets import MIN_SEQUENCES
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.graph.find import find_sites
-from torch_pi2.machine import process as machine
 from torch_pi2.machine.device import Device, find_device
 from torch_pi2.measure import reads as measured
 from torch_pi2.ops import load as load_library
@@ -133,12 +130,12 @@ def merged(starts: np.ndarray, nbytes: int, gap: int) -> tuple[np.ndarray, np.nd
     """Offsets and sizes of reads of ``nbytes`` at each of ``starts``, ascending: the rules of engine/read_batch.h."""
     firsts: list[int] = []
     lasts: list[int] = []
-    for at in starts.tolist():
-        if firsts and at - lasts[-1] <= nbytes + gap and at + nbytes - firsts[-1] <= OffloadConfig.run_bytes:
-            lasts[-1] = at
+    for start in starts.tolist():
+        if firsts and start - lasts[-1] <= nbytes + gap and start + nbytes - firsts[-1] <= OffloadConfig.run_bytes:
+            lasts[-1] = start
         else:
-            firsts.append(at)
-            lasts.append(at)
+            firsts.append(start)
+            lasts.append(start)
     return np.array(firsts, np.int64), np.array(lasts, np.int64) - np.array(firsts, np.int64) + nbytes
 
 
@@ -195,28 +192,17 @@ def timers_of(devices: Sequence[str], folder: Path | None) -> dict[str, Seconds]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--folder", type=Path, default=MODEL, metavar="DIR", help="of a dense model (default: the trained one)")
+    add("--folder", type=Path, default=TRAINED, metavar="DIR", help="of a dense model (default: the trained one)")
     add("--tokens", type=common.positive, default=_TOKENS, metavar="N", help="held-out ones; half fill the cache")
     add("--calibration-tokens", type=common.positive, default=_CALIBRATION, metavar="N")
-    add("--ffn-in-memory", type=list_of(float), default=list(_SHARES), metavar="SHARE,...", help="caches")
+    add("--ffn-in-memory", type=list_of(common.share), default=list(_SHARES), metavar="SHARE,...", help="caches")
     add("--devices", type=list_of(str), default=list(_DEVICES), metavar="NAME,...", help="presets or descriptions")
     add("--drive", type=Path, metavar="DIR", help="also the drive of this folder, which is measured")
     add("--trust-remote-code", action="store_true", help="run modelling code in the folder")
 
 
-def run(
-    folder: str | Path = MODEL,
-    *,
-    tokens: int = _TOKENS,
-    calibration_tokens: int = _CALIBRATION,
-    ffn_in_memory: Sequence[float] = _SHARES,
-    devices: Sequence[str] = _DEVICES,
-    drive: Path | None = None,
-    trust_remote_code: bool = False,
-) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Replay what the model in ``folder`` wants of held-out text.
-
-    Args: the options of the same names.
 
     Returns:
         ``layers``: of each the shares of ``hot`` neurons and of cold ones that are ``wanted``, of these the shares
@@ -225,25 +211,23 @@ def run(
         model ``reads``, ``bytes`` and by device ``ms`` for each ``order`` and ``gap`` (bytes).
 
     Raises:
-        ConfigError: a setting makes no sense. Pi2Error: what loading models, profiling, fitting and measuring raise.
+        ConfigError: a model of another form. Pi2Error: what loading models, profiling, fitting and measuring raise.
     """
     load_library()
-    at_least(MIN_SEQUENCES * Config.seq_len, calibration_tokens=calibration_tokens)
-    at_least(1, caches=len(ffn_in_memory))
-    timers = timers_of(devices, drive)
-    calibration, heldout, about = _watched(folder, tokens, calibration_tokens, trust_remote_code)
+    timers = timers_of(args.devices, args.drive)
+    calibration, heldout, about = _watched(args.folder, args.tokens, args.calibration_tokens, args.trust_remote_code)
     caches = [
         {"share": share, **_missed_share(heldout, share), "orders": orders(calibration, heldout, share, timers)}
-        for share in ffn_in_memory
+        for share in args.ffn_in_memory
     ]
-    return {"what": "reads", **about, "caches": caches, **machine.describe()}
+    return {**about, "caches": caches}
 
 
 def _watched(
-    folder: str | Path, tokens: int, calibration_tokens: int, trust: bool
+    folder: Path, tokens: int, calibration_tokens: int, trust: bool
 ) -> tuple[list[Seen], list[Seen], dict[str, Any]]:
     """What layers want of calibration text and of held-out text, with predictors fitted to the former; about them."""
-    trust = trust or Path(folder) == MODEL  # our own model brings its code
+    trust = trust or folder == TRAINED  # our own model brings its code
     model, tokenizer = dense_of(folder, "float32", trust, False)
     sites = find_sites(model)
     if any(site.experts or site.gate is None or NEURONS % site.intermediate for site in sites):
@@ -265,7 +249,10 @@ def _watched(
     for sample, count in ((text, calibration_tokens), (common.stdlib_sample("heldout", tokenizer, tokens), tokens)):
         ids = torch.tensor(tokenizer(sample, verbose=False)["input_ids"])[:count]
         ids_NT = ids[: len(ids) // _WINDOW * _WINDOW].view(-1, _WINDOW)
-        at_least(2 * NEURONS // sites[0].intermediate, **{"tokens, in whole windows of 256": ids_NT.numel()})
+        if ids_NT.numel() < (least := 2 * NEURONS // sites[0].intermediate):
+            raise ConfigError(
+                "tokens, in windows of 256", expected=f"{least} or more", found=str(ids_NT.numel()), fix="Take more."
+            )
         seen.append(_seen(model, layers, fitted, cuts, ids_NT))
     shares = [
         {
@@ -277,7 +264,7 @@ def _watched(
         for layer, of in zip(layers, seen[1], strict=True)
     ]
     synthetic = getattr(model.config, "torch_pi2_synthetic", False)
-    about = {"folder": Path(folder).resolve().name, "form": sites[0].form, "synthetic": synthetic}
+    about = {"form": sites[0].form, "synthetic": synthetic}
     texts = {"tokens": len(seen[1][0].wanted), "calibration_tokens": len(seen[0][0].wanted)}
     return seen[0], seen[1], {**about, **texts, "layers": shares}
 
@@ -316,47 +303,61 @@ def _seen(
     return found
 
 
-ORDER_HEADER = ("in memory", "device", *ORDERS, "chains / frequency", "the same, gap 16 KiB")
-COUNT_HEADER = ("in memory", "missed", "order", "reads", "read", f"reads, gap {GAPS[1] >> 10} KiB", "read")
+def _counts(result: Result) -> list[dict[str, Any]]:
+    """Reads and bytes of a token by order, without gaps and with the engine's."""
+    rows = []
+    for cache in result["caches"]:
+        for name in ORDERS:
+            plain, gaps = [point for point in cache["orders"] if point["order"] == name][:2]
+            shares = {"share": cache["share"], "missed": cache["missed"]}
+            rows.append({**shares, "order": name, "plain": plain, "gaps": gaps})
+    return rows
 
 
-def order_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def _times(result: Result) -> list[dict[str, Any]]:
     """Milliseconds of a token by order, each with its best gap."""
     rows = []
     for cache in result["caches"]:
         for device in cache["orders"][0]["ms"]:
-            at = {(p["order"], p["gap"]): p["ms"][device] for p in cache["orders"]}
-            ms = {name: min(took for (order, _), took in at.items() if order == name) for name in ORDERS}
-            ratios = (ms["chains"] / ms["frequency"], at["chains", GAPS[1]] / at["frequency", GAPS[1]])
-            shown = (*(f"{ms[name]:.2f}" for name in ORDERS), *(f"{ratio:.3f}" for ratio in ratios))
-            rows.append((common.percent(cache["share"], 0), device, *shown))
+            points = [(point["order"], point["ms"][device]) for point in cache["orders"]]
+            ms = {name: min(took for order, took in points if order == name) for name in ORDERS}
+            rows.append({"share": cache["share"], "device": device, **ms, "ratio": ms["chains"] / ms["frequency"]})
     return rows
 
 
-def count_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Reads and bytes of a token by order."""
-    rows = []
-    for cache in result["caches"]:
-        for name in ORDERS:
-            points = [p for p in cache["orders"] if p["order"] == name][:2]
-            cells = [text for p in points for text in (f"{p['reads']:.0f}", f"{p['bytes'] / 1e6:.1f} MB")]
-            rows.append((common.percent(cache["share"], 0), common.percent(cache["missed"]), name, *cells))
-    return rows
+_GAP = f"gap {GAPS[1] >> 10} KiB"
+TABLES = (
+    Table(
+        "Orders of neurons",
+        _counts,
+        {
+            "in memory": at("share", common.percent),
+            "missed": at("missed", common.percent),
+            "order": at("order"),
+            "reads": at("plain.reads", ".0f"),
+            "read": at("plain.bytes", common.size),
+            f"reads, {_GAP}": at("gaps.reads", ".0f"),
+            f"read, {_GAP}": at("gaps.bytes", common.size),
+        },
+        "Of the neurons that a token of a 7B model reads (int4, 8 KiB each with direct reads), modelled from "
+        "those that a small trained model wants of held-out text: with what share of all neurons in the cache (LFU) "
+        "which share of those wanted is missed, and per token reads and bytes without reading gaps, and with gaps.",
+    ),
+    Table(
+        "Orders of neurons: modelled times",
+        _times,
+        {
+            "in memory": at("share", common.percent),
+            "device": at("device"),
+            **{f"{name} ms": at(name, ".2f") for name in ORDERS},
+            "chains / frequency": at("ratio", ".3f"),
+        },
+        "Milliseconds of a token's reads, each order with its best gap.",
+    ),
+)
 
 
-def render(result: Mapping[str, Any]) -> str:
-    layers = [
-        (y["key"], *(common.percent(y[name]) for name in ("hot", "recall", "wanted", "gate", "fired")))
-        for y in result["layers"]
-    ]
-    about = (
+def about(result: Result) -> str:
+    return (
         f"{result['folder']} ({result['form']}), {result['tokens']:,} held-out tokens; neurons of a 7B model, modelled"
-    )
-    return "\n".join(
-        (
-            about,
-            common.table(("layer", "hot", "recall", "cold wanted", "of these gate fires", "neuron fires"), layers),
-            common.table(COUNT_HEADER, count_rows(result)),
-            common.table(ORDER_HEADER, order_rows(result)),
-        )
     )

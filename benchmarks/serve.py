@@ -13,27 +13,24 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import server as servers
-from benchmarks.arguments import list_of
+from benchmarks.arguments import add_activations, add_peers, add_seed, from_to, list_of
 from benchmarks.clients import Load, Request, check, load
-from benchmarks.figures import alternate, at_least, known, label, over, spread
+from benchmarks.figures import alternate, ratios, spread, summary
 from benchmarks.gguf import write_gguf
 from benchmarks.memory import Memory
 from benchmarks.server import Server
-from benchmarks.subject import FIRING, WORK
+from benchmarks.subject import WORK, synthetic_folder
+from benchmarks.tables import Result, Table, at, ranged
 from benchmarks.words import save_tokenizer, text, vocabulary
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
-from torch_pi2.formats import ACTIVATIONS
-from torch_pi2.machine import process as machine
 from torch_pi2.rewrite.skeleton import model_config
-from torch_pi2.store.folder import PI2_FOLDER
 
 PEERS = ("llama.cpp",)
 #: In milliseconds: of whole answers, and of their first text.
@@ -52,9 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--requests", type=common.positive, default=8, metavar="N", help="of a round, or one a client if that is more")
     add("--rounds", type=common.positive, default=3, metavar="N", help="alternating; one more before is warm-up")
-    lengths = list_of(common.positive)
-    add("--prompts", type=lengths, default=[32, 256], metavar="FROM,TO", help="tokens of prompts (default: 32,256)")
-    add("--answers", type=lengths, default=[16, 128], metavar="FROM,TO", help="tokens of answers (default: 16,128)")
+    add("--prompts", type=from_to, default=[32, 256], metavar="FROM,TO", help="tokens of prompts (default: 32,256)")
+    add("--answers", type=from_to, default=[16, 128], metavar="FROM,TO", help="tokens of answers (default: 16,128)")
     add("--shared", type=int, default=128, metavar="T", help="tokens that half of the prompts begin with, at most")
 
 
@@ -63,8 +59,8 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--shape", default="llama-1b", help="synthetic, made in work/bench if it is not there (default: llama-1b)")
     add("--weights", default="int4", choices=("int4", "int8"))
-    add("--activations", default="int8", choices=ACTIVATIONS, help="int8 is lossy")
-    add("--lanes", type=common.positive, default=8, metavar="N", help="sequences we decode together (default: 8)")
+    add_activations(parser, "int8")
+    add("--max-batch-size", type=common.positive, default=8, metavar="N", help="sequences we decode together")
     add("--compile", dest="compiled", action="store_true", help="compile our steps")
     add(
         "--prefix-cache",
@@ -74,65 +70,48 @@ def add_server(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES,...",
         help="a server of ours with each, comma-separated (default: 256MiB,0)",
     )
-    add("--peer", dest="peers", action="append", default=[], choices=PEERS, help="llama-cpp-python's own server (Q4_0)")
-    add("--seed", type=common.seed, default=0)
+    add_peers(parser, PEERS, "llama-cpp-python's own server (Q4_0)")
+    add_seed(parser)
 
 
-@dataclass(frozen=True)
 class Served:
-    """What is served: sizes, quantisation, and of our servers how.
+    """The servers of ``args`` (:func:`add_server`); ``context``: tokens of a prompt and its answer, at most."""
 
-    Attributes:
-        threads: of each server. context: tokens of a prompt and its answer, at most. The others: as the options.
-    """
-
-    shape: str
-    weights: str
-    activations: str
-    threads: int
-    lanes: int
-    compiled: bool
-    prefix_caches: Sequence[str]
-    peers: Sequence[str]
-    context: int
-    seed: int
+    def __init__(self, args: argparse.Namespace, context: int) -> None:
+        self._args, self._context = args, context
 
     def files(self) -> tuple[Path, Path | None]:
         """The folder and, for peers, the GGUF file, made if they are not there."""
-        import torch_pi2
-
-        firing = {"active": 0.1} | FIRING.get(self.shape, {})
-        folder = WORK / f"{self.shape}-{self.weights}-{firing['active']:g}"
-        if not (folder / PI2_FOLDER).is_dir():
-            torch_pi2.synthetic(folder, self.shape, weights=self.weights, seed=self.seed, **firing)
+        args = self._args
+        folder = synthetic_folder(args.shape, args.weights, args.seed)
         config = model_config(folder)
         save_tokenizer(folder, config.vocab_size)
-        if not self.peers:
+        if not args.peers:
             return folder, None
         words = vocabulary(config.vocab_size)
-        return folder, write_gguf(WORK / f"{self.shape}-words.q4_0.gguf", config, seed=self.seed, tokens=words)
+        return folder, write_gguf(WORK / f"{args.shape}-words.q4_0.gguf", config, seed=args.seed, tokens=words)
 
     @contextlib.contextmanager
     def servers(self) -> Iterator[dict[str, Server]]:
         """By name, ours first; they end with the context."""
-        known("peer", self.peers, PEERS)
         folder, gguf = self.files()
+        args, threads = self._args, torch.get_num_threads()
         with contextlib.ExitStack() as stack:
             found: dict[str, Server] = {}
-            for prefix_cache in self.prefix_caches:
+            for prefix_cache in args.prefix_caches:
                 started = servers.ours(
                     folder,
-                    activations=self.activations,
-                    threads=self.threads,
-                    lanes=self.lanes,
+                    activations=args.activations,
+                    threads=threads,
+                    max_batch_size=args.max_batch_size,
                     prefix_cache=prefix_cache,
-                    compiled=self.compiled,
-                    context=self.context,
+                    compiled=args.compiled,
+                    context=self._context,
                 )
                 stack.callback(started.close)
                 found[started.name] = started
             if gguf is not None:
-                started = servers.llama(gguf, threads=self.threads, context=self.context)
+                started = servers.llama(gguf, threads=threads, context=self._context)
                 stack.callback(started.close)
                 found[started.name] = started
             yield found
@@ -141,27 +120,10 @@ class Served:
         import transformers
 
         config: Any = transformers.AutoConfig.from_pretrained(self.files()[0], local_files_only=True)
-        named = {name: getattr(self, name) for name in ("shape", "weights", "activations", "threads")}
-        return {**named, "synthetic": config.torch_pi2_synthetic}
+        return {"synthetic": config.torch_pi2_synthetic}
 
 
-def run(
-    shape: str = "llama-1b",
-    weights: str = "int4",
-    *,
-    activations: str = "int8",
-    lanes: int = 8,
-    compiled: bool = False,
-    prefix_caches: Sequence[str] = ("256MiB", "0"),
-    peers: Sequence[str] = (),
-    clients: Sequence[int] = (1, 4, 16),
-    requests: int = 8,
-    rounds: int = 3,
-    prompts: Sequence[int] = (32, 256),
-    answers: Sequence[int] = (16, 128),
-    shared: int = 128,
-    seed: int = 0,
-) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure servers with torch's current number of threads each.
 
     Returns:
@@ -170,12 +132,10 @@ def run(
         ours is, of requests/s within each round, and of waits of all rounds.
 
     Raises:
-        ConfigError: a setting makes no sense. PeerError: a server ended, or did not answer as it should.
+        ConfigError: ``--shared`` is longer than prompts. PeerError: a server ended, or did not answer as it should.
         Pi2Error: what :func:`torch_pi2.synthetic` and :func:`benchmarks.gguf.write_gguf` raise.
     """
-    at_least(1, rounds=rounds, requests=requests, clients=min(clients, default=0))
-    _check("prompts", prompts)
-    _check("answers", answers)
+    prompts, answers, shared, clients = args.prompts, args.answers, args.shared, args.clients
     if not 0 <= shared < prompts[1]:
         raise ConfigError(
             "shared",
@@ -183,37 +143,25 @@ def run(
             found=str(shared),
             fix="Prompts have an end of their own.",
         )
-    if not prefix_caches:
-        raise ConfigError("prefix-cache", expected="one or more", found="none", fix="Give 0 for none.")
-    served = Served(
-        shape, weights, activations, torch.get_num_threads(), lanes, compiled, prefix_caches, peers,
-        context=prompts[1] + answers[1], seed=seed,
-    )  # fmt: skip
-    drawn = Requests(prompts, answers, shared, seed)
-    memory = Memory(1 << 14, 0.1, seed=seed)
+    served = Served(args, context=prompts[1] + answers[1])
+    drawn = Requests(prompts, answers, shared, args.seed)
+    memory = Memory(1 << 14, 0.1, seed=args.seed)
     with served.servers() as running:
         for server in running.values():
             check(server, drawn.of("check", 3))
-            load(server, drawn.falling(lanes), lanes)
+            load(server, drawn.falling(args.max_batch_size), args.max_batch_size)
 
         def one(name: str, index: int) -> tuple[float, list[Load]]:
             read = memory.read_gb_per_s()
-            asked = [drawn.of(f"{index} {count}", max(requests, count)) for count in clients]
+            asked = [drawn.of(f"{index} {count}", max(args.requests, count)) for count in clients]
             return read, [load(running[name], r, count) for r, count in zip(asked, clients, strict=True)]
 
-        kept = alternate(list(running), rounds, one)
+        kept = alternate(list(running), args.rounds, one)
         peaks = {name: server.peak_rss_bytes() for name, server in running.items()}
     loads = {name: [[r[i] for _, r in every] for i in range(len(clients))] for name, every in kept.items()}
     reads = [read for every in kept.values() for read, _ in every]
     return {
-        "what": "serve",
         **served.about(),
-        "clients": list(clients),
-        "requests": [max(requests, count) for count in clients],
-        "rounds": rounds,
-        "prompts": list(prompts),
-        "answers": list(answers),
-        "shared": shared,
         "read_gb_per_s": round(statistics.median(reads), 3),
         "servers": {
             name: {
@@ -224,18 +172,10 @@ def run(
             for name in running
         },
         "over": [
-            {"clients": n, **_over({name: of[i] for name, of in loads.items()}, [*running][len(prefix_caches) :])}
+            {"clients": n, **_over({name: of[i] for name, of in loads.items()}, [*running][len(args.prefix_caches) :])}
             for i, n in enumerate(clients)
         ],
-        "seed": seed,
-        **machine.describe(),
     }
-
-
-def _check(name: str, lengths: Sequence[int]) -> None:
-    if len(lengths) != 2 or not 1 <= lengths[0] <= lengths[1]:
-        found = ",".join(map(str, lengths))
-        raise ConfigError(name, expected="the least and the most, such as 32,256", found=found, fix="Give both.")
 
 
 class Requests:
@@ -292,11 +232,10 @@ def _summary(rounds: Sequence[Load]) -> dict[str, Any]:
     text; ``client_share``: of one processor, that the clients took."""
     rates = _rates(rounds)
     return {
-        **{name: round(statistics.median(values), 3) for name, values in rates.items()},
+        **summary(rates),
         **{name: round(value, 1) for name, value in _waits(rounds).items()},
         "answers": sum(len(r.answers) for r in rounds),
         "client_share": round(sum(r.client_s for r in rounds) / sum(r.wall_s for r in rounds), 3),
-        "spread": {name: spread(values) for name, values in rates.items()},
     }
 
 
@@ -305,45 +244,59 @@ def _over(loads: Mapping[str, Sequence[Load]], peers: Sequence[str]) -> dict[str
     found: dict[str, Any] = {}
     for peer in peers:
         for name in (name for name in loads if name not in peers):
-            pair = {name: _rates(loads[name])["requests_per_s"], peer: _rates(loads[peer])["requests_per_s"]}
-            ratios = over(pair, name)[peer]
+            times = ratios(_rates(loads[name])["requests_per_s"], _rates(loads[peer])["requests_per_s"])
             own, its = _waits(loads[name]), _waits(loads[peer])
             found[name] = {
                 "peer": peer,
-                "requests_per_s": round(statistics.median(ratios), 3),
-                "spread": spread(ratios),
+                "requests_per_s": round(statistics.median(times), 3),
+                "spread": spread(times),
                 **{wait: round(its[wait] / own[wait], 3) for wait in own},
             }
     return {"ours": found}
 
 
-def render(result: dict[str, Any]) -> str:
-    rows = [
-        (
-            name,
-            at["clients"],
-            f"{at['requests_per_s']:.2f}",
-            f"{at['tokens_per_s']:.1f}",
-            "{:.1f} to {:.1f}".format(*at["spread"]["tokens_per_s"]),
-            *(f"{at[wait]:.0f}" for wait in ("latency_p50_ms", "latency_p99_ms", "first_p50_ms", "first_p99_ms")),
-        )
-        for name, server in result["servers"].items()
-        for at in server["loads"]
-    ]
-    header = ("server", "clients", "requests/s", "tokens/s", "from - to", "p50 ms", "p99 ms", "first p50", "first p99")
-    lines = [
+_WAIT_NAMES = {
+    "p50 ms": "latency_p50_ms",
+    "p99 ms": "latency_p99_ms",
+    "first text p50 ms": "first_p50_ms",
+    "first text p99 ms": "first_p99_ms",
+}
+TABLES = (
+    Table(
+        "Servers under load",
+        lambda result: [{"server": name, **at} for name, server in result["servers"].items() for at in server["loads"]],
+        {
+            "server": at("server"),
+            "clients": at("clients"),
+            "requests/s": ranged("requests_per_s", ".2f"),
+            "tokens/s": ranged("tokens_per_s", ".1f"),
+            **{title: at(name, ".0f") for title, name in _WAIT_NAMES.items()},
+        },
+        "Clients that each send their next request when the last is answered, streamed and greedy over loopback; half "
+        "of the prompts begin alike, and none comes twice. One server at a time has something to do. p50 and p99 are "
+        "of all rounds together. llama-cpp-python's server answers one request at a time.",
+    ),
+    Table(
+        "Servers under load: how many times as good as the peer",
+        lambda result: [
+            {"clients": at["clients"], "server": name, **ratio, "spread": {"requests_per_s": ratio["spread"]}}
+            for at in result["over"]
+            for name, ratio in at["ours"].items()
+        ],
+        {
+            "server": at("server"),
+            "clients": at("clients"),
+            "requests/s": ranged("requests_per_s", ".2f"),
+            **{title.replace(" ms", ""): at(name, ".2f") for title, name in _WAIT_NAMES.items()},
+        },
+        "Our requests/s over the peer's, and its waits over ours: above 1, ours is ahead.",
+    ),
+)
+
+
+def about(result: Result) -> str:
+    low, high = result["prompts"]
+    return (
         f"{result['shape']} {result['weights']}, {result['activations']} activations, {result['threads']} threads, "
-        f"{result['machine']['kernels']} kernels, prompts of {result['prompts'][0]} to {result['prompts'][1]}, answers "
-        f"of {result['answers'][0]} to {result['answers'][1]}",
-        common.table(header, rows),
-    ]
-    for at in result["over"]:
-        for name, ratio in at["ours"].items():
-            low, high = ratio["spread"]
-            lines.append(
-                f"{at['clients']} clients: {name} answers {ratio['requests_per_s']:.2f} times as many as "
-                f"{ratio['peer']} ({low:.2f} to {high:.2f}), whose answers take {ratio['latency_p50_ms']:.2f} (p50) "
-                f"and {ratio['latency_p99_ms']:.2f} (p99) times as long, first text "
-                f"{ratio['first_p50_ms']:.2f} and {ratio['first_p99_ms']:.2f}"
-            )
-    return "\n".join([*lines, label(result)])
+        f"prompts of {low} to {high}, answers of {result['answers'][0]} to {result['answers'][1]} tokens"
+    )

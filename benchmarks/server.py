@@ -96,15 +96,15 @@ def ours(
     *,
     activations: str,
     threads: int,
-    lanes: int,
+    max_batch_size: int,
     prefix_cache: str,
     compiled: bool,
     context: int,
 ) -> Server:
     """``torch-pi2 serve``; ``context``: tokens of prompt and answer, at most."""
-    about = {"lanes": lanes, "prefix_cache": prefix_cache, "compiled": compiled, "context": context}
+    about = {"max_batch_size": max_batch_size, "prefix_cache": prefix_cache, "compiled": compiled, "context": context}
     settings = ["serve", str(folder), "--port", "{port}", "--activations", activations, "--threads", str(threads)]
-    settings += ["--max-batch-size", str(lanes), "--max-tokens", str(context), "--prefix-cache", prefix_cache]
+    settings += ["--max-batch-size", str(max_batch_size), "--max-tokens", str(context), "--prefix-cache", prefix_cache]
     settings += ["--compile"] if compiled else []
     kept = "no prefix cache" if prefix_cache == "0" else f"prefix cache {prefix_cache}"
     return Server(f"torch-pi2, {kept}", "torch_pi2", settings, {"engine": "torch-pi2", **about})

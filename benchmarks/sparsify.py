@@ -10,7 +10,6 @@ import argparse
 import copy
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,9 @@ import torch
 import torch_pi2
 from benchmarks.arguments import list_of
 from benchmarks.subject import dense_of
-from torch_pi2.base.units import percent
+from benchmarks.tables import Result, Table, at
 from torch_pi2.cli import common
 from torch_pi2.graph.find import find_sites
-from torch_pi2.machine import process as machine
 from torch_pi2.profiling.text import stdlib_text
 from torch_pi2.training.settings import ACTIVATIONS, SparsifySettings
 from torch_pi2.training.trainer import alone, train, training_arguments
@@ -36,7 +34,7 @@ _TARGETS = [0.9, 0.95]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
     add = parser.add_argument
-    add("--targets", type=list_of(float), default=_TARGETS, metavar="S,...", help="shares of zeros")
+    add("--targets", type=list_of(common.probability), default=_TARGETS, metavar="S,...", help="shares of zeros")
     add("--activation", choices=ACTIVATIONS, default="relu-gate", help="of the sparse ones; default: %(default)s")
     add("--steps", type=common.positive, default=1200, metavar="N", help="of each training; default: %(default)s")
     add("--batch", type=common.positive, default=8, metavar="N", help="windows of a step; default: %(default)s")
@@ -46,44 +44,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=common.positive, default=32_768, metavar="N", help="held out; default: %(default)s")
 
 
-def run(
-    model: str | Path,
-    *,
-    targets: Sequence[float] = _TARGETS,
-    activation: str = "relu-gate",
-    steps: int = 1200,
-    batch: int = 8,
-    window: int = 256,
-    learning_rate: float = 5e-4,
-    distill: float = 0.0,
-    tokens: int = 32_768,
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
-    allow_download: bool = False,
-) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Zeros and held-out nats per token of the dense model ``before``, ``dense`` (trained on), and by target."""
-    dense, tokenizer = dense_of(model, dtype, trust_remote_code, allow_download)
+    dense, tokenizer = dense_of(args.model, args.dtype, args.trust_remote_code, args.allow_download)
     dense.float()
-    settings = SparsifySettings(
-        activation=activation, steps=steps, batch=batch, window=window, learning_rate=learning_rate, distill=distill
-    )
-    text, heldout = [stdlib_text("train")], [common.stdlib_sample("heldout", tokenizer, tokens)]
+    names = ("activation", "steps", "batch", "window", "learning_rate", "distill")
+    settings = SparsifySettings(**{name: getattr(args, name) for name in names})
+    text, heldout = [stdlib_text("train")], [common.stdlib_sample("heldout", tokenizer, args.tokens)]
     with tempfile.TemporaryDirectory() as folder:
         before, after = _trained_on(dense, text, heldout, tokenizer, settings, Path(folder) / "dense")
         cases = {"before": _case(before), "dense": _case(after)}
-        for target in targets:
+        for target in args.targets:
             fields: Any = vars(replace(settings, target_sparsity=target))
             out = Path(folder) / "sparse"
             done = torch_pi2.sparsify(dense, out, text, heldout=heldout, tokenizer=tokenizer, progress=True, **fields)
             cases[f"{target:.1%}"] = _case(done.after)
     return {
-        "what": "sparsify",
-        "folder": Path(model).resolve().name,
+        "folder": Path(args.model).resolve().name,
         "form": find_sites(dense)[0].form,
         "settings": {name: value for name, value in vars(settings).items() if name != "target_sparsity"},
-        "heldout_tokens": tokens,
+        "heldout_tokens": args.tokens,
         "cases": cases,
-        **machine.describe(),
     }
 
 
@@ -106,23 +87,33 @@ def _case(found: Measured) -> dict[str, float]:
     return {"zeros": found.mean_zeros, "nats_per_token": found.nats_per_token}
 
 
-HEADER = ("target", "zeros", "nats per token", "loss")
-
-
-def rows_of(result: Mapping[str, Any]) -> list[list[str]]:
-    """The loss is beside that of the dense model which was trained on as long."""
-    cases = result["cases"]
-    nats = cases["dense"]["nats_per_token"]
+def _rows(result: Result) -> list[dict[str, Any]]:
+    """Losses beside that of the dense model which was trained on as long."""
+    nats = result["cases"]["dense"]["nats_per_token"]
     return [
-        [name, percent(case["zeros"]), f"{case['nats_per_token']:.4f}", f"{case['nats_per_token'] / nats - 1:+.2%}"]
-        for name, case in cases.items()
+        {"target": name, **case, "loss": case["nats_per_token"] / nats - 1} for name, case in result["cases"].items()
     ]
 
 
-def render(result: Mapping[str, Any]) -> str:
+TABLES = (
+    Table(
+        "Made sparse by training",
+        _rows,
+        {
+            "target": at("target"),
+            "zeros": at("zeros", common.percent),
+            "nats per token": at("nats_per_token", ".4f"),
+            "loss": at("loss", "+.2%"),
+        },
+        "A trained model, trained on with ReLU and a penalty that is steered to a share of zeros: these and the loss "
+        "on held-out text, beside the same model trained on as long without (*dense*; *before*: as it was).",
+    ),
+)
+
+
+def about(result: Result) -> str:
     settings = result["settings"]
-    about = (
+    return (
         f"{result['folder']}: {result['form']}, then {settings['activation']}; {settings['steps']:,} steps of "
-        f"{settings['batch']} windows of {settings['window']} tokens; loss beside the dense model trained on as long"
+        f"{settings['batch']} windows of {settings['window']} tokens"
     )
-    return f"{about}\n{common.table(HEADER, rows_of(result))}"

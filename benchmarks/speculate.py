@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.arguments import add_source, list_of
-from benchmarks.figures import alternate, at_least, label, medians, of_store, shown, spread
-from benchmarks.subject import WORK, Rooms, Subject, check_one, check_share, synthetic_store
+from benchmarks.arguments import TRAINED, add_lengths, add_source, list_of
+from benchmarks.figures import alternate, medians, of_store, ratios, spread
+from benchmarks.subject import WORK, Rooms, Subject, synthetic_folder, synthetic_store
+from benchmarks.tables import Result, Table, at, ranged
 from torch_pi2.cli import common
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.decode.sequence import GeneratedSequence, pick
@@ -34,7 +35,6 @@ from torch_pi2.decode.speculate import MOST_DRAFTED, Drafts, Pace, PromptLookup,
 from torch_pi2.errors import ConfigError
 from torch_pi2.eval.token_source import tokens_of
 from torch_pi2.formats import ACTIVATIONS, QUANTIZED
-from torch_pi2.machine import process as machine
 from torch_pi2.machine.device import find_device
 from torch_pi2.ops import load as load_library
 from torch_pi2.rewrite.handle import store_of
@@ -44,8 +44,6 @@ from torch_pi2.types.config import Config
 from torch_pi2.types.offload import OffloadConfig
 
 PLAIN, SPECULATIVE = "plain", "speculative"
-#: The trained model of this repository.
-TRAINED = Path(__file__).parents[1] / "examples" / "models" / "drelu-stdlib-5m"
 #: Of the guesses that a synthetic model gets.
 RIGHT = (0.9, 0.7, 0.3)
 
@@ -55,46 +53,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser, "real model, optimised here if it is not (default: the trained one of this repository)", "none")
     add("--weights", choices=("float", *QUANTIZED), default="int4", help="of what is made or optimised here")
     add("--activations", choices=ACTIVATIONS, default="int8", help="float with float weights")
-    add("--right", type=list_of(float), metavar="P,...", help="guesses are right with these probabilities")
+    add("--right", type=list_of(common.share), metavar="P,...", help="guesses are right with these probabilities")
     add(
         "--guesses",
-        type=list_of(common.positive),
+        type=list_of(common.guesses),
         default=[4],
         metavar="K,...",
         help=f"at a time, at most ({MOST_DRAFTED} or less; default: 4)",
     )
     add("--always", action="store_true", help="never rest: what guesses cost where they do not pay")
-    add("--ffn-in-memory", type=float, default=1.0, metavar="SHARE", help="of the neurons' bytes; 1: no store")
+    add("--ffn-in-memory", type=common.share, default=1.0, metavar="SHARE", help="of the neurons' bytes; 1: no store")
     add("--device", metavar="NAME", help="simulate reads of ufs-4.0, ufs-3.1, nvme or a JSON file (docs/DEVICES.md)")
-    add("--prompt", type=common.positive, default=256, metavar="T", help="tokens of the prompt")
-    add("--tokens", type=common.positive, default=128, metavar="N", help="tokens of the answer")
-    add("--rounds", type=common.positive, default=5, metavar="N", help="of each, in alternation, each of another text")
+    add_lengths(parser, 256, 128, 5)
     add("--eager", dest="compiled", action="store_false", help="do not compile steps and passes")
     add("--trust-remote-code", action="store_true", help="run modelling code in the folder")
-    add("--seed", type=common.seed, default=0)
 
 
-def run(
-    shape: str | None = None,
-    folder: str | Path | None = None,
-    *,
-    weights: str = "int4",
-    activations: str = "int8",
-    right: Sequence[float] | None = None,
-    guesses: Sequence[int] = (4,),
-    always: bool = False,
-    ffn_in_memory: float = 1.0,
-    device: str | None = None,
-    prompt: int = 256,
-    tokens: int = 128,
-    rounds: int = 5,
-    compiled: bool = True,
-    trust_remote_code: bool = False,
-    seed: int = 0,
-) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Load or make a model and time it with and without guesses, on torch's current number of threads.
-
-    Args: the options of the same names.
 
     Returns:
         ``cases``: for each kind of guesses and number of them (``at_a_time``) ``tokens_per_s`` (medians over rounds,
@@ -106,26 +82,34 @@ def run(
         versions.
 
     Raises:
-        ConfigError: a setting makes no sense. Pi2Error: what making and loading models raise.
+        ConfigError: ``--device`` without a store. Pi2Error: what making and loading models raise.
     """
     load_library()
-    at_least(1, prompt=prompt, rounds=rounds)
-    at_least(2, tokens=tokens)
-    _check(right, guesses, ffn_in_memory, device)
-    trust = trust_remote_code or (shape is None and folder is None)  # our own model brings its code
-    if ffn_in_memory < 1:
+    shape, folder, weights, activations = args.shape, args.folder, args.weights, args.activations
+    prompt, tokens, guesses, device, seed = args.prompt, args.tokens, args.guesses, args.device, args.seed
+    if device is not None:
+        find_device(device)
+        if args.ffn_in_memory == 1:
+            raise ConfigError(
+                f"--device {device}",
+                expected="--ffn-in-memory below 1 beside it",
+                found="everything in memory, which reads nothing",
+                fix="Pass both.",
+            )
+    trust = args.trust_remote_code or (shape is None and folder is None)  # our own model brings its code
+    if args.ffn_in_memory < 1:
         made, config = _store(shape, folder, weights, trust, seed), OffloadConfig(device=device)
-        models, room = _over_store(made, ffn_in_memory, prompt + tokens, config, activations, trust)
+        models, room = _over_store(made, args.ffn_in_memory, prompt + tokens, config, activations, trust)
     else:
         model, made = _model(shape, folder, weights, activations, trust, seed)
         models, room = dict.fromkeys((PLAIN, SPECULATIVE), model), None
     plain: Any = models[PLAIN]
     subject, store = Subject.of(plain, made), store_of(plain)
     drawn = tokens_of(plain, made, "heldout", 1, seed + 10, trust)
-    texts = [drawn.draw(prompt + tokens) for _ in range(rounds + 1)]
-    probabilities = right or (RIGHT if subject.synthetic else ())
-    decoders = _decoders(models, prompt + tokens, compiled)
-    bench = _Bench(decoders, always, prompt, texts, seed)
+    texts = [drawn.draw(prompt + tokens) for _ in range(args.rounds + 1)]
+    probabilities = args.right or (RIGHT if subject.synthetic else ())
+    decoders = _decoders(models, prompt + tokens, args.compiled)
+    bench = _Bench(decoders, args.always, prompt, texts, seed)
     cases = [
         bench.case(f"{share:.0%} right, given text", k, given=True, share=share)
         for share in probabilities
@@ -135,50 +119,14 @@ def run(
         for k in guesses:
             cases += [bench.case("prompt lookup, given text", k, given=True), bench.case("prompt lookup, own text", k)]
     return {
-        "what": "speculate",
-        "shape": subject.shape,
-        "weights": subject.weights,
+        **subject.label(),
         "activations": activations if subject.weights != "float" else "float",
-        "synthetic": subject.synthetic,
-        "threads": torch.get_num_threads(),
-        "compiled": compiled,
-        "guesses": list(guesses),
-        "always": always,
-        "ffn_in_memory": ffn_in_memory,
         "budget_bytes": room,
         "simulated": device or False,
         "reads": None if store is None else store.describe(),
-        "prompt": prompt,
-        "tokens": tokens,
-        "rounds": rounds,
         "text": drawn.about,
         "cases": cases,
-        "seed": seed,
-        **machine.describe(),
     }
-
-
-def _check(right: Sequence[float] | None, guesses: Sequence[int], ffn_in_memory: float, device: str | None) -> None:
-    if not all(1 <= k <= MOST_DRAFTED for k in guesses):
-        raise ConfigError(
-            "guesses",
-            expected=f"1 to {MOST_DRAFTED}",
-            found=",".join(map(str, guesses)),
-            fix="More are not verified in one pass.",
-        )
-    for share in right or ():
-        if not 0 <= share <= 1:
-            raise ConfigError("right", expected="0 to 1", found=f"{share:g}", fix="It is a probability.")
-    check_share(ffn_in_memory)
-    if device is not None:
-        find_device(device)
-        if ffn_in_memory == 1:
-            raise ConfigError(
-                f"--device {device}",
-                expected="--ffn-in-memory below 1 beside it",
-                found="everything in memory, which reads nothing",
-                fix="Pass both.",
-            )
 
 
 def _model(
@@ -186,11 +134,8 @@ def _model(
 ) -> tuple[Any, Path]:
     import torch_pi2
 
-    check_one(folder, shape)
     if shape is not None:
-        made = WORK / f"{shape}-{weights}-0.1"
-        if not (made / PI2_FOLDER).is_dir():
-            torch_pi2.synthetic(made, shape, weights=weights, seed=seed)
+        made = synthetic_folder(shape, weights, seed)
         return torch_pi2.load(made, activations=activations), made
     made = TRAINED if folder is None else Path(folder)
     if (made / PI2_FOLDER).is_dir():
@@ -208,7 +153,6 @@ def _store(shape: str | None, folder: str | Path | None, weights: str, trust: bo
     """A folder with a store; packed in ``WORK``, after being optimised without loss, if it has none."""
     import torch_pi2
 
-    check_one(folder, shape)
     if shape is not None:
         if weights != "int4":
             raise ConfigError(
@@ -343,7 +287,7 @@ class _Bench:
         rounds = {kind: found[1:] for kind, found in every.items()}
         steps = self._tokens - 1
         rates = {kind: [steps / r.seconds for r in found] for kind, found in rounds.items()}
-        ratios = [fast / slow for fast, slow in zip(rates[SPECULATIVE], rates[PLAIN], strict=True)]
+        times = ratios(rates[SPECULATIVE], rates[PLAIN])
         drafts = [r.drafts for r in rounds[SPECULATIVE] if r.drafts is not None]
         passes = [
             statistics.mean(guessed.full_ms) / 1e3 * rate
@@ -356,8 +300,8 @@ class _Bench:
             "at_a_time": guesses,
             "tokens_per_s": medians(rates),
             "spread": {kind: spread(values) for kind, values in rates.items()},
-            "ratio": round(statistics.median(ratios), 4),
-            "ratio_spread": spread(ratios, 4),
+            "ratio": round(statistics.median(times), 4),
+            "ratio_spread": spread(times, 4),
             "pass_steps": round(statistics.median(passes), 3) if passes else None,
             "drafted": sum(d.drafted for d in drafts),
             "accepted": sum(d.accepted for d in drafts),
@@ -420,57 +364,79 @@ def _plain(
         sequence.append(choose(decoder.step(ids_11)[0]))
 
 
-def render(result: dict[str, Any]) -> str:
-    rows = [
-        (
-            case["guesses"],
-            case["at_a_time"],
-            f"{case['tokens_per_s'][PLAIN]:.2f}",
-            f"{case['tokens_per_s'][SPECULATIVE]:.2f}",
-            f"{case['ratio']:.3f}",
-            "{:.3f} to {:.3f}".format(*case["ratio_spread"]),
-            shown(case["pass_steps"], "{:.2f}".format),
-            common.percent(case["accepted"] / case["drafted"]) if case["drafted"] else "",
-            f"{case['drafted'] / case['passes']:.2f}" if case["passes"] else "",
-            case["passes"],
-            f"{case['switched_off']} of {result['rounds']}",
-            {None: "given", True: "the same", False: "other"}[case["same_text"]],
-        )
+def _rows(result: Result) -> list[dict[str, Any]]:
+    """Cases, with shares of the guesses."""
+    words = {None: "given", True: "the same", False: "other"}
+    return [
+        {
+            **case,
+            "plain": case["tokens_per_s"][PLAIN],
+            "guessing": case["tokens_per_s"][SPECULATIVE],
+            "spread": {"ratio": case["ratio_spread"]},
+            "right": case["accepted"] / case["drafted"] if case["drafted"] else None,
+            "a_pass": case["drafted"] / case["passes"] if case["passes"] else None,
+            "off": f"{case['switched_off']} of {result['rounds']}",
+            "text": words[case["same_text"]],
+        }
         for case in result["cases"]
     ]
-    header = ["guesses", "K", PLAIN, SPECULATIVE, "ratio", "range", "pass", "right", "a pass", "passes"]
-    header += ["switched off", "text"]
+
+
+def _store_rows(result: Result) -> list[dict[str, Any]]:
+    """What the store did by case, with and without guesses."""
+    return [
+        {"guesses": case["guesses"], "most": case["at_a_time"], "decoding": kind, **figures}
+        for case in result["cases"]
+        for kind, figures in (case.get("store") or {}).items()
+    ]
+
+
+TABLES = (
+    Table(
+        "Guessed tokens",
+        _rows,
+        {
+            "guesses": at("guesses"),
+            "at most": at("at_a_time"),
+            "plain tokens/s": at("plain", ".2f"),
+            "guessing": at("guessing", ".2f"),
+            "ratio": ranged("ratio", ".3f"),
+            "a full pass takes, in steps": at("pass_steps", ".2f"),
+            "right": at("right", common.percent),
+            "a pass": at("a_pass", ".2f"),
+            "switched off": at("off"),
+            "text": at("text"),
+        },
+        "Guessed next tokens that one pass verifies, against one token a step. *Right*: share of the guesses. *A "
+        "pass*: guesses of one. They are *switched off* in rounds where they cost more than they bring. *Text*: "
+        "whether both gave the same text, or were given it.",
+    ),
+    Table(
+        "Guessed tokens over a store",
+        _store_rows,
+        {
+            "guesses": at("guesses"),
+            "at most": at("most"),
+            "decoding": at("decoding"),
+            "MB/token": at("bytes_read_per_token", ".2f", 1e-6),
+            "reads/token": at("reads_per_token", ".0f"),
+            "hits": at("hit_rate", common.percent),
+            "waiting": at("io_critical_share", common.percent),
+        },
+    ),
+)
+
+
+def about(result: Result) -> str:
     share, device = result["ffn_in_memory"], result["simulated"]
-    lines = [
+    return (
         f"{result['shape']} {result['weights']}, {result['activations']} activations, {result['threads']} threads, "
-        f"{'compiled' if result['compiled'] else 'eager'}, {result['machine']['cpu']}",
-        common.table(header, rows),
-        f"tokens/s after a prompt of {result['prompt']}, medians of {result['rounds']} rounds of {result['tokens']} "
-        f"tokens; {'always' if result['always'] else 'up to'} K guesses a pass; pass: what one with K takes, in steps",
-    ]
-    if share < 1:
-        late = common.percent(max(kind["late_share"] for case in result["cases"] for kind in case["store"].values()))
-        slower = f"; simulated device {device}; at most {late} of reads took longer here than there" if device else ""
-        where = f"{common.percent(share)} of the neurons in memory{slower}"
-        lines += [_render_store(result["cases"]), where]
-    lines += [
-        f"text: {result['text']}",
-    ]
-    return "\n".join([*lines, label(result)])
-
-
-def _render_store(cases: Sequence[Mapping[str, Any]]) -> str:
-    columns = (
-        ("MB/token", "bytes_read_per_token", lambda value: f"{value / 1e6:.2f}"),
-        ("reads/token", "reads_per_token", "{:.0f}".format),
-        ("hits", "hit_rate", common.percent),
-        ("waiting", "io_critical_share", common.percent),
+        f"{'compiled' if result['compiled'] else 'eager'}, prompt {result['prompt']}, answer {result['tokens']}"
+        + (f", {common.percent(share)} of the neurons in memory" if share < 1 else "")
+        + (f", SIMULATED {device}" if device else "")
+        + (", never resting" if result["always"] else "")
     )
-    rows = []
-    for case in cases:
-        by_kind = [case["store"][kind] for kind in (PLAIN, SPECULATIVE)]
-        read = [figures["bytes_read_per_token"] for figures in by_kind]
-        cells = [text(figures[key]) for _, key, text in columns for figures in by_kind]
-        rows.append((case["guesses"], case["at_a_time"], *cells, f"{read[1] / read[0]:.2f}" if read[0] else ""))
-    names = [name for column, _, _ in columns for name in (f"{column}, {PLAIN}", SPECULATIVE)]
-    return common.table(("guesses", "K", *names, "bytes"), rows)
+
+
+def notes(result: Result) -> list[str]:
+    return [f"text: {result['text']}"]

@@ -84,6 +84,10 @@ class Subject:
             shape, stem = f"{known} with {layers} layers", f"{known}-{layers}-layers"
         return Subject(shape, stem, weights_of(model), label, folder_name, (known,))
 
+    def label(self) -> dict[str, Any]:
+        """For results."""
+        return {"shape": self.shape, "weights": self.weights, "synthetic": self.synthetic}
+
     def check(self, shape: str | None, weights: str | None, active: float | None) -> None:
         """Compare with what was asked for; None was not.
 
@@ -121,20 +125,23 @@ def _sizes(model: nn.Module) -> str:
     return f"{name}, {layers} layers of {size}" if layers and size else name
 
 
-def check_share(ffn_in_memory: float) -> None:
-    """Raises ConfigError unless it is a share of the neurons' bytes."""
-    if not 0 <= ffn_in_memory <= 1:
-        raise ConfigError(
-            "ffn_in_memory", expected="0 to 1", found=f"{ffn_in_memory:g}", fix="It is a share of the neurons' bytes."
-        )
+def synthetic_folder(
+    shape: str, weights: str, seed: int, *, folder: Path | None = None, active: float | None = None
+) -> Path:
+    """A synthetic model with random weights in ``folder`` (default: in ``WORK``), made if it is not there."""
+    import torch_pi2
+
+    firing = {"active": 0.1} | FIRING.get(shape, {}) | ({} if active is None else {"active": active})
+    made = folder or WORK / f"{shape}-{weights}-{firing['active']:g}"
+    if not (made / PI2_FOLDER).is_dir():
+        torch_pi2.synthetic(made, shape, weights=weights, seed=seed, **firing)
+    return made
 
 
-def check_one(folder: object, shape: str | None) -> None:
-    """Raises ConfigError: both are given."""
-    if folder is not None and shape is not None:
-        raise ConfigError(
-            "--shape with --folder", expected="one of them", found="both", fix="The folder has its own shape."
-        )
+def check_runner() -> None:
+    """Raises ConfigError: the C++ runner was not built."""
+    if not RUNNER.is_file():
+        raise ConfigError("the C++ runner", expected=str(RUNNER), found="no runner", fix="make runner.")
 
 
 def synthetic_store(shape: str, seed: int) -> Path:
@@ -143,11 +150,7 @@ def synthetic_store(shape: str, seed: int) -> Path:
 
     made = WORK / f"{shape}-store"
     if not (made / PI2_FOLDER / STORE_FILE).is_file():
-        firing = {"active": 0.1} | FIRING.get(shape, {})
-        source = made.with_name(f"{shape}-int4-{firing['active']:g}")
-        if not (source / PI2_FOLDER).is_dir():
-            torch_pi2.synthetic(source, shape, weights="int4", seed=seed, **firing)
-        torch_pi2.pack(source, made)
+        torch_pi2.pack(synthetic_folder(shape, "int4", seed), made)
     return made
 
 

@@ -20,25 +20,21 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import cap
-from benchmarks.arguments import list_of
-from benchmarks.figures import at_least, known, of_store, shown, spread
+from benchmarks.arguments import add_activations, add_lengths, list_of, names_of
+from benchmarks.figures import of_store, summary
 from benchmarks.network import INTERFACE, Network
 from benchmarks.peer import Peer
-from benchmarks.subject import Rooms, check_share
+from benchmarks.subject import Rooms
+from benchmarks.tables import Result, Table, at, ranged
 from torch_pi2.cli import common
 from torch_pi2.distributed.shard_store import shards_in
 from torch_pi2.errors import ConfigError
-from torch_pi2.formats import ACTIVATIONS
-from torch_pi2.machine import process as machine
-from torch_pi2.store.folder import PI2_FOLDER, read_config
+from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
 from torch_pi2.store.superblock import LayerEntry
 from torch_pi2.types.offload import OffloadConfig
 from torch_pi2.types.shard import REDUCTIONS
 from torch_pi2.types.site import block_of
-
-#: Attention is not divided by heads any more.
-ATTENTION = ("whole",)
 
 #: Tokens of a prompt, and of an answer that is not timed, before the first round.
 _PROMPT, _WARM_UP = 8, 8
@@ -55,7 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--folder", type=Path, required=True, metavar="DIR", help="a store (torch-pi2 pack)")
     add("--shards", type=Path, required=True, metavar="DIR", help="its shards (torch-pi2 pack DIR OUT --ranks N)")
     add("--stages", type=Path, metavar="DIR", help="as many that have whole layers (--by layers)")
-    add("--ffn-in-memory", type=float, default=0.5, metavar="SHARE", help="of the neurons' bytes, in each process")
+    add(
+        "--ffn-in-memory",
+        type=common.share,
+        default=0.5,
+        metavar="SHARE",
+        help="of the neurons' bytes, in each process",
+    )
     add(
         "--links",
         type=list_of(str),
@@ -63,8 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MBIT,...",
         help="between processes; none: as fast as it goes (default: none,10000,1000)",
     )
-    add("--reductions", type=list_of(str), default=[*REDUCTIONS], metavar="NAMES", help="default: chunks,ranks")
-    add("--attention", type=list_of(str), default=["whole"], metavar="NAMES", help="whole,heads (default: whole)")
+    add("--reductions", type=names_of(REDUCTIONS), default=[*REDUCTIONS], metavar="NAMES", help="default: chunks,ranks")
     add("--prompt", type=common.positive, default=_PROMPT, metavar="N", help="tokens of a prompt that is timed, too")
     add(
         "--chunk-tokens",
@@ -73,8 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of its pieces (default: by budget)",
     )
-    add("--tokens", type=common.positive, default=24, metavar="N", help="of a round")
-    add("--rounds", type=common.positive, default=2, metavar="N")
+    add_lengths(parser, 0, 24, 2)
     add(
         "--core-share",
         type=common.probability,
@@ -82,61 +82,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="of a core, for each process: where there are fewer cores than processes (default: 1)",
     )
-    add("--activations", default="int8", choices=ACTIVATIONS, help="int8 is lossy")
+    add_activations(parser, "int8")
     add("--eager", dest="compiled", action="store_false", help="do not compile the decoding step")
-    add("--seed", type=common.seed, default=0)
 
 
-def run(
-    folder: Path,
-    shards: Path,
-    stages: Path | None = None,
-    *,
-    ffn_in_memory: float = 0.5,
-    links: Sequence[str] = ("none",),
-    reductions: Sequence[str] = REDUCTIONS,
-    attention: Sequence[str] = ATTENTION[:1],
-    prompt: int = _PROMPT,
-    chunk_tokens: int = 0,
-    tokens: int = 24,
-    rounds: int = 2,
-    core_share: float = 1.0,
-    activations: str = "int8",
-    compiled: bool = True,
-    seed: int = 0,
-) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Decode with one process, then with all shards over each link, one after another, and with all ``stages``.
 
     Returns:
-        ``alone`` and by ``links`` and reduction (and ``, heads`` where attention is divided; or ``layers``):
+        ``alone`` and by ``links`` and reduction (or ``layers``):
         ``tokens_per_s``, ``prompt_tokens_per_s``, ``spread``, what the first process read a token, ``sent_bytes`` a
         token (computed: what each process gives the others, or of stages the first one the second), ``ratio`` and
         ``prompt_ratio`` to the one alone, and ``same``: after which share of all tokens its most likely next one is
         that of the one alone, which was fed the same; and the ``link``, measured before.
 
     Raises:
-        ConfigError: a setting makes no sense, or the shards are of another store. PeerError: a process ended.
+        ConfigError: the shards are of another store. PeerError: a process ended.
         NetworkError: no namespaces can be made, for a link that is not ``none``.
     """
-    at_least(1, tokens=tokens, rounds=rounds, links=len(links), reductions=len(reductions))
-    check_share(ffn_in_memory)
-    known("reduction", reductions, REDUCTIONS)
-    known("attention", attention, ATTENTION)
-    ranks, sizes = _sizes(folder, shards)
-    ways = [_Way(shards, reduction, how) for how in attention for reduction in reductions]
+    folder, stages, tokens, rounds, prompt = args.folder, args.stages, args.tokens, args.rounds, args.prompt
+    ranks, sizes = _sizes(folder, args.shards)
+    ways = [_Way(args.shards, reduction) for reduction in args.reductions]
     if stages is not None:
         _check_stages(folder, stages, ranks)
         ways.append(_Way(stages, "layers"))
     context = max(_PROMPT + _WARM_UP + rounds * tokens, prompt) + 1
     rooms = Rooms(folder, context)
-    budget = rooms.budget(OffloadConfig(), ffn_in_memory)
+    budget = rooms.budget(OffloadConfig(), args.ffn_in_memory)
     settings = {
         "threads": 1,
-        "activations": activations,
+        "activations": args.activations,
         "context": context,
-        "chunk_tokens": chunk_tokens,
-        "compiled": compiled,
-        "seed": seed,
+        "chunk_tokens": args.chunk_tokens,
+        "compiled": args.compiled,
+        "seed": args.seed,
         "topics": True,
         "budget": budget,
         "offload": asdict(OffloadConfig()),
@@ -145,16 +124,15 @@ def run(
     cap_bytes = budget + _ROOM if cap.available() else None
     for path in (folder, *(path for one in {way.folder for way in ways} for path in shards_in(one).values())):
         cap.warm(path / PI2_FOLDER / STORE_FILE)
-    asked = tokens, rounds, prompt, core_share
+    asked = tokens, rounds, prompt, args.core_share
     alone = _measured([settings | {"folder": str(folder)}], None, cap_bytes, *asked)
     said = alone.pop("said")
     found: dict[str, Any] = {}
-    for link in links:
+    for link in args.links:
         for way in ways:
             group = {
                 "ranks": ranks,
                 "reduction": way.way if way.way in REDUCTIONS else REDUCTIONS[0],
-                "attention": way.attention,
                 "port": _PORT,
             }
             each = [
@@ -162,44 +140,29 @@ def run(
                 for rank, path in sorted(shards_in(way.folder).items())
             ]
             figures = _measured(each, link, cap_bytes, *asked)
-            figures["sent_bytes"] = sizes[way.way] + (sizes["heads"] if way.attention == "heads" else 0)
+            figures["sent_bytes"] = sizes[way.way]
             for ratio, rate in (("ratio", "tokens_per_s"), ("prompt_ratio", "prompt_tokens_per_s")):
                 figures[ratio] = round(figures[rate] / alone[rate], 2)
             figures["same"] = sum(map(operator.eq, figures.pop("said"), said)) / len(said)
-            found.setdefault(link, {})[way.name] = figures
+            found.setdefault(link, {})[way.way] = figures
     return {
-        "what": "together",
         "model": alone.pop("subject"),
         "ranks": ranks,
-        "activations": activations,
-        "ffn_in_memory": ffn_in_memory,
         "budget_bytes": budget,
         "cap_bytes": cap_bytes,
-        "threads": 1,
         "tokens_a_round": tokens,
-        "prompt": prompt,
-        "chunk_tokens": chunk_tokens,
-        "rounds": rounds,
-        "core_share": core_share,
-        "compiled": compiled,
+        "threads": 1,
         "drive": "one, for all processes",
         "alone": alone,
         "links": found,
-        **machine.describe(),
     }
 
 
 class _Way(NamedTuple):
-    """A folder of shards and how they compute together: a reduction, or ``layers``; and attention."""
+    """A folder of shards and how they compute together: a reduction, or ``layers``."""
 
     folder: Path
     way: str
-    attention: str = ATTENTION[0]
-
-    @property
-    def name(self) -> str:
-        """For results."""
-        return self.way + ("" if self.attention == ATTENTION[0] else f", {self.attention}")
 
 
 def _sizes(folder: Path, shards: Path) -> tuple[int, dict[str, int]]:
@@ -223,11 +186,7 @@ def _sizes(folder: Path, shards: Path) -> tuple[int, dict[str, int]]:
             for entry, *others in calls.values()
         )
         hidden = one.entries[0].hidden * (whole.float_dtype or torch.float32).itemsize
-    config = read_config(folder)
-    queries = config["num_attention_heads"]
-    width = queries * (config.get("head_dim") or config["hidden_size"] // queries) // len(found)
-    heads = 4 * width * config["num_hidden_layers"]
-    return len(found), {"chunks": 4 * chunks, "ranks": 4 * sums, "layers": hidden, "heads": heads}
+    return len(found), {"chunks": 4 * chunks, "ranks": 4 * sums, "layers": hidden}
 
 
 def _check_stages(folder: Path, stages: Path, ranks: int) -> None:
@@ -293,9 +252,7 @@ def _measured(
         steps = [s for r in kept for s in r["step_s"]]
         rates = [len(r["step_s"]) / sum(r["step_s"]) for r in kept]
         return {
-            "tokens_per_s": round(statistics.median(rates), 3),
-            "prompt_tokens_per_s": round(statistics.median(prompts), 1),
-            "spread": {"tokens_per_s": spread(rates), "prompt_tokens_per_s": spread(prompts)},
+            **summary({"tokens_per_s": rates, "prompt_tokens_per_s": prompts}),
             "p50_ms": round(statistics.median(steps) * 1e3, 2),
             **of_store([r["stats"] for r in kept], len(steps), sum(steps), 1),
             "peak_rss_bytes": kept[-1]["peak_rss_bytes"],
@@ -305,50 +262,39 @@ def _measured(
         }
 
 
-#: Of :func:`rows_of`.
-HEADER = (
-    "",
-    "tokens/s (range)",
-    "ratio",
-    "predicted",
-    "prompts",
-    "ratio",
-    "in the cache",
-    "read a token",
-    "sent a token",
-    "same next tokens",
-)
-
-
-def rows_of(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def _rows(result: Result) -> list[dict[str, Any]]:
     """One process, and the others by link and reduction."""
-
-    def row(name: str, case: Mapping[str, Any]) -> tuple[str, ...]:
-        low, high = case["spread"]["tokens_per_s"]
-        least, most = case["spread"].get("prompt_tokens_per_s", (0, 0))  # earlier results have none
-        return (
-            name,
-            f"{case['tokens_per_s']:.2f} ({low:.2f} to {high:.2f})",
-            shown(case.get("ratio"), "{:.2f}".format),
-            shown(case.get("predicted_tokens_per_s"), "{:.2f}".format),
-            f"{case['prompt_tokens_per_s']:.1f} ({least:.1f} to {most:.1f})" if most else "",
-            shown(case.get("prompt_ratio"), "{:.2f}".format),
-            shown(case["hit_rate"], common.percent),
-            common.size(case["bytes_read_per_token"]),
-            shown(case.get("sent_bytes"), common.size),
-            shown(case.get("same"), common.percent),
-        )
-
-    share = result.get("core_share", 1)
-    part = "" if share == 1 else f", {share:g} of a core"
-    rows = [row(f"one process{part}", result["alone"])]
+    rows = [{"case": "one process", **result["alone"]}]
     for link, cases in result["links"].items():
         name = "no limit" if link == "none" else f"{link} Mbit/s"
-        rows += [row(f"{result['ranks']} processes{part}, {name}, {way}", case) for way, case in cases.items()]
+        rows += [{"case": f"{result['ranks']} processes, {name}, {way}", **case} for way, case in cases.items()]
     return rows
 
 
-def render(result: dict[str, Any]) -> str:
-    about = f"{result['model']['shape']}, {result['ffn_in_memory']:.0%} of the neurons in each process, "
-    about += "a core each" if result.get("core_share", 1) == 1 else f"{result['core_share']:g} of a core each"
-    return f"{about}\n{common.table(HEADER, rows_of(result))}"
+TABLES = (
+    Table(
+        "Several processes",
+        _rows,
+        {
+            "": at("case"),
+            "tokens/s": ranged("tokens_per_s", ".2f"),
+            "ratio": at("ratio", ".2f"),
+            "predicted tokens/s": at("predicted_tokens_per_s", ".2f"),
+            "prompt tokens/s": ranged("prompt_tokens_per_s", ".1f"),
+            "ratio of prompts": at("prompt_ratio", ".2f"),
+            "in the cache": at("hit_rate", common.percent),
+            "a token reads": at("bytes_read_per_token", common.size),
+            "a token sends": at("sent_bytes", common.size),
+            "same next tokens": at("same", common.percent),
+        },
+        "Each process has a core, a memory cap and a shard, beside one process with a core and the same cap, all on "
+        "one drive. *Predicted*, in older results, is what the planner expected.",
+    ),
+)
+
+
+def about(result: Result) -> str:
+    share = result.get("core_share", 1)
+    return f"{result['model']['shape']}, {common.percent(result['ffn_in_memory'])} of the neurons in each process, " + (
+        "a core each" if share == 1 else f"{share:g} of a core each"
+    )

@@ -38,7 +38,7 @@ from torch_pi2.types.config import Config
 from torch_pi2.types.verdict import Loss, Verdict
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks import ffn
+from benchmarks.__main__ import call, render
 
 MODEL = Path(__file__).resolve().parent / "models" / "drelu-stdlib-5m"
 PROMPT = 'def read_config(path):\n    """Read a configuration file'
@@ -205,8 +205,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     with section("bench ffn: one layer of a 7B model, 10 % of neurons active"):
         torch.set_num_threads(threads)
-        layer_times = ffn.run(4096, 14336, 0.1, "bf16")
-        print(ffn.render(layer_times))
+        layer_times = call("ffn")
+        print(render(layer_times))
 
     out = Path(args.out)
     with section("verdict: low-rank beside dense"):

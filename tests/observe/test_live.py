@@ -103,7 +103,7 @@ def test_somebody_else_who_watches_is_named() -> None:
     model = torch_pi2.optimize(dense(), method="exact")
     with (
         torch_pi2.watch(model),
-        pytest.raises(ConfigError, match="expected one watch of it at a time, found another under way"),
+        pytest.raises(ConfigError, match="expected one watch of it at a time, found another one running"),
     ):
         Firing(model).start()
 

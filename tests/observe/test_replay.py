@@ -23,11 +23,8 @@ from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.cli import main
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
 from torch_pi2.observe.accesses import Accesses
-from torch_pi2.observe.replay import OPTIMAL, as_run, lru_curve, replay, slots_of
-from torch_pi2.ops.constants import lists
-from torch_pi2.types.offload import OffloadConfig
-
-POLICIES = tuple(lists().policies)
+from torch_pi2.observe.replay import OPTIMAL, as_run, replay, slots_of
+from torch_pi2.types.offload import POLICIES, OffloadConfig
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +79,7 @@ def test_more_memory_and_everything(folder: Path, tmp_path: Path) -> None:
         assert rates[0] == 0
         assert rates[-1] == 1
     empty = replay(accesses, "lru", accesses.slots, preload=False)
-    curve = dict(lru_curve(accesses, [0, 0.5, 1]))
-    assert curve[0] == 0
-    assert curve[0] < curve[0.5] < curve[1] == empty.hit_rate < 1
-    assert replay(accesses, "lru", accesses.slots // 2, preload=False).hit_rate == pytest.approx(curve[0.5], abs=0.05)
+    assert empty.hit_rate < 1
     nothing = replay(accesses, "none", accesses.slots)
     assert nothing.read_bytes_per_pass == nothing.reads_per_pass * accesses.stored[0].read_bytes
     assert slots_of(accesses, "25%") == accesses.slots // 4
@@ -104,11 +98,9 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         (policy, slots_of(accesses, "40%")) for policy in ("lru", "lfu", "optimal")
     ]
     assert len(result["caches"]) == 6
-    assert len(result["lru_curve"]) == 10
     assert main(["replay", str(tmp_path / "a")]) == 0
     text = capsys.readouterr().out
     assert "a replay has the same hits" in text
-    assert "lru, empty at first" in text
     for policy in (*POLICIES, OPTIMAL):
         assert text.count(f" {policy} ") >= 3
 
@@ -151,7 +143,7 @@ def test_recording_says_what_cannot_be(folder: Path, tmp_path: Path, caplog: pyt
         torch_pi2.record_accesses(model, tmp_path / "b").start()
     decoded(model)
     recorder.stop()
-    assert "calls were lost: they want more than 1000 bytes" in caplog.text
+    assert "calls were lost: they need more than 1000 bytes" in caplog.text
     accesses = Accesses.load(tmp_path / "a")
     assert accesses.run["lost"] > 0
     assert accesses.wanted.nbytes <= 1000

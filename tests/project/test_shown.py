@@ -23,7 +23,7 @@ import pasted
 import pytest
 
 from benchmarks import __main__ as bench
-from benchmarks import drawings
+from benchmarks import drawings, tables
 from torch_pi2 import cli
 from torch_pi2.errors import ArtifactError
 from torch_pi2.machine.find import cached_path, find_hardware
@@ -233,7 +233,7 @@ def data(path: Path) -> dict:
 
 @pytest.mark.parametrize("name", drawings.DRAWINGS)
 def test_plots_are_of_the_committed_results(name: str) -> None:
-    drawn = drawings.DRAWINGS[name](drawings.read()).data()
+    drawn = drawings.DRAWINGS[name](tables.read(drawings.RESULTS)).data()
     assert data(ROOT / "docs" / "images" / f"{name}.svg") == json.loads(json.dumps(drawn)), "run `make figures`"
 
 

@@ -1,7 +1,7 @@
-"""Say what caches of other sizes and policies would have had of what a model wanted.
+"""Print the hit rates of caches of other sizes and policies on recorded accesses.
 
-FILE is written by torch_pi2.record_accesses(model, FILE). The cache that is replayed is the one that runs; `optimal` is
-what none can surpass. Hot share, filling and window are those of the run unless they are given.
+FILE is written by torch_pi2.record_accesses(model, FILE). The replayed cache is that of stores; `optimal` knows the
+future. Hot share, initial filling and window are those of the run unless they are given.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from torch_pi2.cli import common
 
 EXAMPLE = "torch-pi2 replay accesses.safetensors --budget 30%,50%,700MiB --policies lru,lfu,optimal"
 
-_SHARES = tuple(n / 10 for n in range(1, 11))
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("file", type=Path, metavar="FILE", help="accesses that torch_pi2.record_accesses wrote")
+    add("file", type=Path, metavar="FILE", help="written by torch_pi2.record_accesses")
     add(
         "--budget",
         default="30%,50%,70%",
@@ -33,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="of the cache, for the most frequent neurons: never evicted (default: as it ran)",
     )
-    add("--window", type=int, metavar="N", help="calls of a layer; 0: none (default: as it ran)")
-    add("--empty", action="store_true", help="begin with an empty cache, not one filled with the most frequent")
+    add("--window", type=int, metavar="N", help="calls of a layer whose neurons stay; 0: none (default: as it ran)")
+    add("--empty", action="store_true", help="begin with an empty cache instead of the most frequent neurons")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -58,7 +56,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "run": accesses.run,
         "as_run": again and {**again.to_json(), "same": again.hits == accesses.run["hits"]},
         "caches": [cache.to_json() for cache in caches],
-        "lru_curve": [{"share": s, "hit_rate": rate} for s, rate in replay.lru_curve(accesses, _SHARES)],
     }
 
 
@@ -76,17 +73,13 @@ def render(result: dict[str, Any]) -> str:
     ]
     run, again = result["run"], result["as_run"]
     hit_rate = run["hits"] / run["wanted"] if run["wanted"] else 0.0
-    same = "not comparable: the cache was changed by more than the calls recorded"
+    same = "not comparable: the cache changed by more than the recorded calls"
     if again is not None:
         same = "a replay has the same hits" if again["same"] else f"A REPLAY HAS {common.percent(again['hit_rate'], 2)}"
-    curve = common.table(
-        ("cache", *(common.percent(point["share"], 0) for point in result["lru_curve"])),
-        [("lru, empty at first", *(common.percent(point["hit_rate"]) for point in result["lru_curve"]))],
-    )
     return (
         f"{result['calls']} calls, {result['passes']} tokens and prompts; {result['neurons']} neurons in "
         f"{result['slots']} slots\n"
         f"the run: {run['policy']}, {common.percent(run['slots'] / result['slots'])} of the slots, "
         f"{common.percent(hit_rate, 2)} hits ({same})\n"
-        f"{common.table(('cache', 'bytes', 'policy', 'hits', 'reads/token', 'read/token'), rows)}\n{curve}"
+        f"{common.table(('cache', 'bytes', 'policy', 'hits', 'reads/token', 'read/token'), rows)}"
     )

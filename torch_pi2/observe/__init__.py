@@ -1,1 +1,1 @@
-"""What happens while a model runs: traces, accesses, watching and drift."""
+"""What happens while a model runs: traces, recorded accesses and their replay, counts of what fires."""

@@ -1,6 +1,6 @@
-"""Which neurons each call of a model over a store wanted, written down to be replayed (docs/TRACES.md).
+"""Recording of the neurons that each call of a model over a store needs, for replays (docs/TRACES.md).
 
-:class:`record_accesses` records in the C++ core, a bit per neuron and call; :class:`Accesses` reads the file.
+:class:`record_accesses` records in the C++ core, one bit per neuron and call; :class:`Accesses` reads the file.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.layers.offloaded import Store, explained
-from torch_pi2.observe.recording import Recording
-from torch_pi2.observe.trace import check_path
+from torch_pi2.observe.trace import Recording, check_path
 from torch_pi2.ops import load
 from torch_pi2.rewrite.handle import store_and_budget
 from torch_pi2.store.storefile import StoreReader
@@ -55,14 +54,14 @@ class StoredLayer:
 
 @dataclass(frozen=True)
 class Accesses:
-    """What calls wanted of a store.
+    """The neurons that calls needed from a store.
 
     Attributes:
         stored: the store's layers. model_hash: of its weights. place_bytes: what a slot takes in the cache.
         run: how the model ran: ``policy``, ``slots`` (of the cache), ``hot_share``, ``preload``, ``window``,
-            ``resident`` (by layer, neurons that never left; None: by ``hot_share``) and ``engine``; ``wanted`` and
-            ``hits`` of the calls recorded; ``lost`` calls; ``whole``: the recording began with the model's first call,
-            and nothing but calls changed the cache, so that a replay has the same hits.
+            ``resident`` (by layer, neurons that were never evicted; None: by ``hot_share``) and ``engine``; ``wanted``
+            and ``hits`` of the recorded calls; ``lost`` calls; ``whole``: the recording began with the model's first
+            call and only calls changed the cache, so a replay has the same hits.
         layers: int32 ``[calls]``. streamed: uint8 ``[calls]``. wanted: uint8, rows of bits (docs/TRACES.md).
     """
 
@@ -76,28 +75,28 @@ class Accesses:
 
     @cached_property
     def slots(self) -> int:
-        """Of the store: what a cache has that holds everything."""
+        """Slots of the store: of a cache that holds everything."""
         return sum(layer.slots for layer in self.stored)
 
     @property
     def arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The first of ``torch.ops.pi2.replay`` and its like."""
+        """The first arguments of ``torch.ops.pi2.replay`` and similar operators."""
         about = torch.tensor([(layer.neurons, layer.cluster) for layer in self.stored], dtype=torch.int64)
         return self.layers, self.streamed, self.wanted, about.reshape(-1, 2)
 
     @cached_property
     def row_bytes(self) -> torch.Tensor:
-        """Int64 ``[calls]``: of the bits of what each call wants. What is streamed has as many behind them."""
+        """Int64 ``[calls]``: bytes of a call's bits. A streamed call has as many again behind them."""
         return torch.tensor([(layer.neurons + 7) // 8 for layer in self.stored])[self.layers.long()]
 
     @cached_property
     def ends(self) -> torch.Tensor:
-        """Int64 ``[calls]``: where the bits of each call end in ``wanted``."""
+        """Int64 ``[calls]``: the end of each call's bits in ``wanted``."""
         return (self.row_bytes * (1 + self.streamed.long())).cumsum(0)
 
     @cached_property
     def passes(self) -> int:
-        """How often calls began anew at an earlier layer: tokens (of a batch: steps), and prompts."""
+        """How often calls began again at an earlier layer: tokens (steps of a batch), and prompts."""
         if len(self.stored) == 1:
             return len(self.layers)
         return int((self.layers[1:] < self.layers[:-1]).sum()) + (len(self.layers) > 0)
@@ -122,7 +121,7 @@ class Accesses:
         """Read what :meth:`save` wrote.
 
         Raises:
-            ArtifactError: missing, damaged, of another format or version, or calls that its layers cannot have had.
+            ArtifactError: missing, damaged, of another format or version, or calls that its layers cannot have.
         """
         load()
         tensors, metadata = read_tensors(path)
@@ -132,7 +131,7 @@ class Accesses:
                 str(path),
                 expected=f"{FORMAT} version {VERSION}",
                 found=f"{found[0]} version {found[1]}",
-                fix="Record it again, with torch_pi2.record_accesses.",
+                fix=_FIX,
             )
         made = cls._parsed(tensors, metadata, path)
         for name, dtype in _DTYPES.items():
@@ -179,14 +178,14 @@ def _layer(row: Field) -> StoredLayer:
 def _damaged(path: str | Path, reason: str, error: Exception | None = None) -> NoReturn:
     raise ArtifactError(
         str(path),
-        expected="accesses that a store can have had",
+        expected="a recording of a store's accesses",
         found=f"damage ({reason})",
         fix=_FIX,
     ) from error
 
 
 class record_accesses(Recording):
-    """Write down which neurons every call of a model over a store wants, and write the file when the block ends.
+    """Record which neurons every call of a model over a store needs, and write the file when the block ends.
 
     ::
 
@@ -194,21 +193,21 @@ class record_accesses(Recording):
         with torch_pi2.record_accesses(model, "accesses.safetensors"):
             model.generate(...)
 
-    then ``torch-pi2 replay accesses.safetensors`` says what other budgets and policies would have had. A replay with
-    the run's own settings has exactly the hits of the run if recording begins before the model is first called.
+    Then ``torch-pi2 replay accesses.safetensors`` prints the hit rates of other budgets and policies. A replay with the
+    settings of the run has exactly its hits if recording begins before the first call.
 
     Args:
-        model: loaded with a budget; of copies that share its store, all calls are recorded.
-        path: of the file; one that is there is replaced.
-        capacity: bytes that are kept, in memory until the end: a bit per neuron and call. Of more, calls are lost,
-            which is counted and warned of.
+        model: loaded with a budget; calls of copies that share its store are recorded too.
+        path: of the file; an existing one is replaced.
+        capacity: bytes that are kept in memory until the end: a bit per neuron and call. Calls beyond it are lost,
+            with a warning.
 
     Attributes:
         accesses: an :class:`Accesses`, after the end.
 
     Raises:
-        ConfigError: the model has no store, it is being recorded already, or ``capacity`` makes no sense.
-        ArtifactError: ``path`` cannot be written: at once, if that can be seen then; or the store has been closed.
+        ConfigError: the model has no store or is recorded already, or ``capacity`` is out of range.
+        ArtifactError: ``path`` cannot be written (raised at once where possible), or the store has been closed.
     """
 
     @checked
@@ -224,21 +223,21 @@ class record_accesses(Recording):
         check_path(self.path)
 
     def start(self) -> Self:
-        """Begin to record."""
+        """Start recording."""
         with explained(str(self._store.path)):
             problem = torch.ops.pi2.store_record(self._store.number, self.capacity)
         if problem:
             raise ConfigError(
-                f"recording what is wanted of {self._store.path}",
+                f"recording accesses to {self._store.path}",
                 expected="one recording at a time, in the process that opened the store",
                 found=problem,
-                fix="End that one first.",
+                fix="Stop that one first.",
             )
         self._before = self._store.stats()
         return self
 
     def stop(self) -> Path:
-        """End recording, write the file and return its path."""
+        """Stop recording, write the file and return its path."""
         before, store = self._before, self._store
         if before is None:
             raise ConfigError(
@@ -250,7 +249,7 @@ class record_accesses(Recording):
         wanted, hits, lost, whole = counts.tolist()
         if lost:
             _log.warning(
-                "%s: %d calls were lost: they want more than %d bytes; record less, or pass a larger capacity",
+                "%s: %d calls were lost: they need more than %d bytes; record less, or pass a larger capacity",
                 self.path, lost, self.capacity,
             )  # fmt: skip
         run = {

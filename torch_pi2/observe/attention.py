@@ -1,6 +1,6 @@
-"""What attention itself takes in a decoding step: as torch's profiler sees it, or timed apart where it sees nothing.
+"""The time of attention in a decoding step: from torch's profiler, or from separate calls where it sees none.
 
-With ``cpp_wrapper`` a compiled step calls the kernel past torch's dispatcher, and so past the profiler.
+With ``cpp_wrapper`` a compiled step calls the kernel without torch's dispatcher, so the profiler does not see it.
 """
 
 from __future__ import annotations

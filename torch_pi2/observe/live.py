@@ -1,4 +1,4 @@
-"""``Firing``: which share of each layer's neurons fires while a model is used, at the cost of an addition for each."""
+"""The share of each layer's neurons that fires while a model is served."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Layer:
     """A feed-forward layer; a module of experts is one.
 
     Attributes:
-        key: name of its module. neurons: of all its experts. experts: how many (0: it is no mixture).
-        chosen: share of the experts that a token goes to. method: how cold neurons are chosen; of experts the first's.
+        key: name of its module. neurons: of all its experts. experts: their number (0: no mixture).
+        chosen: share of the experts that a token is routed to. method: how cold neurons are chosen.
     """
 
     key: str
@@ -31,12 +31,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Fired:
-    """Of one layer, since it was read before; shares are of all of its neurons.
+    """Counts of one layer since the last reading; shares are of all of its neurons.
 
     Attributes:
-        tokens: that it had; of experts the sum, so that one that goes to two counts twice.
-        hot: neurons that are computed whether they fire or not.
-        fired_hot, fired_cold: neurons that fired for a token in the mean, among the hot and among the cold ones.
+        tokens: of its calls; of experts the sum, so a token that goes to two experts counts twice.
+        hot: neurons that are always computed. fired_hot, fired_cold: mean neurons that fire for a token.
     """
 
     tokens: int
@@ -46,13 +45,13 @@ class Fired:
 
 
 class Firing:
-    """Counts from :meth:`start` to :meth:`stop`; off it costs nothing.
+    """Counts from :meth:`start` to :meth:`stop`; otherwise it costs nothing.
 
     Args:
         model: any.
 
     Attributes:
-        layers: in order of execution; none if the model computes all neurons of all of them.
+        layers: in order of execution; none if the model computes all neurons.
 
     Raises:
         ConfigError, ArtifactError: (by :meth:`start`) see :class:`~torch_pi2.observe.watch.Watch`.
@@ -70,17 +69,17 @@ class Firing:
         self.layers = [_described(name, group, shares) for name, group in groups.items()]
 
     def start(self) -> None:
-        """Begin to count, or go on."""
+        """Start or continue counting."""
         if self._watch is not None:
             self._watch.start()
 
     def stop(self) -> None:
-        """Nothing is counted any more."""
+        """Stop counting."""
         if self._watch is not None:
             self._watch.stop()
 
     def read(self, sequences: int) -> list[Fired]:
-        """Of each layer since the last time; any thread. ``sequences``: decoded together, by which neurons are hot."""
+        """Counts of each layer since the last call; any thread. ``sequences``: that are decoded together."""
         sums = {layer.key: torch.zeros(4, dtype=torch.float64) for layer in self.layers}
         for layer, counts in [] if self._watch is None else self._watch.counts(reset=True):
             hot = layer.n_hot if layer.site.experts is not None else layer.hot_for(max(1, sequences))
@@ -100,7 +99,7 @@ def _described(name: str, group: list[SparseFFN], shares: dict[str | None, float
 
 
 def _fired(layer: Layer, tokens: float, hot: float, fired_hot: float, fired_cold: float) -> Fired:
-    # a token goes to a share of the experts: of all neurons, those of the others did not fire
+    # neurons of experts that a token is not routed to do not fire
     pairs = tokens * layer.neurons / max(1, layer.experts) / layer.chosen
     shares = (fired_hot / pairs, fired_cold / pairs) if pairs else (0.0, 0.0)
     return Fired(int(tokens), hot / layer.neurons, *shares)

@@ -1,4 +1,4 @@
-"""``Meter``: where the time of one thread that decodes goes, by what it does and by part of the model."""
+"""Where the time of a decoding thread goes, by kind of work and by part of the model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.observe import timings
 
-#: Parts of a model whose time is known, and what is left.
+#: Parts of a model whose time is known, and the rest.
 PARTS = ("linear", "head", "predictor", "ffn", "wait", "rest")
 
 
 @dataclass
 class Spent:
-    """What one kind of work took.
+    """Time of one kind of work.
 
     Attributes:
-        rounds: so often it began. seconds: on the clock.
+        rounds: how often it began. seconds: wall time.
         ms: by part of :data:`PARTS`: ``linear`` layers in our formats without the ``head``; ``ffn`` without the
             ``wait`` for reads in it; ``rest``: attention to keys and values, norms, choosing tokens, and linear layers
             that are PyTorch's.
@@ -33,7 +33,7 @@ class Spent:
 
 @dataclass(frozen=True)
 class _Sample:
-    """Clock, the core's timings and the nanoseconds that threads waited for reads."""
+    """Wall time, the core's timings, and nanoseconds that threads waited for reads."""
 
     at: float
     timings: dict[tuple[int, ...], int]
@@ -41,13 +41,13 @@ class _Sample:
 
 
 class Meter:
-    """Adds up what a thread spends on each kind of work that it says it enters.
+    """Adds up the time that a thread spends on each kind of work.
 
-    The core's clocks are read when the kind changes, and every ``every_s`` while it stays: between these, a round costs
-    the reading of one clock. They are the process's: where other models run, their time is in the parts too.
+    The core's clocks are read when the kind changes, and every ``every_s`` while it stays. They count the whole
+    process: the time of other models is in the parts too.
 
     Args:
-        vocabulary: rows of the head, by which it is told from other linear layers.
+        vocabulary: rows of the head, which distinguish it from other linear layers.
         store: of the model; None: it is in memory.
     """
 
@@ -59,14 +59,14 @@ class Meter:
         self._spent: dict[str, Spent] = {}
 
     def enter(self, kind: str) -> None:
-        """From here on the thread does ``kind``, for one round. One thread alone calls this."""
+        """The thread begins a round of ``kind``. Only one thread may call this."""
         if kind != self._kind or self._before is None or time.perf_counter() - self._before.at >= self._every_s:
             self._add()
             self._kind = kind
         self._rounds += 1
 
     def read(self) -> dict[str, Spent]:
-        """By kind, since the start, up to some round; any thread. What it gives is not changed any more."""
+        """By kind, since the start, from any thread; the result does not change afterwards."""
         return self._spent
 
     def _add(self) -> None:
@@ -79,7 +79,7 @@ class Meter:
                 spent.seconds + now.at - before.at,
                 {part: spent.ms[part] + ms[part] for part in PARTS},
             )
-            self._spent = {**self._spent, self._kind: added}  # another one: whoever reads has the old one
+            self._spent = {**self._spent, self._kind: added}  # a new object: readers keep the old one
         self._before, self._rounds = now, 0
 
     def _sample(self) -> _Sample:
@@ -89,7 +89,7 @@ class Meter:
 
 
 def _between(before: _Sample, now: _Sample, vocabulary: int) -> dict[str, float]:
-    """Milliseconds by part; what somebody has set to zero in between counts from there."""
+    """Milliseconds by part; clocks that were reset in between count from zero."""
     rows: list[Sequence[int]] = []
     for key, nanoseconds in now.timings.items():
         earlier = before.timings.get(key, 0)

@@ -1,6 +1,6 @@
-"""What caches of other sizes and policies would have had of recorded accesses (docs/TRACES.md).
+"""Hit rates of caches of other sizes and policies on recorded accesses (docs/TRACES.md).
 
-The C++ core replays with the cache that runs in a store, so that what is compared is what would run.
+The C++ core replays with the cache that stores use, so the comparison is of what would run.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch_pi2.base.progress import bar
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.errors import ConfigError, check_choice
 from torch_pi2.observe.accesses import Accesses
-from torch_pi2.ops.constants import lists
+from torch_pi2.types.offload import POLICIES
 
-#: No policy, but what none can surpass: it knows what is going to be wanted (Belady 1966).
+#: The optimum, which knows the future (Belady 1966); not a policy that can run.
 OPTIMAL = "optimal"
 
 
@@ -27,10 +27,10 @@ class Replayed:
     """One cache on recorded accesses.
 
     Attributes:
-        policy: of the core's policies, or ``optimal``. slots: of the cache. share: of all slots of the store.
-        cache_bytes: what the cache takes. hit_rate: of the neurons wanted, those that were there.
-        hits, wanted: neurons. reads_per_pass: slots that were not there; read_bytes_per_pass: their bytes. A pass is a
-            token when one sequence is decoded, and a prompt.
+        policy: one of ``POLICIES``, or ``optimal``. slots: of the cache. share: of all slots of the store.
+        cache_bytes: size of the cache. hits, wanted: neurons. hit_rate: hits / wanted.
+        reads_per_pass, read_bytes_per_pass: slots that were missing, and their bytes. A pass is a token (one
+            sequence) or a prompt.
     """
 
     policy: str
@@ -60,21 +60,24 @@ def replay(
     """Replay ``accesses`` with a cache of ``slots`` slots.
 
     Args:
-        policy: one of the core's (``torch_pi2.ops.constants.lists().policies``), or ``optimal``.
-        hot_share, preload, window: as in :class:`~torch_pi2.OffloadConfig`; None: those of the run. The optimum begins
-            with the same neurons, and reads neither of the others.
-        resident: neurons by layer that are there from the beginning and never leave, as
-            :meth:`~torch_pi2.layers.offloaded.Store.arrange` has them, in the place of ``hot_share``; where there is no
-            room for all of them, the most frequent. None: as in the run, unless ``hot_share`` is given.
+        policy: one of ``torch_pi2.types.offload.POLICIES``, or ``optimal``.
+        hot_share, preload, window: as in :class:`~torch_pi2.OffloadConfig`; None: those of the run. The optimum uses
+            ``preload`` only.
+        resident: neurons by layer that are in the cache from the beginning and never evicted, as
+            :meth:`~torch_pi2.layers.offloaded.Store.arrange` has them, instead of ``hot_share``; the most frequent if
+            not all of them fit. None: as in the run, unless ``hot_share`` is given.
 
     Raises:
-        ConfigError: an unknown policy, or sizes that make no sense.
+        ConfigError: an unknown policy, or sizes out of range.
     """
-    _check(policy, slots, hot_share, window)
     run = accesses.run
     if resident is None and hot_share is None:
         resident = run.get("resident")
-    _check_resident(resident, accesses)
+    fits = resident is None or (
+        len(resident) == len(accesses.stored)
+        and all(0 <= n <= layer.neurons for n, layer in zip(resident, accesses.stored, strict=True))
+    )
+    _check(policy, slots, hot_share, window, fits)
     counts_L3 = torch.ops.pi2.replay(
         *accesses.arguments,
         policy,
@@ -112,31 +115,13 @@ def replay_all(
     return [replay(accesses, policy, count, **how) for policy, count in shown]
 
 
-def lru_curve(accesses: Accesses, shares: Sequence[float]) -> list[tuple[float, float]]:
-    """(share of the store's slots, hit rate) of an LRU cache that is empty at first, with nothing fixed.
-
-    From one count of stack distances (Mattson et al. 1970): how many other slots were used since a slot was last used,
-    when its call begins. Among the slots of one call the order is that of the file, where a cache has what it found
-    before what it read: a few neurons of a large call may go the other way than in :func:`replay`.
-    """
-    distances_D = torch.ops.pi2.replay_distances(*accesses.arguments)
-    within_D = torch.cumsum(distances_D, 0)
-    wanted = max(1, int(within_D[-1]))
-
-    def rate(share: float) -> float:
-        slots = round(share * accesses.slots)
-        return int(within_D[min(slots, accesses.slots) - 1]) / wanted if slots else 0.0
-
-    return [(share, rate(share)) for share in shares]
-
-
 def as_run(accesses: Accesses) -> Replayed:
-    """Replay with the settings of the run: where ``accesses.run["whole"]`` is set, its hits are those of the run."""
+    """Replay with the settings of the run; the hits are the same if ``accesses.run["whole"]``."""
     return replay(accesses, accesses.run["policy"], accesses.run["slots"])
 
 
 def slots_of(accesses: Accesses, budget: str) -> int:
-    """``30%`` of the store's slots, or as many as fit ``700MiB``. Raises ConfigError."""
+    """Slots of a budget: ``30%`` of the store's, or those that fit in ``700MiB``. Raises ConfigError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*%\s*", budget)
     if match and float(match.group(1)) <= 100:
         return round(float(match.group(1)) / 100 * accesses.slots)
@@ -145,24 +130,13 @@ def slots_of(accesses: Accesses, budget: str) -> int:
     return min(accesses.slots, parse_bytes(budget) // accesses.place_bytes)
 
 
-def _check_resident(resident: Sequence[int] | None, accesses: Accesses) -> None:
-    neurons = [layer.neurons for layer in accesses.stored]
-    if resident is None or (
-        len(resident) == len(neurons) and all(0 <= n <= most for n, most in zip(resident, neurons, strict=True))
+def _check(policy: str, slots: int, hot_share: float | None, window: int | None, resident: bool = True) -> None:
+    check_choice("policy", policy, (*POLICIES, OPTIMAL), "Choose one of them.")
+    for name, value, good, expected in (
+        ("slots", slots, slots >= 0, "0 or more"),
+        ("hot_share", hot_share, hot_share is None or 0 <= hot_share <= 1, "0 to 1"),
+        ("window", window, window is None or window >= 0, "0 or more"),
+        ("resident", "other numbers", resident, "a number of neurons for each layer, at most those that it has"),
     ):
-        return
-    raise ConfigError(
-        "resident",
-        expected=f"a number of neurons for each of {len(neurons)} layers, at most those that it has",
-        found=f"{len(resident)} numbers" if len(resident) != len(neurons) else str(list(resident)),
-        fix="Correct it, or take it from a plan of this model.",
-    )
-
-
-def _check(policy: str, slots: int, hot_share: float | None, window: int | None) -> None:
-    check_choice("policy", policy, (*lists().policies, OPTIMAL), "Choose one of them.")
-    for name, value, most in (("slots", slots, None), ("hot_share", hot_share, 1), ("window", window, None)):
-        if value is not None and not 0 <= value <= (value if most is None else most):
-            raise ConfigError(
-                name, expected="0 or more" if most is None else "0 to 1", found=str(value), fix="Correct it."
-            )
+        if not good:
+            raise ConfigError(name, expected=expected, found=str(value), fix="Correct it.")

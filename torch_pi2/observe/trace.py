@@ -1,7 +1,7 @@
 """What each thread did, as a file for Perfetto (ui.perfetto.dev) or ``chrome://tracing``.
 
-:class:`trace` records in the C++ core, whose spans cost one atomic load while no trace is under way and some 0.2
-microseconds in one; docs/TRACES.md says what lanes, stages and counters mean.
+:class:`trace` records in the C++ core. A span costs one atomic load while nothing is traced, and some 0.2 microseconds
+while something is. docs/TRACES.md describes lanes, stages and counters.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ import heapq
 import json
 import logging
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
 import torch
 
+from torch_pi2.base import process as machine
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.files import atomic_write, not_written, to_replace
-from torch_pi2.errors import ConfigError
-from torch_pi2.machine import process as machine
-from torch_pi2.observe.recording import Recording
+from torch_pi2.errors import ConfigError, Pi2Error
 from torch_pi2.ops import load
 from torch_pi2.ops.constants import constants
 
@@ -55,7 +56,32 @@ _SPAN, _ASYNC, _COUNTER = range(3)
 
 #: Events kept per thread by default: some 10 MB where a thread has as many.
 CAPACITY = 1 << 18
-_ROWS = 4096  # turned into text at a time
+_ROWS = 4096  #: Events turned into text at a time.
+
+
+class Recording(ABC):
+    """Something recorded from ``start`` to ``stop``, which writes a file, or within a ``with`` block."""
+
+    @abstractmethod
+    def start(self) -> Self:
+        """Start recording."""
+
+    @abstractmethod
+    def stop(self) -> Path:
+        """Stop recording, write the file and return its path."""
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        try:
+            self.stop()
+        except Pi2Error as unwritten:
+            if error is None:
+                raise
+            error.add_note(str(unwritten))  # the error of the block matters more
 
 
 class trace(Recording):
@@ -66,19 +92,19 @@ class trace(Recording):
         with torch_pi2.trace("out.json"):
             model.generate(...)
 
-    or ``t = torch_pi2.trace("out.json")``, ``t.start()``, ``t.stop()``. The whole process is recorded: every model and
-    thread. The file is written even if the block raises; it appears whole or not at all.
+    or ``t = torch_pi2.trace("out.json")``, ``t.start()``, ``t.stop()``. The whole process is recorded: all models and
+    threads. The file is written even if the block raises, by atomic rename.
 
     Args:
-        path: of the JSON file; one that is there is replaced.
-        capacity: events kept per thread, 1 to 16777216; of more the oldest are lost, and counted.
+        path: of the JSON file; an existing one is replaced.
+        capacity: events kept per thread, 1 to 16777216; beyond it the oldest are lost, and counted.
 
     Attributes:
-        events, lost: how many were written and how many lost, after the end.
+        events, lost: numbers of events that were written and lost, after the end.
 
     Raises:
-        ConfigError: another trace is under way, ``capacity`` makes no sense, or this one is stopped but not started.
-        ArtifactError: ``path`` cannot be written: at once, if that can be seen then.
+        ConfigError: another trace is running, ``capacity`` is out of range, or ``stop`` without ``start``.
+        ArtifactError: ``path`` cannot be written; raised at once where possible.
     """
 
     @checked
@@ -97,20 +123,20 @@ class trace(Recording):
         self._on = False
 
     def start(self) -> Self:
-        """Begin to record."""
+        """Start recording."""
         load()
         if not torch.ops.pi2.trace_start(self.capacity):
             raise ConfigError(
                 f"trace {self.path}",
                 expected="one trace at a time",
-                found="another under way",
-                fix="End that one first; it records the whole process.",
+                found="another one running",
+                fix="Stop that one first; it records the whole process.",
             )
         self._on = True
         return self
 
     def stop(self) -> Path:
-        """End recording, write the file and return its path."""
+        """Stop recording, write the file and return its path."""
         if not self._on:
             raise ConfigError(
                 f"trace {self.path}", expected="one that was started", found="one that was not", fix="Call start()."
@@ -133,7 +159,7 @@ class trace(Recording):
 
 
 def check_path(path: Path) -> None:
-    """Refuse a file that cannot be written, before minutes of work and not after. Raises ArtifactError."""
+    """Check that a file can be written before minutes of work. Raises ArtifactError."""
     try:
         target = to_replace(path)
         if target is None:
@@ -147,11 +173,13 @@ def check_path(path: Path) -> None:
         raise not_written(path, error) from error
 
 
-class _Thread:
-    """A lane: ``number`` (-1: of the threads that got none), ``io`` (of a read engine), ``system_id``, ``lost``."""
+class _Thread(NamedTuple):
+    """A lane: ``number`` (-1: threads without one), ``io`` (1: of a read engine), ``system_id``, ``lost`` events."""
 
-    def __init__(self, number: int, io: int, system_id: int, lost: int) -> None:
-        self.number, self.io, self.system_id, self.lost = number, bool(io), system_id, lost
+    number: int
+    io: int
+    system_id: int
+    lost: int
 
 
 def _document(events_N7: torch.Tensor, threads: list[_Thread]) -> Iterator[str]:
@@ -170,14 +198,14 @@ def _document(events_N7: torch.Tensor, threads: list[_Thread]) -> Iterator[str]:
 
 
 def _names(threads: list[_Thread]) -> Iterator[dict[str, Any]]:
-    """Metadata: compute threads first, then those of I/O, each numbered in the order of their first events."""
+    """Metadata: compute threads first, then I/O threads, numbered in the order of their first events."""
 
     def named(what: str, tid: int, **args: Any) -> dict[str, Any]:
         return {"name": what, "ph": "M", "ts": 0, "pid": 1, "tid": tid, "args": args}
 
     yield named("process_name", 0, name="torch_pi2")
     lanes = sorted((thread for thread in threads if thread.number >= 0), key=lambda t: (t.io, t.number))
-    counts = {False: 0, True: 0}
+    counts = [0, 0]
     for place, lane in enumerate(lanes):
         name = f"{'I/O' if lane.io else 'compute'} {counts[lane.io]}"
         counts[lane.io] += 1
@@ -187,7 +215,7 @@ def _names(threads: list[_Thread]) -> Iterator[dict[str, Any]]:
 
 
 def _pieces(events_N7: torch.Tensor) -> Iterator[list[dict[str, Any]]]:
-    """Events in the order of time, some thousands at a time; of two that begin together the longer first."""
+    """Events in order of time, some thousands at a time; of two that begin together the longer comes first."""
     if len(events_N7) == 0:
         return
     begin_N, length_N = events_N7[:, 3], events_N7[:, 4]
@@ -209,7 +237,7 @@ def _pieces(events_N7: torch.Tensor) -> Iterator[list[dict[str, Any]]]:
             if kind == _SPAN:
                 piece.append({"name": name, "cat": "pi2", "ph": "X", **common, "dur": length / 1e3, "args": given})
                 continue
-            # Reads share one track, each in the lowest free place of it: its height is the depth of the queue.
+            # Reads share one track, each in its lowest free place: the height is the depth of the queue.
             both = {"name": name, "cat": "io", "id": depths.place(begin, begin + length), "pid": 1, "tid": thread + 1}
             piece.append({**both, "ph": "b", "ts": at, "args": given})
             piece.append({**both, "ph": "e", "ts": at + length / 1e3})
@@ -217,7 +245,7 @@ def _pieces(events_N7: torch.Tensor) -> Iterator[list[dict[str, Any]]]:
 
 
 class _Depths:
-    """Gives what overlaps different places, the lowest that are free; asked in the order of beginnings."""
+    """Assigns overlapping spans different places, the lowest that are free; spans come in the order of their begin."""
 
     def __init__(self) -> None:
         self._taken: list[tuple[int, int]] = []  # end, place

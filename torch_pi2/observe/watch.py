@@ -1,26 +1,24 @@
-"""Which neurons of a model fire while it is used: running statistics, at no cost while nobody asks for them.
+"""Which neurons of a model fire while it is used: running statistics, which cost nothing while nobody asks for them.
 
 ::
 
     with torch_pi2.watch(model) as watched:
         model.generate(...)
-    watched.stats().save("live")          # what `torch-pi2 plan --stats live` takes
+    watched.stats().save("live")
 
-The C++ core counts (csrc/ffn/firing.h) in every call of a layer's operator, whichever thread, decoder or compiled
-graph it comes from; results keep their bits. What it cannot see is not there:
+The C++ core counts (csrc/ffn/firing.h) in every call of a layer's operator, from any thread, decoder or compiled graph;
+results keep their bits. The counts have these limits:
 
-* With a predictor a neuron fires that was computed and did not come out as zero. One that was missed did not fire.
-* Prompts that are computed as matrix products (:mod:`torch_pi2.layers.prompt`) have no tokens here, nor have neurons
-  that an accelerator computes.
-* Scores, their histogram and the sample of neurons that fire together are empty; ``zeros`` is what did not fire, where
-  firing means not to be zero, and otherwise 0.
-* A call of t tokens, no more than the largest batch size, is a decoding step of t sequences: of size s it has t // s
-  groups. A prompt of so few tokens is taken for one. Experts have tokens alone, those that their router gave them.
+* With a predictor a neuron fires if it was computed and is not zero. A neuron that the predictor missed does not fire.
+* Prompts computed as matrix products (:mod:`torch_pi2.layers.prompt`) and neurons of an accelerator are not counted.
+* Scores, their histogram and the sample of neurons that fire together are empty; ``zeros`` counts what did not fire
+  where the threshold is zero, and is 0 elsewhere.
+* A call of t tokens, no more than the largest batch size, is a decoding step of t sequences: for size s it has t // s
+  groups. A prompt of so few tokens is taken for one. Experts count tokens alone, those that their router gave them.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -31,12 +29,11 @@ import torch
 from torch import nn
 
 from torch_pi2.base.arguments import checked
-from torch_pi2.errors import ConfigError, Pi2Error
+from torch_pi2.errors import ConfigError
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.offloaded import OffloadedFFN, explained
-from torch_pi2.observe.drift import LIMIT, Drift, drift
 from torch_pi2.ops import load
 from torch_pi2.ops.constants import constants
 from torch_pi2.ops.library import unseen_by_modes
@@ -47,32 +44,26 @@ from torch_pi2.store.parts import Parts
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.stats import HIST_BINS, ActivationStats, LayerStats
 
-_log = logging.getLogger("torch_pi2")
-
-#: Sequences decoded together, of which it is counted how often a neuron fires for one of them.
+#: Numbers of sequences decoded together for which it is counted how often a neuron fires for at least one.
 BATCH_SIZES = (1, 2, 4, 8, 16)
-_POLL_S = 1.0
 
 
 class Watch:
     """Counts which neurons of a model's sparse layers fire, from :meth:`start` to :meth:`stop` or in a ``with`` block.
 
-    Started again it counts on. One that is dropped without ``stop`` ends, and its counts are lost. Of copies that share
-    a store all calls are counted.
+    A second start adds to the counts. A watch that is dropped without ``stop`` loses its counts. Copies of a model that
+    share a store are counted together.
 
     Args:
-        model: one that torch_pi2 has rewritten or loaded, in memory or over a store. Converted (``model.to``) it is
-            no longer seen.
+        model: one that torch_pi2 has rewritten or loaded, in memory or over a store. After a conversion (``model.to``)
+            it is no longer seen.
         batch_sizes: 1 to 64; 1, every token alone, is always among them.
-        thresholds: a neuron fires iff its score is larger, as in :func:`torch_pi2.profiling.run.profile`; a number, or
+        thresholds: a neuron fires if its score is larger, as in :func:`torch_pi2.profiling.run.profile`; a number, or
             one per site key. None: those of the statistics that the model was made from, so that the counts can be
-            added to them; without such, those of its layers, which are 0 but for method ``threshold``.
-        check_every: so many tokens after the last time, a thread calls :meth:`check`, until that has warned; 0: never.
-        limit: share of the hot neurons from which on :meth:`check` warns.
+            added to them; without statistics those of its layers, which are 0 except for method ``threshold``.
 
     Raises:
-        ConfigError: a dense model, sizes or thresholds that make no sense, or (by ``start``) a layer that is being
-            watched already.
+        ConfigError: a dense model, sizes or thresholds out of range, or (by ``start``) a layer that is already watched.
         ArtifactError: (by ``start``) its store has been closed.
     """
 
@@ -82,13 +73,10 @@ class Watch:
         *,
         batch_sizes: Sequence[int] = BATCH_SIZES,
         thresholds: float | Mapping[str, float] | None = None,
-        check_every: int = 0,
-        limit: float = LIMIT,
     ) -> None:
         refuse_split(model, "watching", whole=True)
         self.plan: Plan = parts_of(model).plan
         self.batch_sizes = _sizes(batch_sizes)
-        self.check_every, self.limit = check_every, limit
         layers = sparse_layers(model)
         cuts = _cuts(model, layers, thresholds)
         self._groups = [
@@ -100,36 +88,28 @@ class Watch:
         self._groups = [group for group in self._groups if group.layers]
         self._keys = [layer.site.key for layer in layers]
         self._slots = _slots(model, layers)
-        self._turn = threading.RLock()  # of whoever reads, starts or stops
-        self._checker: _Checker | None = None
+        self._turn = threading.RLock()
         self._on = False
         weakref.finalize(self, _end, self._groups).atexit = False
 
     def start(self) -> Self:
-        """Begin to count, or go on."""
+        """Start or continue counting."""
         load()
         with self._turn:
             if self._on:
                 raise _already()
-            begun: list[_Group] = []
             try:
                 for group in self._groups:
                     group.start()
-                    begun.append(group)
             except BaseException:
-                for group in begun:
-                    group.stop()
+                for group in self._groups:
+                    group.drop()
                 raise
             self._on = True
-        if self.check_every > 0:
-            self._checker = _Checker(self)
         return self
 
     def stop(self) -> ActivationStats:
         """End counting and return :meth:`stats`. Raises ConfigError: it was not started."""
-        if self._checker is not None:
-            self._checker.end()
-            self._checker = None
         with self._turn:
             if not self._on:
                 raise ConfigError(
@@ -154,16 +134,16 @@ class Watch:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the model has had, of all calls that were counted; cheap. Of experts alone: about so many."""
+        """Tokens in all calls that were counted; cheap. Approximate if only experts are counted."""
         with self._turn:
             first = self._groups[0]
             each = 1.0 if first.grouped else self._slots
             return round(first.tokens() / each) if each else 0
 
     def stats(self, *, reset: bool = False) -> ActivationStats:
-        """What has been counted so far, in the neurons' original order; see the module for what is left out.
+        """The counts so far, in the neurons' original order; the module lists their limits.
 
-        Any thread, also while the model runs. ``reset``: counting begins anew.
+        Any thread may call this, also while the model runs. ``reset``: set the counts to zero.
         """
         with self._turn:
             tokens = self.tokens
@@ -176,28 +156,12 @@ class Watch:
         return ActivationStats(layers, self.plan.model_hash, made_by | ({"predictors": predicted} if predicted else {}))
 
     def counts(self, *, reset: bool = False) -> list[tuple[SparseFFN, torch.Tensor]]:
-        """Of each layer int64 ``[1 + I]``: its tokens, and for how many each neuron fired; hot neurons first.
+        """For each layer int64 ``[1 + I]``: tokens, and for how many each neuron fired; hot neurons first.
 
-        Much cheaper than :meth:`stats`. Any thread, also while the model runs. ``reset``: counting begins anew.
+        Much cheaper than :meth:`stats`. ``reset``: set the counts to zero.
         """
         with self._turn:
             return [(y, group.counts(i, reset)[0]) for group in self._groups for i, y in enumerate(group.layers)]
-
-    def check(self, plan: Plan | None = None, *, limit: float | None = None, batch: int = 1) -> Drift:
-        """Compare the hot neurons of ``plan`` (the model's) with what fires; log a warning above ``limit``.
-
-        Returns:
-            See :func:`torch_pi2.observe.drift.drift`, which says what it raises.
-        """
-        found = drift(plan or self.plan, self.stats(), batch=batch)
-        if found.share > (self.limit if limit is None else limit):
-            _log.warning(
-                "what fires has drifted from the plan: %.0f %% of its hot neurons would no longer be chosen, by %d "
-                "tokens (most in %s: %.0f %%). Results are not affected, speed is: save the statistics "
-                "(watch.stats().save(FILE)) and plan again with `torch-pi2 plan MODEL --stats FILE`",
-                100 * found.share, found.tokens, found.worst.key, 100 * found.worst.share,
-            )  # fmt: skip
-        return found
 
 
 @checked
@@ -206,15 +170,13 @@ def watch(
     *,
     batch_sizes: Sequence[int] = BATCH_SIZES,
     thresholds: float | Mapping[str, float] | None = None,
-    check_every: int = 0,
-    limit: float = LIMIT,
 ) -> Watch:
-    """A :class:`Watch` of ``model``, for a ``with`` block; it says what the arguments are and what is raised."""
-    return Watch(model, batch_sizes=batch_sizes, thresholds=thresholds, check_every=check_every, limit=limit)
+    """A :class:`Watch` of ``model``, for a ``with`` block; see there for arguments and errors."""
+    return Watch(model, batch_sizes=batch_sizes, thresholds=thresholds)
 
 
 class _Group:
-    """Layers that are counted with the same batch sizes: those that are experts, or those that are not."""
+    """Layers counted with the same batch sizes: experts, or others."""
 
     def __init__(self, layers: Sequence[SparseFFN], cuts: Mapping[str, float], sizes: tuple[int, ...]) -> None:
         self.layers, self.sizes = layers, sizes[1:]
@@ -228,7 +190,7 @@ class _Group:
 
     def start(self) -> None:
         first = self.layers[0]
-        # what is below a neuron's own threshold is zero, and counts as nothing
+        # below its own threshold a neuron is zero already
         cuts = [cut if layer.thresholds is None else 0.0 for layer, cut in zip(self.layers, self.cuts)]
         if isinstance(first, OffloadedFFN):
             numbers = [layer.store_layer for layer in self.layers if isinstance(layer, OffloadedFFN)]
@@ -245,13 +207,13 @@ class _Group:
         self.drop()
 
     def drop(self) -> None:
-        """Stop, if that has not been done; what was counted since the start is lost."""
+        """Stop, if it runs; counts since the start are lost."""
         number, self._number = self._number, 0
         if number:
             torch.ops.pi2.firing_stop(number)
 
     def tokens(self) -> float:
-        """Of a layer that is no expert, the mean; of experts together, by module."""
+        """The mean over layers; of experts the mean over modules."""
         total = sum(int(before[0, 0]) for before in self._before)
         if self._number:
             total += int(torch.ops.pi2.firing_tokens(self._number))
@@ -295,53 +257,17 @@ class _Group:
 
 
 def _end(groups: Sequence[_Group]) -> None:
-    """Of a watch that is gone: the core need count for it no more."""
+    """Let the core stop counting for a watch that is gone."""
     with unseen_by_modes():
         for group in groups:
             group.drop()
-
-
-class _Checker:
-    """A thread that checks a watch every so many tokens, until it has warned, or the watch is gone."""
-
-    def __init__(self, watched: Watch) -> None:
-        self._watched, self._over = weakref.ref(watched), threading.Event()
-        self._due = watched.tokens + watched.check_every
-        self._thread = threading.Thread(target=self._run, name="torch_pi2 drift", daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        self._over.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._over.wait(_POLL_S):
-            if not self._checked():
-                return
-
-    def _checked(self) -> bool:
-        """Whether to go on. Between two of these the thread holds no reference to the watch."""
-        watched = self._watched()
-        if watched is None:
-            return False
-        if watched.tokens < self._due:
-            return True
-        try:
-            if watched.check().share > watched.limit:
-                return False
-        except Pi2Error as error:
-            _log.warning("drift from the plan is no longer checked: %s", error)
-            return False
-        self._due = watched.tokens + watched.check_every
-        return True
 
 
 def _already() -> ConfigError:
     return ConfigError(
         "watching a model",
         expected="one watch of it at a time",
-        found="another under way",
+        found="another one running",
         fix="Stop that one first; its statistics can be read while it counts.",
     )
 
@@ -354,7 +280,7 @@ def _sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
             "batch_sizes",
             expected=f"at most {most} of 1 to {largest}",
             found=", ".join(map(str, batch_sizes)),
-            fix="Beyond the largest the planner goes on by itself.",
+            fix="The planner extrapolates beyond the largest.",
         )
     return sizes
 

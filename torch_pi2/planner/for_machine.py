@@ -99,7 +99,7 @@ def plan_for(
             f"planning a {type(model).__name__}",
             expected="statistics: how often neurons fire decides which are hot",
             found="none",
-            fix="Pass stats=: of torch_pi2.profile, torch_pi2.watch or torch_pi2.observe.watched.watched_stats.",
+            fix="Pass stats=: of torch_pi2.profile or torch_pi2.watch.",
         )
     base = without_hot(state.plan)
     shape = ModelShape.of(model, known, base, compiled=compiled)

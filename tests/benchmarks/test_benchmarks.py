@@ -1,0 +1,255 @@
+"""Every benchmark runs at its smallest size, in a process of its own folder, and its result becomes tables."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import _hf, randomise, tiny
+from tiny_tokenizers import TEXT, byte_tokenizer
+
+import torch_pi2
+from benchmarks import cap, decode, figures, sparsify, tables
+from benchmarks.__main__ import BENCHMARKS, call, main, render
+from torch_pi2.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+SHORT = "--prompt 5 --tokens 3 --rounds 2"
+needs_llama = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("llama_cpp", "gguf")),
+    reason="package llama-cpp-python is not installed (extra bench)",
+)
+
+#: Command lines; {synthetic}, {store}, {shards}, {relu}: folders.
+COMMANDS = {
+    "ffn": "--hidden 64 --intermediate 512 --dtype fp32 --rounds 2",
+    "layer": "--hidden 64 --intermediate 256 --active 0.1,1.0 --rounds 2",
+    "gpu": "--hidden 64 --intermediate 128 --rank 8 --weights int4 --layers 2 --rounds 2 --device cpu",
+    "gpu-model": f"--folder {{synthetic}} {SHORT} --device cpu",
+    "attention": "--heads 4 --key-heads 2 --width 16 --used 60 --room 128 --rounds 2",
+    "decode": f"--folder {{synthetic}} {SHORT} --eager --batch 1,2",
+    "generate": f"--folder {{synthetic}} {SHORT}",
+    "speculate": f"--shape tiny --right 1,0 --guesses 2 {SHORT} --eager --ffn-in-memory 0.5",
+    "predictors": "--folder {relu} --ranks 8,32 --tokens 1280 --steps 5 --recall 0.7",
+}
+#: Of seconds.
+SLOW = {
+    "offload": "--folder {store} --eager --tokens 2 --rounds 1 --modes bundle,pipeline --prompt 20",
+    "fit": "--shape tiny --layers 1 --steps 2",
+    "reads": "--folder {relu} --tokens 512 --calibration-tokens 1280 --ffn-in-memory 0.5 --devices nvme",
+    "sparsify": "{relu} --targets 0.6 --steps 10 --batch 2 --window 32 --tokens 200",
+    "suite": "--folder {relu} --cases exact,int4 --limit 2 --calibration-tokens 500",
+    "quantization": "--folder {relu} --tokens 256 --calibration-tokens 640 --quantizations rtn",
+}
+#: Of a minute or more, some with extras.
+LONG = {
+    "imported": f"--shape tiny --types q4_0 {SHORT}",
+    "bundle": "--folder {synthetic} --kv int8 --prompts 5,20 --max-tokens 32 --tokens 3 --rounds 1 --peer executorch",
+    "bundle-offload": "--shape tiny --distinct-layers 2 --budgets 26MB,60MB --tokens 4 --rounds 1",
+    "together": "--folder {store} --shards {shards} --links none --tokens 2 --rounds 1 --prompt 20 --eager",
+    "serve": "--shape tiny --threads 1 --max-batch-size 2 --clients 1,2 --requests 2 --rounds 1 --prompts 8,40 "
+    "--answers 2,5 --shared 20 --prefix-cache 1MiB",
+    "prefix": "--shape tiny --threads 1 --prefix 64 --suffix 1,9 --rounds 1",
+    "phone": "",
+    "methods": "--folder {relu} --weights float --tokens 256 --calibration-tokens 640",
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("benchmarks")
+    torch_pi2.synthetic(root / "synthetic", "tiny", layers=2, rank=32)
+    torch_pi2.pack(root / "synthetic", root / "store")
+    sizes: dict[str, Any] = {"vocab_size": 300, "num_hidden_layers": 1, "intermediate_size": 256}
+    randomise(_hf("Llama", hidden_act="relu", max_position_embeddings=256, **sizes)).save_pretrained(root / "relu")
+    byte_tokenizer(TEXT).save_pretrained(root / "relu")
+    return {name: root / name for name in ("synthetic", "store", "shards", "relu")}
+
+
+def measured(
+    name: str,
+    options: str,
+    folders: dict[str, Path],
+    work: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> dict[str, Any]:
+    """The result of a benchmark that keeps what it makes in ``work``."""
+    monkeypatch.chdir(work)
+    (work / "build").symlink_to(ROOT / "build")  # with the C++ runner
+    threads, whole = torch.get_num_threads(), sparsify.stdlib_text
+    monkeypatch.setattr(sparsify, "stdlib_text", lambda split: whole(split, max_bytes=20_000))
+    for module in ("layer", "attention"):
+        monkeypatch.setattr(importlib.import_module(f"benchmarks.{module}"), "_BYTES", 1 << 20)
+    monkeypatch.setattr(decode, "BYTES", 1 << 20)
+    try:
+        code = main([name, *options.format(**folders).split(), "--json"])
+    finally:
+        torch.set_num_threads(threads)
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert code == 0, result
+    return result
+
+
+def check(name: str, result: dict[str, Any]) -> None:
+    """What every result has, and that all of its tables have rows or say nothing."""
+    assert result["what"] == name
+    assert result["command"].startswith(f"python -m benchmarks {name}")
+    assert {"threads", "machine", "versions"} <= set(result)
+    module = importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
+    text, page = render(result), tables.page({"x": result}, {name: module})
+    assert module.about(result) in text
+    for table in module.TABLES:
+        cells = table.cells(result)
+        assert all(len(row) == len(table.columns) for row in cells)
+        assert (f"## {table.title}" in page) == bool(cells)
+    assert module.TABLES[0].cells(result)
+    if isinstance(result.get("spread"), dict):
+        for figure, (low, high) in result["spread"].items():
+            assert low <= high
+            if isinstance(result.get(figure), float):
+                assert low <= result[figure] <= high
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *COMMANDS,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+        *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long]) for name in LONG),
+    ],
+)
+def test_runs_at_its_smallest_size(
+    name: str,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if name == "imported" and importlib.util.find_spec("llama_cpp") is None:
+        pytest.skip("package llama-cpp-python is not installed (extra bench)")
+    if name == "together":
+        torch_pi2.pack(folders["store"], folders["shards"], ranks=2)
+    options = (COMMANDS | SLOW | LONG)[name]
+    check(name, measured(name, options, folders, tmp_path, monkeypatch, capsys))
+
+
+def test_every_benchmark_is_run_here() -> None:
+    assert set(COMMANDS | SLOW | LONG) == set(BENCHMARKS)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([name, "--help"])
+    assert stop.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+# --- rules
+
+
+def test_rounds_alternate_and_begin_with_another_case() -> None:
+    order: list[str] = []
+    kept = figures.alternate(("a", "b", "c"), 4, lambda name, index: order.append(name) or (name, index))
+    assert order == [*"abc", *"bca", *"cab", *"abc"]
+    assert kept["b"] == [("b", index) for index in range(4)]
+
+
+def test_medians_ranges_and_ratios() -> None:
+    found = figures.summary({"ms": [3.0, 1.0, 2.0]})
+    assert found == {"ms": 2.0, "spread": {"ms": [1.0, 3.0]}}
+    assert figures.ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
+
+
+def test_warm_up_rounds_are_not_kept() -> None:
+    seen: list[int] = []
+    samples = figures.timed({"case": seen.append}, 3, warm_up=2)
+    assert (seen, len(samples["case"])) == ([0, 1, 2, 3, 4], 3)
+
+
+def test_figures_of_a_layer_hang_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = call("layer", hidden=64, intermediate=256, active=[0.1, 1.0], rounds=3, rank=16, memory_size=1 << 20)
+    share = result["shares"][1]
+    assert share["bound_ms"] == min(share["gather_ms"], result["stream_ms"])
+    assert share["of_bound"] == pytest.approx(share["ms"] / share["bound_ms"], rel=0.05)
+    assert result["read_gb_per_s"] == pytest.approx(result["bytes"] / result["stream_ms"] / 1e6, rel=0.05)
+
+
+class Clock:
+    """A peer that takes exactly so long."""
+
+    about = {"engine": "clock"}  # noqa: RUF012
+    one_sequence = False
+
+    def round(self, prompt: int, tokens: int, _batch: int) -> dict[str, float]:
+        return {"prompt_s": prompt * 10.0, "decode_s": tokens * 100.0, "peak_rss_bytes": 5}
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+def test_figures_of_decoding_hang_together() -> None:
+    model = torch_pi2.optimize(tiny("llama-relu"))
+    peers: Any = {"clock": lambda _: Clock()}
+    sizes: dict[str, Any] = {"prompt": 6, "tokens": 3, "rounds": 2, "compiled": False, "memory_size": 1 << 20}
+    r = decode.measure(model, batch=[1, 2], peers=peers, **sizes)
+    assert r["bytes_per_token"] == sum(r["bytes_by_part"].values())
+    ms = r["ms_per_token"]
+    parts = ms["attention"] + ms["predictor"] + ms["ffn"] + ms["head"] + ms["python"]
+    assert parts == pytest.approx(ms["total"], abs=1e-2)
+    assert r["active_share"] == pytest.approx((1 + 2 * r["firing_share"]) / 3, abs=1e-3)
+    clock = r["peers"]["clock"]
+    assert [b["tokens_per_s"] for b in clock["batches"]] == [0.01, 0.02]
+    for b in clock["batches"]:
+        assert b["ratio"] == pytest.approx(b["our_tokens_per_s"] / b["tokens_per_s"], rel=1e-3)
+
+
+def test_a_folder_with_another_model_is_refused(folders: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="--weights with --folder synthetic: expected int4"):
+        call("decode", folder=folders["synthetic"], weights="int8")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "drum"}, "device: expected ufs-4.0, ufs-3.1, nvme or a JSON file, found 'drum'"),
+        ({"device": "nvme", "peers": ["llama.cpp"]}, "--device with --peer: expected one of them, found both"),
+        ({"modes": ["cache"], "trace": "t"}, "trace t: expected the mode pipeline"),
+    ],
+)
+def test_modes_that_make_no_sense(folders: dict[str, Path], settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        call("offload", folder=folders["store"], **settings)
+    assert str(error.value).startswith(message)
+
+
+@needs_llama
+def test_no_peer_where_memory_cannot_be_capped(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cap.available, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(cap.MemoryCap.__init__, "__defaults__", (tmp_path,))
+    with pytest.raises(cap.CapError, match="measure without a cap"):
+        call("offload", folder=folders["store"], peers=["llama.cpp"])
+
+
+# --- the page
+
+
+def test_the_page_is_of_the_committed_results(tmp_path: Path) -> None:
+    for path in RESULTS.glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    assert tables.write(tmp_path).read_text() == (RESULTS / "README.md").read_text(), "run benchmarks.tables"
+
+
+def test_a_file_that_is_no_result_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"what": "weather"}')
+    with pytest.raises(torch_pi2.Pi2Error, match=r"a\.json: expected what `python -m benchmarks NAME --json` printed"):
+        tables.write(tmp_path)
