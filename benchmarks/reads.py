@@ -1,40 +1,36 @@
 """Which reads the neurons of a trained model need, by the order in which the neurons lie in the store.
 
 Low-rank predictors say which neurons held-out text needs. The cache of a store is replayed over them, and its misses
-are read by the engine's rules, from devices of published figures and from the drive of ``--drive``. Neurons have the
-size of a 7B model's in int4: distant tokens of the small model lie side by side as one token of a layer that wide.
-Times are modelled.
+are read by the engine's rules from devices of published figures. Neurons have the size of a 7B model's in int4: distant
+tokens of the small model lie side by side as one token of a layer that wide. Times are modelled.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 import torch_pi2
-from benchmarks.arguments import TRAINED, list_of
-from benchmarks.subject import dense_of
+from benchmarks.arguments import add_trained, list_of
+from benchmarks.beside import floats
 from benchmarks.tables import Result, Table, at
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
-from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.graph.find import find_sites
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.machine.device import Device, find_device
-from torch_pi2.measure import reads as measured
 from torch_pi2.ops import load as load_library
-from torch_pi2.ops.activations import ACTIVATIONS, exact_zeros, on_up
-from torch_pi2.planner.hot_neurons import greedy_plan
+from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.types.config import Config
 from torch_pi2.types.offload import OffloadConfig
-from torch_pi2.types.plan import LayerPlan
 from torch_pi2.types.stats import pack_bits, unpack_bits
 
 _WINDOW, _BATCH = 256, 4
@@ -55,22 +51,11 @@ Seconds = Callable[[np.ndarray, np.ndarray], float]
 
 @dataclass(frozen=True)
 class Seen:
-    """Tokens of a layer, bool ``[N, I]`` each: what is wanted, of what the gate fires, and all of the neuron."""
+    """The neurons that the tokens of a layer need, bool ``[N, I]``, in the order of the plan: hot ones first."""
 
+    key: str
     n_hot: int
     wanted: torch.Tensor
-    gate: torch.Tensor
-    fired: torch.Tensor
-
-    def placed(self, place_I: torch.Tensor | slice, last: int = 0) -> Seen:
-        """The ``last`` tokens (0: all), of neurons in another order."""
-        return Seen(self.n_hot, *(x[-last:, place_I] for x in (self.wanted, self.gate, self.fired)))
-
-    def shares(self, of_NI: torch.Tensor) -> dict[str, float]:
-        """Of cold neurons the share in ``of_NI``, and of these those whose gate fires, and which fire."""
-        cold_NC = of_NI[:, self.n_hot :]
-        fire = {name: x[:, self.n_hot :][cold_NC] for name, x in (("gate", self.gate), ("fired", self.fired))}
-        return {"wanted": float(cold_NC.float().mean())} | {k: float(x.float().mean()) for k, x in fire.items()}
 
 
 def ordered(name: str, wanted_NI: torch.Tensor, head: int) -> torch.Tensor:
@@ -153,7 +138,7 @@ def orders(
     for name in ORDERS:
         heads = [max(y.n_hot, round(HOT_SHARE * share * y.wanted.shape[1])) for y in calibration]
         places = [ordered(name, y.wanted, head) for y, head in zip(calibration, heads, strict=True)]
-        missing = missed([y.placed(place_I) for y, place_I in zip(heldout, places, strict=True)], share)
+        missing = missed([replace(y, wanted=y.wanted[:, place_I]) for y, place_I in zip(heldout, places)], share)
         slots = [np.flatnonzero(row) for missing_NI in missing for row in wide(missing_NI)]
         of_token = LAYERS / len(slots)
         for gap in GAPS:
@@ -164,8 +149,8 @@ def orders(
     return points
 
 
-def timers_of(devices: Sequence[str], folder: Path | None) -> dict[str, Seconds]:
-    """By device: of described ones by their model, of the drive of ``folder`` by what is measured now."""
+def timers_of(devices: Sequence[str]) -> dict[str, Seconds]:
+    """By device, from its description."""
     depth, whole = OffloadConfig.io_threads, LAYERS * NEURONS * SLOT
 
     def modelled(device: Device) -> Seconds:
@@ -175,47 +160,31 @@ def timers_of(devices: Sequence[str], folder: Path | None) -> dict[str, Seconds]
 
         return seconds
 
-    found = {device.name: modelled(device) for device in map(find_device, devices)}
-    if folder is not None:
-        with measured.drive(folder, 1 << 30, 30.0) as here:
-            table = measured.reads(here, 60.0)
-
-        def seconds(_: np.ndarray, sizes: np.ndarray) -> float:
-            under_way = max(1, min(depth, len(sizes)))
-            counts = zip(*np.unique(sizes, return_counts=True), strict=True)
-            us = sum(n * table.latency_us(size, table.file_bytes, under_way) for size, n in counts)
-            return float(us) / under_way / 1e6
-
-        found[f"this drive ({table.engine}{', direct' if table.direct else ''})"] = seconds
-    return found
+    return {device.name: modelled(device) for device in map(find_device, devices)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--folder", type=Path, default=TRAINED, metavar="DIR", help="of a dense model (default: the trained one)")
     add("--tokens", type=common.positive, default=_TOKENS, metavar="N", help="held-out ones; half fill the cache")
-    add("--calibration-tokens", type=common.positive, default=_CALIBRATION, metavar="N")
+    add_trained(parser, _CALIBRATION)
     add("--ffn-in-memory", type=list_of(common.share), default=list(_SHARES), metavar="SHARE,...", help="caches")
     add("--devices", type=list_of(str), default=list(_DEVICES), metavar="NAME,...", help="presets or descriptions")
-    add("--drive", type=Path, metavar="DIR", help="also the drive of this folder, which is measured")
-    add("--trust-remote-code", action="store_true", help="run modelling code in the folder")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Replay what the model in ``folder`` wants of held-out text.
+    """Replay what the model needs for held-out text.
 
     Returns:
-        ``layers``: of each the shares of ``hot`` neurons and of cold ones that are ``wanted``, of these the shares
-        ``gate`` and ``fired`` of which the gate fires, and all of the neuron, and the predictor's ``recall``.
-        ``caches``, by share of the neurons in memory: ``missed``, of wanted neurons; ``orders``: per token of the 7B
-        model ``reads``, ``bytes`` and by device ``ms`` for each ``order`` and ``gap`` (bytes).
+        ``layers``: of each the share of ``hot`` neurons, and of cold ones that are ``wanted``. ``caches``, by share of
+        the neurons in memory: ``missed``, of wanted neurons; ``orders``: per token of the 7B model ``reads``, ``bytes``
+        and by device ``ms`` for each ``order`` and ``gap`` (bytes).
 
     Raises:
-        ConfigError: a model of another form. Pi2Error: what loading models, profiling, fitting and measuring raise.
+        ConfigError: a model of another form. Pi2Error: what loading models, profiling and fitting raise.
     """
     load_library()
-    timers = timers_of(args.devices, args.drive)
-    calibration, heldout, about = _watched(args.folder, args.tokens, args.calibration_tokens, args.trust_remote_code)
+    timers = timers_of(args.devices)
+    calibration, heldout, about = _watched(args)
     caches = [
         {"share": share, **_missed_share(heldout, share), "orders": orders(calibration, heldout, share, timers)}
         for share in args.ffn_in_memory
@@ -223,84 +192,62 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {**about, "caches": caches}
 
 
-def _watched(
-    folder: Path, tokens: int, calibration_tokens: int, trust: bool
-) -> tuple[list[Seen], list[Seen], dict[str, Any]]:
-    """What layers want of calibration text and of held-out text, with predictors fitted to the former; about them."""
-    trust = trust or folder == TRAINED  # our own model brings its code
-    model, tokenizer = dense_of(folder, "float32", trust, False)
+def _watched(args: argparse.Namespace) -> tuple[list[Seen], list[Seen], dict[str, Any]]:
+    """What layers need for calibration text and for held-out text, with predictors fitted to the former."""
+    make, tokenizer = floats(args)
+    model = make()
     sites = find_sites(model)
     if any(site.experts or site.gate is None or NEURONS % site.intermediate for site in sites):
         raise ConfigError(
-            str(folder),
+            str(args.folder),
             expected=f"a model of gated layers whose neurons divide {NEURONS}, without experts",
             found=", ".join(sorted({f"{site.form}, {site.intermediate} neurons" for site in sites})),
             fix="Choose another model.",
         )
-    exact = all(exact_zeros(site.activation) for site in sites)
-    config = Config(method="lowrank", max_loss=None if exact else 0.005, calibration_tokens=calibration_tokens)
-    text = common.stdlib_sample("train", tokenizer, calibration_tokens)
-    given: Any = {"config": config, "tokenizer": tokenizer, "progress": True}
-    stats = torch_pi2.profile(model, text, **given)
-    fitted = torch_pi2.fit(model, text, stats=stats, **given)
-    layers = [layer for layer in greedy_plan(sites, stats, fitted, config).layers if layer.site.key in fitted]
-    cuts = {layer.site.key: stats[layer.site.key].cut for layer in layers}
+    exact, tokens = all(exact_zeros(site.activation) for site in sites), args.calibration_tokens
+    config = Config(method="lowrank", max_loss=None if exact else 0.005, calibration_tokens=tokens)
+    text = common.stdlib_sample("train", tokenizer, tokens)
+    torch_pi2.optimize(model, text, config, tokenizer=tokenizer, progress=True)
+    layers = [layer for layer in sparse_layers(model) if layer.has_predictor]
     seen = []
-    for sample, count in ((text, calibration_tokens), (common.stdlib_sample("heldout", tokenizer, tokens), tokens)):
+    for sample, count in ((text, tokens), (common.stdlib_sample("heldout", tokenizer, args.tokens), args.tokens)):
         ids = torch.tensor(tokenizer(sample, verbose=False)["input_ids"])[:count]
         ids_NT = ids[: len(ids) // _WINDOW * _WINDOW].view(-1, _WINDOW)
         if ids_NT.numel() < (least := 2 * NEURONS // sites[0].intermediate):
             raise ConfigError(
                 "tokens, in windows of 256", expected=f"{least} or more", found=str(ids_NT.numel()), fix="Take more."
             )
-        seen.append(_seen(model, layers, fitted, cuts, ids_NT))
+        seen.append(_seen(model, layers, ids_NT))
     shares = [
-        {
-            "key": layer.site.key,
-            "hot": of.n_hot / layer.site.intermediate,
-            "recall": getattr(fitted[layer.site.key].card, "recall", None),
-            **of.shares(of.wanted),
-        }
-        for layer, of in zip(layers, seen[1], strict=True)
+        {"key": y.key, "hot": y.n_hot / y.wanted.shape[1], "wanted": float(y.wanted[:, y.n_hot :].float().mean())}
+        for y in seen[1]
     ]
     synthetic = getattr(model.config, "torch_pi2_synthetic", False)
-    about = {"form": sites[0].form, "synthetic": synthetic}
-    texts = {"tokens": len(seen[1][0].wanted), "calibration_tokens": len(seen[0][0].wanted)}
-    return seen[0], seen[1], {**about, **texts, "layers": shares}
+    about = {"form": sites[0].form, "synthetic": synthetic, "tokens": len(seen[1][0].wanted)}
+    return seen[0], seen[1], {**about, "layers": shares}
 
 
-def _seen(
-    model: Any,
-    layers: Sequence[LayerPlan],
-    fitted: Mapping[str, Any],
-    cuts: Mapping[str, float | torch.Tensor],
-    ids_NT: torch.Tensor,
-) -> list[Seen]:
-    """What ``layers`` want of tokens, in their order, while what is not predicted is left out."""
-    inputs: dict[str, list[torch.Tensor]] = {layer.site.key: [] for layer in layers}
+def _seen(model: Any, layers: Sequence[SparseFFN], ids_NT: torch.Tensor) -> list[Seen]:
+    """What ``layers`` need for tokens: hot neurons, and those that predictors choose."""
+    wanted: dict[str, list[torch.Tensor]] = {layer.site.key: [] for layer in layers}
 
-    def keep(key: str) -> Any:
-        return lambda _, args: inputs[key].append(args[0].detach().flatten(0, 1))
+    def keep(layer: SparseFFN) -> Any:
+        op, settings = layer.predictor_call()
 
-    hooks = [model.get_submodule(key).register_forward_pre_hook(keep(key)) for key in inputs]
-    cold = {layer.site.key: layer.order[layer.n_hot :].long() for layer in layers}
-    with evaluating(model), PredictedMaskMode(model, [layer.site for layer in layers], fitted, cold):
+        def hook(_: Any, inputs: Any) -> None:
+            cold_TC = op(inputs[0].flatten(0, 1), *layer.predictor(), *settings)
+            hot_TH = torch.ones(len(cold_TC), layer.n_hot, dtype=torch.bool)
+            wanted[layer.site.key].append(torch.cat([hot_TH, cold_TC], 1))
+
+        return layer.register_forward_pre_hook(hook)
+
+    hooks = [keep(layer) for layer in layers]
+    with evaluating(model), torch.no_grad(), sparse_only():
         for some in ids_NT.split(_BATCH):
             model(some, use_cache=False)
     for hook in hooks:
         hook.remove()
-    found = []
-    for layer in layers:
-        site, order, w = layer.site, layer.order.long(), layer.site.weights(model)
-        predictor, x_NH = fitted[site.key], torch.cat(inputs[site.key])
-        assert w.gate is not None
-        with torch.no_grad():
-            wanted_NI = predictor.scores(x_NH) >= predictor.threshold
-            wanted_NI[:, order[: layer.n_hot]] = True
-            gate_NI = ACTIVATIONS[site.activation](F.linear(x_NH, w.gate, w.bias_gate)).abs() > cuts[site.key]
-            up_NI = on_up(site.activation, site.activation_on_up)(F.linear(x_NH, w.up, w.bias_up)) != 0
-        found.append(Seen(layer.n_hot, wanted_NI[:, order], gate_NI[:, order], (gate_NI & up_NI)[:, order]))
-    return found
+    return [Seen(layer.site.key, layer.n_hot, torch.cat(wanted[layer.site.key])) for layer in layers]
 
 
 def _counts(result: Result) -> list[dict[str, Any]]:
