@@ -1,14 +1,13 @@
-"""A phone as the planner sees it, beside PowerInfer-2's own figures: tokens a second, simulated, and where time goes.
+"""A phone by the planner's cost model, beside PowerInfer-2's own figures: simulated tokens a second, and times by part.
 
-Nothing here was measured by us. The machine is a preset of published figures (docs/HARDWARE.md), models have the sizes
-of those of the paper (arXiv 2406.06282v3), and steps are those of :func:`torch_pi2.planner.solve.solve`. Prompts on the
-NPU, which plans leave to the CPU, are :func:`prompt`.
+Nothing here was measured by us. The machine is a preset of published figures (docs/HARDWARE.md), and models have the
+sizes of those of the paper (arXiv 2406.06282v3). Prompts on the NPU, which plans leave to the CPU, are :func:`prompt`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -27,7 +26,6 @@ from torch_pi2.planner.prompt_cost import dense_ms
 from torch_pi2.planner.solve import solve
 from torch_pi2.store.firing import power_law
 from torch_pi2.store.shapes import SHAPES
-from torch_pi2.store.writer import largest_cluster
 from torch_pi2.types.offload import OffloadConfig
 
 #: Of the paper: prompts of at most 64 tokens and answers of 1,024, half of which are there on average.
@@ -123,42 +121,15 @@ class Recurring(FrequencyMisses):
         return found
 
 
-@dataclass(frozen=True)
-class Predictor:
-    """Low-rank, of every layer. ``name``: of ``torch_pi2.machine.hardware.PREDICTORS``. ``nbytes``: of its weights.
-
-    ``wanted``: mean share of the neurons that are not always hot that it lets through.
-    """
-
-    name: str
-    rank: int
-    nbytes: int
-    recall: float
-    wanted: float
-
-
-def _sized(
-    sizes: Mapping[str, Any],
-    *,
-    active: float,
-    n_hot: int,
-    predictor: Predictor | None,
-    compiled: bool = True,
-    kv_dtype: str = "bfloat16",
-) -> ModelShape:
-    """Sizes as of ``SHAPES`` in 4 bits, blocks of 32 with a scale, int8 activations, as stores of ours have them.
-
-    Args:
-        active: share of neurons that fire; 1: all, as SwiGLU's do, and slots are then clusters as ``pack`` makes them.
-        n_hot: neurons of a layer that are computed for every token.
-    """
-    hidden, blocks = sizes["hidden_size"], sizes["num_hidden_layers"]
-    inner = sizes["moe_intermediate_size" if "moe_intermediate_size" in sizes else "intermediate_size"]
-    head = sizes.get("head_dim", hidden // sizes["num_attention_heads"])
+@cache
+def shape_of(model: Model) -> ModelShape:
+    """The paper's model in 4 bits, blocks of 32 with a scale, int8 activations, without hot neurons."""
+    sizes = SHAPES[model.shape]
+    hidden, inner, blocks = sizes["hidden_size"], sizes["intermediate_size"], sizes["num_hidden_layers"]
+    experts = sizes.get("num_local_experts", 1)
+    head = hidden // sizes["num_attention_heads"]
     q, kv = head * sizes["num_attention_heads"], head * sizes["num_key_value_heads"]
-    experts = sizes.get("num_local_experts", sizes.get("num_experts", 1))
     row, out_row = row_bytes("int4", hidden), row_bytes("int4", q)
-    frequencies = np.ones(inner) if active == 1 else power_law(inner, active).numpy()
     layer = LayerShape(
         key="",
         hidden=hidden,
@@ -167,40 +138,30 @@ def _sized(
         neuron_bytes=3 * row,
         slot_bytes=0,
         kernel="int4/int8",
-        method="exact" if predictor is None else "lowrank",
-        predictor=None if predictor is None else predictor.name,
-        rank=0 if predictor is None else predictor.rank,
-        predictor_bytes=0 if predictor is None else predictor.nbytes,
-        recall=1.0 if predictor is None else predictor.recall,
-        predicted_active=1.0 if predictor is None else predictor.wanted,
-        chosen=sizes["num_experts_per_tok"] / experts if experts > 1 else 1.0,
+        method="lowrank",
+        predictor="lowrank/int8/int8",
+        rank=RANK,
+        predictor_bytes=RANK * (hidden + inner),
+        recall=RECALL,
+        predicted_active=FALSE_ALARMS * model.active,
+        chosen=sizes.get("num_experts_per_tok", 1) / experts,
         attention_bytes=0,
         attention_kernel="int4/int8",
         kv_bytes=0,
-        base_hot=n_hot,
+        base_hot=0,
         cluster=1,
-        frequencies=((1, frequencies),),
-        exact_zeros=active < 1,
+        frequencies=((1, power_law(inner, model.active).numpy()),),
+        exact_zeros=True,
         experts=experts,
         block=False,
-    ).with_cluster(1 if predictor is not None else largest_cluster(3 * row))
+    ).with_cluster(1)
     attention = (q + 2 * kv) * row + hidden * out_row
     heads = Heads(sizes["num_key_value_heads"], (q + 2 * kv) * row, q)
     block = {"attention_bytes": attention, "attention_calls": 2, "kv_bytes": 2 * 2 * kv, "heads": heads, "block": True}
-    # the same objects: what is worked out of one holds for all
     layers = [replace(layer, **block), *[layer] * (experts - 1)] * blocks
     head_bytes = sizes["vocab_size"] * row
     fixed = blocks * attention + head_bytes + 2 * hidden * sizes["vocab_size"]
-    return ModelShape(tuple(layers), head_bytes, "int4/int8", fixed, hidden, compiled, kv_dtype)
-
-
-@cache
-def shape_of(model: Model) -> ModelShape:
-    """In 4 bits, without hot neurons."""
-    sizes = SHAPES[model.shape]
-    nbytes = RANK * (sizes["hidden_size"] + sizes["intermediate_size"])
-    predictor = Predictor("lowrank/int8/int8", RANK, nbytes, RECALL, FALSE_ALARMS * model.active)
-    return _sized(SHAPES[model.shape], active=model.active, n_hot=0, predictor=predictor, kv_dtype="float16")
+    return ModelShape(tuple(layers), head_bytes, "int4/int8", fixed, hidden, True, "float16")
 
 
 def decode(row: Decoding, hardware: Hardware, *, recurring: bool) -> dict[str, Any]:
