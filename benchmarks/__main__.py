@@ -20,8 +20,8 @@ import torch
 
 from benchmarks import tables
 from torch_pi2 import cli
-from torch_pi2.base import process
 from torch_pi2.cli import common
+from torch_pi2.machine import process
 
 #: name -> one line of help. The module ``benchmarks/NAME.py`` has ``add_arguments(parser)``; ``run(args)``, which
 #: returns the figures; ``about(result)``, a line that says what was run; and ``TABLES``.

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from benchmarks.arguments import list_of
 from benchmarks.figures import spread, timed
 from benchmarks.tables import Result, Table, at
+from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 from torch_pi2.ops import load
-from torch_pi2.ops.dtypes import DTYPES
 
 #: Bytes over which caches are spread.
 _BYTES = 1 << 28

@@ -22,12 +22,12 @@ from benchmarks.arguments import add_lengths, list_of
 from benchmarks.figures import alternate, summary
 from benchmarks.subject import FIRING, RUNNER, WORK, check_runner
 from benchmarks.tables import Result, Table, at, named, ranged
-from torch_pi2.base import process as machine
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.cli import common
 from torch_pi2.export.manifest import Manifest
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.of_model import homes
+from torch_pi2.machine import process as machine
 from torch_pi2.rewrite.handle import parts_of
 from torch_pi2.store.shapes import build_config
 from torch_pi2.types.site import FFNSite, LinearRef

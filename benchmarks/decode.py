@@ -26,12 +26,12 @@ from benchmarks.peer import Peer
 from benchmarks.peer_command import CommandPeer, program
 from benchmarks.subject import Subject, synthetic_folder
 from benchmarks.tables import Result, Table, at, ranged
-from torch_pi2.base import process as machine
 from torch_pi2.cli import common
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import QUANTIZED
 from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.machine import process as machine
 from torch_pi2.observe import attention, counters, timings
 from torch_pi2.ops import load as load_library
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from benchmarks.tables import Result, Table, at
-from torch_pi2.base import process as machine
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.mapped import load_mapped
 from torch_pi2.cli import common
@@ -27,6 +26,7 @@ from torch_pi2.fitting.fit import fit
 from torch_pi2.fitting.search import FitSettings
 from torch_pi2.fitting.sets import MIN_SEQUENCES
 from torch_pi2.graph.find import search
+from torch_pi2.machine import process as machine
 from torch_pi2.profiling.run import profile
 from torch_pi2.rewrite.skeleton import on_meta, skeleton
 from torch_pi2.store.shapes import SHAPES, build_config

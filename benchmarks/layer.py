@@ -18,14 +18,14 @@ import torch
 from benchmarks.arguments import add_activations, add_sizes, list_of
 from benchmarks.figures import spread, timed
 from benchmarks.tables import Result, Table, at
+from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import QUANTIZED, row_bytes
 from torch_pi2.layers.linear import wants_blocks
 from torch_pi2.measure.weights import Weights
 from torch_pi2.ops import load
-from torch_pi2.ops.dtypes import DTYPES
-from torch_pi2.ops.linear_blocks import ROWS as BLOCK_ROWS
+from torch_pi2.ops.linear import ROWS as BLOCK_ROWS
 
 _FLOATS = {"bf16": "bfloat16", "fp32": "float32"}
 #: Rounds thrown away.

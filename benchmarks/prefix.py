@@ -15,7 +15,6 @@ from benchmarks.server import Server
 from benchmarks.tables import Result, Table, at, ranged
 from benchmarks.words import text
 from torch_pi2.cli import common
-from torch_pi2.machine import process as machine
 
 #: Tokens of an answer: its first text is measured.
 _ANSWER = 2

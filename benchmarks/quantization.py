@@ -23,7 +23,6 @@ from torch_pi2.cli import common
 from torch_pi2.eval.loss import bits_per_byte
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
-from torch_pi2.machine import process as machine
 from torch_pi2.profiling.text import stdlib_text
 from torch_pi2.types.config import QUANTIZATIONS
 

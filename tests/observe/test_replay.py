@@ -24,7 +24,10 @@ from torch_pi2.cli import main
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
 from torch_pi2.observe.accesses import Accesses
 from torch_pi2.observe.replay import OPTIMAL, as_run, replay, slots_of
-from torch_pi2.types.offload import POLICIES, OffloadConfig
+from torch_pi2.ops.constants import lists
+from torch_pi2.types.offload import OffloadConfig
+
+POLICIES = tuple(lists().policies)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from torch_pi2.base.progress import bar
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.errors import ConfigError, check_choice
 from torch_pi2.observe.accesses import Accesses
-from torch_pi2.types.offload import POLICIES
+from torch_pi2.ops.constants import lists
 
 #: The optimum, which knows the future (Belady 1966); not a policy that can run.
 OPTIMAL = "optimal"
@@ -27,7 +27,7 @@ class Replayed:
     """One cache on recorded accesses.
 
     Attributes:
-        policy: one of ``POLICIES``, or ``optimal``. slots: of the cache. share: of all slots of the store.
+        policy: one of the core's, or ``optimal``. slots: of the cache. share: of all slots of the store.
         cache_bytes: size of the cache. hits, wanted: neurons. hit_rate: hits / wanted.
         reads_per_pass, read_bytes_per_pass: slots that were missing, and their bytes. A pass is a token (one
             sequence) or a prompt.
@@ -60,7 +60,7 @@ def replay(
     """Replay ``accesses`` with a cache of ``slots`` slots.
 
     Args:
-        policy: one of ``torch_pi2.types.offload.POLICIES``, or ``optimal``.
+        policy: one of the core's, or ``optimal``.
         hot_share, preload, window: as in :class:`~torch_pi2.OffloadConfig`; None: those of the run. The optimum uses
             ``preload`` only.
         resident: neurons by layer that are in the cache from the beginning and never evicted, as
@@ -131,7 +131,7 @@ def slots_of(accesses: Accesses, budget: str) -> int:
 
 
 def _check(policy: str, slots: int, hot_share: float | None, window: int | None, resident: bool = True) -> None:
-    check_choice("policy", policy, (*POLICIES, OPTIMAL), "Choose one of them.")
+    check_choice("policy", policy, (*lists().policies, OPTIMAL), "Choose one of them.")
     for name, value, good, expected in (
         ("slots", slots, slots >= 0, "0 or more"),
         ("hot_share", hot_share, hot_share is None or 0 <= hot_share <= 1, "0 to 1"),
