@@ -30,6 +30,7 @@ def needs(*packages: str) -> Any:
     return pytest.mark.skipif(bool(missing), reason=f"not installed (extra bench): {', '.join(missing)}")
 
 
+@pytest.mark.slow
 def test_a_peer_that_cannot_load_says_why(tmp_path: Path) -> None:
     with pytest.raises(PeerError, match=r"benchmarks.peer_torch: expected a loaded model, found .*nowhere"):
         Peer("benchmarks.peer_torch", {"folder": str(tmp_path / "nowhere"), "threads": 1, "context": 8, "batches": [1]})
