@@ -7,23 +7,19 @@ sizes of those of the paper (arXiv 2406.06282v3). Prompts on the NPU, which plan
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-import numpy as np
-
 from benchmarks.tables import Result, Table, at
+from torch_pi2.decode.budget import place_bytes
 from torch_pi2.formats import row_bytes
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
-from torch_pi2.planner.cost import Cost, step_cost
-from torch_pi2.planner.layer_cost import block_ms, expert_use, linear_ms
-from torch_pi2.planner.misses import FrequencyMisses
+from torch_pi2.planner.cost import Cost, block_ms, expected_misses, expert_use, linear_ms, prompt_ffn_ms
+from torch_pi2.planner.for_machine import solve
 from torch_pi2.planner.model_shape import Heads, LayerShape, ModelShape, numbers
-from torch_pi2.planner.prompt_cost import dense_ms
-from torch_pi2.planner.solve import solve
+from torch_pi2.planner.request import Request
 from torch_pi2.store.firing import power_law
 from torch_pi2.store.shapes import SHAPES
 from torch_pi2.types.offload import OffloadConfig
@@ -102,23 +98,14 @@ PROMPTS = (
 _NPU_SHARES = (0.0, 0.1, 0.2, 0.3, 0.4)
 
 
-class Recurring(FrequencyMisses):
-    """Tokens that want what the last ones wanted: of the misses by frequencies alone, the same share everywhere.
+def miss_share(shape: ModelShape, hits: float) -> float:
+    """Of the misses that frequencies predict, those that happen where tokens want what the last ones wanted.
 
-    As many as make the paper's hits where half of the neurons have room.
+    As many as make the paper's hits where half of the neurons fit in memory.
     """
-
-    def __init__(self, shape: ModelShape, hits: float) -> None:
-        super().__init__(shape)
-        none = [0] * len(shape.layers)
-        wanted, missed = (super(Recurring, self).misses(1, n, none, none).sum() for n in (0, shape.slots // 2))
-        self.share = float(min(1.0, (1 - hits) * wanted / missed))
-
-    def misses(
-        self, batch: int, slots: int, resident: Sequence[int], hot: Sequence[int], accelerator: Any = None
-    ) -> np.ndarray:
-        found: np.ndarray = self.share * super().misses(batch, slots, resident, hot, accelerator)
-        return found
+    none = [0] * len(shape.layers)
+    wanted, missed = (expected_misses(shape, 1, slots, none, none, none).sum() for slots in (0, shape.slots // 2))
+    return float(min(1.0, (1 - hits) * wanted / missed))
 
 
 @cache
@@ -154,7 +141,8 @@ def shape_of(model: Model) -> ModelShape:
         exact_zeros=True,
         experts=experts,
         block=False,
-    ).with_cluster(1)
+    )
+    layer = replace(layer, slot_bytes=place_bytes([layer.entry(0)], OffloadConfig()))
     attention = (q + 2 * kv) * row + hidden * out_row
     heads = Heads(sizes["num_key_value_heads"], (q + 2 * kv) * row, q)
     block = {"attention_bytes": attention, "attention_calls": 2, "kv_bytes": 2 * 2 * kv, "heads": heads, "block": True}
@@ -173,7 +161,7 @@ def decode(row: Decoding, hardware: Hardware, *, recurring: bool) -> dict[str, A
         ``cache_bytes``: of neurons there.
     """
     shape = shape_of(row.model)
-    misses = Recurring(shape, row.model.hits) if recurring else FrequencyMisses(shape)
+    share_of_misses = miss_share(shape, row.model.hits) if recurring else 1.0
     every = shape.slots * shape.place_bytes
     stored = row.memory != 1.0
     best: tuple[Cost, int] | None = None
@@ -184,28 +172,9 @@ def decode(row: Decoding, hardware: Hardware, *, recurring: bool) -> dict[str, A
         elif stored:
             config = OffloadConfig()
             budget = shape.budget(int(row.memory * every) - theirs, batch=1, context=CONTEXT, config=config).total
-        plan = solve(
-            shape,
-            hardware,
-            budget_bytes=budget,
-            accelerator_bytes=theirs,
-            batches=(1,),
-            context=CONTEXT,
-            misses=misses if stored else None,
-        )
-        bucket = plan.buckets[0]
-        cost = step_cost(
-            shape,
-            hardware,
-            batch=1,
-            hot=bucket.hot,
-            accelerator=bucket.accelerator if theirs else None,
-            resident=bucket.resident if stored else None,
-            cache_bytes=bucket.cache_bytes if stored else None,
-            misses=misses if stored else None,
-            context=CONTEXT,
-            offload=plan.offload,
-        )
+        request = Request(shape, hardware, budget, theirs, (1,), CONTEXT, miss_share=share_of_misses)
+        bucket = solve(request).buckets[0]
+        cost = request.cost(1, bucket.hot, bucket.accelerator if theirs else (), bucket.resident if stored else ())
         if best is None or cost.total_ms < best[0].total_ms:
             best = cost, theirs
     assert best is not None
@@ -213,8 +182,8 @@ def decode(row: Decoding, hardware: Hardware, *, recurring: bool) -> dict[str, A
     npu = hardware.accelerator
     layers = list(zip(cost.layers, shape.layers, strict=True))
     npu_us = [_npu_us(hardware, y, at["accelerator_neurons"], 1) for at, y in layers] if npu and theirs else [0.0]
-    none = [0] * len(shape.layers)
-    wanted = float(FrequencyMisses(shape).misses(1, 0, none, [at["hot_neurons"] for at in cost.layers]).sum())
+    none, hot = [0] * len(shape.layers), [at["hot_neurons"] for at in cost.layers]
+    wanted = float(expected_misses(shape, 1, 0, none, hot, none).sum())
     return {
         "tokens_per_s": round(cost.tokens_per_s, 2),
         "ms": {part: round(ms, 2) for part, ms in cost.ms.items()},
@@ -250,7 +219,8 @@ def prompt(row: Prompting, hardware: Hardware, tokens: int = PROMPT) -> dict[str
     ms, done = dict.fromkeys(("npu", "cpu", "waiting"), 0.0), 0
     away = sum(layer.slots * layer.file_slot_bytes for layer in shape.layers) * (1 - row.memory)
     blocks = [i for i, layer in enumerate(shape.layers) if layer.block]
-    reading = hardware.stream_us(away / len(blocks)) / 1e3 * (hardware.read_while_computing if away else 1)
+    reading = hardware.reads.stream_us(away / len(blocks)) / 1e3
+    reading *= hardware.interference.read_while_computing if away else 1
     while done < tokens:
         size = min(row.piece, tokens - done)
         for first, last in zip(blocks, [*blocks[1:], len(shape.layers)]):
@@ -260,9 +230,9 @@ def prompt(row: Prompting, hardware: Hardware, tokens: int = PROMPT) -> dict[str
                 if row.npu:
                     ours["npu"] += use * _npu_us(hardware, ffn, ffn.intermediate, own) / 1e3
                 else:
-                    ours["cpu"] += dense_ms(ffn, hardware, size, model_bytes=shape.weight_bytes)
+                    ours["cpu"] += prompt_ffn_ms(ffn, hardware, size, ffn.intermediate, shape.weight_bytes)
             kv_bytes = size * (done + (size + 1) / 2) * layer.kv_bytes
-            around = block_ms(shape, layer, hardware, tokens=size, sequences=1, kv_bytes=kv_bytes, compiled=True)
+            around = block_ms(shape, layer, hardware, size, 1, kv_bytes, compiled=True)
             if row.npu == "all":
                 weights = numbers(layer.attention_kernel, layer.attention_bytes)
                 macs = size * (weights + (done + (size + 1) / 2) * 2 * layer.hidden)
