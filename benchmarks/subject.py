@@ -13,7 +13,7 @@ from torch import nn
 
 from torch_pi2.checkpoint.sparse import weights_of
 from torch_pi2.cli import common
-from torch_pi2.decode.budget import divide
+from torch_pi2.decode.budget import divide_budget
 from torch_pi2.errors import ConfigError
 from torch_pi2.rewrite.skeleton import model_config
 from torch_pi2.store.folder import PI2_FOLDER
@@ -160,7 +160,7 @@ def with_room_for_all(
     """What all of the model over the store in ``folder`` takes, by part; ``hf``: its configuration."""
     with StoreReader(folder / PI2_FOLDER / STORE_FILE) as reader:
         dtype = hf.dtype or reader.float_dtype or torch.float32
-        return divide(1 << 60, reader, plan, predictors, hf, config=config, context=context, dtype=dtype)
+        return divide_budget(1 << 60, reader, plan, predictors, hf, config=config, context=context, dtype=dtype)
 
 
 def bytes_of(whole: Budget, share: float) -> int:

@@ -14,7 +14,7 @@ from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.base.heap import give_back_freed_memory
 from torch_pi2.checkpoint.settings import LoadSettings, no_store
 from torch_pi2.checkpoint.sparse import load_sparse, weights_of
-from torch_pi2.decode.budget import divide
+from torch_pi2.decode.budget import divide_budget
 from torch_pi2.distributed.join import Membership, join
 from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.distributed.tensor_parallel import ShardedExperts, ShardedFFN
@@ -72,7 +72,7 @@ def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], setting
         # a budget that is too small is refused in all processes, or the others would wait for this one
         ranks = Ranks(together=together is not None)
         most = _ALL if budget_bytes is None else budget_bytes
-        budget = ranks.of_each(lambda: divide(most, reader, here, predictors, hf, **sizes))[ranks.rank]
+        budget = ranks.of_each(lambda: divide_budget(most, reader, here, predictors, hf, **sizes))[ranks.rank]
         if budget_bytes is None:
             budget = budget.with_total(budget.whole, folder)
         index_of = {key: i for i, key in enumerate(reader.keys)}

@@ -189,7 +189,7 @@ def _budget(folder: Path, store: Path, plan: Plan, predictors: Mapping[str, Any]
     import torch
 
     from torch_pi2.checkpoint.offloaded import own_predictors
-    from torch_pi2.decode.budget import divide
+    from torch_pi2.decode.budget import divide_budget
     from torch_pi2.rewrite.skeleton import model_config
     from torch_pi2.store.storefile import StoreReader
     from torch_pi2.types.offload import OffloadConfig
@@ -202,7 +202,7 @@ def _budget(folder: Path, store: Path, plan: Plan, predictors: Mapping[str, Any]
             if reader.shard is not None:
                 plan, of_all = reader.shard.plan(plan), plan
                 predictors = own_predictors(reader.shard, of_all, predictors)
-            whole = divide(1 << 60, reader, plan, predictors, hf, **about)
+            whole = divide_budget(1 << 60, reader, plan, predictors, hf, **about)
     except (Pi2Error, AttributeError, ImportError) as error:  # a model that is not transformers'
         return {"unknown": str(error).splitlines()[0]}
     figures = {name: getattr(whole, name) for name in ("smallest", "cliff", "whole", "token", "neurons")}

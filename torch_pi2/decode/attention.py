@@ -1,8 +1,8 @@
-"""Attention of prompts and steps: our operator reads what is used of a static cache, and no more.
+"""Attention of prompts and steps with our operator, which reads only the used part of a static cache; masks.
 
-transformers repeats keys and values for each group of query heads (``repeat_kv``) whenever it is compiled: of a 7B
-model with 8 of 32 heads the whole cache four times over for each token. torch's SDPA reads all of the cache, whatever
-its mask says, and its sums depend on how many tokens there are.
+Compiled, transformers repeats keys and values for each group of query heads (``repeat_kv``): for a 7B model with 8 key
+heads for 32 query heads it copies the whole cache four times per token. torch's SDPA reads all of the cache, whatever
+the mask, and its sums depend on the number of tokens.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch_pi2.layers.gpu import on_gpu
 from torch_pi2.ops import load
 from torch_pi2.ops.attention import attention as reference
 
-#: Under this name transformers finds it, in ``config._attn_implementation``.
+#: Its name in ``config._attn_implementation`` of transformers.
 NAME = "pi2_sdpa"
-#: What transformers may ask for besides, and the operator has not.
+#: Arguments that transformers may pass and the operator does not have.
 _NOT_OURS = ("position_bias", "softcap", "cache")
 
 _lock = threading.Lock()
-#: id of a configuration that is changed -> how many have entered :func:`packed_attention` for it, and what it had.
+#: id of a changed configuration -> how many have entered :func:`packed_attention`, and its own implementation.
 _users: dict[int, tuple[int, str]] = {}
 
 
@@ -40,12 +40,12 @@ def packed_sdpa(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface. ``query [B, N, T, D]``, ``key``, ``value [B, K, L, D]`` -> ``[B, T, N, D]``.
 
-    ``torch.ops.pi2.attention`` under a boolean mask for all heads, or none. What it has not (dropout, soft caps,
-    biases, paged caches, masks that are added or of a head, values of another width than keys, gradients, GPUs)
-    goes to transformers' own ``sdpa``; with sinks, which that one has not, to the operator's reference.
+    It calls ``torch.ops.pi2.attention``, with a boolean mask for all heads or none. Everything else (dropout, soft caps,
+    biases, paged caches, masks that are added or differ by head, values of another width than keys, gradients, GPUs)
+    goes to transformers' own ``sdpa``; with sinks, which that does not have, to the operator's reference.
 
     Raises:
-        ConfigError: sinks (``s_aux``), and something that the reference has not.
+        ConfigError: sinks (``s_aux``), and something that the reference does not have.
     """
     mask = attention_mask
     plain = not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _NOT_OURS)
@@ -79,14 +79,14 @@ def _for_all_heads(mask: torch.Tensor | None) -> bool:
 
 
 def uses_sdpa(config: Any) -> bool:
-    """Whether a model of this configuration does, or would if no step were running elsewhere."""
+    """Whether a model of this configuration uses ``sdpa``, or would if no step were running in another thread."""
     return getattr(config, "_attn_implementation", None) in ("sdpa", NAME)
 
 
 def has_sinks(model: torch.nn.Module) -> bool:
-    """Whether attention of a Hugging Face ``model`` has sinks (gpt-oss): scores that are in the softmax's sum alone.
+    """Whether attention of a Hugging Face ``model`` has sinks (gpt-oss): scores that count only in the softmax's sum.
 
-    transformers computes it by ``eager``, as its ``sdpa`` has no sinks.
+    transformers computes these by ``eager``, as its ``sdpa`` has no sinks.
     """
     return any("sinks" in module._parameters for module in model.modules())
 
@@ -100,8 +100,8 @@ def adds_masks(config: Any) -> bool:
 def packed_attention(model: torch.nn.Module) -> Iterator[None]:
     """While this is entered, a Hugging Face ``model`` that uses ``sdpa``, or has sinks, uses :func:`packed_sdpa`.
 
-    Parts of it with configurations of their own that use something else go on to do so, and so do classes that do not
-    look attention up by its name (Falcon's).
+    Parts with configurations of their own that use something else continue to, and so do classes that do not look
+    attention up by its name (Falcon's).
     """
     from transformers import AttentionInterface, PreTrainedModel
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -113,12 +113,12 @@ def packed_attention(model: torch.nn.Module) -> Iterator[None]:
     AttentionInterface.register(NAME, packed_sdpa)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     with _lock:
-        sinks = any(map(adds_masks, configs)) and has_sinks(model)  # each step comes by, and a model has many modules
+        sinks = any(map(adds_masks, configs)) and has_sinks(model)  # called in each step, and a model has many modules
         changed = [config for config in configs if uses_sdpa(config) or (sinks and adds_masks(config))]
         for config in changed:
             users, before = _users.get(id(config), (0, config._attn_implementation))
             _users[id(config)] = users + 1, before
-            config._attn_implementation = {"": NAME}  # its own alone
+            config._attn_implementation = {"": NAME}  # not that of parts
     try:
         yield
     finally:
@@ -132,7 +132,7 @@ def packed_attention(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _configs(config: Any) -> Iterator[Any]:
-    """``config`` and those of parts of the model."""
+    """``config`` and the configurations of parts of the model."""
     yield config
     for name in config.sub_configs:
         part = getattr(config, name, None)
@@ -141,23 +141,23 @@ def _configs(config: Any) -> Iterator[Any]:
 
 
 def masks_of(
-    config: Any, positions_BT: torch.Tensor, room: int, dtype: torch.dtype = torch.bool
+    config: Any, positions_BT: torch.Tensor, max_tokens: int, dtype: torch.dtype = torch.bool
 ) -> torch.Tensor | dict[str, torch.Tensor]:
-    """Of tokens at ``positions_BT``, over a cache with ``room`` positions: ``[B, 1, T, room]``, True where it is seen;
-    in a float dtype what is added to scores.
+    """Masks of tokens at ``positions_BT`` over a cache of ``max_tokens``: ``[B, 1, T, max_tokens]``, True for positions
+    that a token sees; in a float dtype the numbers that are added to scores.
 
-    A model whose configuration has ``layer_types`` takes one mask of each kind: all before a token, a window of
-    ``sliding_window`` positions with itself the last, or its chunk of ``attention_chunk_size`` (Llama 4). Another one
-    that has ``sliding_window`` has windows in all layers (Mistral, Phi-3). Of windows that are never filled: one mask.
+    A model whose configuration has ``layer_types`` takes one mask for each: all positions before a token, a window of
+    ``sliding_window`` positions that ends with it, or its chunk of ``attention_chunk_size`` (Llama 4). Without them
+    ``sliding_window`` is of all layers (Mistral, Phi-3). If no window is ever full there is one mask.
     """
     text = config.get_text_config(decoder=True)
-    slots, last_B1T1 = torch.arange(room, device=positions_BT.device), positions_BT[:, None, :, None]
+    slots, last_B1T1 = torch.arange(max_tokens, device=positions_BT.device), positions_BT[:, None, :, None]
     before = slots <= last_B1T1
-    window, chunk = (getattr(text, name, None) or room for name in ("sliding_window", "attention_chunk_size"))
+    window, chunk = (getattr(text, name, None) or max_tokens for name in ("sliding_window", "attention_chunk_size"))
     masks = {"full_attention": before}
-    if window < room:
+    if window < max_tokens:
         masks["sliding_attention"] = before & (slots > last_B1T1 - window)
-    if chunk < room:
+    if chunk < max_tokens:
         masks["chunked_attention"] = before & (slots // chunk == last_B1T1 // chunk)
     if dtype != torch.bool:
         masks = {kind: torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype) for kind, seen in masks.items()}

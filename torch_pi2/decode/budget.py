@@ -1,4 +1,7 @@
-"""How a byte budget is divided: what must stay in memory first, neurons with the rest."""
+"""Where ``budget=`` becomes bytes: what must stay in memory comes first, and the neuron cache gets the rest.
+
+:func:`divide_budget` divides the budget of a model that is loaded, and :func:`set_budget` changes it later.
+"""
 
 from __future__ import annotations
 
@@ -29,37 +32,37 @@ from torch_pi2.types.plan import LayerPlan, Plan
 
 _log = logging.getLogger("torch_pi2")
 
-#: Bookkeeping per neuron: its order twice (int64) and in the plan (int32), pointer, key and checksum.
+#: Bookkeeping of a neuron: its order twice (int64) and in the plan (int32), pointer, key and checksum.
 _NEURON_BYTES = 2 * 8 + 4 + 8 + 4 + 4
-#: Objects of a model, stacks of the threads that read, and what the allocator keeps.
+#: Python objects, stacks of the threads that read, and what the allocator keeps.
 _OBJECT_BYTES = 8 << 20
-#: What takes less of a budget if it is smaller.
+#: Settings that take less of a budget if they are smaller.
 LESS = "context or OffloadConfig.in_flight"
-#: What compiling a step takes besides, measured: for each layer, and at all.
+#: Memory for compiling a step, measured: for each layer, and fixed.
 _COMPILED_LAYER_BYTES, _COMPILER_BYTES = 8 << 20, 32 << 20
 
 
 @checked
 def set_budget(model: nn.Module, budget: float | str) -> Budget:
-    """Give a model over a store (:func:`torch_pi2.load` with a budget) another budget while it is in use.
+    """Change the budget of a model over a store (:func:`torch_pi2.load` with a budget) while it is in use.
 
-    The cache takes or loses what the budget does: everything else keeps its size. Memory of what leaves goes back to
-    the system; a cache that grows is filled with the most frequent neurons, if the model was loaded so
-    (``OffloadConfig.preload``). Results keep their bits. It waits for calls of other threads to end their layer.
-    A model that follows a plan (:func:`torch_pi2.follow`) goes on with it: its cache is never larger than planned.
-    Copies of a model (``copy.deepcopy``) are over the same store, and have the same budget.
+    Only the neuron cache grows or shrinks. Memory of evicted neurons goes back to the system. A cache that grows is
+    filled with the most frequent neurons if the model was loaded so (``OffloadConfig.preload``). Results keep their
+    bits. Calls of other threads finish their layer first. A model that follows a plan (:func:`torch_pi2.follow`)
+    continues with it: its cache is never larger than planned. Copies of a model (``copy.deepcopy``) use the same store
+    and have the same budget.
 
     Args:
-        budget: bytes, or text such as ``"2.5GiB"``; at most that with which the model was loaded, if not all neurons
-            have room in that.
+        budget: bytes, or text such as ``"2.5GiB"``; at most the budget with which the model was loaded, unless all
+            neurons fit in that.
 
     Returns:
         How it is divided, as in :func:`torch_pi2.stats`.
 
     Raises:
-        ConfigError: the model has no store, or its engine is ``mmap``; the budget does not hold what must stay in
-            memory, or is larger than at loading. The model is as it was.
-        ArtifactError: what fills the cache cannot be read, or the store has been closed.
+        ConfigError: the model has no store, or its engine is ``mmap``; the budget is too small for what must stay in
+            memory, or larger than at loading. The model is unchanged.
+        ArtifactError: the neurons that fill the cache cannot be read, or the store has been closed.
     """
     store, parts = store_and_budget(model)
     made = parts.with_total(parse_bytes(budget), store.path.parent.parent)
@@ -84,11 +87,11 @@ def set_budget(model: nn.Module, budget: float | str) -> Budget:
 
 
 class Stats(dict[str, Any]):
-    """What :func:`stats` returns: a dictionary whose text (``print``) is a line for people."""
+    """The result of :func:`stats`: a dictionary that prints as a readable line."""
 
     @property
     def generated(self) -> bool:
-        """Whether anything was computed since the last reset: without it there are no rates, and they are None."""
+        """Whether anything was computed since the last reset; if not, rates are None."""
         return bool(self["wanted"])
 
     def __str__(self) -> str:
@@ -97,27 +100,25 @@ class Stats(dict[str, Any]):
             return f"nothing generated yet ({size})"
         waited = "" if self["wait_share"] is None else f", {self['wait_share']:.1%} of the time waiting for them"
         if self["hit_rate"] is None:
-            said = f"{self['wanted']} neurons were read where the system has the file (mmap)"
+            text = f"{self['wanted']} neurons were read where the system has the file (mmap)"
         else:
-            said = f"{self['hit_rate']:.1%} of {self['wanted']} neurons were in the cache{waited} ({size})"
+            text = f"{self['hit_rate']:.1%} of {self['wanted']} neurons were in the cache{waited} ({size})"
         missed = ((self["left_out"], "neurons"), (self["experts_left_out"], "choices of an expert"))
         left_out = [f"{count} {of} were left out (lossy)" for count, of in missed if count]
-        return "; ".join([said, *left_out])
+        return "; ".join([text, *left_out])
 
 
 @checked
 def stats(model: nn.Module, *, reset: bool = False) -> Stats:
-    """What a model over a store (:func:`torch_pi2.load` with a budget) has read since the last reset.
-
-    ``print`` shows it as a line. As long as nothing was generated, ``generated`` of it is False, its rates are None,
-    and the line says so.
+    """Statistics of a model over a store (:func:`torch_pi2.load` with a budget) since the last reset.
 
     Returns:
-        :meth:`Store.stats`; ``hit_rate``: of the neurons wanted and not left out, the share that was in the cache
-        (None, too: engine ``mmap`` has no cache); ``wait_share``: of the time of compute threads in layers, the share
-        spent waiting for neurons (both None: nothing generated yet);
-        ``budget``: a :class:`~torch_pi2.types.budget.Budget`; ``store``: the :class:`Store`; ``simulated``: whether
-        reads are as slow as a described device's (``late`` of them took longer than there).
+        :meth:`Store.stats`, and:
+        ``hit_rate``: share of the wanted neurons that were in the cache (None for the engine ``mmap``, which has none);
+        ``wait_share``: share of the time of compute threads in layers that was spent waiting for neurons;
+        ``budget``: a :class:`~torch_pi2.types.budget.Budget`; ``store``: the :class:`Store`;
+        ``simulated``: whether reads are as slow as a described device's (``late`` of them took longer).
+        As long as nothing was generated, ``generated`` is False and rates are None.
 
     Raises:
         ConfigError: the model has no store.
@@ -134,8 +135,8 @@ def stats(model: nn.Module, *, reset: bool = False) -> Stats:
     )
 
 
-def divide(
-    total: int,
+def divide_budget(
+    budget_bytes: int,
     store: StoreReader,
     plan: Plan,
     predictors: Mapping[str, Any],
@@ -146,18 +147,18 @@ def divide(
     dtype: torch.dtype,
     strict: bool = False,
 ) -> Budget:
-    """Divide ``total`` bytes.
+    """Divide ``budget_bytes`` among the parts of a model over a store.
 
     Args:
-        predictors: site key -> what has ``tensors()``.
+        predictors: by the key of the site; each has ``tensors()``.
         model_config: of the Hugging Face model, for the size of keys and values.
-        context: tokens whose keys and values have room in the budget.
+        context: tokens whose keys and values fit in the budget.
         dtype: of keys, values and float weights.
-        strict: whether a cache that holds less than a token wants is refused; else it is a warning.
+        strict: refuse a cache that holds less than a token wants, which else is a warning.
 
     Raises:
-        ConfigError: ``total`` does not hold what must stay in memory, or, with ``strict``, the neurons that a token
-            wants besides; the message has the least that does.
+        ConfigError: the budget is too small for what must stay in memory or, with ``strict``, for the neurons that a
+            token wants besides. The message has the smallest that is enough.
     """
     if context < 0:
         raise ConfigError("context", expected="0 or more tokens", found=str(context), fix="Correct it.")
@@ -180,7 +181,7 @@ def divide(
         "activations": activation_bytes(store.entries, activation_sizes(model_config, dtype), context),
         "neuron_tables": tables + sum(y.thresholds.nbytes for y in plan.layers if y.thresholds is not None),
     }
-    left = total - sum(parts.values())
+    left = budget_bytes - sum(parts.values())
     chosen = chosen_shares(model_config, [layer.site for layer in plan.layers])
     slots_wanted = sum(
         chosen.get(layer.site.experts, 1.0) * -(-round(wanted_neurons(layer)) // entry.cluster)
@@ -192,19 +193,19 @@ def divide(
         raise ConfigError(
             f"budget for {store.path.parent.parent}",
             expected=f"at least {mebibytes(sum(parts.values()), up=True)} ({needed})",
-            found=mebibytes(total),
+            found=mebibytes(budget_bytes),
             fix=f"Give it more, or lower {LESS}.",
         )
     slots = min(count, left // (slot + SLOT_BYTES))
     found = {"cache": slots * slot, "neurons": count * slot, "token": token, "slot": slot}
-    made = Budget(total=total, **parts, **found, context=context, piece_tokens=piece_tokens(context))
+    made = Budget(total=budget_bytes, **parts, **found, context=context, piece_tokens=piece_tokens(context))
     if slots < count and made.cache < token and config.engine != "mmap":
         _below_the_cliff(made, Path(store.path).parent.parent, strict)
     return made
 
 
 def _own_kv(store: StoreReader, model_config: Any, all_bytes: int) -> int:
-    """Of keys and values of all layers, what those take that are here."""
+    """The part of ``all_bytes``, of the keys and values of all layers, that a shard has."""
     if store.shard is None:
         return all_bytes
     count: int = model_config.get_text_config().num_hidden_layers
@@ -212,7 +213,7 @@ def _own_kv(store: StoreReader, model_config: Any, all_bytes: int) -> int:
 
 
 def _below_the_cliff(budget: Budget, folder: Path, strict: bool) -> None:
-    """A warning, or with ``strict`` a ConfigError, that says from where on a token's neurons fit."""
+    """Warn, or with ``strict`` raise ConfigError, that a token's neurons do not fit, and from which budget they do."""
     cache, token, enough = mebibytes(budget.cache), mebibytes(budget.token), mebibytes(budget.cliff, up=True)
     if strict:
         raise ConfigError(
@@ -229,20 +230,20 @@ def _below_the_cliff(budget: Budget, folder: Path, strict: bool) -> None:
 
 
 def place_bytes(entries: Sequence[LayerEntry], config: OffloadConfig) -> int:
-    """What a slot of a store takes in the cache, the largest of all layers.
+    """Size of a slot in the cache, the largest of all layers.
 
-    As the core rounds it: what is read past the page cache goes straight to its place, in whole sectors.
+    It is rounded as in the core: direct reads go straight to their place, in whole sectors.
     """
     unit = SECTOR if config.direct else 64
     return max(-(-entry.cluster * entry.neuron_bytes // unit) * unit for entry in entries)
 
 
 def engine_bytes(entries: Sequence[LayerEntry], config: OffloadConfig) -> tuple[int, int, int]:
-    """What the engine of a store has beside its cache, in bytes.
+    """Bytes of a store's engine beside its cache.
 
     Returns:
-        Staging, where neurons go that a full cache has no room for; bookkeeping of all neurons; and of all slots, if
-        the cache holds them all.
+        Staging, for neurons that a full cache cannot take; bookkeeping of all neurons; and of all slots, if the cache
+        holds them all.
     """
     spares = max(
         min(config.in_flight, constants().chunks) * max(map(_chunk_slots, entries)), max(map(_prompt_slots, entries))
@@ -256,7 +257,7 @@ def engine_bytes(entries: Sequence[LayerEntry], config: OffloadConfig) -> tuple[
 
 
 def _chunk_slots(entry: LayerEntry) -> int:
-    """Slots of a chunk of neurons."""
+    """Slots of a chunk."""
     return -(-min(entry.neurons, entry.chunk or chunk_neurons(entry.neurons)) // entry.cluster)
 
 
@@ -284,22 +285,22 @@ def kv_bytes(model_config: Any, context: int, dtype: torch.dtype) -> int:
 
 
 def piece_tokens(context: int) -> int:
-    """Tokens of a prompt that are read at a time by a model with room for ``context`` tokens."""
+    """Tokens of a prompt that are read at a time, for a model with ``context`` tokens."""
     return max(constants().pass_tokens, min(PIECE_TOKENS, context))
 
 
 def wanted_neurons(layer: LayerPlan) -> int:
-    """Neurons of a layer that a token reads on average, if it has it: all of them where no predictor says which."""
+    """Neurons of a layer that a token reads on average: all of them if no predictor chooses."""
     if layer.method not in PREDICTED:
         return layer.site.intermediate
     return layer.n_hot + round(layer.n_cold * layer.expected_active)
 
 
 def activation_sizes(model_config: Any, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes that PyTorch's layers hold at once, beside feed-forward layers: for a token, for a pair of it and a key.
+    """Bytes that PyTorch's layers hold at once, without feed-forward layers: per token, and per pair of token and key.
 
-    Three hidden states, and what is more of: a norm in float32; queries, keys and values with what becomes of them in
-    attention; the experts' inputs and results in float32. The mask; scores, where the model has a cap on them, for
+    Per token: three hidden states, and the largest of a norm in float32, attention's queries, keys, values and results,
+    and the experts' inputs and results in float32. Per pair: the mask, and scores if the model has a soft cap, for
     which PyTorch has no fused attention.
     """
     if hasattr(model_config, "get_text_config"):
@@ -316,14 +317,14 @@ def activation_sizes(model_config: Any, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def activation_bytes(entries: Sequence[LayerEntry], sizes: tuple[int, int], context: int) -> int:
-    """What a prompt of ``context`` tokens takes beside keys and values; ``sizes`` as in :func:`activation_sizes`."""
+    """Memory of a prompt of ``context`` tokens without keys and values; ``sizes``: of :func:`activation_sizes`."""
     tokens = piece_tokens(context)
     hidden_states = tokens * (sizes[0] + sizes[1] * max(context, tokens))
     return hidden_states + max(scratch_bytes(entry, tokens) for entry in entries) + _OBJECT_BYTES
 
 
 def scratch_bytes(entry: LayerEntry, tokens: int) -> int:
-    """Of a layer's call (csrc/ffn: sparse_ffn.cc, panels.cc, predicted_ffn.cc): inputs, sums, ids and marks."""
+    """Memory of a layer's call (csrc/ffn: sparse_ffn.cc, panels.cc, predicted_ffn.cc): inputs, sums, ids and marks."""
     core = constants()
     tokens = min(tokens, core.prompt_tokens)
     tile, neurons = min(tokens, core.pass_tokens), core.prompt_neurons
@@ -334,10 +335,10 @@ def scratch_bytes(entry: LayerEntry, tokens: int) -> int:
 
 @contextmanager
 def room_for_compiling(model: nn.Module) -> Iterator[None]:
-    """While this is entered, the neuron cache of a model over a store has no more than compiling a step leaves.
+    """While this is entered, the neuron cache of a model over a store is smaller by what compiling a step takes.
 
-    A budget has no other room for that: where it is smaller, a warning says what is missing. Afterwards the cache has
-    its size again, and is filled as at loading. Nothing happens to a model in memory, or a shard without a budget.
+    A warning says what is missing if that is not enough. Afterwards the cache has its size again, and is filled as at
+    loading. Nothing happens to a model in memory, or a shard without a budget.
     """
     in_use = store_of(model)
     if in_use is None or in_use.config.engine == "mmap" or not in_use.limited:

@@ -1,4 +1,4 @@
-"""The ExecuTorch backend of a ``.pte`` (``libpi2_executorch.so``): loading it into this process, options, figures."""
+"""The ExecuTorch backend of a ``.pte`` (``libpi2_executorch.so``) in this process: loading, options, statistics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_pi2.base.extras import how_to_install
 from torch_pi2.errors import ConfigError, LibraryMissingError, VersionError, told
 from torch_pi2.ops.library import library_path
 
-#: The only version of ExecuTorch that the library is built for: its C++ interface is not the same in any two.
+#: The only version of ExecuTorch that the library works with: its C++ interface differs in every version.
 EXECUTORCH = "1.5.1"
 LIBRARY = "libpi2_executorch.so"
 _ABI = 1
@@ -27,7 +27,7 @@ _library: ctypes.CDLL | None = None
 def load_library() -> ctypes.CDLL:
     """Load the library, so that ExecuTorch's Python runtime in this process can run a ``.pte`` of torch_pi2.
 
-    A second call does nothing. ExecuTorch is imported first: the library uses the libraries that it has loaded.
+    A second call does nothing. ExecuTorch is imported first, as the library needs the libraries that it loads.
 
     Returns:
         The library, with the functions of ``csrc/include/pi2/executorch.h``.
@@ -42,7 +42,7 @@ def load_library() -> ctypes.CDLL:
             check_executorch()
             path = library_path(LIBRARY)
             try:
-                # What the library needs is loaded by this, and found by its name.
+                # this loads the libraries that ours needs
                 importlib.import_module("executorch.extension.pybindings.portable_lib")
                 loaded = ctypes.CDLL(str(path))
             except (ImportError, OSError) as error:
@@ -68,7 +68,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def check_executorch() -> None:
-    """Raises LibraryMissingError or VersionError unless executorch is installed in the version that we are made for."""
+    """Raises LibraryMissingError or VersionError unless executorch is installed in the version that we need."""
     install = f"Install it: {how_to_install('export')}."
     if importlib.util.find_spec("executorch") is None:
         raise LibraryMissingError(
@@ -80,14 +80,14 @@ def check_executorch() -> None:
 
 
 def set_options(options: Mapping[str, str | int | bool]) -> None:
-    """Options of the backend for programs loaded from now on; an empty text is back to the default.
+    """Set options of the backend for programs loaded from now on; an empty text restores the default.
 
     Args:
         options: ``store_path`` (the store, or the folder it is in), ``cache_bytes_kib``, ``threads``, ``io_threads``,
             ``engine``, ``policy``, ``direct``, ``preload``, ``trace``: see ``csrc/include/pi2/executorch.h``.
 
     Raises:
-        ConfigError: an unknown option, or a value that it does not take.
+        ConfigError: an unknown option, or an invalid value.
         LibraryMissingError: see :func:`load_library`.
     """
     library = load_library()
@@ -99,7 +99,7 @@ def set_options(options: Mapping[str, str | int | bool]) -> None:
 
 
 def share_weights(share: bool) -> None:
-    """Whether methods loaded from now on use what XNNPACK has packed for others; for float weights only.
+    """Let methods loaded from now on share weights that XNNPACK has packed, or not; for float weights only.
 
     Raises:
         LibraryMissingError: see :func:`load_library`; or this executorch has no XNNPACK.
@@ -110,7 +110,7 @@ def share_weights(share: bool) -> None:
 
 
 def last_error() -> str:
-    """The backend's last problem in words; ExecuTorch itself only passes on a number. "" if there was none."""
+    """The backend's last error message, as ExecuTorch itself only returns a number; "" if there was none."""
     return bytes(load_library().pi2_et_error()).decode(errors="replace")
 
 
@@ -120,10 +120,10 @@ def clear_error() -> None:
 
 
 def stats(*, reset: bool = False) -> dict[str, Any]:
-    """What the open stores did since the last reset.
+    """Statistics of the open stores since the last reset.
 
     Returns:
-        ``stores``, a list of figures by name: ``path``, ``engine``; ``calls``, ``wanted`` and ``hits`` (neurons),
+        ``stores``, a list of dictionaries: ``path``, ``engine``; ``calls``, ``wanted`` and ``hits`` (neurons),
         ``reads``, ``bytes_read``; ``wait_ns`` and ``busy_ns``, sums over compute threads; ``submit_wait_ns``, waiting
         for what was computed beside an accelerator; ``cache_bytes``, ``resident_bytes``, ``predictor_bytes``.
         ``opens`` and ``closes`` of this process.
@@ -142,7 +142,7 @@ def stats(*, reset: bool = False) -> dict[str, Any]:
 
 
 def parts_of_problem(message: str) -> tuple[str, str, str, str]:
-    """``what: expected ..., found .... fix`` in its parts."""
+    """The parts of ``what: expected ..., found .... fix``."""
     what, expected, rest = told(message)
     found, _, fix = rest.partition(". ")
     return what, expected, found, fix
