@@ -40,7 +40,7 @@ def packed_sdpa(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface. ``query [B, N, T, D]``, ``key``, ``value [B, K, L, D]`` -> ``[B, T, N, D]``.
 
-    It calls ``torch.ops.pi2.attention``, with a boolean mask for all heads or none. Everything else (dropout, soft caps,
+    It calls ``torch.ops.pi2.attention``, with a boolean mask for all heads or none. Everything else (dropout, caps,
     biases, paged caches, masks that are added or differ by head, values of another width than keys, gradients, GPUs)
     goes to transformers' own ``sdpa``; with sinks, which that does not have, to the operator's reference.
 
