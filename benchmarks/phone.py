@@ -18,7 +18,7 @@ from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.planner.cost import Cost, block_ms, expected_misses, expert_use, linear_ms, prompt_ffn_ms
 from torch_pi2.planner.for_machine import solve
-from torch_pi2.planner.model_shape import Heads, LayerShape, ModelShape, numbers
+from torch_pi2.planner.model_shape import LayerShape, ModelShape, numbers
 from torch_pi2.planner.request import Request
 from torch_pi2.store.firing import power_law
 from torch_pi2.store.shapes import SHAPES
@@ -144,8 +144,7 @@ def shape_of(model: Model) -> ModelShape:
     )
     layer = replace(layer, slot_bytes=place_bytes([layer.entry(0)], OffloadConfig()))
     attention = (q + 2 * kv) * row + hidden * out_row
-    heads = Heads(sizes["num_key_value_heads"], (q + 2 * kv) * row, q)
-    block = {"attention_bytes": attention, "attention_calls": 2, "kv_bytes": 2 * 2 * kv, "heads": heads, "block": True}
+    block = {"attention_bytes": attention, "attention_calls": 2, "kv_bytes": 2 * 2 * kv, "block": True}
     layers = [replace(layer, **block), *[layer] * (experts - 1)] * blocks
     head_bytes = sizes["vocab_size"] * row
     fixed = blocks * attention + head_bytes + 2 * hidden * sizes["vocab_size"]

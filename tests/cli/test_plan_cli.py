@@ -14,7 +14,6 @@ from stores import SMALL
 
 import torch_pi2
 from torch_pi2 import errors
-from torch_pi2.cli.plan_group import _options
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.stats import HIST_BINS, ActivationStats, LayerStats
@@ -210,18 +209,6 @@ def test_messages(command, root, tmp_path, argv, message) -> None:
     assert re.search(message, found), found
 
 
-@pytest.mark.parametrize(
-    ("way", "attention", "options"),
-    [
-        ("layers", "whole", ""),
-        ("chunks", "whole", "--reduction chunks"),
-        ("ranks", "heads", "--reduction ranks --attention heads"),
-    ],
-)
-def test_what_generate_has_to_be_told(way: str, attention: str, options: str) -> None:
-    assert _options(way, attention) == options
-
-
 def test_several_machines(command, root, tmp_path) -> None:
     (tmp_path / "machines.json").write_text(
         '{"machines": [{"hardware": "sm8650-ufs4.0"}, {"hardware": "sm8475-ufs3.1", "budget": "1GiB"}], '
@@ -236,8 +223,7 @@ def test_several_machines(command, root, tmp_path) -> None:
     by = "layers" if best["way"] == "layers" else "neurons"
     shares = ",".join(map(str, best["shares"]))
     assert found["pack"] == f"torch-pi2 pack {root / 'store'} OUT --ranks 2 --by {by} --shares {shares}"
-    ways = {(way["way"], way["attention"]) for way in found["ways"]}
-    assert ways == {("layers", "whole"), ("chunks", "whole"), ("ranks", "whole")}
+    assert found["generate"] == ("" if best["way"] == "layers" else f"--reduction {best['way']}")
     text = command(*given).out
     assert "1000 Mbit/s, 200 us an exchange; predicted, of one sequence after 16 tokens" in text
     assert found["pack"] in text

@@ -1,4 +1,4 @@
-"""Models dealt out to several machines: by hand, against every other way to cut them, and by what machines are."""
+"""How a model is partitioned among machines: by hand, and against every other partition."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.link import Link
 from torch_pi2.measure.link import measure_link
 from torch_pi2.planner.group import (
-    Dealt,
     Member,
-    deal_out,
+    PartitionPlan,
+    Task,
     neurons_of,
-    predicted,
+    plan_partition,
     read_machines,
     stage_of,
 )
@@ -48,22 +48,29 @@ def least(shape: ModelShape) -> int:
     return Request(shape, fake_hardware(), 0, batches=(1,), context=64).smallest()
 
 
-def by_way(found: list[Dealt]) -> dict[str, Dealt]:
-    return {dealt.way: dealt for dealt in found if dealt.attention == "whole"}
+def by_way(plans: list[PartitionPlan]) -> dict[str, PartitionPlan]:
+    return {plan.way: plan for plan in plans}
+
+
+def predicted(
+    way: str, shares: tuple[int, ...], shape: ModelShape, members: list[Member], link: Link
+) -> PartitionPlan | None:
+    task = Task(shape, tuple(members), link, context=64)
+    return task.by_layers(shares) if way == "layers" else task.by_neurons(way, shares)
 
 
 def test_machines_that_are_alike_get_as_much() -> None:
     shape = fake_shape(8)
-    found = by_way(deal_out(shape, [member()] * 2, FAST, context=64))
-    assert {way: dealt.shares for way, dealt in found.items()} == {
+    found = by_way(plan_partition(shape, [member()] * 2, FAST, context=64))
+    assert {way: plan.shares for way, plan in found.items()} == {
         "chunks": (8, 8),
         "ranks": (8, 8),
         "layers": (4, 4),
     }
     assert found["layers"].ms == pytest.approx(alone(shape, member()))  # one after another, in memory
     assert alone(shape, member()) / 2 < found["chunks"].ms < alone(shape, member())
-    assert [dealt.ms for dealt in deal_out(shape, [member()] * 2, FAST, context=64)] == sorted(
-        dealt.ms for dealt in found.values()
+    assert [plan.ms for plan in plan_partition(shape, [member()] * 2, FAST, context=64)] == sorted(
+        plan.ms for plan in found.values()
     )
 
 
@@ -71,12 +78,12 @@ def test_the_link_by_hand() -> None:
     shape = fake_shape(3)
     link = Link(8.0, 50.0)  # a byte takes a microsecond
     for way, each in (("chunks", 4 * 256 * 4), ("ranks", 4 * 256)):
-        dealt = predicted(way, (4, 4, 4, 4), shape, [member()] * 4, link, context=64)
-        assert dealt is not None
+        plan = predicted(way, (4, 4, 4, 4), shape, [member()] * 4, link)
+        assert plan is not None
         logits = 2 * (50 + 4 * 1000)
-        assert dealt.link_ms == pytest.approx((3 * 3 * (50 + each) + logits) / 1e3)
-        assert dealt.sent_bytes == 3 * each
-    stages = predicted("layers", (1, 1, 1), shape, [member()] * 3, link, context=64)
+        assert plan.link_ms == pytest.approx((3 * 3 * (50 + each) + logits) / 1e3)
+        assert plan.sent_bytes == 3 * each
+    stages = predicted("layers", (1, 1, 1), shape, [member()] * 3, link)
     assert stages is not None
     assert stages.link_ms == pytest.approx((2 * (50 + 256 * 4) + 2 * (50 + 4 * 1000)) / 1e3)
     assert stages.ms - stages.link_ms == pytest.approx(alone(shape, member()), rel=1e-4)  # of blocks that are alike
@@ -85,13 +92,13 @@ def test_the_link_by_hand() -> None:
 def test_a_layer_waits_for_the_slowest() -> None:
     shape = fake_shape(4)
     slow = member(run=5.0, gather=2.5)
-    found = by_way(deal_out(shape, [member(), slow], FAST, context=64))
+    found = by_way(plan_partition(shape, [member(), slow], FAST, context=64))
     fast_chunks, slow_chunks = found["ranks"].shares
     assert fast_chunks > 2 * slow_chunks
     assert sum(found["ranks"].shares) == 16
     assert found["layers"].shares == (3, 1)  # each machine has one at least
     for count in range(1, 16):
-        other = predicted("ranks", (count, 16 - count), shape, [member(), slow], FAST, context=64)
+        other = predicted("ranks", (count, 16 - count), shape, [member(), slow], FAST)
         assert other is not None
         assert found["ranks"].ms <= other.ms + 1e-9
 
@@ -100,10 +107,10 @@ def test_no_other_cut_into_stages_is_faster() -> None:
     shape = fake_shape(7)
     room = least(shape)
     members = [member(room + 400_000), member(room + 3_000_000), member(room + 1_000_000, run=15.0)]
-    best = by_way(deal_out(shape, members, FAST, context=64))["layers"]
+    best = by_way(plan_partition(shape, members, FAST, context=64))["layers"]
     for ends in itertools.combinations(range(1, 7), 2):
         cut = (ends[0], ends[1] - ends[0], 7 - ends[1])
-        other = predicted("layers", cut, shape, members, FAST, context=64)
+        other = predicted("layers", cut, shape, members, FAST)
         assert other is not None
         assert best.ms <= 1.001 * other.ms, cut
     assert best.shares[1] == max(best.shares)  # what has memory for most
@@ -113,19 +120,19 @@ def test_more_memory_in_all_is_what_machines_are_for() -> None:
     shape = fake_shape(8)
     every = shape.slots * shape.place_bytes
     machine = member(least(shape) + every // 2)
-    found = deal_out(shape, [machine] * 2, FAST, context=64)
+    found = plan_partition(shape, [machine] * 2, FAST, context=64)
     assert alone(shape, machine) / found[0].ms > 1.5
-    for dealt in found:
-        assert all(one["in_memory"] > 0.95 for one in dealt.members), dealt
-        assert all(one["memory_bytes"] <= machine.budget_bytes for one in dealt.members)
+    for plan in found:
+        assert all(one["in_memory"] > 0.95 for one in plan.members), plan
+        assert all(one["memory_bytes"] <= machine.budget_bytes for one in plan.members)
 
 
 def test_a_machine_with_room_for_few_neurons_gets_few() -> None:
     """What a neuron takes besides its cache, of its predictor and of tables, decides how many there can be."""
     shape = fake_shape(8)
     small = member(least(neurons_of(shape, 2)))
-    assert predicted("ranks", (3, 13), shape, [small, member()], FAST, context=64) is None
-    found = by_way(deal_out(shape, [small, member()], FAST, context=64))
+    assert predicted("ranks", (3, 13), shape, [small, member()], FAST) is None
+    found = by_way(plan_partition(shape, [small, member()], FAST, context=64))
     assert found["ranks"].shares[0] <= 2
 
 
@@ -150,27 +157,27 @@ def test_experts_are_added_by_machine() -> None:
         whole,
         layers=tuple(replace(layer, experts=2, block=i % 2 == 0) for i, layer in enumerate(whole.layers)),
     )
-    found = by_way(deal_out(experts, [member()] * 2, Link(8.0, 50.0), context=64))
+    found = by_way(plan_partition(experts, [member()] * 2, Link(8.0, 50.0), context=64))
     assert {*found} == {"ranks", "layers"}
     assert found["ranks"].link_ms == pytest.approx((2 * (50 + 4 * 256) + 50 + 4 * 1000) / 1e3)
     assert found["layers"].shares == (1, 1)
 
 
-def test_what_cannot_be_dealt_out_is_refused() -> None:
+def test_impossible_partitions_are_refused() -> None:
     shape = fake_shape(2)
     for members, link in (([member()], FAST), ([member()] * 65, FAST), ([member()] * 2, Link(0, 1))):
         with pytest.raises(ConfigError, match="expected 2 to 64 machines, a link of more than 0 Mbit/s"):
-            deal_out(shape, members, link)
+            plan_partition(shape, members, link)
     with pytest.raises(ConfigError, match=r"memory of 2 machines: expected room on each of them .*, found 1 MiB, any"):
-        deal_out(shape, [member(1 << 20), member()], FAST)
-    assert {dealt.way for dealt in deal_out(shape, [member()] * 3, FAST)} == {"chunks", "ranks"}  # two blocks
-    assert {d.way for d in deal_out(fake_shape(17), [member()] * 17, FAST)} == {"layers"}  # 16 chunks of neurons
+        plan_partition(shape, [member(1 << 20), member()], FAST)
+    assert {plan.way for plan in plan_partition(shape, [member()] * 3, FAST)} == {"chunks", "ranks"}  # two blocks
+    assert {d.way for d in plan_partition(fake_shape(17), [member()] * 17, FAST)} == {"layers"}  # 16 chunks of neurons
     assert predicted("ranks", (8, 8), shape, [member(), member(1)], FAST) is None
     assert predicted("layers", (1, 1), shape, [member(), member(1)], FAST) is None
 
 
 @pytest.mark.parametrize("shares", [(3, 13), (5, 4, 7), (1, 1, 14)])
-def test_pack_deals_out_what_was_planned(shares: tuple[int, ...]) -> None:
+def test_pack_makes_the_planned_partition(shares: tuple[int, ...]) -> None:
     """The shares that ``plan --machines`` prints are those that ``pack --shares`` makes."""
     from torch_pi2.types.plan import LayerPlan, Plan
     from torch_pi2.types.site import FFNSite, LinearRef

@@ -1,8 +1,9 @@
-"""``torch-pi2 plan --machines``: in which way several machines compute a model fastest, and the command for that."""
+"""``torch-pi2 plan --machines``: how to partition a model among several machines, and the command for that."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from torch_pi2.cli import common
@@ -12,40 +13,22 @@ if TYPE_CHECKING:
 
 
 def for_group(args: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:
-    """Every way that is possible, the fastest first (``ways``), and the command for that (``pack``)."""
-    from torch_pi2.planner.group import deal_out, read_machines
+    """All possible partitions (``ways``), the fastest first, and the command that makes it (``pack``)."""
+    from torch_pi2.planner.group import plan_partition, read_machines
 
     members, link = read_machines(args.machines)
     context = args.context or 1024
-    found = deal_out(shape, members, link, context=context)
-    best = found[0]
+    plans = plan_partition(shape, members, link, context=context)
+    best = plans[0]
     shares = ",".join(map(str, best.shares))
     return {
         "machines": [m.hardware.name for m in members],
-        "link": {"mbit_per_s": link.mbit_per_s, "exchange_us": link.exchange_us},
+        "link": asdict(link),
         "context": context,
-        "ways": [
-            {
-                "way": way.way,
-                "attention": way.attention,
-                "shares": list(way.shares),
-                "tokens_per_s": way.tokens_per_s,
-                "ms": way.ms,
-                "link_ms": way.link_ms,
-                "sent_bytes": way.sent_bytes,
-                "members": list(way.members),
-            }
-            for way in found
-        ],
+        "ways": [asdict(plan) | {"tokens_per_s": plan.tokens_per_s} for plan in plans],
         "pack": f"torch-pi2 pack {args.model} OUT --ranks {len(members)} --by {best.by} --shares {shares}",
-        "generate": _options(best.way, best.attention),
+        "generate": "" if best.way == "layers" else f"--reduction {best.way}",
     }
-
-
-def _options(way: str, attention: str) -> str:
-    """Of ``generate`` and the like."""
-    by_heads = " --attention heads" if attention == "heads" else ""
-    return "" if way == "layers" else f"--reduction {way}{by_heads}"
 
 
 def render_group(result: dict[str, Any]) -> str:
@@ -57,8 +40,7 @@ def render_group(result: dict[str, Any]) -> str:
         waits = ", ".join(f"{member['ms']['io']:.1f}" for member in way["members"])
         given = f"{', '.join(map(str, way['shares']))} {unit}"
         times = (f"{way['tokens_per_s']:.2f}", f"{way['ms']:.1f}", f"{way['link_ms']:.1f}")
-        name = way["way"] + (", attention by heads" if way["attention"] == "heads" else "")
-        rows.append((name, *times, given, memory, kept, waits))
+        rows.append((way["way"], *times, given, memory, kept, waits))
     header = ("way", "tokens/s", "ms", "for the link", "machines have", "memory", "neurons in memory", "waiting ms")
     how = f"\ntorchrun ... -m torch_pi2 generate OUT {result['generate']}" if result["generate"] else ""
     link = result["link"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -48,19 +48,6 @@ def numbers(kernel: str, nbytes: float) -> float:
     return 8 * nbytes / FORMATS[kernel.partition("/")[0]].bits_per_weight
 
 
-class Heads(NamedTuple):
-    """Attention that can be divided by key-value heads: made of linear layers of queries, keys, values and outputs.
-
-    Attributes:
-        number: of key-value heads. nbytes: of the rows of queries, keys and values. width: numbers of a token that all
-            heads give the linear layer of outputs.
-    """
-
-    number: int
-    nbytes: int
-    width: int
-
-
 @dataclass(frozen=True, eq=False)
 class LayerShape:
     """One FFN, or one expert, and the attention before it. Neurons are in plan order: the most frequent first.
@@ -78,7 +65,7 @@ class LayerShape:
         chosen: share of tokens that an expert gets (1: no expert). experts: how many share one call.
         attention_bytes, attention_kernel: of the linear layers before the FFN; attention_calls: in so many calls. All
             0 bytes and ``block`` false where the FFN is not the first of its block: no attention, norms and Python.
-        kv_bytes: keys and values of one token in this block. heads: of its attention; None: it cannot be divided.
+        kv_bytes: keys and values of one token in this block.
         base_hot: the fewest hot neurons, ``LayerPlan.n_hot``: there is no predictor for those before.
         frequencies: (tokens, float64 ``[I]``): share of steps of so many tokens, of different sequences, in which the
             neuron fires for at least one; of an expert, of so many tokens that it gets. Ascending, the first is 1.
@@ -109,7 +96,6 @@ class LayerShape:
     experts: int = 1
     attention_calls: int = 1
     block: bool = True
-    heads: Heads | None = None
     _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def kept(self, name: Any, make: Any) -> Any:
