@@ -35,6 +35,18 @@ MESSAGES: list[tuple[Any, str]] = [
         lambda: torch_pi2.OffloadConfig(io_threads=10**9),
         r"OffloadConfig.io_threads: expected a whole number, 1 or more, at most 65536",
     ),
+    (
+        lambda: torch_pi2.Config(method="magic"),
+        "method: expected auto or dense or exact or threshold or",
+    ),
+    (lambda: torch_pi2.Config(hot_frequency=0), "hot_frequency: expected a number, above 0, at most 1.01, found 0"),
+    (lambda: torch_pi2.Config(target_recall=1), "target_recall: expected a number, above 0, below 1, found 1"),
+    (lambda: torch_pi2.Config(sparsity=1), "sparsity: expected a number, 0 or more, below 1, found 1"),
+    (
+        lambda: torch_pi2.Config(calibration_tokens=1),
+        "calibration_tokens: expected a whole number, 64 or more",
+    ),
+    (lambda: torch_pi2.Config(quantization="gptq"), "quantization: expected rtn with weights='float', found 'gptq'"),
     (lambda: torch_pi2.Config(seed=None), r"Config.seed: expected a whole number, found None"),
     (lambda: torch_pi2.Config(seed=10**30), r"Config.seed: expected a whole number between -2\^62 and 2\^62, f"),
     (

@@ -14,13 +14,11 @@ import transformers
 from rewriting import close
 from tiny_models import HIDDEN, INTERMEDIATE, VOCAB, FunctionalBlock, plain, tiny
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import torch_pi2
-from torch_pi2.errors import CalibrationError, GradientError, NoFFNFoundError, UnsupportedModelError
+from torch_pi2.errors import NoFFNFoundError, UnsupportedModelError
 from torch_pi2.graph.experts import all_experts
 from torch_pi2.graph.find import search
-from torch_pi2.profiling.data import batches
 from torch_pi2.types.config import Config
 
 IDS_NT = torch.randint(3, VOCAB, (16, 16), generator=torch.Generator().manual_seed(0))
@@ -150,11 +148,6 @@ class Three(Normed):
         return self.down(F.relu(self.more(F.relu(self.up(x)))))
 
 
-class Rounded(Normed):
-    def forward(self, x):
-        return self.down(F.relu(self.up(x)).bfloat16().float())
-
-
 class Joined(Normed):
     def forward(self, x):
         h = F.relu(self.up(x))
@@ -180,22 +173,11 @@ class SharedInside(nn.Module):
         return self.down(F.relu(self.gate(x)) * self.up(x))
 
 
-class SharedBias(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        self.down.bias = self.up.bias
-
-    def forward(self, x):
-        return self.down(F.relu(self.up(x)))
-
-
 LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "tied": (Tied, "1.up", "1.up.weight stands in two places of it"),
     "weight_norm": (weight_normed, "1", "weights that are computed from parameters"),
     "shared up": (SharedUp, "1", "1.up.weight is shared by 2 layers of one module"),
     "shared inside": (SharedInside, "1", "1.gate.weight stands in two places of it"),
-    "shared bias": (SharedBias, "1", "1.up.bias stands in two places of it"),
     "used twice": (UsedTwice, "1", "linear uses what it computes inside"),
     "norm": (Normed, "1", "a norm over all its neurons stands before the last matmul"),
     "more in a linear": (InBlock, "1", "Integers holds more than one matmul (integers)"),
@@ -204,7 +186,6 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "adapter": (Adapted, "1", "more matmuls than gate, up and down"),
     "adapter behind a norm": (AdaptedBehindANorm, "1", "more matmuls than gate, up and down"),
     "three matmuls": (Three, "1", "more matmuls than gate, up and down"),
-    "cast": (Rounded, "1", "a cast to torch.bfloat16 between its projections"),
     "cat": (Joined, "1", "cat between its matmuls"),
 }
 
@@ -219,8 +200,7 @@ def test_a_layer_left_dense_is_named(name: str, caplog: pytest.LogCaptureFixture
     torch_pi2.optimize(model, [(X_BTH,)], EXACT)
     found = model.state_dict()
     assert all(torch.equal(found[name], value) for name, value in state.items())
-    if name != "cast":  # which may round another way what differs in the last bit
-        assert close(model(X_BTH), wanted)
+    assert close(model(X_BTH), wanted)
     assert [layer.site.key for layer in model.torch_pi2.plan.layers] == ["0"]
     assert model.torch_pi2.left == {key: reason}
     assert f"left dense: {key} ({reason})" in caplog.text
@@ -249,67 +229,9 @@ def test_layers_that_the_example_does_not_reach_are_named(caplog: pytest.LogCapt
     )
 
 
-class Counting(nn.Module):
-    """Keeps something of every call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(HIDDEN, INTERMEDIATE), nn.Linear(INTERMEDIATE, HIDDEN)
-        self.calls, self.seen, self.last = 0, [], {}
-
-    def forward(self, x):
-        self.calls += 1
-        self.seen.append(x.shape)
-        self.last["x"] = x
-        return self.down(F.relu(self.up(x)))
-
-
-@torch.no_grad()
-def test_what_a_forward_does_besides_goes_on_and_is_not_done_by_probes() -> None:
-    model = Counting().eval()
-    model = nn.Sequential(FunctionalBlock(), model).eval()
-    wanted = model(X_BTH)
-    torch_pi2.optimize(model, [(X_BTH,)], EXACT)
-    assert [layer.site.key for layer in model.torch_pi2.plan.layers] == ["0", "1"]
-    counting, before = model[1], model[1].calls
-    assert close(model(X_BTH), wanted)
-    assert counting.calls == before + 1
-    assert set(counting.seen) == {X_BTH.shape}
-    assert counting.last["x"].shape == X_BTH.shape
-
-
-def test_auto_with_little_data_fits_no_predictors(caplog: pytest.LogCaptureFixture) -> None:
-    model = torch_pi2.optimize(tiny("llama-relu"), IDS_NT[:8], Config(batch_size=4, seq_len=16))
-    assert not model.torch_pi2.predictors
-    assert "8 sequences are too few to fit predictors to (10): none are" in caplog.text
-
-
 def test_layers_that_a_plan_leaves_dense_are_named() -> None:
     model = torch_pi2.optimize(tiny("llama"), IDS_NT, Config(method="dense", batch_size=4, seq_len=16))
     assert set(model.torch_pi2.left.values()) == {"choosing neurons would not pay"}
-
-
-@pytest.mark.parametrize("name", ["1", "1.banana"])
-def test_backward_hooks_do_not_keep_layers_dense(name: str) -> None:
-    model = nn.Sequential(FunctionalBlock(), FunctionalBlock()).eval()
-    fired: list[str] = []
-    model.get_submodule(name).register_full_backward_hook(lambda *_: fired.append("after"))
-    model.get_submodule(name).register_full_backward_pre_hook(lambda *_: fired.append("before"))
-    wanted = model(X_BTH).detach()
-    torch_pi2.optimize(model, [(X_BTH,)], EXACT)
-    assert [layer.site.key for layer in model.torch_pi2.plan.layers] == ["0", "1"]
-    with torch.no_grad():
-        assert close(model(X_BTH), wanted)
-    with pytest.raises(GradientError):
-        model(X_BTH.clone().requires_grad_())
-    torch_pi2.restore(model)
-    model(X_BTH.clone().requires_grad_()).sum().backward()
-    assert sorted(fired) == ["after", "before"]
-
-
-def test_masks_have_the_shape_of_their_ids() -> None:
-    with pytest.raises(CalibrationError, match=r"attention_mask: expected one for every id, \(16, 16\), found \(3,\)"):
-        list(batches([{"input_ids": IDS_NT, "attention_mask": torch.ones(3)}]))
 
 
 class LowRank(nn.Module):
@@ -323,40 +245,9 @@ class LowRank(nn.Module):
         return x + self.b(self.n(self.a(x)))
 
 
-class WrittenOut(nn.Module):
-    def forward(self, h):
-        wide = h.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(h.dtype)
-
-
-@pytest.mark.parametrize("norm", [nn.LayerNorm(48), nn.RMSNorm(48), WrittenOut()], ids=lambda norm: type(norm).__name__)
+@pytest.mark.parametrize("norm", [nn.LayerNorm(48), nn.RMSNorm(48)], ids=lambda norm: type(norm).__name__)
 def test_a_matrix_of_low_rank_with_a_norm_is_no_layer(norm: nn.Module) -> None:
     assert search(nn.Sequential(FunctionalBlock(), LowRank(norm)).eval(), (X_BTH,)).left == {}
-
-
-def test_ibert_whose_linears_hold_integers(caplog: pytest.LogCaptureFixture) -> None:
-    """No layer of it can be replaced, and that is what is said; beside another it stays dense."""
-    sizes = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
-    ibert = transformers.IBertForMaskedLM(transformers.IBertConfig(**sizes)).eval()
-    with pytest.raises(UnsupportedModelError, match=r"lazy: QuantLinear holds more than one matmul \(bias_integer"):
-        torch_pi2.optimize(ibert, IDS_NT, EXACT)
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.config, self.ibert, self.head = ibert.config, ibert, FunctionalBlock()
-
-        def forward(self, input_ids):
-            return self.head(self.ibert.ibert(input_ids).last_hidden_state)
-
-    model = Both().eval()
-    with torch.no_grad():
-        wanted = model(IDS_NT)
-        torch_pi2.optimize(model, IDS_NT, EXACT)
-        assert close(model(IDS_NT), wanted)
-    assert [layer.site.key for layer in model.torch_pi2.plan.layers] == ["head"]
-    assert set(model.torch_pi2.left.values()) == {"QuantLinear holds more than one matmul (bias_integer)"}
-    assert "left dense: ibert.ibert.encoder.layer.0 (QuantLinear holds" in caplog.text
 
 
 def test_gates_with_a_matrix_per_head_are_no_experts() -> None:
@@ -385,7 +276,7 @@ def test_clamps_are_numbers_of_the_activation(name: str) -> None:
     assert not [form for form in forms.values() if isinstance(form, str)]
 
 
-@pytest.mark.parametrize("clamp", [0.5, 7.0, 1000.0, 1e9])
+@pytest.mark.parametrize("clamp", [0.5, 1e9])
 def test_experts_are_tried_at_all_magnitudes(clamp: float) -> None:
     """Mixtral's experts with a clamp of the gate alone."""
     config = transformers.MixtralConfig(**MOE)
@@ -502,17 +393,6 @@ def test_calibration_data(name: str) -> None:
     torch_pi2.optimize(model, data, EXACT)
     assert len(model.torch_pi2.plan.layers) == layers
     assert all(layer.tokens > 0 for layer in model.torch_pi2.stats)
-
-
-def test_forms_of_ids_are_the_same_batches() -> None:
-    wanted = [batch.input_ids for batch in batches(list(IDS_NT), batch_size=4)]
-    forms = [TensorDataset(IDS_NT), DataLoader(TensorDataset(IDS_NT), batch_size=None), [[ids] for ids in IDS_NT]]
-    forms.append(transformers.BatchEncoding({"input_ids": IDS_NT}))
-    for data in forms[:-1]:
-        found = [batch.input_ids for batch in batches(data, batch_size=4)]
-        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
-    (batch,) = batches(forms[-1])
-    assert torch.equal(batch.input_ids, IDS_NT)
 
 
 def test_the_only_layer_with_another_formula() -> None:

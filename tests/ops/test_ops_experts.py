@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,12 @@ from operators import opcheck
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_pi2
-from torch_pi2.errors import GradientError, ShapeError
+from torch_pi2.errors import ShapeError
 from torch_pi2.formats import GROUP, row_bytes
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.ops import load, reference
 from torch_pi2.predict.signbit import pack_signs
-from torch_pi2.store.storefile import SUPERBLOCK, StoreReader
-from torch_pi2.store.superblock import Superblock
+from torch_pi2.store.storefile import StoreReader
 
 load()
 KINDS = ["none", "lowrank", "lowrank_q", "signbit"]
@@ -182,13 +180,6 @@ def test_one_expert_twice_none_at_all_and_no_tokens() -> None:
     assert torch.equal(run(one | {"index": one["index"][:, :0], "routing": one["routing"][:, :0]}), torch.zeros(1, 111))
 
 
-def test_a_nan_stays_with_its_token() -> None:
-    arguments = mixture("signbit", index=torch.tensor([[0, 1]] * 7))
-    arguments["x"][2, 5] = float("nan")
-    found = run(arguments).isnan().any(-1)
-    assert found.tolist() == [t == 2 for t in range(7)]
-
-
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store of layers of equal sizes, which could as well be experts."""
@@ -262,14 +253,6 @@ def test_opcheck(path: Path) -> None:
     store = Store(path, 1 << 20)
     over, _, _ = stored(path, "signbit")
     opcheck(torch.ops.pi2.stored_experts.default, (), over | {"store": store.number})
-
-
-def test_gradients_are_refused() -> None:
-    arguments = mixture()
-    values = [arguments[name] for name in ARGUMENTS]
-    values[2].requires_grad_()
-    with pytest.raises(GradientError, match=r"experts_ffn.*argument 2 requires grad"):
-        torch.ops.pi2.experts_ffn(*values)
 
 
 LONG = torch.zeros(7, 2, dtype=torch.int64)
@@ -366,21 +349,6 @@ def test_bad_stores(path: Path) -> None:
             call(**over | change)
     with pytest.raises(RuntimeError, match="store: expected an open one, found number 1000000"):
         torch.ops.pi2.stored_experts(**over, store=1_000_000)
-
-
-def test_layers_of_two_sizes_are_no_experts(path: Path, tmp_path: Path) -> None:
-    other = tmp_path / "model.pi2"
-    data = path.read_bytes()
-    with StoreReader(path) as reader:
-        at, size = reader.offset(SUPERBLOCK), reader.specs[SUPERBLOCK].nbytes
-    block = Superblock.parse(data[at : at + size])
-    entries = [replace(entry, neurons=entry.neurons - (i == 3)) for i, entry in enumerate(block.layers)]
-    other.write_bytes(data[:at] + replace(block, layers=tuple(entries)).pack() + data[at + size :])
-    over, _, _ = stored(path, "none")
-    store = Store(other, 0)
-    message = "expected layers of equal sizes, found layer 3 of 319 x 3 x 96 int8 and layer 1 of 320 x 3 x 96 int8"
-    with pytest.raises(RuntimeError, match=message):
-        torch.ops.pi2.stored_experts(**over, store=store.number)
 
 
 def test_fakes_check_shapes() -> None:
