@@ -14,7 +14,7 @@ import torch
 
 import torch_pi2
 from torch_pi2.base.tensorfile import Spec, TensorWriter
-from torch_pi2.ops.crc32c import crc32c_by_table
+from torch_pi2.ops.crc32c import crc32c
 from torch_pi2.predict.file import save_predictors
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import PADDING, StoreReader, part_of
@@ -118,7 +118,7 @@ class Damaged:
     def seal(self) -> None:
         self.data[12:16] = bytes(4)
         rows = torch.frombuffer(bytearray(self.data[:4096]), dtype=torch.uint8)[None]
-        self.data[12:16] = int(crc32c_by_table(rows)[0]).to_bytes(4, "little")
+        self.data[12:16] = int(crc32c(rows)[0]).to_bytes(4, "little")
 
     def rename(self, old: str, new: str) -> None:
         self.header[new] = self.header.pop(old)

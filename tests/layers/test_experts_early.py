@@ -13,7 +13,7 @@ from tiny_experts import IDS, SYNTHETIC, build, logits
 
 import torch_pi2
 from torch_pi2.decode.decoder import Decoder
-from torch_pi2.graph.router import LinearRouter
+from torch_pi2.graph.routed import LinearRouter
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.types.offload import OffloadConfig
 

@@ -19,7 +19,7 @@ from torch_pi2.distributed.join import Membership, join
 from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.distributed.tensor_parallel import ShardedExperts, ShardedFFN
 from torch_pi2.errors import ConfigError
-from torch_pi2.graph.router import find_router
+from torch_pi2.graph.routed import find_router
 from torch_pi2.layers.cold import BY_NEURON
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.ffn import SparseFFN

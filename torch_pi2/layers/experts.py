@@ -12,8 +12,7 @@ import torch
 
 from torch_pi2.base.memory import new_tensor
 from torch_pi2.errors import ArtifactError, ConfigError
-from torch_pi2.graph.routed import Routed
-from torch_pi2.graph.router import LinearRouter
+from torch_pi2.graph.routed import LinearRouter, Routed
 from torch_pi2.layers.checks import check_ffn_input, result_dtype
 from torch_pi2.layers.cold import PREDICTOR_TENSORS
 from torch_pi2.layers.ffn import SparseFFN

@@ -9,7 +9,7 @@ import torch
 from tiny_experts import build
 from torch import nn
 
-from torch_pi2.graph.router import find_router
+from torch_pi2.graph.routed import find_router
 
 
 def block_of(name: str, **more: Any) -> nn.Module:
