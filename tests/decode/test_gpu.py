@@ -230,13 +230,6 @@ class Step:
         return result
 
 
-def test_a_captured_step_has_the_ids_of_each_call(graphs: list[MadeUpGraph]) -> None:
-    run = captured(Step(), torch.tensor([[1]]))
-    first, second = run(torch.tensor([[5]])), run(torch.tensor([[7]]))
-    assert [int(first), int(second)] == [10, 14]  # and the first is its own
-    assert [graph.replays for graph in graphs] == [2]
-
-
 def test_what_a_graph_has_addresses_of_lives_as_long(graphs: list[MadeUpGraph]) -> None:
     step = Step()
     alive, run = weakref.ref(step), captured(step, torch.tensor([[1]]))
@@ -259,8 +252,3 @@ def test_what_cannot_be_captured_runs_as_it_is(graphs: list[MadeUpGraph], caplog
     assert made is run
     assert int(made(torch.tensor([[4]]))) == 5
     assert "steps are not captured as CUDA graphs: operation not permitted" in caplog.text
-
-
-def test_on_the_cpu_nothing_is_captured() -> None:
-    step = Step()
-    assert captured(step, torch.tensor([[1]])) is step

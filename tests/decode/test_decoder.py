@@ -193,13 +193,6 @@ def test_a_class_that_does_not_look_attention_up_keeps_its_own():
     assert torch.equal(decoded(Decoder(model, max_tokens=24, compiled=False), ids_BT), expected(model, ids_BT))
 
 
-def test_a_model_with_another_attention_keeps_it():
-    model = tiny("llama")
-    model.set_attn_implementation("eager")
-    with packed_attention(model):
-        assert model.config._attn_implementation == "eager"
-
-
 def gpt_oss() -> nn.Module:
     """Attention with sinks; transformers computes it by ``eager``."""
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2}

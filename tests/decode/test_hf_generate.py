@@ -158,14 +158,6 @@ def test_answers_longer_than_a_sliding_window(steps: list[int]) -> None:
     assert len(steps) == 3 * 19 + 3 * 69
 
 
-def test_another_default_device(model: Any, steps: list[int]) -> None:
-    given = {"attention_mask": torch.ones_like(IDS), "position_ids": torch.arange(5)[None]}
-    wanted = by_transformers(model, IDS, **given, **HOW)
-    with torch.device("meta"):
-        assert torch.equal(model.generate(IDS, **given, **HOW), wanted)
-    assert len(steps) == 19
-
-
 def test_streams_and_calls_within(model: Any, steps: list[int]) -> None:
     """A streamer may generate, too: the call within has steps of its own."""
     wanted, within = by_transformers(model, IDS, **HOW), list[torch.Tensor]()

@@ -78,29 +78,6 @@ def test_each_sequence_is_what_its_seed_gives_alone(model: nn.Module) -> None:
     assert sampled(model, 2, seed=41).sequences == together.sequences[1:3]
 
 
-def test_one_token_each(model: nn.Module) -> None:
-    short = sampled(model, 3, max_new_tokens=1, seed=40)
-    assert short.sequences == [tokens[:1] for tokens in sampled(model, 3, seed=40).sequences]
-    assert short.steps == 0
-    room = IDS.shape[1] + 1
-    decoder = Decoder(model, max_tokens=room, batch=3, compiled=False, logits=True)
-    assert sampled(model, 3, max_new_tokens=1, seed=40, decoder=decoder).sequences == short.sequences
-    small = Decoder(model, max_tokens=room - 1, batch=3, compiled=False, logits=True)
-    with pytest.raises(
-        ConfigError, match=rf"decoder: expected .* for 3 sequences and {room} tokens, found .* {room - 1}"
-    ):
-        sampled(model, 3, max_new_tokens=1, decoder=small)
-
-
-def test_all_end_at_once(model: nn.Module) -> None:
-    first = generate(model, IDS, max_new_tokens=3, eos_token_id=[]).sequences[0]
-    for ends in first:
-        got = generate(model, IDS, num_return_sequences=3, max_new_tokens=5, eos_token_id=ends)
-        length = first.index(ends) + 1
-        assert got.sequences == [first[:length]] * 3
-        assert got.batches == [3] * (length - 1)
-
-
 def test_a_streamer_that_raises_leaves_all_usable(model: nn.Module) -> None:
     wanted = sampled(model, 3, seed=40)
     decoder = Decoder(model, max_tokens=IDS.shape[1] + NEW, batch=3, compiled=False, logits=True)
@@ -128,15 +105,6 @@ def counted_tokens(model: nn.Module) -> Iterator[list[int]]:
     )
     yield read
     hook.remove()
-
-
-def test_a_prompt_in_pieces_is_the_same_prompt() -> None:
-    model = tiny("llama-relu")
-    whole, pieces = (Decoder(model, max_tokens=16, compiled=False, logits=True, chunk_tokens=n) for n in (0, 3))
-    assert torch.allclose(whole.prompt(IDS), pieces.prompt(IDS), atol=1e-4)
-    assert pieces.length == whole.length == 7
-    for one, other in zip(whole.cache.layers, pieces.cache.layers, strict=True):
-        assert torch.allclose(one.keys, other.keys, atol=1e-4)
 
 
 @pytest.mark.parametrize("batch", [1, 3])

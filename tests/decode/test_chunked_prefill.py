@@ -12,7 +12,7 @@ from tiny_models import tiny
 from torch import nn
 
 import torch_pi2
-from torch_pi2.decode.attention import packed_attention, packed_sdpa
+from torch_pi2.decode.attention import packed_attention
 from torch_pi2.decode.chunked_prefill import (
     CHUNK_TOKENS,
     lossless_chunk_tokens,
@@ -136,12 +136,3 @@ def test_two_threads_in_one_model() -> None:
     left.set()
     thread.join()
     assert model.config._attn_implementation == "sdpa"
-
-
-def test_what_only_torch_broadcasts_or_differentiates() -> None:
-    module = nn.Module()
-    module.is_causal = False
-    query, key = torch.randn(1, 4, 5, 8), torch.randn(3, 4, 9, 8)
-    assert packed_sdpa(module, query, key, key, None)[0].shape == (3, 5, 4, 8)
-    learnt = key.clone().requires_grad_()
-    assert packed_sdpa(module, query.expand(3, -1, -1, -1), learnt, key, None)[0].requires_grad
