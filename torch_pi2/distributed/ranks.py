@@ -1,4 +1,4 @@
-"""Processes that share work: those of ``torch.distributed``'s default group (``torchrun``), or this one alone."""
+"""``Ranks``: processes that share work, those of ``torch.distributed``'s default group or this one alone."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ import torch.distributed as dist
 from torch_pi2.errors import ConfigError, Pi2Error
 
 Item = TypeVar("Item")
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 class Ranks:
-    """The processes that make the same calls.
+    """Processes that make the same calls.
 
     Args:
-        together: with those of the default group, if there is one; else this one is alone.
+        together: the processes of the default group, if there is one; else this one alone.
 
     Attributes:
-        rank: number of this process. size: how many there are.
+        rank: number of this process. size: number of processes.
     """
 
     def __init__(self, together: bool = False) -> None:
         grouped = together and dist.is_available() and dist.is_initialized()
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
 
-    def map(self, function: Callable[[Item], Made], items: Sequence[Item]) -> list[Made]:
-        """``function`` of each of ``items``, each computed by one of the processes and known to all (as a pickle).
+    def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+        """``function`` of each of ``items``: each is computed by one of the processes, and pickled for all.
 
-        They are through when this returns: what one has written to a file, all others can read.
+        All are done when this returns: files that one has written can be read by the others.
 
         Raises:
-            Pi2Error: one of them has raised something, or has ended. None of the others waits for it.
+            Pi2Error: one of them has raised an error, or has ended. None of the others waits for it.
         """
-        found = self.of_each(lambda: [function(item) for item in items[self.rank :: self.size]])
-        return [found[i % self.size][i // self.size] for i in range(len(items))]
+        results = self.of_each(lambda: [function(item) for item in items[self.rank :: self.size]])
+        return [results[i % self.size][i // self.size] for i in range(len(items))]
 
-    def of_each(self, make: Callable[[], Made]) -> list[Made]:
-        """What ``make`` returns in each of the processes, in their order. Raises as :meth:`map`."""
+    def of_each(self, make: Callable[[], Result]) -> list[Result]:
+        """What ``make`` returns in each process, by rank. Raises as :meth:`map`."""
         if self.size == 1:
             return [make()]
         made, own = None, None
@@ -53,26 +53,26 @@ class Ranks:
             own = error
         found: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(found, (made, None if own is None else _said(own)))
+            dist.all_gather_object(found, (made, None if own is None else _as_message(own)))
         except RuntimeError as error:
             raise own or _lost(self.size, error) from error
         if own is not None:
             raise own
         for rank, (_, said) in enumerate(found):
             if said is not None:
-                raise _of_other(rank, self.size, *said)
+                raise _error_of(rank, self.size, *said)
         return [made for made, _ in found]
 
-    def first(self, function: Callable[[], Made]) -> Made:
-        """What ``function`` returns in the first process, to all of them."""
+    def first(self, function: Callable[[], Result]) -> Result:
+        """What ``function`` returns in the first process."""
         return self.map(lambda _: function(), [None])[0]
 
-    def each(self, own: Made) -> list[Made]:
-        """What each of the processes has for ``own``, in their order."""
+    def each(self, own: Result) -> list[Result]:
+        """``own`` of each process, by rank."""
         return self.of_each(lambda: own)
 
     def check_same(self, what: str, make: Callable[[], str]) -> str:
-        """What ``make`` returns, which stands for ``what``.
+        """What ``make`` returns, a fingerprint of ``what``.
 
         Raises:
             ConfigError: in all processes, unless it is the same in all. Pi2Error: as :meth:`map`.
@@ -90,15 +90,15 @@ class Ranks:
         return found[0]
 
 
-def _said(error: Exception) -> tuple[type[Pi2Error] | None, dict[str, str]]:
-    """What a process tells the others of its error: not all errors can be pickled."""
+def _as_message(error: Exception) -> tuple[type[Pi2Error] | None, dict[str, str]]:
+    """An error as it is sent to the others: not all errors can be pickled."""
     if isinstance(error, Pi2Error):
         return type(error), {name: getattr(error, name) for name in ("what", "expected", "found", "fix")}
     return None, {"found": f"{type(error).__name__}: {error}"}
 
 
-def _of_other(rank: int, size: int, kind: type[Pi2Error] | None, parts: dict[str, str]) -> Pi2Error:
-    """The error that process ``rank`` has raised."""
+def _error_of(rank: int, size: int, kind: type[Pi2Error] | None, parts: dict[str, str]) -> Pi2Error:
+    """The error that process ``rank`` has raised, raised here."""
     if kind is not None:
         return kind(**parts)
     what, fix = f"process {rank} of {size} that share work", "See what that process says."
@@ -106,7 +106,7 @@ def _of_other(rank: int, size: int, kind: type[Pi2Error] | None, parts: dict[str
 
 
 def _lost(size: int, error: Exception) -> Pi2Error:
-    """Another process was killed or has ended, or takes longer than the group waits."""
+    """The error for a process that was killed, has ended, or takes longer than the group waits."""
     return Pi2Error(
         f"{size} processes that share work",
         expected="an answer of each",
@@ -117,10 +117,10 @@ def _lost(size: int, error: Exception) -> Pi2Error:
 
 @contextmanager
 def shared_folder(ranks: Ranks) -> Iterator[Path | None]:
-    """A temporary folder that all of ``ranks`` see; None if there is one process alone, which needs none.
+    """A temporary folder that all of ``ranks`` see; None for one process, which needs none.
 
     Raises:
-        ConfigError: in all processes, where one does not see it.
+        ConfigError: in all processes, if one does not see it.
     """
     if ranks.size == 1:
         yield None
@@ -128,7 +128,7 @@ def shared_folder(ranks: Ranks) -> Iterator[Path | None]:
     with ExitStack() as held:
         make = tempfile.TemporaryDirectory
         folder = Path(ranks.first(lambda: held.enter_context(make(prefix="torch_pi2-", ignore_cleanup_errors=True))))
-        # after an error whoever has it removes the folder: the others may have ended
+        # after an error any process that is left removes the folder
         held.callback(shutil.rmtree, folder, ignore_errors=True)
         if not all(ranks.each(folder.is_dir())):
             raise ConfigError(
@@ -138,4 +138,4 @@ def shared_folder(ranks: Ranks) -> Iterator[Path | None]:
                 fix="Call torch_pi2.fit(work=...) with a folder that all see, and optimize(predictors=...).",
             )
         yield folder
-        ranks.each(None)  # all are through with it
+        ranks.each(None)  # all have finished with it

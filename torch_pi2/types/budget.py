@@ -1,4 +1,4 @@
-"""``Budget``: what the memory of a model over a store is divided into."""
+"""``Budget``: how the memory of a model over a store is divided (:mod:`torch_pi2.decode.budget` divides it)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from torch_pi2.base.units import mebibytes
 from torch_pi2.errors import ConfigError
 
-#: Bookkeeping per slot of the cache.
+#: Bookkeeping of a slot of the cache.
 SLOT_BYTES = 40
-#: Tokens of a prompt whose activations a budget has room for at a time, whatever its context.
+#: Most tokens of a prompt that are read at a time, whatever the context.
 PIECE_TOKENS = 1024
 
 
@@ -19,15 +19,15 @@ class Budget:
     """Bytes of a model over a store, by part.
 
     Attributes:
-        total: what was asked for.
+        total: the whole budget.
         fixed: attention, embeddings, head, norms and biases. predictors: of all layers. neuron_tables: bookkeeping.
         kv: keys and values of ``context`` tokens, of all sequences together.
-        staging: where neurons go that a full cache has no room for.
+        staging: for neurons that a full cache cannot take.
         activations: of a prompt of ``context`` tokens, of which ``piece_tokens`` are read at a time
-            (:class:`torch_pi2.Decoder`), what operators need besides, and some MiB for objects and threads.
-        cache: what is left, for neurons (and 40 bytes a slot). neurons: all of them. token: those of an average token.
-        slot: one of them (or a cluster, if a store has such) in the cache.
-        context, piece_tokens: tokens, as above.
+            (:class:`torch_pi2.Decoder`), with buffers of operators and some MiB for objects and threads.
+        cache: the rest, for neurons (without 40 bytes a slot). neurons: size of all. token: those of an average token.
+        slot: size of a neuron (or a cluster) in the cache.
+        context, piece_tokens: numbers of tokens, as above.
     """
 
     total: int
@@ -46,21 +46,21 @@ class Budget:
 
     @property
     def smallest(self) -> int:
-        """The least that is accepted: everything but neurons, which then all come from flash."""
+        """The smallest budget: everything but neurons, which are then all read from flash."""
         return self.fixed + self.predictors + self.kv + self.staging + self.activations + self.neuron_tables
 
     @property
     def whole(self) -> int:
-        """What the model takes with every neuron in memory."""
+        """The budget with which every neuron is in memory."""
         return self.smallest + self.in_slots(self.neurons)
 
     @property
     def cliff(self) -> int:
-        """Below it, what one token wants does not fit: a cache that evicts the oldest then hits next to nothing."""
+        """The budget below which one token's neurons do not fit: an LRU cache then hits almost nothing."""
         return self.smallest + self.in_slots(self.token)
 
     def with_total(self, total: int, folder: Path) -> Budget:
-        """The same parts, and a cache of what is left of ``total``. Raises ConfigError: they do not fit."""
+        """The same parts, with the rest of ``total`` as the cache. Raises ConfigError: they do not fit."""
         left = total - self.smallest
         if left < 0:
             raise ConfigError(
@@ -73,5 +73,5 @@ class Budget:
         return replace(self, total=total, cache=slots * self.slot)
 
     def in_slots(self, size: int) -> int:
-        """What the cache takes for neurons of ``size`` bytes, bookkeeping included."""
+        """Memory of the cache for neurons of ``size`` bytes, with bookkeeping."""
         return -(-size // self.slot) * (self.slot + SLOT_BYTES)
