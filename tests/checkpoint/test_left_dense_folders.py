@@ -14,7 +14,6 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.checkpoint.save_load import load_dense
-from torch_pi2.cli import main
 from torch_pi2.errors import ConfigError, NoFFNFoundError, UnsupportedModelError
 from torch_pi2.graph.find import find_sites
 from torch_pi2.layers.linear import QuantLinear
@@ -193,16 +192,6 @@ def test_without_any_layer_linears_are_quantised(
     assert torch.equal(logits(torch_pi2.load(tmp_path / "saved")), logits(in_memory))
     ids = on_disk.generate(IDS[:1], max_new_tokens=4, do_sample=False)
     assert torch.equal(ids, in_memory.generate(IDS[:1], max_new_tokens=4, do_sample=False))
-
-
-def test_by_the_command(bitnet: nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bitnet.save_pretrained(tmp_path / "float")
-    assert main(["quantize", str(tmp_path / "float"), str(tmp_path / "out"), "--weights", "int8"]) == 0
-    assert "mlp.down_proj" in capsys.readouterr().out
-    assert main(["inspect", str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().out
-    assert "no layers of neurons" in said
-    assert f"stays dense: 2 layers, {KEYS[0]} to {KEYS[1]}: a norm over all its neurons" in said
 
 
 def test_what_wants_neurons_is_refused_without_them(bitnet: nn.Module, tmp_path: Path) -> None:
