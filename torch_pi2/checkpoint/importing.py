@@ -15,14 +15,14 @@ from torch_pi2.base.tensorfile import TensorWriter
 from torch_pi2.checkpoint.placing import Stored, placed, refs_of
 from torch_pi2.checkpoint.quantize import new_plan, other_linears
 from torch_pi2.checkpoint.weights_writer import Quantizer, QuantizeReport, RelativeError, row_chunks, update_digest
-from torch_pi2.errors import ArtifactError, UnsupportedModelError
+from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.formats import PAIRS, QUANTIZED, formats_of
 from torch_pi2.graph.find import Found, search
 from torch_pi2.layers.embedding import can_stand_for
 from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.rewrite.skeleton import skeleton
 from torch_pi2.store.folder import PI2_FOLDER, declare
-from torch_pi2.store.source import ExpertMatrix, Source
+from torch_pi2.store.source import ExpertMatrix, Source, wrong_shape
 from torch_pi2.store.weights import WEIGHTS_FILE
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.site import FFNSite, LinearRef
@@ -229,12 +229,7 @@ class _Importer(Quantizer):
         wanted = getattr(model.get_submodule(owner), local).shape
         found = self._checkpoint.spec(self._stored(name)).shape
         if tuple(wanted) != found:
-            raise ArtifactError(
-                f"{name} in {self._checkpoint.folder}",
-                expected=str(list(wanted)),
-                found=str(list(found)),
-                fix="The file's metadata is of another model; get it again.",
-            )
+            raise wrong_shape(name, self._checkpoint.folder, list(wanted), list(found))
 
     def _write_linear(self, name: str, out: TensorWriter, digest: Any) -> float:
         stored = self._stored(f"{name}.weight")

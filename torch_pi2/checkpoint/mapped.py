@@ -17,11 +17,11 @@ from torch_pi2.base.mapped import MappedFile, set_mapped
 from torch_pi2.base.progress import bar
 from torch_pi2.base.tensorfile import Spec
 from torch_pi2.checkpoint.placing import Stored, refs_of
-from torch_pi2.errors import ArtifactError, DtypeError
+from torch_pi2.errors import DtypeError
 from torch_pi2.graph.find import search
 from torch_pi2.rewrite.skeleton import check_filled, fill, on_meta, put, skeleton
 from torch_pi2.store.folder import check_float, read_config
-from torch_pi2.store.source import Checkpoint
+from torch_pi2.store.source import Checkpoint, wrong_shape
 from torch_pi2.types.site import FFNSite, LinearRef
 
 #: Smaller tensors are read into memory, and converted if the model computes in another dtype.
@@ -69,12 +69,7 @@ def load_mapped(
 def _read(checkpoint: Checkpoint, name: str, now: torch.Tensor) -> torch.Tensor:
     spec = checkpoint.spec(name)
     if spec.shape != tuple(now.shape):
-        raise ArtifactError(
-            f"{name} in {checkpoint.folder}",
-            expected=str(list(now.shape)),
-            found=str(list(spec.shape)),
-            fix="The weights are not those of config.json beside them.",
-        )
+        raise wrong_shape(name, checkpoint.folder, list(now.shape), list(spec.shape))
     if spec.nbytes < _SMALL_BYTES:
         return checkpoint.read(name).to(now.dtype)
     if spec.dtype != now.dtype:

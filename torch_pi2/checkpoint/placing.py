@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.errors import ArtifactError, UnsupportedModelError
+from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.layers.experts import expert_groups
 from torch_pi2.rewrite.place import TRIED_EXPERTS, find_experts_way, find_way
 from torch_pi2.rewrite.skeleton import places, put
 from torch_pi2.rewrite.ways import left_of
-from torch_pi2.store.source import ExpertMatrix, Source, stored_name
+from torch_pi2.store.source import ExpertMatrix, Source, stored_name, wrong_shape
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import FFNSite, LinearRef, check_weights
 
@@ -97,25 +97,17 @@ class Stored:
                 fits = ref.rows is None and own[:1] == (rows,)
                 fits |= ref.rows is not None and ref.rows[1] - ref.rows[0] == rows and own[:1] >= (ref.rows[1],)
                 if not fits or own[1:] != ((columns,) if name == ref.weight else ()):
-                    raise ArtifactError(
-                        f"{stored} in {self.checkpoint.folder}",
-                        expected=f"{rows} {'columns' if ref.transposed and name == ref.weight else 'rows'}"
-                        + (f" of {columns}" if name == ref.weight else ""),
-                        found=str(list(shape)),
-                        fix="The plan, or config.json, is of another model.",
-                    )
+                    what = "columns" if ref.transposed and name == ref.weight else "rows"
+                    expected = f"{rows} {what}" + (f" of {columns}" if name == ref.weight else "")
+                    raise wrong_shape(stored, self.checkpoint.folder, expected, list(shape))
 
     def _check_expert(self, site: FFNSite) -> None:
         """As :meth:`_check_site`."""
         for role, ref in refs_of(site):
             found = ExpertMatrix(self.checkpoint, site, ref, role)
             if not found.fits:
-                raise ArtifactError(
-                    f"{found.name} in {self.checkpoint.folder}",
-                    expected=f"{role} {list(found.shape)} of {site.key}",
-                    found=str(list(self.checkpoint.spec(found.name).shape)),
-                    fix="The plan, or config.json, is of another model.",
-                )
+                expected, shape = f"{role} {list(found.shape)} of {site.key}", self.checkpoint.spec(found.name).shape
+                raise wrong_shape(found.name, self.checkpoint.folder, expected, list(shape))
             self.checkpoint.check_float(found.name)
 
     def _try(self, group: list[LayerPlan]) -> str | UnsupportedModelError:

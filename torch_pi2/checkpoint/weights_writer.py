@@ -14,12 +14,12 @@ import torch
 from torch_pi2.base.dtypes import DTYPES, dtype_name
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.placing import Stored, refs_of
-from torch_pi2.errors import ArtifactError, NonFiniteError, StaleArtifactError
+from torch_pi2.errors import NonFiniteError, StaleArtifactError
 from torch_pi2.fitting.calibrated import neuron_key
 from torch_pi2.formats import row_bytes
 from torch_pi2.ops.quantized import quantize as quantize_rows
 from torch_pi2.ops.rows import row_of_neurons
-from torch_pi2.store.source import ExpertMatrix
+from torch_pi2.store.source import ExpertMatrix, wrong_shape
 from torch_pi2.store.weights import NO_EMBEDDINGS, NO_FORMATS, WEIGHTS_FILE, metadata, neuron_specs
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import FFNSite, LinearRef
@@ -146,12 +146,7 @@ class Quantizer:
         self._checkpoint.check_float(stored)
         shape = self._checkpoint.spec(stored).shape
         if len(shape) != 2 or shape[1] != columns:
-            raise ArtifactError(
-                f"{stored} in {self._checkpoint.folder}",
-                expected=f"[rows, {columns}]",
-                found=str(list(shape)),
-                fix="The weights are not those of config.json beside them.",
-            )
+            raise wrong_shape(stored, self._checkpoint.folder, f"[rows, {columns}]", list(shape))
         return shape[0]
 
     @property

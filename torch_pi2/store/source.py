@@ -173,6 +173,12 @@ class Checkpoint:
         return self._by_name[name]
 
 
+def wrong_shape(name: str, folder: Path, expected: object, found: object) -> ArtifactError:
+    """A tensor of a checkpoint with a shape that its model does not have."""
+    fix = "The weights are not those of config.json and the plan beside them; get the checkpoint again."
+    return ArtifactError(f"{name} in {folder}", expected=str(expected), found=str(found), fix=fix)
+
+
 #: Parts of a parameter's name, and what checkpoints may have instead.
 _OTHERS = ((".mlp.", ".block_sparse_moe."), ("model.", "backbone."))
 #: Names of an expert's matrices in checkpoints.
