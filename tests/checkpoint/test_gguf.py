@@ -224,37 +224,11 @@ def test_tokenizer_and_template(made: Any, tmp_path: Path) -> None:
     assert (other.bos_token, other.eos_token) == ("<s>", "</s>")
 
 
-def rewritten(file: Path, target: Path, *, keys: Any = None, without: str = "", more: str = "", flat: str = "") -> Path:
-    """``file`` with other metadata (None: without it), without one tensor, or with one more; ``flat``: end of the names
-    of tensors that have one dimension then."""
-    reader = gguf.GGUFReader(file)
-    writer = gguf.GGUFWriter(target, (keys or {}).pop("general.architecture", "llama"))
-    for key, found in reader.fields.items():
-        if not key.startswith("GGUF.") and key != "general.architecture" and key not in (keys or {}):
-            sub = found.types[1] if len(found.types) > 1 else None
-            writer.add_key_value(key, found.contents(), found.types[0], sub_type=sub)
-    for key, value in (keys or {}).items():
-        if value is not None:
-            kinds = gguf.GGUFValueType
-            kind = {str: kinds.STRING, int: kinds.UINT32, float: kinds.FLOAT32, list: kinds.ARRAY}[type(value)]
-            sub = {str: kinds.STRING, int: kinds.UINT32}[type(value[0])] if kind is kinds.ARRAY else None
-            writer.add_key_value(key, value, kind, sub_type=sub)
-    for tensor in reader.tensors:
-        if tensor.name != without:
-            writer.add_tensor(tensor.name, tensor.data.ravel() if flat and tensor.name.endswith(flat) else tensor.data)
-    if more:
-        writer.add_tensor(more, reader.tensors[0].data)
-    for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file"):
-        getattr(writer, step)()
-    writer.close()
-    return target
-
-
 def test_a_matrix_of_one_row_as_llama_cpp_writes_it(made: Any, tmp_path: Path) -> None:
     """Of what llama-quantize has written, a shared expert's gate is a vector."""
     _, _, file = made("qwen2_moe")
     keys = {"general.architecture": "qwen2moe"}
-    changed = rewritten(file, tmp_path / "a.gguf", keys=keys, flat="ffn_gate_inp_shexp.weight")
+    changed = ggufs.rewritten(file, tmp_path / "a.gguf", keys=keys, flat="ffn_gate_inp_shexp.weight")
     shapes = {tuple(t.shape) for t in gguf.GGUFReader(changed).tensors if "inp_shexp" in t.name}
     assert shapes == {(256,)}
     for path, name in ((file, "whole"), (changed, "flat")):
@@ -268,7 +242,7 @@ def test_rotary_base_of_sliding_layers(made: Any, tmp_path: Path, base: float) -
     """Which converters of today write; older files have none, and mean 10,000."""
     _, _, file = made("gemma3")
     keys = {"general.architecture": "gemma3", "gemma3.rope.freq_base_swa": base}
-    torch_pi2.import_gguf(rewritten(file, tmp_path / "a.gguf", keys=keys), tmp_path / "out")
+    torch_pi2.import_gguf(ggufs.rewritten(file, tmp_path / "a.gguf", keys=keys), tmp_path / "out")
     torch_pi2.import_gguf(file, tmp_path / "before")
     found, before = (torch_pi2.load(tmp_path / name, dtype=torch.float32) for name in ("out", "before"))
     assert found.config.rope_parameters["sliding_attention"]["rope_theta"] == base
@@ -280,7 +254,7 @@ def test_gemma3_without_a_window(made: Any, tmp_path: Path, window: int | None) 
     """llama.cpp has no sliding layers then, nor their rotary base."""
     model, _, file = made("gemma3")
     keys = {"general.architecture": "gemma3", "gemma3.attention.sliding_window": window}
-    torch_pi2.import_gguf(rewritten(file, tmp_path / "a.gguf", keys=keys), tmp_path / "out")
+    torch_pi2.import_gguf(ggufs.rewritten(file, tmp_path / "a.gguf", keys=keys), tmp_path / "out")
     found = torch_pi2.load(tmp_path / "out", dtype=torch.float32)
     config = copy.deepcopy(model.config)
     config.layer_types = ["full_attention"] * config.num_hidden_layers
@@ -293,7 +267,7 @@ def test_gemma3_without_a_window(made: Any, tmp_path: Path, window: int | None) 
 def test_gemma2_without_a_window(made: Any, tmp_path: Path) -> None:
     """Nothing is seen in half of its layers then."""
     keys = {"general.architecture": "gemma2", "gemma2.attention.sliding_window": 0}
-    file = rewritten(made("gemma2")[2], tmp_path / "a.gguf", keys=keys)
+    file = ggufs.rewritten(made("gemma2")[2], tmp_path / "a.gguf", keys=keys)
     with pytest.raises(UnsupportedModelError, match=r"a window of one token or more, found gemma2\.att"):
         torch_pi2.import_gguf(file, tmp_path / "out")
 
@@ -305,13 +279,13 @@ def test_ends_of_answers(made: Any, tmp_path: Path) -> None:
     tokens[7], tokens[9] = "<|end|>", "<|eot_id|>"
     keys = {"tokenizer.ggml.tokens": tokens}
     for eos, ends in ((2, [2, 7, 9]), (9, [9, 2, 7]), (None, [2, 7, 9])):
-        changed = rewritten(file, tmp_path / "a.gguf", keys={**keys, "tokenizer.ggml.eos_token_id": eos})
+        changed = ggufs.rewritten(file, tmp_path / "a.gguf", keys={**keys, "tokenizer.ggml.eos_token_id": eos})
         torch_pi2.import_gguf(changed, tmp_path / "out")
         assert torch_pi2.load(tmp_path / "out").generation_config.eos_token_id == ends
     none = ["<unk>", "<s>", *(f"t{i}" for i in range(len(tokens) - 2))]
     keys = {"tokenizer.ggml.tokens": none, "tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.eos_token_id": None}
     keys["tokenizer.ggml.padding_token_id"] = None
-    torch_pi2.import_gguf(rewritten(file, tmp_path / "a.gguf", keys=keys), tmp_path / "out")
+    torch_pi2.import_gguf(ggufs.rewritten(file, tmp_path / "a.gguf", keys=keys), tmp_path / "out")
     config = torch_pi2.load(tmp_path / "out").config
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, None)
 
@@ -352,7 +326,7 @@ def test_ends_of_answers(made: Any, tmp_path: Path) -> None:
 )
 def test_what_is_refused(made: Any, tmp_path: Path, change: dict[str, Any], message: str) -> None:
     _, _, file = made("llama")
-    changed = rewritten(file, tmp_path / "a.gguf", **copy.deepcopy(change))
+    changed = ggufs.rewritten(file, tmp_path / "a.gguf", **copy.deepcopy(change))
     with pytest.raises(Pi2Error, match=message):
         torch_pi2.import_gguf(changed, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["a.gguf"]
@@ -421,7 +395,7 @@ def test_packed(made: Any, tmp_path: Path, neurons: str) -> None:
 @pytest.mark.parametrize("used", [0, 5])
 def test_more_experts_than_there_are(made: Any, tmp_path: Path, used: int) -> None:
     _, _, file = made("mixtral")
-    changed = rewritten(file, tmp_path / "a.gguf", keys={"llama.expert_used_count": used})
+    changed = ggufs.rewritten(file, tmp_path / "a.gguf", keys={"llama.expert_used_count": used})
     with pytest.raises(ArtifactError, match=rf"expert_used_count in .*: expected from 1 to 4, as .*, found {used}"):
         torch_pi2.import_gguf(changed, tmp_path / "out")
 
@@ -506,7 +480,7 @@ def test_scales_that_are_no_numbers(made: Any, tmp_path: Path, kind: str, at: in
 
 def test_answers_end_with_their_turn(made: Any, tmp_path: Path) -> None:
     _, _, file = made("llama")
-    changed = rewritten(file, tmp_path / "a.gguf", keys={"tokenizer.ggml.eot_token_id": 286})
+    changed = ggufs.rewritten(file, tmp_path / "a.gguf", keys={"tokenizer.ggml.eot_token_id": 286})
     torch_pi2.import_gguf(changed, tmp_path / "out")
     assert torch_pi2.load(tmp_path / "out").generation_config.eos_token_id == [2, 286]
 

@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,34 +36,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _save(sources: Path, out: Path) -> None:
-    torch_pi2.save(torch_pi2.optimize(tiny("llama-relu")), out)
-
-
-def _save_quantised(sources: Path, out: Path) -> None:
-    torch_pi2.save(torch_pi2.optimize(tiny("llama-relu"), weights="int4"), out)
-
-
-def _quantize(sources: Path, out: Path) -> None:
-    torch_pi2.quantize(sources / "float", out)
-
-
-def _pack(sources: Path, out: Path, source: str = "float") -> None:
-    torch_pi2.pack(sources / source, out)
-
-
-def _pack_quantised(sources: Path, out: Path) -> None:
-    torch_pi2.pack(sources / "float", out, weights="int4")
-
-
-def _pack_in_stages(sources: Path, out: Path) -> None:
-    torch_pi2.pack(sources / "float", out, ranks=2, by="layers")
-
-
-def _synthetic(sources: Path, out: Path) -> None:
-    torch_pi2.synthetic(out, "tiny", layers=1, rank=8)
-
-
 def _plan(sources: Path, out: Path) -> None:
     site = FFNSite("a", 0, "relu", False, None, LinearRef("up"), LinearRef("down"), 8, 4096, "")
     Plan([LayerPlan(site, "exact", 0, torch.arange(4096, dtype=torch.int32))], "ab" * 32).save(out)
@@ -78,15 +49,15 @@ def _stats(sources: Path, out: Path) -> None:
     ActivationStats({"a": layer}, "ab" * 32).save(out)
 
 
-WRITERS: dict[str, Callable[[Path, Path], None]] = {
-    "save": _save,
-    "save quantised": _save_quantised,
-    "quantize": _quantize,
-    "pack float": _pack,
-    "pack bundles": partial(_pack, source="bundles"),
-    "pack quantised": _pack_quantised,
-    "pack in stages": _pack_in_stages,
-    "synthetic": _synthetic,
+WRITERS: dict[str, Callable[[Path, Path], object]] = {
+    "save": lambda sources, out: torch_pi2.save(torch_pi2.optimize(tiny("llama-relu")), out),
+    "save quantised": lambda sources, out: torch_pi2.save(torch_pi2.optimize(tiny("llama-relu"), weights="int4"), out),
+    "quantize": lambda sources, out: torch_pi2.quantize(sources / "float", out),
+    "pack float": lambda sources, out: torch_pi2.pack(sources / "float", out),
+    "pack bundles": lambda sources, out: torch_pi2.pack(sources / "bundles", out),
+    "pack quantised": lambda sources, out: torch_pi2.pack(sources / "float", out, weights="int4"),
+    "pack in stages": lambda sources, out: torch_pi2.pack(sources / "float", out, ranks=2, by="layers"),
+    "synthetic": lambda sources, out: torch_pi2.synthetic(out, "tiny", layers=1, rank=8),
     "plan": _plan,
     "stats": _stats,
 }

@@ -68,32 +68,6 @@ def test_consent_is_given_once(make: Callable[..., object], record: Path, tmp_pa
         torch_pi2.load(tmp_path / "made")
 
 
-def other_byte(folder: Path) -> None:
-    next(folder.glob("*.py")).open("a").write("\n")
-
-
-def other_file(folder: Path) -> None:
-    (folder / "more.py").write_text("")
-
-
-def file_below(folder: Path) -> None:
-    (folder / "custom_generate").mkdir()
-    (folder / "custom_generate" / "generate.py").write_text("")
-
-
-def other_name(folder: Path) -> None:
-    path = next(folder.glob("*.py"))
-    path.rename(path.with_name("other.py"))
-
-
-def adapter(folder: Path) -> None:
-    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
-
-
-def no_folder_of_ours(folder: Path) -> None:
-    shutil.rmtree(folder / "pi2")
-
-
 def naming(name: object, file: str = "config.json") -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         path = folder / file
@@ -103,20 +77,22 @@ def naming(name: object, file: str = "config.json") -> Callable[[Path], None]:
     return change
 
 
-HOSTILE: dict[str, Callable[[Path], None]] = {
-    "another byte": other_byte,
-    "one more file": other_file,
-    "code of generate": file_below,
-    "another name": other_name,
-    "an adapter of another model": adapter,
-    "not ours": no_folder_of_ours,
+HOSTILE: dict[str, Callable[[Path], object]] = {
+    "another byte": lambda folder: next(folder.glob("*.py")).open("a").write("\n"),
+    "one more file": lambda folder: (folder / "more.py").write_text(""),
+    "code of generate": lambda folder: shutil.copytree(
+        folder, folder / "custom_generate", ignore=shutil.ignore_patterns("*.json", "*.safetensors", "pi2")
+    ),
+    "another name": lambda folder: next(folder.glob("*.py")).rename(folder / "other.py"),
+    "an adapter of another model": lambda folder: (folder / "adapter_config.json").write_text("{}"),
+    "not ours": lambda folder: shutil.rmtree(folder / "pi2"),
     "the folder beside it": naming({"AutoConfig": "../evil/code.Config"}),
     "a repository": naming({"AutoConfig": "who/what--code.Config"}),
     "a file that is not there": naming({"AutoConfig": "missing.Config"}),
     "one of a list": naming({"AutoTokenizer": [None, "/tmp/code.Slow"]}, "tokenizer_config.json"),
     "no names": naming([1, 2]),
     "no text": naming({"AutoConfig": 5}),
-    "not JSON": lambda folder: (folder / "config.json").write_text("{") and None,
+    "not JSON": lambda folder: (folder / "config.json").write_text("{"),
 }
 
 

@@ -190,14 +190,44 @@ def retyped(
     return values
 
 
-def _writer_of(reader: Any, target: Path, **how: Any) -> Any:
-    """A writer of another file with the metadata of ``reader``'s."""
-    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents(), **how)
+def _writer_of(reader: Any, target: Path, keys: Mapping[str, Any] | None = None, **how: Any) -> Any:
+    """A writer of another file with the metadata of ``reader``'s, but for ``keys`` (None: without it)."""
+    keys = dict(keys or {})
+    arch = keys.pop("general.architecture", reader.fields["general.architecture"].contents())
+    writer = gguf.GGUFWriter(target, arch, **how)
     for key, found in reader.fields.items():
-        if not key.startswith("GGUF.") and key != "general.architecture":
+        if not key.startswith("GGUF.") and key != "general.architecture" and key not in keys:
             sub = found.types[1] if len(found.types) > 1 else None
             writer.add_key_value(key, found.contents(), found.types[0], sub_type=sub)
+    kinds = gguf.GGUFValueType
+    for key, value in keys.items():
+        if value is not None:
+            kind = {str: kinds.STRING, int: kinds.UINT32, float: kinds.FLOAT32, list: kinds.ARRAY}[type(value)]
+            sub = {str: kinds.STRING, int: kinds.UINT32}[type(value[0])] if kind is kinds.ARRAY else None
+            writer.add_key_value(key, value, kind, sub_type=sub)
     return writer
+
+
+def rewritten(
+    file: Path,
+    target: Path,
+    *,
+    keys: Mapping[str, Any] | None = None,
+    without: str = "",
+    more: str = "",
+    flat: str = "",
+) -> Path:
+    """``file`` with other metadata, without one tensor, or with one more; ``flat``: end of the names of tensors that
+    have one dimension then."""
+    reader = gguf.GGUFReader(file)
+    writer = _writer_of(reader, target, keys)
+    for tensor in reader.tensors:
+        if tensor.name != without:
+            writer.add_tensor(tensor.name, tensor.data.ravel() if flat and tensor.name.endswith(flat) else tensor.data)
+    if more:
+        writer.add_tensor(more, reader.tensors[0].data)
+    _write(writer)
+    return target
 
 
 def _write(writer: Any) -> None:
