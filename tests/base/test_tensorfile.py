@@ -222,7 +222,7 @@ def weights_file(path: Path, **changes: str | None) -> Path:
 
 def test_weights_files_say_what_they_are(tmp_path: Path) -> None:
     with QuantizedWeights(weights_file(tmp_path / "f")) as weights:
-        assert (weights.kind, weights.linears, weights.ways) == ("int4", {"lm_head": 64}, {"layers.0": "owner"})
+        assert (weights.kind, weights.linears, weights.strategies) == ("int4", {"lm_head": 64}, {"layers.0": "owner"})
         weights.check_hash("ab" * 32)
         with pytest.raises(
             StaleArtifactError, match=r"expected weights cdcdcdcdcdcd as in plan\.json, found abababababab"

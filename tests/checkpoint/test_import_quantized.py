@@ -9,7 +9,7 @@ from typing import Any
 import ggufs
 import pytest
 import torch
-from quantised_folders import WAYS, compressed, quantised
+from quantised_folders import FORMATS, compressed, quantised
 from safetensors.torch import load_file, save_file
 
 import torch_pi2
@@ -24,13 +24,13 @@ def logits(model: Any) -> torch.Tensor:
         return model(TOKENS).logits.float()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", FORMATS)
 def test_nothing_is_rounded(tmp_path: Path, way: str) -> None:
     wanted = logits(quantised(tmp_path / "in", way))
     report = torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
     assert (report.rounded, sum(report.types.values()), any(report.errors.values())) == ({}, 14, False)
     again = torch_pi2.load(tmp_path / "out", dtype=torch.float32)
-    assert again.get_submodule("model.layers.0.mlp.up_proj").weights == WAYS[way][-1]
+    assert again.get_submodule("model.layers.0.mlp.up_proj").weights == FORMATS[way][-1]
     torch.testing.assert_close(logits(again), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 

@@ -78,7 +78,7 @@ def compressed(kind: str, bits: int) -> dict[str, Any]:
 
 
 #: Name -> quantization_config, what packs, bits, zero points from and to, format that it becomes.
-WAYS: dict[str, tuple[dict[str, Any], Packer, int, tuple[int, int], str]] = {
+FORMATS: dict[str, tuple[dict[str, Any], Packer, int, tuple[int, int], str]] = {
     "gptq": ({"quant_method": "gptq", "bits": 4}, gptq(4, 1), 4, (8, 8), "int4"),
     "gptq asymmetric": ({"quant_method": "gptq", "bits": 4}, gptq(4, 1), 4, (3, 12), "int8"),
     "gptq_v2": ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}, gptq(4, 2), 4, (8, 8), "int4"),
@@ -95,7 +95,7 @@ WAYS: dict[str, tuple[dict[str, Any], Packer, int, tuple[int, int], str]] = {
 
 def quantised(folder: Path, way: str, *, scales: torch.dtype = torch.float16, model: str = "qwen2") -> Any:
     """Write a tiny model's folder in this way; the model with the numbers that it stands for."""
-    config, pack, bits, (low, high), _ = WAYS[way]
+    config, pack, bits, (low, high), _ = FORMATS[way]
     made = ggufs.tiny(model)
     made.save_pretrained(folder)
     tensors: Tensors = {}

@@ -60,8 +60,8 @@ def rows_of_checkpoint(
     """
     found = RowFiles(folder)
     with _streamed(stored, sites):
-        left = calibrated_rows(stored.model, data, sites, linears, weights, found.keep, progress=progress)
-    say_rounded(left)
+        rounded = calibrated_rows(stored.model, data, sites, linears, weights, found.keep, progress=progress)
+    say_rounded(rounded)
     return found
 
 

@@ -27,8 +27,8 @@ def write_card(folder: Path, verdict: Verdict, source: str | Path, run: str) -> 
     Args:
         run: the command that uses the folder.
     """
-    said = "One run on one machine. Sparse is this folder; dense is the model that it was made of."
-    return write_part(folder, section("Verdict", verdict.lines(), said, run), source)
+    remark = "One run on one machine. Sparse is this folder; dense is the model that it was made of."
+    return write_part(folder, section("Verdict", verdict.lines(), remark, run), source)
 
 
 def write_part(folder: Path, part: str, source: str | Path, library: str = "torch_pi2", title: str = "") -> Path:
@@ -114,10 +114,10 @@ def _front_matter(data: Mapping[str, Any]) -> str:
     return "---\n" + "".join(f"{name}: {json.dumps(value)}\n" for name, value in data.items()) + "---\n\n"
 
 
-def section(title: str, lines: Mapping[str, str], said: str, run: str) -> str:
-    """A table of ``lines``, a remark (``said``), and the command to ``run``."""
+def section(title: str, lines: Mapping[str, str], remark: str, run: str) -> str:
+    """A table of ``lines``, a ``remark``, and the command to ``run``."""
     rows = "".join(f"| {name} | {_cell(value)} |\n" for name, value in lines.items())
-    return f"## {title}\n\n| | |\n|---|---|\n{rows}\n{said}\n\n```\n{run}\n```"
+    return f"## {title}\n\n| | |\n|---|---|\n{rows}\n{remark}\n\n```\n{run}\n```"
 
 
 def _cell(text: str) -> str:

@@ -444,12 +444,12 @@ def _classes_in(files: Checkpoint) -> dict[str, str]:
     expected, found = "metadata of torchao's tensors", {}
     for name, text in files.metadata().items():
         if name.endswith(".weight"):
-            said = parse(text, f"{name} in the header of {files.folder}", expected=expected, fix=_DAMAGED)
-            kind = said.get("_type") if isinstance(said, dict) else None
+            value = parse(text, f"{name} in the header of {files.folder}", expected=expected, fix=_DAMAGED)
+            kind = value.get("_type") if isinstance(value, dict) else None
             if kind == _OPAQUE:
                 found_ = f"{kind} in a folder, packed for another CPU perhaps"
                 raise _unknown_class(f"{name} of {files.folder}", found_)
-            found[name.removesuffix(".weight")] = kind if isinstance(kind, str) else shown(said)
+            found[name.removesuffix(".weight")] = kind if isinstance(kind, str) else shown(value)
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.tensorfile import TensorWriter
-from torch_pi2.checkpoint.placing import Stored, placed, refs_of
+from torch_pi2.checkpoint.placing import Stored, bound_plan, refs_of
 from torch_pi2.checkpoint.quantize import new_plan, other_linears
 from torch_pi2.checkpoint.weights_writer import Quantizer, QuantizeReport, RelativeError, row_chunks, update_digest
 from torch_pi2.errors import UnsupportedModelError
@@ -92,13 +92,13 @@ def write_imported(checkpoint: PackedSource, folder: Path, neurons: str, progres
     with torch.device("meta"):
         empty = skeleton(folder)
     plan, stored = new_plan(_found(empty, neurons, checkpoint.by_neuron)), Stored(skeleton(folder), checkpoint)
-    ways, left = stored.place_layers(plan, needed=False)
-    linears, embeddings = _what_is_packed(checkpoint, stored, empty, other_linears(empty, plan, ways))
-    kind = neurons if neurons in QUANTIZED else _kind_of_neurons(checkpoint, ways)
-    writer = _Importer(stored, checkpoint, plan, ways, linears, kind, embeddings, neurons not in QUANTIZED)
+    strategies, dense = stored.place_layers(plan, needed=False)
+    linears, embeddings = _what_is_packed(checkpoint, stored, empty, other_linears(empty, plan, strategies))
+    kind = neurons if neurons in QUANTIZED else _kind_of_neurons(checkpoint, strategies)
+    writer = _Importer(stored, checkpoint, plan, strategies, linears, kind, embeddings, neurons not in QUANTIZED)
     made, found_hash = writer.write(folder / PI2_FOLDER, progress)
     _check_used(checkpoint)
-    plan = placed(plan, ways, left, found_hash)
+    plan = bound_plan(plan, strategies, dense, found_hash)
     plan.save(folder / PI2_FOLDER)
     declare(folder)
     report = ImportReport(**vars(made), types=dict(writer.kept), rounded=writer.rounded, neurons=len(plan.layers))
@@ -146,18 +146,18 @@ def _found(model: nn.Module, neurons: str, by_neuron: bool) -> Found:
     return Found([*wanted, *sparse] if neurons == "auto" else [], found.left)
 
 
-def _kind_of_neurons(checkpoint: PackedSource, ways: Collection[str]) -> str:
+def _kind_of_neurons(checkpoint: PackedSource, strategies: Collection[str]) -> str:
     """The nearest format that is not much smaller than the checkpoint's."""
-    return "int4" if not ways or checkpoint.ffn_bits() < 6 else "int8"
+    return "int4" if not strategies or checkpoint.ffn_bits() < 6 else "int8"
 
 
 def _check_used(checkpoint: PackedSource) -> None:
     """Raises UnsupportedModelError: a tensor that the model has no parameter for."""
-    if left := checkpoint.unused():
+    if unused := checkpoint.unused():
         raise UnsupportedModelError(
             str(checkpoint.folder),
             expected=f"the tensors of a {checkpoint.about} model",
-            found=left[0] + (f" and {len(left) - 1} others as well" if len(left) > 1 else " as well"),
+            found=unused[0] + (f" and {len(unused) - 1} others as well" if len(unused) > 1 else " as well"),
             fix="Load the model's original checkpoint with transformers, and optimise that.",
         )
 
@@ -174,7 +174,7 @@ class _Importer(Quantizer):
         stored: Stored,
         checkpoint: PackedSource,
         plan: Plan,
-        ways: dict[str, str],
+        strategies: dict[str, str],
         linears: dict[str, int],
         kind: str,
         embeddings: dict[str, int],
@@ -184,7 +184,7 @@ class _Importer(Quantizer):
         self.kept: Counter[str] = Counter()
         self.rounded: dict[str, str] = {}
         formats: dict[str, str] = {}
-        super().__init__(stored, plan, ways, linears, kind, formats=formats, embeddings=embeddings)
+        super().__init__(stored, plan, strategies, linears, kind, formats=formats, embeddings=embeddings)
         if in_pairs:
             kept = {layer.site.key: self._kept_format(layer.site) for layer in self._layers}
             if any(kept.values()):  # int8 costs the few others no more than it costs columns of down

@@ -325,7 +325,7 @@ class _Packer:
         parts = dict(beside.specs)
         if not parts:  # the reader has them
             parts = {n: weights.pop(n) for n in list(weights) if part_of(n) is not None}
-        sites = {"sites": json.dumps({layer.site.key: whole.reader.way(layer.site.key) for layer in here.layers})}
+        sites = {"sites": json.dumps({layer.site.key: whole.reader.strategy(layer.site.key) for layer in here.layers})}
         return StoreAssembly(
             whole.plan,
             layers,

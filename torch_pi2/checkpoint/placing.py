@@ -25,15 +25,15 @@ def refs_of(site: FFNSite) -> list[tuple[str, LinearRef]]:
     return [*gate, ("up", site.up), ("down", site.down)]
 
 
-def placed(plan: Plan, ways: Mapping[str, str], left: Mapping[str, str], model_hash: str) -> Plan:
-    """``plan`` with the layers in ``ways`` alone, bound to ``model_hash``, with the reason why others stay dense.
+def bound_plan(plan: Plan, strategies: Mapping[str, str], dense: Mapping[str, str], model_hash: str) -> Plan:
+    """``plan`` with the layers in ``strategies`` alone, bound to ``model_hash``, with the reason why others stay dense.
 
     The hash covers all layers: statistics and predictors have the same one.
     """
-    if not left:
+    if not dense:
         return replace(plan, model_hash=model_hash)
-    made_by = plan.made_by | {"left": {**plan.made_by.get("left", {}), **left}}
-    layers = [layer for layer in plan.layers if layer.site.key in ways]
+    made_by = plan.made_by | {"left": {**plan.made_by.get("left", {}), **dense}}
+    layers = [layer for layer in plan.layers if layer.site.key in strategies]
     return Plan(layers, model_hash, made_by)  # without hardware, which is by layer
 
 
@@ -56,7 +56,7 @@ class Stored:
         return next(known, stored_name(self.checkpoint, parameter))
 
     def place_layers(self, plan: Plan, needed: bool) -> tuple[dict[str, str], dict[str, str]]:
-        """Site key -> one of ``WAYS``; and why other layers cannot be replaced, which is logged: they stay dense.
+        """Site key -> one of ``STRATEGIES``; and why other layers cannot be replaced, which is logged: they stay dense.
 
         Raises:
             UnsupportedModelError: none can be, and one is ``needed``, or some are experts.
@@ -65,7 +65,7 @@ class Stored:
         for layer in plan.layers:
             self._check_site(layer.site)
         by_form: dict[Any, str | UnsupportedModelError] = {}
-        ways: dict[str, str] = {}
+        strategies: dict[str, str] = {}
         refused: dict[str, UnsupportedModelError] = {}
         for group in expert_groups(plan.layers):
             form, keys = _form(group), [layer.site.key for layer in group]
@@ -73,12 +73,12 @@ class Stored:
                 by_form[form] = self._try(group)
             found = by_form[form]
             if isinstance(found, str):
-                ways |= dict.fromkeys(keys, found)
+                strategies |= dict.fromkeys(keys, found)
             elif group[0].site.experts is None:
                 refused |= dict.fromkeys(keys, found)
             else:  # checkpoints store experts in another form than a dense model
                 raise found
-        return ways, left_of(refused, bool(ways) or not needed)
+        return strategies, left_of(refused, bool(strategies) or not needed)
 
     def _check_site(self, site: FFNSite) -> None:
         """Raises ArtifactError or DtypeError if the checkpoint's tensors cannot be those of ``site``."""

@@ -17,7 +17,7 @@ from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.checkpoint.calibrated import rows_of_checkpoint
 from torch_pi2.checkpoint.card import keep_card
-from torch_pi2.checkpoint.placing import Stored, placed
+from torch_pi2.checkpoint.placing import Stored, bound_plan
 from torch_pi2.checkpoint.weights_writer import NO_HASH, NO_ROWS, FloatWriter, Quantizer, QuantizeReport
 from torch_pi2.errors import (
     CalibrationError,
@@ -93,13 +93,13 @@ def quantize(
     if plan is not None:
         _check_parts(source, Path(plan))
 
-    def make(stored: Stored, plan: Plan, ways: dict[str, str], linears: dict[str, int]) -> Quantizer:
+    def make(stored: Stored, plan: Plan, strategies: dict[str, str], linears: dict[str, int]) -> Quantizer:
         rows = NO_ROWS
         if quantization == "gptq":
             data = calibration_batches(stored.model, calibration, tokenizer, config)
-            sites = [layer.site for layer in plan.layers if layer.site.key in ways]
+            sites = [layer.site for layer in plan.layers if layer.site.key in strategies]
             rows = rows_of_checkpoint(stored, data, sites, linears, weights, folder.parent, progress=progress)
-        return Quantizer(stored, plan, ways, linears, weights, rows=rows)
+        return Quantizer(stored, plan, strategies, linears, weights, rows=rows)
 
     parts = None if plan is None else Path(plan)
     return convert(source, folder, make, parts=parts, trust_remote_code=trust_remote_code, progress=progress)
@@ -139,13 +139,13 @@ def convert(
         model = skeleton(source, trust_remote_code=trust_remote_code)
         with Checkpoint(source) as checkpoint:
             stored = Stored(model, checkpoint)
-            ways, left = stored.place_layers(plan, needed=not with_linears)
-            linears = other_linears(empty, plan, ways) if with_linears else {}
-            check_some(f"quantize({source})", ways, linears)
-            writer = make(stored, plan, ways, {name: m.in_features for name, m in linears.items()})
+            strategies, dense = stored.place_layers(plan, needed=not with_linears)
+            linears = other_linears(empty, plan, strategies) if with_linears else {}
+            check_some(f"quantize({source})", strategies, linears)
+            writer = make(stored, plan, strategies, {name: m.in_features for name, m in linears.items()})
             report, found_hash = writer.write(staging / PI2_FOLDER, progress)
             report.bytes_in = checkpoint.nbytes
-        placed(plan, ways, left, found_hash).save(staging / PI2_FOLDER)
+        bound_plan(plan, strategies, dense, found_hash).save(staging / PI2_FOLDER)
         for name in ("predictors.safetensors", "stats.safetensors"):
             if (parts / name).exists():
                 shutil.copyfile(parts / name, staging / PI2_FOLDER / name)
@@ -225,13 +225,13 @@ def new_plan(found: Found) -> Plan:
     return Plan(layers, NO_HASH, {"planner": "none", "left": found.left})
 
 
-def other_linears(model: nn.Module, plan: Plan, ways: Mapping[str, str]) -> dict[str, nn.Linear]:
-    """Linear layers of ``model``, on ``meta``, to quantise besides the feed-forward layers in ``ways``."""
-    sites = [layer.site for layer in plan.layers if layer.site.key in ways]
+def other_linears(model: nn.Module, plan: Plan, strategies: Mapping[str, str]) -> dict[str, nn.Linear]:
+    """Linear layers of ``model``, on ``meta``, to quantise besides the feed-forward layers in ``strategies``."""
+    sites = [layer.site for layer in plan.layers if layer.site.key in strategies]
     return find_linears(model, sites, on_meta=True)[0]
 
 
-#: Skeleton with checkpoint, plan, ways and linears to quantise -> what writes the weights.
+#: Skeleton with checkpoint, plan, strategies and linears to quantise -> what writes the weights.
 MakeWriter = Callable[[Stored, Plan, dict[str, str], dict[str, int]], Quantizer]
 
 
@@ -253,11 +253,11 @@ def float_neurons(
         NonFiniteError: NaN, infinity, or a number that ``weights`` cannot hold. Others: as ``quantize``.
     """
 
-    def make(stored: Stored, plan: Plan, ways: dict[str, str], _linears: dict[str, int]) -> Quantizer:
+    def make(stored: Stored, plan: Plan, strategies: dict[str, str], _linears: dict[str, int]) -> Quantizer:
         kind = weights if weights in FLOATS else None
         if kind is None:  # what transformers loads: as the configuration says, or as it is stored
-            said = model_config(source, trust_remote_code=trust_remote_code).dtype
-            kind = dtype_name(said) if said in DTYPES.values() else None
-        return FloatWriter(stored, plan, ways, kind)
+            dtype = model_config(source, trust_remote_code=trust_remote_code).dtype
+            kind = dtype_name(dtype) if dtype in DTYPES.values() else None
+        return FloatWriter(stored, plan, strategies, kind)
 
     return convert(source, folder, make, with_linears=False, trust_remote_code=trust_remote_code, progress=progress)

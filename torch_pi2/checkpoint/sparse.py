@@ -17,7 +17,7 @@ from torch_pi2.base.memory import new_tensor
 from torch_pi2.base.progress import bar
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.dense import untie
-from torch_pi2.checkpoint.placing import placed
+from torch_pi2.checkpoint.placing import bound_plan
 from torch_pi2.checkpoint.settings import LoadSettings
 from torch_pi2.distributed.pipeline_parallel import remove_other_blocks
 from torch_pi2.errors import ArtifactError, UnsupportedModelError
@@ -91,17 +91,17 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
         if linear.bias is not None:
             tensors[f"{name}.bias"] = linear.bias
     layers: list[SparseFFN] = []
-    ways: dict[str, str] = {}
+    strategies: dict[str, str] = {}
     dense: dict[str, str] = {}
     for layer in sparse_layers(model):
         if (way := way_taken(model, layer)) is None:
             dense[layer.site.key] = "it exchanges lazy tensors with code of its block"
             tensors |= layer.dense_values()
         else:
-            ways[layer.site.key] = way
+            strategies[layer.site.key] = way
             layers.append(layer)
     if dense:
-        _check_dense(model, dense, ways)
+        _check_dense(model, dense, strategies)
     for layer in layers:
         tensors[f"{layer.site.key}.bundles"] = layer.neuron_rows.view(torch.uint8)
         biases = {name: getattr(layer, name) for name in _BIASES}
@@ -111,7 +111,7 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
         kind,
         plan.model_hash,
         {name: m.in_features for name, m in linears.items()},
-        ways,
+        strategies,
         formats={name: m.weights for name, m in (linears | embeddings).items() if m.weights != kind}
         | {layer.site.key: layer.weights for layer in layers if layer.weights not in (FLOAT, kind)},
         embeddings={name: m.embedding_dim for name, m in embeddings.items()},
@@ -120,7 +120,7 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
     with TensorWriter(folder / WEIGHTS_FILE, specs, about) as out:
         for name, tensor in tensors.items():
             out.write(name, rows_of[name].in_row_order() if name in rows_of else tensor)
-    return placed(plan, ways, dense, plan.model_hash)
+    return bound_plan(plan, strategies, dense, plan.model_hash)
 
 
 def _check_dense(model: nn.Module, dense: Mapping[str, str], others: Mapping[str, str]) -> None:
@@ -206,7 +206,7 @@ def load_sparse(
         for group in _shown(expert_groups(own.layers), "feed-forward layers", progress):
             if group[0].site.experts is not None:
                 for layer in group:
-                    weights.way(layer.site.key)  # raises if the file does not know it
+                    weights.strategy(layer.site.key)  # raises if the file does not know it
                 parts = (_with_biases(empty(layer), weights) for layer in group)
                 experts = SparseExperts(parts, len(group)) if make_experts is None else make_experts(parts, group)
                 if experts.in_memory:
@@ -216,7 +216,7 @@ def load_sparse(
             layer = group[0]
             ffn = empty(layer) if make_layer is None else make_layer(layer, weights, kind)
             _read_layer(ffn, weights)
-            place(model, layer.site, ffn, weights.way(layer.site.key))
+            place(model, layer.site, ffn, weights.strategy(layer.site.key))
             ffn.eval()
 
         def read(name: str, like: torch.Tensor) -> torch.Tensor | None:

@@ -60,7 +60,7 @@ class Quantizer:
 
     Args:
         stored: the model's skeleton and its checkpoint. plan: with the checkpoint's ``model_hash``, or ``NO_HASH``.
-        ways: the layers that become neurons, by key, as :meth:`Stored.place_layers` finds them.
+        strategies: the layers that become neurons, by key, as :meth:`Stored.place_layers` finds them.
         linears: name -> inputs of the other linear layers to quantise. kind: the format.
         formats: other formats, by linear layer, embedding and site key. embeddings: name -> width of those to quantise.
         rows: calibrated rows, which are written instead of rounded weights, under the keys of
@@ -71,7 +71,7 @@ class Quantizer:
         self,
         stored: Stored,
         plan: Plan,
-        ways: Mapping[str, str],
+        strategies: Mapping[str, str],
         linears: dict[str, int],
         kind: str,
         *,
@@ -80,8 +80,8 @@ class Quantizer:
         rows: Mapping[str, torch.Tensor] = NO_ROWS,
     ) -> None:
         self._checkpoint, self._plan, self._kind, self._linears = stored.checkpoint, plan, kind, linears
-        self._formats, self._embeddings, self._ways, self._given = formats, embeddings, ways, rows
-        self._layers = [layer for layer in plan.layers if layer.site.key in ways]
+        self._formats, self._embeddings, self._strategies, self._given = formats, embeddings, strategies, rows
+        self._layers = [layer for layer in plan.layers if layer.site.key in strategies]
         refs = [ref for layer in self._layers for _, ref in refs_of(layer.site)]
         in_sites = {name for ref in refs for name in (ref.weight, ref.bias) if name}
         self._stored, self._alias, named = stored.name, stored.alias, stored.model.get_submodule
@@ -89,7 +89,7 @@ class Quantizer:
         elsewhere = in_sites | biases | {f"{name}.weight" for name in (*linears, *embeddings)}
         self._biases = sorted(biases)
         # a tied tensor under its first name: a quantised output layer leaves it to the embedding
-        self._floats = [left[0] for names in stored.groups if (left := [n for n in names if n not in elsewhere])]
+        self._floats = [rest[0] for names in stored.groups if (rest := [n for n in names if n not in elsewhere])]
         self._held: dict[torch.dtype, torch.Tensor] = {}
 
     def write(self, folder: Path, progress: bool) -> tuple[QuantizeReport, str]:
@@ -104,7 +104,7 @@ class Quantizer:
         report = QuantizeReport(self._kind)
         digest = hashlib.sha256()
         meta = metadata(
-            self._kind, NO_HASH, self._linears, self._ways, formats=self._formats, embeddings=self._embeddings
+            self._kind, NO_HASH, self._linears, self._strategies, formats=self._formats, embeddings=self._embeddings
         )
         with TensorWriter(folder / WEIGHTS_FILE, specs, meta, progress=progress) as out:
             for name in self._floats:
@@ -118,7 +118,7 @@ class Quantizer:
             for name in self._in_rows:
                 report.errors[name] = self._write_linear(name, out, digest)
             for layer in self._plan.layers:
-                if layer.site.key in self._ways:
+                if layer.site.key in self._strategies:
                     report.errors[layer.site.key] = self._write_site(layer, out, digest)
                 else:  # part of the hash all the same, as when the model is rewritten in memory
                     self._add_to(digest, layer.site)
@@ -256,8 +256,8 @@ class Quantizer:
 class FloatWriter(Quantizer):
     """Writes neurons in floats, and no linear layers; ``kind``: a name in ``FLOATS`` (None: as in the checkpoint)."""
 
-    def __init__(self, stored: Stored, plan: Plan, ways: dict[str, str], kind: str | None) -> None:
-        super().__init__(stored, plan, ways, {}, kind or "")
+    def __init__(self, stored: Stored, plan: Plan, strategies: dict[str, str], kind: str | None) -> None:
+        super().__init__(stored, plan, strategies, {}, kind or "")
         if kind is None:
             site = self._layers[0].site
             name, _, _ = self._place(site, site.up, "up")

@@ -14,7 +14,7 @@ from torch_pi2.layers.standin import Absorbed
 from torch_pi2.rewrite import ways
 from torch_pi2.rewrite.install import install
 from torch_pi2.rewrite.skeleton import put
-from torch_pi2.store.weights import WAYS
+from torch_pi2.store.weights import STRATEGIES
 from torch_pi2.types.plan import LayerPlan
 from torch_pi2.types.site import FFNSite
 
@@ -23,14 +23,14 @@ TRIED_EXPERTS = 2
 
 
 def find_way(model: nn.Module, site: FFNSite) -> str:
-    """One of ``WAYS`` that is seen to compute the same; the parameters of ``site`` in ``model`` have values.
+    """One of ``STRATEGIES`` that is seen to compute the same; the parameters of ``site`` in ``model`` have values.
 
     Raises:
         UnsupportedModelError: none does.
     """
     try:
         with torch.no_grad():
-            return ways.find_way(model, site, None, ways.probes_of(site, site.weights(model)), WAYS)[0]
+            return ways.find_way(model, site, None, ways.probes_of(site, site.weights(model)), STRATEGIES)[0]
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"weights of {site.key or 'the FFN'} ({site.owner_class}) in a folder",

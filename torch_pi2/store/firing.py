@@ -210,8 +210,8 @@ class GateMaker:
         fires = torch.cat(self._fires, 1)[:, first_cold:]
         firing = scores[:_TOKENS][fires[:_TOKENS]].sort().values
         threshold = float(firing[int((1 - _RECALL) * len(firing))]) if len(firing) else 0.0
-        said, fires = scores[_TOKENS:] >= threshold, fires[_TOKENS:]
-        hits = int((said & fires).sum())
+        predicted, fires = scores[_TOKENS:] >= threshold, fires[_TOKENS:]
+        hits = int((predicted & fires).sum())
         made: LowRankRows | SignBit
         hidden, neurons = len(self.d), len(self.beta)
         if self.rank:
@@ -221,8 +221,8 @@ class GateMaker:
             made = SignBit(torch.cat(self._signs), hidden, (threshold - 0.5) / (hidden - threshold + 0.5))
         made.card = PredictorCard(
             recall=hits / max(1, int(fires.sum())),
-            precision=hits / max(1, int(said.sum())),
-            predicted_active=float(said.float().mean()) if said.numel() else 0.0,
+            precision=hits / max(1, int(predicted.sum())),
+            predicted_active=float(predicted.float().mean()) if predicted.numel() else 0.0,
             bytes=sum(t.nbytes for t in made.tensors().values()),
             cost_share=made.macs / (3 * hidden * neurons),
             rank=self.rank,

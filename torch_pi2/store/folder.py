@@ -109,17 +109,17 @@ def declare(folder: Path) -> None:
     """
     config = read_config(folder)
     with open_weights(folder / PI2_FOLDER) as weights:
-        said = {"quant_method": HF_METHOD, "weights": weights.kind}
+        method = {"quant_method": HF_METHOD, "weights": weights.kind}
         if weights.float_dtype is not None:
-            said["dtype"] = dtype_name(weights.float_dtype)
-    atomic_write(folder / "config.json", json.dumps(config | {"quantization_config": said}, indent=2) + "\n")
+            method["dtype"] = dtype_name(weights.float_dtype)
+    atomic_write(folder / "config.json", json.dumps(config | {"quantization_config": method}, indent=2) + "\n")
     atomic_write(folder / HF_FILE, _CONTENT)
 
 
 def quantised_by(config: Mapping[str, Any]) -> str:
     """The foreign method by which a checkpoint is quantised, from its ``config``; empty: none."""
-    said = config.get("quantization_config")
-    method = said.get("quant_method") if isinstance(said, dict) else said
+    settings = config.get("quantization_config")
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings
     return str(method) if method and method != HF_METHOD else ""
 
 

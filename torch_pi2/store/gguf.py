@@ -462,8 +462,8 @@ class GgufModel(GgufFile):
         for number, path in enumerate(self.paths):
             part = self if number == mine else self._open(path, number)
             if (found := self._number_of(part)) != number:
-                said = "a file that is none" if found is None else f"part {found + 1}"
-                self._refuse(path, f"part {number + 1} of {len(self.paths)}", said)
+                what = "a file that is none" if found is None else f"part {found + 1}"
+                self._refuse(path, f"part {number + 1} of {len(self.paths)}", what)
             parts.append(part)
         first, tensors = parts[0], {}
         self._first = first

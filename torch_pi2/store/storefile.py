@@ -155,10 +155,10 @@ class StoreReader(QuantizedWeights):
 
     def _names(self) -> tuple[list[str], dict[str, str]]:
         """Keys of the layers, and checksums of the other tensors; together with ours they are all that there is."""
-        layers = self._said("layers")
+        layers = self._json("layers")
         keys = [key.text(empty=True) for key in layers.items()]
-        checks = {name: check.text(empty=True) for name, check in self._said("checks").each().items()}
-        if sorted(keys) != sorted(self.ways):
+        checks = {name: check.text(empty=True) for name, check in self._json("checks").each().items()}
+        if sorted(keys) != sorted(self.strategies):
             layers.wrong("the keys of sites")
         ours = [SUPERBLOCK, *(f"{key}.{what}" for key in keys for what in ("bundles", "checks"))]
         named = {name for name in self.specs if not PADDING.fullmatch(name)}
@@ -170,9 +170,9 @@ class StoreReader(QuantizedWeights):
     def _shard(self) -> Shard | None:
         if SHARD not in self.metadata:
             return None
-        found = Shard.from_json(said := self._said(SHARD))
+        found = Shard.from_json(field := self._json(SHARD))
         if [key for key, mine in found.layers.items() if mine.chunks] != self.keys:
-            said.at("layers").wrong("the layers of the store, in their order", f"{len(found.layers)} others")
+            field.at("layers").wrong("the layers of the store, in their order", f"{len(found.layers)} others")
         return found
 
     def _superblock(self) -> Superblock:
@@ -242,7 +242,7 @@ class StoreReader(QuantizedWeights):
         """Where the store comes from; empty if unknown. Raises ArtifactError: no JSON."""
         if "provenance" not in self.metadata:
             return {}
-        return self._said("provenance").names(allowed=None)
+        return self._json("provenance").names(allowed=None)
 
     def text(self, part: str) -> str:
         """The text of one of ``PARTS`` that is there, compared with its checksum. Raises ArtifactError."""

@@ -52,8 +52,8 @@ def tokenizer_of(model: Any, tokenizer: Any, what: str, error: type[Pi2Error] = 
         trust = trusted(folder, False)
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust, **known)
     except Exception as damage:  # transformers and tokenizers raise many types for damaged files
-        said = (str(damage).strip() or type(damage).__name__).splitlines()[0]
-        raise _unknown(error, what, f"that of {folder}, which cannot be loaded: {said[:200]}") from damage
+        reason = (str(damage).strip() or type(damage).__name__).splitlines()[0]
+        raise _unknown(error, what, f"that of {folder}, which cannot be loaded: {reason[:200]}") from damage
 
 
 def _unknown(error: type[Pi2Error], what: str, found: str) -> Pi2Error:

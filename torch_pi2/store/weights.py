@@ -33,7 +33,7 @@ PAIRS_VERSION = "3"
 FORMAT = "torch_pi2.weights"
 #: How a layer's modules are replaced: see :mod:`torch_pi2.rewrite.rewrite`.
 #: A third way, by lazy tensors, can only be found with weights in memory.
-WAYS = ("owner", "chain")
+STRATEGIES = ("owner", "chain")
 NO_FORMATS: Mapping[str, str] = {}
 NO_EMBEDDINGS: Mapping[str, int] = {}
 
@@ -42,7 +42,7 @@ def metadata(
     kind: str,
     model_hash: str,
     linears: Mapping[str, int],
-    ways: Mapping[str, str],
+    strategies: Mapping[str, str],
     *,
     formats: Mapping[str, str] = NO_FORMATS,
     embeddings: Mapping[str, int] = NO_EMBEDDINGS,
@@ -53,7 +53,7 @@ def metadata(
         kind: the name of a format.
         model_hash: the plan's.
         linears: module name of every quantised linear -> its number of inputs.
-        ways: site key -> one of ``WAYS``.
+        strategies: site key -> one of ``STRATEGIES``.
         formats: those other than ``kind``, by module name of linears and embeddings and by site key of neurons.
         embeddings: module name of every quantised embedding -> its width.
     """
@@ -64,10 +64,10 @@ def metadata(
         "weights": kind,
         "model_hash": model_hash,
         "linears": json.dumps(dict(linears)),
-        "sites": json.dumps(dict(ways)),
+        "sites": json.dumps(dict(strategies)),
     }
     if formats or embeddings:
-        made["pi2_version"] = PAIRS_VERSION if any(key in ways for key in formats) else MIXED_VERSION
+        made["pi2_version"] = PAIRS_VERSION if any(key in strategies for key in formats) else MIXED_VERSION
         made |= {"formats": json.dumps(dict(formats)), "embeddings": json.dumps(dict(embeddings))}
     return made
 
@@ -97,7 +97,7 @@ class QuantizedWeights(TensorReader):
         file_format, file_versions: format and versions that the metadata must have.
         kind: the main format, see :meth:`format_of`. weights: its name for operators.
         model_hash: of the plan that belongs to it.
-        linears: module name -> number of inputs. ways: site key -> one of ``WAYS``.
+        linears: module name -> number of inputs. strategies: site key -> one of ``STRATEGIES``.
         embeddings: module name -> width, of quantised ones.
 
     Raises:
@@ -129,22 +129,22 @@ class QuantizedWeights(TensorReader):
             self._refuse(f"weights {' or '.join((*QUANTIZED, *FLOATS))}", repr(self.kind))
         self.weights = FORMATS[self.kind].operand
         self.model_hash = meta.get("model_hash", "")
-        linears, sites = (self._said(name) for name in ("linears", "sites"))
+        linears, sites = (self._json(name) for name in ("linears", "sites"))
         self.linears = {name: columns.whole(1, MOST_SIZE) for name, columns in linears.each().items()}
-        self.ways = {key: way.text(WAYS) for key, way in sites.each().items()}
-        formats, embeddings = (self._said(name, "{}") for name in ("formats", "embeddings"))
-        self._formats = {
-            name: one.text((*QUANTIZED, *PAIRS) if name in self.ways else ROWS) for name, one in formats.each().items()
-        }
-        if version != self.pairs_version and (key := next((key for key in self._formats if key in self.ways), None)):
-            formats.wrong(f"linear layers and embeddings alone, in version {version}", key)
+        self.strategies = {key: way.text(STRATEGIES) for key, way in sites.each().items()}
+        formats, embeddings = (self._json(name, "{}") for name in ("formats", "embeddings"))
+        in_pairs = (*QUANTIZED, *PAIRS)
+        self._formats = {n: one.text(in_pairs if n in self.strategies else ROWS) for n, one in formats.each().items()}
+        of_neurons = next((name for name in self._formats if name in self.strategies), None)
+        if version != self.pairs_version and of_neurons is not None:
+            formats.wrong(f"linear layers and embeddings alone, in version {version}", of_neurons)
         self.embeddings = {name: width.whole(1, MOST_SIZE) for name, width in embeddings.each().items()}
         if self.linears and self.weights == "float":
             linears.wrong(f"none, in a file of {self.kind}", f"{len(self.linears)}")
         if self._formats and self.weights == FLOAT:
             formats.wrong(f"none, in a file of {self.kind}", f"{len(self._formats)}")
 
-    def _said(self, name: str, default: str = "") -> Field:
+    def _json(self, name: str, default: str = "") -> Field:
         """JSON in the metadata under ``name``. Raises ArtifactError: nothing, or no JSON."""
         where, fix = f"{self.path}, {name}", "Use the torch_pi2 that wrote it, or make it again."
         return Field(parse(self.metadata.get(name, default), where, fix=fix), where, fix)
@@ -160,7 +160,7 @@ class QuantizedWeights(TensorReader):
     @property
     def neuron_formats(self) -> str:
         """Formats of all layers, for people; in a file without neurons ``kind``."""
-        return ", ".join(dict.fromkeys(self.format_of(key) for key in self.ways)) or self.kind
+        return ", ".join(dict.fromkeys(self.format_of(key) for key in self.strategies)) or self.kind
 
     def rows_name(self, name: str) -> str:
         """The tensor with the rows of linear ``name``: its own, or the embedding's that it is tied to."""
@@ -237,11 +237,11 @@ class QuantizedWeights(TensorReader):
         value = self.read(name)
         return value.to(dtype) if value.is_floating_point() else value
 
-    def way(self, key: str) -> str:
+    def strategy(self, key: str) -> str:
         """How the modules of a layer are replaced. Raises ArtifactError: the file does not have the layer."""
-        if key not in self.ways:
-            self._refuse(f"a site {key}", f"{len(self.ways)} others")
-        return self.ways[key]
+        if key not in self.strategies:
+            self._refuse(f"a site {key}", f"{len(self.strategies)} others")
+        return self.strategies[key]
 
     def check_linears(self, model: nn.Module) -> None:
         """Raises ArtifactError unless its linears and embeddings are those of ``model`` and have the rows for them."""
@@ -270,7 +270,7 @@ class QuantizedWeights(TensorReader):
         rows = {f"{name}.bias" for name in self.linears}
         found: dict[torch.dtype, int] = {}
         for name, spec in self.specs.items():
-            ours = name in rows or name.rpartition(".bias_")[0] in self.ways or name.startswith("pi2.")
+            ours = name in rows or name.rpartition(".bias_")[0] in self.strategies or name.startswith("pi2.")
             if spec.dtype.is_floating_point and not ours:
                 found[spec.dtype] = found.get(spec.dtype, 0) + spec.nbytes
         return max(found, key=lambda dtype: found[dtype], default=None)

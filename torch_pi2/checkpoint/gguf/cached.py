@@ -55,8 +55,8 @@ _WAITS = "another process imports %s; this one waits for it"
 
 def _import(file: Path, folder: Path, packed: bool, progress: bool) -> None:
     between = folder.with_name(f"{folder.name}-unpacked")
-    for left in (folder, between):  # damaged, or of a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
+    for old in (folder, between):  # damaged, or of a killed process
+        shutil.rmtree(old, ignore_errors=True)
     _log.info("%s is imported to %s, once", file, folder)
     try:
         into = between if packed else folder

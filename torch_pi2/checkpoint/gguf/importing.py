@@ -83,9 +83,9 @@ def _write_config(checkpoint: GgufCheckpoint, folder: Path) -> None:
     from transformers import CONFIG_MAPPING, GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    said = configuration(checkpoint.file)
+    values = configuration(checkpoint.file)
     try:
-        config = CONFIG_MAPPING[said.pop("model_type")](**said)
+        config = CONFIG_MAPPING[values.pop("model_type")](**values)
     except Exception as error:  # its checks raise many types
         raise UnsupportedModelError(
             str(checkpoint.folder),

@@ -48,12 +48,12 @@ def write_tokenizer(file: GgufFile, folder: Path) -> str:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 
         with _readable(file, folder) as path:
-            arch, said, about = get_gguf_tokenizer(str(path))
+            arch, vocabulary, about = get_gguf_tokenizer(str(path))
         if model == "gpt2":
-            made = _byte_level(said["tokens"], said.get("token_type", ()), said["merges"], pre)
+            made = _byte_level(vocabulary["tokens"], vocabulary.get("token_type", ()), vocabulary["merges"], pre)
             about = {"add_bos_token": pre in _LIKE_LLAMA3, **about}
         else:
-            made, _ = convert_gguf_tokenizer(arch, said)
+            made, _ = convert_gguf_tokenizer(arch, vocabulary)
         if model == "llama" and not gemma:
             _as_llama_cpp_splits(made, file.metadata.get("tokenizer.ggml.add_space_prefix") is not False)
         PreTrainedTokenizerFast(tokenizer_object=made, **about).save_pretrained(folder)
@@ -79,15 +79,15 @@ def _readable(file: GgufFile, folder: Path) -> Iterator[Path]:
     for key in odd:
         header = header.replace(key.encode(), key.replace("ggml", "none").encode())
     copy.write_bytes(MAGIC + header[len(MAGIC) :])
-    os.truncate(copy, file.size)  # tensors are holes, which take no room
+    os.truncate(copy, file.size)  # tensors are holes, which take no space
     try:
         yield copy
     finally:
         copy.unlink()
 
 
-def _is_token(said: object, count: int) -> bool:
-    return type(said) is int and 0 <= said < count
+def _is_token(value: object, count: int) -> bool:
+    return type(value) is int and 0 <= value < count
 
 
 def _byte_level(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[str], pre: str) -> Any:
