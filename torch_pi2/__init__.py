@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from torch_pi2.checkpoint.quantize import quantize
     from torch_pi2.checkpoint.save_load import load, save
     from torch_pi2.checkpoint.synthetic import synthetic
-    from torch_pi2.decode.adapt import follow
     from torch_pi2.decode.budget import set_budget, stats
     from torch_pi2.decode.decoder import Decoder
     from torch_pi2.decode.generate import generate
     from torch_pi2.decode.lead import lead
+    from torch_pi2.decode.plan_controller import follow
     from torch_pi2.export.api import export
     from torch_pi2.export.program import export_program
     from torch_pi2.export.run import Bundle
@@ -54,7 +54,7 @@ _FROM = {
     "checkpoint.quantize": ("quantize",),
     "checkpoint.save_load": ("load", "save"),
     "checkpoint.synthetic": ("synthetic",),
-    "decode.adapt": ("follow",),
+    "decode.plan_controller": ("follow",),
     "decode.budget": ("set_budget", "stats"),
     "decode.decoder": ("Decoder",),
     "decode.generate": ("generate",),

@@ -25,7 +25,7 @@ from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.evaluating import evaluating, fresh_settings
 from torch_pi2.base.mapped import is_mapped
 from torch_pi2.decode import hf_generate
-from torch_pi2.decode.adapt import follow, let_go
+from torch_pi2.decode.plan_controller import follow, stop_following
 from torch_pi2.distributed.ranks import Ranks, shared_folder
 from torch_pi2.errors import CalibrationError, DtypeError, StaleArtifactError, check_choice
 from torch_pi2.fitting.fit import cold_neurons
@@ -561,7 +561,7 @@ def restore(model: Model) -> Model:
         ConfigError: weights are quantised, which cannot be undone.
     """
     restore_modules(model)
-    let_go(model)
+    stop_following(model)
     Handle.detach(model)
     hf_generate.detach(model)
     return model

@@ -10,7 +10,7 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2 import errors
-from torch_pi2.decode.adapt import engine_of
+from torch_pi2.decode.plan_controller import controller_of
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.store.parts import Parts
@@ -43,7 +43,7 @@ def test_an_optimised_model_follows_the_plan_of_its_machine(tmp_path: Path) -> N
     assert plan.hardware is not None
     assert plan.hardware.made_for["hardware"] == find_hardware(PRESET).name
     assert [b.batch for b in plan.hardware.buckets] == [1, 2, 4, 8, 16]
-    engine = engine_of(planned)
+    engine = controller_of(planned)
     assert engine is not None
     assert engine.plan is plan.hardware
     for batch in (1, 4, 16):
@@ -52,7 +52,7 @@ def test_an_optimised_model_follows_the_plan_of_its_machine(tmp_path: Path) -> N
     folder = torch_pi2.save(planned, tmp_path / "m")
     loaded = torch_pi2.load(folder)
     assert loaded.torch_pi2.plan.to_json() == plan.to_json()
-    assert engine_of(loaded) is not None
+    assert controller_of(loaded) is not None
     assert torch.equal(logits(loaded, 4), logits(plain, 4))
 
 

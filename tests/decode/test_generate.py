@@ -19,10 +19,10 @@ from tiny_models import VOCAB, tiny
 from torch import fx, nn
 
 import torch_pi2
-from torch_pi2.decode.adapt import Engine, follow
 from torch_pi2.decode.chunked_prefill import CHUNK_TOKENS, lossless_chunk_tokens
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.decode.generate import Generated, generate
+from torch_pi2.decode.plan_controller import PlanController, follow
 from torch_pi2.decode.sequence import Sampling, pick
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.layers.prompt import has_tiles
@@ -254,7 +254,7 @@ def test_the_plan_follows_as_sequences_end(model: nn.Module) -> None:
         assert engine.stats()["switches"] == 1 + sum(a != b for a, b in pairwise(used))
         assert engine.bucket.batch == used[-1]
         told: list[int] = []
-        other = create_autospec(Engine, instance=True)
+        other = create_autospec(PlanController, instance=True)
         other.batch = told.append
         assert sampled(model, 5, seed=40, engine=other).batches == told
 

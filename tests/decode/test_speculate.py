@@ -17,9 +17,9 @@ import torch_pi2
 from benchmarks.speculate import Knowing
 from benchmarks.subject import Rooms
 from torch_pi2.decode import generate as generate_module
-from torch_pi2.decode.adapt import follow
 from torch_pi2.decode.decoder import VERIFIED, Decoder
 from torch_pi2.decode.generate import generate
+from torch_pi2.decode.plan_controller import follow
 from torch_pi2.decode.speculate import MOST_DRAFTED, Pace, PromptLookup
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.layers.linear import QuantLinear

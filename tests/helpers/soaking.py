@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM
 
 import torch_pi2
 from torch_pi2.base.heap import trim
-from torch_pi2.decode.adapt import follow
 from torch_pi2.decode.decoder import Decoder
+from torch_pi2.decode.plan_controller import follow
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.machine import process
 from torch_pi2.rewrite.handle import store_and_budget

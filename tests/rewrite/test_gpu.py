@@ -20,7 +20,7 @@ from torch import nn
 import torch_pi2
 from torch_pi2 import api
 from torch_pi2.checkpoint import save_load
-from torch_pi2.decode.adapt import engine_of
+from torch_pi2.decode.plan_controller import controller_of
 from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, DeviceError, OutOfMemoryError
 from torch_pi2.layers import ffn
 from torch_pi2.layers.experts import SparseExperts
@@ -389,7 +389,7 @@ def test_neurons_are_placed_as_the_plan_of_a_machine_says(planned: tuple[nn.Modu
     sizes = [layer.site.intermediate for layer in layers]
     assert sorted(counts) == [0] * (len(sizes) - 1) + [sizes[0]]  # a whole layer: chunks are larger than that
     assert all(bucket.accelerator == tuple(counts) for bucket in plan.hardware.buckets)
-    engine = engine_of(model)
+    engine = controller_of(model)
     assert engine is not None
     assert engine.plan is plan.hardware  # and it is followed
     torch.testing.assert_close(logits(model), logits(tiny("llama-relu")), rtol=0, atol=1e-4)
@@ -410,7 +410,7 @@ def test_a_folder_keeps_where_its_neurons_are(
     folder = torch_pi2.save(model, tmp_path / "m")
     again = torch_pi2.load(folder, gpu_memory=memory)
     assert [layer.split.n_gpu for layer in sparse_layers(again) if layer.split is not None] == counts
-    assert engine_of(again) is not None
+    assert controller_of(again) is not None
     torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=1e-5)
     half = memory - sparse_layers(model)[0].neuron_rows.nbytes
     with caplog.at_level(logging.WARNING):

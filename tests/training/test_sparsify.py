@@ -180,7 +180,7 @@ def test_accumulating_is_the_same_training(dense: Path, tmp_path: Path) -> None:
     assert parts.after.nats_per_token == pytest.approx(whole.after.nats_per_token, rel=1e-3)
 
 
-def test_adapters_are_merged_and_alone_trained(dense: Path, tmp_path: Path) -> None:
+def test_plan_controllerers_are_merged_and_alone_trained(dense: Path, tmp_path: Path) -> None:
     report = torch_pi2.sparsify(dense, tmp_path / "lora", TEXTS, **FEW, lora=4)
     before, after = weights(dense), weights(tmp_path / "lora")
     assert before.keys() == after.keys()

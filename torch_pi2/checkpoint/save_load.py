@@ -29,8 +29,8 @@ from torch_pi2.checkpoint.gguf.cached import cached_import
 from torch_pi2.checkpoint.offloaded import load_offloaded
 from torch_pi2.checkpoint.settings import LoadSettings
 from torch_pi2.checkpoint.sparse import load_sparse, save_weights, weights_of
-from torch_pi2.decode.adapt import follow
 from torch_pi2.decode.hf_generate import attach
+from torch_pi2.decode.plan_controller import follow
 from torch_pi2.distributed.join import own_shard
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError, UnsupportedModelError
 from torch_pi2.layers.of_model import homes

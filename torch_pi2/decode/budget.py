@@ -77,8 +77,8 @@ def set_budget(model: nn.Module, budget: float | str) -> Budget:
     store.resize(made.cache)
     store.budget, store.limited = made, True
     handle = Handle.of(model)
-    if handle is not None and handle.engine is not None:
-        handle.engine.refresh()
+    if handle is not None and handle.controller is not None:
+        handle.controller.refresh()
     if made.cache > parts.cache and store.config.preload:
         store.preload()
     if made.cache < min(made.token, made.neurons):

@@ -18,7 +18,6 @@ from torch import nn
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import argument
-from torch_pi2.decode.adapt import Engine, engine_of
 from torch_pi2.decode.attention import adds_masks, masks_of, packed_attention
 from torch_pi2.decode.broadcast import announce, broadcast_call, check_coordinated, coordinator_of, group_of
 from torch_pi2.decode.budget import room_for_compiling
@@ -29,6 +28,7 @@ from torch_pi2.decode.chunked_prefill import (
     takes_several_lengths,
 )
 from torch_pi2.decode.kv_cache import KeyValues, cache_name
+from torch_pi2.decode.plan_controller import PlanController, controller_of
 from torch_pi2.decode.step_graph import Forward, GraphRunner, State, captured, on_device, record
 from torch_pi2.distributed.coordinator import LocalPart
 from torch_pi2.distributed.pipeline_parallel import without_logits
@@ -657,7 +657,8 @@ class Decoder:
         # transformers leaves hooks on modules once it was asked for the outputs of layers: they do nothing now
         idle = "transformers.utils.output_capturing"
         others = any(
-            not isinstance(getattr(hook, "__self__", None), Engine) and getattr(hook, "__module__", None) != idle
+            not isinstance(getattr(hook, "__self__", None), PlanController)
+            and getattr(hook, "__module__", None) != idle
             for hook in hooks
         )
         return others or nn.modules.module._has_any_global_hook()
@@ -727,7 +728,7 @@ class Decoder:
             self._kv.give_back(self.batch if self._adding is None else self._adding + 1)
 
     def _announce_batch(self, batch: int) -> None:
-        engine = engine_of(self.model)
+        engine = controller_of(self.model)
         if engine is not None:
             engine.batch(batch)
 

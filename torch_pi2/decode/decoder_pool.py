@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from torch_pi2.decode.adapt import Engine, engine_of
 from torch_pi2.decode.decoder import Decoder
+from torch_pi2.decode.plan_controller import PlanController, controller_of
 from torch_pi2.layers.gpu import device_of
 from torch_pi2.rewrite.handle import store_of
 
@@ -57,10 +57,10 @@ def _kind(model: nn.Module) -> object:
 
 
 def decoder_for(
-    model: nn.Module, tokens: int, sequences: int, compiled: bool = False, engine: Engine | None = None
+    model: nn.Module, tokens: int, sequences: int, compiled: bool = False, engine: PlanController | None = None
 ) -> Decoder:
     """A Decoder with logits that reads prompts as the plan says that is followed."""
-    following = engine or engine_of(model)
+    following = engine or controller_of(model)
     over_store = following is not None and store_of(model) is not None
     return Decoder(
         model,

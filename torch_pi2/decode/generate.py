@@ -20,10 +20,10 @@ from torch import nn
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import argument, shown
-from torch_pi2.decode.adapt import Engine, engine_of
 from torch_pi2.decode.decoder import Decoder, check_vocabulary
 from torch_pi2.decode.decoder_pool import decoder_for
 from torch_pi2.decode.hf_generate import pool_of
+from torch_pi2.decode.plan_controller import PlanController, controller_of
 from torch_pi2.decode.sequence import GeneratedSequence, Sampling, decode_loop, pick
 from torch_pi2.decode.speculate import MOST_DRAFTED, Assistant, Drafts, Pace, PromptLookup, speculate
 from torch_pi2.errors import ConfigError, ShapeError
@@ -111,7 +111,7 @@ def generate(
     seed: int = 0,
     compiled: bool = False,
     streamer: Callable[[int, int], object] | None = None,
-    engine: Engine | None = None,
+    engine: PlanController | None = None,
     decoder: Decoder | None = None,
     prompt_lookup: int = 0,
     assistant_model: nn.Module | None = None,
@@ -195,7 +195,7 @@ def _continued(
     input_ids: torch.Tensor,
     sampling: Sampling | None,
     limit: int,
-    engine: Engine | None,
+    engine: PlanController | None,
 ) -> Generated:
     """Decode ``sequences`` together, one token of each per step."""
     started = time.perf_counter()
@@ -258,7 +258,7 @@ def _speculated(
     logits_V = decoder.prompt(input_ids)[0].cpu()
     source.read(input_ids)
     prompt_ms = (time.perf_counter() - started) * 1e3
-    engine = engine_of(decoder.model)
+    engine = controller_of(decoder.model)
     pace = Pace(counts, None if engine is None else engine.plan.guess_costs())
     if drafted < limit - 1:  # else the answer is too short for a pass
         decoder.compile_passes(drafted + 1)

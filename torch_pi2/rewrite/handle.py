@@ -22,7 +22,7 @@ _ATTRIBUTE = "torch_pi2"
 
 
 class Follows(Protocol):
-    """What keeps a model with its plan: :class:`torch_pi2.decode.adapt.Engine`."""
+    """What keeps a model with its plan: :class:`torch_pi2.decode.plan_controller.PlanController`."""
 
     def batch(self, sequences: int) -> None:
         """From the next step on there are so many sequences."""
@@ -38,11 +38,11 @@ class Handle:
     Attributes:
         store: that the model reads its neurons from; None: it is in memory. budget: of the store.
         group: of the processes that each have a shard of it; None: this one has all.
-        engine: that lets it follow a plan (:func:`torch_pi2.follow`), of this model or of that which it is a copy of.
+        controller: lets it follow a plan (:func:`torch_pi2.follow`), of this model or of that which it is a copy of.
     """
 
     store: Store | None = None
-    engine: Follows | None = None
+    controller: Follows | None = None
     group: Group | None = None
 
     @property

@@ -15,12 +15,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 from plan_fakes import plan_of
-from tiny_models import LAYERS, VOCAB, tiny
+from tiny_models import tiny
 from torch import nn
 
 import torch_pi2
-from torch_pi2.decode.adapt import Engine, engine_of, follow
 from torch_pi2.decode.decoder import Decoder
+from torch_pi2.decode.plan_controller import PlanController, controller_of, follow
 from torch_pi2.errors import ArtifactError, ConfigError, ShapeError
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.offloaded import OffloadedFFN
@@ -159,14 +159,6 @@ def test_compiled_steps_have_the_hot_neurons_of_their_batch(folders: dict[str, P
     assert rows[eager][1] == 2 * neurons * len(sparse_layers(model)) > 2 * rows[eager][0]
 
 
-def test_moved_models_follow(folders: dict[str, Path]) -> None:
-    model = torch_pi2.load(folders["lowrank, float weights"])
-    follow(model, plan_of(model, {1: 10, 2: 200}))
-    for moved in (model.to(torch.bfloat16), copy.deepcopy(model)):
-        with torch.no_grad():
-            assert torch.isfinite(logits(moved, 2)).all()
-
-
 @pytest.mark.parametrize(
     ("entries", "error", "message"),
     [
@@ -248,7 +240,7 @@ def test_layers_with_a_threshold_keep_their_hot_neurons() -> None:
 def test_a_step_is_never_a_prompt(method: str) -> None:
     model = with_hot(method, 4, 0.1 if method == "threshold" else 0.0)
     wanted = {batch: logits(model, batch) for batch in (2, 4)}
-    engine = follow(model, plan_of(model, {1: 48, 4: 48}, dense_from=2))
+    controller = follow(model, plan_of(model, {1: 48, 4: 48}, dense_from=2))
     for batch, bits in wanted.items():
         assert torch.equal(logits(model, batch), bits)
     for layer in sparse_layers(model):
@@ -257,9 +249,9 @@ def test_a_step_is_never_a_prompt(method: str) -> None:
         assert [takes_prompt_path(layer, x[:n]) for n in (4, 5)] == [False, True]
     follow(model, plan_of(model, {1: 48, 4: 48}, dense_from=0))
     assert all(layer.dense_from == 0 for layer in sparse_layers(model))  # never
-    engine = follow(model, plan_of(model, {1: 48, 4: 48}, dense_from=9))
+    controller = follow(model, plan_of(model, {1: 48, 4: 48}, dense_from=9))
     assert all(layer.dense_from == 9 for layer in sparse_layers(model))
-    engine.close()
+    controller.close()
     assert all(layer.dense_from is None for layer in sparse_layers(model))
 
 
@@ -274,15 +266,15 @@ def test_a_plan_says_from_when_on_prompts_are_dense(folders: dict[str, Path]) ->
         return takes_prompt_path(layer, x[:tokens])
 
     assert not dense(40)
-    engine = follow(model, plan_of(model, {1: 0}, dense_from=20))
+    controller = follow(model, plan_of(model, {1: 0}, dense_from=20))
     assert [dense(tokens) for tokens in (19, 20, 40)] == [False, True, True]
     with sparse_only():
         assert not dense(40)
     layer.expected_share = 1.0
     follow(model, plan_of(model, {1: 0}, dense_from=0))
     assert not dense(40)
-    engine = follow(model, plan_of(model, {1: 0}, dense_from=20))
-    engine.close()
+    controller = follow(model, plan_of(model, {1: 0}, dense_from=20))
+    controller.close()
     assert layer.dense_from is None
     assert [dense(tokens) for tokens in (20, 31, 32)] == [False, False, True]
     over = torch_pi2.load(packed(folders["lowrank int4"]), budget="1GiB")
@@ -292,61 +284,58 @@ def test_a_plan_says_from_when_on_prompts_are_dense(folders: dict[str, Path]) ->
     assert [skips_predictor(stored, x[:tokens]) for tokens in (19, 20)] == [False, True]
 
 
-# --- the engine ---
+# --- the controller ---
 
 
 def test_a_prompt_that_joins_is_one_more_sequence() -> None:
     """Its pieces, of one sequence each, are no steps of one: the plan goes up once and stays."""
     model = torch_pi2.optimize(tiny("llama-relu"))
-    engine = follow(model, plan_of(model, {1: 4, 2: 8, 3: 12, 4: 48}))
+    controller = follow(model, plan_of(model, {1: 4, 2: 8, 3: 12, 4: 48}))
     decoder = Decoder(model, max_tokens=32, batch=4, compiled=False, chunk_tokens=4)
     for sequences in (1, 2, 3):
         for _ in decoder.add(IDS):
-            assert engine.stats()["sequences"] == sequences
+            assert controller.stats()["sequences"] == sequences
         decoder.step(torch.ones(sequences, 1, dtype=torch.int64))
-    assert engine.stats()["switches"] == 2
+    assert controller.stats()["switches"] == 2
 
 
 def test_generation_is_seen_and_its_batch_followed() -> None:
     model = tiny("llama-relu")
     torch_pi2.optimize(model)
     wanted = model.generate(IDS, max_new_tokens=3, do_sample=False, eos_token_id=None)
-    engine = follow(model, plan_of(model, {1: 4, 2: 8, 4: 48}))
-    assert engine_of(model) is engine
-    assert engine.stats() == {"sequences": 1, "bucket": 1, "switches": 0, "total_ms": 0.0, "ms": []}
+    controller = follow(model, plan_of(model, {1: 4, 2: 8, 4: 48}))
+    assert controller_of(model) is controller
+    assert controller.stats() == {"sequences": 1, "bucket": 1, "switches": 0}
     assert torch.equal(model.generate(IDS, max_new_tokens=3, do_sample=False, eos_token_id=None), wanted)
-    assert engine.stats()["switches"] == 0
+    assert controller.stats()["switches"] == 0
     model.generate(IDS, max_new_tokens=3, do_sample=True, num_return_sequences=3, eos_token_id=None)
-    assert engine.bucket is engine.plan.buckets[2]
-    stats = engine.stats()
-    assert (stats["sequences"], stats["bucket"], stats["switches"]) == (3, 4, 1)
-    assert stats["total_ms"] == pytest.approx(sum(stats["ms"]))
-    assert stats["total_ms"] > 0
-    engine.batch(4)  # the same bucket
-    assert engine.stats()["switches"] == 1
-    engine.batch(2)
-    assert (engine.bucket.batch, engine.stats()["switches"]) == (2, 2)
+    assert controller.bucket is controller.plan.buckets[2]
+    assert controller.stats() == {"sequences": 3, "bucket": 4, "switches": 1}
+    controller.batch(4)  # the same bucket
+    assert controller.stats()["switches"] == 1
+    controller.batch(2)
+    assert (controller.bucket.batch, controller.stats()["switches"]) == (2, 2)
     with torch.no_grad():
         model(IDS.repeat(4, 1))  # prompts, whose keys and values want their memory
-        assert engine.stats()["sequences"] == 4
+        assert controller.stats()["sequences"] == 4
         sparse_layers(model)[0](torch.randn(3, 32))  # flattened: a step of 3
-        assert engine.stats()["sequences"] == 3
+        assert controller.stats()["sequences"] == 3
         sparse_layers(model)[0](torch.randn(5, 32))  # more than a step has
         sparse_layers(model)[0](torch.randn(0, 4, 32))
-        assert engine.stats()["sequences"] == 3
+        assert controller.stats()["sequences"] == 3
         model(IDS.repeat(2, 1))
-    assert engine.stats()["sequences"] == 2
+    assert controller.stats()["sequences"] == 2
     with pytest.raises(ConfigError, match=r"sequences: expected 1 or more, found 0\. A batch has at least one\."):
-        engine.batch(0)
-    assert copy.deepcopy(model).torch_pi2.engine is engine
-    with pytest.raises(ConfigError, match=r"pickling a model that follows a plan: .* found an engine"):
+        controller.batch(0)
+    assert copy.deepcopy(model).torch_pi2.controller is controller
+    with pytest.raises(ConfigError, match=r"pickling a model that follows a plan: .* found a PlanController"):
         pickle.dumps(model)
-    with engine:
+    with controller:
         assert sparse_layers(model)[0].by_batch == ((1, 4), (2, 8), (4, 48))
-    engine.close()
-    engine.batch(4)
-    assert engine.stats()["sequences"] == 2
-    assert engine_of(model) is None
+    controller.close()
+    controller.batch(4)
+    assert controller.stats()["sequences"] == 2
+    assert controller_of(model) is None
     assert all(layer.by_batch == () for layer in sparse_layers(model))
     assert torch.equal(model.generate(IDS, max_new_tokens=3, do_sample=False, eos_token_id=None), wanted)
     assert pickle.dumps(model)
@@ -360,17 +349,17 @@ def test_another_plan_takes_over_and_restored_models_are_free() -> None:
     second = follow(model, plan_of(model, {1: 6}))
     first.batch(4)
     first.close()
-    assert engine_of(model) is second
+    assert controller_of(model) is second
     assert sparse_layers(model)[1].by_batch == ((1, 6),)
     torch_pi2.restore(model)
     assert model.model.layers[0].mlp is before
     second.batch(3)  # nothing is left to follow
     second.close()
-    assert engine_of(model) is None
+    assert controller_of(model) is None
 
 
 def seen_by(model: nn.Module) -> list[Any]:
-    """The engines whose hooks are in ``model``."""
+    """The controllers whose hooks are in ``model``."""
     return [hook.__self__ for module in model.modules() for hook in module._forward_pre_hooks.values()]
 
 
@@ -380,16 +369,16 @@ def test_a_copy_that_follows_another_plan_leaves_the_original_alone() -> None:
     first = follow(model, plan_of(model, {1: 4, 2: 8}))
     twin, dense = copy.deepcopy(model), copy.deepcopy(model)
     second = follow(twin, plan_of(twin, {1: 6, 2: 7}))
-    assert (engine_of(model), engine_of(twin)) == (first, second)
+    assert (controller_of(model), controller_of(twin)) == (first, second)
     assert (seen_by(model), seen_by(twin)) == ([first], [second])
     logits(twin, 2)
     torch_pi2.restore(dense)
-    assert (engine_of(dense), seen_by(dense)) == (None, [])
+    assert (controller_of(dense), seen_by(dense)) == (None, [])
     assert (first.stats()["sequences"], second.stats()["sequences"]) == (1, 2)
     logits(model, 2)
     assert (first.stats()["sequences"], sparse_layers(model)[0].by_batch) == (2, ((1, 4), (2, 8)))
     second.close()
-    assert (engine_of(model), engine_of(twin)) == (first, None)
+    assert (controller_of(model), controller_of(twin)) == (first, None)
 
 
 def test_a_budget_that_changes_while_a_plan_comes_into_force(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,7 +407,7 @@ def test_what_fails_half_way_leaves_the_model_as_it_was(store: Path, before: boo
     with pytest.raises(ArtifactError, match="closed"):
         follow(model, plan_of(model, {1: 10}, dense_from=40, budget=1, cache={1: cache}))
     assert [(layer.by_batch, layer.dense_from) for layer in sparse_layers(model)] == was
-    assert engine_of(model) is first
+    assert controller_of(model) is first
     assert seen_by(model) == ([first] if before else [])
     if first is not None:
         first.batch(3)  # goes on
@@ -429,13 +418,13 @@ def test_restored_models_follow_nothing() -> None:
     model = tiny("llama-relu")
     torch_pi2.optimize(model)
     wanted = logits(model, 2)
-    engine = follow(model, plan_of(model, {1: 4, 2: 8}))
+    controller = follow(model, plan_of(model, {1: 4, 2: 8}))
     torch_pi2.restore(model)
-    assert (engine_of(model), seen_by(model)) == (None, [])
-    engine.batch(2)
-    assert engine.stats()["sequences"] == 1
+    assert (controller_of(model), seen_by(model)) == (None, [])
+    controller.batch(2)
+    assert controller.stats()["sequences"] == 1
     torch_pi2.optimize(model)
-    assert (engine_of(model), seen_by(model)) == (None, [])
+    assert (controller_of(model), seen_by(model)) == (None, [])
     assert all(layer.by_batch == () for layer in sparse_layers(model))
     assert torch.equal(logits(model, 2), wanted)
 
@@ -443,30 +432,32 @@ def test_restored_models_follow_nothing() -> None:
 def test_decoders_say_how_many_sequences_there_are() -> None:
     model = tiny("llama-relu")
     torch_pi2.optimize(model)
-    engine = follow(model, plan_of(model, {1: 0, 2: 8, 4: 48}))
-    engine.batch(3)
+    controller = follow(model, plan_of(model, {1: 0, 2: 8, 4: 48}))
+    controller.batch(3)
     decoder = Decoder(model, max_tokens=16, batch=4, compiled=False)
     token = decoder.prompt(IDS)
     decoder.step(token)
-    assert engine.stats()["sequences"] == 1
+    assert controller.stats()["sequences"] == 1
     decoder.fork(4)
-    assert engine.bucket.batch == 4
+    assert controller.bucket.batch == 4
     decoder.retain([0, 3])
     decoder.step(token.repeat(2, 1))
-    assert (engine.stats()["sequences"], engine.bucket.batch) == (2, 2)
+    assert (controller.stats()["sequences"], controller.bucket.batch) == (2, 2)
 
 
 def test_prompts_say_it_before_keys_and_values_want_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama-relu")
     torch_pi2.optimize(model)
-    engine = follow(model, plan_of(model, {1: 0, 2: 8, 4: 48}))
+    controller = follow(model, plan_of(model, {1: 0, 2: 8, 4: 48}))
     decoder = Decoder(model, max_tokens=16, batch=4, compiled=False)
     seen: list[tuple[str, int]] = []
-    tell, give_back = engine.batch, decoder._kv.give_back
-    monkeypatch.setattr(engine, "batch", lambda n: (seen.append(("batch", n)), tell(n)))
+    tell, give_back = controller.batch, decoder._kv.give_back
+    monkeypatch.setattr(controller, "batch", lambda n: (seen.append(("batch", n)), tell(n)))
     monkeypatch.setattr(decoder._kv, "give_back", lambda n: (seen.append(("give back", n)), give_back(n)))
     monkeypatch.setattr(model.torch_pi2, "store", Mock(budget=None))  # memory is given back over a store
-    model.model.embed_tokens.register_forward_pre_hook(lambda *_: seen.append(("read", engine.stats()["sequences"])))
+    model.model.embed_tokens.register_forward_pre_hook(
+        lambda *_: seen.append(("read", controller.stats()["sequences"]))
+    )
     for sequences, first in ((1, []), (4, []), (2, ["give back"])):  # at first there is nothing to give back
         decoder.prompt(IDS.repeat(sequences, 1))
         assert seen[: len(first) + 2] == [(what, sequences) for what in (*first, "batch", "read")]
@@ -496,7 +487,7 @@ def test_plans_that_cannot_be_followed() -> None:
     for subject, plan, error, message in cases:
         with pytest.raises(error, match=message):
             follow(subject, plan)
-    assert engine_of(model) is None
+    assert controller_of(model) is None
     layers = [replace(y, site=replace(y.site, key=f"other.{i}")) for i, y in enumerate(own.layers)]
     with pytest.raises(ShapeError, match=r"expected model\.layers\.0\.mlp, found other\.0\."):
         follow(model, replace(own, layers=layers, hardware=good))
@@ -505,11 +496,11 @@ def test_plans_that_cannot_be_followed() -> None:
 # --- over a store ---
 
 
-def switching(model: nn.Module, engine: Engine | None) -> Iterator[torch.Tensor]:
+def switching(model: nn.Module, controller: PlanController | None) -> Iterator[torch.Tensor]:
     """Logits of steps while the number of sequences changes."""
     for batch in (1, 4, 4, 2, 1, 3, 1, 1):
-        if engine is not None:
-            engine.batch(batch)
+        if controller is not None:
+            controller.batch(batch)
         yield logits(model, batch)
 
 
@@ -522,17 +513,17 @@ def test_bits_over_a_store_while_its_cache_follows(store: Path, folders: dict[st
     slot = model.torch_pi2.budget.slot
     sizes = {1: cache, 2: cache - 100 * slot, 4: cache - 200 * slot}
     plan = plan_of(model, hot, budget=1, resident={1: 32, 2: 100, 4: 200}, cache=sizes)
-    engine = follow(model, plan)
-    for got, bits in zip(switching(model, engine), wanted, strict=True):
+    controller = follow(model, plan)
+    for got, bits in zip(switching(model, controller), wanted, strict=True):
         assert torch.equal(got, bits)
-        assert torch_pi2.stats(model)["cache_bytes"] <= sizes[engine.bucket.batch]
-    assert engine.stats()["switches"] == 5
-    engine.batch(4)
+        assert torch_pi2.stats(model)["cache_bytes"] <= sizes[controller.bucket.batch]
+    assert controller.stats()["switches"] == 5
+    controller.batch(4)
     torch_pi2.set_budget(model, model.torch_pi2.budget.smallest + 300 * (slot + 40))
-    engine.batch(1)
+    controller.batch(1)
     assert torch_pi2.stats(model)["cache_bytes"] <= 300 * slot  # the plan's is more than the budget has
     assert torch.equal(logits(model, 1), wanted[0])
-    engine.close()
+    controller.close()
     assert torch_pi2.stats(model)["cache_bytes"] == model.torch_pi2.budget.cache
 
 
@@ -543,7 +534,7 @@ def test_another_budget_keeps_to_the_plan(store: Path) -> None:
     planned = {1: 400 * slot, 4: 300 * slot}
     assert planned[1] < cache
     plan = plan_of(model, {1: 64, 4: 128}, budget=1, resident={1: 100, 4: 60}, cache=planned)
-    engine = follow(model, plan)
+    controller = follow(model, plan)
     wanted = logits(model, 1)
 
     def settled() -> tuple[int, int, tuple[int, ...]]:
@@ -560,14 +551,14 @@ def test_another_budget_keeps_to_the_plan(store: Path) -> None:
         assert made.cache == slots * slot
         assert settled() == expected
         assert torch.equal(logits(model, 1), wanted)
-    engine.batch(4)
+    controller.batch(4)
     torch_pi2.set_budget(model, parts.smallest + parts.in_slots(500 * slot))
     assert settled() == (300, 120, (60, 60))
     twin = copy.deepcopy(model)  # over the same store
     torch_pi2.set_budget(twin, parts.smallest + parts.in_slots(150 * slot))
     assert settled() == (150, 60, (30, 30))
-    engine.close()
-    engine.refresh()  # follows nothing any more
+    controller.close()
+    controller.refresh()  # follows nothing any more
     assert opened.stats()["cache_bytes"] == 150 * slot  # the budget of both
 
 
@@ -575,9 +566,9 @@ def test_a_cache_that_is_smaller_than_planned(store: Path, caplog: pytest.LogCap
     model, cache = over_store(store, 0.5)
     plan = plan_of(model, {1: 64}, budget=1, resident={1: 100}, cache={1: 2 * cache})
     with caplog.at_level(logging.WARNING, "torch_pi2"):
-        engine = follow(model, plan)
+        follow(model, plan)
     assert "fewer neurons than planned stay in memory" in caplog.text
-    assert engine._resident(plan.buckets[0], cache) == [50, 50]
+    assert torch_pi2.stats(model)["store"].resident == (50, 50)
     assert torch_pi2.stats(model)["cache_bytes"] == cache
 
 
@@ -619,16 +610,9 @@ def test_experts_have_no_hot_neurons_and_a_store_that_follows(tmp_path: Path) ->
     model, cache = over_store(tmp_path / "s", 0.5)
     wanted = [logits(model, batch) for batch in (1, 4)]
     plan = plan_of(model, {1: 0, 4: 100}, budget=1, resident={1: 10, 4: 20}, cache={1: cache, 4: cache // 2})
-    engine = follow(model, plan)
+    controller = follow(model, plan)
     for batch, bits in zip((1, 4), wanted):
-        engine.batch(batch)
+        controller.batch(batch)
         assert torch.equal(logits(model, batch), bits)
     assert torch_pi2.stats(model)["cache_bytes"] <= cache // 2
     assert all(isinstance(layer, OffloadedFFN) and layer.by_batch == () for layer in sparse_layers(model))
-
-
-def test_sizes_of_the_tiny_models() -> None:
-    """What the messages above are matched with."""
-    layers = sparse_layers(with_hot("exact", 4))
-    assert [layer.site.intermediate for layer in layers] == [48] * LAYERS
-    assert int(IDS.max()) < VOCAB

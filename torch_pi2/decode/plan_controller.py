@@ -1,0 +1,303 @@
+"""``follow``: a model that runs as its plan says while sequences begin and end.
+
+PowerInfer-2's engine changes its ratio of hot to cold neurons with the number of sequences that are decoded together
+(arXiv 2406.06282, section 4.1.2). Here each layer knows its hot neurons for every number of tokens
+(``SparseFFN.by_batch``). What is switched is the cache of a store: how many neurons of each layer never leave it, and
+how large it is. Missing neurons are read in the background.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from torch_pi2.base.arguments import checked
+from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.errors import ConfigError, ShapeError
+from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.of_model import homes, sparse_layers
+from torch_pi2.layers.offloaded import OffloadedFFN, Store
+from torch_pi2.layers.prompt import within_piece
+from torch_pi2.rewrite.handle import Handle
+from torch_pi2.types.machine_plan import Bucket, HardwarePlan
+from torch_pi2.types.plan import Plan
+
+_log = logging.getLogger("torch_pi2")
+
+
+@checked
+@fresh_settings()
+def follow(model: nn.Module, plan: Plan | HardwarePlan) -> PlanController:
+    """Let an optimised ``model`` run as ``plan`` says for the number of sequences that it decodes at a time.
+
+    Call it before anything of the model is compiled: graphs keep the hot neurons that they were made with. A model that
+    follows a plan already follows this one from then on. Experts, and layers with a threshold, keep their hot neurons.
+
+    Over a store the cache is the plan's, but never larger than the budget that the model has (:func:`torch_pi2.load`,
+    :func:`torch_pi2.set_budget`); a plan that was made for a model in memory does not change it.
+
+    Lossless without predictors. With a predictor, more hot neurons are fewer that it can miss.
+
+    Raises:
+        ConfigError: the model is dense, or the plan has no part for hardware.
+        ShapeError: the plan is for other layers.
+        ArtifactError: the store has been closed. The model is as it was.
+    """
+    hardware = plan.hardware if isinstance(plan, Plan) else plan
+    layers = sparse_layers(model)
+    if hardware is None or not layers:
+        raise ConfigError(
+            f"plan for {type(model).__name__}",
+            expected="a model with sparse layers, and a plan with a part for hardware",
+            found="a plan without" if layers else "a model without",
+            fix="Plan with --hardware (torch-pi2 plan)." if layers else "Call torch_pi2.optimize(model) first.",
+        )
+    _check(layers, hardware, plan if isinstance(plan, Plan) else None)
+    handle, before = Handle.of(model) or Handle(), controller_of(model)
+    own = before if before is not None and before._handle() is handle else None  # else a copy has the original's
+    budget = handle.budget
+    with nullcontext() if own is None else own._lock:
+        controller = PlanController(handle, hardware, layers)
+        if own is not None:
+            own._closed = True  # layers and store are the new one's
+    if before is not None:
+        _unhook(model, before)
+    handle.controller = controller
+    controller._hook = homes(model)[0].register_forward_pre_hook(controller._see, with_kwargs=True)
+    if handle.budget is not budget:  # another thread has called set_budget meanwhile
+        controller.refresh()
+    if Handle.of(model) is None:  # a module that contains an optimised model
+        handle.attach(model)
+    return controller
+
+
+def controller_of(model: nn.Module) -> PlanController | None:
+    """What :func:`follow` returned last; None if ``model`` follows no plan."""
+    handle = Handle.of(model)
+    controller = None if handle is None else handle.controller
+    assert isinstance(controller, PlanController | None)
+    return controller
+
+
+def stop_following(model: nn.Module) -> None:
+    """``model``, which may be dense by now, follows no plan any more; a store stays as it is."""
+    handle, controller = Handle.of(model), controller_of(model)
+    if handle is None or controller is None:
+        return
+    if controller._handle() is handle:
+        controller._leave()
+    else:  # a copy has the original's, which goes on
+        _unhook(model, controller)
+        handle.controller = None
+
+
+class PlanController:
+    """Keeps a model to its plan; :func:`follow` makes it.
+
+    Decoders tell it how many sequences there are (:class:`torch_pi2.Decoder`, :func:`torch_pi2.generate`). Where
+    nothing is compiled it sees it by itself, as in ``model.generate`` with any number of sequences. Thread-safe.
+
+    Attributes:
+        plan: the plan. bucket: the part of it that is in force.
+    """
+
+    def __init__(self, handle: Handle, plan: HardwarePlan, layers: Sequence[SparseFFN]) -> None:
+        self.plan, self.bucket = plan, plan.bucket(1)
+        self._lock, self._closed = threading.Lock(), False
+        self._sequences, self._switches = 1, 0
+        self._hook: Any = None
+        # Weak references: layers that are taken out of the model (torch_pi2.restore) free their memory.
+        self._handle = weakref.ref(handle)
+        self._layers = [weakref.ref(layer) for layer in layers if _has_own_hot(layer)]
+        self._prompts = [weakref.ref(layer) for layer in layers if not _is_expert(layer)]
+        store = handle.store
+        followed = plan.budget_bytes is not None and store is not None and store.config.engine != "mmap"
+        self._store: Store | None = store if followed else None
+        self._places = [y.store_layer for y in layers if isinstance(y, OffloadedFFN)] if followed else []
+        self._arrange(self.bucket)  # what may fail comes first
+        if self._store is not None:
+            self._warn_of_a_small_cache(self._store)
+        most = plan.buckets[-1].batch
+        for i, layer in enumerate(layers):
+            if _has_own_hot(layer):
+                layer.by_batch = plan.layer_hot(i)
+            if not _is_expert(layer):
+                layer.dense_from = plan.prompt.dense_from[i] and max(plan.prompt.dense_from[i], most + 1)
+        self._announce(self.bucket.batch)
+
+    def batch(self, sequences: int) -> None:
+        """From the next step on there are so many sequences. Missing neurons are read in the background.
+
+        Returns at once where the store's cache keeps its size, or there is none. Another size waits for the layer that
+        is being computed, and takes milliseconds.
+
+        Raises:
+            ConfigError: less than 1. ArtifactError: the store has been closed.
+        """
+        if sequences == self._sequences:
+            return
+        if sequences < 1:
+            raise ConfigError("sequences", expected="1 or more", found=str(sequences), fix="A batch has at least one.")
+        with self._lock:
+            if self._closed:
+                return
+            bucket = self.plan.bucket(sequences)
+            if bucket is not self.bucket:
+                self._arrange(bucket)
+                self._announce(bucket.batch)
+                self.bucket, self._switches = bucket, self._switches + 1
+            self._sequences = sequences
+
+    def refresh(self) -> None:
+        """Arrange the store for the bucket in force once more: :func:`torch_pi2.set_budget` has changed the budget.
+
+        Raises:
+            ArtifactError: the store has been closed.
+        """
+        with self._lock:
+            if not self._closed:
+                self._arrange(self.bucket)
+
+    def stats(self) -> dict[str, int]:
+        """``sequences`` now, the batch size of their ``bucket``, and ``switches`` of buckets so far."""
+        with self._lock:
+            return {"sequences": self._sequences, "bucket": self.bucket.batch, "switches": self._switches}
+
+    def close(self) -> None:
+        """Stop following the plan: layers have their own hot neurons again, a store the cache of its budget.
+
+        Raises:
+            ArtifactError: the store has been closed.
+        """
+        store = self._store
+        if not self._leave() or store is None or store.budget is None:
+            return
+        self._announce(1)
+        share = store.hot_share * store.budget.cache / max(1, store.budget.neurons)
+        store.arrange([int(neurons * share) for neurons, *_ in store.layers()], store.budget.cache)
+        if store.config.preload:
+            store.preload()
+
+    def _leave(self) -> bool:
+        """Let go of the model, but leave its store as it is. Returns whether that had not been done before."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._closed = True
+        self._hook.remove()
+        for ref in self._layers:
+            if (layer := ref()) is not None:
+                layer.by_batch = ()
+        for ref in self._prompts:
+            if (layer := ref()) is not None:
+                layer.dense_from = None
+        handle = self._handle()
+        if handle is not None and handle.controller is self:
+            handle.controller = None
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __deepcopy__(self, _memo: Any) -> PlanController:
+        return self  # a copied model has the same store, and layers that know their hot neurons
+
+    def __reduce__(self) -> Any:
+        raise ConfigError(
+            "pickling a model that follows a plan",
+            expected="one that does not",
+            found="a PlanController, which belongs to this process",
+            fix="Close it first (controller.close()), or save the model with torch_pi2.save.",
+        )
+
+    def _arrange(self, bucket: Bucket) -> None:
+        """Give the store the cache and the resident neurons of ``bucket``; less where the budget has less."""
+        if self._store is None or self._store.budget is None:
+            return
+        cache_bytes = min(bucket.cache_bytes, self._store.budget.cache)
+        share = min(1.0, cache_bytes / bucket.cache_bytes) if bucket.cache_bytes else 0.0
+        resident = [0] * len(self._store.layers())
+        for place, planned in zip(self._places, bucket.resident, strict=True):
+            resident[place] = int(planned * share)
+        self._store.arrange(resident, cache_bytes)
+
+    def _announce(self, batch: int) -> None:
+        """Look ahead with the hot neurons of this number of sequences."""
+        for ref in self._layers if self._store is not None else ():
+            layer = ref()
+            if isinstance(layer, OffloadedFFN) and layer.announced:
+                layer.announce(batch)
+
+    def _warn_of_a_small_cache(self, store: Store) -> None:
+        planned = self.plan.bucket(1).cache_bytes
+        actual = planned if store.budget is None else store.budget.cache
+        if actual < 0.99 * planned:  # a smaller difference comes from rounding to slots
+            _log.warning(
+                "the plan has a cache of %.1f MiB, the model's budget one of %.1f MiB: fewer neurons than planned stay "
+                "in memory. Load it with the plan's budget, or plan for this one.",
+                planned / 2**20,
+                actual / 2**20,
+            )
+
+    def _see(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The first layer is called: ``x [B, T, H]`` has B sequences, ``[n, H]`` of a small n probably a step of n."""
+        if torch.compiler.is_compiling() or within_piece():  # a piece of a prompt beside others: was told
+            return
+        x = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+        if x is None or x.dim() < 2:
+            return
+        sequences = x.shape[0]
+        if sequences > 0 and (x.dim() > 2 or sequences <= self.plan.buckets[-1].batch):
+            self.batch(sequences)
+
+
+def _check(layers: Sequence[SparseFFN], plan: HardwarePlan, whole: Plan | None) -> None:
+    """Raises ShapeError unless ``plan`` fits ``layers``."""
+
+    def refuse(expected: str, found: str) -> ShapeError:
+        fix = "It is for another: make the plan again."
+        return ShapeError("plan for this model", expected=expected, found=found, fix=fix)
+
+    columns = {f"{name} of batch {b.batch}": getattr(b, name) for b in plan.buckets for name in ("hot", "resident")}
+    for name, counts in (columns | {"dense_from": plan.prompt.dense_from}).items():
+        if len(counts) != len(layers):
+            raise refuse(f"{len(layers)} layers", f"{name}: {len(counts)}")
+    for i, layer in enumerate(layers):
+        if whole is not None and layer.site.key != whole.layers[i].site.key:
+            raise refuse(layer.site.key, whole.layers[i].site.key)
+        least, most = layer.least_hot if _has_own_hot(layer) else 0, layer.site.intermediate
+        for bucket in plan.buckets:
+            for name, count, fewest in (("hot", bucket.hot[i], least), ("resident", bucket.resident[i], 0)):
+                if not fewest <= count <= most:
+                    raise refuse(f"{fewest} to {most} {name} neurons of {layer.site.key}", str(count))
+
+
+def _unhook(model: nn.Module, controller: PlanController) -> None:
+    """``controller`` sees nothing of ``model`` any more; copies have its hook under a handle of their own."""
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if getattr(hook, "__self__", None) is controller:
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _is_expert(layer: SparseFFN) -> bool:
+    return layer.site.experts is not None
+
+
+def _has_own_hot(layer: SparseFFN) -> bool:
+    """Whether the batch may decide how many neurons are hot."""
+    return not _is_expert(layer) and layer.method not in ("dense", "threshold")
