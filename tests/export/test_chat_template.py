@@ -11,7 +11,7 @@ from tiny_bundle import TEXT
 from tiny_tokenizers import byte_tokenizer
 
 from torch_pi2.errors import ConfigError
-from torch_pi2.export.chat import around_messages, write_chat
+from torch_pi2.export.chat import describe_template, write_chat
 from torch_pi2.export.text import chat_text
 
 LOOP = "{% for a in range(99999) %}"
@@ -45,7 +45,7 @@ def test_any_error_of_a_template_is_named(template: str) -> None:
     tokenizer.chat_template = template
     with pytest.raises(ConfigError, match="messages that the tokenizer's template takes"):
         chat_text(tokenizer, MESSAGES)
-    assert around_messages(tokenizer) is None
+    assert describe_template(tokenizer) is None
 
 
 EACH, END = "{% for m in messages %}", "{% endfor %}A:"
@@ -85,9 +85,9 @@ def test_templates_that_depend_on_what_is_said_are_not_described(
     tokenizer = byte_tokenizer(TEXT)
     tokenizer.chat_template = EACH + body + END
     assert not write_chat(tokenizer, tmp_path)
-    assert "chat.json is left out: what the chat template writes depends on what is said. " in caplog.text
+    assert "chat.json is left out: what the chat template writes depends on the messages in other ways" in caplog.text
     tokenizer.chat_template = EACH + "{% if m.role == 'user' %}{{ m.content }}{% else %}" + body + "{% endif %}" + END
-    found = around_messages(tokenizer)
+    found = describe_template(tokenizer)
     assert found is not None
     assert found["system_user"] is None
 
@@ -96,7 +96,7 @@ def test_templates_that_depend_on_what_is_said_are_not_described(
 def test_templates_that_write_what_is_said_are_described(body: str) -> None:
     tokenizer = byte_tokenizer(TEXT)
     tokenizer.chat_template = EACH + body + END
-    found = around_messages(tokenizer)
+    found = describe_template(tokenizer)
     assert found is not None
     assert found["system_user"] is not None
     assert found["strips"] == {"system": False, "user": False, "assistant": False}
@@ -107,7 +107,7 @@ def test_each_role_is_stripped_or_not() -> None:
     for role, other in (("system", "user"), ("user", "system")):
         tokenizer.chat_template = EACH + f"{{% if m.role == '{role}' %}}{{{{ m.content | trim }}}}"
         tokenizer.chat_template += "{% else %}{{ m.content }}{% endif %}" + END
-        found = around_messages(tokenizer)
+        found = describe_template(tokenizer)
         assert found is not None
         assert found["strips"] == {role: True, other: False, "assistant": False}
     # Llama 2's: a question alone is stripped at both ends, one behind a system message at one.
@@ -115,9 +115,16 @@ def test_each_role_is_stripped_or_not() -> None:
         "{% set c = messages[-1].content %}"
         "{% if messages | length > 1 %}{% set c = messages[0].content + c %}{% endif %}{{ '[' + c.strip() + ']' }}"
     )
-    assert around_messages(tokenizer) == {
+    assert describe_template(tokenizer) == {
         "user": ["[", "]"],
         "system_user": None,
         "assistant": None,
         "strips": {"system": False, "user": True, "assistant": False},
     }
+
+
+def test_tags_of_transformers_do_not_hide_what_a_template_looks_for() -> None:
+    tokenizer = byte_tokenizer(TEXT)
+    body = "{% if m.content.startswith('rare') %}x{% endif %}{{ m.content }}"
+    tokenizer.chat_template = EACH + body + "{% generation %}{% endgeneration %}" + END
+    assert describe_template(tokenizer) is None

@@ -1,11 +1,17 @@
-"""``chat.json`` of a bundle: what a chat template puts around messages, so that no runner needs a template language."""
+"""Chat templates: rendered in Python, and described in ``chat.json`` for runners without a template language.
+
+``chat.json`` has the texts that a template writes around messages. They are found by rendering marked messages and
+splitting the result at the marks, and confirmed by rendering many other messages: a template whose output depends on a
+message in any further way (it escapes, cuts or searches it) is not described.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from ast import literal_eval
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -20,17 +26,34 @@ VERSION = 3  # in 2 there were no earlier answers
 
 _log = logging.getLogger("torch_pi2")
 
-#: Lines of a template that run, and characters that it writes: templates of models take some 50 lines for a message.
+#: Lines of a template that may run, and characters that it may write: usual ones take some 50 lines for a message.
 MOST_STEPS = 1_000_000
 MOST_TEXT = 1 << 24
 
+#: White space around a marked message, some of it not ASCII.
+_START, _END = "\u3000\x1c \n", "\n \x1f\u00a0"
+#: Messages that are rendered to confirm a description, besides those made of the template's own constants.
+_MESSAGES = (
+    *("", " ", "\n", "\u3000", "\x1f", "a", "A", "7", " a", "a ", "a  b", "a\n\n\nb", "a\r\nb", "a\tb", "\n\na\n\n"),
+    *("<a> & \"b\" 'c'", "a\\nb", "**a** _b_", "# a\n- b\n```\nc\n```", "{{ a }}", "{% a %}", "{# a #}", "{a} %s"),
+    *("日本語。é ß ﬁ İ 🙂 \u200bx", "True", "none", "[]", "{}", "12345678901234567890", "ALL UPPER", "all lower"),
+    *("/no_think", "a /think", "<think>a</think>b", "</think>", "<tool_call>", "<tool_response>a</tool_response>"),
+    *("<|im_start|>a<|im_end|>", "[INST] a [/INST]", "<<SYS>>a<</SYS>>", "<s>a</s>", "<start_of_turn>user", "<image>"),
+    *("user: a\nassistant:", "long text " * 2000, "x" * 20000, "https://a.b/c?d=e&f"),
+)
+#: Roles of the chats that are described: a question, what may precede it, and an earlier answer with its next question.
+_USER, _SYSTEM, _TURN = ("user",), ("system",), ("assistant", "user")
+
+#: Texts around the messages of a chat, and which messages are stripped.
+_Description = tuple[list[str], list[bool]]
+
 
 def render_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
-    """The text of ``messages`` by the tokenizer's template, up to where the answer begins; what the template raises.
+    """The text of ``messages`` by the tokenizer's template, up to the answer. Raises what the template raises.
 
     Raises:
         ConfigError: the template runs for more than ``MOST_STEPS`` lines or writes more than ``MOST_TEXT`` characters.
-            Jinja's sandbox bounds one ``range``, not loops in loops. What it keeps in variables is not bounded.
+            Jinja's sandbox bounds one ``range``, but not nested loops.
     """
     with _bounded():
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
@@ -38,7 +61,7 @@ def render_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> st
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    """Templates that run in the block end: see :func:`render_messages`."""
+    """Bounds the templates that are rendered in the block, see :func:`render_messages`."""
     steps = text = 0
 
     def count(frame: FrameType, event: str, value: Any) -> Any:
@@ -62,234 +85,25 @@ def _bounded() -> Iterator[None]:
         sys.settrace(before)
 
 
-#: White space at the ends of what somebody says, some of it no ASCII; what is between has all that a template may
-#: escape, replace or write in another case. No template has it.
-_ENDS = ("\u3000\x1c \n", "\n \x1f\u00a0")
-_BETWEEN = "Qz7{}\n\n\r\n \t  é日<b>&\"'`\\{{{{ x }}}}{{% y %}} QZ qz 7 {}7zQ"
+def describe_template(tokenizer: Any) -> dict[str, Any] | None:
+    """What the template writes before, between and behind messages, up to the answer.
 
-#: Answers that templates may get to questions about what somebody says, together; more are not tried.
-_MOST_PATHS = 256
-
-#: What else is said to a template, whose answer must be what is described.
-_SAID = (
-    "",
-    " ",
-    "\n",
-    "\u3000",
-    "\x1f",
-    "a",
-    "A",
-    "0",
-    "7",
-    " a",
-    "a ",
-    "a  b",
-    "a\n\n\nb",
-    "a\r\nb",
-    "a\tb",
-    "\n\na\n\n",
-    "<a>",
-    "a & b",
-    "\"a\" 'b'",
-    "a\\nb",
-    "**a** _b_",
-    "# a\n- b\n```\nc\n```",
-    "{{ a }}",
-    "{% a %}",
-    "{# a #}",
-    "{a} %s",
-    "日本語。",
-    "é ß ﬁ İ",
-    "🙂",
-    "\u200bx",
-    "True",
-    "none",
-    "[]",
-    "{}",
-    "12345678901234567890",
-    "ALL UPPER",
-    "all lower",
-    "/no_think",
-    "a /no_think",
-    "/think a",
-    "/nothink",
-    "/system_override",
-    "<think>a</think>b",
-    "</think>",
-    "<tool_call>",
-    "<tool_response>a</tool_response>",
-    "<|im_start|>a<|im_end|>",
-    "[INST] a [/INST]",
-    "<<SYS>>a<</SYS>>",
-    "<s>a</s>",
-    "<|start_header_id|>user",
-    "<start_of_turn>user",
-    "[TOOL_CALLS]",
-    "<image>",
-    "<|endoftext|>",
-    "user: a\nassistant:",
-    *("long text " * 2000, "x" * 20000, "https://a.b/c?d=e&f"),
-)
-
-
-class _NotDescribedError(Exception):
-    """A template does something with what is said that depends on it."""
-
-
-class _Said(str):
-    """What somebody says, as a template sees it that is run once for all that could be said.
-
-    It may be printed, put together with other text, and stripped of white space. A question (is it empty? has it this
-    within it?) gets an answer of ``path``, whatever is within it; all else raises.
-    """
-
-    ask: Callable[[object], bool]
-
-    @staticmethod
-    def of(text: str, ask: Callable[[object], bool]) -> _Said:
-        said = _Said(text)
-        said.ask = ask
-        return said
-
-    def __bool__(self) -> bool:
-        return self.ask((str(self), "bool"))
-
-    def __contains__(self, part: object) -> bool:
-        return self.ask((str(self), "in", part))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, str) and (other is self or self.ask((str(self), "==", str(other))))
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def startswith(self, *of: Any) -> bool:
-        return self.ask((str(self), "startswith", of))
-
-    def endswith(self, *of: Any) -> bool:
-        return self.ask((str(self), "endswith", of))
-
-    def __add__(self, other: str) -> _Said:
-        return _Said.of(str.__add__(self, other), self.ask)
-
-    def __radd__(self, other: str) -> _Said:
-        return _Said.of(other + str(self), self.ask)
-
-    def strip(self, chars: str | None = None) -> _Said:
-        if chars is not None:
-            raise _NotDescribedError
-        return _Said.of(str.strip(self), self.ask)
-
-    def __iter__(self) -> Iterator[str]:  # ``is iterable`` asks for one, but not for what it gives
-        raise _NotDescribedError
-        yield
-
-
-def _refuse(*of: object, **options: object) -> Any:
-    raise _NotDescribedError
-
-
-_ALLOWED = {"strip", "startswith", "endswith"}
-for _name in [name for name in dir(str) if not name.startswith("_") and name not in _ALLOWED] + [
-    *("__getitem__", "__len__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__", "__mod__", "__mul__", "__rmul__")
-]:
-    setattr(_Said, _name, _refuse)
-
-
-def _texts_of_all_paths(tokenizer: Any, roles: Sequence[str]) -> Iterator[str]:
-    """The text of a chat for each way in which the template's questions about what is said can be answered."""
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    # Not apply_chat_template: it makes plain text of what is said.
-    template = _compile_jinja_template(tokenizer.get_chat_template())
-    path: list[bool] = []
-    for _ in range(_MOST_PATHS):
-        answers: dict[object, bool] = {}
-
-        def ask(question: object, answers: dict[object, bool] = answers) -> bool:
-            if question not in answers:
-                if len(answers) == len(path):
-                    path.append(True)
-                answers[question] = path[len(answers)]
-            return answers[question]
-
-        messages = [{"role": role, "content": _Said.of(_said_by(role), ask)} for role in roles]
-        options = {"tools": None, "documents": None, "add_generation_prompt": True}
-        with _bounded():
-            yield str(template.render(messages=messages, **{**tokenizer.special_tokens_map, **options}))
-        while path and not path[-1]:
-            path.pop()
-        if not path:
-            return
-        path[-1] = False
-    raise _NotDescribedError
-
-
-def _said_by(role: str) -> str:
-    return _ENDS[0] + _BETWEEN.format(role, role) + _ENDS[1]
-
-
-def _around(tokenizer: Any, roles: Sequence[str]) -> tuple[list[str], list[bool]] | None:
-    """The texts around what ``roles`` say, and which of it is stripped; None: that depends on what they say."""
-    try:
-        text, *others = _texts_of_all_paths(tokenizer, roles)
-    except ConfigError:
-        raise
-    except Exception:  # a template says by any error that it does not take these roles
-        return None
-    if any(other != text for other in others):
-        return None
-    texts, strips = [], []
-    for role in roles:
-        whole = _said_by(role)
-        strips.append(whole not in text)
-        before, once, text = text.partition(whole.strip() if strips[-1] else whole)
-        if not once or (strips[-1] and (before.endswith(_ENDS[0]) or text.startswith(_ENDS[1]))):
-            return None
-        texts.append(before)
-    return None if any("Qz7" in part for part in (*texts, text)) else ([*texts, text], strips)
-
-
-def _as_described(tokenizer: Any, roles: Sequence[str], texts: Sequence[str], strips: Sequence[bool]) -> bool:
-    """Whether transformers writes what ``texts`` and ``strips`` say, whatever one of ``roles`` says."""
-    for which in range(len(roles)):
-        for said in _SAID:
-            contents = [said if i == which else "a" for i in range(len(roles))]
-            inner = [content.strip() if cut else content for content, cut in zip(contents, strips, strict=True)]
-            expected = texts[0] + "".join(a + b for a, b in zip(inner, texts[1:], strict=True))
-            messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
-            try:
-                if render_messages(tokenizer, messages) != expected:
-                    return False
-            except ConfigError:
-                raise
-            except Exception:
-                return False
-    return True
-
-
-def around_messages(tokenizer: Any) -> dict[str, Any] | None:
-    """What the template writes before, between and behind the messages of a chat, up to where the answer begins.
-
-    The template is rendered now: a date that it writes is that of the export. It is run for all that could be said at
-    once (:class:`_Said`), and then, as what has become plain text in between is not followed, for much that is said.
-
-    Args:
-        tokenizer: transformers'.
+    The template is rendered now: a date that it writes is that of the export.
 
     Returns:
         ``user``: two texts around a question. ``system_user``: three around a system message and a question; None if
-        the template takes no system message, or does more with it. ``assistant``: two around an earlier answer, behind
-        which the next question comes; None if the template does more with answers. ``strips``: for each role whether it
-        strips what that says of white space at both ends (that of :meth:`str.strip`). None in all if there is no
-        template, or what it writes depends on what is said by more than that.
+        the template takes no system message, or does more with it. ``assistant``: two around an earlier answer and
+        before its next question; None if the template does more with answers. ``strips``: for each role whether white
+        space at both ends of its messages (that of :meth:`str.strip`) is removed. None if there is no template, or if
+        it does more with questions.
 
     Raises:
         ConfigError: see :func:`render_messages`.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         return None
-    user, both, turns = (_described(tokenizer, roles) for roles in (_USER, _SYSTEM + _USER, _USER + _TURN))
+    probes = [*_MESSAGES, *_of_constants(tokenizer.get_chat_template())]
+    user, both, turns = (_described(tokenizer, roles, probes) for roles in (_USER, _SYSTEM + _USER, _USER + _TURN))
     if user is None:
         return None
     if both is not None and both[1][1] != user[1][0]:
@@ -308,38 +122,89 @@ def around_messages(tokenizer: Any) -> dict[str, Any] | None:
     }
 
 
-#: A question, what may come before it, and an earlier answer with the next question.
-_USER, _SYSTEM, _TURN = ("user",), ("system",), ("assistant", "user")
+def _of_constants(template: str) -> Iterator[str]:
+    """Messages that a template may treat specially: with the texts that it mentions, and longer than its numbers."""
+    from jinja2 import Environment, TemplateError
+
+    try:
+        tokens = [(kind, text) for _, kind, text in Environment().lex(template) if kind in ("string", "integer")]
+    except TemplateError:
+        return
+    for value in dict.fromkeys(literal_eval(text) for _, text in tokens):
+        if isinstance(value, str) and value:
+            yield from (value, f"{value} a", f"a {value}", f"a {value} b")
+        elif isinstance(value, int) and 100 < value <= MOST_TEXT // 8:
+            yield "x" * (value + 1)
 
 
-def _described(tokenizer: Any, roles: Sequence[str]) -> tuple[list[str], list[bool]] | None:
-    around = _around(tokenizer, roles)
-    return around if around and _as_described(tokenizer, roles, *around) else None
+def _described(tokenizer: Any, roles: Sequence[str], probes: Sequence[str]) -> _Description | None:
+    """The texts around messages of ``roles``; None: the template does more with a message than strip it."""
+    found = _split(tokenizer, roles)
+    if found is None:
+        return None
+    texts, strips = found
+    for which in range(len(roles)):
+        for probe in probes:
+            contents = [probe if i == which else "a" for i in range(len(roles))]
+            inner = [content.strip() if cut else content for content, cut in zip(contents, strips, strict=True)]
+            expected = texts[0] + "".join(a + b for a, b in zip(inner, texts[1:], strict=True))
+            if _rendered(tokenizer, roles, contents) != expected:
+                return None
+    return found
 
 
-def _repeats(tokenizer: Any, user: Any, both: Any, turns: Any) -> bool:
-    """Whether each answer with the next question is written as the first one of ``turns`` is, whatever was before."""
+def _split(tokenizer: Any, roles: Sequence[str]) -> _Description | None:
+    """As :func:`_described`, of marked messages alone."""
+    contents = [f"{_START}Mark7 {role} é日<b>{_END}" for role in roles]
+    text = _rendered(tokenizer, roles, contents)
+    texts: list[str] = []
+    strips: list[bool] = []
+    for content in contents:
+        if text is None:
+            return None
+        strips.append(content not in text)
+        before, mark, text = text.partition(content.strip() if strips[-1] else content)
+        if not mark or (strips[-1] and (before.endswith(_START) or text.startswith(_END))):
+            return None
+        texts.append(before)
+    return None if text is None or any("Mark7" in part for part in (*texts, text)) else ([*texts, text], strips)
+
+
+def _rendered(tokenizer: Any, roles: Sequence[str], contents: Sequence[str]) -> str | None:
+    """None: the template raises, which is how templates refuse roles."""
+    messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+    try:
+        return render_messages(tokenizer, messages)
+    except ConfigError:
+        raise
+    except Exception:
+        return None
+
+
+def _repeats(tokenizer: Any, user: _Description, both: _Description | None, turns: _Description) -> bool:
+    """Whether every answer with its next question is written as the first one in ``turns``, whatever came before."""
     between, strips = turns[0][1:3], turns[1][1:]
     for before, start in ((_USER, user), (_SYSTEM + _USER, both)):
         for count in (1, 2):
             if start is not None:
                 (*first, last), cut = start
                 expected = [*first, *between * count, last], [*cut, *strips * count]
-                if _around(tokenizer, [*before, *_TURN * count]) != expected:
+                if _split(tokenizer, [*before, *_TURN * count]) != expected:
                     return False
     return True
 
 
 def write_chat(tokenizer: Any, folder: Path) -> bool:
-    """Write ``folder``/chat.json; False, and no file, if the tokenizer has no template that it can describe."""
-    found = around_messages(tokenizer)
-    if found is None:
+    """Write ``folder``/chat.json; False, and no file, if there is no template that :func:`describe_template` can
+    describe."""
+    description = describe_template(tokenizer)
+    if description is None:
         if getattr(tokenizer, "chat_template", None) is not None:
             _log.warning(
-                "%s is left out: what the chat template writes depends on what is said. The C++ runner has no --chat "
-                "with this bundle; torch-pi2 run has.",
+                "%s is left out: what the chat template writes depends on the messages in other ways than stripping "
+                "them. The C++ runner has no --chat with this bundle; torch-pi2 run has.",
                 CHAT_FILE,
             )
         return False
-    atomic_write(folder / CHAT_FILE, json.dumps({"format": FORMAT, "version": VERSION, **found}, indent=1) + "\n")
+    atomic_write(folder / CHAT_FILE, json.dumps({"format": FORMAT, "version": VERSION, **description}, indent=1) + "\n")
     return True
