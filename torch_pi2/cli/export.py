@@ -143,13 +143,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         calibration=common.text_of(args, tokenizer, _TOKENS) if calibrated else None,
         progress=not args.quiet,
     )
-    made = Manifest.load(args.out).to_json()
-    found = None if args.no_verdict else _verdict(args, model, made)
-    return {"out": str(args.out), "manifest": made, "verdict": None if found is None else found.to_json()}
+    manifest = Manifest.load(args.out).to_json()
+    judged = None if args.no_verdict else _verdict(args, model, manifest)
+    return {"out": str(args.out), "manifest": manifest, "verdict": None if judged is None else judged.to_json()}
 
 
-def _verdict(args: argparse.Namespace, model: Any, made: dict[str, Any]) -> Verdict:
-    """What was found of MODEL holds as far as the bundle computes the same; its speed is its device's."""
+def _verdict(args: argparse.Namespace, model: Any, manifest: dict[str, Any]) -> Verdict:
+    """The verdict of MODEL, as far as the bundle computes the same; speed depends on the device."""
     from dataclasses import replace
 
     from torch_pi2.checkpoint.card import write_card
@@ -162,9 +162,9 @@ def _verdict(args: argparse.Namespace, model: Any, made: dict[str, Any]) -> Verd
     steps = [*verdict.before(Path(args.model)), verdict.step("export", args.model, settings)]
     why = {"speed": f"it is that of the device: torch-pi2 run {args.out.name} here, or on the device, says it"}
     found = unmeasured(args.out, parts.plan, parts.weights, made=steps, not_measured=why)
-    lossy = tuple(dict.fromkeys((*found.lossy, *made["lossy"])))
-    loss = earlier.loss if earlier is not None and not made["lossy"] else None
-    size = sum(entry["bytes"] for entry in made["files"].values())
+    lossy = tuple(dict.fromkeys((*found.lossy, *manifest["lossy"])))
+    loss = earlier.loss if earlier is not None and not manifest["lossy"] else None
+    size = sum(entry["bytes"] for entry in manifest["files"].values())
     dense_bytes = None if earlier is None else earlier.dense_bytes
     found = replace(found, lossy=lossy, loss=loss, sparse_bytes=size, dense_bytes=dense_bytes)
     found.save(args.out)
@@ -181,7 +181,7 @@ def _model(args: argparse.Namespace) -> Any:
 
 
 def _tokenizer(args: argparse.Namespace) -> Any:
-    """None of a folder that has none (synthetic models): its bundle takes token ids."""
+    """None for a folder without one (synthetic models), whose bundle takes token ids."""
     folder = Path(args.model)
     if folder.is_dir() and not any(folder.glob("tokenizer*")):
         return None

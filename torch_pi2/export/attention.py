@@ -1,7 +1,7 @@
-"""Attention of a Hugging Face decoder whose KV cache is a buffer of the program: what is traced of it.
+"""How the attention of a Hugging Face decoder is traced, with a KV cache in buffers of the program.
 
-Models that call the attention which transformers gives them get :mod:`~torch_pi2.export.cached_attention`. Others have
-their own in their code: they read whole lanes of the cache, under a mask.
+Models that call the attention function of transformers get :mod:`~torch_pi2.export.cached_attention`. Models with
+attention in their own code read whole lanes of the cache under a mask.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import nn
 from torch_pi2.errors import UnsupportedModelError
 
 Select = Callable[[torch.Tensor], torch.Tensor]
-#: Under this name transformers finds what is given to it.
+#: The name of our attention function in transformers.
 _NAME = "pi2_export"
-#: Arguments of attention that change its result, and are not known here.
+#: Arguments of attention that change its result and are not supported.
 _NOT_HERE = ("position_bias", "head_mask")
 
 
 def takes_attention(model: nn.Module) -> bool:
-    """Whether a Hugging Face ``model`` calls the attention that it is given; others have their own in their code."""
+    """Whether a Hugging Face ``model`` calls transformers' attention function, not attention in its own code."""
     return bool(getattr(model, "_supports_attention_backend", False))
 
 
@@ -35,10 +35,10 @@ def lane_layers(
 
     Args:
         select: rows of a cache that belong to the sequences.
-        ours: attention is given the new tokens alone, and :func:`exportable_attention` knows by them which layer it is;
-            or else what ``select`` gives.
+        ours: attention gets only the new tokens, by which :func:`exportable_attention` recognises the layer; otherwise
+            it gets what ``select`` gives.
 
-    Of each layer, ``caller``, ``window`` and ``has_sinks`` are set by the first attention of ours that reads it.
+    Our attention function sets ``caller``, ``window`` and ``has_sinks`` of each layer.
     """
     from transformers.cache_utils import CacheLayerMixin
 
@@ -55,7 +55,7 @@ def lane_layers(
             self.window, self.has_sinks = 0, False
 
         def before(self) -> tuple[torch.Tensor, torch.Tensor]:
-            """What the lanes of the sequences have."""
+            """Cached keys and values of the sequences."""
             return select(self.keys), select(self.values)
 
         def masks(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,14 +88,14 @@ def lane_layers(
     return [LaneLayer(keys, values) for keys, values in caches]
 
 
-def masks_of(positions_BT: torch.Tensor, room: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of tokens at successive positions: which slots of a cache ``[B, 1, T, L]``, which has what was before them, and
-    which of themselves ``[B, 1, T, T]`` each of them sees: 0, or else 1. window: as of ``cached_attention``.
+def masks_of(positions_BT: torch.Tensor, slots: int, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masks of tokens at successive positions: over the slots of a cache ``[B, 1, T, L]`` of earlier tokens, and over
+    themselves ``[B, 1, T, T]``; 0 for what a token sees, 1 for the rest. window: as in ``cached_attention``.
     """
     positions_B1T1 = positions_BT[:, None, :, None]
-    slots, own_B11T = torch.arange(room), positions_B1T1.transpose(2, 3)
+    slots_L, own_B11T = torch.arange(slots), positions_B1T1.transpose(2, 3)
     found = []
-    for at, sees in ((slots, slots < positions_B1T1[:, :, :1]), (own_B11T, own_B11T <= positions_B1T1)):
+    for at, sees in ((slots_L, slots_L < positions_B1T1[:, :, :1]), (own_B11T, own_B11T <= positions_B1T1)):
         if window:
             sees = sees & (at > positions_B1T1 - window)
         found.append(torch.where(sees.expand(-1, -1, positions_BT.shape[1], -1), 0.0, 1.0))
@@ -104,10 +104,10 @@ def masks_of(positions_BT: torch.Tensor, room: int, window: int) -> tuple[torch.
 
 @contextmanager
 def exportable_attention(model: nn.Module, layers: Sequence[Any]) -> Iterator[None]:
-    """While this is entered, a Hugging Face ``model`` that takes its attention has ours, over :func:`lane_layers`.
+    """Within the block a Hugging Face ``model`` uses our attention function, over :func:`lane_layers`.
 
-    Rotary embeddings whose frequencies depend on the length of the sequence have those of short ones: a program that
-    chose among them would read keys that it has written with others.
+    Rotary embeddings whose frequencies depend on the sequence's length keep those of short sequences: a program that
+    switched between them would read keys that were written with other frequencies.
     """
     from transformers import AttentionInterface
 
@@ -151,7 +151,7 @@ def _attention(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """transformers' attention interface. The mask is not looked at: positions and the window say what a token sees."""
+    """transformers' attention interface. The mask is ignored: positions and the window say what a token sees."""
     index = next((i for i, layer in enumerate(layers) if layer.new_key is key), None)
     strange = [name for name in _NOT_HERE if others.get(name) is not None]
     if strange or index is None:
@@ -172,7 +172,7 @@ def _attention(
 
 
 def _window(module: nn.Module, config: Any, layer: int, called_with: int | None, tokens: int) -> int:
-    """Of a layer, 0: none that is shorter than ``tokens``. Masks follow the configuration, calls say it besides."""
+    """The window of a layer; 0: none shorter than ``tokens``. The call has to agree with the configuration."""
     kinds, width = getattr(config, "layer_types", None), getattr(config, "sliding_window", None) or 0
     slides = kinds[layer] == "sliding_attention" if kinds else getattr(config, "use_sliding_window", True)
     by_config, by_call = (w if w < tokens else 0 for w in (width if slides else 0, called_with or 0))
@@ -193,12 +193,12 @@ def _unsupported(module: nn.Module, found: str) -> UnsupportedModelError:
 
 
 def _fixed(kind: Any) -> Any:
-    """In place of a kind of rotary embedding whose frequencies depend on the length, the one that leaves them alone."""
+    """The rotary embedding's kind, or the default for one whose frequencies depend on the length."""
     return "default" if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") else kind
 
 
 def reset_rotary(model: nn.Module) -> None:
-    """Forget what long sequences have made of rotary embeddings."""
+    """Reset rotary embeddings that long sequences have changed."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             original = getattr(module, name.replace("inv_freq", "original_inv_freq"), None)

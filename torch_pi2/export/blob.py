@@ -1,4 +1,4 @@
-"""The delegate blob: all that a ``.pte`` has of a layer or a mixture of experts (docs/FORMATS.md, "Delegate blob")."""
+"""The delegate blob: what a ``.pte`` has instead of a layer or a mixture of experts (docs/FORMATS.md)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch_pi2.ops.crc32c import crc32c
 
 MAGIC, BYTES = b"PI2BLOB\0", 512
-#: Of a layer, of a mixture of experts, and of either with what the first two have no room for: neurons of two formats,
-#: a layer's own threshold for each neuron, numbers of the activation, biases of experts.
+#: Of a layer, of a mixture of experts, and of either with more: neurons of two formats, thresholds per neuron, numbers
+#: of the activation, biases of experts.
 VERSIONS = (1, 2, 3)
 #: In the order of the blob; of a sign-bit predictor ``a`` is the signs. Of a mixture: those of all experts, stacked.
 TENSORS = ("bias_gate", "bias_up", "bias_down", "a", "a_scale", "b", "b_scale", "b_bias")

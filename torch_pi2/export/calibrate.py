@@ -1,4 +1,4 @@
-"""What layers see on calibration data: the inputs on which hot parts are quantised, and what their loss is taken on."""
+"""Inputs of layers on calibration data, on which hot parts are quantised; and rows on which their loss is measured."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.profiling.data import Batch, batches
 from torch_pi2.types.config import Config
 
-#: Tokens of which a layer's inputs are kept, by which ranges are set; and on which a loss is taken.
+#: Tokens whose inputs set the ranges of activations; and tokens on which the loss is measured.
 TOKENS = 512
-#: By which weights are chosen, at most; and bytes that their inputs may take in all layers.
+#: Most tokens on which GPTQ chooses weights; and bytes that their inputs may take in all layers.
 _MOST_TOKENS, _MOST_BYTES = 8192, 1 << 30
 
 
 def tokens_for_weights(layers: Sequence[SparseFFN]) -> int:
-    """Of which inputs are kept where weights are chosen by them: as many as there is memory for."""
+    """Tokens whose inputs are recorded for GPTQ: as many as memory allows."""
     row_bytes = 4 * sum(ffn.site.hidden for ffn in layers)
     return max(TOKENS, min(_MOST_TOKENS, _MOST_BYTES // max(1, row_bytes)))
 
 
 def before_scored(first: Sequence[Batch], most: int) -> int:
-    """Tokens of ``first`` to keep inputs of: at most so many, so that :data:`TOKENS` are left for a loss."""
+    """Tokens of ``first`` whose inputs are recorded: at most ``most``, and :data:`TOKENS` remain for the loss."""
     there = sum(0 if batch.input_ids is None else batch.input_ids.numel() for batch in first)
     return max(TOKENS, min(most, there - TOKENS))
 
 
 def first_batches(data: Any, tokenizer: Any = None, tokens: int = TOKENS) -> list[Batch]:
-    """The first of ``data``: so many ``tokens`` for :func:`inputs_of`, and :data:`TOKENS` for :func:`scored_rows`.
+    """The first batches of ``data``: ``tokens`` for :func:`inputs_of`, and :data:`TOKENS` for :func:`scored_rows`.
 
     Raises:
         CalibrationError: ``data`` is empty or of a wrong form.
@@ -47,13 +47,13 @@ def first_batches(data: Any, tokenizer: Any = None, tokens: int = TOKENS) -> lis
 
 
 def scored_rows(first: Sequence[Batch], tokens: int = TOKENS) -> tuple[list[Batch], bool]:
-    """Rows of ids, at most :data:`TOKENS` tokens of them, that come after the first ``tokens``, and True.
+    """Rows of ids after the first ``tokens``, at most :data:`TOKENS` tokens, and True.
 
-    Where there are none, rows of these, and False. Batches that are no ids, or ids with further arguments,
-    have no rows here.
+    If there are none, rows of the first ``tokens``, and False. Batches that are no ids, or have further arguments, give
+    no rows.
     """
     after, within, seen = list[Batch](), list[Batch](), 0
-    left = {id(after): TOKENS, id(within): TOKENS}
+    budget = {id(after): TOKENS, id(within): TOKENS}
     for batch in first:
         ids, mask = batch.input_ids, batch.mask_BT
         if ids is None or mask is None or batch.args or batch.kwargs:
@@ -63,10 +63,10 @@ def scored_rows(first: Sequence[Batch], tokens: int = TOKENS) -> tuple[list[Batc
         ids, mask = ids[:, :TOKENS], mask[:, :TOKENS]
         scored = (mask[:, 1:] & mask[:, :-1]).any(1)  # of a token alone nothing is
         for these, chosen in ((starts >= tokens, after), (starts < tokens, within)):
-            rows = (these & scored).nonzero()[: left[id(chosen)] // ids.shape[1], 0]
+            rows = (these & scored).nonzero()[: budget[id(chosen)] // ids.shape[1], 0]
             if len(rows):
                 chosen.append(Batch(ids[rows], mask[rows]))
-                left[id(chosen)] -= ids[rows].numel()
+                budget[id(chosen)] -= ids[rows].numel()
     return (after, True) if after else (within, False)
 
 
@@ -78,14 +78,14 @@ def inputs_of(
     Raises:
         CalibrationError: ``data`` is empty or of a wrong form.
     """
-    kept: dict[int, list[torch.Tensor]] = {id(ffn): [] for ffn in layers}
+    inputs: dict[int, list[torch.Tensor]] = {id(ffn): [] for ffn in layers}
 
     def keep(ffn: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-        kept[id(ffn)].append(x.detach().reshape(-1, x.shape[-1])[:tokens].float())
+        inputs[id(ffn)].append(x.detach().reshape(-1, x.shape[-1])[:tokens].float())
 
-    _watch(model, layers, keep, data, tokenizer, lambda: sum(map(len, kept[id(layers[0])])) >= tokens)
-    return [torch.cat(kept[id(ffn)])[:tokens] for ffn in layers]
+    _watch(model, layers, keep, data, tokenizer, lambda: sum(map(len, inputs[id(layers[0])])) >= tokens)
+    return [torch.cat(inputs[id(ffn)])[:tokens] for ffn in layers]
 
 
 def calls_of(
@@ -95,23 +95,23 @@ def calls_of(
     data: Any,
     tokenizer: Any = None,
 ) -> list[list[list[torch.Tensor]]]:
-    """Of each module, for each of the first sequences of ``data``: what ``take`` takes of a call, each ``[1, T, ...]``
-    float32; some :data:`TOKENS` tokens in all.
+    """For each module and each of the first sequences of ``data``: the tensors that ``take`` picks from a call, each
+    ``[1, T, ...]`` float32; some :data:`TOKENS` tokens in all.
 
     Raises:
         CalibrationError: ``data`` is empty or of a wrong form.
     """
-    kept: dict[int, list[list[torch.Tensor]]] = {id(module): [] for module in modules}
+    calls: dict[int, list[list[torch.Tensor]]] = {id(module): [] for module in modules}
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         taken = [t.detach().float() for t in take(args, kwargs)]
         batch = max(map(len, taken))
         for i in range(batch):
-            if _tokens(kept[id(module)]) < TOKENS:
-                kept[id(module)].append([t.expand(batch, *t.shape[1:])[i : i + 1, :TOKENS] for t in taken])
+            if _tokens(calls[id(module)]) < TOKENS:
+                calls[id(module)].append([t.expand(batch, *t.shape[1:])[i : i + 1, :TOKENS] for t in taken])
 
-    _watch(model, modules, keep, data, tokenizer, lambda: _tokens(kept[id(modules[0])]) >= TOKENS)
-    return [kept[id(module)] for module in modules]
+    _watch(model, modules, keep, data, tokenizer, lambda: _tokens(calls[id(modules[0])]) >= TOKENS)
+    return [calls[id(module)] for module in modules]
 
 
 def _tokens(calls: Sequence[Sequence[torch.Tensor]]) -> int:

@@ -1,8 +1,8 @@
-"""See that a traced decoder computes what its model does, for sequences of every length that it has room for.
+"""Check that a traced decoder computes what its model does, for sequences of every length up to ``max_tokens``.
 
-What depends on the length of a sequence (windows, rotary embeddings, tables of positions) is fixed by tracing, and no
-configuration tells all of it. So the traced methods read a few tokens at the beginning and at the end of their room;
-in between the cache is filled at random, which costs little however large the room is.
+Tracing fixes what depends on the length of a sequence (windows, rotary embeddings, tables of positions), and no
+configuration describes all of it. So the traced methods read a few tokens at the first and at the last positions; in
+between the cache is filled with random numbers, which is cheap for any length.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch_pi2.export.decoder import Lanes
 from torch_pi2.export.program import named_failures
 from torch_pi2.layers.prompt import sparse_only
 
-#: Tokens that are read at the beginning and at the end, and the fewest that a bundle has room for.
+#: Tokens that are read at the first and at the last positions, and the smallest max_tokens.
 _HEAD, _TAIL, _LEAST = 40, 8, 3
-#: Numbers of a buffer that a model may change while it runs, such as frequencies.
+#: Largest size of a buffer that a model may change while it runs, such as frequencies.
 _SMALL = 1 << 16
-#: Relative differences that are rounding: of models that are smooth, and of others.
+#: Relative differences that are rounding, in smooth models and in others.
 _TOLERANCE, _ROUGH_TOLERANCE = 1e-3, 2e-2
 
 
@@ -36,36 +36,36 @@ def check_traced(
     Args:
         max_prompt: tokens of one call of ``forward``. smooth: whether small differences stay small (nothing rounds
             activations, and neurons are neither predicted nor cut).
-        decode: whether decoding runs here, too (not what was compiled for an accelerator).
+        decode: whether decoding can run here (it cannot if it was compiled for an accelerator).
 
     Raises:
-        ConfigError: they agree up to some length; the message has it, the largest ``max_tokens`` that can be exported.
+        ConfigError: they agree up to a length, the largest ``max_tokens`` that can be exported; the message has it.
         UnsupportedModelError: they do not agree.
     """
     traced = _Traced(lanes, programs, max_prompt, decode)
     tolerance = _TOLERANCE if smooth else _ROUGH_TOLERANCE
     name = type(lanes.model).__name__
 
-    def off(length: int) -> float:
+    def difference(length: int) -> float:
         with named_failures(f"export of {name}", f"a decoder that reads {length} tokens with a cache"):
             return _difference(traced, length)
 
-    room = lanes.max_tokens
-    if all(off(length) <= tolerance for length in {min(room, _HEAD + _TAIL), room}):
+    length = lanes.max_tokens
+    if all(difference(n) <= tolerance for n in {min(length, _HEAD + _TAIL), length}):
         return
-    if not (found := off(_LEAST)) <= tolerance:
+    if not (least := difference(_LEAST)) <= tolerance:
         raise UnsupportedModelError(
             f"export of {name}",
             expected="the same logits with keys and values of fixed size as without",
-            found=f"others ({100 * found:.2g} % off within {_LEAST} tokens): its attention is of another kind",
+            found=f"others ({100 * least:.2g} % off within {_LEAST} tokens): its attention is of another kind",
             fix="Run it with PyTorch; this attention is not in the exporter yet.",
         )
-    most = _largest(lambda length: off(length) <= tolerance, _LEAST, room)
+    most = _largest(lambda n: difference(n) <= tolerance, _LEAST, length)
     raise ConfigError(
         "export(max_tokens=...)",
         expected=f"at most {most}: {name} computes its attention otherwise in longer sequences (rotary embeddings that "
         "depend on the length, a window, or a scale)",
-        found=str(room),
+        found=str(length),
         fix=f"Export with max_tokens={most}.",
     )
 
@@ -79,7 +79,7 @@ def _largest(fits: Callable[[int], bool], good: int, bad: int) -> int:
 
 
 class _Traced:
-    """Traced methods, and what they have in the last lane."""
+    """Traced methods, which use the last lane."""
 
     def __init__(
         self, lanes: Lanes, programs: Mapping[str, torch.export.ExportedProgram], max_prompt: int, decode: bool
@@ -111,8 +111,8 @@ class _Traced:
 def _difference(traced: _Traced, length: int) -> float:
     """The largest relative difference of logits, keys and values in a sequence of ``length`` tokens.
 
-    The model reads its first and last tokens at once, each at its position, so that it knows how long the sequence is;
-    then the last ones after what a cache has of all others.
+    The model reads the first and last tokens at once, each at its position, so that it sees how long the sequence is;
+    then the last ones again, after a cache of all others.
     """
     from transformers import DynamicCache
 
@@ -126,10 +126,10 @@ def _difference(traced: _Traced, length: int) -> float:
     with sparse_only():  # long prompts may be computed otherwise
         beginning = {cache_name(model): DynamicCache()}  # that keeps what windows do not see
         whole = _run(model, input_ids=ids_1T, **beginning, **({"position_ids": positions_1T} if before > head else {}))
-        offs = [_relative(traced.read(ids_1T[:, :head], 0), whole.logits[0, head - 1])]
+        differences = [_relative(traced.read(ids_1T[:, :head], 0), whole.logits[0, head - 1])]
         for i, layer in enumerate(cache_of(whole).layers):
             for found_HKD, wanted_1KTD in zip(lanes.floats(traced.lane, head, i), (layer.keys, layer.values)):
-                offs.append(_relative(found_HKD, wanted_1KTD[0, :, :head].transpose(0, 1)))
+                differences.append(_relative(found_HKD, wanted_1KTD[0, :, :head].transpose(0, 1)))
         for keys_LKD, values_LKD in lanes.lane(traced.lane):
             _fill(keys_LKD, head, before, 0)
             _fill(values_LKD, head, before, 3)
@@ -138,13 +138,13 @@ def _difference(traced: _Traced, length: int) -> float:
             whole = _run(model, input_ids=ids_1T[:, head:], **{cache_name(model): cache})
         if tail > 1:
             traced.read(ids_1T[:, head:-1], before)
-        offs.append(_relative(traced.step(ids_1T[:, -1:], length - 1), whole.logits[0, -1]))
+        differences.append(_relative(traced.step(ids_1T[:, -1:], length - 1), whole.logits[0, -1]))
     lanes.forget()
-    return max(offs)
+    return max(differences)
 
 
 def _fill(rows_LKD: torch.Tensor, head: int, before: int, ramp: float) -> None:
-    """Rows between: as large as the first ones, random, and drifting, so that means of some and of all differ."""
+    """Fill the rows in between with random numbers of the same size that drift, so that means over parts differ."""
     random = torch.Generator().manual_seed(0)
     shape = rows_LKD[head:before].shape
     drift_LKD = torch.linspace(-ramp, ramp, shape[0])[:, None, None] * torch.randn(shape[1:], generator=random)
@@ -152,12 +152,12 @@ def _fill(rows_LKD: torch.Tensor, head: int, before: int, ramp: float) -> None:
 
 
 def _run(model: Any, **inputs: Any) -> Any:
-    """Outputs of ``model``, whose buffers are as before: traced methods have the same ones."""
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers() if buffer.numel() <= _SMALL]
+    """Outputs of ``model``. Its buffers are restored: traced methods share them."""
+    saved = [(buffer, buffer.clone()) for buffer in model.buffers() if buffer.numel() <= _SMALL]
     try:
         return model(use_cache=True, **inputs)
     finally:
-        for buffer, before in kept:
+        for buffer, before in saved:
             buffer.copy_(before)
 
 
@@ -173,10 +173,10 @@ def _cache(lanes: Lanes, lane: int, tokens: int) -> Any:
 
 
 class _Lent:
-    """``update`` of a cache's layer that has its keys and values in float32 only while the model reads them.
+    """``update`` of a cache's layer whose keys and values exist in float32 only while the model reads them.
 
-    Of all layers at once they are several times what a bundle's cache takes. In between the layer has tensors of the
-    same shapes without memory, for it is asked how long it is.
+    Those of all layers together take several times the memory of a bundle's cache. Otherwise the layer has tensors of
+    the same shapes without memory, as the model reads its length from them.
     """
 
     def __init__(self, layer: Any, rows: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -186,8 +186,8 @@ class _Lent:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self._layer
-        kept = layer.keys.shape[2]  # a window is shorter than the sequence
-        layer.keys, layer.values = (rows_1KTD[:, :, rows_1KTD.shape[2] - kept :] for rows_1KTD in self._lend())
+        length = layer.keys.shape[2]  # a window is shorter than the sequence
+        layer.keys, layer.values = (rows_1KTD[:, :, rows_1KTD.shape[2] - length :] for rows_1KTD in self._lend())
         keys_and_values = self._update(*args, **kwargs)
         self._take_back()
         return keys_and_values

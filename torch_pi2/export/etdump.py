@@ -1,4 +1,4 @@
-"""What ExecuTorch's Inspector shows of calls of our delegate: the figures in an ETDump. Needs no executorch."""
+"""Figures of our delegate's calls in an ETDump, for ExecuTorch's Inspector. Needs no executorch."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def lower(
         constant_methods: methods that return a number, a bool or a list of these.
 
     Raises:
-        UnsupportedModelError: ExecuTorch cannot lower it; or a delegate operator was left over.
+        UnsupportedModelError: ExecuTorch cannot lower it; or it missed a delegate operator.
     """
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import ExecutorchBackendConfig
@@ -118,14 +118,14 @@ def _calls(program: torch.export.ExportedProgram, operators: Set[Any]) -> list[t
 def _check_delegated(edge: Any, calls: Mapping[str, int], name: str) -> None:
     for key, wanted in calls.items():
         nodes = edge.exported_program(key).graph_module.graph.nodes
-        left = [str(node.target) for node in nodes if role_of(node) is not None]
+        missed = [str(node.target) for node in nodes if role_of(node) is not None]
         called = [n.args[0].target for n in nodes if "executorch_call_delegate" in str(n.target)]
         found = sum(getattr(edge.exported_program(key).graph_module, c).backend_id == BACKEND for c in called)
-        if left or found != wanted:
+        if missed or found != wanted:
             raise UnsupportedModelError(
                 f"lowering {name}, method {key}",
                 expected=f"{wanted} delegate calls of feed-forward layers",
-                found=f"{found}" + (f", and {len(left)} operators that were left ({left[0]})" if left else ""),
+                found=f"{found}" + (f", and {len(missed)} operators not delegated ({missed[0]})" if missed else ""),
                 fix="Report it: the partitioner has missed a layer.",
             )
 

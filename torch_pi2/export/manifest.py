@@ -1,4 +1,4 @@
-"""``manifest.json`` of a bundle: what it is, what it was made by and from, and size and checksums of every file."""
+"""``manifest.json`` of a bundle: what it is, how it was made, and size and checksums of every file."""
 
 from __future__ import annotations
 
@@ -163,17 +163,17 @@ class Manifest:
         return tuple(sorted(m.max_tokens for m in self.methods.values() if m.kind == "prefill"))
 
     def pieces(self, known: int, length: int) -> Iterator[tuple[str, int, int]]:
-        """How a prompt of so many tokens is read, the first of which are ``known``: method, first token, tokens.
+        """How a prompt of ``length`` tokens is read, of which the first ``known`` are cached: method, first token, tokens.
 
-        The smallest ``prefill_N`` that takes all that is left, or else the largest; ``forward`` where there is none, or
-        no room for N.
+        The smallest ``prefill_N`` that takes all remaining tokens, or else the largest; ``forward`` if there is none or
+        N tokens do not fit.
         """
         at = known
         while at < length:
-            left = length - at
+            remaining = length - at
             fits = [n for n in self.prefills if at + n <= self.max_tokens]
-            size = min((n for n in fits if n >= left), default=max(fits, default=0))
-            count = min(left, size or self.methods["forward"].max_tokens)
+            size = min((n for n in fits if n >= remaining), default=max(fits, default=0))
+            count = min(remaining, size or self.methods["forward"].max_tokens)
             yield f"prefill_{size}" if size else "forward", at, count
             at += count
 
@@ -250,10 +250,10 @@ class Manifest:
                 found="none in it" if Path(folder).is_dir() else "no such folder",
                 fix="Make one: torch-pi2 export MODEL --out BUNDLE.",
             )
-        made = cls.from_json(parse_json(read_text(path), path, FORMAT, VERSION), str(path))
+        manifest = cls.from_json(parse_json(read_text(path), path, FORMAT, VERSION), str(path))
         if verify:
             _check_seal(path.read_bytes(), path)
-        return made
+        return manifest
 
     def verify(
         self,
@@ -262,7 +262,7 @@ class Manifest:
         progress: bool = False,
         store: Path | None = None,
     ) -> int:
-        """Compare the files of a bundle with what is said of them here: all are there, with their sizes, and no other.
+        """Compare the files of a bundle with the manifest: all are there, with their sizes, and no others.
 
         Args:
             what: "loaded": also compare CRC32C of all files but model.pi2, whose parts have checksums of their own that

@@ -1,7 +1,7 @@
 """``Pi2Partitioner``: feed-forward layers and mixtures of experts become calls of the ``Pi2Backend`` delegate.
 
-The weights are in a store that has been written before (D2), so that what is left in the ``.pte`` is a blob of 512
-bytes per call (:mod:`torch_pi2.export.blob`), which travels in the compile specs. Needs executorch.
+The weights are in a store that is written first (D2), so the ``.pte`` only has a blob of 512 bytes per call
+(:mod:`torch_pi2.export.blob`), which travels in the compile specs. Needs executorch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch_pi2.rewrite.handle import parts_of
 
 BACKEND = "Pi2Backend"
 _BLOB = "blob"
-#: Of a node of a program: its blob, or None if it is none of ours.
+#: The blob of a node of a program; None: it is none of ours.
 BlobOf = Callable[[torch.export.ExportedProgram, torch.fx.Node], "bytes | None"]
 #: Whole layers in programs of :func:`torch_pi2.export_program`, and their references.
 _WHOLE: Mapping[str, Callable[..., Any]] = {
@@ -36,13 +36,13 @@ _WHOLE: Mapping[str, Callable[..., Any]] = {
     "pi2.predicted_ffn": predicted_ffn,
     "pi2.experts_ffn": experts_ffn,
 }
-#: Of their arguments those that tell one model from another: tensors; numbers, and where a layer has them.
+#: Arguments that tell one model from another: tensors; and numbers, with their names in a layer.
 _WEIGHTS = ("neuron_rows", "bias_gate", "bias_up", "bias_down")
 _THRESHOLDS = {"threshold": "threshold", "cut": "predictor_threshold", "thresholds": "thresholds", "cuts": "cuts"}
 
 
 def role_of(node: torch.fx.Node) -> int | None:
-    """Role in the blob of a node that is a delegate operator; None of any other."""
+    """The role in the blob of a delegate operator; None for other nodes."""
     return ROLES.get(_operator(node))
 
 
@@ -60,38 +60,38 @@ def _is_constant(program: torch.export.ExportedProgram, node: torch.fx.Node) -> 
     return any(node.name in names for names in kinds)
 
 
-def _what_is_of_another(
+def _mismatch(
     program: torch.export.ExportedProgram, node: torch.fx.Node, home: SparseLayer, known: Mapping[str, str]
 ) -> str:
-    """What a call of a layer with the name of ``home`` has that is not as there: weights, or a threshold. "": nothing.
+    """The first weight or threshold of a call that differs from those of ``home``, the layer of that name; or "".
 
-    Predictors are not compared, whose rows may be in another order in a program. known: names of parameters and
-    buffers, by those of the program's inputs.
+    Predictors are not compared: their rows may be in another order in a program. known: name of a program's input ->
+    name of the parameter or buffer.
     """
     for data in node.all_input_nodes:
         name = known.get(data.name, "")
         theirs = program.state_dict.get(name, program.constants.get(name))
         ours = getattr(home, name.rpartition(".")[2], None) if name.endswith(_WEIGHTS) else None
-        known_bytes = type(theirs) in (torch.Tensor, nn.Parameter)  # once some of it is lowered there are stand-ins
+        known_bytes = type(theirs) in (torch.Tensor, nn.Parameter)  # not so once a part of the program is lowered
         if theirs is not None and ours is not None and known_bytes and not _is_same(theirs.detach(), ours.detach()):
             return name
     call = vars(arguments_of(_WHOLE[_operator(node)], node.args))
-    asked = [name for name in _THRESHOLDS if name in call and call[name] != getattr(home, _THRESHOLDS[name])]
-    return asked[0] if asked else ""
+    different = [name for name in _THRESHOLDS if name in call and call[name] != getattr(home, _THRESHOLDS[name])]
+    return different[0] if different else ""
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit: numbers that are none are the same, too."""
+    """Bit for bit, so that NaN equals NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return a.data_ptr() == b.data_ptr() or torch.equal(*(x.contiguous().flatten().view(torch.uint8) for x in (a, b)))
 
 
-def _ask_for_no_gradients(program: torch.export.ExportedProgram) -> None:
-    """Lowering runs operators on stand-ins of the parameters, and ours have no gradients. The model keeps its own."""
+def _without_gradients(program: torch.export.ExportedProgram) -> None:
+    """Lowering runs operators on fake parameters, and ours have no gradients. The model's parameters are unchanged."""
     parameters = {name: value for name, value in program.state_dict.items() if isinstance(value, nn.Parameter)}
-    made = {id(value): nn.Parameter(value.detach(), requires_grad=False) for value in parameters.values()}
-    program.state_dict.update({name: made[id(value)] for name, value in parameters.items()})
+    detached = {id(value): nn.Parameter(value.detach(), requires_grad=False) for value in parameters.values()}
+    program.state_dict.update({name: detached[id(value)] for name, value in parameters.items()})
     for node in program.graph.find_nodes(op="placeholder"):
         if isinstance(node.meta.get("val"), torch.Tensor):
             node.meta["val"] = node.meta["val"].detach()
@@ -99,7 +99,7 @@ def _ask_for_no_gradients(program: torch.export.ExportedProgram) -> None:
 
 @final
 class Pi2Backend(BackendDetails):  # the delegate's name is that of the class
-    """Gives each call its blob, and its name in profiles the operator that it was."""
+    """Gives each call its blob; profiles show the operator that it was."""
 
     @staticmethod
     def preprocess(edge_program: torch.export.ExportedProgram, compile_specs: list[CompileSpec]) -> PreprocessResult:
@@ -110,7 +110,7 @@ class Pi2Backend(BackendDetails):  # the delegate's name is that of the class
 
 
 class BlobPartitioner(Partitioner):
-    """Takes nodes that have a blob, each by itself, and leaves everything else to another partitioner.
+    """Delegates each node that has a blob, and leaves everything else to another partitioner.
 
     Args:
         blob: of a node.
@@ -127,7 +127,7 @@ class BlobPartitioner(Partitioner):
         if self._rest is not None:
             return self._rest.ops_to_not_decompose(ep)
         if any(isinstance(node.target, EdgeOpOverload) for node in ep.graph.nodes):
-            return [], None  # of lowered programs it is asked what must be gone
+            return [], None  # lowered already: ExecuTorch asks which operators must be gone
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 
         return XnnpackPartitioner().ops_to_not_decompose(ep)
@@ -198,7 +198,7 @@ class Pi2Partitioner(BlobPartitioner):
         self, exported_program: torch.export.ExportedProgram
     ) -> torch.export.ExportedProgram:
         self._check(exported_program)
-        _ask_for_no_gradients(exported_program)
+        _without_gradients(exported_program)
         return exported_program
 
     def partition(self, exported_program: torch.export.ExportedProgram) -> PartitionResult:
@@ -216,13 +216,13 @@ class Pi2Partitioner(BlobPartitioner):
         found = [layer for place, layer in self._places.items() if name == place or name.endswith(f".{place}")]
         other = name or node.name
         if len(found) == 1:
-            other = _what_is_of_another(program, node, self._layers[found[0]], known)
+            other = _mismatch(program, node, self._layers[found[0]], known)
         if other:
             raise ConfigError(
                 "Pi2Partitioner",
-                expected="a program of the model that it was made with",
+                expected="a program of the model that the partitioner was created with",
                 found=f"a layer of another one ({other})",
-                fix="Make it with the model that the program was exported from.",
+                fix="Create it with the model that the program was exported from.",
             )
         return found[0]
 

@@ -24,9 +24,9 @@ _OPTIONS = ("model", "store")
 
 
 class Pi2RecipeType(RecipeType):
-    """What becomes of an optimised model. All take ``model`` and ``store``, as :class:`Pi2Partitioner` does."""
+    """How an optimised model is lowered. All take ``model`` and ``store``, as :class:`Pi2Partitioner` does."""
 
-    #: Feed-forward layers go to ``Pi2Backend``; what is left to the recipes that it is combined with.
+    #: Feed-forward layers go to ``Pi2Backend``; the rest to the recipes that it is combined with.
     FFN = "pi2_ffn"
     #: Feed-forward layers go to ``Pi2Backend``, the rest to XNNPACK.
     FFN_XNNPACK = "pi2_ffn_xnnpack"

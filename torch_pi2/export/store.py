@@ -1,4 +1,4 @@
-"""The neuron store of a bundle: ``model.pi2`` with feed-forward layers alone, and what their delegate blobs say of it.
+"""The neuron store of a bundle: ``model.pi2`` with only the feed-forward layers, and their delegate blobs.
 
 A store as ``torch-pi2 pack`` writes it (docs/FORMATS.md), without the rest of the model, which is in ``model.pte``.
 Besides plan and biases it has each layer's predictor as it is computed with, ``KEY.predictor.*``: rows of cold neurons
@@ -61,17 +61,17 @@ class StoreFacts:
     predictor_bytes: int
 
 
-#: Of a model without neurons, which has no such file.
+#: For a model without neurons, which has no such file.
 NO_STORE = StoreFacts("", 0, 0, b"", (), (), 0, (), 0)
 
 
 def kind_of(ffn: SparseLayer) -> str:
-    """The format in which its neurons are stored, or the two."""
+    """The format, or the two formats, of its neurons."""
     return format_name(ffn.weights, ffn.neuron_rows.dtype)
 
 
 def kinds_of(homes: Sequence[SparseLayer]) -> str:
-    """Those of all of them, for people; ``none`` of none."""
+    """Their formats, for people; ``none`` if there are no layers."""
     return ", ".join(dict.fromkeys(map(kind_of, homes))) or "none"
 
 

@@ -1,4 +1,4 @@
-"""Text and tokens of a bundle: its tokenizer, prompts and chats, and text as it becomes certain."""
+"""A bundle's tokenizer: prompts and chats to tokens, tokens to text while they come."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_pi2.base.fields import argument
 from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError
 from torch_pi2.export.chat import render_messages
 
-#: Tokens of the prompt that an answer is decoded after: what a token looks like depends on the one before.
+#: Tokens of the prompt that are decoded with an answer: the text of a token depends on the one before.
 _CONTEXT = 8
 #: A token that is one byte of a character.
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -37,7 +37,7 @@ def load_tokenizer(folder: Path) -> Any:
             fix=f"{how_to_install('hf')}, or pass token ids.",
         ) from error
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it warns of model types that it does not know, which tokenizers do not need
+    logging.set_verbosity_error()  # it warns of unknown model types, which do not matter for tokenizers
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise many types for damaged files
@@ -105,10 +105,10 @@ def chat_text(tokenizer: Any, messages: Any) -> str:
 class Detokenizer:
     """Text of a growing sequence, in pieces.
 
-    A token may be part of a character, and some tokenizers write a space before a word only if one is before it. So
-    what is new is the difference of two decodings that begin at an earlier token, and it waits while it ends in the
-    middle of a character. No later token changes it, but for one: a byte token that makes no character of the ones
-    before it, with which those become U+FFFD too. ``export/runner/tokenizer/text_stream.cc`` does the same.
+    A token may be part of a character, and some tokenizers write a space before a word only if a word precedes it. So
+    new text is the difference of two decodings that begin at an earlier token, held back while it ends within a
+    character. Later tokens do not change it, with one exception: a byte token that forms no character with those before
+    it turns them into U+FFFD, too. ``export/runner/tokenizer/text_stream.cc`` does the same.
 
     Args:
         tokenizer: transformers'. prompt: tokens before the first that is added.
@@ -117,17 +117,17 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         first = max(len(prompt) - _CONTEXT, 0)
-        # Not from within a run of bytes on: a run is decoded as a whole, or not at all.
+        # Do not begin within a run of bytes, which is decoded as a whole.
         while first > 0 and not self._stands_alone(prompt[first]):
             first -= 1
         self._ids = list(prompt[first:])
-        # A character that the prompt has only a part of is the answer's.
+        # A character whose first bytes are the prompt's belongs to the answer.
         ends = range(len(self._ids), max(len(self._ids) - 4, -1), -1)
         self._answer = next((n for n in ends if not self._decode(self._ids[:n]).endswith("\ufffd")), len(self._ids))
         self._start, self._shown = 0, self._answer
 
     def add(self, token: int) -> str:
-        """What is certain with this token; "" while a character is incomplete."""
+        """The text that this token completes; "" while a character is incomplete."""
         self._ids.append(token)
         piece = self._new()
         if not piece or piece.endswith("\ufffd"):
@@ -136,20 +136,20 @@ class Detokenizer:
         return piece
 
     def rest(self) -> str:
-        """At the end: what was held back."""
+        """Text that was held back, at the end."""
         piece = self._new()
         self._shown = len(self._ids)
         return piece
 
     def text(self) -> str:
-        """Of all tokens that were added, decoded at once."""
+        """The text of all added tokens, decoded at once."""
         return _behind(self._decode(self._ids[: self._answer]), self._decode(self._ids))
 
     def _new(self) -> str:
         return _behind(self._decode(self._ids[self._start : self._shown]), self._decode(self._ids[self._start :]))
 
     def _stands_alone(self, token: int) -> bool:
-        """Neither a byte of a character nor without text, as special tokens are."""
+        """Whether the token has text (special ones have none) and is no byte of a character."""
         text = self._tokenizer.convert_ids_to_tokens(token)
         return text is not None and not _BYTE.fullmatch(text) and self._decode([token]) != ""
 
@@ -158,6 +158,6 @@ class Detokenizer:
 
 
 def _behind(before: str, whole: str) -> str:
-    """What ``whole`` has behind what both begin with: ``before``, unless that ends within a character."""
+    """``whole`` without its common beginning with ``before``."""
     same = next((i for i, (a, b) in enumerate(zip(before, whole)) if a != b), min(len(before), len(whole)))
     return whole[same:]

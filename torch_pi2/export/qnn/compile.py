@@ -223,16 +223,16 @@ def _lower(
 
 
 def _only_delegate(name: str, program: torch.export.ExportedProgram, settings: Settings) -> _Delegate:
-    """What stands for the whole program once it is lowered; anything left over is an operator the NPU lacks."""
+    """The delegate of the whole lowered program. Raises CompileError: there are operators that the NPU lacks."""
     graph = program.graph_module
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
-    left = {str(n.target) for n in nodes if not str(n.target).endswith(("executorch_call_delegate", "getitem>"))}
+    others = {str(n.target) for n in nodes if not str(n.target).endswith(("executorch_call_delegate", "getitem>"))}
     delegates = [child for child in graph.children() if hasattr(child, "processed_bytes")]
-    if left or len(delegates) != 1:
+    if others or len(delegates) != 1:
         raise CompileError(
             f"graph {name}",
             expected=f"operators that the NPU of {settings.soc} computes in {settings.precision}, in one piece",
-            found=f"others: {', '.join(sorted(left))}" if left else f"{len(delegates)} pieces",
+            found=f"others: {', '.join(sorted(others))}" if others else f"{len(delegates)} pieces",
             fix="Choose another precision.",
         )
     (call,) = (node for node in nodes if str(node.target).endswith("executorch_call_delegate"))

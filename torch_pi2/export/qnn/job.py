@@ -1,7 +1,7 @@
-"""Starting the processes that compile, and what comes back from them.
+"""Start the processes that compile, and collect their results.
 
-The compiler uses one core. Layers are dealt out to as many processes as there are cores and memory for, each with a
-folder of its own.
+The compiler uses one core. Layers are distributed over as many processes as cores and memory allow, each with its own
+folder.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Compiled:
 
 @dataclass
 class Job:
-    """Layers to be compiled, in a folder that :func:`job` made.
+    """Layers to be compiled, in a temporary folder (:func:`job`).
 
     Attributes:
         bytes: of the floats of the largest layer so far.
@@ -182,9 +182,9 @@ class _Share:
         return {layer["name"]: self._read(layer["name"]) for layer in self.layers}
 
     def _failed(self, how: str) -> CompileError:
-        left = self.layers[self.finished() :]
-        where = f"{title(left[0]['name'])}, graphs {', '.join(left[0]['graphs'])}" if left else "its end"
-        instead = remediation(left[0]["name"]) if left else "Export again."
+        remaining = self.layers[self.finished() :]
+        where = f"{title(remaining[0]['name'])}, graphs {', '.join(remaining[0]['graphs'])}" if remaining else "its end"
+        instead = remediation(remaining[0]["name"]) if remaining else "Export again."
         return CompileError(
             f"Qualcomm's compiler ({where})",
             expected=f"a context binary for {self.settings.soc} in {self.settings.precision}",
@@ -247,7 +247,7 @@ def _error(facts: dict[str, str]) -> Pi2Error:
 
 
 def problems(soc: str, *, compile: bool = False) -> list[Pi2Error]:
-    """Everything that stands in the way of compiling for ``soc``; empty: nothing. Each says how to mend it.
+    """All problems that prevent compiling for ``soc``; each says how to solve it.
 
     Args:
         soc: a part number, for instance ``SM8650``.

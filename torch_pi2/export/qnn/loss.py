@@ -1,4 +1,4 @@
-"""What a model loses by its hot parts as the NPU computes them: their quantised programs in PyTorch."""
+"""The loss of a model whose hot parts are computed as by the NPU: by their quantised programs in PyTorch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.profiling.data import Batch
 
-#: That a quantised program takes at once.
+#: Rows that a quantised program takes at once.
 _ROWS = 4096
 
 
@@ -53,7 +53,7 @@ def loss_of(
 def hot_on_npu(
     layers: Sequence[SparseFFN], quantized: Sequence[nn.Module | None], chunks: Sequence[int]
 ) -> Iterator[None]:
-    """Within it the first ``chunks`` of each layer are computed as the NPU does, the other neurons as before."""
+    """Within the block the first ``chunks`` of each layer are computed as by the NPU, the other neurons as before."""
     changed = []
     try:
         for ffn, part, count in zip(layers, quantized, chunks, strict=True):
@@ -67,7 +67,7 @@ def hot_on_npu(
 
 
 def _with_part(ffn: SparseFFN, part: nn.Module, count: int) -> Any:
-    """``ffn.whole``, with what ``part`` gives for the first ``count`` chunks in place of what they are in floats."""
+    """``ffn.whole`` with the output of ``part`` for the first ``count`` chunks, instead of theirs in floats."""
     whole = ffn.whole
 
     def replaced(x: torch.Tensor) -> torch.Tensor:

@@ -89,7 +89,7 @@ def lower_hot(
     """Quantise and compile the hot part of each layer.
 
     Args:
-        hot: of each layer, float32; None: it has none. One is asked for at a time, and not kept.
+        hot: of each layer, float32, or None. They are consumed one at a time.
         samples: calibration inputs of each layer ``[..., H]`` (with fp16 they may be None).
         graphs: by the name of the method that they are for; ExecuTorch finds a graph by its method's name.
         progress: show how many layers are compiled.
@@ -143,7 +143,7 @@ def lower_parts(
     *,
     progress: bool = False,
 ) -> Parts:
-    """Quantise and compile other parts of a decoder, each with its name and its inputs, which are not kept.
+    """Quantise and compile other parts of a decoder, consumed one at a time, each with its name and its inputs.
 
     Raises: as :func:`lower_hot`, but for what is of feed-forward layers.
     """
@@ -190,8 +190,7 @@ def _delegate(program: torch.export.ExportedProgram, compiled: Compiled) -> nn.M
     specs = [CompileSpec(QCOM_QNN_COMPILE_SPEC, compiled.spec)]
     delegate: Any = LoweredBackendModule(program, "QnnBackend", compiled.context, specs)
     delegate.meta = {"debug_handle_map": {}}
-    made: nn.Module = delegate
-    return made
+    return delegate  # type: ignore[no-any-return]
 
 
 def _name(layer: int) -> str:
