@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -27,7 +26,6 @@ from torch_pi2 import ops
 from torch_pi2.decode import executorch as backend
 from torch_pi2.errors import ConfigError, LibraryMissingError, VersionError
 from torch_pi2.export.blob import Blob
-from torch_pi2.export.etdump import call_figures
 
 TOKENS = torch.export.Dim("tokens", min=1, max=64)
 HIDDEN = 32
@@ -314,21 +312,6 @@ def test_what_comes_between_may_fail(runtime: Any, tmp_path: Path) -> None:
     assert backend.stats()["stores"] == []
 
 
-def test_trace_file(runtime: Any, written: tuple[Path, Store], tmp_path: Path) -> None:
-    pte, _ = written
-    path = tmp_path / "trace.json"
-    backend.set_options({"store_path": str(pte.parent), "trace": str(path)})
-    method = runtime.load_program(pte).load_method("lowrank")
-    method.execute([torch.randn(1, HIDDEN)])
-    assert not path.exists()
-    del method
-    events = json.loads(path.read_text())["traceEvents"]
-    assert {"ffn", "predict", "compute", "process_name"} <= {event["name"] for event in events}
-    backend.set_options({"trace": str(tmp_path / "nowhere" / "trace.json")})
-    code, words = failure(lambda: runtime.load_program(pte).load_method("plain"))
-    assert (code, "expected a file that can be written" in words) == ("12", True), words
-
-
 class _InProgram(nn.Module):
     """Operators whose weights are in the ``.pte``."""
 
@@ -427,43 +410,6 @@ def test_kernels_refuse_in_words(runtime: Any, tmp_path: Path, operator: Any, me
     method = runtime.load_program(path).load_method("forward")
     code, words = failure(lambda: method.execute(example))
     assert (code, message in words) == ("12", True), words
-
-
-def profiled(runtime: Any, pte: Path, calls: list[tuple[str, torch.Tensor]]) -> tuple[dict[str, Any], Any]:
-    """What an ETDump has of each of our events that has figures, and of the stores what they have of all."""
-    from executorch.devtools import Inspector
-
-    program = runtime.load_program(pte, enable_etdump=True)
-    methods = {name: program.load_method(name) for name in dict(calls)}
-    for name, x in calls:
-        methods[name].execute([x])
-    (about,) = backend.stats()["stores"]
-    dump, debug = pte.parent / "events.etdp", pte.parent / "debug.bin"
-    program.write_etdump_result_to_file(str(dump), str(debug))
-    blocks = Inspector(str(dump), delegate_metadata_parser=call_figures).event_blocks
-    events = [event for block in blocks for event in block.events if event.is_delegated_op]
-    return {event.name: event.delegate_debug_metadatas for event in events}, about
-
-
-def test_figures_of_calls_in_profiles(runtime: Any, written: tuple[Path, Store]) -> None:
-    """The sums over calls are what the store counts, and each call's what there was to do for it."""
-    pte, _ = written
-    g = torch.Generator().manual_seed(0)
-    calls = [(name, torch.randn(tokens, HIDDEN, generator=g)) for tokens in (1, 5) for name in LAYERS for _ in range(2)]
-    for cache in (4, 1 << 20):
-        backend.set_options({"store_path": str(pte.parent), "cache_bytes_kib": cache, "preload": False})
-        found, about = profiled(runtime, pte, calls)
-        assert set(found) == {f"pi2_ffn.{i}" for i in range(len(LAYERS))}
-        for name in ("wanted", "hits", "reads", "bytes_read", "wait_ns"):
-            assert sum(sum(figures[name]) for figures in found.values()) == about[name], name
-        for figures in found.values():
-            assert figures["tokens"] == [1, 1, 5, 5]
-            assert len({*map(len, figures.values())}) == 1
-        plain = found["pi2_ffn.0"]
-        assert plain["wanted"] == [100] * 4
-        assert plain["hits"] == ([0, 100, 100, 100] if cache > 4 else plain["hits"])
-        assert plain["reads"][1:] == [0] * 3 if cache > 4 else all(plain["reads"])
-        assert plain["bytes_read"][0] >= 100 * 2 * HIDDEN * 4
 
 
 def test_executorch_that_is_missing_or_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir import ExecutorchBackendConfig, to_edge, to_edge_transform_and_lower
 from executorch.exir.pass_base import ExportPass
-from lowered import CONFIG, IDS, Small, backends, dense, exact, exported, int4, quantised, signbit
+from exported import IDS, Small, backends, dense, edge_config, exact, exported_program, int4, quantised, signbit
 from tiny_models import _hf, tiny
 from torch import nn
 
@@ -24,6 +24,8 @@ from torch_pi2.export import delegated
 from torch_pi2.export.delegated import exported_layers
 from torch_pi2.export.partitioner import Pi2Partitioner
 from torch_pi2.layers.of_model import sparse_layers
+
+CONFIG = edge_config()
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def ran() -> Iterator[Callable[[Path], torch.Tensor]]:
 )
 def test_any_program_of_the_model(make: Callable[[], nn.Module], way: str, tmp_path: Path, ran: Any) -> None:
     model = make()
-    program, store = exported(model), tmp_path / "model.pi2"
+    program, store = exported_program(model), tmp_path / "model.pi2"
     ours = Pi2Partitioner(model, store, XnnpackPartitioner() if way == "rest" else None)
     both = {"list": [ours, XnnpackPartitioner()], "reversed": [XnnpackPartitioner(), ours], "rest": [ours]}[way]
     edge = to_edge_transform_and_lower(program, partitioner=both, compile_config=CONFIG, generate_etrecord=True)
@@ -116,7 +118,7 @@ def test_nothing_of_the_framework_is_replaced_meanwhile(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_program_of_which_nothing_would_be_ours(order: int, tmp_path: Path) -> None:
     ours = Pi2Partitioner(exact(), tmp_path / "model.pi2")
-    program = exported(dense())
+    program = exported_program(dense())
     message = "expected a program with feed-forward layers of its model.*found one with no operator of ours"
     with pytest.raises(ConfigError, match=message):
         to_edge_transform_and_lower(program, partitioner=[ours, XnnpackPartitioner()][::order], compile_config=CONFIG)
@@ -131,7 +133,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     ours = Pi2Partitioner(exact(), tmp_path / "model.pi2")
     other = torch_pi2.optimize(tiny("opt"), method="exact")
     with pytest.raises(ConfigError, match=r"found a layer of another one \(.*neuron_rows\)"):
-        to_edge_transform_and_lower(exported(other), partitioner=[ours], compile_config=CONFIG)
+        to_edge_transform_and_lower(exported_program(other), partitioner=[ours], compile_config=CONFIG)
 
     torch.manual_seed(1)
     others = [torch_pi2.optimize(_hf("Llama", hidden_act="relu", num_hidden_layers=1).eval(), method="exact"), exact()]
@@ -141,7 +143,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         for order in (1, -1):
             with pytest.raises(ConfigError, match=rf"a program of the model .*found a layer of another one \({name}\)"):
                 to_edge_transform_and_lower(
-                    exported(model), partitioner=[ours, XnnpackPartitioner()][::order], compile_config=CONFIG
+                    exported_program(model),
+                    partitioner=[ours, XnnpackPartitioner()][::order],
+                    compile_config=CONFIG,
                 )
 
     class Twice(nn.Module):

@@ -14,7 +14,7 @@ from executorch.backends.xnnpack.recipes import XNNPackRecipeType
 from executorch.exir import ExecutorchBackendConfig
 from executorch.exir.pass_base import ExportPass
 from executorch.export import ExportRecipe, LoweringRecipe, export, recipe_registry
-from lowered import IDS, Logits, Small, backends, dense, exact, experts, signbit
+from exported import IDS, Logits, Small, backends, dense, exact, experts, signbit
 from torch import nn
 
 import torch_pi2

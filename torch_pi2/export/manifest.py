@@ -163,7 +163,7 @@ class Manifest:
         return tuple(sorted(m.max_tokens for m in self.methods.values() if m.kind == "prefill"))
 
     def pieces(self, known: int, length: int) -> Iterator[tuple[str, int, int]]:
-        """How a prompt of ``length`` tokens is read, of which the first ``known`` are cached: method, first token, tokens.
+        """How a prompt of ``length`` tokens, the first ``known`` cached, is read: method, first token, tokens.
 
         The smallest ``prefill_N`` that takes all remaining tokens, or else the largest; ``forward`` if there is none or
         N tokens do not fit.

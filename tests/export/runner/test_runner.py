@@ -274,6 +274,8 @@ def test_templates_that_are_not_described_are_named(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"max_tokens": 2**63 + 5}, "max_tokens: expected a whole number, 0 to 2^53, found 9223372036854775813. "),
+        ({"made_by": {"executorch": "1.4.1+cpu"}}, "made_by: expected executorch 1.5.1, as this runner is built with,"),
         ({"version": 1}, "expected format torch_pi2.bundle, version 4, found torch_pi2.bundle, version 1. "),
         ({"kind": "module"}, "expected decoder, found module. "),
         ({"lanes": 8}, "methods: expected forward, decode_bN up to as many sequences as there are lanes, and fork"),

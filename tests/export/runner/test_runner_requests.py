@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import runner_calls
-from runner_calls import PROMPTS, ROOT, call, change, refused, run
+from runner_calls import PROMPTS, ROOT, call, refused, run
 from tiny_bundle import LANES, ROOM, VOCAB
 from tiny_tokenizers import TOKENIZERS
 from transformers import PreTrainedTokenizerFast
@@ -44,14 +44,6 @@ def test_what_cannot_be_finished_leaves_nothing_behind(bundle: Path, tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
-def test_methods_are_loaded_before_the_first_token(copy: Path) -> None:
-    program = copy / "model.pte"
-    program.write_bytes(program.read_bytes().replace(b"decode_b1", b"decode_x1"))
-    result = call(copy, "--prompt", PROMPTS[0], "--no-verify")
-    assert b"model.pte, method decode_b1: expected there, as manifest.json says, found none. " in result.stderr
-    assert result.stdout == b""
-
-
 def test_lanes_that_are_not_in_use_want_no_neurons(predicted: Path) -> None:
     """Greedy sequences want the same ones: three of them in four lanes as many as four."""
     options = ("--ids", "5,6", "--max-new-tokens", 12, "--num-return-sequences")
@@ -67,15 +59,6 @@ def test_cache_of_the_environment_is_reported(predicted: Path) -> None:
     assert 0 < found["memory"]["cache_bytes"] <= 32 * 1024
     assert found["memory"]["cache_bytes"] == found["store"]["cache_bytes"]
     assert found["memory"]["cache_bytes"] < run(predicted, "--ids", "5,6")["memory"]["cache_bytes"]
-
-
-def test_trace_that_cannot_be_written_is_said(predicted: Path, tmp_path: Path) -> None:
-    trace = tmp_path / "trace.json"
-    trace.mkdir()  # what is written beside it cannot take its place
-    message = refused(predicted, "--ids", "5,6", "--trace", trace)
-    assert message.startswith(f"trace {trace}: expected a file that can be written, found ")
-    run(predicted, "--ids", "5,6", "--trace", tmp_path / "other.json")
-    assert "traceEvents" in (tmp_path / "other.json").read_text()
 
 
 def test_numbers_of_apps_are_checked_as_those_of_the_command_line(bundle: Path) -> None:
@@ -142,23 +125,6 @@ def test_parts_that_sanitizers_look_at(tmp_path: Path) -> None:
     built("pi2_parts_test", "sampler")
     file = shutil.copy(ROOT / "export" / "runner" / "tests" / "tokenizer.json", tmp_path)
     built("pi2_parts_test", "tokenizer", file, 300)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"max_tokens": 2**63 + 5}, "max_tokens: expected a whole number, 0 to 2^53, found 9223372036854775813. "),
-        ({"eos": [2**64 - 1]}, "eos: expected a list of whole numbers, 0 to 2^53, found [18446744073709551615]. "),
-        ({"lanes": 2**32 + 4}, "lanes: expected at most 1048576, found 4294967300. "),
-        (
-            {"made_by": {"executorch": "1.4.1+cpu"}},
-            "made_by: expected executorch 1.5.1, as this runner is built with, found 1.4.1+cpu. Export",
-        ),
-    ],
-)
-def test_manifests_of_others_are_refused(copy: Path, fields: dict[str, Any], message: str) -> None:
-    change(copy, **fields)
-    assert message in refused(copy, "--prompt", "d")
 
 
 def test_dependencies_run_nothing_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,17 +72,6 @@ def test_greedy_answers_are_those_of_python(bundle: Path) -> None:
                 assert not any(stop in wanted.text for stop in stops)  # type: ignore[union-attr]
 
 
-def test_a_few_of_the_likeliest_are_drawn(bundle: Path) -> None:
-    drawn = ("--prompt", "def", "--max-new-tokens", 30, "--temperature", 50)
-    greedy = run(bundle, *drawn[:4])["sequences"][0]["ids"]
-    for few in (("--top-k", 1), ("--min-p", 1), ("--top-p", 1e-9)):
-        assert run(bundle, *drawn, *few)["sequences"][0]["ids"] == greedy
-    with Bundle(bundle) as twin:
-        for few in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-9}):
-            assert twin.generate("def", 30, temperature=50.0, **few).sequences[0].ids == greedy  # type: ignore[arg-type]
-    assert run(bundle, *drawn)["sequences"][0]["ids"] != greedy
-
-
 def test_what_the_model_says_is_obeyed(copy: Path) -> None:
     """But not its temperature; what is asked for counts more."""
     with Bundle(copy) as twin:
@@ -212,32 +201,6 @@ def test_prompts_together_are_answered_as_if_alone(bundle: Path, count: int) -> 
     assert found["sequences"] == [vars(answer) for answer in alone]
     assert found["prompt_tokens"] == sum(len(made.prompt_ids) for made in together)
     assert found["decode_steps"] == together[0].decode_steps == max(len(answer.ids) for answer in alone) - 1
-
-
-def test_prompts_together_that_are_refused(bundle: Path) -> None:
-    with Bundle(bundle) as twin:
-        for wrong in ([], ["d"] * 5):
-            with pytest.raises(
-                ConfigError, match=f"prompts: expected 1 to 4, the lanes of the bundle, found {len(wrong)}"
-            ):
-                twin.generate_batch(wrong)
-        with pytest.raises(ConfigError, match="prompts: expected a list of prompts, found"):
-            twin.generate_batch("def")
-        with pytest.raises(ConfigError, match="max_new_tokens: expected 1 or more"):
-            twin.generate_batch(["d"], 0)
-    ask = {"prompts": ["d"]}
-    cases = (
-        ({"prompts": []}, "request, prompts: expected one or more, found none"),
-        ({"prompts": ["d"] * 5}, "prompts: expected 1 to 4, the lanes of the bundle, found 5"),
-        ({"prompts": ["d", ""]}, "prompts: expected text, or a list of texts, none of them empty"),
-        ({"prompts": ["d", "x" * 99]}, "prompt: expected at most"),
-        (ask | {"prompt": "d"}, "expected prompt, prompts, ids or messages, found none or several"),
-        (ask | {"num_return_sequences": 2}, "request, prompts: expected no num_return_sequences beside it"),
-        (ask | {"reuse": True}, "request, prompts: expected no reuse beside it"),
-        (ask | {"chat": True}, "request, chat: expected prompt beside it"),
-    )
-    for (_, message), line in zip(cases, asked(bundle, *(request for request, _ in cases)), strict=True):
-        assert message in line["error"]
 
 
 def test_a_stream_of_lines_is_the_text(bundle: Path) -> None:
