@@ -1,8 +1,7 @@
 """What 4 bits cost a really trained model, by how weights are rounded: held-out bits per byte against its floats.
 
 Told apart: neurons, linear layers of attention and the output layer alone (the others in floats), all of them, and what
-int8 activations add. Calibration text and scored text are different files of Python's standard library. What sparsity
-adds to a format is :func:`torch_pi2.eval.formats.compare_formats`'s to say.
+int8 activations add. Calibration text and scored text are different files of Python's standard library.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch_pi2.api import optimize
 from torch_pi2.base.progress import phase
 from torch_pi2.cli import common
 from torch_pi2.eval import answers, differences, make_items, work
-from torch_pi2.eval.items import TASKS
+from torch_pi2.eval.suite import TASKS
 from torch_pi2.graph.find import find_sites
 from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.profiling.text import stdlib_text

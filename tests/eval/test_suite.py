@@ -17,7 +17,7 @@ from torch import nn
 
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError
 from torch_pi2.eval import Answer, Item, answers, differences, make_items
-from torch_pi2.eval.items import TASKS
+from torch_pi2.eval.suite import TASKS
 
 
 @pytest.fixture(scope="module")

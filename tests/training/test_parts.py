@@ -14,7 +14,7 @@ from torch_pi2.errors import NonFiniteError, UnsupportedModelError
 from torch_pi2.training.settings import SparsifySettings
 from torch_pi2.training.trainer import SparseLoss, Steering
 from torch_pi2.training.windows import digest, held_back, windows_of
-from torch_pi2.training.zeros import Zeros, _counted, measure, next_token_loss
+from torch_pi2.training.zeros import Zeros, _soft_count, measure, next_token_loss
 
 
 def test_windows_have_every_token_once_and_ends_between_texts() -> None:
@@ -60,7 +60,7 @@ def test_measured_is_what_the_formula_gives(name: str) -> None:
     assert float(next_token_loss(logits, ids)) == pytest.approx(found.nats_per_token, rel=1e-5)
 
 
-def test_what_fired_is_counted_in_training_alone() -> None:
+def test_fired_neurons_are_recorded_in_training_only() -> None:
     model: Any = tiny("llama-relu")
     zeros = Zeros(model, torch_pi2.find_sites(model))
     measure(model, zeros, torch.randint(3, 60, (2, 8)))
@@ -80,7 +80,7 @@ def test_what_fired_is_counted_in_training_alone() -> None:
 
 def test_the_penalty_has_a_gradient_where_a_token_has_no_values() -> None:
     h = torch.tensor([[0.0, 0.0, 0.0], [0.0, 1.0, 20.0]], requires_grad=True)
-    _counted(h).sum().backward()
+    _soft_count(h).sum().backward()
     assert h.grad is not None
     assert h.grad[0].tolist() == [0, 0, 0]
     assert h.grad[1, 1] > 10 * h.grad[1, 2] > 0  # what is small becomes zero

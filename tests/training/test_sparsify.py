@@ -119,7 +119,7 @@ def test_what_was_interrupted_goes_on_and_ends_bit_for_bit_the_same(
     assert sorted(p.name for p in folder.iterdir()) == ["begun.json", "checkpoint-20"]
     with pytest.raises(
         StaleArtifactError,
-        match=r"training begun in .*: expected the same model, text and settings, to go on with, "
+        match=r"training begun in .*: expected the same model, text and settings as before, "
         r"found another learning_rate \(0.003, now 0.001\). Use the command that",
     ):
         torch_pi2.sparsify(dense, out, TEXTS, **(FEW | {"learning_rate": 1e-3}))
@@ -277,7 +277,7 @@ def test_what_is_refused_before_any_training(dense: Path, tmp_path: Path) -> Non
         torch_pi2.sparsify(dense, tmp_path / "o", ["def f"], **FEW)
     with pytest.raises(CalibrationError, match=r"held-out text: expected at least 1 windows of 32 tokens, found 0"):
         torch_pi2.sparsify(dense, tmp_path / "o", TEXTS, heldout=["def f"], **FEW)
-    with pytest.raises(Pi2Error, match=r"sparsify\(text\): expected a list of texts, found other things in it"):
+    with pytest.raises(Pi2Error, match=r"sparsify\(text\): expected a list of texts, found other values"):
         torch_pi2.sparsify(dense, tmp_path / "o", [3], **FEW)  # type: ignore[list-item]
     with pytest.raises(ArtifactError, match=r"writing .*dense: expected a new folder, or one written by sparsify"):
         torch_pi2.sparsify(dense, dense, TEXTS, **FEW)

@@ -9,8 +9,7 @@ from tiny_models import tiny
 
 import torch_pi2
 from torch_pi2.errors import UnsupportedModelError
-from torch_pi2.training.drelu import drelu_code
-from torch_pi2.training.student import revive, student_of
+from torch_pi2.training.student import drelu_code, revive, student_of
 
 #: Family -> its FFN with ReLU. Gated and plain, fused and not, activations named by other fields.
 RELU = {

@@ -1,4 +1,4 @@
-"""What several verbs share: argument groups, loading models and artefacts, tables."""
+"""What several verbs share: types and groups of options, and loading of models and artefacts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -35,113 +35,82 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", *FLOATS)
 _MODEL = "a Hugging Face causal language model"
-#: Tokens of a sequence with its prompt, where nobody says how many and the model may have as many.
+#: Default of ``--max-tokens``, if the model has as many positions.
 MOST_TOKENS = 4096
-#: ``--gpu-memory`` of it: the model is on the GPU as a whole.
+#: ``--gpu-memory all``: the whole model is on the GPU.
 ALL = "all"
-#: By verb: options that make what is beside neurons smaller.
+#: By verb: options that reduce the memory beside the neurons.
 _LESS = {
     "generate": ("--max-new-tokens", "--num-return-sequences"),
     "chat": ("--max-tokens",),
     "serve": ("--max-tokens", "--max-batch-size"),
     "eval": ("--window", "--batch-size"),
 }
-#: Fields of OffloadConfig that leave out what is not in memory.
+#: Lossy fields of OffloadConfig: neurons and experts that are not in memory may be left out.
 LEAVE_OUT = ("miss_margin", "drop_experts")
 
 
-def _whole(text: str, least: int, most: int) -> int:
-    """An integer, for argparse; int() takes ``1_0`` and the digits of other scripts, too."""
-    if not re.fullmatch(r"-?[0-9]+", text):
-        raise ValueError(text)
-    value = int(text)
-    if not least <= value <= most:
-        wanted = f"{least} or more" if value < least else f"at most {most}"
-        raise argparse.ArgumentTypeError(f"expected {wanted}, found {shown(value)}")
-    return value
+def _integer(name: str, least: int, most: int = 1 << 31) -> Callable[[str], int]:
+    """A type for argparse. int() would also take ``1_0`` and digits of other scripts."""
+
+    def parse_integer(text: str) -> int:
+        if not re.fullmatch(r"-?[0-9]+", text):
+            raise ValueError(text)
+        value = int(text)
+        if not least <= value <= most:
+            expected = f"{least} or more" if value < least else f"at most {most}"
+            raise argparse.ArgumentTypeError(f"expected {expected}, found {shown(value)}")
+        return value
+
+    parse_integer.__name__ = name
+    return parse_integer
 
 
-def positive(text: str) -> int:
-    """An integer of at least 1, for argparse."""
-    return _whole(text, 1, 1 << 31)
+def _number(name: str, expected: str, valid: Callable[[float], bool]) -> Callable[[str], float]:
+    def parse_number(text: str) -> float:
+        value = float(text)
+        if not valid(value):
+            raise argparse.ArgumentTypeError(f"expected {expected}, found {text}")
+        return value
+
+    parse_number.__name__ = name
+    return parse_number
 
 
-def count(text: str) -> int:
-    """An integer of at least 0, for argparse."""
-    return _whole(text, 0, 1 << 31)
-
-
-def threads(text: str) -> int:
-    """As many as the C++ runner takes, for argparse."""
-    return _whole(text, 1, 1024)
-
-
-def guesses(text: str) -> int:
-    """Of tokens at a time, as many as are verified in one pass, for argparse."""
-    from torch_pi2.decode.speculate import MOST_DRAFTED
-
-    return _whole(text, 1, MOST_DRAFTED)
-
-
-def probability(text: str) -> float:
-    """More than 0, for argparse."""
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"expected more than 0 and at most 1, found {text}")
-    return value
-
-
-def port(text: str) -> int:
-    """Of TCP, or 0: any that is free; for argparse."""
-    return _whole(text, 0, 65535)
-
-
-def margin(text: str) -> float:
-    """0 or more, for argparse."""
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected 0 or more, found {text}")
-    return value
-
-
-def above_zero(text: str) -> float:
-    """A number, for argparse."""
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected more than 0, found {text}")
-    return value
+# Types of options.
+positive = _integer("positive", 1)
+count = _integer("count", 0)
+threads = _integer("threads", 1, 1024)
+port = _integer("port", 0, 65535)
+seed = _integer("seed", 0, (1 << 62) - 1)
+probability = _number("probability", "more than 0 and at most 1", lambda value: 0 < value <= 1)
+margin = _number("margin", "0 or more", lambda value: 0 <= value < math.inf)
+above_zero = _number("above_zero", "more than 0", lambda value: 0 < value < math.inf)
+share = _number("share", "0 to 1", lambda value: 0 <= value <= 1)
 
 
 def shares(text: str) -> list[float]:
-    """Numbers above 0, for argparse."""
+    """Comma-separated numbers above 0."""
     return [above_zero(part) for part in text.split(",")]
 
 
-def share(text: str) -> float:
-    """0 to 1, for argparse."""
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"expected 0 to 1, found {text}")
-    return value
+def drafted(text: str) -> int:
+    """Number of tokens that one pass can verify."""
+    from torch_pi2.decode.speculate import MOST_DRAFTED
 
-
-def seed(text: str) -> int:
-    """What every random generator takes, for argparse."""
-    return _whole(text, 0, (1 << 62) - 1)
+    return _integer("drafted", 1, MOST_DRAFTED)(text)
 
 
 def temperature(text: str) -> float:
-    """0 for greedy decoding, or what logits can be divided by, for argparse."""
-    from torch_pi2.decode.sequence import LEAST_TEMPERATURE
+    """0 for greedy decoding, or a number that logits can be divided by."""
+    from torch_pi2.decode.generate import LEAST_TEMPERATURE
 
-    value = float(text)
-    if value != 0 and not LEAST_TEMPERATURE <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected 0 (greedy), or {LEAST_TEMPERATURE:g} or more, found {text}")
-    return value
+    expected = f"0 (greedy), or {LEAST_TEMPERATURE:g} or more"
+    return _number("temperature", expected, lambda t: t == 0 or LEAST_TEMPERATURE <= t < math.inf)(text)
 
 
 def add_every(parser: argparse.ArgumentParser) -> None:
-    """Options of every verb."""
+    """Options that every verb has."""
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
     level = parser.add_mutually_exclusive_group()
     level.add_argument("-v", "--verbose", action="store_true", help="say more, and what other libraries warn of")
@@ -159,9 +128,13 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
 
 
 def add_budget(parser: argparse.ArgumentParser, of_each: str = "") -> None:
-    """Of memory, and what may be left out because of it."""
+    """``--budget``, and its lossy options."""
     add = parser.add_argument
-    add("--budget", metavar="BYTES", help=f"memory of a packed store, such as 2GiB{of_each} (default: all)")
+    add(
+        "--budget",
+        metavar="BYTES",
+        help=f"memory for a model over a packed store, such as 2GiB{of_each} (default: all)",
+    )
     add(
         "--miss-margin",
         type=margin,
@@ -174,20 +147,20 @@ def add_budget(parser: argparse.ArgumentParser, of_each: str = "") -> None:
         type=share,
         default=0.0,
         metavar="SHARE",
-        help="lossy, with --budget: leave out an expert with less of its token's weight that is mostly not in memory",
+        help="lossy, with --budget: skip an expert with less of its token's weight if it is mostly not in memory",
     )
 
 
 def add_decoding(parser: argparse.ArgumentParser, of_each: str = "") -> None:
-    """How a model that is loaded decodes."""
+    """How a loaded model decodes."""
     add = parser.add_argument
     add("--activations", choices=("float", "int8"), default="float", help="int8: faster, lossy (default: float)")
     add_budget(parser, of_each)
     add(
         "--gpu-memory",
         metavar="BYTES",
-        help=f"for weights on the GPU{of_each}: all but feed-forward layers, and neurons that fire most; all: the "
-        "model as a whole",
+        help=f"for weights on the GPU{of_each}: all but feed-forward layers, and the neurons that fire most; all: the "
+        "whole model",
     )
     add_together(parser)
     add(
@@ -198,12 +171,12 @@ def add_decoding(parser: argparse.ArgumentParser, of_each: str = "") -> None:
 
 
 def add_together(parser: argparse.ArgumentParser) -> None:
-    """How the processes of ``torchrun`` compute a model of shards."""
+    """How processes started by ``torchrun`` compute a model in shards."""
     group = parser.add_argument_group("shards (pack --ranks N), with torchrun")
     group.add_argument(
         "--reduction",
         choices=("chunks", "ranks"),
-        help="how machines' results are added: chunks (default), with the bits of one machine; ranks sends less",
+        help="how results are added: chunks (default), with the bits of one machine; ranks sends less",
     )
     group.add_argument("--attention", help=argparse.SUPPRESS)  # GroupConfig says what became of it
     group.add_argument(
@@ -229,7 +202,7 @@ def add_old_name(parser: argparse.ArgumentParser, old: str, new: str) -> None:
 
 
 def sampling_of(args: argparse.Namespace) -> Any:
-    """What ``--temperature`` and ``--top-p`` ask for; None: the most likely token. Raises ConfigError."""
+    """The sampling of ``--temperature`` and ``--top-p``; None: greedy. Raises ConfigError."""
     from torch_pi2.decode.sequence import Sampling
 
     if args.temperature > 0:
@@ -245,10 +218,10 @@ def sampling_of(args: argparse.Namespace) -> Any:
 
 
 def max_tokens(args: argparse.Namespace, model: nn.Module) -> int:
-    """``--max-tokens``, or as many as ``model`` was made for, within reason."""
+    """``--max-tokens``, or the positions of ``model``, at most :data:`MOST_TOKENS`."""
     config: Any = getattr(model, "config", None)
-    made_for = getattr(config, "max_position_embeddings", None) or MOST_TOKENS
-    return int(args.max_tokens or min(made_for, MOST_TOKENS))
+    positions = getattr(config, "max_position_embeddings", None) or MOST_TOKENS
+    return int(args.max_tokens or min(positions, MOST_TOKENS))
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -260,7 +233,7 @@ def add_mapped(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mapped",
         action="store_true",
-        help="leave weights in their files, for a MODEL that is larger than memory: each is read when it is used",
+        help="leave weights in their files, for a MODEL larger than memory; each is read when it is used",
     )
 
 
@@ -278,7 +251,7 @@ def add_text(parser: argparse.ArgumentParser, default: str = "stdlib") -> None:
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """The fields of :class:`torch_pi2.types.config.Config`; what is not given keeps the default of that class."""
+    """The fields of :class:`torch_pi2.types.config.Config`, with its defaults."""
     lossless = "lossless: exact, hot-frequency; lossy: lowrank, threshold, weights, activations"
     group = parser.add_argument_group("settings", lossless)
     add = partial(_add_setting, group)
@@ -294,13 +267,13 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_setting(group: argparse._ArgumentGroup, option: str, *, help: str, **how: Any) -> None:
-    """An option that is a field of Config, whose default it has when it is not given."""
+    """An option that is a field of Config; its help shows the default."""
     field = how.get("dest") or option.removeprefix("--").replace("-", "_")
     group.add_argument(option, help=f"{help} (default: {getattr(Config, field)})", **how)
 
 
 def add_storage(parser: argparse.ArgumentParser) -> None:
-    """The fields of Config that say how weights are stored; only ``optimize`` changes them."""
+    """The fields of Config about the format of weights; only ``optimize`` has them."""
     group = parser.add_argument_group("quantised weights (lossy)")
     add = partial(_add_setting, group)
     add("--weights", choices=WEIGHTS, help="of FFNs and other large linear layers; float: as they are")
@@ -313,7 +286,7 @@ def add_storage(parser: argparse.ArgumentParser) -> None:
 
 
 def config_of(args: argparse.Namespace) -> Config:
-    """The Config of what was given on the command line."""
+    """The Config of the given options."""
     from dataclasses import fields
 
     given = {f.name: getattr(args, f.name, None) for f in fields(Config)}
@@ -321,7 +294,7 @@ def config_of(args: argparse.Namespace) -> Config:
 
 
 def stdlib_sample(split: str, tokenizer: Any, tokens: int) -> str:
-    """At least ``tokens`` tokens, where there are as many, of the standard library's ``train`` or ``heldout`` files."""
+    """About ``tokens`` tokens or more of the standard library's ``train`` or ``heldout`` files."""
     from torch_pi2.profiling.text import stdlib_text
 
     probe = stdlib_text(split, max_bytes=1 << 16)
@@ -330,10 +303,7 @@ def stdlib_sample(split: str, tokenizer: Any, tokens: int) -> str:
 
 
 def text_of(args: argparse.Namespace, tokenizer: Any = None, tokens: int | None = None) -> str:
-    """The text that ``--text`` names: a file, or ``stdlib`` and ``stdlib-heldout``, of which enough is taken.
-
-    tokens: that are enough; None: all of it.
-    """
+    """The text that ``--text`` names: a file, or as much of ``stdlib`` or ``stdlib-heldout`` as ``tokens`` need."""
     if args.text in ("stdlib", "stdlib-heldout"):
         from torch_pi2.profiling.text import stdlib_text
 
@@ -343,7 +313,7 @@ def text_of(args: argparse.Namespace, tokenizer: Any = None, tokens: int | None 
 
 
 def text_in(path: str, option: str) -> str:
-    """Of the file that ``option`` names. Raises ConfigError."""
+    """The text of the file that ``option`` names. Raises ConfigError."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -354,7 +324,7 @@ def text_in(path: str, option: str) -> str:
 
 
 def check_out(folder: Path) -> None:
-    """Refuse a folder that cannot be written, before minutes of work and not after."""
+    """Refuse a folder that cannot be written, before minutes of work. Raises ArtifactError."""
     parent = folder
     while not parent.exists() and parent != parent.parent:
         parent = parent.parent
@@ -372,7 +342,7 @@ def check_out(folder: Path) -> None:
 
 @contextmanager
 def _loading(args: argparse.Namespace, part: str, expected: str) -> Iterator[None]:
-    """Turns what transformers raises for wrong names, broken files and missing consent into a Pi2Error."""
+    """Turns errors of transformers (wrong names, broken files, missing consent) into a Pi2Error."""
     try:
         from safetensors import SafetensorError
         from transformers.utils import logging
@@ -404,7 +374,7 @@ def _loading(args: argparse.Namespace, part: str, expected: str) -> Iterator[Non
 
 
 def _is_transformers_own(path: Any) -> bool:
-    """Whether it is in the folder of copies, or above it."""
+    """Whether ``path`` is in the cache of transformers, or above it."""
     from huggingface_hub.constants import HF_HOME
 
     return isinstance(path, str) and (Path(path) in Path(HF_HOME).parents or Path(path).is_relative_to(HF_HOME))
@@ -418,12 +388,12 @@ def _arguments(args: argparse.Namespace) -> dict[str, bool]:
 
 
 def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Those of ``args``, for a function that calls them the same."""
+    """The named options, as keyword arguments."""
     return {name: getattr(args, name) for name in names}
 
 
 def calibration(args: argparse.Namespace) -> tuple[Config, nn.Module, Any, str]:
-    """Settings, the dense model, its tokenizer, and as much text as the settings ask for."""
+    """Settings, the dense model, its tokenizer, and as much text as the settings need."""
     config = config_of(args)
     model, tokenizer = load_dense(args), load_tokenizer(args)
     return config, model, tokenizer, text_of(args, tokenizer, config.calibration_tokens)
@@ -441,9 +411,9 @@ def _check_dense(args: argparse.Namespace) -> None:
     if kind_of(Path(args.model)) in ("store", "quantised"):
         raise ArtifactError(
             f"dense model of {args.model}",
-            expected="a folder with the weights as they were, as optimize writes it",
-            found="one that has them as rows of neurons alone",
-            fix="Name the checkpoint that it was made of.",
+            expected="a folder with dense weights, as optimize writes it",
+            found="one that only has a store or quantised neurons",
+            fix="Name the checkpoint that it was made from.",
         )
 
 
@@ -492,9 +462,9 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
         if getattr(args, "budget", None) is not None:
             more |= given(args, "budget", "context")
         together = {"reduction": "reduction", "attention": "attention", "timeout_s": "timeout"}
-        said = {name: getattr(args, option, None) for name, option in together.items()}
-        if said := {name: value for name, value in said.items() if value is not None}:
-            more["group"] = torch_pi2.GroupConfig(**said)
+        group = {name: getattr(args, option, None) for name, option in together.items()}
+        if group := {name: value for name, value in group.items() if value is not None}:
+            more["group"] = torch_pi2.GroupConfig(**group)
         if left_out(args):
             more["offload"] = _with_left_out(args)
         if getattr(args, "gpu_memory", None) not in (None, ALL):
@@ -504,12 +474,12 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
 
 
 def left_out(args: argparse.Namespace) -> dict[str, Any]:
-    """Those of :data:`LEAVE_OUT` that ``args`` set."""
+    """The options of :data:`LEAVE_OUT` that are set."""
     return {name: value for name in LEAVE_OUT if (value := getattr(args, name, 0.0))}
 
 
 def of_store(model: nn.Module) -> dict[str, Any] | None:
-    """What a model over a store has read and left out, as verbs say it; None: it is in memory."""
+    """Reads and omissions of a model over a store, for results of verbs; None: it is in memory."""
     from torch_pi2.decode.budget import stats
     from torch_pi2.rewrite.handle import store_of
 
@@ -524,12 +494,12 @@ def of_store(model: nn.Module) -> dict[str, Any] | None:
 
 
 def option_of(name: str) -> str:
-    """That which sets ``args.name``."""
+    """The option that sets ``args.name``."""
     return f"--{name.replace('_', '-')}"
 
 
 def _with_left_out(args: argparse.Namespace) -> OffloadConfig:
-    """What the folder's plan says of reading, and :func:`left_out`. Raises ConfigError: nothing is read."""
+    """The folder's settings of reading with :func:`left_out`. Raises ConfigError: there is no ``--budget``."""
     from torch_pi2.checkpoint.settings import offload_of
     from torch_pi2.store.parts import Parts
 
@@ -537,7 +507,7 @@ def _with_left_out(args: argparse.Namespace) -> OffloadConfig:
     if getattr(args, "budget", None) is None:
         raise ConfigError(
             ", ".join(f"{option_of(name)} {value:g}" for name, value in settings.items()),
-            expected="--budget beside it: it is for what is not in memory",
+            expected="--budget beside it, because it is about neurons that are not in memory",
             found="all weights in memory",
             fix="Pass --budget BYTES, or leave it out.",
         )
@@ -546,16 +516,14 @@ def _with_left_out(args: argparse.Namespace) -> OffloadConfig:
 
 
 def load_any(args: argparse.Namespace, dense: bool = False) -> nn.Module:
-    """The model of folder ``args.model``, optimised (unless ``dense``) or plain, in eval mode; on a GPU as
-    ``args.gpu_memory`` says.
-    """
+    """The model of ``args.model``, optimised (unless ``dense``) or plain, in eval mode, on a GPU if asked for."""
     dense, wanted = dense or not (Path(args.model) / "pi2").is_dir(), getattr(args, "gpu_memory", None)
     for name, value in {"budget": getattr(args, "budget", None), **left_out(args)}.items():
         option = option_of(name)
         if getattr(args, "dense", False) and value is not None:
             raise ConfigError(
                 f"{option} {value} with --dense",
-                expected="one of them: a dense model has all of its weights in memory",
+                expected="one of them, because a dense model has all of its weights in memory",
                 found="both",
                 fix="Leave one of them out.",
             )
@@ -563,7 +531,7 @@ def load_any(args: argparse.Namespace, dense: bool = False) -> nn.Module:
             raise ConfigError(
                 f"{option} {value}",
                 expected="a model over a store, as pack writes it",
-                found=f"the weights of {args.model} as they were, all of which are in memory",
+                found=f"{args.model}, whose weights are all in memory",
                 fix=f"Leave {option} out, or pack it: torch-pi2 pack {args.model} STORE.",
             )
     if wanted is not None:
@@ -579,7 +547,7 @@ def load_any(args: argparse.Namespace, dense: bool = False) -> nn.Module:
 
 
 def _check_gpu(args: argparse.Namespace, wanted: str, dense: bool) -> None:
-    """Before a model is loaded, which takes long."""
+    """Check ``--gpu-memory`` before a model is loaded, which takes long."""
     import torch
 
     from torch_pi2.layers.gpu import check_gpu
@@ -589,14 +557,14 @@ def _check_gpu(args: argparse.Namespace, wanted: str, dense: bool) -> None:
     if wanted == ALL and over_store:
         raise ConfigError(
             f"--gpu-memory {ALL}",
-            expected="a size, such as 6GiB, beside --budget: what is in a store has no room as a whole",
+            expected="a size, such as 6GiB, beside --budget, because a store is not loaded as a whole",
             found=f"{ALL} and --budget {args.budget}",
             fix="Pass a size, or leave --budget out.",
         )
     if wanted != ALL and args.compile:
         raise ConfigError(
             f"--gpu-memory {wanted} with --compile",
-            expected=f"one of them, or --gpu-memory {ALL}: no compiler can order what two devices do",
+            expected=f"one of them, or --gpu-memory {ALL}, because work on two devices is not compiled",
             found="both",
             fix="Leave --compile out.",
         )
@@ -605,7 +573,7 @@ def _check_gpu(args: argparse.Namespace, wanted: str, dense: bool) -> None:
     elif dense:
         raise ConfigError(
             f"--gpu-memory {wanted}",
-            expected=f"{ALL}, of a model that is not optimised: its neurons are not in order of how often they fire",
+            expected=f"{ALL} for a model that is not optimised, because its hot neurons are not known",
             found=args.model,
             fix=f"Pass --gpu-memory {ALL}, or optimise it first: torch-pi2 optimize {args.model} --out DIR.",
         )
@@ -646,7 +614,7 @@ def load_stats(folder: Path) -> ActivationStats:
 
 
 def load_predictors(folder: Path | None, model_hash: str | None = None) -> FittedPredictors | None:
-    """Predictors of ``folder``, refused if they were not fitted to the weights with ``model_hash``."""
+    """Predictors of ``folder``, which must have been fitted to the weights with ``model_hash``."""
     from torch_pi2.predict.file import load_predictors
     from torch_pi2.store.parts import Parts
 

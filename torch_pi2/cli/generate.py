@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=common.seed, default=0, help="of sampling")
     parser.add_argument(
         "--prompt-lookup",
-        type=common.guesses,
+        type=common.drafted,
         default=0,
         metavar="K",
         help="greedy: guess up to K tokens (1 to 7) from what followed the last ones before, and verify them together",

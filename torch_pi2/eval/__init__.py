@@ -1,8 +1,7 @@
-"""How good and how fast: held-out loss (:mod:`.loss`), questions (:mod:`.suite`), :mod:`.work`, :mod:`.timing`."""
+"""Quality and speed: held-out loss (:mod:`.loss`), questions (:mod:`.suite`), :mod:`.work`, :mod:`.timing`."""
 
-from torch_pi2.eval.items import Item, make_items
 from torch_pi2.eval.loss import LossReport, bits_per_byte, nats_per_token
-from torch_pi2.eval.suite import Answer, Difference, answers, differences
+from torch_pi2.eval.suite import Answer, Difference, Item, answers, differences, make_items
 from torch_pi2.eval.timing import (
     DecodeComparison,
     DecodeTiming,

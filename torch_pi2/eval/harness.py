@@ -1,4 +1,4 @@
-"""Tasks of lm-eval, EleutherAI's evaluation harness, on a model that is there already; nothing is downloaded."""
+"""Tasks of lm-eval, EleutherAI's evaluation harness, on a loaded model; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from torch_pi2.rewrite.handle import leaves_out
 def harness(
     model: nn.Module, tokenizer: Any, tasks: Sequence[str], *, limit: int | None = None, batch_size: int = 8
 ) -> dict[str, dict[str, float]]:
-    """Figures of ``model`` by task and metric (``acc``, ``acc_stderr``, ...), as lm-eval computes them.
+    """Metrics of lm-eval (``acc``, ``acc_stderr``, ...) by task.
 
-    Prompts go the way of single tokens, so that what a predictor drops shows in them, too.
+    Prompts are computed sparsely, like single tokens, so that the effect of a predictor shows.
 
     Args:
         model: of transformers, optimised or not.
-        tasks: names that lm-eval knows, YAML files of tasks, or folders of such. A task's data are files, or in the
-            cache of ``datasets`` already.
-        limit: so many examples of each task, the first ones (None: all). batch_size: examples at once.
+        tasks: names that lm-eval knows, YAML files of tasks, or folders of these. Their data are files, or in the cache
+            of ``datasets``.
+        limit: the first examples of each task (None: all). batch_size: examples at once.
 
     Raises:
-        LibraryMissingError: no lm-eval. ConfigError: no such task, one that is not sound, or one whose data are not
-            here; or a ``model`` that leaves out what is not in memory while it decodes (``OffloadConfig.lossy``), which
-            no task would show. UnsupportedModelError: no model of transformers.
+        LibraryMissingError: no lm-eval. ConfigError: an unknown or broken task, or one whose data are not here; or a
+            ``model`` with ``OffloadConfig.lossy``, which only affects decoding, so that no task would show it.
+        UnsupportedModelError: no model of transformers.
     """
     if leaves_out(model):
         raise ConfigError(
             "lm-eval",
             expected="a model that computes prompts as it decodes",
-            found="OffloadConfig.miss_margin or drop_experts, which are for tokens that are decoded",
+            found="OffloadConfig.miss_margin or drop_experts, which only apply to decoding",
             fix="Use bits_per_byte or the questions of --suite, which give it one token at a time.",
         )
     try:
@@ -61,7 +61,7 @@ def harness(
             HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
             tasks=_loaded(tasks),
             limit=limit,
-            random_seed=None,  # the caller's are left alone
+            random_seed=None,  # do not change the caller's generators
             numpy_random_seed=None,
             torch_random_seed=None,
         )
@@ -84,7 +84,7 @@ def _loaded(tasks: Sequence[str]) -> list[Any]:
                 manager = _every_task()
                 wanted = [task] if task in manager.all_tasks else []
             found = manager.load(wanted)
-        except Exception as error:  # lm-eval, datasets and the Hub raise what they like
+        except Exception as error:  # lm-eval, datasets and the Hub raise many types
             raise ConfigError(
                 f"lm-eval's task {task}",
                 expected="a task whose data are in files, or in the cache of datasets",
@@ -105,14 +105,14 @@ def _loaded(tasks: Sequence[str]) -> list[Any]:
 
 @functools.cache
 def _every_task() -> Any:
-    """Those that lm-eval has itself, fourteen thousand files."""
+    """The tasks that lm-eval brings, fourteen thousand files."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager()
 
 
 def _metrics(figures: dict[str, Any]) -> dict[str, float]:
-    """``{"acc,none": 0.5, ...}`` by name of the metric, with that of a filter where there is one."""
+    """``{"acc,none": 0.5, ...}`` by name of the metric, and of its filter if there is one."""
     found = {}
     for key, value in figures.items():
         name, comma, filtered = key.partition(",")
@@ -123,16 +123,16 @@ def _metrics(figures: dict[str, Any]) -> dict[str, float]:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """The Hub and ``datasets`` get nothing from the network meanwhile."""
+    """Keep the Hub and ``datasets`` off the network."""
     import datasets.config
     import huggingface_hub.constants
 
-    places: list[Any] = [datasets.config, huggingface_hub.constants]
-    before = [place.HF_HUB_OFFLINE for place in places]
+    modules: list[Any] = [datasets.config, huggingface_hub.constants]
+    before = [module.HF_HUB_OFFLINE for module in modules]
     try:
-        for place in places:
-            place.HF_HUB_OFFLINE = True
+        for module in modules:
+            module.HF_HUB_OFFLINE = True
         yield
     finally:
-        for place, value in zip(places, before, strict=True):
-            place.HF_HUB_OFFLINE = value
+        for module, value in zip(modules, before, strict=True):
+            module.HF_HUB_OFFLINE = value

@@ -1,4 +1,4 @@
-"""Language-model loss, in units that compare across tokenizers: bits per byte of the text that was scored."""
+"""Language-model loss in bits per byte, which compares across tokenizers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LossReport:
 def logits_of(model: nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
     """``[B, T, V]`` logits of a Hugging Face model, or of any module that maps ids to logits.
 
-    Of a model that leaves out what is not in memory, as it decodes: row by row, token by token.
+    A model that leaves out neurons which are not in memory is given one token at a time, as in decoding.
     """
     if leaves_out(model):
         return torch.cat([torch.cat(by_token(model, ids_T)[0], 1) for ids_T in ids_BT])
@@ -62,9 +62,7 @@ def logits_of(model: nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
 
 
 def by_token(model: nn.Module, ids_T: torch.Tensor, cache: Any = None) -> tuple[list[torch.Tensor], Any]:
-    """``[1, 1, V]`` logits after each of ``ids_T``, which are read one by one after those of ``cache``; and the cache,
-    which is changed.
-    """
+    """``[1, 1, V]`` logits after each of ``ids_T``, fed one by one behind ``cache``, and the changed cache."""
     logits = []
     for id_ in ids_T:
         known = {} if cache is None else {cache_name(model): cache}
@@ -76,7 +74,7 @@ def by_token(model: nn.Module, ids_T: torch.Tensor, cache: Any = None) -> tuple[
 
 def _summed_nats(model: nn.Module, batches: Iterable[torch.Tensor]) -> tuple[float, int]:
     total, count = 0.0, 0
-    # a loss over windows must show what decoding token by token would drop
+    # sparse as in decoding, so that the loss shows what is dropped
     with evaluating(model), sparse_only():
         for ids_BT in batches:
             logits_BTV = logits_of(model, ids_BT[:, :-1])
@@ -88,7 +86,7 @@ def _summed_nats(model: nn.Module, batches: Iterable[torch.Tensor]) -> tuple[flo
 
 
 def finite(what: str, value: float) -> float:
-    """``value``. Raises NonFiniteError: it is no number, or infinite."""
+    """``value``. Raises NonFiniteError: it is NaN or infinite."""
     if not math.isfinite(value):
         raise NonFiniteError(
             what,
@@ -120,7 +118,7 @@ def nats_per_token(model: nn.Module, batches: Iterable[torch.Tensor]) -> float:
 
 @dataclass(frozen=True)
 class _Scored:
-    """Tokens ``ids[first:]`` are scored, ``text_bytes`` is their length; ``bos`` is empty or starts every window."""
+    """``ids[first:]`` are scored; ``text_bytes`` is their length; ``bos`` is empty or starts every window."""
 
     ids: torch.Tensor
     bos: torch.Tensor
@@ -129,16 +127,12 @@ class _Scored:
 
 
 def bos_of(tokenizer: Any) -> list[int]:
-    """The token that the tokenizer begins texts with, if it does."""
+    """The token that the tokenizer puts before texts, if any."""
     return [i for i in list(tokenizer("")["input_ids"])[:1] if i == tokenizer.bos_token_id]
 
 
 def _encode(tokenizer: Any, text: str, max_tokens: int | None) -> _Scored:
-    """Token ids of ``text``, cut so that both ends of what is scored lie between characters.
-
-    A byte-level token may hold half of a character; were it at either end, "the bytes of the scored
-    tokens" would not be bytes of the text.
-    """
+    """Token ids of ``text``; scoring starts and ends between characters, which byte-level tokens may split."""
     bos = bos_of(tokenizer)
     fast = bool(getattr(tokenizer, "is_fast", False))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
@@ -162,7 +156,7 @@ def _encode(tokenizer: Any, text: str, max_tokens: int | None) -> _Scored:
             fix="Pass a longer text.",
         )
     if fast:
-        # From the end of the token before, so that spaces which a tokenizer drops count as well.
+        # from the end of the token before: dropped spaces count too
         start_char = spans[first - 1][1] if first else 0
         text_bytes = len(text[start_char : spans[stop - 1][1]].encode())
     else:
@@ -194,9 +188,9 @@ def bits_per_byte(
 ) -> LossReport:
     """Loss of ``model`` on ``text``, in disjoint windows.
 
-    Every token is scored once, the first excepted (unless the tokenizer starts texts with a BOS token, which
-    then precedes every window). Context never reaches beyond ``window`` tokens. A model over a store that leaves out
-    what is not in memory (``OffloadConfig.lossy``) is given one token at a time, as in decoding, which takes as long.
+    Every token but the first is scored once. If the tokenizer adds a BOS token, it precedes every window, and the first
+    token is scored too. Context never exceeds ``window`` tokens. A model with ``OffloadConfig.lossy`` gets one token at
+    a time, as in decoding, and takes as long.
 
     Args:
         model: a causal language model; left in the mode it was in.
@@ -204,7 +198,7 @@ def bits_per_byte(
         text: what to score.
         window: scored tokens per row.
         batch_size: rows per forward pass.
-        max_tokens: score no more than these many tokens (up to three fewer, to end between characters).
+        max_tokens: score at most this many tokens (up to three fewer, to end between characters).
         progress: show a bar on standard error where that is a terminal.
 
     Raises:
@@ -238,10 +232,9 @@ def paired_loss(
     max_tokens: int | None = None,
     until: Callable[[], bool] = lambda: False,
 ) -> tuple[list[float], int]:
-    """Nats per token of each model on the same windows of ``text``, and how many tokens these have.
+    """Nats per token of each model on the same windows of ``text``, and the number of scored tokens.
 
-    Models take turns, window by window, and no further one is begun once ``until`` says so: after any number of them
-    all were asked the same.
+    Models take turns, window by window, until ``until()`` is true.
 
     Raises:
         CalibrationError, NonFiniteError: as :func:`bits_per_byte`.

@@ -1,17 +1,22 @@
-"""Two models answer the same questions about a text: how often each is right, and how sure the difference is.
+"""Questions made from any text, and how two models answer them, with confidence intervals of the difference.
 
-The questions are those of :mod:`torch_pi2.eval.items`. A model's answer is the ending of largest likelihood, as lm-eval
-has it for choices.
+Each question asks which of a few endings follows a context, in the style of lm-eval's multiple-choice tasks. It needs
+only a text, which may be one that no model was trained on. No language is assumed, except that Python's keywords do not
+count as identifiers. A model's answer is the ending of largest likelihood.
 """
 
 from __future__ import annotations
 
 import copy
+import keyword
 import math
+import random
+import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -22,18 +27,183 @@ from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.progress import bar
 from torch_pi2.decode.broadcast import coordinator_of
 from torch_pi2.decode.kv_cache import cache_name, cache_of
-from torch_pi2.errors import ConfigError
-from torch_pi2.eval.items import Item
+from torch_pi2.errors import CalibrationError, ConfigError, check_choice
 from torch_pi2.eval.loss import bos_of, by_token, finite, logits_of
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.rewrite.handle import leaves_out
 
-#: Of the normal distribution: 95 % lie within so many standard deviations.
+#: A word that ends a line or a sentence.
+_LAST_WORD = re.compile(r"(?<=\W)[^\W\d_]\w+(?=[^\w\n]{0,3}\n|[.!?]\s)")
+#: A name that is called, indexed or assigned to, or that has attributes.
+_IDENTIFIER = re.compile(r"\b[^\W\d]\w{2,}(?=[(\[=]|\.\w| = )")
+_WORD = re.compile(r"\b[^\W\d_]{3,12}\b")
+_LINE_END = re.compile("\n")
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
+#: Characters between two brackets, and before any question, at least.
+_LEAST_INSIDE, _LEAST_CONTEXT = 8, 64
+#: Words of a copied line.
+_COPIED = 8
+#: Endings of a question; of brackets there are three kinds.
+_ENDINGS = 4
+
+
+@dataclass(frozen=True)
+class Item:
+    """A question: which of ``endings`` follows ``context``?
+
+    Attributes:
+        task: a key of :data:`TASKS`. right: index of the true ending.
+    """
+
+    task: str
+    context: str
+    endings: tuple[str, ...]
+    right: int
+
+
+@checked
+def make_items(
+    text: str, tasks: Sequence[str] = (), *, limit: int = 200, context: int = 256, seed: int = 0
+) -> list[Item]:
+    """Up to ``limit`` questions of each of ``tasks`` (default: all of :data:`TASKS`), from random places of ``text``.
+
+    The same text and settings give the same questions.
+
+    Args:
+        text: a form feed and a newline separate documents; no context spans two.
+        context: characters before an ending, at most.
+
+    Raises:
+        ConfigError: unknown task, or ``limit`` or ``context`` too small. CalibrationError: the text has no question for
+            one of the tasks.
+    """
+    for name, value, least in (("limit", limit, 1), ("context", context, 2 * _LEAST_CONTEXT)):
+        if value < least:
+            raise ConfigError(name, expected=f"{least} or more", found=str(value), fix="Choose a larger number.")
+    documents, items = text.split("\f\n"), []
+    for task in tasks or TASKS:
+        check_choice("task", task, TASKS, "Choose one of them.")
+        # own random numbers for each task, independent of the other tasks
+        found = TASKS[task](documents, context, random.Random(f"{seed} {task}"))
+        some = [item for item, _ in zip(found, range(limit))]
+        if not some:
+            raise CalibrationError(
+                f"text for {task}",
+                expected=f"at least one place for a question of it, after {_LEAST_CONTEXT} characters or more",
+                found=f"none in {len(text)} characters",
+                fix="Pass a longer text, or leave this task out.",
+            )
+        items += some
+    return items
+
+
+def _before(document: str, at: int, most: int) -> str:
+    """Up to ``most`` characters before ``at``, from the start of a line if there is one."""
+    start = max(0, at - most)
+    line = document.find("\n", max(0, start - 1), at) + 1
+    return document[line if start and line else start : at]
+
+
+def _places(documents: Sequence[str], pattern: re.Pattern[str], draw: random.Random) -> list[tuple[str, re.Match[str]]]:
+    """Matches of the pattern in random order, one of each document in turn, so that long documents do not dominate."""
+    found = [[(document, match) for match in pattern.finditer(document, _LEAST_CONTEXT)] for document in documents]
+    for some in found:
+        draw.shuffle(some)
+    draw.shuffle(found)
+    return [place for turn in zip_longest(*found) for place in turn if place is not None]
+
+
+def _item(task: str, context: str, true: str, others: Sequence[str], draw: random.Random) -> Item:
+    endings = [true, *others]
+    draw.shuffle(endings)
+    return Item(task, context, tuple(endings), endings.index(true))
+
+
+def _cloze(documents: Sequence[str], most: int, draw: random.Random) -> Iterator[Item]:
+    """The last word of a line or sentence, among last words of other lines."""
+    places = _places(documents, _LAST_WORD, draw)
+    words = [match[0] for _, match in places]
+    if len(set(words)) < _ENDINGS:
+        return
+    for document, match in places:
+        chosen = {match[0]: None}
+        while len(chosen) < _ENDINGS:
+            chosen[draw.choice(words)] = None
+        end = document[match.end() : match.end() + 1]  # that a word ends is a part of it
+        true, *others = (word + end for word in chosen)
+        yield _item("cloze", _before(document, match.start(), most), true, others, draw)
+
+
+def _identifiers(documents: Sequence[str], most: int, draw: random.Random) -> Iterator[Item]:
+    """Which identifier of the context comes next?"""
+    for document, match in _places(documents, _IDENTIFIER, draw):
+        context = _before(document, match.start(), most)
+        known = {found[0] for found in _IDENTIFIER.finditer(context)}
+        others = sorted(word for word in known - {match[0]} if not keyword.iskeyword(word))
+        if match[0] not in known or keyword.iskeyword(match[0]) or len(others) < _ENDINGS - 1:
+            continue
+        end = document[match.end()]
+        chosen = [word + end for word in draw.sample(others, _ENDINGS - 1)]
+        yield _item("identifiers", context, match[0] + end, chosen, draw)
+
+
+def _brackets(documents: Sequence[str], most: int, draw: random.Random) -> Iterator[Item]:
+    """Which closing bracket comes next? Kinds alternate as long as there are places of each."""
+    places: dict[str, list[tuple[str, int]]] = {kind: [] for kind in _CLOSING.values()}
+    for document in documents:
+        for opened, closed in _pairs(document):
+            if closed - opened > _LEAST_INSIDE and len(_before(document, closed, most)) >= closed - opened:
+                places[document[closed]].append((document, closed))
+    for some in places.values():
+        draw.shuffle(some)
+    while any(places.values()):
+        for kind, some in places.items():
+            if some:
+                document, at = some.pop()
+                others = [other for other in places if other != kind]
+                yield _item("brackets", _before(document, at, most), kind, others, draw)
+
+
+def _pairs(document: str) -> Iterator[tuple[int, int]]:
+    """Positions of matching brackets; a mismatch (in a string, say) drops all open ones."""
+    opened: list[int] = []
+    for match in re.finditer(r"[()\[\]{}]", document):
+        if match[0] in _CLOSING:
+            opened.append(match.start())
+        elif opened and match[0] == _CLOSING[document[opened[-1]]]:
+            yield opened.pop(), match.start()
+        else:
+            opened.clear()
+
+
+def _copying(documents: Sequence[str], most: int, draw: random.Random) -> Iterator[Item]:
+    """The next word of a repeated line of random words, among other words of the line."""
+    words = sorted({match[0] for document in documents for match in _WORD.finditer(document)})
+    if len(words) < _COPIED:
+        return
+    for document, match in _places(documents, _LINE_END, draw):
+        line = draw.sample(words, _COPIED)
+        at = draw.randrange(1, _COPIED)
+        others = draw.sample([*line[: at - 1], *line[at + 1 :]], _ENDINGS - 1)  # not the word before
+        around = _before(document, match.end(), most // 4)
+        context = f"{around}{' '.join(line)}\n{around}{' '.join(line[:at])} "
+        yield _item("copying", context, f"{line[at]} ", [f"{word} " for word in others], draw)
+
+
+#: Name -> generator of questions, given documents, characters of context, and random numbers.
+TASKS: dict[str, Callable[[Sequence[str], int, random.Random], Iterator[Item]]] = {
+    "cloze": _cloze,
+    "identifiers": _identifiers,
+    "brackets": _brackets,
+    "copying": _copying,
+}
+
+#: 95 % of a normal distribution lie within this many standard deviations.
 _Z = 1.959964
 
 
 class Stepwise(Protocol):
-    """What reads tokens one by one, such as :class:`torch_pi2.export.run.Bundle`."""
+    """A model that reads tokens one by one, such as :class:`torch_pi2.export.run.Bundle`."""
 
     def logits(self, ids: Sequence[int], prompt: int = 1) -> torch.Tensor:
         """``[T, V]`` of ``ids``."""
@@ -41,7 +211,7 @@ class Stepwise(Protocol):
 
 @dataclass(frozen=True)
 class Answer:
-    """To one item: place of the likeliest ending, and of the true one its rank by likelihood, from 1."""
+    """Index of the likeliest ending, and rank of the true one by likelihood, from 1."""
 
     chosen: int
     rank: int
@@ -49,13 +219,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of a model's answers from those of a first one, to the same items.
+    """Differences between two models' answers to the same items.
 
     Attributes:
-        items: how many. chance: share that guessing gets right. accuracy: share of right answers, of the first model
-            and the second. difference: the second's accuracy less the first's. interval: in which it lies with 95 %
-            confidence, as Bonett and Price (2012) have it for paired shares: for items drawn independently.
-        changed: share of items with another answer. reciprocal_rank: mean of 1 / rank of the true ending, of both.
+        items: how many. chance: accuracy of guessing. accuracy: of the first model and the second.
+        difference: the second's accuracy less the first's. interval: its 95 % confidence interval (Bonett and Price,
+            2012, for paired shares and independent items).
+        changed: share of items with another answer. reciprocal_rank: mean of 1 / rank of the true ending, for both.
     """
 
     items: int
@@ -74,9 +244,9 @@ class Difference:
 def answers(
     model: nn.Module | Stepwise, tokenizer: Any, items: Sequence[Item], *, window: int = 256, progress: bool = False
 ) -> list[Answer]:
-    """What ``model`` answers to each of ``items``.
+    """The answers of ``model`` to ``items``.
 
-    Texts are compared from the first token on that differs, so that it is of no matter where tokens end.
+    Texts are compared from the first token that differs, so that tokens may span context and ending.
 
     Args:
         model: a causal model of transformers, a module that maps ids to logits, or what reads token by token. Modules
@@ -98,25 +268,25 @@ def answers(
 
 
 def _tokens(tokenizer: Any, item: Item, window: int) -> tuple[list[int], list[list[int]]]:
-    """With what the texts of all endings begin, and how each goes on."""
+    """The tokens that the texts of all endings share, and the rest of each."""
     bos = bos_of(tokenizer)
     texts = (item.context + ending for ending in item.endings)
     rows = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
     first = next((i for i, ids in enumerate(zip(*rows)) if len(set(ids)) > 1), min(map(len, rows)) - 1)
     longest = max(len(ids) - first for ids in rows)
-    room = window - longest - len(bos)
-    if room + len(bos) < 1:
+    left = window - longest - len(bos)
+    if left + len(bos) < 1:
         raise ConfigError(
             "window",
-            expected=f"more than {longest} tokens, which an ending for {item.task} has",
+            expected=f"more than {longest} tokens, the length of an ending of {item.task}",
             found=str(window),
             fix="Choose a larger one.",
         )
-    return [*bos, *rows[0][max(0, first - room) : first]], [ids[first:] for ids in rows]
+    return [*bos, *rows[0][max(0, first - left) : first]], [ids[first:] for ids in rows]
 
 
 def _logits(model: nn.Module | Stepwise, shared: list[int], endings: list[list[int]]) -> list[torch.Tensor]:
-    """Logits ``[1 + T, V]`` after ``shared``, and after each of the ``T`` tokens of every ending behind it."""
+    """For each ending, logits ``[1 + T, V]`` after ``shared`` and after each of its ``T`` tokens."""
     if not isinstance(model, nn.Module):
         known = {ids: model.logits([*shared, *ids])[len(shared) - 1 :] for ids in {*map(tuple, endings)}}
         return [known[tuple(ids)] for ids in endings]
@@ -125,7 +295,7 @@ def _logits(model: nn.Module | Stepwise, shared: list[int], endings: list[list[i
         rest = [by_token(model, torch.tensor(ids), copy.deepcopy(cache))[0] for ids in endings]
         return [torch.cat([read[-1], *more], 1)[0] for more in rest]
     longest = max(map(len, endings))
-    # what stands behind a text changes nothing before it
+    # padding at the end changes nothing before it
     padded_NT = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in endings], dtype=torch.long)
     shared_1T, n = torch.tensor([shared]), len(endings)
     if getattr(getattr(model, "config", None), "use_cache", None) is None or coordinator_of(model) is not None:
@@ -152,7 +322,7 @@ def _answer(item: Item, likelihoods: Sequence[float]) -> Answer:
 
 
 def differences(items: Sequence[Item], first: Sequence[Answer], second: Sequence[Answer]) -> dict[str, Difference]:
-    """By task, and of ``all`` tasks: what :func:`answers` gave of two models for ``items``."""
+    """Differences by task and of ``all`` tasks, from the :func:`answers` of two models to ``items``."""
     by_task: dict[str, list[tuple[Item, Answer, Answer]]] = defaultdict(list)
     for triple in zip(items, first, second, strict=True):
         by_task[triple[0].task].append(triple)
@@ -178,9 +348,9 @@ def _difference(triples: Sequence[tuple[Item, Answer, Answer]]) -> Difference:
 
 
 def _interval(gained: int, lost: int, n: int) -> tuple[float, float]:
-    """Of the difference of two paired shares, 95 %: Bonett and Price, J. Educ. Behav. Stat. 37 (2012), 479-488.
+    """95 % interval of the difference of two paired shares: Bonett and Price, J. Educ. Behav. Stat. 37 (2012), 479-488.
 
-    Where no item changed it does not shrink to nothing, as that of a bootstrap would.
+    Unlike a bootstrap's, it does not shrink to nothing where no item changed.
     """
     up, down = (gained + 1) / (n + 2), (lost + 1) / (n + 2)
     half = _Z * math.sqrt((up + down - (up - down) ** 2) / (n + 2))

@@ -1,8 +1,7 @@
-"""Milliseconds per generated token, in all and inside the feed-forward layers.
+"""Milliseconds per generated token, in total and inside the feed-forward layers.
 
-Decoding is a plain greedy loop, one token a step, over the model's own KV cache or a Decoder's, so that what is timed
-is the model and not ``generate``'s bookkeeping. Two models are compared by *alternating* rounds: a machine that
-slows down for a while slows both.
+Decoding is a plain greedy loop over the model's own KV cache or a Decoder's, so that the model is timed and not the
+bookkeeping of ``generate``. Models are compared in *alternating* rounds: a machine that slows down slows all of them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch_pi2.types.site import FFNSite
 
 @dataclass(frozen=True)
 class DecodeTiming:
-    """Medians over rounds, in milliseconds per decoded token; ``ffn_ms`` is 0 if no modules were named."""
+    """Medians over rounds, in milliseconds per token; ``ffn_ms`` is 0 if no modules were named."""
 
     total_ms: float
     ffn_ms: float
@@ -37,10 +36,7 @@ class DecodeTiming:
 
 @dataclass(frozen=True)
 class DecodeComparison:
-    """Two models timed in alternating rounds; ``ffn_speedup`` and ``total_speedup`` are dense over sparse.
-
-    ``speedups``: that in all, of each round.
-    """
+    """Two models timed in alternating rounds; speedups are dense over sparse. ``speedups``: the total one, by round."""
 
     dense: DecodeTiming
     sparse: DecodeTiming
@@ -99,7 +95,7 @@ def _decode_round(
         started = time.perf_counter()
         for _ in range(new_tokens):
             next_B1 = model.step(next_B1)
-        next_B1.cpu()  # a GPU has done it
+        next_B1.cpu()  # waits for a GPU
         return (time.perf_counter() - started) * 1e3 / new_tokens, 0.0
     name = cache_name(model)
     with evaluating(model):
@@ -118,10 +114,10 @@ def _median(rounds: list[tuple[float, float]]) -> DecodeTiming:
 
 
 def ffn_modules(dense: nn.Module, sites: Iterable[FFNSite]) -> list[str]:
-    """Names of the modules in which the FFNs of ``sites`` are computed, in the dense and in the sparse form.
+    """Names of the modules that compute the FFNs of ``sites``, in the dense and in the sparse form.
 
-    Where an FFN is not a module of its own (OPT: linears of the decoder layer) these are its linears and what
-    lies between them, whose places the sparse form takes.
+    Where an FFN is not a module of its own (OPT: linears of the decoder layer) these are its linears and what lies
+    between them.
     """
     names: list[str] = []
     for site in sites:
@@ -200,7 +196,7 @@ def _alternate(
     rounds: int,
     names: list[str],
 ) -> list[list[tuple[float, float]]]:
-    """Of each model its rounds, as :func:`_decode_round` measures them."""
+    """Rounds of :func:`_decode_round` for each model."""
     if new_tokens < 1 or rounds < 1 or warmup < 0:
         raise ConfigError(
             "new_tokens, rounds, warmup",

@@ -1,4 +1,4 @@
-"""Makes a :class:`torch_pi2.types.verdict.Verdict`: dense against sparse, in some seconds whatever the model's size."""
+"""Measures a :class:`torch_pi2.types.verdict.Verdict`, dense against sparse, within seconds for any model."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.types.plan import Plan, lossy_methods
 from torch_pi2.types.verdict import Loss, Speed, Verdict
 
-#: Of a sequence that is decoded, before the clock starts.
+#: Tokens before the clock starts.
 _PROMPT = 16
 _ROUNDS, _MOST_TOKENS = 5, 32
-#: Scored, at most: of a text of so many bytes.
+#: Tokens to score, at most, and bytes of their text.
 _SCORED, _TEXT_BYTES = 4096, 64_000
 
 
@@ -48,18 +48,17 @@ def judge(
 ) -> Verdict:
     """Measure an optimised model beside its dense form.
 
-    Two halves of ``seconds`` go to decoding (batch 1, rounds that alternate, medians) and to the loss on text that
-    nothing was fitted to (the held-out half of Python's standard library); a step or a window of text that takes
-    longer than its half is run a few times all the same.
+    Half of ``seconds`` goes to decoding (batch 1, alternating rounds, medians), half to the loss on text that nothing
+    was fitted to (the held-out half of the standard library). Slow steps or windows run a few times all the same.
 
     Args:
-        sparse: optimised; in memory, or over a store. dense: the model that it was made of; None: there is none here.
-        folder: in which ``sparse`` is. tokenizer: None: no loss is measured. made: see the verdict's.
-        dense_bytes: None: taken from ``dense``. not_measured: why, by what, where it is known already.
+        sparse: optimised; in memory, or over a store. dense: the model that it was made from; None: not available.
+        folder: of ``sparse``. tokenizer: None: no loss is measured. made: as in the verdict.
+        dense_bytes: None: taken from ``dense``. not_measured: known reasons, by what is not measured.
         lossy: beside what the plan and the weights say. trust_remote_code: for the folder's tokenizer.
 
     Raises:
-        ConfigError: ``sparse`` is not optimised. NonFiniteError: a loss is no number.
+        ConfigError: ``sparse`` is not optimised. NonFiniteError: a loss is NaN or infinite.
     """
     folder, why = Path(folder), dict(not_measured or {})
     parts = parts_of(sparse)
@@ -88,7 +87,7 @@ def unmeasured(
     dense_bytes: int | None = None,
     not_measured: Mapping[str, str] | None = None,
 ) -> Verdict:
-    """What is known of ``folder`` without running it: arguments as of :func:`judge`; ``weights``: how they are kept."""
+    """The verdict on ``folder`` without running it. Arguments: as :func:`judge`; ``weights``: their format."""
     about = process.describe()
     return Verdict(
         model_hash=plan.model_hash,
@@ -106,12 +105,12 @@ def unmeasured(
 
 
 def bytes_of(model: nn.Module) -> int:
-    """Of its parameters and buffers; what is shared counts once."""
+    """Bytes of parameters and buffers; shared ones count once."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 def weight_bytes(folder: Path) -> int:
-    """Of the files of a model folder that hold weights or predictors."""
+    """Bytes of the files in a model folder that hold weights or predictors."""
     names = ("weights.safetensors", "predictors.safetensors", "model.pi2")
     inner = [folder / PI2_FOLDER / name for name in names]
     return sum(path.stat().st_size for path in (*folder.glob("model*.safetensors"), *inner) if path.is_file())
@@ -135,7 +134,7 @@ def _lossy(plan: Plan, weights: str) -> tuple[str, ...]:
 def _speed(sparse: nn.Module, dense: nn.Module | None, fed: Tokens, seconds: float) -> Speed:
     prompt = fed.draw(_PROMPT)
     models, steps = _as_generated([sparse] if dense is None else [dense, sparse], prompt)
-    for model in models:  # pages that were never touched, memory that was never asked for, steps not recorded yet
+    for model in models:  # warm-up: page faults, allocations, recording of steps
         time_decode(model, prompt, new_tokens=2, warmup=0, rounds=1)
     step_s = sum(time_decode(model, prompt, new_tokens=1, warmup=0, rounds=3).total_ms for model in models) / 1e3
     tokens = max(1, min(_MOST_TOKENS, int(seconds / (_ROUNDS + 1) / step_s)))
@@ -149,7 +148,7 @@ def _speed(sparse: nn.Module, dense: nn.Module | None, fed: Tokens, seconds: flo
 
 
 def _as_generated(models: Sequence[nn.Module], prompt: torch.Tensor) -> tuple[Sequence[nn.Module | Decoder], str]:
-    """Each with the steps that :func:`torch_pi2.generate` runs, or all with those of transformers; how, in words."""
+    """All with the steps of :func:`torch_pi2.generate`, or all with those of transformers; and which, in words."""
     try:
         decoders = [Decoder(model, max_tokens=_PROMPT + _MOST_TOKENS, compiled=False) for model in models]
         for decoder in decoders:

@@ -1,4 +1,4 @@
-"""How much of the dense work the sparse layers really did, from the operators' own counters."""
+"""How much of the dense work the sparse layers did, from the operators' counters."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch_pi2.observe import counters
 
 @dataclass
 class Work:
-    """Counted in (token, neuron) pairs over all FFNs that were rewritten.
+    """Counted in (token, neuron) pairs over all sparse FFNs.
 
     Attributes:
         neurons: pairs that a dense model would have computed.
         gate_rows: pairs of which the first matrix row was used (gate, or up in a plain FFN).
         up_rows: pairs of which the up row of a gated FFN was used; down_rows: of which the down column was.
 
-    The shares are None where no rewritten FFN ran.
+    The shares are None if no sparse FFN ran.
     """
 
     neurons: int = 0
@@ -33,7 +33,7 @@ class Work:
 
     @property
     def neurons_computed(self) -> float | None:
-        """Share of pairs of which anything was computed: 1 for the exact gate, which looks at every gate."""
+        """Share of pairs that were computed at all: 1 for the exact gate, which computes every gate."""
         return self._share(self.gate_rows)
 
     @property
@@ -43,7 +43,7 @@ class Work:
 
     @property
     def rows_used(self) -> float | None:
-        """Share of matrix rows used, which is the share of FFN weights that had to be read for one token."""
+        """Share of matrix rows used: the share of FFN weights that was read for one token."""
         used = self.gate_rows + self.up_rows + self.down_rows
         return used / self.dense_rows if self.dense_rows else None
 
@@ -54,11 +54,10 @@ class Work:
 
 @contextmanager
 def work() -> Iterator[Work]:
-    """Counts what the operators do inside the block; the result is complete when the block ends.
+    """Count the work inside the block; the result is complete when the block ends.
 
-    Inside, layers work sparsely however many tokens there are, as in decoding, so that there is something to count
-    (:func:`torch_pi2.layers.prompt.sparse_only`). The counters are process-wide, so nothing else may run sparse layers
-    meanwhile. They are not reset.
+    Inside it layers are sparse for any number of tokens, as in decoding (:func:`torch_pi2.layers.prompt.sparse_only`).
+    The counters are process-wide: nothing else may run sparse layers meanwhile. They are not reset.
     """
     done = Work()
     before = counters.read()

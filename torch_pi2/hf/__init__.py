@@ -1,10 +1,10 @@
-"""Folders of ours in transformers: ``from_pretrained(folder)``, ``pipeline(model=folder)``, ``transformers serve``.
+"""Our folders in transformers: ``from_pretrained(folder)``, ``pipeline(model=folder)``, ``transformers serve``.
 
     import torch_pi2.hf
     model = AutoModelForCausalLM.from_pretrained("store")
 
-Importing this is what registers us with transformers, as a quantisation method (:mod:`torch_pi2.hf.register`), since it
-asks no package by itself. ``python -m torch_pi2.hf`` is its command line with us in it.
+Importing this module registers a quantisation method with transformers (:mod:`torch_pi2.hf.register`), which does not
+look for plug-ins. ``python -m torch_pi2.hf`` is the command line of transformers with it.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""``python -m torch_pi2.hf ARGUMENTS``: ``transformers ARGUMENTS``, which opens folders of ours, too."""
+"""``python -m torch_pi2.hf ARGUMENTS``: ``transformers ARGUMENTS``, with support for our folders."""
 
 from transformers.cli.transformers import app
 

@@ -1,8 +1,8 @@
-"""What transformers calls when it opens a folder of ours: our loader in the place of its own.
+"""``Pi2Quantizer``: what transformers calls to open one of our folders; it puts our loader in place of its own.
 
-transformers makes the model without weights, reads files into it, and hands it over. Between the first and the last of
-these the model is emptied, so that there is nothing to read or to initialise; then :func:`torch_pi2.load` reads the
-folder, and the model becomes what that made.
+transformers creates the model without weights, reads files into it, and returns it. We empty the model before the
+second step, so that there is nothing to read or to initialise; then :func:`torch_pi2.load` reads the folder, and the
+model takes over the attributes of the loaded one.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from torch_pi2.store.folder import HF_FILE, PI2_FOLDER
 from torch_pi2.store.storefile import STORE_FILE, weights_path
 from torch_pi2.store.weights import WEIGHTS_FILE
 
-#: Of the emptied model, and to be kept: what transformers has set meanwhile.
-_THEIRS = ("generation_config", "generate", "is_quantized", "quantization_method", "hf_quantizer")
-#: Where the computing is decided by ``gpu_memory``, not by a map of modules.
-_ANYWHERE = ("auto", "balanced", "balanced_low_0", "sequential")
+#: Attributes that transformers has set on the emptied model, which are kept.
+_KEPT_ATTRIBUTES = ("generation_config", "generate", "is_quantized", "quantization_method", "hf_quantizer")
+#: Device maps that are accepted; ``gpu_memory`` decides what is on a GPU.
+_ANY_DEVICE = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 class Pi2Quantizer(HfQuantizer):
-    """One use of ``from_pretrained`` for a folder of ours.
+    """One call of ``from_pretrained`` for one of our folders.
 
-    Raises: as :func:`torch_pi2.load`; ConfigError or DeviceError for arguments that cannot be heeded;
-        UnsupportedModelError for another class than the folder's.
+    Raises: as :func:`torch_pi2.load`; ConfigError or DeviceError for unsupported arguments; UnsupportedModelError for
+        another class than the folder's.
     """
 
     quantization_config: Pi2QuantizationConfig
@@ -46,7 +46,7 @@ class Pi2Quantizer(HfQuantizer):
     def update_device_map(self, device_map: Any) -> None:
         places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
         for place in places:
-            if place is None or place in _ANYWHERE or (isinstance(place, str | torch.device) and _is_cpu(place)):
+            if place is None or place in _ANY_DEVICE or (isinstance(place, str | torch.device) and _is_cpu(place)):
                 continue
             raise DeviceError(
                 "from_pretrained(device_map=...)",
@@ -56,7 +56,7 @@ class Pi2Quantizer(HfQuantizer):
             )
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """The first hook that sees ``config``, before files are looked for: say which one to read."""
+        """The first hook that sees ``config``, before files are searched: name the file to read."""
         own = self.quantization_config
         if getattr(config, "distributed_config", None) is not None:
             raise ConfigError(
@@ -65,13 +65,13 @@ class Pi2Quantizer(HfQuantizer):
                 found="a part of the model for each of several",
                 fix="Leave distributed_config, tp_plan and tp_size out.",
             )
-        if own.weights is not None:  # of a folder that says that its weights are ours
+        if own.weights is not None:  # config.json says that the weights are in our format
             config.transformers_weights = HF_FILE
             if config.dtype is None and own.dtype is not None:
                 config.dtype = DTYPES[own.dtype]
         return config
 
-    #: Its name in transformers before there was that hook.
+    #: Older versions of transformers call this hook instead.
     update_tp_plan = update_attn_implementation
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -101,12 +101,12 @@ class Pi2Quantizer(HfQuantizer):
         config = copy.deepcopy(model.config)
         del config.quantization_config
         how = LoadSettings(config=config, trust_remote_code=_is_remote(model), **settings)
-        made: Any = read_model(self._folder, how)
-        if type(made) is not type(model):
-            raise _other_class(type(made).__name__, model, self._folder)
-        theirs = {name: vars(model)[name] for name in _THEIRS if name in vars(model)}
+        loaded: Any = read_model(self._folder, how)
+        if type(loaded) is not type(model):
+            raise _other_class(type(loaded).__name__, model, self._folder)
+        kept = {name: vars(model)[name] for name in _KEPT_ATTRIBUTES if name in vars(model)}
         vars(model).clear()
-        vars(model).update(vars(made) | theirs)
+        vars(model).update(vars(loaded) | kept)
         model.config.quantization_config = self.quantization_config
         return finish_loading(model, gpu_bytes)
 
@@ -114,7 +114,7 @@ class Pi2Quantizer(HfQuantizer):
         return True
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, str]]:
-        """Nothing: :mod:`torch_pi2.hf.saving` writes what is not configuration."""
+        """Nothing: :mod:`torch_pi2.hf.register` writes the weights."""
         return {}, {}
 
     @property
@@ -127,29 +127,29 @@ def _is_cpu(place: str | torch.device) -> bool:
 
 
 def _is_remote(model: Any) -> bool:
-    """Whether the code of its class came with the folder, which the user has said may run."""
+    """Whether its class is code of the folder, which the user has allowed to run."""
     return type(model).__module__.startswith("transformers_modules")
 
 
 def _check_class(model: Any, folder: Path) -> None:
-    """Raises UnsupportedModelError: the folder is of another class."""
+    """Raises UnsupportedModelError: the folder is for another class."""
     wanted = (getattr(model.config, "architectures", None) or [type(model).__name__])[0]
     if type(model).__name__ != wanted:
         raise _other_class(wanted, model, folder)
 
 
 def _other_class(wanted: str, model: Any, folder: Path) -> UnsupportedModelError:
-    """No ValueError: a pipeline of another task would go on to the folder's class, and take logits for features."""
+    """Not a ValueError: a pipeline would catch it, try the folder's class, and take logits for features."""
     return UnsupportedModelError(
         f"opening {folder}",
         expected=f"a {wanted}, which its plan was made for",
         found=f"a {type(model).__name__}",
-        fix="Use AutoModelForCausalLM, and of what it gives model.model where the last layer is not wanted.",
+        fix="Use AutoModelForCausalLM; its model.model is the model without the last layer.",
     )
 
 
 def _check_there(file: Path) -> None:
-    """Raises ArtifactError: the folder has not what its config.json says."""
+    """Raises ArtifactError: the folder lacks what its config.json names."""
     with TensorReader(file) as reader:
         tensors = len(reader.specs)
     pi2 = file.parent / PI2_FOLDER
@@ -165,17 +165,17 @@ def _check_there(file: Path) -> None:
 
 
 def _fetch(name: str, folder: Path) -> None:
-    """What is in ``pi2/`` on the Hub, of whose model ``name`` transformers has put other files into ``folder``."""
+    """Download ``pi2/`` of the Hub's model ``name`` into ``folder``, where transformers has put the other files."""
     if weights_path(folder / PI2_FOLDER) is not None:
         return
     how: dict[str, Any] = {"revision": folder.name, "cache_dir": folder.parents[2]}
     weights = [f"{PI2_FOLDER}/{file}" for file in (WEIGHTS_FILE, STORE_FILE)]
     snapshot_download(name, allow_patterns=[f"{PI2_FOLDER}/*"], ignore_patterns=weights, **how)
-    snapshot_download(name, allow_patterns=weights, **how)  # last: where they are, all is
+    snapshot_download(name, allow_patterns=weights, **how)  # last: if they are there, the folder is complete
 
 
 def _empty(model: Any) -> None:
-    """Leave ``model`` no tensor, nor anything of transformers that knows of one."""
+    """Remove all tensors from ``model``, and what transformers keeps about them."""
     ignored = model._keys_to_ignore_on_load_unexpected  # a set, or in older ones a list or nothing
     vars(model).update(_modules={}, _parameters={}, _buffers={}, all_tied_weights_keys={}, _tp_plan={})
     vars(model).update(_keys_to_ignore_on_load_unexpected={".*"} if isinstance(ignored, set) else [".*"])

@@ -1,9 +1,13 @@
-"""Registering with transformers, which has no other way for who is not in its own lists."""
+"""Registration with transformers, and ``save_pretrained`` for models that were opened from our folders."""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -14,18 +18,25 @@ from transformers.quantizers.auto import (
     register_quantizer,
 )
 
+from torch_pi2.base.files import replacing_folder
+from torch_pi2.checkpoint.save_load import current_state, save_parts, save_without_weights
+from torch_pi2.checkpoint.sparse import save_weights
 from torch_pi2.errors import ConfigError
 from torch_pi2.hf.quantizer import Pi2Quantizer
-from torch_pi2.hf.saving import saving
 from torch_pi2.hf.settings import Pi2QuantizationConfig
-from torch_pi2.store.folder import HF_METHOD
+from torch_pi2.rewrite.handle import Handle, store_of
+from torch_pi2.store.folder import HF_METHOD, PI2_FOLDER, check_separate, declare
+from torch_pi2.store.trust import remember
+
+#: Arguments of ``save_pretrained`` that would write other files or values.
+_UNSUPPORTED = ("state_dict", "variant", "push_to_hub", "distributed_checkpoint")
 
 
 def register() -> None:
-    """Once in a process: the method and its settings, and two functions that only know methods of their own.
+    """Register the quantisation method and its settings, once in a process, and wrap two functions of transformers.
 
-    They are ``merge_quantization_configs``, which heeds what is passed beside a folder's own settings for classes in a
-    list alone, and ``save_pretrained``, which can write nothing but a state dict.
+    ``merge_quantization_configs`` takes settings beside a folder's own only for classes in a fixed list, and
+    ``save_pretrained`` can only write a state dict.
     """
     if HF_METHOD in AUTO_QUANTIZER_MAPPING:
         return
@@ -33,7 +44,7 @@ def register() -> None:
     register_quantizer(HF_METHOD)(Pi2Quantizer)
     merge: Any = staticmethod(_merging(AutoHfQuantizer.merge_quantization_configs))
     AutoHfQuantizer.merge_quantization_configs = merge
-    PreTrainedModel.save_pretrained = saving(PreTrainedModel.save_pretrained)
+    PreTrainedModel.save_pretrained = _saving(PreTrainedModel.save_pretrained)
 
 
 def _merging(usual: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,3 +67,56 @@ def _merging(usual: Callable[..., Any]) -> Callable[..., Any]:
         return passed.over(own)
 
     return merge
+
+
+def _saving(usual: Callable[..., Any]) -> Callable[..., Any]:
+    """``save_pretrained`` that writes models of ours as one of our folders, and calls ``usual`` for others."""
+    signature = inspect.signature(usual)
+
+    @functools.wraps(usual)
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = isinstance(getattr(self, "hf_quantizer", None), Pi2Quantizer)
+        if ours and Handle.of(self) is None:  # restored to an ordinary model
+            self.hf_quantizer.remove_quantization_config(self)
+            ours = False
+        given = signature.bind_partial(self, save_directory, *args, **kwargs).arguments
+        if not ours or given.get("state_dict") == {}:  # {}: our own call
+            return usual(self, save_directory, *args, **kwargs)
+        for name in _UNSUPPORTED:
+            if given.get(name):
+                raise ConfigError(
+                    f"save_pretrained({name}=...)",
+                    expected="a model with the weights that it was loaded with",
+                    found="other files or values to write",
+                    fix="Use model.push_to_hub(name)." if name == "push_to_hub" else "Leave it out.",
+                )
+        if given.get("is_main_process", True):
+            _write(self, Path(save_directory))
+        return None
+
+    return save_pretrained
+
+
+def _write(model: Any, folder: Path) -> None:
+    """Write ``pi2/`` and the configuration of ``model``; other files in ``folder`` stay, except dense weights.
+
+    Raises:
+        ConfigError: it is the folder of the store that ``model`` reads. ArtifactError: it cannot be written.
+        StaleArtifactError: predictors or thresholds were fitted to other weights.
+    """
+    store = store_of(model)
+    if store is None:
+        parts = current_state(model)
+    else:
+        check_separate("save_pretrained", store.path.parent.parent, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing_folder(folder / PI2_FOLDER) as staging:
+        if store is None:
+            save_parts(replace(parts, plan=save_weights(model, parts.plan, staging)), staging)
+        else:
+            for path in store.path.parent.iterdir():
+                if path.is_file():
+                    shutil.copyfile(path, staging / path.name)
+    save_without_weights(model, folder)
+    declare(folder)
+    remember(folder)

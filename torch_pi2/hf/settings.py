@@ -1,4 +1,4 @@
-"""``Pi2QuantizationConfig``: how transformers is to open a folder of ours."""
+"""``Pi2QuantizationConfig``: how transformers opens one of our folders."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from torch_pi2.types.plan import Plan
 
 
 class Pi2QuantizationConfig(QuantizationConfigMixin):
-    """What to pass as ``quantization_config``: settings of :func:`torch_pi2.load` by the same names.
+    """Settings of :func:`torch_pi2.load`, to be passed as ``quantization_config``.
 
-    A dict of them does as well, and so do they in ``quantization_config`` of a folder's config.json, for programs that
-    pass nothing (``transformers serve``); what is passed goes before. A folder of float weights opens as the dense
-    model that it is, unless one of these is passed.
+    A dict works as well, and so does ``quantization_config`` in a folder's config.json, for programs that pass nothing
+    (``transformers serve``); what is passed takes precedence. A folder of float weights opens as the dense model
+    unless a setting is passed.
 
     Args:
         activations, budget, offload, context, strict_budget, plan, gpu_memory, progress: of :func:`torch_pi2.load`;
             ``offload`` may be a mapping of the fields of an :class:`torch_pi2.OffloadConfig`.
-        quant_method, weights, dtype: what config.json says of the folder (docs/FORMATS.md); nothing to pass.
+        quant_method, weights, dtype: written into config.json (docs/FORMATS.md); not to be passed.
 
     Raises:
         ConfigError: there is no such setting, or it is of another type.
@@ -63,15 +63,15 @@ class Pi2QuantizationConfig(QuantizationConfigMixin):
         self.plan, self.gpu_memory, self.progress = plan, gpu_memory, progress
 
     def to_dict(self) -> dict[str, Any]:
-        """What is true of the folder, on any machine: how to open it is left out."""
+        """For config.json: what is true of the folder on any machine, without how to open it."""
         said = {"quant_method": HF_METHOD, "weights": self.weights, "dtype": self.dtype}
         return {name: value for name, value in said.items() if value is not None}
 
     def settings(self) -> dict[str, Any]:
-        """Those of :func:`torch_pi2.load` that were given."""
+        """The settings of :func:`torch_pi2.load` that were given."""
         named = {name: value for name, value in vars(self).items() if value is not None}
         return {name: value for name, value in named.items() if name not in ("quant_method", "weights", "dtype")}
 
     def over(self, own: Pi2QuantizationConfig) -> Pi2QuantizationConfig:
-        """What was passed, ``self``, before what the folder has of its ``own``."""
+        """These settings, and those of the folder's ``own`` that are not given here."""
         return Pi2QuantizationConfig(**own.settings() | self.settings(), weights=own.weights, dtype=own.dtype)

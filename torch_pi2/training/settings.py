@@ -1,18 +1,23 @@
-"""How a model is trained to be sparse."""
+"""Settings of ``sparsify``, and ``ResumeInfo``, which binds its checkpoints to a model, a text and settings."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TypedDict
 
-from torch_pi2.base.fields import argument, check_fields, limited
+from torch_pi2.base.fields import argument, check_fields, from_json, limited, to_json
+from torch_pi2.base.files import atomic_write, parse_json, read_text, writing
+from torch_pi2.errors import StaleArtifactError
+from torch_pi2.training.zeros import Measured
 
 #: ``relu-gate``: ``relu(gate) * up``, or ``relu(up)`` of plain FFNs; ``drelu``: ``relu(gate) * relu(up)``.
 ACTIVATIONS = ("relu-gate", "drelu")
-#: Steps between two looks at the zeros, after which the weight of the penalty changes.
+#: Steps between two changes of the weight of the penalty.
 STEER_EVERY = 10
 
-_CALLED = "sparsify({}=...)"
+_ARGUMENT = "sparsify({}=...)"
 
 
 @dataclass(frozen=True)
@@ -21,16 +26,16 @@ class SparsifySettings:
 
     Attributes:
         activation: ``relu-gate``: ReLU in place of the activation (ReLU Strikes Back, arXiv 2310.04564), by the name
-            in config.json; ``drelu``: of the up projection as well (TurboSparse, arXiv 2406.05955), which needs
-            modelling code of its own in the folder. FFNs that have exact zeros already stay as they are.
-        target_sparsity: share of exact zeros, mean over layers, that the weight of the penalty is steered to.
+            in config.json; ``drelu``: also on the up projection (TurboSparse, arXiv 2406.05955), which needs modelling
+            code in the folder. FFNs that have exact zeros already stay as they are.
+        target_sparsity: share of exact zeros, mean over layers, that the penalty is steered to.
         steps: of the optimiser; 0: one pass over the text.
-        batch: windows a step, over all processes. window: tokens of one. accumulate: forward passes a step.
-        learning_rate: its highest value; a cosine leads down to a tenth of it (TurboSparse's 5e-5 to 5e-6).
+        batch: windows a step, over all processes. window: its tokens. accumulate: forward passes a step.
+        learning_rate: the highest; a cosine decays to a tenth of it (TurboSparse's 5e-5 to 5e-6).
         lora: rank of LoRA adapters on all linear layers (package peft), merged at the end; 0: all weights are trained.
-        distill: share of the loss that is the divergence from the dense model's predictions, the rest being that of
+        distill: share of the loss that is the divergence from the dense model's predictions; the rest is the loss on
             the text. 0: the dense model is not kept.
-        revive: gate rows of neurons that never fired between two checkpoints are drawn anew.
+        revive: reinitialise the gate rows of neurons that never fired between two checkpoints.
         bf16: compute in bfloat16 (autocast; weights and optimiser stay float32).
         save_every: steps between checkpoints, a multiple of 10; 0: ten in all, or as many as there can be.
         seed: of every random choice.
@@ -51,7 +56,7 @@ class SparsifySettings:
     seed: int = limited(0, (1 << 32) - 1, default=0)
 
     def __post_init__(self) -> None:
-        check_fields(self, _CALLED)
+        check_fields(self, _ARGUMENT)
         checks = (
             ("batch", self.batch % self.accumulate == 0, f"a multiple of accumulate ({self.accumulate})"),
             ("revive", not (self.revive and self.lora), "False with lora, which does not train the rows"),
@@ -59,7 +64,7 @@ class SparsifySettings:
         )
         for name, good, expected in checks:
             if not good:
-                argument(getattr(self, name), _CALLED.format(name)).wrong(expected)
+                argument(getattr(self, name), _ARGUMENT.format(name)).wrong(expected)
 
 
 class SparsifyFields(TypedDict, total=False):
@@ -78,3 +83,49 @@ class SparsifyFields(TypedDict, total=False):
     bf16: bool
     save_every: int
     seed: int
+
+
+FORMAT, VERSION = "torch_pi2.sparsify.begun", 1
+RESUME_FILE = "begun.json"
+_FIX = "Remove that folder; the training starts again."
+
+
+@dataclass(frozen=True)
+class ResumeInfo:
+    """What a training was started with: settings, hashes of FFN weights and token ids, and measurements before it."""
+
+    settings: SparsifySettings
+    model: str
+    text: str
+    before: Measured
+    changed: Measured
+
+    def save(self, folder: Path) -> None:
+        """Write it into ``folder``. Raises ArtifactError: it cannot be written."""
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        about = {"format": FORMAT, "version": VERSION, **to_json(self)}
+        atomic_write(folder / RESUME_FILE, json.dumps(about, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> ResumeInfo | None:
+        """That of ``folder``; None: no training was started there. Raises ArtifactError: it is damaged."""
+        path = folder / RESUME_FILE
+        if not path.exists():
+            return None
+        data = parse_json(read_text(path), path, FORMAT, VERSION)
+        fields = {name: value for name, value in data.items() if name not in ("format", "version")}
+        return from_json(cls, fields, str(path), _FIX)
+
+    def check(self, settings: SparsifySettings, model: str, text: str, folder: Path) -> None:
+        """Raises StaleArtifactError: the checkpoints are of another model, text or settings."""
+        ours, theirs = asdict(self.settings), asdict(settings)
+        other = [name for name, now in (("model", model), ("text", text)) if getattr(self, name) != now]
+        other += [f"{name} ({ours[name]}, now {now})" for name, now in theirs.items() if ours[name] != now]
+        if other:
+            raise StaleArtifactError(
+                f"training begun in {folder}",
+                expected="the same model, text and settings as before",
+                found=f"another {', another '.join(other)}",
+                fix="Use the command that it was started with, or remove that folder.",
+            )

@@ -24,10 +24,8 @@ from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
 from torch_pi2.store.folder import check_separate
 from torch_pi2.store.tokenizer import tokenizer_of
-from torch_pi2.training.begun import Begun
-from torch_pi2.training.drelu import Code
-from torch_pi2.training.settings import STEER_EVERY, SparsifyFields, SparsifySettings
-from torch_pi2.training.student import student_of, with_lora
+from torch_pi2.training.settings import STEER_EVERY, ResumeInfo, SparsifyFields, SparsifySettings
+from torch_pi2.training.student import Code, student_of, with_lora
 from torch_pi2.training.trainer import alone, train, training_arguments
 from torch_pi2.training.windows import check_enough, check_model_takes, digest, held_back, windows_of
 from torch_pi2.training.zeros import Measured, Zeros, measure
@@ -43,11 +41,11 @@ class SparsifyReport:
     """What :func:`sparsify` did; also ``sparsify.json`` of the folder.
 
     Attributes:
-        settings: all of them. tokens: trained on, with repetitions. text_tokens: there were to train on.
-        heldout_tokens: loss and zeros were measured on.
-        before: of the dense model. changed: of the same weights with another activation. after: of the result.
-        curve: every ten steps ``step``, ``nats_per_token`` (of the text trained on), ``zeros`` (by layer), ``weight``,
-            ``penalty`` (what ``weight`` weighs), ``learning_rate``; and at checkpoints ``heldout_nats_per_token``.
+        settings: all of them. tokens: trained on, with repetitions. text_tokens: of the text.
+        heldout_tokens: that loss and zeros were measured on.
+        before: the dense model. changed: the same weights with another activation. after: the result.
+        curve: every ten steps ``step``, ``nats_per_token`` (on the training text), ``zeros`` (by layer), ``weight`` of
+            the ``penalty``, and ``learning_rate``; at checkpoints also ``heldout_nats_per_token``.
         seconds: wall time of this call.
     """
 
@@ -64,14 +62,14 @@ class SparsifyReport:
 
     @property
     def loss_change(self) -> float:
-        """Relative to the dense model as it was, 0.01: 1 %; training alone may lower it."""
+        """Relative to the dense model: 0.01 is 1 %. Training alone may lower it."""
         return self.after.nats_per_token / self.before.nats_per_token - 1
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "version": VERSION, **asdict(self)}
 
     def lines(self) -> dict[str, str]:
-        """In words, for a terminal and the model card."""
+        """The report in words, for a terminal and the model card."""
         by_layer = ", ".join(percent(share) for share in self.after.zeros.values())
         passes = self.tokens / self.text_tokens
         return {
@@ -111,25 +109,25 @@ def sparsify(
 ) -> SparsifyReport:
     """Train ``model`` on ``text`` until most values of its FFN neurons are exactly zero; writes the folder ``out``.
 
-    The activation becomes ReLU, and Hugging Face's Trainer goes on with a penalty on what ``down`` reads, whose
-    weight is steered until the share of zeros is the target. Lossy: the result is another model, as good as training
-    makes it; the loss on held-out text before and after is in the report, in ``sparsify.json`` and in the card of the
-    folder. That is an ordinary Hugging Face folder (with ``drelu`` one with modelling code, which needs
-    ``trust_remote_code``), for :func:`torch_pi2.optimize` like any ReLU model.
+    The activation becomes ReLU, and Hugging Face's Trainer trains with a penalty on the input of ``down``, whose weight
+    is steered until the share of zeros is the target. Lossy: the result is another model. Its loss on held-out text
+    before and after is in the report, in ``sparsify.json`` and in the model card. ``out`` is an ordinary Hugging Face
+    folder (with ``drelu`` it has modelling code, which needs ``trust_remote_code``), which
+    :func:`torch_pi2.optimize` takes like any ReLU model.
 
-    Checkpoints are in ``OUT.training`` beside ``out``: the same call goes on after a kill. Under ``accelerate launch``
+    Checkpoints are in ``OUT.training`` beside ``out``: the same call resumes after a kill. Under ``accelerate launch``
     all processes train one model, each on its share of every batch.
 
     Args:
         model: of transformers, left as it is; or a folder.
-        text: documents to train on. heldout: others to measure on (None: the last 2 % of ``text``, not trained on).
+        text: documents to train on. heldout: others to measure on (None: the last 2 % of ``text``, held back).
         tokenizer: default: that of the folder which the model was loaded from.
         settings: see :class:`torch_pi2.training.settings.SparsifySettings`.
 
     Raises:
         ConfigError, ArtifactError, LibraryMissingError. CalibrationError: too little text. UnsupportedModelError: the
-        activation of its FFNs cannot be changed. StaleArtifactError: what was begun in ``OUT.training`` was another
-        training. NonFiniteError: the loss is.
+            activation of its FFNs cannot be changed. StaleArtifactError: ``OUT.training`` is of another training.
+            NonFiniteError: the loss is NaN or infinite.
     """
     started, chosen, out = time.perf_counter(), SparsifySettings(**settings), Path(out).resolve()
     _check_out(out)
@@ -144,7 +142,7 @@ def sparsify(
     if steps < STEER_EVERY:
         raise ConfigError(
             "sparsify(steps=...)",
-            expected=f"at least {STEER_EVERY}, after which the weight of the penalty is steered for the first time",
+            expected=f"at least {STEER_EVERY}: the penalty is steered every {STEER_EVERY} steps",
             found=f"{steps}{'' if chosen.steps else ', one pass over the text'}",
             fix="Pass more steps, or more text.",
         )
@@ -159,16 +157,16 @@ def sparsify(
             with writing(folder):
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(locked(folder, 0.0))
-        begun = Begun.find(folder)
+        resume = ResumeInfo.load(folder)
         zeros = Zeros(student, sites)
-        if begun is not None:
-            begun.check(*about, folder)
+        if resume is not None:
+            resume.check(*about, folder)
         else:
             if progress and first:
                 phase("measure the dense model on held-out text")
-            begun = Begun(*about, *_measure_before(dense, student, zeros, heldout_NT, arguments))
+            resume = ResumeInfo(*about, *_measure_before(dense, student, zeros, heldout_NT, arguments))
             if first:
-                begun.save(folder)
+                resume.save(folder)
         trained = with_lora(student, chosen.lora, chosen.seed) if chosen.lora else student
         place, training = next(dense.parameters()).device, dense.training
         try:
@@ -180,11 +178,11 @@ def sparsify(
                 chosen,
                 arguments,
                 teacher=dense.eval() if chosen.distill else None,
-                begins=begun.changed,
+                begins=resume.changed,
                 progress=progress,
             )
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"the same command goes on with what is in {folder}") from None
+            raise KeyboardInterrupt(f"the same command resumes from {folder}") from None
         finally:
             dense.to(place).train(training)
         if chosen.lora:
@@ -198,8 +196,8 @@ def sparsify(
             steps * chosen.batch * chosen.window,
             train_NT.numel(),
             heldout_NT.numel(),
-            begun.before,
-            begun.changed,
+            resume.before,
+            resume.changed,
             after,
             curve,
             time.perf_counter() - started,
@@ -212,7 +210,7 @@ def sparsify(
 
 
 def _check_out(out: Path) -> None:
-    """Raises ArtifactError: there is something else than an earlier result of ours, or it is the current folder."""
+    """Raises ArtifactError: ``out`` is the current folder, or has anything but an earlier result of sparsify."""
     check_not_current(out)
     if out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / REPORT_FILE).is_file()):
         raise ArtifactError(
@@ -245,11 +243,11 @@ def _check_model(dense: Any) -> None:
 def _windows(
     text: Sequence[str], heldout: Sequence[str] | None, tokenizer: Any, settings: SparsifySettings
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """To train on, and held out."""
+    """Windows to train on, and held-out ones."""
     for name, texts in (("text", text), ("heldout", heldout or ())):
         if not all(isinstance(part, str) for part in texts):
             raise ConfigError(
-                f"sparsify({name})", expected="a list of texts", found="other things in it", fix="Read the files first."
+                f"sparsify({name})", expected="a list of texts", found="other values", fix="Read the files first."
             )
     train_NT = windows_of(text, tokenizer, settings.window)
     if heldout is None:
@@ -263,7 +261,7 @@ def _windows(
 def _measure_before(
     dense: Any, student: Any, zeros: Zeros, heldout_NT: torch.Tensor, arguments: Any
 ) -> tuple[Measured, Measured]:
-    """The dense model, left where it was, and the same weights with another activation."""
+    """Measures the dense model, and the same weights with another activation."""
     place, of_dense = next(dense.parameters()).device, Zeros(dense, zeros.sites)
     try:
         before = _measured(dense, of_dense, heldout_NT, arguments)
@@ -274,7 +272,7 @@ def _measure_before(
 
 
 def _measured(model: Any, zeros: Zeros, heldout_NT: torch.Tensor, arguments: Any) -> Measured:
-    """On the device that is trained on, all processes together."""
+    """Measured on the training device, by all processes together."""
     part = (arguments.process_index, arguments.world_size)
     model.to(arguments.device)
 
@@ -302,7 +300,7 @@ def _write(out: Path, student: Any, tokenizer: Any, code: Code | None, report: S
 
 def _card(report: SparsifyReport, out: Path) -> str:
     said = (
-        "Trained by `torch-pi2 sparsify`; its settings and curves are in `sparsify.json`. An ordinary checkpoint: what "
-        "follows makes use of the zeros."
+        "Trained by `torch-pi2 sparsify`; settings and curves are in `sparsify.json`. This is an ordinary checkpoint; "
+        "the command below makes use of the zeros."
     )
     return section("Sparsified", report.lines(), said, f"torch-pi2 optimize {out.name} --out {out.name}-fast")

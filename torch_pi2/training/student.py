@@ -1,9 +1,14 @@
-"""The model to be trained: the dense one with another activation in its FFNs."""
+"""The model to train: the dense one with another activation in its FFNs; for dReLU with modelling code of its own."""
 
 from __future__ import annotations
 
 import copy
+import importlib.util
+import sys
+import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +18,10 @@ from torch_pi2.base.extras import missing_package
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.find import search
 from torch_pi2.ops.activations import exact_zeros
-from torch_pi2.training.drelu import Code, drelu_code
 from torch_pi2.types.site import FFNSite
 
 #: Where configurations of transformers name the activation of FFNs.
-_FIELDS = ("hidden_act", "hidden_activation", "activation_function", "activation")
+_ACTIVATION_FIELDS = ("hidden_act", "hidden_activation", "activation_function", "activation")
 
 
 def student_of(dense: Any, activation: str) -> tuple[Any, list[FFNSite], Code | None]:
@@ -30,7 +34,7 @@ def student_of(dense: Any, activation: str) -> tuple[Any, list[FFNSite], Code | 
 
     Raises:
         UnsupportedModelError: a layer of experts; an activation that config.json does not name; with ``drelu`` an FFN
-            for which no modelling code can be written. NoFFNFoundError: there is none.
+            for which no modelling code can be written. NoFFNFoundError: there is no FFN.
     """
     kind, config, code = type(dense), copy.deepcopy(dense.config), None
     sites = _sites(kind, config)
@@ -64,9 +68,9 @@ def _sites(kind: Any, config: Any) -> list[FFNSite]:
 
 
 def _name_relu(config: Any) -> list[str]:
-    """Name ReLU wherever ``config`` names the activation of FFNs; the fields that do."""
+    """Set the activation of FFNs in ``config`` to ReLU; returns the names of the fields."""
     text = config.get_text_config()
-    named = [name for name in _FIELDS if isinstance(getattr(text, name, None), str)]
+    named = [name for name in _ACTIVATION_FIELDS if isinstance(getattr(text, name, None), str)]
     for name in named:
         setattr(text, name, "relu")
     return named
@@ -77,7 +81,7 @@ def _check(sites: Sequence[FFNSite], kind: Any, named: Sequence[str], activation
     if wrong:
         raise UnsupportedModelError(
             f"activation of {kind.__name__}",
-            expected=f"an FFN that follows {' or '.join(named or _FIELDS)} of config.json",
+            expected=f"an FFN that follows {' or '.join(named or _ACTIVATION_FIELDS)} of config.json",
             found=f"{wrong[0].form} in {wrong[0].key} after {', '.join(named)} became relu"
             if named
             else "no such field",
@@ -86,7 +90,7 @@ def _check(sites: Sequence[FFNSite], kind: Any, named: Sequence[str], activation
 
 
 def with_lora(student: Any, rank: int, seed: int) -> Any:
-    """``student`` with adapters on all linear layers but the output, which alone are trained.
+    """``student`` with LoRA adapters on all linear layers but the output; only these are trained.
 
     Raises:
         LibraryMissingError: peft is not installed.
@@ -101,9 +105,9 @@ def with_lora(student: Any, rank: int, seed: int) -> Any:
 
 
 def revive(model: nn.Module, site: FFNSite, dead_I: torch.Tensor, generator: torch.Generator) -> None:
-    """Draw the gate rows (of plain FFNs the up rows) of dead neurons anew, as large as those of the living.
+    """Reinitialise the gate rows (in plain FFNs the up rows) of dead neurons, with the deviation of the living ones.
 
-    Sakana's recipe draws at the deviation of initialisation, which a model that others have trained does not tell.
+    Sakana's recipe uses the deviation of the initialisation, which is unknown for a trained model.
     """
     ref = site.gate or site.up
     rows_IH = ref.take(model.get_parameter(ref.weight).detach())
@@ -113,3 +117,118 @@ def revive(model: nn.Module, site: FFNSite, dead_I: torch.Tensor, generator: tor
     rows_IH[dead_I] = drawn.to(rows_IH)
     if ref.bias is not None:
         ref.take_bias(model.get_parameter(ref.bias).detach())[dead_I] = 0
+
+
+_MODULE = "modeling_drelu"
+_TEMPLATE = '''\
+"""{model} whose feed-forward layers are dReLU (TurboSparse, arXiv 2406.05955): relu(x Wg) * relu(x Wu).
+
+Written by torch-pi2 sparsify. transformers runs it with trust_remote_code=True; it knows nothing of torch_pi2.
+"""
+
+import torch
+from {config_module} import {config}
+from {model_module} import {ffn}, {model}
+
+
+class DReLU{config}({config}):
+    model_type = "drelu_{model_type}"
+
+
+class DReLU{ffn}({ffn}):
+    def forward(self, x):
+        return self.down_proj(torch.relu(self.gate_proj(x)) * torch.relu(self.up_proj(x)))
+
+
+class DReLU{model}({model}):
+    config_class = DReLU{config}
+
+    def __init__(self, config):
+        super().__init__(config)
+        for module in self.modules():
+            if type(module) is {ffn}:
+                module.__class__ = DReLU{ffn}
+'''
+
+
+@dataclass(frozen=True)
+class Code:
+    """Modelling code: the file to write beside the weights, the class that it defines, and its configuration."""
+
+    file_name: str
+    text: str
+    model_class: Any
+    config: Any
+
+
+def drelu_code(dense: Any, sites: Sequence[FFNSite]) -> Code:
+    """Modelling code for ``dense`` with dReLU in the FFNs ``sites``.
+
+    Raises:
+        UnsupportedModelError: its class is not of transformers, or an FFN has other parts than the linear layers
+            gate_proj, up_proj and down_proj.
+    """
+    kind, config_kind = type(dense), type(dense.config)
+    owners = {type(dense.get_submodule(site.owner)) for site in sites}
+    for site in sites:
+        if reason := _unsupported_part(dense, site):
+            raise _refused(kind, f"{site.form} in {site.key} ({site.owner_class}): {reason}")
+    of_transformers = all(c.__module__.startswith("transformers.models.") for c in (kind, config_kind, *owners))
+    if len(owners) != 1 or not of_transformers:
+        raise _refused(kind, f"classes {', '.join(sorted(c.__module__ for c in (kind, *owners)))}")
+    (owner,) = owners
+    text = _TEMPLATE.format(
+        model=kind.__name__,
+        model_module=kind.__module__,
+        config=config_kind.__name__,
+        config_module=config_kind.__module__,
+        ffn=owner.__name__,
+        model_type=config_kind.model_type,
+    )
+    module = _module(text)
+    model_class: Any = getattr(module, f"DReLU{kind.__name__}")
+    values = dense.config.to_dict()
+    for name in ("model_type", "architectures", "auto_map"):
+        values.pop(name, None)
+    config = model_class.config_class(**values)
+    config.architectures = [model_class.__name__]
+    config.auto_map = {
+        "AutoConfig": f"{_MODULE}.{model_class.config_class.__name__}",
+        "AutoModelForCausalLM": f"{_MODULE}.{model_class.__name__}",
+    }
+    return Code(f"{_MODULE}.py", text, model_class, config)
+
+
+def _unsupported_part(dense: Any, site: FFNSite) -> str:
+    if not site.gated or site.gate is None:
+        return "no gate"
+    if site.drops or "[" in site.activation or not site.owner_runs:
+        return "more than the three matmuls and an activation"
+    names = {f"{site.owner}.{name}_proj.weight" for name in ("gate", "up", "down")}
+    if {site.gate.weight, site.up.weight, site.down.weight} != names:
+        return "other names than gate_proj, up_proj, down_proj"
+    projections = [name for name, m in dense.get_submodule(site.owner).named_children() if isinstance(m, nn.Linear)]
+    return "" if len(projections) == 3 else "other linear layers beside these"
+
+
+def _refused(kind: type, found: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"drelu in {kind.__name__}",
+        expected="a model of transformers whose FFNs are act(gate_proj(x)) * up_proj(x), as Llama's or Qwen's",
+        found=found,
+        fix="Use activation='relu-gate', which needs no modelling code.",
+    )
+
+
+def _module(text: str) -> Any:
+    """Run ``text`` as a module, from a file, because transformers reads the source of its models."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{_MODULE}.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location(f"torch_pi2_{_MODULE}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module

@@ -1,8 +1,8 @@
-"""Hugging Face's Trainer with the loss that makes zeros, and what steers its weight while it trains.
+"""Hugging Face's Trainer with a penalty that makes zeros, and a controller of its weight.
 
-The weight of the penalty is steered (a controller in place of ProSparse's schedule by hand, arXiv 2402.13516): every
-ten steps it grows while more values are not zero than aimed at, and shrinks while fewer are. The aim rises to the
-target over the first half of the steps, so that the model finds other features before it loses these.
+The controller takes the place of ProSparse's schedule by hand (arXiv 2402.13516): every ten steps the weight grows if
+fewer values are zero than aimed at, and shrinks if more are. The aim rises to the target over the first half of the
+steps, so that the model can learn other features before it loses these.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from torch_pi2.training.settings import STEER_EVERY, SparsifySettings
 from torch_pi2.training.student import revive
 from torch_pi2.training.zeros import Measured, Zeros, measure, next_token_loss
 
-#: What the penalty adds to the loss at the beginning, in nats.
+#: What the penalty first adds to the loss, in nats.
 _FIRST_NATS = 0.1
-#: Logarithm of the most by which that weight changes at a time; its change by that of the share that is not zero.
+#: Largest change of the logarithm of the weight at a time; its gain over the logarithm of the share of non-zeros.
 _MOST, _GAIN = 0.25, 2.0
 #: The weight of the penalty stays within this factor of its first value.
 _RANGE = 1e4
-#: Part of the steps after which the aim is the target; it begins at half, or at what there is, if that is more.
+#: Part of the steps over which the aim rises to the target, from half of it or the present share of zeros.
 _RISE = 0.5
 
 
 @dataclass
 class SparseLoss:
-    """Loss of the text, of the dense model's predictions, and the penalty: what Trainer calls after each forward pass.
+    """The loss that Trainer calls: on the text, towards the dense model's predictions, and the penalty.
 
     Attributes:
-        weight: of the penalty, see :meth:`torch_pi2.training.zeros.Zeros.take`.
-        sums: of what was seen since the last :meth:`means`: loss of the text, divergence, penalty, zeros by layer.
+        weight: of the penalty (:meth:`torch_pi2.training.zeros.Zeros.take`).
+        sums: since the last :meth:`means`: loss on the text, divergence, penalty, zeros by layer.
     """
 
     zeros: Zeros
@@ -57,7 +57,7 @@ class SparseLoss:
     passes: int = field(default=0)
 
     def __call__(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-        torch.clear_autocast_cache()  # or weights that were cast stay as they were, within a context of our caller
+        torch.clear_autocast_cache()  # else weights that were cast stay stale within the caller's context
         nats = next_token_loss(outputs.logits, labels)
         loss, divergence, share = nats, torch.zeros_like(nats), self.settings.distill
         if self.teacher is not None:
@@ -72,7 +72,7 @@ class SparseLoss:
         return (loss + self.weight * penalty) / self.settings.accumulate
 
     def means(self, accelerator: Any) -> list[float]:
-        """Of all processes; the sums begin anew."""
+        """Means over all processes; resets the sums."""
         assert self.sums is not None
         found: list[float] = (accelerator.reduce(self.sums, "mean") / self.passes).tolist()
         self.sums, self.passes = None, 0
@@ -80,14 +80,15 @@ class SparseLoss:
 
 
 def _divergence(logits_BTV: torch.Tensor, wanted_BTV: torch.Tensor) -> torch.Tensor:
-    """Kullback-Leibler divergence of the predictions from those wanted, in nats per token."""
+    """Kullback-Leibler divergence of the predictions from the teacher's, in nats per token."""
     found, wanted = (F.log_softmax(logits[:, :-1].float(), -1) for logits in (logits_BTV, wanted_BTV))
     return F.kl_div(found, wanted, reduction="none", log_target=True).sum(-1).mean()
 
 
 class Steering:
-    """Callbacks of Trainer: steers, measures held-out loss, revives, shows progress. All it needs to go on after a kill
-    is in the rows of the log, which Trainer keeps in its checkpoints.
+    """Callback of Trainer: steers the penalty, measures held-out loss, revives neurons, shows progress.
+
+    Its state after a kill is in the rows of the log, which Trainer keeps in its checkpoints.
     """
 
     def __init__(self, loss: SparseLoss, heldout_NT: torch.Tensor, zeros: float, progress: bool) -> None:
@@ -107,7 +108,7 @@ class Steering:
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._bar.update(1)
-        if state.global_step == state.max_steps:  # from a checkpoint of all steps Trainer would go on with one more
+        if state.global_step == state.max_steps:  # Trainer would resume such a checkpoint with one step more
             control.should_save = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -135,7 +136,7 @@ class Steering:
                 phase(f"step {state.global_step} of {state.max_steps}: {said}")
 
     def _steer(self, done: float, zeros: float) -> None:
-        """``done``: part of the steps; ``zeros``: the share there was."""
+        """Change the weight of the penalty. ``done``: part of the steps; ``zeros``: their present share."""
         risen = (self.loss.settings.target_sparsity - self.first_aim) * min(1.0, done / _RISE)
         aim = self.first_aim + risen
         change = _GAIN * math.log(max(1.0 - zeros, 1e-9) / (1.0 - aim))
@@ -143,7 +144,7 @@ class Steering:
         self.loss.weight = min(self.first_weight * _RANGE, max(self.first_weight / _RANGE, weight))
 
     def _revive(self, step: int) -> int:
-        """How many neurons that no process has seen fire since the last time were drawn anew, the same in each."""
+        """Reinitialise neurons that fired in no process since the last time, in all alike; returns how many."""
         model, zeros, count = self.trainer.model, self.loss.zeros, 0
         generator = torch.Generator().manual_seed(self.loss.settings.seed * 1_000_003 + step)
         for site, fired_I in zip(zeros.sites, zeros.fired):
@@ -156,7 +157,7 @@ class Steering:
 
 
 def training_arguments(settings: SparsifySettings, folder: Path, steps: int) -> Any:
-    """Those of Trainer; made first, since they tell the processes of ``accelerate launch`` apart.
+    """Trainer's arguments; made first, because they initialise the processes of ``accelerate launch``.
 
     Raises:
         LibraryMissingError: transformers or accelerate is not installed. ConfigError: the batch cannot be shared by
@@ -170,10 +171,10 @@ def training_arguments(settings: SparsifySettings, folder: Path, steps: int) -> 
         raise missing_package(name, "train", error, f"an installed {name}, which trains") from error
     save_every = settings.save_every or max(STEER_EVERY, steps // 10 // STEER_EVERY * STEER_EVERY)
     try:
-        made = TrainingArguments(
+        arguments = TrainingArguments(
             output_dir=str(folder),
             max_steps=steps,
-            per_device_train_batch_size=settings.batch,  # until it is known how many processes there are
+            per_device_train_batch_size=settings.batch,  # divided below by the number of processes
             gradient_accumulation_steps=settings.accumulate,
             learning_rate=settings.learning_rate,
             lr_scheduler_type="cosine_with_min_lr",
@@ -192,7 +193,7 @@ def training_arguments(settings: SparsifySettings, folder: Path, steps: int) -> 
             save_total_limit=1,
             disable_tqdm=True,
             report_to="none",
-            average_tokens_across_devices=False,  # of equal windows the mean is the same, and no factor is needed
+            average_tokens_across_devices=False,  # windows are of equal length
             ddp_find_unused_parameters=False,
             dataloader_drop_last=True,
         )
@@ -203,21 +204,21 @@ def training_arguments(settings: SparsifySettings, folder: Path, steps: int) -> 
             found=str(error),
             fix="Pass bf16=False.",
         ) from error
-    shared = settings.accumulate * made.world_size
+    shared = settings.accumulate * arguments.world_size
     if settings.batch % shared:
         raise ConfigError(
             "sparsify(batch=...)",
-            expected=f"a multiple of {shared} ({made.world_size} processes, accumulate={settings.accumulate})",
+            expected=f"a multiple of {shared} ({arguments.world_size} processes, accumulate={settings.accumulate})",
             found=str(settings.batch),
             fix="Change one of them.",
         )
-    made.per_device_train_batch_size = settings.batch // shared
-    made._n_gpu = min(1, made.n_gpu)  # one process, one GPU: accelerate launch uses more of them
-    return made
+    arguments.per_device_train_batch_size = settings.batch // shared
+    arguments._n_gpu = min(1, arguments.n_gpu)  # one GPU for each process
+    return arguments
 
 
 class _Rows:
-    """Windows as Trainer's dataset; a whole number of batches, so that every pass has each of them once."""
+    """Windows as Trainer's dataset; whole batches, so that every pass has each window once."""
 
     def __init__(self, windows_NT: torch.Tensor, batch: int) -> None:
         self._windows = windows_NT[: len(windows_NT) // batch * batch]
@@ -245,15 +246,15 @@ def train(
     """Train ``student`` in place, from its last checkpoint if there is one; the rows of the log.
 
     Args:
-        begins: the student before, which says how large the first weight of the penalty is, and what is aimed at first.
+        begins: the student before training; sets the first weight of the penalty and the first aim.
 
     Raises:
-        ArtifactError: a checkpoint cannot be written (the disk is full); the last whole one is left.
+        ArtifactError: a checkpoint cannot be written (the disk is full); the last complete one stays.
     """
     from transformers import PrinterCallback, Trainer, TrainerCallback
 
     class Callback(Steering, TrainerCallback):
-        """Trainer asks it for all that can happen."""
+        """With all events of Trainer."""
 
     loss = SparseLoss(zeros, settings, teacher, _FIRST_NATS / begins.penalty)
     steering = Callback(loss, heldout_NT, begins.mean_zeros, progress)
@@ -280,7 +281,7 @@ def train(
 
 
 def _last_checkpoint(folder: Path) -> str | None:
-    """The last one that is whole: its state is written at its end. What was being written is removed."""
+    """The last complete checkpoint (its state is written last). Incomplete ones are removed."""
     found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
     for path in found:
         try:
@@ -293,7 +294,7 @@ def _last_checkpoint(folder: Path) -> str | None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Trainer seeds every generator there is, and transformers shows bars; generators are as they were afterwards.
+    """Restores all random generators, which Trainer seeds, and hides the progress bars of transformers.
 
     Raises:
         LibraryMissingError: transformers is not installed.

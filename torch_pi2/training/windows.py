@@ -1,4 +1,4 @@
-"""Texts as windows of token ids, to train on and to hold out."""
+"""Texts as windows of token ids, for training and held out."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 from torch_pi2.errors import CalibrationError, ConfigError
 
-#: Of texts that come without held-out ones, the share that is kept back; at least so many windows.
+#: Share of the text that is held back where no held-out text is given; at least so many windows.
 _HELD_BACK = 0.02
 _LEAST_HELD_BACK = 4
 
 
 def windows_of(texts: Sequence[str], tokenizer: Any, window: int) -> torch.Tensor:
-    """``[N, window]`` int32: all tokens of ``texts``, one after another, an end of text after each; the rest is cut."""
+    """``[N, window]`` int32: tokens of ``texts``, each followed by an end of text; an incomplete window is dropped."""
     end = tokenizer.eos_token_id
     ids: list[int] = []
     for text in texts:
@@ -28,14 +28,14 @@ def windows_of(texts: Sequence[str], tokenizer: Any, window: int) -> torch.Tenso
 
 
 def held_back(windows_NT: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows to train on and, from the end of the text, the others. Raises CalibrationError: there are too few."""
+    """Windows to train on, and held-out ones from the end of the text. Raises CalibrationError: there are too few."""
     kept = max(_LEAST_HELD_BACK, round(_HELD_BACK * len(windows_NT)))
     check_enough(len(windows_NT) - kept, batch, windows_NT.shape[1])
     return windows_NT[:-kept], windows_NT[-kept:]
 
 
 def check_enough(windows: int, batch: int, window: int, what: str = "text to train on") -> None:
-    """Raises CalibrationError: not one batch."""
+    """Raises CalibrationError: fewer windows than a batch has."""
     if windows < batch:
         raise CalibrationError(
             what,
@@ -46,7 +46,7 @@ def check_enough(windows: int, batch: int, window: int, what: str = "text to tra
 
 
 def check_model_takes(model: Any, *windows: torch.Tensor) -> None:
-    """Raises ConfigError: ``model``, of transformers, has fewer positions than ``windows``, or not all of their ids."""
+    """Raises ConfigError: ``model`` has fewer positions than ``windows``, or a smaller vocabulary."""
     places, window = getattr(model.config.get_text_config(), "max_position_embeddings", None), windows[0].shape[1]
     if places and window > places:
         raise ConfigError(
@@ -67,7 +67,7 @@ def check_model_takes(model: Any, *windows: torch.Tensor) -> None:
 
 
 def digest(*windows: torch.Tensor) -> str:
-    """A hash of the token ids."""
+    """SHA-256 of the token ids."""
     found = hashlib.sha256()
     for part in windows:
         found.update(part.contiguous().numpy().tobytes())

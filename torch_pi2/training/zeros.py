@@ -1,4 +1,4 @@
-"""What the neurons of a model did in a forward pass: how large their values were, how many were exactly zero."""
+"""Activations of neurons in forward passes: the share of exact zeros, and a penalty on the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_pi2.base.evaluating import evaluating
 from torch_pi2.errors import NonFiniteError, UnsupportedModelError
 from torch_pi2.types.site import FFNSite
 
-#: What is near zero, in root mean squares of a token's values.
+#: Values below this part of a token's root mean square count as near zero.
 _SOFT = 0.1
 
 #: Sums a tensor over all processes.
@@ -24,11 +24,11 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Zeros:
-    """Hooks on what the ``down`` matmuls of ``model`` read: the values of the neurons, ``[..., I]``.
+    """Hooks on the inputs of the ``down`` projections of ``model``: the neurons' values, ``[..., I]``.
 
     Attributes:
-        fired: per layer a mask ``[I]`` of the neurons that were not zero for some token since :meth:`forget`; only of
-            passes with gradients.
+        fired: for each layer a mask ``[I]`` of the neurons that were not zero for some token since :meth:`forget`; only
+            in passes with gradients.
     """
 
     def __init__(self, model: nn.Module, sites: Sequence[FFNSite]) -> None:
@@ -42,7 +42,7 @@ class Zeros:
             self._hooks.append(down.register_forward_pre_hook(hook))
 
     def remove(self) -> None:
-        """The hooks."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -55,15 +55,15 @@ class Zeros:
             self.fired[layer] = fired_I if before is None else before | fired_I
 
     def forget(self) -> None:
-        """Nothing has fired yet."""
+        """Reset :attr:`fired`."""
         self.fired = [None] * len(self.sites)
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the pass that is over: the penalty, mean of :func:`_counted` over neurons, tokens and layers; zeros
-        ``[layers]``, their share.
+        """Of the last pass: the penalty (mean of :func:`_soft_count` over neurons, tokens and layers), and the share of
+        zeros ``[layers]``.
 
         Raises:
-            UnsupportedModelError: a layer's matmul is no call of a module.
+            UnsupportedModelError: a ``down`` projection is not computed by calling a module.
         """
         for site, values in zip(self.sites, self._values):
             if not values:
@@ -74,7 +74,7 @@ class Zeros:
                     fix="Models whose FFNs are three modules, as Llama's, can be trained.",
                 )
         size = [sum(h.numel() for h in values) for values in self._values]
-        sums = [torch.stack([_counted(h).sum() for h in values]).sum() for values in self._values]
+        sums = [torch.stack([_soft_count(h).sum() for h in values]).sum() for values in self._values]
         zeros = [torch.stack([(h == 0).sum() for h in values]).sum() for values in self._values]
         for values in self._values:
             values.clear()
@@ -82,10 +82,10 @@ class Zeros:
         return penalty, torch.stack([count / n for count, n in zip(zeros, size)])
 
 
-def _counted(h: torch.Tensor) -> torch.Tensor:
-    """Of values ``[..., I]`` about 1 where they are not near zero: ``|h| / (|h| + rms / 10)``, rms of the token's.
+def _soft_count(h: torch.Tensor) -> torch.Tensor:
+    """About 1 for values that are not near zero: ``|h| / (|h| + rms / 10)``, with the rms over the token's values.
 
-    Its mean is nearly the share that is not zero (the potential of Geman and Reynolds, 1992). L1, the mean of ``|h|``,
+    The mean is nearly the share of non-zeros (the potential of Geman and Reynolds, 1992). L1, the mean of ``|h|``,
     shrinks large values as much as the small ones that become zeros, and costs more at the same share.
     """
     size = h.float().abs()
@@ -94,7 +94,7 @@ def _counted(h: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of a model on held-out windows.
+    """Measurements of a model on held-out windows.
 
     Attributes:
         nats_per_token: mean negative log likelihood. penalty: see :meth:`Zeros.take`. zeros: share of exact zeros by
@@ -128,7 +128,7 @@ def measure(
     """Loss and zeros of ``model``, which has the hooks of ``zeros``, on ``windows_NT``.
 
     Args:
-        part: index of this process and how many there are, which share the windows. reduce: sums over them.
+        part: index of this process, and the number of processes that share the windows. reduce: sums over these.
 
     Raises:
         NonFiniteError: the loss is NaN or infinite. UnsupportedModelError: as :meth:`Zeros.take`.
