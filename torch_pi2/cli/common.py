@@ -103,7 +103,7 @@ def drafted(text: str) -> int:
 
 def temperature(text: str) -> float:
     """0 for greedy decoding, or a number that logits can be divided by."""
-    from torch_pi2.decode.generate import LEAST_TEMPERATURE
+    from torch_pi2.decode.sequence import LEAST_TEMPERATURE
 
     expected = f"0 (greedy), or {LEAST_TEMPERATURE:g} or more"
     return _number("temperature", expected, lambda t: t == 0 or LEAST_TEMPERATURE <= t < math.inf)(text)
