@@ -24,7 +24,8 @@ from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
 from torch_pi2.store.folder import check_separate
 from torch_pi2.store.tokenizer import tokenizer_of
-from torch_pi2.training.settings import STEER_EVERY, ResumeInfo, SparsifyFields, SparsifySettings
+from torch_pi2.training.resume import ResumeInfo
+from torch_pi2.training.settings import STEER_EVERY, SparsifyFields, SparsifySettings
 from torch_pi2.training.student import Code, student_of, with_lora
 from torch_pi2.training.trainer import alone, train, training_arguments
 from torch_pi2.training.windows import check_enough, check_model_takes, digest, held_back, windows_of
