@@ -137,7 +137,7 @@ def test_a_window_cuts_the_beginning_and_must_hold_the_ending(model, tokenizer) 
     short = Item("brackets", tokenizer.decode(ids[-20:]), item.endings, item.right)
     assert answers(model, tokenizer, [item], window=21) == answers(model, tokenizer, [short], window=300)
     with pytest.raises(
-        ConfigError, match="window: expected more than 1 tokens, which an ending for brackets has, found 1"
+        ConfigError, match="window: expected more than 1 tokens, the length of an ending of brackets, found 1"
     ):
         answers(model, tokenizer, [item], window=1)
 
