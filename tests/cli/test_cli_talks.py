@@ -66,7 +66,7 @@ def test_a_talk_through_a_pipe(talk: Any, folder: Path) -> None:
     ran = talk('def main(\n/stats\n"""\n\nimport os\n\nclass A\n"""\n/exit\nnever read\n')
     assert ran.code == 0
     assert ran.out == f"{first}\n{second}\n\n"
-    assert "has no chat template: it continues what you type" in ran.err
+    assert "has no chat template: the model continues your text" in ran.err
     assert re.search(r"^9 tokens, [\d.]+ a second \(length\)$", ran.err, re.MULTILINE)
     assert re.search(r"^[\d.]+ % of FFN rows used", ran.err, re.MULTILINE)
     again = talk("def \\\nmain(\n", "--json")
@@ -78,10 +78,10 @@ def test_a_talk_through_a_pipe(talk: Any, folder: Path) -> None:
 def test_what_can_be_typed_besides(talk: Any) -> None:
     ran = talk("/stats\n/nothing\n/budget\n/budget 1GB\n/reset\n\n")
     assert ran.out.strip() == ""
-    assert "nothing was answered yet" in ran.err
+    assert "no answer yet" in ran.err
     assert "/nothing is not known" in ran.err
-    assert "how much, as in /budget 2GB" in ran.err
-    assert "the budget is" not in ran.err  # as it could not be
+    assert "expected a size, as in /budget 2GB" in ran.err
+    assert "the budget is now" not in ran.err  # as it could not be
     assert "expected a model over a neuron store, found one in memory" in ran.err
     assert talk("/EXIT now\nnever read\n").out.strip() == ""
     assert [said["content"] for said in talk('"""\na\n b', "--json").json["messages"][:1]] == ["a\n b"]
@@ -101,8 +101,8 @@ def test_the_budget_of_a_talk(
     asked = ["chat", str(tmp_path / "store"), "--trust-remote-code", "--max-new-tokens", "9", "--budget", "50MB"]
     assert main([*asked, "--max-tokens", "200"]) == 0
     ran = Ran(0, *capsys.readouterr())
-    assert "the budget is 60MB from now on" in ran.err
-    assert "the budget is 1MB" not in ran.err
+    assert "the budget is now 60MB" in ran.err
+    assert "the budget is now 1MB" not in ran.err
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
@@ -110,7 +110,7 @@ def test_what_is_typed_in_another_encoding(talk: Any, folder: Path, errors: str)
     typed = io.TextIOWrapper(io.BytesIO(b"caf\xe9\ndef main(\n"), "utf-8", errors)
     ran = talk("", stdin=typed)
     assert ran.code == 0
-    assert "this line is not UTF-8: nothing of it was read" in ran.err
+    assert "this line is not UTF-8 and was ignored" in ran.err
     assert ran.out == f"{alone(folder, 'def main(', 9)}\n\n"
 
 
@@ -160,16 +160,13 @@ def server(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_server_from_start_to_end(
-    server: tuple[subprocess.Popen[str], str], folder: Path, number: signal.Signals
-) -> None:
+def test_a_server_from_start_to_end(server: tuple[subprocess.Popen[str], str], folder: Path) -> None:
     process, url = server
     client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0)
     asked: dict[str, Any] = {"model": "talks", "prompt": "def main(", "max_tokens": 100, "temperature": 0}
     stream = client.completions.create(**asked, stream=True)
     first = next(iter(stream)).choices[0].text
-    process.send_signal(number)  # what has begun is answered to its end
+    process.send_signal(signal.SIGTERM)  # what has begun is answered to its end
     assert first + "".join(chunk.choices[0].text for chunk in stream) == alone(folder, "def main(", 100)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
@@ -193,6 +190,6 @@ def test_a_talk_with_a_gpu_in_it(
     said = talk("hello\n", "--gpu-memory", "12MiB")
     assert (said.code, said.out) == (0, wanted), said.err
     assert main(["generate", str(MODEL), "--prompt", "a", "--gpu-memory", "1GiB"]) == 2
-    assert "--gpu-memory 1GiB: expected all, of a model that is not optimised" in capsys.readouterr().err
+    assert "--gpu-memory 1GiB: expected all for a model that is not optimised" in capsys.readouterr().err
     assert "--gpu-memory 1GiB with --compile: expected one of them" in talk("", "--gpu-memory", "1GiB", "--compile").err
     assert "expected a size, such as 6GiB, beside --budget" in talk("", "--gpu-memory", "all", "--budget", "1GB").err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import logging
 import re
@@ -143,32 +144,30 @@ def _chatty(_args: object) -> dict[str, Any]:
     return {"ok": True}
 
 
-@pytest.mark.parametrize(
-    ("option", "said", "silent"),
-    [
-        ((), ["torch_pi2 says WARNING"], ["torch_pi2 says INFO", "torchao says W", "_pytree says W", "advice"]),
-        (("-v",), ["torch_pi2 says INFO", "torchao says WARNING", "_pytree says WARNING", "advice"], []),
-        (("-q",), [], ["torch_pi2 says WARNING", "torchao says W", "_pytree says W", "advice"]),
-    ],
-)
-def test_what_is_said(
-    monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...], said: list[str], silent: list[str]
-) -> None:
-    """In a process of its own: pytest has handlers."""
+SHOWN = {
+    (): (["torch_pi2 says WARNING"], ["torch_pi2 says INFO", "torchao says WARNING", "_pytree says WARNING", "advice"]),
+    ("-v",): (["torch_pi2 says INFO", "torchao says WARNING", "_pytree says WARNING", "advice"], []),
+    ("-q",): ([], ["torch_pi2 says WARNING", "torchao says W", "_pytree says W", "advice"]),
+}
+
+
+def test_messages_by_level() -> None:
+    """In a process of its own, because pytest has handlers."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "import test_command_line as here, torch_pi2.cli.doctor as doctor\n"
         "from torch_pi2 import cli\n"
         "doctor.run, doctor.render = here._chatty, lambda result: 'done'\n"
-        "sys.exit(cli.main(['doctor', *sys.argv[2:]]))"
+        "for option in here.SHOWN:\n"
+        "    assert cli.main(['doctor', *option]) == 0\n"
+        "    print('-' * 9, file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(Path(__file__).parent), *option], **_CAUGHT)
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
-    for text in [*said, "torch_pi2 says ERROR", "torchao says ERROR"]:
-        assert text in done.stderr
-    for text in silent:
-        assert text not in done.stderr
-    assert done.stderr.count("torch_pi2 says ERROR") == 1
+    done = subprocess.run([sys.executable, "-c", code, str(Path(__file__).parent)], **_CAUGHT)
+    assert (done.returncode, done.stdout) == (0, "done\n" * len(SHOWN)), done.stderr
+    for (shown, hidden), err in zip(SHOWN.values(), done.stderr.split("-" * 9 + "\n")):
+        assert all(text in err for text in [*shown, "torch_pi2 says ERROR", "torchao says ERROR"])
+        assert not any(text in err for text in hidden)
+        assert err.count("torch_pi2 says ERROR") == 1
 
 
 _CAUGHT: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300}
@@ -215,6 +214,7 @@ def test_quiet_is_without_progress(command: Command, monkeypatch: pytest.MonkeyP
     assert [p.name for p in sources if re.search(r"progress\W{1,3}True[,)}]", p.read_text())] == []
 
 
+@pytest.mark.slow
 def test_generate_says_nothing_of_other_libraries(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "torch_pi2"]
     (tmp_path / "text.py").write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(400)))
@@ -239,10 +239,9 @@ def _of_others(err: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    done = subprocess.run([sys.executable, "-m", "torch_pi2", "completion", "bash"], **_CAUGHT)
-    assert (done.returncode, done.stderr) == (0, "")
     path = tmp_path_factory.mktemp("completion") / "torch-pi2"
-    path.write_text(done.stdout)
+    with path.open("w") as file, contextlib.redirect_stdout(file):
+        assert cli.main(["completion", "bash"]) == 0
     return path
 
 
@@ -343,14 +342,6 @@ def test_colours_only_where_they_are_wanted(terminal: Terminal, monkeypatch: pyt
     monkeypatch.setenv("TERM", "dumb")
     with tables.shown_on(terminal):
         assert "\x1b" not in tables.table(HEADER, ROWS)
-
-
-def test_doctor_in_a_terminal(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", terminal)
-    cli.main(["doctor"])
-    assert "\x1b[" in terminal.getvalue()
-    shown = plain(terminal.getvalue()).splitlines()
-    assert max(map(len, shown[shown.index(next(x for x in shown if x.startswith("extra"))) :])) <= 80
 
 
 # --- folders that another verb is for ---

@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -23,7 +22,6 @@ import torch
 from fake_hub import FakeHub
 from safetensors import safe_open
 from tiny_tokenizers import TEXT, byte_tokenizer
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -40,7 +38,6 @@ import torch_pi2
 import torch_pi2.hf
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.errors import ArtifactError, ConfigError, DeviceError, DtypeError, UnsupportedModelError
-from torch_pi2.hf.register import register
 from torch_pi2.store.folder import HF_FILE
 from torch_pi2.types.offload import OffloadConfig
 
@@ -141,6 +138,7 @@ for folder in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_without_us_nothing_opens_at_random(root: Path) -> None:
     names = ["int4", "store", "float-store", "predicted", "saved"]
     command = [sys.executable, "-c", _WITHOUT, *(str(root / name) for name in names)]
@@ -333,31 +331,6 @@ def test_the_model_is_one_of_transformers(root: Path) -> None:
         torch.testing.assert_close(compiled(IDS).logits, in_memory(IDS).logits)
 
 
-def test_threads_and_two_models_at_once(root: Path) -> None:
-    """Opened one after another: transformers' ``from_pretrained`` is not for several threads at once."""
-    wanted = tokens(torch_pi2.load(root / "store"))
-    models = [opened(root / "store", settings) for settings in (None, BUDGET)]
-    found: list[bool] = []
-
-    def use(model: Any) -> None:
-        found.append(tokens(model) == wanted)
-
-    threads = [threading.Thread(target=use, args=(model,)) for model in (*models, *models)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [True] * 4
-
-
-def test_registering_again_changes_nothing() -> None:
-    from transformers import PreTrainedModel
-
-    before = PreTrainedModel.save_pretrained
-    register()
-    assert PreTrainedModel.save_pretrained is before
-
-
 def test_without_transformers() -> None:
     code = "import sys\nsys.modules['transformers'] = None\nimport torch_pi2\ntorch_pi2.Pi2QuantizationConfig"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -447,6 +420,7 @@ print(model.generate(torch.arange(3, 11)[None], max_new_tokens=12, do_sample=Fal
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("folder", "settings"), [("int4", {}), ("store", BUDGET)])
 def test_the_hub(root: Path, tmp_path: Path, folder: str, settings: dict[str, str]) -> None:
     def run(push: str, **more: str) -> list[int]:
@@ -512,13 +486,6 @@ def test_modelling_code_of_its_own(tmp_path: Path) -> None:
     assert tokens(model) == tokens(wanted)
     model.save_pretrained(tmp_path / "out")
     assert tokens(opened(tmp_path / "out", trust_remote_code=True)) == tokens(wanted)
-
-
-def test_the_type_of_modules_is_ours(root: Path) -> None:
-    """What the others compare is computed by sparse layers, not by a dense model with the same tokens."""
-    model: nn.Module = opened(root / "store", Settings(**BUDGET))
-    assert sum(type(module).__name__ == "OffloadedFFN" for module in model.modules()) >= 2
-    assert model.get_parameter("model.layers.0.mlp.up_proj.weight").nbytes == 0
 
 
 @pytest.mark.parametrize("neurons", ["auto", "all"])

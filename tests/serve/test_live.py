@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import threading
@@ -16,10 +15,7 @@ import pytest
 from serving import Server, dense, quantised, tokenizer_of_example
 
 import torch_pi2
-from torch_pi2.observe.live import Firing
 from torch_pi2.serve import app
-from torch_pi2.serve.live import Live
-from torch_pi2.serve.model import ServedModel
 
 Event = tuple[str, dict[str, Any]]
 
@@ -46,7 +42,7 @@ def ask(url: str, tokens: int = 60, model: str = "tiny") -> None:
     assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
 
 
-def looked_on(url: str, work: Callable[[], None], **params: str) -> list[Event]:
+def watched(url: str, work: Callable[[], None], **params: str) -> list[Event]:
     """What is told from before ``work`` until it is done."""
     found = []
     with httpx.stream("GET", f"{url}/v1/live", params=params, timeout=60) as response:
@@ -70,7 +66,7 @@ def until(condition: Callable[[], bool], seconds: float = 20) -> None:
 
 
 def test_it_tells_what_is_done(server: Server) -> None:
-    (first, about), *told = looked_on(server.url, lambda: ask(server.url, 60), model="tiny")
+    (first, about), *told = watched(server.url, lambda: ask(server.url, 60), model="tiny")
     assert (first, about["model"], about["sparse"], about["store"], about["together"]) == (
         "model", "tiny", True, False, 1,
     )  # fmt: skip
@@ -90,84 +86,25 @@ def test_it_tells_what_is_done(server: Server) -> None:
     assert told[-1][1]["live"] == told[-1][1]["waiting"] == 0
 
 
-def test_an_answer_between_two_counters(server: Server) -> None:
-    """What fired for it is told, although tokens were counted before it came."""
-    until(lambda: server.batch.meter is None)
-    live = Live(ServedModel("tiny", server.model, tokenizer_of_example(), server.batch))
-    live._start()
-    reading = live._reading
-
-    def before_an_answer() -> Any:
-        found = reading()
-        ask(server.url, 20)
-        return found
-
-    try:
-        live._reading = before_an_answer  # type: ignore[method-assign]
-        first = live._figures()
-        live._reading = reading  # type: ignore[method-assign]
-        second = live._figures()
-    finally:
-        live._stop()
-    assert (first["busy"], first["answer_tokens"], second["answer_tokens"]) == (True, 0, 20)
-    assert all(layer["tokens"] >= 20 for layer in first["layers"])
-
-
-def test_who_looks_on_first_waits_for_no_one(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read is what was started, however long the one takes that tells what does not change."""
-    until(lambda: server.batch.meter is None)
-    made: list[Firing] = []
-
-    class Slow(Firing):
-        def __init__(self, model: Any) -> None:
-            made.append(self)
-            time.sleep(0.3)
-            super().__init__(model)
-
-    monkeypatch.setattr("torch_pi2.serve.live.Firing", Slow)
-    live = Live(ServedModel("tiny", server.model, tokenizer_of_example(), server.batch))
-
-    async def look() -> None:
-        told = live.events()
-        assert (await anext(told))[0] == "model"
-        assert (await anext(told))[0] == "idle"
-        await told.aclose()
-
-    asyncio.run(look())
-    assert len(made) == 1
-
-
-def test_nothing_is_counted_while_nobody_looks_on(server: Server) -> None:
+def test_nothing_is_counted_without_listeners(server: Server) -> None:
     model = server.model
     until(lambda: server.batch.meter is None)
     with torch_pi2.watch(model):  # which there can be one of
         ask(server.url, 4)
-    looked_on(server.url, lambda: ask(server.url, 4))
+    watched(server.url, lambda: ask(server.url, 4))
     until(lambda: server.batch.meter is None)
     with torch_pi2.watch(model):
         pass
 
 
-def test_several_look_on_and_one_leaves(server: Server) -> None:
+def test_one_of_several_listeners_leaves(server: Server) -> None:
     with httpx.stream("GET", f"{server.url}/v1/live", timeout=60) as stays:
         told = events(stays)
         assert next(told)[0] == "model"
-        looked_on(server.url, lambda: ask(server.url, 30), model="tiny")
+        watched(server.url, lambda: ask(server.url, 30), model="tiny")
         assert server.batch.meter is not None
         assert sum(body.get("answer_tokens", 0) for _, body in (next(told) for _ in range(3))) > 0
     until(lambda: server.batch.meter is None)
-
-
-def test_whoever_watches_already_is_named(server: Server) -> None:
-    until(lambda: server.batch.meter is None)
-    with (
-        torch_pi2.watch(server.model),
-        httpx.stream("GET", f"{server.url}/v1/live", timeout=60) as response,
-    ):
-        (name, body) = next(event for event in events(response) if event[0] != "model")
-    assert name == "error"
-    assert "expected one watch of it at a time, found another under way" in body["error"]["message"]
-    looked_on(server.url, lambda: ask(server.url, 4))
 
 
 def test_models_that_are_not_served_and_not_sparse(server: Server) -> None:
@@ -178,7 +115,7 @@ def test_models_that_are_not_served_and_not_sparse(server: Server) -> None:
     try:
         (listed,) = httpx.get(f"{plain.url}/v1/models").json()["data"]
         assert (listed["chat"], listed["max_tokens"]) == (False, 256)
-        (_, about), *told = looked_on(plain.url, lambda: ask(plain.url, 8))
+        (_, about), *told = watched(plain.url, lambda: ask(plain.url, 8))
         assert (about["sparse"], about["layers"], about["weights"]) == (False, [], "float")
         assert sum(body["answer_tokens"] for _, body in told) == 8
     finally:
@@ -190,7 +127,7 @@ def test_a_store_tells_of_its_cache(tmp_path: Path) -> None:
     torch_pi2.pack(tmp_path / "m", tmp_path / "packed")
     over = Server(torch_pi2.load(tmp_path / "packed", budget="64MiB", trust_remote_code=True), tokenizer_of_example())
     try:
-        (_, about), *told = looked_on(over.url, lambda: ask(over.url, 30))
+        (_, about), *told = watched(over.url, lambda: ask(over.url, 30))
         assert about["store"]
         stores = [body["store"] for _, body in told]
         assert sum(store["wanted"] for store in stores) >= sum(store["hits"] for store in stores) > 0
@@ -214,7 +151,7 @@ def test_keys_are_asked_for_by_all_but_the_page(server: Server) -> None:
         locked.close()
 
 
-def test_the_page_has_bounds_and_nothing_from_elsewhere(server: Server) -> None:
+def test_the_page_loads_nothing_from_elsewhere(server: Server) -> None:
     assert {"/", "/page/page.js", "/page/style.css"} <= app.page_files().keys()
     for path, file in app.page_files().items():
         sent = httpx.get(f"{server.url}{path}")
@@ -229,7 +166,7 @@ def test_the_page_has_bounds_and_nothing_from_elsewhere(server: Server) -> None:
         assert not re.search(r"<script(?! type=\"module\" src)|<style|\son\w+=|\sstyle=", text)
 
 
-def test_a_server_that_ends_does_not_wait_for_who_looks_on(server: Server) -> None:
+def test_a_server_that_ends_does_not_wait_for_listeners(server: Server) -> None:
     ending = Server(server.model, tokenizer_of_example())
     with httpx.stream("GET", f"{ending.url}/v1/live", timeout=20) as response:
         told = events(response)

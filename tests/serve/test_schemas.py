@@ -151,9 +151,3 @@ def test_schemas_are_changed_where_numbers_bound_and_nowhere_else() -> None:
 
 def test_answers_of_schemas(client: openai.OpenAI) -> None:
     answers_are_valid(client, 40, seed=1)
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_answers_of_a_thousand_schemas(client: openai.OpenAI) -> None:
-    answers_are_valid(client, 1000, seed=2)

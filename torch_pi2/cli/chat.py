@@ -1,6 +1,6 @@
-"""Talk with a model in the terminal: answers as they come, with what was said before in mind.
+"""Chat with a model in the terminal; answers are streamed.
 
-/help says what else can be typed. Ctrl-C ends an answer, Ctrl-D the talk.
+/help lists the commands. Ctrl-C ends an answer, Ctrl-D the chat.
 """
 
 from __future__ import annotations
@@ -17,24 +17,30 @@ from torch_pi2.cli.processes import process_group
 
 EXAMPLE = "torch-pi2 chat my-sparse-model"
 
-HELP = '''Type what you want to say. A line that ends with \\ goes on in the next; """ begins and ends several lines.
-/stats         speed of the last answer, neurons computed, what was read of a store
-/budget BYTES  memory of a packed store from now on, such as 2GB
-/reset         forget what was said
-/exit          leave (also Ctrl-D). Ctrl-C ends an answer. What begins with a space is no command.'''
+HELP = '''Type a message. A line that ends with \\ continues on the next one; """ begins and ends several lines.
+/stats         speed of the last answer, neurons computed, reads of a store
+/budget BYTES  change the memory for a packed store, such as 2GB
+/reset         forget the conversation
+/exit          leave (also Ctrl-D). Ctrl-C ends an answer. A line that begins with a space is no command.'''
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="DIR", help="folder written by optimize, quantize or pack, or a plain checkpoint")
-    add("--system", metavar="TEXT", help="what the system says first")
+    add("--system", metavar="TEXT", help="the system message")
     add("--max-new-tokens", type=common.positive, default=512, metavar="N", help="of an answer (default: 512)")
-    add("--max-tokens", type=common.positive, metavar="N", help="of the talk (default: the model's, at most 4096)")
+    add(
+        "--max-tokens", type=common.positive, metavar="N", help="of the whole chat (default: the model's, at most 4096)"
+    )
     add("--temperature", type=common.temperature, default=0.0, metavar="T", help="0 (default) is greedy")
     add(
-        "--top-p", type=common.probability, default=1.0, metavar="P", help="of the most likely tokens (default: 1, all)"
+        "--top-p",
+        type=common.probability,
+        default=1.0,
+        metavar="P",
+        help="sample among the likeliest tokens with this probability (default: 1, all)",
     )
-    add("--seed", type=common.seed, default=0, help="of the first answer; the next has this and 1 (default: 0)")
+    add("--seed", type=common.seed, default=0, help="of the first answer; the next has this plus 1 (default: 0)")
     common.add_decoding(parser)
     common.add_loading(parser)
 
@@ -50,7 +56,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     sampling = common.sampling_of(args)
     args.context = args.max_tokens or common.MOST_TOKENS
     model = common.load_any(args)
-    talk = ChatSession(
+    session = ChatSession(
         model,
         common.load_tokenizer(args),
         max_tokens=common.max_tokens(args, model),
@@ -60,28 +66,28 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         system=args.system,
         compiled=args.compile,
     )
-    if not talk.template:
-        _tell("this model's tokenizer has no chat template: it continues what you type")
+    if not session.template:
+        _tell("this model's tokenizer has no chat template: the model continues your text")
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is no text is refused, and the next one read
+        sys.stdin.reconfigure(errors="surrogateescape")  # invalid UTF-8 is refused below
     with contextlib.suppress(EOFError):
         while True:
-            said = _read(args)
-            name, _, value = said.partition(" ")
+            text = _read(args)
+            name, _, value = text.partition(" ")
             if name.lower() == "/exit":
                 break
             if name.startswith("/"):
-                _command(name.lower(), value.strip(), model, talk)
-            elif said.strip():
-                _answer(said, talk, args)
-    return {"messages": talk.messages}
+                _command(name.lower(), value.strip(), model, session)
+            elif text.strip():
+                _answer(text, session, args)
+    return {"messages": session.messages}
 
 
-def _answer(said: str, talk: Any, args: argparse.Namespace) -> None:
+def _answer(message: str, session: Any, args: argparse.Namespace) -> None:
     from torch_pi2.errors import Pi2Error
 
     try:
-        for piece in talk.say(said):
+        for piece in session.say(message):
             if not args.json:
                 emit(args.stdout, piece)
     except Pi2Error as error:
@@ -90,17 +96,17 @@ def _answer(said: str, talk: Any, args: argparse.Namespace) -> None:
         _tell(error)
         return
     except KeyboardInterrupt:
-        _tell("\nthe answer was ended here")
+        _tell("\ninterrupted")
     if not args.json:
         emit(args.stdout, "\n")
-    if talk.last is not None and talk.last.ended == "length":
-        _tell(f"(cut after {talk.last.tokens} tokens: --max-new-tokens, or the talk is as long as it may be)")
+    if session.last is not None and session.last.ended == "length":
+        _tell(f"(cut after {session.last.tokens} tokens: --max-new-tokens, or --max-tokens of the whole chat)")
 
 
 def _read(args: argparse.Namespace) -> str:
-    """What is typed next, of one line or several. Raises EOFError."""
+    """The next message, of one or several lines. Raises EOFError."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 (input() then has lines to edit, and those before)
+        import readline  # noqa: F401 (gives input() editing and history)
     lines: list[str] = []
     block = False
     while True:
@@ -108,7 +114,7 @@ def _read(args: argparse.Namespace) -> str:
             line = _line("... " if lines or block else "> ", args)
             line.encode()
         except UnicodeEncodeError:
-            _tell("this line is not UTF-8: nothing of it was read")
+            _tell("this line is not UTF-8 and was ignored")
             continue
         except KeyboardInterrupt:
             _tell("")
@@ -117,7 +123,7 @@ def _read(args: argparse.Namespace) -> str:
         except EOFError:
             if not lines:
                 raise
-            return "\n".join(lines)  # an open block: the next line is the end
+            return "\n".join(lines)  # ends an open block
         if line.strip() == '"""':
             if block:
                 return "\n".join(lines)
@@ -139,41 +145,41 @@ def _line(prompt: str, args: argparse.Namespace) -> str:
         return input(prompt)
 
 
-def _command(name: str, value: str, model: Any, talk: Any) -> None:
+def _command(name: str, value: str, model: Any, session: Any) -> None:
     import torch_pi2
     from torch_pi2.errors import Pi2Error
 
     if name == "/reset":
-        talk.reset()
+        session.reset()
     elif name == "/stats":
-        _tell(_stats(model, talk))
+        _tell(_stats(model, session))
     elif name == "/budget" and value:
         try:
             torch_pi2.set_budget(model, value)
-            _tell(f"the budget is {value} from now on")
+            _tell(f"the budget is now {value}")
         except Pi2Error as error:
             _tell(error)
     elif name == "/budget":
-        _tell("how much, as in /budget 2GB")
+        _tell("expected a size, as in /budget 2GB")
     else:
         _tell(HELP if name == "/help" else f"{name} is not known\n{HELP}")
 
 
-def _stats(model: Any, talk: Any) -> str:
+def _stats(model: Any, session: Any) -> str:
     import torch_pi2
     from torch_pi2.eval.work import Work
     from torch_pi2.observe import counters
     from torch_pi2.rewrite.handle import store_of
 
-    said = talk.last
-    if said is None:
-        return "nothing was answered yet"
+    last = session.last
+    if last is None:
+        return "no answer yet"
     found = counters.read()
     share = Work(*(found[name] for name in ("neurons", "gate_rows", "up_rows", "down_rows", "dense_rows"))).rows_used
     lines = [
-        f"{said.tokens} tokens, {said.tokens / max(said.seconds, 1e-9):.1f} a second ({said.ended})",
-        f"{said.prompt_tokens} before them, of which {said.prompt_tokens - said.known} were read in "
-        f"{said.prompt_seconds:.2f} s",
+        f"{last.tokens} tokens, {last.tokens / max(last.seconds, 1e-9):.1f} a second ({last.ended})",
+        f"{last.prompt_tokens} before them, of which {last.prompt_tokens - last.known} were computed in "
+        f"{last.prompt_seconds:.2f} s",
         "no sparse layer ran" if share is None else f"{common.percent(share)} of FFN rows used since the start",
     ]
     if store_of(model) is not None:

@@ -1,4 +1,4 @@
-"""Print the completion script of a shell: verbs, options, their values, files and folders.
+"""Print a shell's completion script for verbs, options, their values, files and folders.
 
 bash:  torch-pi2 completion bash > ~/.local/share/bash-completion/completions/torch-pi2
 zsh:   torch-pi2 completion zsh > DIR/_torch-pi2, where DIR is in $fpath
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 EXAMPLE = "torch-pi2 completion bash"
-#: The shells that shtab knows. Its scripts are whole: at a TAB nothing of ours is started, which would take a while.
+#: The shells that shtab supports. Its scripts are complete: no Python is started at a TAB.
 _SHELLS = ("bash", "zsh", "tcsh")
-#: What arguments that are files, and not folders, are called in usage lines.
+#: Metavars of arguments that are files, not folders.
 _FILES = ("FILE", "PATH")
 
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Of all verbs."""
+    """Options and arguments of all verbs."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):

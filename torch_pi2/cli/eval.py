@@ -1,8 +1,8 @@
 """Compare an optimised model with its dense form: held-out loss, work done, and time per token.
 
---suite has both, or any two models, answer questions made of the text: the last word of a line (cloze), an identifier
-that was used before, the closing bracket of the right kind, the next word of a line that is said again. Differences are
-paired, with a 95 % confidence interval.
+--suite compares the answers of both, or of any two models, to questions made from the text: the last word of a line
+(cloze), an identifier used before, the right closing bracket, the next word of a repeated line. Differences are paired,
+with a 95 % confidence interval.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch_pi2.cli import common
 from torch_pi2.cli.processes import process_group
 from torch_pi2.errors import ConfigError
 
-#: Of each task of the suite, where nobody says how many.
+#: Default number of questions of each task.
 _ITEMS = 200
-#: Windows at once, likewise, at most; and what is timed.
+#: Default number of windows at once, at most; and defaults of timing.
 _WINDOWS, _TIMED = 8, {"decode_tokens": 32, "rounds": 5}
 #: Rows of the table, by key of the result.
 _LOSS = (("held-out bits per byte", "bits_per_byte", ".4f"), ("perplexity per token", "perplexity", ".3f"))
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-size",
         type=common.positive,
         metavar="N",
-        help=f"windows at once (default: {_WINDOWS}; with --budget as many as it has room for, if that is less)",
+        help=f"windows at once (default: {_WINDOWS}; with --budget as many as fit, if that is less)",
     )
     timed = "beside a dense model: timed {} (default: {})"
     for name, what in (("decode_tokens", "tokens per round"), ("rounds", "rounds")):
@@ -48,18 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="TASK",
-        help="also tasks of lm-eval (extra eval): names, YAML files or folders of them; nothing is downloaded for them",
+        help="also tasks of lm-eval (extra eval): names, YAML files or folders of these; nothing is downloaded",
     )
     parser.add_argument(
         "--suite",
         nargs="*",
         metavar="TASK",
-        help="also questions made of --text, all of it: cloze, identifiers, brackets, copying (default: all four)",
+        help="also questions made from all of --text: cloze, identifiers, brackets, copying (default: all four)",
     )
     parser.add_argument(
         "--against",
         metavar="DIR",
-        help="with --suite alone: the model to compare with, instead of the dense one; both of any kind, bundles too",
+        help="with --suite alone: compare with this model, not the dense one; both may be of any kind, bundles too",
     )
     parser.add_argument(
         "--limit",
@@ -87,12 +87,12 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
     _set_batch(args)
     pi2, result = Path(args.model) / "pi2", {"model": args.named, "threads": torch.get_num_threads()}
-    rows = weights_path(pi2) is not None  # of neurons, which have no dense form to compare with
+    rows = weights_path(pi2) is not None  # a store or quantised neurons: there is no dense model
     _check_suite(args, rows)
     _set_timing(args, rows)
     if args.against is not None:
         own = common.given(args, "budget", *common.LEAVE_OUT)
-        _, *own_model = _of_any_kind(args, args.model, **own)  # first: in shards, others are the first process's alone
+        _, *own_model = _of_any_kind(args, args.model, **own)  # first, because only this one may be in shards
         result["suite"] = _suite(args, [_of_any_kind(args, args.against), (args.named, *own_model)])
         return result | {"store": common.of_store(own_model[0])}
     sparse = common.load_sparse(args)
@@ -114,7 +114,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _set_batch(args: argparse.Namespace) -> None:
-    """``--batch-size`` where it is not said, and ``context``. Raises ConfigError: a budget has no room for them."""
+    """Set the default of ``--batch-size``, and ``context``. Raises ConfigError: they do not fit into a budget."""
     from torch_pi2.types.budget import PIECE_TOKENS
 
     most = _WINDOWS if args.budget is None else min(_WINDOWS, PIECE_TOKENS // args.window)
@@ -124,14 +124,14 @@ def _set_batch(args: argparse.Namespace) -> None:
     if args.budget is not None and args.context > PIECE_TOKENS and not common.left_out(args):  # else token by token
         raise ConfigError(
             f"--window {args.window}{said} with --budget",
-            expected=f"at most {PIECE_TOKENS} tokens in a call, whose activations a budget has room for",
+            expected=f"at most {PIECE_TOKENS} tokens in a call, for which a budget has memory",
             found=str(args.context),
             fix="Pass a smaller --window" + (" or --batch-size." if said else "."),
         )
 
 
 def _set_timing(args: argparse.Namespace, rows: bool) -> None:
-    """Options of what is timed, where they are not said. Raises ConfigError: they are, and nothing is."""
+    """Set the defaults of timing. Raises ConfigError: they are given, and nothing is timed."""
     beside = args.against is None and not rows
     for name, default in _TIMED.items():
         if getattr(args, name) is not None and not beside:
@@ -145,7 +145,7 @@ def _set_timing(args: argparse.Namespace, rows: bool) -> None:
 
 
 def _check_suite(args: argparse.Namespace, rows: bool) -> None:
-    """Raises ConfigError: there is one model alone (``rows``: without dense weights), or two without a suite."""
+    """Raises ConfigError: only one model (``rows``: without dense weights), or two without a suite."""
     from torch_pi2.cli.folders import kind_of
 
     alone = args.suite is not None and not args.lm_eval
@@ -159,9 +159,9 @@ def _check_suite(args: argparse.Namespace, rows: bool) -> None:
     if args.against is None and (kind_of(Path(args.model)) == "bundle" or (rows and args.suite is not None)):
         raise ConfigError(
             f"torch-pi2 eval {args.model}",
-            expected="--suite and a model to compare with: there are no dense weights in that folder",
+            expected="--suite and a model to compare with, because that folder has no dense weights",
             found="no --against",
-            fix="Pass --suite --against CHECKPOINT, the one that it was made of.",
+            fix="Pass --suite --against CHECKPOINT, the one that it was made from.",
         )
 
 
@@ -181,7 +181,7 @@ def _of_any_kind(
         raise ConfigError(
             f"{common.option_of(name)} with {folder}",
             expected="a model over a store, as pack writes it",
-            found="a bundle, which reads all that it wants",
+            found="a bundle, which reads all neurons that it needs",
             fix="Leave it out.",
         )
     phase(f"load {folder}")
@@ -190,13 +190,13 @@ def _of_any_kind(
 
 
 def _suite(args: argparse.Namespace, models: Sequence[tuple[str, Any, Any]]) -> dict[str, Any]:
-    """Differences by task of two models, each with its name and tokenizer, the one that is compared with first."""
+    """Differences by task between two models, each with its name and tokenizer; the reference comes first."""
     from torch_pi2.eval import answers, differences, make_items
     from torch_pi2.export.run import Bundle
 
     items = make_items(common.text_of(args), args.suite or (), limit=args.limit or _ITEMS, seed=args.seed)
-    room = [model.manifest.max_tokens for _, model, _ in models if isinstance(model, Bundle)]
-    window, given = min([args.window, *room]), []
+    limits = [model.manifest.max_tokens for _, model, _ in models if isinstance(model, Bundle)]
+    window, given = min([args.window, *limits]), []
     for name, model, tokenizer in models:
         phase(f"suite: {name}")
         given.append(answers(model, tokenizer, items, window=window, progress=not args.quiet))
@@ -206,7 +206,7 @@ def _suite(args: argparse.Namespace, models: Sequence[tuple[str, Any, Any]]) -> 
 
 
 def _tasks(args: argparse.Namespace, models: dict[str, Any], tokenizer: Any) -> dict[str, dict[str, Any]]:
-    """Task -> ``dense`` and ``sparse`` -> figures of lm-eval."""
+    """Task -> ``dense`` and ``sparse`` -> metrics of lm-eval."""
     from torch_pi2.eval.harness import harness
 
     found: dict[str, dict[str, Any]] = {}
@@ -292,7 +292,7 @@ def render(result: dict[str, Any]) -> str:
 
 
 def suite_table(models: Sequence[str], tasks: dict[str, dict[str, Any]]) -> str:
-    """Of the answers of two models, by names for them."""
+    """A table of the answers of two models."""
     first, second = (Path(name).name for name in models)
     header = ("right answers", "items", "by chance", first, second, "difference", "95 % interval", "other answers")
     rows = [
@@ -310,7 +310,7 @@ def suite_table(models: Sequence[str], tasks: dict[str, dict[str, Any]]) -> str:
 
 
 def _with_error(figures: dict[str, float] | None, name: str) -> str:
-    """A figure, and its standard error where there is one; ``-``: of a folder without dense weights."""
+    """A figure, with its standard error if there is one; ``-``: there are no dense weights."""
     if figures is None:
         return "-"
     metric, space, rest = name.partition(" ")

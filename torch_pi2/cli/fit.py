@@ -1,7 +1,8 @@
 """Fit activation predictors to a profiled model, and write predictors.safetensors.
 
-Samples, and what was fitted, are in OUT.fitting meanwhile: the same command goes on after a kill. Several processes
-share the layers: `torchrun --nproc-per-node N -m torch_pi2 fit ...`, with the result of one that has as many threads.
+Samples and fitted layers are kept in OUT.fitting meanwhile: the same command resumes after a kill. Several processes
+can share the layers: `torchrun --nproc-per-node N -m torch_pi2 fit ...`. The result is the same as that of one process
+with as many threads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Continue a prompt with a model of any kind of folder: a checkpoint, optimised, packed, or a bundle for ExecuTorch."""
+"""Continue a prompt with a model from any folder: a checkpoint, optimised, packed, or a bundle for ExecuTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "torch-pi2 generate my-sparse-model --prompt 'def main(' --max-new-tokens 64"
 
-#: Options that bundles do not take, with their defaults; options of ``run`` that this verb has not.
+#: Options that bundles do not support, with their defaults; and options of ``run`` that this verb lacks.
 _OF_MODELS = {"dense": False, "compile": False, "activations": "float", "prompt_lookup": 0, "gpu_memory": None}
 _OF_MODELS |= {"reduction": None, "attention": None, "timeout": None}
 _OF_MODELS |= dict.fromkeys(common.LEAVE_OUT, 0.0) | {
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", metavar="DIR", help="folder written by optimize, quantize, pack or export, or a plain checkpoint"
     )
     parser.add_argument("--prompt", required=True, help="text to continue")
-    parser.add_argument("--max-new-tokens", type=common.positive, default=64, metavar="N", help="at most so many")
+    parser.add_argument("--max-new-tokens", type=common.positive, default=64, metavar="N", help="at most N")
     parser.add_argument(
         "--temperature", type=common.temperature, default=0.0, metavar="T", help="0 (default) is greedy"
     )
@@ -44,15 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--top-p",
         type=common.probability,
         metavar="P",
-        help="sample among the likeliest tokens that together have this probability (default: 1; of bundles, what the "
-        "model says)",
+        help="sample among the likeliest tokens that together have this probability (default: 1; for bundles, the "
+        "model's)",
     )
     parser.add_argument(
         "--num-return-sequences",
         type=common.positive,
         default=1,
         metavar="N",
-        help="continue the prompt so many times in one batch, each with a seed of its own",
+        help="continue the prompt N times in one batch, each with its own seed",
     )
     parser.add_argument("--seed", type=common.seed, default=0, help="of sampling")
     parser.add_argument(
@@ -60,9 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=common.drafted,
         default=0,
         metavar="K",
-        help="greedy: guess up to K tokens (1 to 7) from what followed the last ones before, and verify them together",
+        help="greedy: draft up to K tokens (1 to 7) from what followed the last ones earlier, and verify them together",
     )
-    parser.add_argument("--dense", action="store_true", help="run the dense model of the folder instead")
+    parser.add_argument("--dense", action="store_true", help="run the dense model of the folder")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="what threads did, for Perfetto (docs/TRACES.md)")
     common.add_decoding(parser)
     common.add_loading(parser)
@@ -89,7 +89,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
             "--prompt-lookup",
             expected="the most likely token each time",
             found=f"--temperature {args.temperature:g}",
-            fix="Leave one of them out: what is drawn is decoded step by step.",
+            fix="Leave one of them out.",
         )
     if args.num_return_sequences > 1 and args.temperature == 0:
         raise ConfigError(
@@ -101,7 +101,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     if kind_of(Path(args.model)) == "bundle":
         return _of_bundle(args)
     args.top_p = 1.0 if args.top_p is None else args.top_p
-    recorded = trace(args.trace) if args.trace else None  # a path that cannot be written is found before loading
+    recorded = trace(args.trace) if args.trace else None  # fails before loading if the path cannot be written
     if args.trace and is_standard_output(args.trace):
         args.stdout = sys.stderr
     tokenizer = common.load_tokenizer(args)
@@ -123,7 +123,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     with recorded or nullcontext():
         try:
             made = generate(model, inputs["input_ids"], tokenizer=tokenizer, compiled=args.compile, **how)
-        except UnsupportedModelError:  # its cache cannot be static
+        except UnsupportedModelError:  # its cache is not supported
             if args.num_return_sequences > 1 or args.prompt_lookup:
                 raise
             made = _by_transformers(model, inputs, tokenizer, args)
@@ -131,7 +131,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
                 emit(args.stdout, made.text)
         except Pi2Error:
             if shown:
-                emit(args.stdout, "\n")  # so that what is wrong has a line of its own
+                emit(args.stdout, "\n")  # so that the error has its own line
             raise
     elapsed = time.perf_counter() - started
     if shown:
@@ -154,7 +154,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _of_bundle(args: argparse.Namespace) -> dict[str, Any]:
-    """With ExecuTorch: what ``run`` says, and what this verb says of every kind of folder."""
+    """With ExecuTorch: the result of ``run``, and the fields that this verb has for every folder."""
     from torch_pi2.cli import run
     from torch_pi2.errors import ConfigError
 
@@ -162,9 +162,9 @@ def _of_bundle(args: argparse.Namespace) -> dict[str, Any]:
         if getattr(args, name) != default:
             raise ConfigError(
                 f"{common.option_of(name)} with {args.model}",
-                expected="an option of bundles, which were compiled as they are",
-                found="one of models that PyTorch runs",
-                fix="Leave it out; torch-pi2 run --help has what bundles take.",
+                expected="an option that bundles support",
+                found="one for models that PyTorch runs",
+                fix="Leave it out; torch-pi2 run --help lists the options of bundles.",
             )
     said = run.run(argparse.Namespace(**vars(args) | _OF_RUN | {"bundle": Path(args.model)}))
     count, seconds = said["new_tokens"], said["prompt_seconds"] + said["decode_seconds"]
@@ -200,7 +200,7 @@ def render(result: dict[str, Any]) -> str:
     if result["trace"]:
         speed += f", while recording {result['trace']['events']} events into {result['trace']['path']}"
     if result.get("drafts"):
-        speed += ", {accepted} of {drafted} guessed tokens right".format_map(result["drafts"])
+        speed += ", {accepted} of {drafted} drafted tokens accepted".format_map(result["drafts"])
     if result.get("shown"):
         return f"\n[{speed}]"
     texts = result.get("texts", [result["text"]])

@@ -1,6 +1,6 @@
-"""What is said on standard error while a verb runs: ours by -v and -q, and of other libraries only what went wrong.
+"""Logging of the command line: ours by -v and -q, and only errors of other libraries.
 
-Only the command line is so strict: ``import torch_pi2`` changes no logger and no filter.
+``import torch_pi2`` changes no logger and no filter.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: Advice to developers at start-up (extensions that were not loaded, classes registered twice, lengths of texts), under
-#: these loggers; what goes wrong in them is an error, and is still said.
+#: Loggers that give advice to developers at start-up; their errors are still shown.
 _OTHERS = ("torch", "torch.utils._pytree", "torchao", "transformers", "executorch", "root")
-#: The same as Python's warnings, by the module that warns.
+#: Modules whose Python warnings are such advice.
 _WARNERS = r"(torch|torchao|transformers|executorch|huggingface_hub)(\.|$)"
 
 
 @contextmanager
-def said(verbose: bool = False, quiet: bool = False) -> Iterator[None]:
-    """Ours at the level asked for, and others' advice not at all unless ``verbose``; as it was afterwards."""
+def configured(verbose: bool = False, quiet: bool = False) -> Iterator[None]:
+    """Set levels and filters inside the block. ``verbose``: show the advice of other libraries too."""
     ours = logging.getLogger("torch_pi2")
     handler = logging.StreamHandler(sys.stderr)
     level = logging.INFO if verbose else logging.ERROR if quiet else logging.WARNING
@@ -47,16 +46,16 @@ def said(verbose: bool = False, quiet: bool = False) -> Iterator[None]:
 
 @contextmanager
 def muted(verbose: bool = False) -> Iterator[None]:
-    """What C++ writes to standard error itself goes nowhere, unless ``verbose``; for starting a library, no longer."""
+    """Discard what C++ code writes to standard error, unless ``verbose``; for the start of a library only."""
     if verbose:
         yield
         return
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)
         os.close(nowhere)

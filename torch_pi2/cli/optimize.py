@@ -90,7 +90,7 @@ def _judge(args: argparse.Namespace, model: Any, tokenizer: Any, config: Config,
 
     dense, why = verdict.dense_of(args, dense_bytes)
     given = {name: value for name, value in asdict(config).items() if value != getattr(Config(), name)}
-    found = judge(
+    result = judge(
         model,
         dense,
         args.out,
@@ -101,7 +101,7 @@ def _judge(args: argparse.Namespace, model: Any, tokenizer: Any, config: Config,
         lossy=["int8 activations"] if config.activations == "int8" else [],
         trust_remote_code=args.trust_remote_code,
     )
-    verdict.keep(args.out, found, args.model)
+    verdict.keep(args.out, result, args.model)
 
 
 def render(result: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Standard output, which has the result: what cannot be written there is no success."""
+"""Standard output, where the result goes; a result that cannot be written is an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class OutputError(ArtifactError):
 
 
 def emit(file: TextIO | None, text: str) -> None:
-    """Write ``text`` to standard output, now. Raises OutputError; BrokenPipeError: nobody reads it any more."""
+    """Write ``text`` to standard output and flush. Raises OutputError, or BrokenPipeError: the reader has gone."""
     try:
         if file is None:
             raise OSError("it is closed")

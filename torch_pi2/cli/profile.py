@@ -1,7 +1,7 @@
 """Record how often each FFN neuron fires on calibration text, and write stats.safetensors.
 
-Several processes share the text: `torchrun --nproc-per-node N -m torch_pi2 profile ...`, with the result of one that
-has as many threads.
+Several processes can share the text: `torchrun --nproc-per-node N -m torch_pi2 profile ...`. The result is the same as
+that of one process with as many threads.
 """
 
 from __future__ import annotations

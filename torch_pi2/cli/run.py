@@ -1,4 +1,4 @@
-"""Run a bundle with ExecuTorch on this machine: the text as it comes, then speed and what was read."""
+"""Run a bundle with ExecuTorch on this machine: streams the text, then shows speed and reads."""
 
 from __future__ import annotations
 
@@ -29,11 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="text to continue")
     prompt.add_argument("--ids", type=_ids, metavar="N,...", help="token ids to continue; needs no tokenizer")
-    add(
-        "--chat", action="store_true", help="--prompt is what a user says: the tokenizer's chat template goes around it"
-    )
-    add("--system", metavar="TEXT", help="with --chat: what the system says first")
-    add("--max-new-tokens", type=common.positive, default=64, metavar="N", help="at most so many")
+    add("--chat", action="store_true", help="--prompt is a user's message; apply the tokenizer's chat template")
+    add("--system", metavar="TEXT", help="with --chat: the system message")
+    add("--max-new-tokens", type=common.positive, default=64, metavar="N", help="at most N")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
     add("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens (0: all)")
     add(
@@ -43,27 +41,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sample among the likeliest tokens that together have this probability",
     )
     add("--min-p", type=float, metavar="P", help="sample among tokens at least P times as likely as the likeliest")
-    add("--repetition-penalty", type=float, metavar="R", help="of tokens that were there before; 1: none")
+    add("--repetition-penalty", type=float, metavar="R", help="for tokens that have occurred; 1: none")
     add(
         "--stop",
         action="append",
         metavar="TEXT",
-        help="answers end before it; may be repeated. These five are as the model's generation_config.json has them "
-        "unless they are given",
+        help="end answers before it; may be repeated. Defaults of these five are in the model's generation_config.json",
     )
-    add("--seed", type=common.seed, default=0, help="of the first sequence; the next has this and 1")
+    add("--seed", type=common.seed, default=0, help="of the first sequence; the next has this plus 1")
     add("--num-return-sequences", type=common.positive, default=1, metavar="N", help="answers to one prompt")
-    add("--budget", metavar="BYTES", help="memory for all of it but Python, such as 2GiB (default: as it takes)")
+    add("--budget", metavar="BYTES", help="memory for all but Python, such as 2GiB (default: no limit)")
     add("--store", type=Path, metavar="PATH", help="the neuron store, or its folder (default: BUNDLE)")
-    add("--io-threads", type=common.positive, metavar="N", help="that read the store (default: 64)")
+    add("--io-threads", type=common.positive, metavar="N", help="threads that read the store (default: 64)")
     add("--engine", metavar="NAME", help="that reads the store; a wrong name lists them (default: auto)")
     add("--policy", metavar="NAME", help="of the neuron cache; a wrong name lists them (default: lfu)")
     add("--trace", type=Path, metavar="FILE", help="what threads did, for Perfetto (docs/TRACES.md)")
     add(
         "--verify",
         action=argparse.BooleanOptionalAction,
-        help="read all of the store too and compare every file's hash first; --no-verify: compare only sizes (default: "
-        "the checksums of what is loaded)",
+        help="first compare the hash of every file, the whole store included; --no-verify: compare sizes only "
+        "(default: checksums of what is loaded)",
     )
 
 
@@ -126,9 +123,9 @@ def _prompt(args: argparse.Namespace) -> Any:
 
 
 def _start_threads(count: int | None, verbose: bool) -> None:
-    """ExecuTorch's pool, which XNNPACK and our delegate share, with ``count`` threads or as many as it takes.
+    """Start ExecuTorch's thread pool, which XNNPACK and our delegate share, with ``count`` threads or its default.
 
-    It tells of every file about the CPU that it does not find; nothing else is silenced.
+    Its messages about missing files of CPU information are discarded; nothing else is.
     """
     from torch_pi2.decode.executorch import load_library
 
@@ -142,7 +139,7 @@ def _start_threads(count: int | None, verbose: bool) -> None:
 
 
 class _Stream:
-    """Writes the prompt, then text as it comes, to ``file``."""
+    """Writes the prompt and then the streamed text to ``file``."""
 
     def __init__(self, file: Any, prompt: str) -> None:
         self._file, self._before = file, prompt
@@ -168,7 +165,7 @@ def render(result: dict[str, Any]) -> str:
     if not any(s["text"] for s in result["sequences"]):
         answers = [f"ids: {', '.join(map(str, s['ids']))}" for s in result["sequences"]]
     elif result["streamed"]:
-        answers = [""]  # it is on the screen already
+        answers = [""]  # already written
     elif result["prompt"]:
         answers = [result["prompt"], *answers]
     return "\n".join([*answers, f"[{', '.join(facts)}]"])

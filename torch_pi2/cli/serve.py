@@ -1,4 +1,4 @@
-"""Serve models over HTTP as OpenAI's API does: chats, completions, streams; many requests decoded together."""
+"""Serve models over HTTP with OpenAI's API: chats, completions, streams; requests are decoded in batches."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torch_pi2.cli.processes import is_follower, process_group
 
 EXAMPLE = "torch-pi2 serve my-sparse-model --port 8000"
 
-#: Where the API key may be instead of on the command line, which others on the machine can read.
+#: Environment variable with the API key; others on the machine could read it on the command line.
 KEY = "TORCH_PI2_API_KEY"
-#: Seconds for answers that have begun when the server is told to end.
+#: Seconds for running answers when the server is told to end.
 GRACE_S = 30
-#: Seconds for which a server of several processes says that one of them is lost, before it ends.
+#: Seconds for which a server of several processes reports that one is lost, before it ends.
 _TELLS_S = 5
 
 
@@ -49,11 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefix-cache",
         default="256MiB",
         metavar="BYTES",
-        help="keys and values of prompts, of each model, for others that begin alike, beside its --budget (default: "
-        "256MiB; 0: none)",
+        help="for keys and values of prompts, of each model, to be used for prompts that begin alike; not in --budget "
+        "(default: 256MiB; 0: none)",
     )
     common.add_loading(parser)
-    parser.epilog = f"{parser.epilog}\n\nThe API key that clients have to send, if any, is the environment's {KEY}."
+    parser.epilog = (
+        f"{parser.epilog}\n\nIf the environment variable {KEY} is set, clients have to send it as the API key."
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -70,9 +72,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     key = os.environ.get(KEY, "")
     if not (key.isascii() and key.isprintable() and key == key.strip()):
-        raise ConfigError(KEY, expected="letters of ASCII, as headers have", found="others", fix="Choose another key.")
+        raise ConfigError(
+            KEY, expected="printable ASCII, as HTTP headers allow", found="other characters", fix="Choose another key."
+        )
     for name, value in (("budget", args.budget), ("prefix-cache", args.prefix_cache)):
-        parse_bytes(value or 0, f"--{name}")  # before models are loaded, which takes long
+        parse_bytes(value or 0, f"--{name}")  # before models are loaded
     names = [Path(folder).resolve().name for folder in args.models]
     if len(set(names)) < len(names):
         raise ConfigError(
@@ -80,9 +84,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         )
     with process_group(args, *args.models) as args.models:
         if is_follower():
-            _served(args, names[0], args.models[0])  # which ends when the first process does
+            _served(args, names[0], args.models[0])  # ends with the first process
         with socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET) as listening:
-            # before models are loaded, which takes long; nobody can connect yet
+            # before models are loaded; nobody can connect yet
             with _address(args):
                 listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listening.bind((args.host, args.port))
@@ -102,7 +106,7 @@ def _run(args: argparse.Namespace, names: list[str], listening: socket.socket) -
         served.batch.start()
     try:
         with _address(args):
-            listening.listen(config.backlog)  # who reads the line below may connect at once
+            listening.listen(config.backlog)  # before the line below invites clients
         where = url_of(*listening.getsockname()[:2])
         print(f"torch-pi2: {', '.join(names)} at {where}/v1 (Ctrl-C ends it)", file=sys.stderr, flush=True)
         print(f"torch-pi2: a page to talk to them, and to look on: {where}/", file=sys.stderr, flush=True)
@@ -122,7 +126,7 @@ def url_of(host: str, port: int) -> str:
 
 @contextlib.contextmanager
 def _address(args: argparse.Namespace) -> Iterator[None]:
-    """Raises ConfigError: what it is given cannot be listened on."""
+    """Raises ConfigError: the address cannot be listened on."""
     from torch_pi2.errors import ConfigError
 
     try:
@@ -143,7 +147,7 @@ def _server(config: Any) -> Any:
         failed_at: float | None = None
 
         async def on_tick(self, counter: int) -> bool:
-            """As uvicorn has it; and a model of several processes that has lost one ends the server, after a while."""
+            """Also ends the server some time after a process of a model's group was lost."""
             models = self.config.app.state.models.values()  # type: ignore[union-attr]
             if self.failed_at is None and any(served.batch.failure is not None for served in models):
                 self.failed_at = time.monotonic()
@@ -152,10 +156,7 @@ def _server(config: Any) -> Any:
             return await super().on_tick(counter)
 
         async def shutdown(self, sockets: Any = None) -> None:
-            """As uvicorn has it, but that streams of figures, which never end by themselves, are not waited for.
-
-            Answers that are not done in time end with an error of ours, before uvicorn cancels what sends them.
-            """
+            """Ends /v1/live streams, which would never end, and gives answers :data:`GRACE_S` to end by themselves."""
             state = self.config.app.state  # type: ignore[union-attr]
             for live in state.live.values():
                 live.close()

@@ -1,9 +1,9 @@
 """Train a dense model on until most values of its FFN neurons are exactly zero, and write it as a checkpoint. Lossy.
 
-The activation becomes ReLU; a penalty is steered until the share of zeros is the target. Checkpoints are in
-OUT.training: the same command goes on after a kill. Several GPUs or machines:
-`accelerate launch -m torch_pi2 sparsify ...`. What is written opens with transformers alone, and `torch-pi2 optimize`
-makes it fast.
+The activation becomes ReLU; a penalty is steered until the share of zeros is the target. Checkpoints are kept in
+OUT.training: the same command resumes after a kill. Several GPUs or machines:
+`accelerate launch -m torch_pi2 sparsify ...`. The result is an ordinary checkpoint of transformers, which
+`torch-pi2 optimize` makes fast.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="FILE|stdlib",
-        help="UTF-8 documents to train on, and on no others; stdlib: source of Python's standard library",
+        help="UTF-8 documents to train on; stdlib: source of Python's standard library",
     )
     add(
         "--heldout",
@@ -41,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE|stdlib-heldout",
         help="documents to measure on (default: the last 2 %% of --text, which are not trained on)",
     )
-    add(
-        "--activation", choices=ACTIVATIONS, default=default.activation, help="drelu: also of up; needs code of its own"
-    )
+    add("--activation", choices=ACTIVATIONS, default=default.activation, help="drelu: also on up; needs modelling code")
     number("--target-sparsity", common.probability, "S", "share of zeros")
     add(
         "--steps",
@@ -64,9 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const=0.5,
         default=0.0,
         metavar="SHARE",
-        help="part of the loss from the dense model's predictions (without SHARE: 0.5)",
+        help="share of the loss from the dense model's predictions (without SHARE: 0.5)",
     )
-    add("--revive", action="store_true", help="draw the gates of neurons anew that never fire")
+    add("--revive", action="store_true", help="reinitialise the gates of neurons that never fire")
     add("--float32", action="store_true", help="compute in float32, not in bfloat16")
     add(
         "--save-every",

@@ -1,4 +1,4 @@
-"""Tables: plain text for pipes and files; in a terminal in its colours, and no wider than it is."""
+"""Tables: plain text in pipes and files; in a terminal with colours, and no wider than the terminal."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: The terminal that results go to; None: they go elsewhere.
+#: The terminal that results go to; None: a pipe or file.
 _terminal: ContextVar[Console | None] = ContextVar("terminal", default=None)
-#: Columns between columns.
+#: Blanks between columns.
 _GAP = 2
-#: Cells of words may be broken into lines of so many characters; numbers and names are not.
+#: Cells with blanks may be wrapped to this width; numbers and names are not.
 _LEAST_WORDS = 24
 
 
 @contextmanager
 def shown_on(file: TextIO | None) -> Iterator[None]:
-    """Tables made inside are for ``file``."""
+    """Tables made inside the block are for ``file``."""
     console = None
-    if getattr(file, "isatty", bool)():  # closed, or a file that only takes what is written: no terminal
+    if getattr(file, "isatty", bool)():  # no terminal if it is closed or has no isatty
         from rich.console import Console
 
         console = Console(file=file, highlight=False)  # knows NO_COLOR, TERM=dumb and COLUMNS
@@ -35,7 +35,7 @@ def shown_on(file: TextIO | None) -> Iterator[None]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns of text; those of numbers to the right."""
+    """Columns of text; numbers are aligned to the right."""
     body = [[str(c) for c in row] for row in rows]
     widths = [max(len(row[i]) for row in [list(header), *body]) for i in range(len(header))]
     numbers = [all(re.match(r"[-+]?\d|-?$", row[i]) for row in body) for i in range(len(header))]
@@ -52,12 +52,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def _in_colour(
     console: Console, header: Sequence[str], body: list[list[str]], widths: list[int], numbers: list[bool]
 ) -> str:
-    """What does not fit side by side goes below, each time with the first column again."""
+    """Columns that do not fit go into further tables below, each with the first column."""
     from rich.table import Table
     from rich.text import Text
 
     words = [any(" " in row[i] for row in body) and not numbers[i] for i in range(len(header))]
-    beside = max(_LEAST_WORDS, console.width - min(widths[0], console.width // 2) - _GAP)  # room next to the first
+    beside = max(_LEAST_WORDS, console.width - min(widths[0], console.width // 2) - _GAP)  # width next to the first
     most = [max(_LEAST_WORDS, len(h)) if long else beside for h, long in zip(header, words)]
     least = [min(pair) for pair in zip(widths, most)]
     shown: list[Any] = []
@@ -78,12 +78,12 @@ def _in_colour(
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
-def _side_by_side(widths: Sequence[int], room: int) -> list[list[int]]:
-    """The columns of each table, all with the first."""
+def _side_by_side(widths: Sequence[int], width: int) -> list[list[int]]:
+    """The columns of each table; all contain the first."""
     groups = [[0]]
     taken = widths[0]
     for i in range(1, len(widths)):
-        if len(groups[-1]) > 1 and taken + _GAP + widths[i] > room:
+        if len(groups[-1]) > 1 and taken + _GAP + widths[i] > width:
             groups.append([0])
             taken = widths[0]
         groups[-1].append(i)
