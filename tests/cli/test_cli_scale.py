@@ -26,6 +26,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_from_a_checkpoint_to_a_sparse_model_by_mapped_weights(command, checkpoint: Path, tmp_path: Path) -> None:
     parts, text = tmp_path / "parts", ["--text", checkpoint / "text.py", *TOKENS]
     command("profile", checkpoint, "--mapped", "--out", parts, *text)
@@ -45,6 +46,7 @@ def test_from_a_checkpoint_to_a_sparse_model_by_mapped_weights(command, checkpoi
     assert not (tmp_path / "parts.fitting").exists()
 
 
+@pytest.mark.slow
 def test_what_does_not_belong_together_is_refused(command, checkpoint: Path, tmp_path: Path) -> None:
     parts, text = tmp_path / "parts", ["--text", checkpoint / "text.py", *TOKENS]
     ran = command("profile", checkpoint, "--mapped", "--dtype", "bfloat16", "--out", parts, *text, ok=False)

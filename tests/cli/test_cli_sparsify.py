@@ -21,6 +21,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_made_and_said(root: Path, command: Callable[..., Ran]) -> None:
     texts = ["--text", root / "a.txt", root / "b.txt"]
     ran = command("sparsify", root / "dense", "--out", root / "out", *texts, *FEW)

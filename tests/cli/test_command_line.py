@@ -346,30 +346,24 @@ def test_colours_only_where_they_are_wanted(terminal: Terminal, monkeypatch: pyt
 
 # --- folders that another verb is for ---
 
-MARKS = {
-    "bundle": "manifest.json",
-    "store": "pi2/model.pi2",
-    "quantised": "pi2/weights.safetensors",
-    "optimised": "pi2/plan.json",
-    "checkpoint": "config.json",
-    "statistics": "stats.safetensors",
-    "predictors": "predictors.safetensors",
-    "plan": "plan.json",
+#: Kind of folder -> a file in it, and verbs that refuse it, by what they name instead.
+KINDS = {
+    "bundle": (
+        "manifest.json",
+        {"torch-pi2 generate ": "profile fit optimize quantize pack plan export report", "torch-pi2 run ": "chat"},
+    ),
+    "store": ("pi2/model.pi2", {"torch-pi2 generate ": "run profile fit optimize quantize sparsify"}),
+    "quantised": ("pi2/weights.safetensors", {"torch-pi2 generate ": "run profile fit optimize quantize"}),
+    "optimised": ("pi2/plan.json", {"torch-pi2 generate ": "run"}),
+    "checkpoint": ("config.json", {"torch-pi2 optimize ": "run report"}),
+    "statistics": ("stats.safetensors", {"torch-pi2 optimize MODEL --stats ": "run generate pack report"}),
+    "predictors": ("predictors.safetensors", {"--stats STATS --predictors ": "run generate eval"}),
+    "plan": ("plan.json", {"torch-pi2 inspect ": "run generate export"}),
 }
 PAIRS = [
-    *((verb, "bundle", "torch-pi2 generate ") for verb in ("profile", "fit", "optimize", "quantize", "pack", "plan")),
-    *((verb, "bundle", "torch-pi2 generate ") for verb in ("export", "report")),
-    ("chat", "bundle", "torch-pi2 run "),
-    *((verb, "store", "torch-pi2 generate ") for verb in ("run", "profile", "fit", "optimize", "quantize")),
-    *((verb, "quantised", "torch-pi2 generate ") for verb in ("run", "profile", "fit", "optimize", "quantize")),
-    ("sparsify", "store", "torch-pi2 generate "),
-    ("run", "optimised", "torch-pi2 generate "),
-    *((verb, "checkpoint", "torch-pi2 optimize ") for verb in ("run", "report")),
-    *((verb, "statistics", "torch-pi2 optimize MODEL --stats ") for verb in ("run", "generate", "pack", "report")),
-    *((verb, "predictors", "--stats STATS --predictors ") for verb in ("run", "generate", "eval")),
-    *((verb, "plan", "torch-pi2 inspect ") for verb in ("run", "generate", "export")),
+    (verb, kind, fix) for kind, (_, fixes) in KINDS.items() for fix, verbs in fixes.items() for verb in verbs.split()
 ]
-#: What else a verb cannot do without.
+#: Required arguments of verbs.
 NEEDS = {
     "run": ["--ids", "1"],
     "generate": ["--prompt", "x"],
@@ -382,7 +376,7 @@ NEEDS = {
 
 @pytest.mark.parametrize(("verb", "kind", "fix"), PAIRS)
 def test_a_folder_for_another_verb(command: Command, tmp_path: Path, verb: str, kind: str, fix: str) -> None:
-    mark = tmp_path / "given" / MARKS[kind]
+    mark = tmp_path / "given" / KINDS[kind][0]
     mark.parent.mkdir(parents=True)
     mark.touch()
     (tmp_path / "given" / "config.json").touch()  # beside it, as in most of ours

@@ -315,7 +315,7 @@ def test_what_a_suite_needs(command: Command, kinds: dict[str, Path]) -> None:
         return ran.err
 
     for argv in (["store", "--suite"], ["quantised", "--suite"], ["bundle"]):
-        assert "no dense weights in that folder, found no --against. Pass --suite --against" in said(
+        assert "that folder has no dense weights, found no --against. Pass --suite --against" in said(
             kinds[argv[0]], *argv[1:]
         )
     against = ["--against", kinds["checkpoint"]]

@@ -70,14 +70,6 @@ def test_each_task_asks_what_it_says() -> None:
         assert {ending.strip() for ending in item.endings} <= set(line.split())
 
 
-def test_no_context_reaches_into_another_document() -> None:
-    documents = [TEXT.replace("name", f"of{i}x") for i in range(3)]
-    for item in make_items("\f\n".join(documents), limit=20):
-        assert "\f" not in item.context
-        if item.task != "copying":  # its line has words of all
-            assert len(set(re.findall(r"of(\d)x", item.context))) <= 1
-
-
 def likelihoods(model: nn.Module, tokenizer, item: Item) -> list[float]:
     """Of the whole text with each ending, one after the other."""
     found = []
@@ -167,32 +159,39 @@ def test_the_interval_is_that_of_paired_shares() -> None:
     assert same.interval[0] == -same.interval[1] < 0  # nobody knows that nothing would ever change
 
 
-def test_all_tasks_together_are_all_items() -> None:
-    items = [Item("cloze", "", ("a", "b"), 0)] * 3 + [Item("brackets", "", ("a", "b", "c"), 0)]
-    found = differences(items, [Answer(0, 1)] * 4, [Answer(0, 1)] * 3 + [Answer(2, 3)])
-    assert list(found) == ["cloze", "brackets", "all"]
-    assert found["all"].accuracy == (1.0, 0.75)
-    assert found["all"].chance == pytest.approx((3 / 2 + 1 / 3) / 4)
+@pytest.mark.parametrize(
+    ("error", "text", "arguments", "message"),
+    [
+        (
+            ConfigError,
+            TEXT,
+            {"tasks": ["spelling"]},
+            "task: expected cloze or identifiers or brackets or copying",
+        ),
+        (ConfigError, TEXT, {"limit": 0}, "limit: expected 1 or more, found 0"),
+        (ConfigError, TEXT, {"context": 5}, "context: expected 128 or more, found 5"),
+        *(
+            (
+                CalibrationError,
+                "nothing",
+                {"tasks": [task]},
+                f"text for {task}: expected at least one place .* found none",
+            )
+            for task in TASKS
+        ),
+    ],
+)
+def test_what_is_refused(error, text, arguments, message) -> None:
+    with pytest.raises(error, match=message):
+        make_items(text, **arguments)
 
 
-def test_what_is_refused(model, tokenizer) -> None:
-    with pytest.raises(
-        ConfigError, match="task: expected cloze or identifiers or brackets or copying, found 'spelling'"
-    ):
-        make_items(TEXT, ["spelling"])
-    with pytest.raises(ConfigError, match="limit: expected 1 or more, found 0"):
-        make_items(TEXT, limit=0)
-    with pytest.raises(ConfigError, match="context: expected 128 or more, found 5"):
-        make_items(TEXT, context=5)
-    for task in TASKS:
-        with pytest.raises(CalibrationError, match=f"text for {task}: expected at least one place .* found none in 7 "):
-            make_items("nothing", [task])
-    items = make_items(TEXT, ["brackets"], limit=1)
+def test_weights_that_are_not_finite(model, tokenizer) -> None:
     damaged = copy.deepcopy(model)
     with torch.no_grad():
         damaged.lm_head.weight[0] += float("nan")
     with pytest.raises(NonFiniteError, match="likelihood of an ending: expected a finite number, found nan"):
-        answers(damaged, tokenizer, items)
+        answers(damaged, tokenizer, make_items(TEXT, ["brackets"], limit=1))
 
 
 def split_between_tokens(tokenizer, item: Item) -> bool:

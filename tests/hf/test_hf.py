@@ -476,6 +476,7 @@ def test_a_budget_is_kept(tmp_path: Path) -> None:
     assert int(done.stdout.splitlines()[-1]) <= budget + (4 << 20)
 
 
+@pytest.mark.slow
 def test_modelling_code_of_its_own(tmp_path: Path) -> None:
     """The trained example, whose class is in its folder."""
     trained = Path(__file__).parents[2] / "examples" / "models" / "drelu-stdlib-5m"
