@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--right", type=list_of(common.share), metavar="P,...", help="guesses are right with these probabilities")
     add(
         "--guesses",
-        type=list_of(common.guesses),
+        type=list_of(common.drafted),
         default=[4],
         metavar="K,...",
         help=f"at a time, at most ({MOST_DRAFTED} or less; default: 4)",
