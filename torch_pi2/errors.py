@@ -18,23 +18,23 @@ class Pi2Error(Exception):
         super().__init__(f"{what}: expected {expected}, found {found}. {fix}")
 
 
-def told(message: str) -> tuple[str, str, str]:
-    """What a message of the C++ core says was wrong, expected and found; the last with the fix, if it has one."""
+def parse_core_error(message: str) -> tuple[str, str, str]:
+    """What was wrong, expected and found in a message of the C++ core; the last with the fix, if there is one."""
     what, _, rest = message.partition(": expected ")
     expected, _, found = rest.partition(", found ")
     return what, expected, found
 
 
 class GroupError(Pi2Error):
-    """Another process of a group that computes one model has ended, hangs, or has failed."""
+    """Another process of a group that computes one model has exited, hangs, or has failed."""
 
 
 class NoFFNFoundError(Pi2Error):
-    """No feed-forward layer of a supported form was found; the message lists what was seen."""
+    """The model has no feed-forward layer of a supported form; the message lists what it has."""
 
 
 class UnsupportedModelError(Pi2Error):
-    """The model (or one of its FFNs) has a form that torch_pi2 refuses, by name."""
+    """The model, or one of its FFNs, has a form that torch_pi2 does not support; the message names it."""
 
 
 class CalibrationError(Pi2Error):
@@ -70,9 +70,9 @@ class ArtifactError(Pi2Error):
 
 
 class OutOfMemoryError(Pi2Error, MemoryError):
-    """There is no memory for a call over a neuron store, or for opening one; the store is sound, and the next may work.
+    """No memory for a call over a neuron store, or to open one. The store is undamaged; the next call may succeed.
 
-    Where an operator has no memory and no store, it is Python's own ``MemoryError``.
+    An operator without a store raises Python's own ``MemoryError`` instead.
     """
 
 
@@ -81,15 +81,15 @@ class LibraryMissingError(Pi2Error, ImportError):
 
 
 class ConfigError(Pi2Error, ValueError):
-    """A setting has a value that makes no sense."""
+    """A setting or an argument has an invalid value."""
 
 
 class VersionError(Pi2Error):
-    """A library has another version than the one that works together with the rest."""
+    """A library has a version that does not work with the others."""
 
 
 class CompileError(Pi2Error):
-    """An accelerator's compiler could not compile a part of a model; the message has its reason."""
+    """An accelerator's compiler failed on a part of a model; the message has its reason."""
 
 
 def check_made_from(what: str, found: str, wanted: str, expected: str, fix: str) -> None:
@@ -109,8 +109,8 @@ def check_choice(what: str, value: object, choices: Collection[str], fix: str) -
 
 
 class BusyError(Pi2Error):
-    """As many sequences wait to be decoded as may."""
+    """The queue of sequences to decode is full."""
 
 
 class ClosedError(BusyError):
-    """Nothing more is decoded: the server ends."""
+    """Nothing more is decoded: the server is shutting down."""

@@ -250,7 +250,7 @@ def test_memory_that_is_freed_goes_back() -> None:
     """Blocks of some MB, which glibc would keep after the first of them was freed."""
     code = """
 import torch
-from torch_pi2.base.heap import give_back_freed_memory
+from torch_pi2.base.memory import give_back_freed_memory
 def rss():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 give_back_freed_memory()

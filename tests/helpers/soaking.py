@@ -26,7 +26,7 @@ from plan_fakes import plan_of
 from transformers import AutoModelForCausalLM
 
 import torch_pi2
-from torch_pi2.base.heap import trim
+from torch_pi2.base.memory import trim
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.decode.plan_controller import follow
 from torch_pi2.layers.of_model import sparse_layers

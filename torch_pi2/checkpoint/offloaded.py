@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.dtypes import DTYPES
-from torch_pi2.base.heap import give_back_freed_memory
+from torch_pi2.base.memory import give_back_freed_memory
 from torch_pi2.checkpoint.settings import LoadSettings, no_store
 from torch_pi2.checkpoint.sparse import load_sparse, weights_of
 from torch_pi2.decode.budget import divide_budget

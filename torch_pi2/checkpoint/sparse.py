@@ -12,8 +12,7 @@ from torch import nn
 
 from torch_pi2.base.absent import AbsentParameter
 from torch_pi2.base.dtypes import DTYPES, check_computed, format_name
-from torch_pi2.base.heap import trim
-from torch_pi2.base.memory import new_tensor
+from torch_pi2.base.memory import new_tensor, trim
 from torch_pi2.base.progress import bar
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.dense import untie

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.arguments import checked
-from torch_pi2.base.heap import give_back_freed_memory
+from torch_pi2.base.memory import give_back_freed_memory
 from torch_pi2.base.units import mebibytes, parse_bytes
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.routed import chosen_shares

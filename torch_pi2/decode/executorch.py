@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_pi2.base.extras import how_to_install
-from torch_pi2.errors import ConfigError, LibraryMissingError, VersionError, told
+from torch_pi2.errors import ConfigError, LibraryMissingError, VersionError, parse_core_error
 from torch_pi2.ops.library import library_path
 
 #: The only version of ExecuTorch that the library works with: its C++ interface differs in every version.
@@ -143,6 +143,6 @@ def stats(*, reset: bool = False) -> dict[str, Any]:
 
 def parts_of_problem(message: str) -> tuple[str, str, str, str]:
     """The parts of ``what: expected ..., found .... fix``."""
-    what, expected, rest = told(message)
+    what, expected, rest = parse_core_error(message)
     found, _, fix = rest.partition(". ")
     return what, expected, found, fix

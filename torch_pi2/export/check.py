@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torch_pi2.base.heap import trim
+from torch_pi2.base.memory import trim
 from torch_pi2.decode.kv_cache import cache_name, cache_of
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export.decoder import Lanes

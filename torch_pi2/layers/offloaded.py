@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from torch_pi2.base.arguments import checked
-from torch_pi2.base.heap import trim
-from torch_pi2.errors import ArtifactError, ConfigError, OutOfMemoryError, told
+from torch_pi2.base.memory import trim
+from torch_pi2.errors import ArtifactError, ConfigError, OutOfMemoryError, parse_core_error
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.split import Link
 from torch_pi2.machine.device import find_device
@@ -217,7 +217,7 @@ class Store:
         """Raises ConfigError if the core says that there is a ``problem`` with what the cache is to be."""
         if not problem:
             return
-        what, expected, found = told(problem)
+        what, expected, found = parse_core_error(problem)
         of_the_plan = what == "resident"
         raise ConfigError(
             f"cache of {self.path}, {what}" if expected else f"cache of {self.path}",

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from torch_pi2.base.artifact import check_artifact
 from torch_pi2.base.fields import MOST, Field
-from torch_pi2.base.files import atomic_folder_files
+from torch_pi2.base.files import atomic_folder_files, check_artifact
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.errors import ConfigError, StaleArtifactError

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_pi2.base.artifact import check_artifact
 from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import Field
-from torch_pi2.base.files import atomic_folder_files
+from torch_pi2.base.files import atomic_folder_files, check_artifact
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError, check_made_from
