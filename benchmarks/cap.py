@@ -1,7 +1,7 @@
-"""Caps over processes: groups of the memory and the CPU controllers of cgroup v1, and files made ready for them.
+"""Memory and CPU caps on processes by groups of cgroup v1, and the state of files before they are read.
 
-Page cache belongs to the group that reads a page first, so a file is evicted before capped processes read it; what lies
-below the page cache is warmed first by one sequential read past it.
+Page cache counts for the group that reads a page first, so a file is evicted before capped processes read it. Caches
+below the page cache, such as those of a virtual disk, are warmed by one sequential read.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class _Cap:
     A process joins with :func:`join`, given ``folder``; the processes that it starts are in the group as well.
 
     Args:
-        values: of files of the group, in this order. of: what is capped, in words. controller: its name.
-        name: of one of several groups at a time.
+        of: what is capped, in words. controller: its folder. values: of files of the group, in this order.
+        name: distinguishes several groups at a time.
 
     Attributes:
         folder: of the group.
@@ -64,7 +64,7 @@ class _Cap:
                 fix=f"Mount it (mount -t cgroup -o {self._of} cgroup DIR), or measure without a cap.",
             )
         try:
-            self.folder.mkdir(exist_ok=True)  # one that a killed process of this number left
+            self.folder.mkdir(exist_ok=True)  # may be left over from a killed process of this number
             for file, value in self._values.items():
                 (self.folder / file).write_text(str(value))
         except OSError as error:
@@ -89,12 +89,12 @@ class _Cap:
                 self.folder.rmdir()
             except OSError:
                 if time.monotonic() > end:
-                    return  # nothing more can be done; an error on the way here matters more
+                    return  # nothing more can be done, and an earlier error matters more
                 self._let_go()
                 time.sleep(0.05)
 
     def _let_go(self) -> None:
-        """Move whoever is still in the group out of it: a group of processes cannot be removed."""
+        """Move processes out of the group: a group with processes cannot be removed."""
         with contextlib.suppress(OSError):
             for number in (self.folder / "cgroup.procs").read_text().split():
                 with contextlib.suppress(OSError):
@@ -102,18 +102,18 @@ class _Cap:
 
 
 class MemoryCap(_Cap):
-    """Of at most ``limit`` bytes, page cache included."""
+    """A group of at most ``limit`` bytes, page cache included."""
 
     def __init__(self, limit: int, controller: Path = CONTROLLER, *, name: str = "") -> None:
         super().__init__("memory", controller, {_LIMIT: limit}, name)
 
     def most_bytes(self) -> int:
-        """The most that the group has had, page cache included."""
+        """Peak memory of the group, page cache included."""
         return int((self.folder / "memory.max_usage_in_bytes").read_text())
 
 
 class CpuCap(_Cap):
-    """Of at most ``share`` of a core, in slices as short as the system allows."""
+    """A group with at most ``share`` of a core, in slices as short as the system allows."""
 
     def __init__(self, share: float, controller: Path = CPU, *, name: str = "") -> None:
         values = {"cpu.cfs_period_us": round(_LEAST_QUOTA_US / share), "cpu.cfs_quota_us": _LEAST_QUOTA_US}
@@ -134,7 +134,7 @@ def join(folder: str | Path) -> None:
 
 
 def read_bytes() -> int | None:
-    """Bytes that this process has had read from disks, by page faults too; None where the system does not say."""
+    """Bytes read from disks for this process, page faults included; None where the system does not report them."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
@@ -143,9 +143,7 @@ def read_bytes() -> int | None:
 
 
 def warm(path: str | Path) -> str:
-    """Read a file once from beginning to end, past the page cache if that works, and evict it from there.
-
-    A virtual disk has caches of its own below the page cache: without this the first case pays for all.
+    """Read a file once, past the page cache if that works, and evict it: otherwise the first case would be slower.
 
     Returns:
         ``direct``, or ``buffered`` where the file system refuses direct reads.
@@ -174,7 +172,7 @@ def _read_through(path: str | Path, flags: int) -> None:
 
 
 def evict(path: str | Path) -> None:
-    """Drop the clean pages of a file from the page cache, so that who reads them next is charged for them."""
+    """Drop the clean pages of a file from the page cache, so that the next reader is charged for them."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

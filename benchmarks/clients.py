@@ -15,7 +15,7 @@ from benchmarks.server import Server
 
 @dataclass(frozen=True)
 class Request:
-    """``prompt`` is so many ``prompt_tokens``; its greedy answer is as many as ``answer_tokens``."""
+    """A prompt of ``prompt_tokens`` tokens, whose greedy answer has ``answer_tokens``."""
 
     prompt: str
     prompt_tokens: int
@@ -33,7 +33,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Load:
-    """Of all requests together: ``wall_s``, and ``client_s`` of a processor that the clients took."""
+    """All answers; ``wall_s`` of all requests together; ``client_s``: CPU time of the clients."""
 
     answers: list[Answered]
     wall_s: float
@@ -50,7 +50,7 @@ def load(server: Server, requests: Sequence[Request], clients: int) -> Load:
     """Send all ``requests``, by so many clients at once; streamed.
 
     Raises:
-        PeerError: an answer is an error, or has another length.
+        PeerError: an answer is an error or has another length.
     """
     return asyncio.run(_load(server, requests, clients))
 
@@ -93,7 +93,7 @@ async def _streamed(http: Any, server: Server, request: Request) -> Answered:
 
 
 def check(server: Server, requests: Sequence[Request]) -> None:
-    """Ask without streams, one after another: the server's own ``usage`` is what :class:`Request` says.
+    """Check that the server counts the tokens of ``requests`` as :class:`Request` does.
 
     Raises:
         PeerError: it counts other tokens.

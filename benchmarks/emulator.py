@@ -1,4 +1,4 @@
-"""Quantised graphs for Qualcomm's NPU: on its x86 emulator (extra ``qnn``), and with the error of weights alone."""
+"""Quantised graphs for Qualcomm's NPU: run on its x86 emulator (extra ``qnn``), or with quantised weights only."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def relative(got: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def weights_alone(quantized: nn.Module) -> nn.Module:
-    """With the quantised weights of ``quantized``, and activations in float32."""
+    """A copy of ``quantized`` with its weights, and activations in float32."""
     made: Any = copy.deepcopy(quantized)
     for node in made.graph.nodes:
         if "dequantize_per_tensor" in str(node.target) and "quantize_per_tensor" in str(node.args[0].target):

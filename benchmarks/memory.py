@@ -1,4 +1,4 @@
-"""The two lines every figure is held against: bytes at streaming speed and neurons at gather speed."""
+"""The memory roofline: plain reads of bytes at streaming speed, and of neurons at gather speed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from torch_pi2.ops import load
 
-#: Larger than any cache; the issue asks for at least this.
+#: Larger than any cache.
 BYTES = 1 << 30
 
 
@@ -16,7 +16,7 @@ class Memory:
     """A buffer of at least ``size`` bytes as neurons of ``neuron_bytes``, read by plain loads on torch's threads.
 
     Args:
-        share: of the neurons that a gathered read takes, in rising order, drawn anew each time.
+        share: of the neurons that a gathered read takes, in ascending order, drawn anew each time.
     """
 
     def __init__(self, neuron_bytes: int, share: float, *, size: int = BYTES, seed: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Network namespaces: each process with an interface of its own, as slow as a link that is named (needs root)."""
+"""Network namespaces: an interface for each process, limited to the speed of a link (needs root)."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Network:
         self._remove()
 
     def inside(self, rank: int) -> list[str]:
-        """What a command begins with that runs in a namespace."""
+        """Prefix of a command that runs in a namespace."""
         return ["ip", "netns", "exec", self._name(rank)]
 
     @staticmethod
     def address(rank: int) -> str:
-        """Of a namespace, for the others."""
+        """IP address of a namespace."""
         return f"10.77.0.{rank + 1}"
 
     def _name(self, rank: int) -> str:
@@ -68,12 +68,12 @@ class Network:
             for device in ("lo", INTERFACE):
                 _run(*inside, "ip", "link", "set", device, "up")
             if self.mbit is not None:
-                # More than some packets at once would hide what a layer's exchange takes behind what comes before it.
+                # Larger bursts would hide the time of a layer's exchange.
                 limit = ("rate", f"{self.mbit:g}mbit", "burst", "32kb", "latency", "50ms")
                 _run(*inside, "tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", *limit)
 
     def _remove(self) -> None:
-        for rank in range(self.ranks):  # the link first: one that goes with its namespace is there for a while
+        for rank in range(self.ranks):  # the link first: it would outlive its namespace for a while
             subprocess.run(["ip", "link", "del", self._outer(rank)], capture_output=True, check=False)
             subprocess.run(["ip", "netns", "del", self._name(rank)], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True, check=False)

@@ -1,6 +1,6 @@
-"""Another engine in a process of its own: it stays loaded while rounds alternate, and waits on a pipe in between.
+"""Another engine in a process of its own, which stays loaded while rounds alternate and waits on a pipe in between.
 
-One JSON object a line in each direction. A peer is a module with ``load(settings)``, which returns a function that
+Each line is one JSON object, in both directions. A peer is a module whose ``load(settings)`` returns a function that
 runs one round; ``serve`` is its main function, :class:`Peer` the other end.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from torch_pi2.base.extras import how_to_install
 from torch_pi2.errors import LibraryMissingError, Pi2Error
 
-#: Of tokens of a prompt, of its answer, and sequences.
+#: A round of (tokens of the prompt, tokens of the answer, sequences).
 Round = Callable[[int, int, int], dict[str, Any]]
 Load = Callable[[Mapping[str, Any]], tuple[dict[str, Any], Round]]
 
@@ -32,12 +32,12 @@ class Peer:
 
     Args:
         module: e.g. ``benchmarks.peer_llama``.
-        settings: what its ``load`` takes; JSON.
-        before: what the command begins with. env: beside the variables of this process.
+        settings: JSON for its ``load``.
+        before: prefix of the command. env: additional environment variables.
 
     Attributes:
-        about: what it says of itself: versions, bytes, settings.
-        one_sequence: whether it takes no more than that at once.
+        about: versions, bytes and settings, as the peer reports them.
+        one_sequence: whether it supports batch size 1 only.
 
     Raises:
         PeerError, LibraryMissingError: it could not start; the message has the last line it wrote.
@@ -87,7 +87,7 @@ class Peer:
                 self._module,
                 expected="an answer",
                 found=ended(self._process.wait()),
-                fix="Its last words are above, on standard error; is there enough memory for it?",
+                fix="See its messages on standard error above; is there enough memory for it?",
             )
         answer: dict[str, Any] = json.loads(line)
         if "missing" in answer:
@@ -124,7 +124,7 @@ def ended(code: int) -> str:
 
 
 def serve(load: Load) -> None:
-    """Answer on the standard output of now; whatever libraries print goes to standard error."""
+    """Answer on standard output; what libraries print goes to standard error."""
     answers: TextIO = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

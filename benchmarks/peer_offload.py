@@ -1,4 +1,4 @@
-"""Our engine over a neuron store, in a process of its own: so that memory is that of one mode, and can be capped."""
+"""Our engine over a neuron store in a process of its own, whose memory is that of one mode and can be capped."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from benchmarks.peer import Round, serve
 def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     """``settings``: threads; folder, budget (bytes), offload (fields of OffloadConfig), activations, context, compiled,
     seed, topics (tokens stay with a topic for a while, else they are independent), cap (folder of a group, or None) and
-    trace (file for what threads do in the last round without a prompt, or None). Without ``folder`` nothing is loaded,
-    and ``about`` has what a process takes before it loads a model. group: of a process that has a shard, its rank,
+    trace (file for a trace of the last round without a prompt, or None). Without ``folder`` nothing is loaded, and
+    ``about`` has the memory of a process before it loads a model. group: of a process that has a shard, its rank,
     ranks, reduction, and address and port of the first; all of them are asked the same at the same time.
 
-    A round without a prompt goes on where the last one ended. Tokens are drawn, not what the model says (``said`` of a
+    A round without a prompt continues the last one. The inputs are drawn tokens, not the model's own (``said`` of a
     round; :class:`~torch_pi2.store.firing.TokenStream`).
     """
     if settings.get("cap"):

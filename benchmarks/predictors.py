@@ -16,7 +16,7 @@ from torch import nn
 
 import torch_pi2
 from benchmarks.arguments import TRAINED, list_of
-from benchmarks.subject import dense_of
+from benchmarks.beside import floats
 from benchmarks.tables import Result, Table, at
 from torch_pi2.base.progress import bar
 from torch_pi2.cli import common
@@ -70,11 +70,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         Pi2Error: what loading models and profiling raise, of too few tokens too.
     """
-    folder, ranks, recall, tokens, steps = args.folder, args.ranks, args.recall, args.tokens, args.steps
+    ranks, recall, tokens, steps = args.ranks, args.recall, args.tokens, args.steps
     config = Config(method="lowrank", score="auto", calibration_tokens=tokens)
     load_library()
-    trust = args.trust_remote_code or folder == TRAINED  # our own model brings its code
-    model, tokenizer = dense_of(folder, "float32", trust, False)
+    make, tokenizer = floats(args)
+    model = make()
     data = calibration_batches(model, common.stdlib_sample("train", tokenizer, tokens), tokenizer, config)
     stats = torch_pi2.profile(model, data, config=config)
     sites = find_sites(model)

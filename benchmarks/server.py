@@ -1,4 +1,4 @@
-"""Servers of OpenAI's API as processes of their own, each on a free port of this machine: ours and llama.cpp's."""
+"""Servers of OpenAI's API in processes of their own, on free ports of this machine: ours and llama.cpp's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.peer import PeerError, ended
 from torch_pi2.base.extras import how_to_install
 from torch_pi2.errors import LibraryMissingError
 
-#: Seconds in which a server has to load its model.
+#: Seconds that a server may take to load its model.
 _LOADING = 300.0
 
 
@@ -26,14 +26,14 @@ class Server:
     """A running server.
 
     Args:
-        name: for results. module: what ``python -m`` runs. settings: its command line after that, where ``{port}`` is
-            the port. about: what is to be known of it.
+        name: for results. module: for ``python -m``. settings: its arguments, where ``{port}`` is the port.
+            about: facts for results.
 
     Attributes:
-        url: with ``/v1``. model: as it calls what it serves.
+        url: with ``/v1``. model: name of the served model.
 
     Raises:
-        PeerError: it ended, or was not there in time; the message has the last line it wrote.
+        PeerError: it ended or did not start in time; the message has the last line it wrote.
     """
 
     def __init__(self, name: str, module: str, settings: Sequence[str], about: Mapping[str, Any]) -> None:
@@ -111,10 +111,9 @@ def ours(
 
 
 def llama(gguf: Path, *, threads: int, context: int) -> Server:
-    """llama-cpp-python's own server. It answers one request at a time; what two in turn begin with is read once.
+    """llama-cpp-python's own server. It answers one request at a time, and reuses the prefix of the one before.
 
-    Logits of the last token alone (its default: of all, which its reading of prompts would pay for), and a new request
-    does not end the one that is being answered (its default).
+    Unlike its defaults, it computes logits of the last token alone, and a new request does not end the current one.
 
     Raises:
         LibraryMissingError: llama-cpp-python, or its extra ``server``, is not installed.

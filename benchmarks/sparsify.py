@@ -18,7 +18,6 @@ import torch
 
 import torch_pi2
 from benchmarks.arguments import list_of
-from benchmarks.subject import dense_of
 from benchmarks.tables import Result, Table, at
 from torch_pi2.cli import common
 from torch_pi2.graph.find import find_sites
@@ -46,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Zeros and held-out nats per token of the dense model ``before``, ``dense`` (trained on), and by target."""
-    dense, tokenizer = dense_of(args.model, args.dtype, args.trust_remote_code, args.allow_download)
+    dense, tokenizer = common.load_dense(args), common.load_tokenizer(args)
     dense.float()
     names = ("activation", "steps", "batch", "window", "learning_rate", "distill")
     settings = SparsifySettings(**{name: getattr(args, name) for name in names})

@@ -1,12 +1,11 @@
 """Speculative decoding beside plain decoding of the same model, in alternation.
 
-A real model continues held-out source text, with guesses by prompt lookup: the text that is there, fed whatever the
-model says (``given``), and its own greedy text (``own``), which repeats itself more than people do. A synthetic model
-says nothing worth looking up: it is fed with tokens that recur as neurons of real ones do, and guesses are right with
-probabilities that are stated (``--right``).
+A real model continues held-out source text with guesses by prompt lookup: once the text is given whatever the model
+predicts, and once it is the model's own greedy text, which repeats itself more. A synthetic model produces nothing
+worth looking up: its text is drawn, and guesses are right with stated probabilities (``--right``).
 
-Over a store (``--ffn-in-memory``) both have a model of their own over the same file, and so a cache with a history of
-its own: on the same tokens one would find what the other has just read.
+Over a store (``--ffn-in-memory``) both kinds of decoding have a model of their own, and so a cache: with one cache
+each would profit from what the other has just read.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K,...",
         help=f"at a time, at most ({MOST_DRAFTED} or less; default: 4)",
     )
-    add("--always", action="store_true", help="never rest: what guesses cost where they do not pay")
+    add("--always", action="store_true", help="never stop guessing: the cost of guesses that do not pay")
     add("--ffn-in-memory", type=common.share, default=1.0, metavar="SHARE", help="of the neurons' bytes; 1: no store")
     add("--device", metavar="NAME", help="simulate reads of ufs-4.0, ufs-3.1, nvme or a JSON file (docs/DEVICES.md)")
     add_lengths(parser, 256, 128, 5)
@@ -207,20 +206,20 @@ def _over_store(
 
 
 def _decoders(models: Mapping[str, nn.Module], tokens: int, compiled: bool) -> dict[str, Decoder]:
-    """By kind; those of one model share what is compiled."""
+    """A decoder by kind; kinds with the same model share one."""
     made = {id(model): Decoder(model, max_tokens=tokens, compiled=compiled, logits=True) for model in models.values()}
     return {kind: made[id(model)] for kind, model in models.items()}
 
 
 class Knowing:
-    """Guesses what ``text`` (prompt and answer) says, each token with a probability, and another token otherwise."""
+    """Guesses the next token of ``text`` (prompt and answer) with a probability, and another token otherwise."""
 
     def __init__(self, text: Sequence[int], share: float, vocabulary: int, seed: int = 0) -> None:
         self._text, self._share, self._vocabulary = text, share, vocabulary
         self._random = random.Random(seed)
 
     def read(self, prompt_1T: torch.Tensor) -> None:
-        """It knows."""
+        """The text is known already."""
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         """``count`` tokens; behind the end of the text those that are wrong."""
@@ -229,7 +228,7 @@ class Knowing:
 
 
 class _Timed(Pace):
-    """Keeps what passes took; ``always``: guesses as many as there is room for, whatever it takes.
+    """Records the times of passes; ``always``: guess as many tokens as fit, whatever the cost.
 
     Attributes:
         full_ms: milliseconds of each pass with the most guesses.
@@ -345,7 +344,7 @@ class _Bench:
 
 
 def _choice(sequence: GeneratedSequence, given: Sequence[int] | None) -> Callable[[torch.Tensor], int]:
-    """The most likely token, which is looked for in any case; or the next of ``given`` ones."""
+    """The most likely token, or the next of ``given`` ones (the argmax is computed in both cases)."""
 
     def choose(logits_V: torch.Tensor) -> int:
         likely = pick(logits_V, None)
@@ -357,7 +356,7 @@ def _choice(sequence: GeneratedSequence, given: Sequence[int] | None) -> Callabl
 def _plain(
     decoder: Decoder, sequence: GeneratedSequence, logits_V: torch.Tensor, choose: Callable[[torch.Tensor], int]
 ) -> None:
-    """As :func:`speculate` does it, without guesses."""
+    """Decoding as in :func:`speculate`, without guesses."""
     sequence.append(choose(logits_V))
     while sequence.ended is None:
         ids_11 = torch.tensor([sequence.tokens[-1:]], dtype=torch.int64, device="cpu")

@@ -1,19 +1,17 @@
-"""What a benchmark runs, and what its result is of: labels taken from the model, not from the options asked for."""
+"""The models that benchmarks run, with labels taken from the model itself, not from the options."""
 
 from __future__ import annotations
 
-import argparse
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from torch_pi2.checkpoint.sparse import weights_of
-from torch_pi2.cli import common
-from torch_pi2.decode.budget import divide_budget
+from torch_pi2.decode.budget import divide
 from torch_pi2.errors import ConfigError
 from torch_pi2.rewrite.skeleton import model_config
 from torch_pi2.store.folder import PI2_FOLDER
@@ -22,17 +20,13 @@ from torch_pi2.store.shapes import SHAPES
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
 from torch_pi2.types.budget import Budget
 from torch_pi2.types.offload import OffloadConfig
-from torch_pi2.types.plan import Plan
-
-if TYPE_CHECKING:
-    from torch_pi2.predict.file import FittedPredictors
 
 #: Where folders are made and kept for the next time.
 WORK = Path("work") / "bench"
-#: Of bundles, as `make runner` leaves it.
+#: The C++ runner, as `make runner` builds it.
 RUNNER = Path("build/runner/pi2/pi2_runner")
-#: Shapes in which another share of neurons fires than 10 %: 15 % of each expert's in TurboSparse-Mixtral; a quarter of
-#: SmallThinker's, whose gates are all computed and whose experts are evenly used; all of SwiGLU experts.
+#: Shapes where the share of neurons that fire is not 10 %: 15 % of each expert's in TurboSparse-Mixtral; 25 % in
+#: SmallThinker, whose gates are all computed and whose experts are used evenly; all neurons of SwiGLU experts.
 FIRING: dict[str, dict[str, Any]] = {
     "mixtral-8x7b": {"active": 0.15},
     "mixtral-8x7b-quarter": {"active": 0.15},
@@ -41,22 +35,14 @@ FIRING: dict[str, dict[str, Any]] = {
 }
 
 
-def dense_of(model: str | Path, dtype: str, trust_remote_code: bool, allow_download: bool) -> tuple[Any, Any]:
-    """Model and tokenizer, by the options of :func:`torch_pi2.cli.common.add_model`."""
-    given = argparse.Namespace(
-        model=str(model), dtype=dtype, trust_remote_code=trust_remote_code, allow_download=allow_download
-    )
-    return common.load_dense(given), common.load_tokenizer(given)
-
-
 @dataclass(frozen=True)
 class Subject:
     """A model folder, described.
 
     Attributes:
-        shape: name of a synthetic model's shape (with its number of layers, if it is another than the shape's);
+        shape: name of a synthetic model's shape (with its number of layers if that differs from the shape's);
             otherwise class and sizes.
-        stem: for names of files of the same shape.
+        stem: a prefix for names of files.
         weights: ``float``, ``int4`` or ``int8``.
         synthetic: the label of a synthetic model (see :func:`torch_pi2.synthetic`), False for a real one.
         folder: name of the folder. names: what ``--shape`` may be.
@@ -89,10 +75,10 @@ class Subject:
         return {"shape": self.shape, "weights": self.weights, "synthetic": self.synthetic}
 
     def check(self, shape: str | None, weights: str | None, active: float | None) -> None:
-        """Compare with what was asked for; None was not.
+        """Compare with the options; None: not given.
 
         Raises:
-            ConfigError: the folder holds something else.
+            ConfigError: the folder holds another model.
         """
         share = self.synthetic["active"] if self.synthetic else None
         asked = (
@@ -154,25 +140,11 @@ def synthetic_store(shape: str, seed: int) -> Path:
     return made
 
 
-def with_room_for_all(
-    folder: Path, plan: Plan, predictors: FittedPredictors, hf: Any, config: OffloadConfig, context: int
-) -> Budget:
-    """What all of the model over the store in ``folder`` takes, by part; ``hf``: its configuration."""
-    with StoreReader(folder / PI2_FOLDER / STORE_FILE) as reader:
-        dtype = hf.dtype or reader.float_dtype or torch.float32
-        return divide_budget(1 << 60, reader, plan, predictors, hf, config=config, context=context, dtype=dtype)
-
-
-def bytes_of(whole: Budget, share: float) -> int:
-    """For all that must stay in memory and ``share`` of the neurons."""
-    return whole.smallest + whole.in_slots(math.floor(share * (whole.neurons // whole.slot)) * whole.slot)
-
-
 class Rooms:
-    """What budgets a store can have.
+    """The budgets that a store can have.
 
     Attributes:
-        hf: the model's configuration. neurons: bytes of all neurons. token: of those that an average token wants.
+        hf: the model's configuration. neurons: bytes of all neurons. token: of those that an average token needs.
     """
 
     def __init__(self, folder: Path, context: int, *, trust_remote_code: bool = False) -> None:
@@ -186,7 +158,12 @@ class Rooms:
 
     def budget(self, config: OffloadConfig, share: float) -> int:
         """Bytes for all that must stay in memory and ``share`` of the neurons."""
-        return bytes_of(self._divided(config), share)
+        whole = self._divided(config)
+        return whole.smallest + whole.in_slots(math.floor(share * (whole.neurons // whole.slot)) * whole.slot)
 
     def _divided(self, config: OffloadConfig) -> Budget:
-        return with_room_for_all(self._folder, self._plan, self._predictors, self.hf, config, self._context)
+        """All of the model, by part."""
+        with StoreReader(self._folder / PI2_FOLDER / STORE_FILE) as reader:
+            dtype = self.hf.dtype or reader.float_dtype or torch.float32
+            how: dict[str, Any] = {"config": config, "context": self._context, "dtype": dtype}
+            return divide(1 << 60, reader, self._plan, self._predictors, self.hf, **how)

@@ -1,7 +1,7 @@
-"""Several processes that each have a shard of one model, beside one process that has as much memory as each of them.
+"""Several processes with a shard of one model each, beside one process that has as much memory as each of them.
 
-Each process has a core or a share of one, and a memory cap (cgroup) if groups can be made; between them is a network of
-namespaces as slow as ``--links`` says. They share one drive, which several machines would not.
+Each process has a core or a share of one, and a memory cap if cgroups can be made. They communicate over network
+namespaces limited to the speeds of ``--links``. They share one drive, unlike several machines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bytes of weights and cache that one decoded token really reads."""
+"""Bytes of weights and KV cache that one decoded token reads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 def fixed_bytes(model: nn.Module, head: nn.Module | None) -> dict[str, int]:
     """Bytes that every token reads: ``attention`` (all linears but ``head``), ``head``, ``predictor``, ``embedding``.
 
-    Norms and biases count where they are; of an embedding one row; of experts those that a token has.
+    Norms and biases count where they are; an embedding counts one row, a mixture the experts of a token.
     """
     parts = dict.fromkeys(("attention", "head", "predictor", "embedding"), 0)
     for module in model.modules():
@@ -55,10 +55,10 @@ def ffn_row_bytes(model: nn.Module) -> float:
 
 
 def ffn_rows(counters: Mapping[str, int]) -> int:
-    """Matrix rows and columns that the counters saw used."""
+    """Matrix rows and columns that were used, by the counters."""
     return counters["gate_rows"] + counters["up_rows"] + counters["down_rows"]
 
 
 def cache_bytes(cache: Any) -> int:
-    """Keys and values of a static cache, all of which attention reads."""
+    """Bytes of the keys and values of a static cache."""
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

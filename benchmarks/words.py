@@ -1,7 +1,6 @@
-"""A vocabulary of made-up words, for synthetic models that are served: the same for a folder and for a GGUF file.
+"""A vocabulary for synthetic models that are served, the same for a folder and for a GGUF file.
 
-Every letter of a prompt is one token in both, so that as many letters are as many tokens. Answers have all tokens, each
-of which is text that can be sent as soon as it comes. The end of a text is token 0.
+Every letter of a prompt is one token. Every token of an answer is text that can be sent at once. Token 0 ends a text.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from typing import Any
 
 from torch_pi2.errors import ConfigError
 
-#: Begins and ends texts. In GGUF files of :mod:`benchmarks.gguf` it never wins, our synthetic folders have no end.
+#: Begins and ends texts. Answers never contain it: its row in the head of GGUF files is zero, our folders have no end.
 END, END_ID = "<s>", 0
-#: Pairs that tokenizers join: no tokenizer is without one. Prompts have no spaces.
+#: Merges of the tokenizer, which needs at least one; prompts have no spaces.
 MERGES = (("Ġ", "Ġ"),)
 _LETTERS = ["Ġ", "Ċ", *string.ascii_letters, *string.digits, *string.punctuation]
 
 
 def vocabulary(size: int) -> list[str]:
-    """Tokens as byte-level tokenizers write them (a space is a G with a dot).
+    """Tokens in the notation of byte-level tokenizers (a space is a G with a dot).
 
     Raises:
         ConfigError: fewer than letters need.
@@ -38,7 +37,7 @@ def vocabulary(size: int) -> list[str]:
 
 
 def save_tokenizer(folder: Path, size: int) -> None:
-    """Write it as one of Hugging Face into a model's folder."""
+    """Write the vocabulary as a Hugging Face tokenizer into a model's folder."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -51,5 +50,5 @@ def save_tokenizer(folder: Path, size: int) -> None:
 
 
 def text(tokens: int, drawn: random.Random) -> str:
-    """So many tokens."""
+    """Random text of so many tokens."""
     return "".join(drawn.choices(string.ascii_lowercase, k=tokens))
