@@ -243,24 +243,6 @@ def test_files_that_are_none(folder: Path, tmp_path: Path) -> None:
             pass
 
 
-def test_operators_say_what_they_expect(folder: Path, tmp_path: Path) -> None:
-    accesses, _ = recorded(folder, tmp_path / "a")
-    layers, streamed, bits, about = accesses.arguments
-    for arguments, message in (
-        ((layers.long(), streamed, bits, about), r"layers: expected contiguous int32 \[calls\]"),
-        ((layers, streamed, bits[::2], about), r"bits: expected contiguous uint8 \[bytes\]"),
-        ((layers, streamed, bits, about[:, :1].contiguous()), "two numbers of each layer, found .*, and 1"),
-        ((layers, streamed, bits, torch.zeros(4, 2, dtype=torch.int64)), "layers: expected neurons and clusters of 1"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            torch.ops.pi2.replay_check(*arguments)
-    with pytest.raises(RuntimeError, match="replay: expected no negative numbers and a hot share of 0 to 1"):
-        torch.ops.pi2.replay(*accesses.arguments, "lru", -1, 0.5, True, 0)
-    names = f"{', '.join(POLICIES[:-1])} or {POLICIES[-1]}"  # so that neither list has one that the other lacks
-    with pytest.raises(RuntimeError, match=f"accesses: policy: expected {names}, found 'clock'"):
-        torch.ops.pi2.replay(*accesses.arguments, "clock", 1, 0.5, True, 0)
-
-
 def test_which_slots_a_replay_misses(folder: Path, tmp_path: Path) -> None:
     accesses, _ = recorded(folder, tmp_path / "a")
     rows = [

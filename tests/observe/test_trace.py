@@ -18,7 +18,6 @@ from benchmarks.__main__ import call
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.observe.trace import COUNTERS, STAGES
-from torch_pi2.ops import load
 from torch_pi2.types.offload import OffloadConfig
 
 IDS = torch.arange(1, 9).reshape(1, 8)
@@ -264,22 +263,3 @@ def test_what_cannot_be_done_says_so(tmp_path: Path) -> None:
         call("offload", folder=tmp_path, modes=["mmap", "cache"], trace=path)
     with pytest.raises(ArtifactError, match="found the name of a folder"):
         call("offload", folder=tmp_path, trace=tmp_path)
-
-
-def test_operators() -> None:
-    load()
-    assert str(torch.ops.pi2.trace_start.default._schema) == "pi2::trace_start(int capacity) -> bool"
-    for capacity in (0, (1 << 24) + 1):
-        with pytest.raises(RuntimeError, match=f"expected 1 to 16777216 events per thread, found {capacity}"):
-            torch.ops.pi2.trace_start(capacity)
-    assert torch.ops.pi2.trace_start(7)
-    assert not torch.ops.pi2.trace_start(7)
-    x = torch.randn(2, 64)
-    torch.ops.pi2.linear(x, torch.ops.pi2.quantize(torch.randn(8, 64), "int4"), None, "int4")
-    events = torch.ops.pi2.trace_stop()
-    assert events.dtype == torch.int64
-    names = [STAGES[stage][0] for stage in events[:, 2].tolist()]
-    assert names == ["linear rows", "linear"]  # in the order in which they end
-    assert events[1, 5:].tolist() == [8, 64]
-    assert torch.equal(torch.ops.pi2.trace_threads()[:, 3], torch.zeros(2, dtype=torch.int64))
-    assert torch.ops.pi2.trace_stop().shape == (0, 7)

@@ -243,6 +243,14 @@ def test_names_in_files_are_no_code(whole: Report, tmp_path: Path) -> None:
     assert "<script>" not in json.dumps([plot.figure for plot in by_name(hostile).values()])
 
 
+def test_figures_are_ones_that_plotly_knows(whole: Report) -> None:
+    go = pytest.importorskip("plotly.graph_objects")
+    found = by_name(whole)
+    assert list(found) == ["cdf", "sparsity", "plan", "predictors", "times", "hits", "sizes", "busy", "spans"]
+    for plot in found.values():
+        go.Figure(json.loads(json.dumps(plot.figure, allow_nan=False)))
+
+
 @needs_browser
 def test_a_browser_draws_every_plot(whole: Report, tmp_path: Path) -> None:
     with browser() as found, Tab(found) as tab:

@@ -90,7 +90,7 @@ def plots(report: Mapping[str, Any]) -> dict[str, list[Plot]]:
 
 
 def _plot(name: str, title: str, read: str, traces: Iterable[Any], height: int = 400, **layout: Any) -> Plot:
-    own = {"height": height, "margin": {"l": 8, "r": 12, "t": 24, "b": 8}, "template": "plotly_white"}
+    own = {"height": height, "margin": {"l": 8, "r": 12, "t": 24, "b": 8}}
     legend = {"orientation": "h", "y": -0.2, "yanchor": "top", "x": 0, "traceorder": "normal"}
     return Plot(name, title, read, {"data": list(traces), "layout": {**own, "legend": legend, **layout}})
 
