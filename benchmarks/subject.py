@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torch_pi2.checkpoint.sparse import weights_of
-from torch_pi2.decode.budget import divide
+from torch_pi2.decode.budget import divide_budget
 from torch_pi2.errors import ConfigError
 from torch_pi2.rewrite.skeleton import model_config
 from torch_pi2.store.folder import PI2_FOLDER
@@ -166,4 +166,4 @@ class Rooms:
         with StoreReader(self._folder / PI2_FOLDER / STORE_FILE) as reader:
             dtype = self.hf.dtype or reader.float_dtype or torch.float32
             how: dict[str, Any] = {"config": config, "context": self._context, "dtype": dtype}
-            return divide(1 << 60, reader, self._plan, self._predictors, self.hf, **how)
+            return divide_budget(1 << 60, reader, self._plan, self._predictors, self.hf, **how)
