@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from torch_pi2.decode.decoder import Decoder
-from torch_pi2.decode.plan_controller import PlanController, controller_of
+from torch_pi2.decode.plan_controller import controller_of
 from torch_pi2.layers.gpu import device_of
 from torch_pi2.rewrite.handle import store_of
 
@@ -56,17 +56,15 @@ def _kind(model: nn.Module) -> object:
     return getattr(model, "dtype", None), device_of(model)
 
 
-def decoder_for(
-    model: nn.Module, tokens: int, sequences: int, compiled: bool = False, engine: PlanController | None = None
-) -> Decoder:
-    """A Decoder with logits that reads prompts as the plan says that is followed."""
-    following = engine or controller_of(model)
-    over_store = following is not None and store_of(model) is not None
+def decoder_for(model: nn.Module, tokens: int, sequences: int, compiled: bool = False) -> Decoder:
+    """A Decoder with logits that reads prompts as the followed plan says, if there is one."""
+    controller = controller_of(model)
+    planned = 0 if controller is None or store_of(model) is None else controller.plan.prompt.chunk_tokens
     return Decoder(
         model,
         max_tokens=tokens,
         batch=sequences,
         compiled=compiled,
         logits=True,
-        chunk_tokens=following.plan.prompt.chunk_tokens if over_store and following is not None else 0,
+        chunk_tokens=planned,
     )

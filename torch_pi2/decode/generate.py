@@ -23,7 +23,7 @@ from torch_pi2.base.fields import argument, shown
 from torch_pi2.decode.decoder import Decoder, check_vocabulary
 from torch_pi2.decode.decoder_pool import decoder_for
 from torch_pi2.decode.hf_generate import pool_of
-from torch_pi2.decode.plan_controller import PlanController, controller_of
+from torch_pi2.decode.plan_controller import controller_of
 from torch_pi2.decode.sequence import GeneratedSequence, Sampling, decode_loop, pick
 from torch_pi2.decode.speculate import MOST_DRAFTED, Assistant, Drafts, Pace, PromptLookup, speculate
 from torch_pi2.errors import ConfigError, ShapeError
@@ -111,7 +111,6 @@ def generate(
     seed: int = 0,
     compiled: bool = False,
     streamer: Callable[[int, int], object] | None = None,
-    engine: PlanController | None = None,
     decoder: Decoder | None = None,
     prompt_lookup: int = 0,
     assistant_model: nn.Module | None = None,
@@ -146,7 +145,6 @@ def generate(
         compiled: run steps through ``torch.compile``, one graph for each number of sequences: worth it for long
             answers, or with ``decoder``. Drafts take one graph more, with as many tokens as asked for.
         streamer: called with (sequence, token) for each new token.
-        engine: learns how many sequences there are (default: that of :func:`torch_pi2.follow`, if any).
         decoder: a Decoder of this model to be used, with ``logits`` and enough sequences and tokens. It keeps what it
             has compiled.
         prompt_lookup: draft up to this many tokens, 1 to 7, from what followed the last few tokens earlier in the text.
@@ -175,15 +173,13 @@ def generate(
     elif pool is not None:
         decoder = pool.acquire(model, tokens + max_new_tokens, num_return_sequences)
     else:
-        decoder = decoder_for(model, tokens + max_new_tokens, num_return_sequences, compiled, engine)
+        decoder = decoder_for(model, tokens + max_new_tokens, num_return_sequences, compiled)
     check_vocabulary(model, input_ids)  # the model takes ids, or it would have no decoder
     sequences = [GeneratedSequence(i, seed, max_new_tokens, ends, streamer) for i in range(num_return_sequences)]
     if drafted:
-        if engine is not None:
-            engine.batch(1)
         result = _speculated(decoder, sequences[0], input_ids, assistant_model, drafted, max_new_tokens)
     else:
-        result = _continued(decoder, sequences, input_ids, sampling, max_new_tokens, engine)
+        result = _continued(decoder, sequences, input_ids, sampling, max_new_tokens)
     if pool is not None:
         pool.release(decoder)
     return replace(result, **text)
@@ -195,7 +191,6 @@ def _continued(
     input_ids: torch.Tensor,
     sampling: Sampling | None,
     limit: int,
-    engine: PlanController | None,
 ) -> Generated:
     """Decode ``sequences`` together, one token of each per step."""
     started = time.perf_counter()
@@ -209,8 +204,6 @@ def _continued(
         nonlocal live
         if len(going) < len(live):
             live = [live[row] for row in decoder.retain([row for row, s in enumerate(live) if s.ended is None])]
-        if engine is not None:
-            engine.batch(len(live))
         started = time.perf_counter()
         ids_B1 = torch.tensor([[sequence.tokens[-1]] for sequence in live], dtype=torch.int64, device="cpu")
         logits_BV = decoder.step(ids_B1).cpu()  # waits for a GPU
@@ -258,8 +251,8 @@ def _speculated(
     logits_V = decoder.prompt(input_ids)[0].cpu()
     source.read(input_ids)
     prompt_ms = (time.perf_counter() - started) * 1e3
-    engine = controller_of(decoder.model)
-    pace = Pace(counts, None if engine is None else engine.plan.guess_costs())
+    controller = controller_of(decoder.model)
+    pace = Pace(counts, None if controller is None else controller.plan.guess_costs())
     if drafted < limit - 1:  # else the answer is too short for a pass
         decoder.compile_passes(drafted + 1)
     drafts, step_ms = speculate(
