@@ -84,7 +84,7 @@ class Ranks:
                 f"{what} of {self.size} processes that share work",
                 expected="the same in each, of which every process takes its part",
                 found=f"others in process {other} than in process 0",
-                fix="Give all of them the same model, text and settings, none of it dealt out (DistributedSampler) or "
+                fix="Give all of them the same model, text and settings, none of it divided (DistributedSampler) or "
                 "shuffled; or call this outside of torch.distributed's group.",
             )
         return found[0]

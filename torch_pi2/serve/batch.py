@@ -2,7 +2,7 @@
 
 One thread does all the work: it reads prompts, one chunk between two steps of the others, and steps. Whoever submits a
 :class:`Sequence` gets its tokens through a callback in this thread. Greedy tokens are those that the sequence has alone
-where matrix products are ours (:meth:`torch_pi2.decode.decoder.Decoder.joining`).
+where matrix products are ours (:meth:`torch_pi2.decode.decoder.Decoder.add`).
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ class Batch:
             return True
 
     def _chunks(self, ids: list[int]) -> Generator[int]:
-        """Read a prompt as :meth:`Decoder.joining` does, except for what the prefix cache has."""
+        """Read a prompt as :meth:`Decoder.add` does, except for what the prefix cache has."""
         read = ids[:-1]
         yield from self._decoder.add(torch.tensor([ids], dtype=torch.int64), self.prefixes.find(read))
         row = len(self._live)
