@@ -46,7 +46,7 @@ def alone(model: nn.Module, prompt_1T: torch.Tensor, steps: int, **settings: boo
     return [logits_1V[0] for logits_1V in found]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_each_sequence_has_the_bits_that_it_has_alone(compiled: bool) -> None:
     model = quantised()
     wanted = [alone(model, prompt_1T, 8, compiled=compiled) for prompt_1T in PROMPTS]

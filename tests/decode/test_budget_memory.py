@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,23 +77,34 @@ print(json.dumps({"budget": budget, "peak": machine.peak_rss_bytes() - base}))
 """
 
 
+_EXPERTS = _SHAPE | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 128}
+_EXPERTS |= {"moe_intermediate_size": 1024}
+_SHAPES: dict[str, tuple[Any, str, str | None]] = {
+    "tiny": ("tiny", "int4", "lowrank"),
+    "int4": (_SHAPE, "int4", "lowrank"),
+    "float": (_SHAPE | {"intermediate_size": 4096}, "float32", None),
+    "experts": (_EXPERTS, "int4", None),
+}
+
+
+class _Stores(dict[str, Path]):
+    """Made when they are asked for."""
+
+    def __init__(self, base: Path) -> None:
+        super().__init__()
+        self._base = base
+
+    def __missing__(self, name: str) -> Path:
+        shape, weights, predictor = _SHAPES[name]
+        plain, self[name] = self._base / f"{name}-plain", self._base / name
+        torch_pi2.synthetic(plain, shape, active=0.1, weights=weights, predictor=predictor)
+        torch_pi2.pack(plain, self[name])
+        return self[name]
+
+
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    base = tmp_path_factory.mktemp("budget")
-    made = {}
-    experts = _SHAPE | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 128}
-    experts |= {"moe_intermediate_size": 1024}
-    shapes = {
-        "tiny": ("tiny", "int4", "lowrank"),
-        "int4": (_SHAPE, "int4", "lowrank"),
-        "float": (_SHAPE | {"intermediate_size": 4096}, "float32", None),
-        "experts": (experts, "int4", None),
-    }
-    for name, (shape, weights, predictor) in shapes.items():
-        torch_pi2.synthetic(base / f"{name}-plain", shape, active=0.1, weights=weights, predictor=predictor)
-        torch_pi2.pack(base / f"{name}-plain", base / name)
-        made[name] = base / name
-    return made
+    return _Stores(tmp_path_factory.mktemp("budget"))
 
 
 def _run(stores: dict[str, Path], name: str, activations: str, way: str, group: str) -> dict[str, int]:
@@ -107,7 +119,7 @@ def _run(stores: dict[str, Path], name: str, activations: str, way: str, group: 
     ("name", "activations", "way"),
     [
         ("int4", "float", "decode"),
-        ("int4", "int8", "prompt"),
+        pytest.param("int4", "int8", "prompt", marks=pytest.mark.slow),
         pytest.param("int4", "float", "prompt", marks=pytest.mark.slow),
         pytest.param("int4", "int8", "generate", marks=pytest.mark.slow),
         pytest.param("int4", "float", "sequences", marks=pytest.mark.slow),
@@ -178,8 +190,7 @@ def test_every_part_is_in_the_smallest_budget(stores: dict[str, Path]) -> None:
     assert long.activations - parts.activations == PIECE_TOKENS * 5 * ((1 << 14) - 1024)
 
 
-@pytest.mark.parametrize("activations", ["float", "int8"])
-@pytest.mark.parametrize("tokens", [1000, 1500])
+@pytest.mark.parametrize(("tokens", "activations"), [(1000, "int8"), (1500, "float")])
 def test_pieces_do_not_depend_on_the_budget(stores: dict[str, Path], activations: str, tokens: int) -> None:
     """Up to 1,024 tokens a prompt over a store is read whole, as before; more as any model would with chunk_tokens."""
     ids = torch.arange(tokens)[None] * 7 % 1000
@@ -246,6 +257,7 @@ def test_the_cache_makes_room_for_compiling(
         assert re.search(r"compiling a step may take 5[56] MiB more than the budget", caplog.text)
 
 
+@pytest.mark.slow
 def test_memory_that_is_freed_goes_back() -> None:
     """Blocks of some MB, which glibc would keep after the first of them was freed."""
     code = """

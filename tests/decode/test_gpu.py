@@ -55,6 +55,7 @@ def whole(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_all_of_a_decoder_is_where_its_model_is() -> None:
     environment = os.environ | {"PYTHONPATH": str(HELPERS)}
     done = subprocess.run(

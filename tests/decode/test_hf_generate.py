@@ -253,8 +253,7 @@ def test_classes_whose_generate_calls_that_of_another(steps: list[int]) -> None:
     assert torch.equal(by_transformers(model, IDS, **HOW), plain.generate(IDS, **HOW))
 
 
-@pytest.mark.parametrize("name", ["llama-relu", "opt"])
-@pytest.mark.parametrize("said", [0, 1, 2])
+@pytest.mark.parametrize(("name", "said"), [("llama-relu", 0), ("llama-relu", 2), ("opt", 1)])
 def test_a_model_goes_when_nobody_holds_it(name: str, said: int) -> None:
     """With all its weights, and not when garbage is collected next: another may be loaded into its memory."""
     model: Any = torch_pi2.optimize(tiny(name))

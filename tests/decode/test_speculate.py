@@ -100,6 +100,7 @@ def test_a_pass_has_the_bits_of_steps(name: str, weights: str, int8: bool, dtype
         assert torch.equal(decoder.step(FED[:, :1]), steps_TV[:1])
 
 
+@pytest.mark.slow
 def test_a_compiled_pass_has_the_bits_of_compiled_steps(model: nn.Module) -> None:
     decoder = Decoder(model, max_tokens=24, logits=True)
     for tokens in (2, 5):
