@@ -7,7 +7,6 @@ import copy
 import json
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,6 @@ from offloading import logits, smallest
 from shared import small_store
 
 import torch_pi2
-from benchmarks import offload, tables
-from benchmarks.__main__ import main, render
-from benchmarks.offload import MODES
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.machine.device import Device, find_device, parse_device
 from torch_pi2.machine.device_presets import PRESETS
@@ -236,29 +232,3 @@ def test_the_bits_over_a_simulated_device_and_its_time(
     assert took >= max(stats["reads"] * 4096, stats["bytes_read"]) / 4e6 * 0.999
     assert stats["late"] < stats["reads"]
     assert torch_pi2.stats(model)["late"] == 0
-
-
-@pytest.mark.slow
-def test_results_of_the_benchmark_are_labelled(
-    folders: tuple[Path, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    command = ["offload", "--folder", str(folders[1]), "--eager", "--tokens", "2", "--rounds", "1", "--json"]
-    assert main([*command, "--modes", "mmap,bundle", "--device", "ufs-4.0@little", "--engine", "pread"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["simulated"] == "ufs-4.0@little"
-    assert list(result["modes"]) == ["bundle"]
-    mode = result["modes"]["bundle"]
-    assert mode["reads"].startswith("simulated ufs-4.0@little over pread, ")
-    assert 0 <= mode["late_share"] <= 1
-    # One queue, which takes no command sooner than the little core hands it over.
-    assert mode["p99_ms"] > mode["reads_per_token"] * 4096 / 761.87e3 * 0.9
-    assert "SIMULATED ufs-4.0@little" in render(result)
-    assert "SIMULATED ufs-4.0@little" in tables.page({"run": result}, {"offload": offload})
-
-
-def test_modes_take_a_device() -> None:
-    made: Callable[..., OffloadConfig] = MODES["pipeline"].config
-    assert made("pread", "nvme") == OffloadConfig(engine="pread", device="nvme")
-    assert made("pread").device is None

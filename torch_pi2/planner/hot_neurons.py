@@ -1,6 +1,7 @@
-"""The first plan: the most frequent neurons are hot; per layer the cheapest way of choosing among the others.
+"""Which neurons are hot: those that fire most often; and by layer the cheapest method for the others.
 
-Greedy and measured on frequencies alone. The planner over measured hardware replaces the choice, not the format.
+This greedy plan uses measured frequencies alone. A plan for a machine (:mod:`torch_pi2.planner.for_machine`) chooses
+the numbers of hot neurons anew.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def gate_method(site: FFNSite) -> str:
 
 
 def gate_share(site: FFNSite, active: float) -> float:
-    """Share of a cold neuron's bytes read when all first rows are computed and the rest where they fire."""
+    """The share of a cold neuron's bytes that is read if all first rows are computed, and the rest where they fire."""
     rows = site.rows_per_neuron
     return (1 + (rows - 1) * active) / rows
 
@@ -44,7 +45,7 @@ def gate_share(site: FFNSite, active: float) -> float:
 def hot_cut(site: FFNSite, stats: LayerStats, config: Config) -> float:
     """Firing frequency from which a neuron is hot, when a predictor chooses among the others.
 
-    No neuron of an expert is: what an expert computes densely, it computes only of the tokens that it has.
+    No neuron of an expert is hot: an expert sees only some of the tokens.
     ``config.hot_frequency`` for ReLU-family layers. Where firing is defined by a threshold, the average neuron fires
     ``1 - sparsity`` of the time by definition, so the cut lies as far above that as hot_frequency lies above 0; with
     ``max_loss`` as often as ``stats`` say.
@@ -119,13 +120,13 @@ def plan_layer(
 
 
 def predicted_bytes(layer: LayerPlan, weight_bytes: int) -> int:
-    """What a token reads of a layer with a predictor, on average: hot neurons and predicted ones."""
+    """Bytes that a token reads of a layer with a predictor, on average: hot neurons and predicted ones."""
     neuron_bytes = layer.site.rows_per_neuron * layer.site.hidden * weight_bytes
     return layer.n_hot * neuron_bytes + int(layer.expected_active * layer.n_cold * neuron_bytes)
 
 
 def gated_bytes(site: FFNSite, active: float, weight_bytes: int) -> float:
-    """What a token reads of a layer without one, of whose neurons the share ``active`` fires."""
+    """Bytes that a token reads of a layer without a predictor, if the share ``active`` of its neurons fires."""
     return site.intermediate * gate_share(site, active) * site.rows_per_neuron * site.hidden * weight_bytes
 
 

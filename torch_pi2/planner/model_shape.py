@@ -1,6 +1,6 @@
-"""What a model asks of a machine: sizes, formats and firing frequencies by layer, and nothing of the machine.
+"""What a model asks of a machine: sizes, formats and firing frequencies by layer.
 
-:func:`torch_pi2.planner.cost.step_cost` makes milliseconds of it.
+:func:`torch_pi2.planner.cost.step_cost` predicts milliseconds from it.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class LayerShape:
         neuron_bytes: of a neuron in memory. slot_bytes: of ``cluster`` of them in the cache of a store, which is what
             is read for them. stored_bytes: from one slot to the next in the file (0: as ``pack`` aligns them).
         kernel: ``weights/activations``, such as ``int4/int8``, ``bfloat16/float`` or ``q4_k+int8/float``.
-        method: of ``spec.method.METHODS``. exact_zeros: what does not fire adds exactly zero, and its down
-            row is not read (activations of the ReLU family).
+        method: a :class:`torch_pi2.types.method.Method`. exact_zeros: neurons that do not fire add exactly zero, and
+            their down rows are not read (activations of the ReLU family).
         predictor: of :data:`torch_pi2.machine.hardware.PREDICTORS`, or None. rank: of a low-rank one.
             predictor_bytes: as if no neuron were hot. recall: share of firing pairs that it finds.
             predicted_active: mean share of the neurons from ``base_hot`` on that it lets through, for one token.
         chosen: share of tokens that an expert gets (1: no expert). experts: how many share one call.
-        attention_bytes, attention_kernel: of the linear layers before the FFN; attention_calls: in so many calls. All
-            0 bytes and ``block`` false where the FFN is not the first of its block: no attention, norms and Python.
+        attention_bytes, attention_kernel, attention_calls: the linear layers before the FFN. 0 bytes, and ``block``
+            false, where the FFN is not the first of its block: it has no attention, norms and Python of its own.
         kv_bytes: keys and values of one token in this block.
         base_hot: the fewest hot neurons, ``LayerPlan.n_hot``: there is no predictor for those before.
         frequencies: (tokens, float64 ``[I]``): share of steps of so many tokens, of different sequences, in which the
@@ -99,26 +99,26 @@ class LayerShape:
     _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def kept(self, name: Any, make: Any) -> Any:
-        """What ``make()`` gave the first time for this layer and ``name``: sums over neurons are taken once."""
+        """The result of ``make()``, called once for this layer and ``name``: sums over neurons are slow."""
         if name not in self._kept:
             self._kept[name] = make()
         return self._kept[name]
 
     @property
     def weights(self) -> str:
-        """Their format, or the two."""
+        """Format of the weights, or the two formats."""
         return self.kernel.partition("/")[0]
 
     @property
     def first_row_bytes(self) -> int:
-        """Of a gate row (of a plain layer, of an up row)."""
+        """Bytes of a gate row (in a plain layer, of an up row)."""
         if has_two_formats(self.weights):
             return row_bytes(formats_of(self.weights)[0], self.hidden)
         return self.neuron_bytes // self.rows
 
     @property
     def slots(self) -> int:
-        """Of a store."""
+        """Slots of the layer in a store."""
         return -(-self.intermediate // self.cluster)
 
     @property
@@ -127,7 +127,7 @@ class LayerShape:
         return self.stored_bytes or slot_bytes(self.cluster * self.neuron_bytes)
 
     def entry(self, layer: int) -> LayerEntry:
-        """What a store's superblock says of it (offsets are 0)."""
+        """The layer's entry in a store's superblock (with offsets of 0)."""
         fields = format_fields(self.weights, self.hidden) | {"row_bytes": self.first_row_bytes}
         place = {"slots": 0, "checks": 0, "slot_bytes": self.file_slot_bytes, "cluster": self.cluster}
         sizes = {"neurons": self.intermediate, "hidden": self.hidden, "rows": self.rows}
@@ -138,10 +138,10 @@ class LayerShape:
 
         Between measured sizes the next smaller and larger are interpolated in log2(batch), as
         :meth:`torch_pi2.types.stats.LayerStats.frequency` does. Beyond the largest, n, groups of n tokens are
-        independent of each other: ``1 - (1 - f(n)) ** (batch / n)``, which is too much where tokens are alike.
+        taken as independent: ``1 - (1 - f(n)) ** (batch / n)``, an overestimate where tokens are alike.
         """
-        found: np.ndarray = self.kept(("frequency", batch), lambda: self._frequency(batch))
-        return found
+        frequency_I: np.ndarray = self.kept(("frequency", batch), lambda: self._frequency(batch))
+        return frequency_I
 
     def _frequency(self, batch: float) -> np.ndarray:
         largest, f_I = self.frequencies[-1]
@@ -178,25 +178,24 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """Of everything that steps multiply by, neurons that seldom fire included."""
+        """Bytes of all weights, including neurons that seldom fire."""
         layers = sum(y.intermediate * y.neuron_bytes + y.predictor_bytes + y.attention_bytes for y in self.layers)
         return layers + self.head_bytes
 
     @property
     def slots(self) -> int:
-        """Of a store of the model."""
+        """Slots of the model in a store."""
         return sum(layer.slots for layer in self.layers)
 
     @property
     def place_bytes(self) -> int:
-        """What a slot takes in the cache of a store: as much for all layers."""
+        """Bytes of a slot in the cache of a store; the same for all layers."""
         return max(layer.slot_bytes for layer in self.layers)
 
     def budget(self, cache_bytes: int, *, batch: int, context: int, config: OffloadConfig) -> Budget:
-        """What a model over a store with such a cache takes, by the arithmetic of :mod:`torch_pi2.decode.budget`.
+        """The memory of a model over a store with such a cache, as :mod:`torch_pi2.decode.budget` counts it.
 
-        ``kv`` is of ``batch`` sequences of ``context`` tokens. ``token`` (what one wants) is left at 0, ``total`` is
-        what all takes together.
+        ``kv`` is for ``batch`` sequences of ``context`` tokens. ``token`` is 0, ``total`` the sum of all parts.
         """
         entries = [layer.kept("entry", partial(layer.entry, 0)) for layer in self.layers]
         staging, tables, _ = engine_bytes(entries, config)
@@ -241,7 +240,7 @@ class ModelShape:
 
 
 class _Reading:
-    """Takes the numbers out of a model."""
+    """Reads the numbers from a model."""
 
     def __init__(self, model: nn.Module, stats: ActivationStats, plan: Plan, compiled: bool) -> None:
         self.model, self.stats, self.plan, self.compiled = model, stats, plan, compiled
