@@ -52,13 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=common.positive, metavar="N", help="tokens of each sequence (default: 1024)")
     add("--batches", type=_numbers, metavar="N,N", help="numbers of sequences to plan for (default: 1,2,4,8,16)")
     add("--min-recall", type=float, metavar="R", help="share of firing neurons that must be computed (default: any)")
-    add(
-        "--fixed-hot-set",
-        "--one-boundary",
-        action="store_true",
-        default=None,
-        help="the same hot neurons at all batch sizes",
-    )
+    add("--fixed-hot-set", action="store_true", default=None, help="the same hot neurons at all batch sizes")
+    common.add_old_name(parser, "--one-boundary", "--fixed-hot-set")
     add("--explain", action="store_true", default=None, help="show the prediction only: --out may be left out")
     add("--eager", action="store_true", help="decoding steps are not compiled")
     add("--activations", choices=ACTIVATIONS, help="with which MODEL is going to be loaded (default: float)")
