@@ -281,24 +281,9 @@ def refused(name: str, path: Path) -> Pi2Error | None:
 # --- at random ---
 
 _TOKENS = (
-    b'"',
-    b"{",
-    b"}",
-    b"[",
-    b"]",
-    b",",
-    b":",
-    b"-1",
-    b"1e999",
-    b"null",
-    b"true",
-    b"NaN",
-    b"9" * 30,
-    b"\0",
-    b"\xff",
+    *(bytes([sign]) for sign in b'"{}[],:'),
+    *(b"-1", b"1e999", b"null", b"true", b"NaN", b"9" * 30, b"\0", b"\xff"),
 )
-
-
 _SOME = [value for name, value in ODD.items() if name != "deep"]
 
 

@@ -22,6 +22,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,42 +98,30 @@ class Operation:
 
 
 class Reading(Operation):
-    """Over a store; ``self.config`` has no cache in it, so that all is read every time."""
+    """One of ``READS``, over a store; with ``config`` there is no cache, so that everything is read every time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str) -> None:
         super().__init__(folder)
+        self.read, self.store = READS[name], folder / "store"
         self.config = OffloadConfig(preload=False, io_threads=2, engine="pread")
-        whole = torch_pi2.load(folder / "store", budget="1GiB", offload=self.config)
+        whole = torch_pi2.load(self.store, budget="1GiB", offload=self.config)
         self.budget = torch_pi2.stats(whole)["budget"].smallest
+        self.model: Any = self.load() if name in ("generate", "prompt") else None
 
-
-class Load(Reading):
-    def run(self) -> torch.Tensor:
-        return logits(torch_pi2.load(self.folder / "store", budget=self.budget, offload=self.config), IDS)
-
-
-class LoadPreloaded(Reading):
-    def run(self) -> torch.Tensor:
-        return logits(torch_pi2.load(self.folder / "store", budget="1GiB"), IDS)
-
-
-class LoadInMemory(Reading):
-    def run(self) -> torch.Tensor:
-        return logits(torch_pi2.load(self.folder / "store"), IDS)
-
-
-class Generate(Reading):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.model: Any = torch_pi2.load(folder / "store", budget=self.budget, offload=self.config)
+    def load(self) -> Any:
+        return torch_pi2.load(self.store, budget=self.budget, offload=self.config)
 
     def run(self) -> torch.Tensor:
-        return self.model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        return self.read(self)
 
 
-class Prompt(Generate):
-    def run(self) -> torch.Tensor:
-        return logits(self.model, PROMPT)
+READS: dict[str, Callable[[Reading], torch.Tensor]] = {
+    "load": lambda op: logits(op.load(), IDS),
+    "load-preloaded": lambda op: logits(torch_pi2.load(op.store, budget="1GiB"), IDS),
+    "load-in-memory": lambda op: logits(torch_pi2.load(op.store), IDS),
+    "generate": lambda op: op.model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0),
+    "prompt": lambda op: logits(op.model, PROMPT),
+}
 
 
 class Writing(Operation):
@@ -227,11 +216,7 @@ class Export(Writing):
 
 
 OPERATIONS: dict[str, Callable[[Path], Operation]] = {
-    "load": Load,
-    "load-preloaded": LoadPreloaded,
-    "load-in-memory": LoadInMemory,
-    "generate": Generate,
-    "prompt": Prompt,
+    **{name: partial(Reading, name=name) for name in READS},
     "pack": Pack,
     "save": Save,
     "save-int4": SaveQuantized,
