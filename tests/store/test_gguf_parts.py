@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,68 +90,66 @@ def test_one_file_is_a_model_of_one_part(tmp_path: Path) -> None:
         assert (model.paths, list(model.tensors)) == ([path], ["w0"])
 
 
-@pytest.mark.parametrize("given", [0, 2])
-def test_a_missing_part(parts: list[Path], given: int) -> None:
-    parts[1].unlink()
-    with pytest.raises(ArtifactError, match=r"m-00002-of-00003.gguf: expected part 2 of 3 .*, found nothing"):
-        GgufModel(parts[given])
+def _other(parts: list[Path], tensors: dict[str, np.ndarray[Any, Any]]) -> list[Path]:
+    """The parts of another model."""
+    folder = parts[0].parent / "other"
+    folder.mkdir()
+    return write(folder / "m.gguf", tensors)
 
 
-def test_a_part_by_another_name(parts: list[Path]) -> None:
-    other = parts[0].rename(parts[0].with_name("model.gguf"))
-    with pytest.raises(ArtifactError, match=r"expected the name of part 1 of 3, NAME-00001-of-00003.gguf.*model.gguf"):
-        GgufModel(other)
-
-
-def test_a_part_in_the_place_of_another(parts: list[Path]) -> None:
-    shutil.copy(parts[2], parts[1])
-    with pytest.raises(ArtifactError, match=r"m-00002-of-00003.gguf: expected part 2 of 3, found part 3"):
-        GgufModel(parts[0])
-
-
-def test_a_part_that_is_damaged(parts: list[Path]) -> None:
-    parts[1].write_bytes(parts[1].read_bytes()[:-100])
-    with pytest.raises(ArtifactError, match=r"m-00002-of-00003.gguf: expected a whole GGUF file, found damage"):
-        GgufModel(parts[0])
-
-
-def test_a_file_that_is_no_part(parts: list[Path], tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    (whole,) = write(tmp_path / "other" / "m.gguf", {"w2": TENSORS["w2"]})
-    shutil.copy(whole, parts[1])
-    with pytest.raises(ArtifactError, match=r"m-00002-of-00003.gguf: expected part 2 of 3, found a file that is none"):
-        GgufModel(parts[0])
-
-
-def test_parts_of_other_models(parts: list[Path], tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    more = {**TENSORS, "w5": TENSORS["w0"]}
-    others = write(tmp_path / "other" / "m.gguf", more)
-    shutil.copy(others[2], parts[2])
-    with pytest.raises(ArtifactError, match=r"00003-of-00003.gguf: .*found 'split.tensors.count' 6 where that has 5"):
-        GgufModel(parts[0])
-    shutil.rmtree(tmp_path / "other")
-    (tmp_path / "other").mkdir()
-    others = write(tmp_path / "other" / "m.gguf", dict.fromkeys(["a", "b", "c", "w0", "x"], TENSORS["w0"]))
-    shutil.copy(others[2], parts[2])
-    shutil.copy(others[1], parts[1])
-    with pytest.raises(ArtifactError, match=r"00002-of-00003.gguf: .*found 'w0', which another has as well"):
-        GgufModel(parts[0])
-
-
-def test_tensors_that_no_part_has(parts: list[Path]) -> None:
-    for path in parts:
-        data = path.read_bytes()
-        at = data.index(b"split.tensors.count") + len("split.tensors.count") + 4
-        path.write_bytes(data[:at] + (7).to_bytes(4, "little") + data[at + 4 :])
-    with pytest.raises(ArtifactError, match=r"expected parts of 5 tensors, as they are, found split.tensors.count 7"):
-        GgufModel(parts[0])
-
-
-@pytest.mark.parametrize(("key", "value"), [("split.count", 0), ("split.no", 3)])
-def test_numbers_without_sense(parts: list[Path], key: str, value: int) -> None:
-    data = parts[0].read_bytes()
+def _number(path: Path, key: str, value: int, size: int = 2) -> None:
+    """Another number in the metadata."""
+    data = path.read_bytes()
     at = data.index(key.encode()) + len(key) + 4
-    parts[0].write_bytes(data[:at] + value.to_bytes(2, "little") + data[at + 2 :])
-    with pytest.raises(ArtifactError, match=rf"damage \({key} {value}"):
-        GgufModel(parts[0])
+    path.write_bytes(data[:at] + value.to_bytes(size, "little") + data[at + size :])
+
+
+def _tensor_of_another(parts: list[Path]) -> None:
+    others = _other(parts, dict.fromkeys(["a", "b", "c", "w0", "x"], TENSORS["w0"]))
+    for i in (1, 2):
+        shutil.copy(others[i], parts[i])
+
+
+#: What is wrong -> the change, which may give another file to open than the first part, and the message.
+WRONG: dict[str, tuple[Callable[[list[Path]], object], str]] = {
+    "missing": (lambda p: p[1].unlink(), r"m-00002-of-00003.gguf: expected part 2 of 3 .*, found nothing"),
+    "missing, from the last": (
+        lambda p: (p[1].unlink(), p[2])[1],
+        r"m-00002-of-00003.gguf: expected part 2 of 3 .*, found nothing",
+    ),
+    "another name": (
+        lambda p: p[0].rename(p[0].with_name("model.gguf")),
+        r"expected the name of part 1 of 3, NAME-00001-of-00003.gguf.*model.gguf",
+    ),
+    "in the place of another": (
+        lambda p: shutil.copy(p[2], p[1]) and p[0],
+        r"m-00002-of-00003.gguf: expected part 2 of 3, found part 3",
+    ),
+    "damaged": (
+        lambda p: p[1].write_bytes(p[1].read_bytes()[:-100]),
+        r"m-00002-of-00003.gguf: expected a whole GGUF file, found damage",
+    ),
+    "no part": (
+        lambda p: shutil.copy(_other(p, {"w2": TENSORS["w2"]})[0], p[1]) and p[0],
+        r"m-00002-of-00003.gguf: expected part 2 of 3, found a file that is none",
+    ),
+    "of another model": (
+        lambda p: shutil.copy(_other(p, {**TENSORS, "w5": TENSORS["w0"]})[2], p[2]) and p[0],
+        r"00003-of-00003.gguf: .*found 'split.tensors.count' 6 where that has 5",
+    ),
+    "a tensor of another": (_tensor_of_another, r"00002-of-00003.gguf: .*found 'w0', which another has as well"),
+    "a tensor that no part has": (
+        lambda p: [_number(path, "split.tensors.count", 7, 4) for path in p] and p[0],
+        r"expected parts of 5 tensors, as they are, found split.tensors.count 7",
+    ),
+    "no count": (lambda p: _number(p[0], "split.count", 0), r"damage \(split.count 0"),
+    "a number beyond the count": (lambda p: _number(p[0], "split.no", 3), r"damage \(split.no 3"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_refused(parts: list[Path], kind: str) -> None:
+    change, message = WRONG[kind]
+    opened = change(parts)
+    with pytest.raises(ArtifactError, match=message):
+        GgufModel(opened if isinstance(opened, Path) else parts[0])
