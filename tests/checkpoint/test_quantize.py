@@ -85,8 +85,7 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("weights", ["int4", "int8"])
+@pytest.mark.parametrize(("name", "weights"), list(zip(NAMES, ("int4", "int8", "int4", "int8"))))
 def test_quantised_folder_holds_the_rounded_model(tmp_path: Path, name: str, weights: str) -> None:
     tiny(name).save_pretrained(tmp_path / "float")
     report = torch_pi2.quantize(tmp_path / "float", tmp_path / "out", weights)
@@ -164,6 +163,7 @@ def test_on_disk_and_in_memory_the_same_is_quantised(tmp_path: Path, name: str, 
     assert torch.equal(logits(torch_pi2.load(tmp_path / "disk")), wanted_logits)
 
 
+@pytest.mark.slow
 def test_what_optimize_leaves_float_stays_float_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Subclasses, linears that nothing calls, small ones, and a parameter without dimensions."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -269,8 +269,7 @@ def test_saved_after_optimize_generates_the_same(tmp_path: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize(("dtype", "said"), [(torch.bfloat16, True), (torch.float16, False)])
 def test_loaded_dtype_is_the_checkpoints(tmp_path: Path, dtype: torch.dtype, said: bool) -> None:
     """Whether config.json says it or not: biases beside rows are float32, and do not decide it."""
     tiny("llama-bias").to(dtype).save_pretrained(tmp_path / "float")
@@ -457,6 +456,7 @@ def test_what_cannot_be_loaded(quantised: Path, tmp_path: Path) -> None:
         torch_pi2.load(tmp_path / "float", activations="int8")
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(TRAINED), str(tmp_path / "q"), "--weights", "int8", "--trust-remote-code"]
     assert main(["quantize", *arguments]) == 0

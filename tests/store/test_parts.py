@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from stores import SMALL, Damaged, logits, parts_beside, rename_checked, stopped, store_of
+from stores import SMALL, Damaged, logits, parts_beside, rename_checked, store_of
 
 import torch_pi2
 from torch_pi2.base.tensorfile import Spec
@@ -325,21 +325,6 @@ def test_parts_that_do_not_belong_together_are_not_packed(
         torch_pi2.pack(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".*"))
-
-
-def test_with_other_predictors_packing_is_begun_anew(
-    root: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    recorded: None,
-) -> None:
-    source = Path(shutil.copytree(root / "q", tmp_path / "q"))
-    stopped(KeyboardInterrupt(), monkeypatch, source, tmp_path / "out")
-    predictors = load_predictors(source / "pi2")
-    predictors[KEY.format(1)].bias[3] += 1
-    save_predictors(source / "pi2", predictors, predictors.model_hash)
-    assert torch_pi2.pack(source, tmp_path / "out", cluster=1).resumed_layers == 0
-    assert same(content(tmp_path / "out" / "pi2"), content(source / "pi2"))
 
 
 # --- who else asks for them ---
