@@ -92,6 +92,7 @@ def _parts(model: Any, make: Callable[[], nn.Module]) -> Iterator[tuple[str, nn.
         mixed.load_state_dict({name: value for name, value in rounded.items() if takes(name)}, strict=False)
         yield part, mixed
     yield "all", model
+    layer: Any
     for layer in (*sparse_layers(model), *linears.values()):
         layer.int8_activations = True
     yield "int8 activations too", model

@@ -360,7 +360,7 @@ def optimize(
     threshold and, if asked for by ``lowrank`` or ``signbit``, its own predictor. ``generate``, ``save_pretrained``
     and ``state_dict`` keep working; :func:`restore` gives the original back, bit for bit, unless weights are quantised.
     What an optimised model no longer has (weights of its FFNs as parameters, modules within them) raises by name
-    whoever reads, changes or calls it (:mod:`torch_pi2.base.absent`); hooks are kept or refused by name
+    whoever reads, changes or calls it (:mod:`torch_pi2.base.offloaded`); hooks are kept or refused by name
     (:mod:`torch_pi2.base.hooks`).
 
     Args:
@@ -422,7 +422,7 @@ def _optimize(
         _optimize_without_data(model, config, progress)
         return
     data = None if calibration is None else calibration_batches(model, calibration, tokenizer, config)
-    found, ways = replaceable(model, _search(model, data))
+    found, strategies = replaceable(model, _search(model, data))
     ranks = Ranks(together=shared)
     if stats is None:
         assert data is not None
@@ -440,7 +440,7 @@ def _optimize(
             predictors = _fit(model, data, found.sites, stats, config, progress, work)
     fitted = predictors if isinstance(predictors, FittedPredictors) else FittedPredictors(predictors or {})
     made = _plan(model, found, stats, fitted, config)
-    apply(model, Optimized(made, fitted, stats), progress, config, data, ways, ranks)
+    apply(model, Optimized(made, fitted, stats), progress, config, data, strategies, ranks)
     hf_generate.attach(model)
     _say_lossy(parts_of(model), config, progress)
 
@@ -496,7 +496,7 @@ def _can_fit(model: nn.Module, data: list[Batch] | None) -> bool:
 
 def _optimize_without_data(model: Model, config: Config, progress: bool, data: list[Batch] | None = None) -> Model:
     needed = config.method != Method.DENSE or config.weights == "float"  # else there are linear layers, too
-    found, ways = replaceable(model, _search(model, data, needed=needed), needed)
+    found, strategies = replaceable(model, _search(model, data, needed=needed), needed)
     sites = found.sites
     smooth = sorted({site.activation for site in sites if not exact_zeros(site.activation)})
     if config.method in LOSSY or (smooth and config.method == "auto"):
@@ -509,7 +509,7 @@ def _optimize_without_data(model: Model, config: Config, progress: bool, data: l
         )
     made = plan_without_data(sites, weights_hash(model, sites), config)
     made.made_by["left"] = found.left
-    apply(model, Optimized(made, FittedPredictors(), None), progress, config, data, ways)
+    apply(model, Optimized(made, FittedPredictors(), None), progress, config, data, strategies)
     hf_generate.attach(model)
     return model
 

@@ -13,6 +13,7 @@ from torch import nn
 import torch_pi2
 from torch_pi2 import errors
 from torch_pi2.fitting import search
+from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.observe import counters
 
@@ -331,7 +332,7 @@ def test_save_after_the_weights_changed(drelu, tmp_path: Path) -> None:
     drelu.bfloat16()
     torch_pi2.save(drelu, tmp_path / "m")  # an exact plan is right for any weights
     again = torch_pi2.load(tmp_path / "m", trust_remote_code=True)
-    assert torch.equal(again.model.layers[0].mlp.neuron_rows, drelu.model.layers[0].mlp.neuron_rows)
+    assert torch.equal(sparse_layers(again)[0].neuron_rows, sparse_layers(drelu)[0].neuron_rows)
     fresh = tiny_models.tiny("drelu")
     torch_pi2.optimize(fresh, ids(), torch_pi2.Config(method="lowrank", **QUICK))
     fresh.bfloat16()

@@ -43,25 +43,6 @@ def relu_model():
 
 
 @torch.no_grad()
-def test_what_inductor_keeps_on_disk_is_of_these_schemas(monkeypatch):
-    """Code that calls an operator as another version has it must not be found again."""
-    import torch._inductor.compile_fx as inductor
-
-    tags = []
-
-    def noted(gm, inputs, **settings):
-        tags.append(torch.compiler.config.cache_key_tag)
-        return aot_eager(gm, inputs)
-
-    monkeypatch.setattr(inductor, "compile_fx", noted)
-    with torch.compiler.config.patch(cache_key_tag="the user's "):
-        compiled(relu_model())(X_BTH)
-        compiled(plain(nn.Linear(HIDDEN, HIDDEN)))(X_BTH)
-        assert tags[1] == "the user's " == torch.compiler.config.cache_key_tag
-    assert tags[0].startswith(f"the user's {torch.ops.pi2.sparse_ffn.default._schema}")
-
-
-@torch.no_grad()
 def test_backend_is_found_by_name_and_equals_dense():
     """Through the entry point where the package is installed, else registered as the entry point says."""
     points = importlib.metadata.entry_points(group="torch_dynamo_backends", name="torch_pi2")
@@ -117,30 +98,6 @@ def test_changed_weights_are_seen():
     for change in (lambda w: w.add_(0.5), lambda w: w.zero_()):  # PyTorch counts neither
         change(model[0].banana.weight.data)
         assert close(fast(X_BTH), model(X_BTH))
-
-
-@pytest.mark.usefixtures("captured_alone")
-@torch.no_grad()
-def test_neurons_go_with_the_model():
-    import gc
-
-    before = len(compile_module._packed)
-    model = relu_model()
-    compiled(model)(X_BTH)
-    assert len(compile_module._packed) == before + 2
-    del model
-    torch._dynamo.reset()
-    gc.collect()
-    assert len(compile_module._packed) <= before
-
-
-@torch.no_grad()
-def test_language_model_of_relu_family():
-    model = tiny("llama-relu")
-    fast = compiled(copy.deepcopy(model))
-    ids_BT = torch.randint(3, 64, (2, 7))
-    assert close(fast(input_ids=ids_BT).logits, model(input_ids=ids_BT).logits)
-    assert count_op_calls(lambda: fast(input_ids=ids_BT)) == 2
 
 
 @pytest.mark.usefixtures("captured_alone")
@@ -208,18 +165,6 @@ def test_neurons_with_thresholds_of_their_own(up_first):
     for layer in plan.layers:
         layer.thresholds = None
     assert not close(wanted, rewrite(copy.deepcopy(model), plan)(X_BTH), 1e-3)
-
-
-@torch.no_grad()
-def test_wrong_options_and_stale_plans_are_errors():
-    model = relu_model()
-    with pytest.raises(Exception, match="only plan, predictors, found speed"):
-        compiled(model, speed=11)(X_BTH)
-    plan = make_plan(model, (X_BTH,))
-    model[0].banana.weight.add_(1)
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="Make a new plan for this model"):
-        compiled(model, plan=plan)(X_BTH)
 
 
 def test_graphs_it_cannot_use_go_to_inductor_with_one_warning():
@@ -342,22 +287,6 @@ def test_an_input_changed_through_a_view_stays_right():
 
     model = plain(Changing())
     assert close(compiled(model)(X_BTH), model(X_BTH))
-
-
-@pytest.mark.usefixtures("captured_alone")
-@torch.no_grad()
-def test_a_parameter_with_the_id_of_another_one_is_not_taken_for_it():
-    import weakref
-
-    model = relu_model()
-    compiled(model)(X_BTH)
-    shared = compile_module._packed[model[0].cherry.weight]
-    ((key, old),) = shared.items()
-    assert old.is_of([model[0].banana.weight, model[0].banana.bias, model[0].cherry.weight, model[0].cherry.bias])
-    old.parameters[0] = weakref.ref(nn.Parameter(torch.zeros(1)))  # gone, and its id given to banana.weight
-    torch._dynamo.reset()
-    assert close(compiled(model)(X_BTH), model(X_BTH))
-    assert shared[key] is not old
 
 
 @torch.no_grad()

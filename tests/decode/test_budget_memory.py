@@ -19,7 +19,7 @@ from benchmarks import cap
 from torch_pi2.decode.budget import room_for_compiling
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ConfigError
-from torch_pi2.layers.prompt import piece_of
+from torch_pi2.layers.prompt import chunks_of_prompt
 from torch_pi2.types.budget import PIECE_TOKENS, Budget
 from torch_pi2.types.offload import OffloadConfig
 
@@ -214,7 +214,7 @@ def test_pieces_go_the_way_of_the_whole_prompt(stores: dict[str, Path]) -> None:
     with torch.no_grad():
         whole = layer(x)
         alone = torch.cat([layer(part) for part in x.split(350)])
-        with piece_of(700):
+        with chunks_of_prompt(700):
             pieces = torch.cat([layer(part) for part in x.split(350)])
     assert torch.equal(pieces, whole)
     assert not torch.equal(alone, whole)  # predicted: lossy

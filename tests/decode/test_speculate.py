@@ -126,9 +126,9 @@ def test_a_pass_has_the_hot_neurons_of_one_token() -> None:
     with follow(model, HardwarePlan({}, None, 0, 64, buckets, PromptPlan((5, 5)))), torch.no_grad():
         alone = torch.cat([layer(row) for row in x.split(1, 1)], 1)
         assert not torch.equal(layer(x), alone)
-        from torch_pi2.layers.prompt import steps_of_one
+        from torch_pi2.layers.prompt import single_steps
 
-        with steps_of_one():
+        with single_steps():
             assert torch.equal(layer(x), alone)
 
 

@@ -16,8 +16,8 @@ from torch_pi2.eval.harness import harness
 from torch_pi2.eval.loss import by_token, nats_per_token
 from torch_pi2.eval.suite import _logits
 from torch_pi2.graph.routed import Routed
-from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.of_model import called_modules
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.types.offload import OffloadConfig
 
@@ -48,10 +48,10 @@ def models(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     torch_pi2.pack(base / "plain", base / "store")
     config = OffloadConfig(policy="none", preload=False, **{setting: MARGIN if setting == "miss_margin" else SHARE})
     found = {"plain": torch_pi2.load(base / "plain"), "fewer": torch_pi2.load(base / "plain")}
-    for module in found["fewer"].modules():
-        if isinstance(module, SparseFFN):
-            module.predictor_threshold += MARGIN
-        elif isinstance(module, SparseExperts):
+    for layer, module in called_modules(found["fewer"]).items():
+        if isinstance(layer, SparseFFN):
+            layer.predictor_threshold += MARGIN
+        else:
             module.register_forward_pre_hook(without_light, with_kwargs=True)
     over = torch_pi2.load(base / "store", budget="1GiB", offload=config)
     return found | {"over": over, "count": COUNTS[setting]}

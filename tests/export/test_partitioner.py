@@ -139,7 +139,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     others = [torch_pi2.optimize(_hf("Llama", hidden_act="relu", num_hidden_layers=1).eval(), method="exact"), exact()]
     for ffn in sparse_layers(others[1]):
         ffn.threshold = 0.25  # type: ignore[union-attr]
-    for model, name in zip(others, ("inner.model.layers.0.mlp.neuron_rows", "threshold")):
+    for model, name in zip(others, ("inner.model.layers.0.mlp.down_proj.sparse_ffn.neuron_rows", "threshold")):
         for order in (1, -1):
             with pytest.raises(ConfigError, match=rf"a program of the model .*found a layer of another one \({name}\)"):
                 to_edge_transform_and_lower(

@@ -307,10 +307,10 @@ def judge(family: str, make: Callable[[str], nn.Module] = tiny_family) -> Row:
             return Row(family, task, "0", reason=_reasons(found.left))
         if refused is not None:
             raise refused
-        found, ways = replaceable(model, found)
+        found, strategies = replaceable(model, found)
         order = {site.key: torch.randperm(site.intermediate).int() for site in found.sites}
         layers = [LayerPlan(site, "exact", 0, order[site.key]) for site in found.sites]
-        rewrite(model, Plan(layers, weights_hash(model, found.sites)), ways=ways)
+        rewrite(model, Plan(layers, weights_hash(model, found.sites)), strategies=strategies)
     except Pi2Error as error:
         return Row(family, task, "0", reason=_plain(error))
     with torch.no_grad():
@@ -337,7 +337,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _plain(error: Any) -> str:
-    from torch_pi2.rewrite.ways import plain_reason
+    from torch_pi2.rewrite.strategies import plain_reason
 
     reasons = f"{error.found}".split("; ")
     return _shortened(plain_reason(reasons) if reasons[0].startswith("owner: ") else f"{error.found}")

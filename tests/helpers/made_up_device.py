@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import torch_pi2
-from torch_pi2.base.absent import AbsentParameter
+from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.decode import attention, decoder
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.layers import gpu
@@ -32,7 +32,7 @@ def move(model: nn.Module) -> None:
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
-                if tensor is not None and not isinstance(tensor, AbsentParameter):
+                if tensor is not None and not isinstance(tensor, OffloadedParameter):
                     moved = torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     held[name] = nn.Parameter(moved, requires_grad=False) if is_parameter else moved

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,11 +22,10 @@ from torch_pi2.errors import DeviceError
 from torch_pi2.layers import experts, ffn, gpu, linear, prompt
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import homes, sparse_layers
-from torch_pi2.layers.prompt import dense_on_gpu_from, sparse_only, steps_of_one
+from torch_pi2.layers.prompt import dense_on_gpu_from, single_steps, sparse_only
 from torch_pi2.ops.gpu import ffn as gpu_ffn
 from torch_pi2.ops.gpu import kernels
 from torch_pi2.ops.gpu import linear as gpu_linear
-from torch_pi2.ops.gpu.linear import products_from
 
 IDS = torch.randint(0, 64, (1, 16), generator=torch.Generator().manual_seed(1))
 
@@ -71,7 +68,7 @@ def test_the_exact_gate_gives_the_dense_models_logits(name: str) -> None:
         assert kinds == [gpu_ffn.NO_PREDICTOR] * layers
         torch.testing.assert_close(logits(model, many), logits(dense, many), rtol=0, atol=1e-4)
         assert len(kinds) == layers  # so many are dense
-        with steps_of_one():
+        with single_steps():
             logits(model, many)
         assert len(kinds) == 2 * layers
 
@@ -134,24 +131,6 @@ def test_from_how_many_tokens_on_neurons_are_all_computed(rows: int, weights: st
     assert dense_on_gpu_from(layer) == many_of_all
 
 
-def test_float16_is_converted_for_many_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Factors of products are float32: a few rows at a time."""
-    model = torch_pi2.optimize(tiny("drelu").half())
-    layer = sparse_layers(model)[0]
-    layer.n_hot = layer.site.intermediate
-    x_TH = torch.randn(4, layer.site.hidden, generator=torch.Generator().manual_seed(1)).half()
-    wanted = layer(x_TH)
-    made: list[int] = []
-    plain = prompt.row_of_each
-    monkeypatch.setattr(prompt, "row_of_each", lambda rows, *how: made.append(len(rows)) or plain(rows, *how))
-    monkeypatch.setattr(gpu_linear, "TEMPORARY_BYTES", 4 * layer.site.hidden * 20)
-    with interpreted() as kinds:
-        torch.testing.assert_close(layer(x_TH[:3]), wanted[:3], rtol=2**-9, atol=1e-3)
-        assert (kinds, made) == ([gpu_ffn.NO_PREDICTOR], [])
-        torch.testing.assert_close(layer(x_TH), wanted, rtol=2**-9, atol=1e-3)
-        assert (len(kinds), max(made)) == (1, 20)
-
-
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 def test_linear_layers_of_several_steps_have_the_bits_of_each(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = QuantLinear.from_linear(tiny("drelu").lm_head, weights)
@@ -160,21 +139,8 @@ def test_linear_layers_of_several_steps_have_the_bits_of_each(weights: str, monk
     monkeypatch.setattr(torch.ops.pi2, "linear", gpu_linear.linear)
     with torch.no_grad():
         each = torch.cat([layer(x_TK[:, t : t + 1]) for t in range(20)], 1)
-        with steps_of_one():
+        with single_steps():
             assert torch.equal(layer(x_TK), each)
-
-
-def test_the_documentations_table_of_the_switch() -> None:
-    lines = (Path(__file__).parents[2] / "docs" / "GPU.md").read_text().splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if re.match(r"\| \d+ % ", line)]
-    for active, *cells in rows:
-        share = float(active.rstrip(" %")) / 100
-        gate = (1 + 2 * share) / 3
-        cases = itertools.product((("bfloat16", 0), ("int4", 2)), (share, gate))
-        assert [int(cell) for cell in cells] == [
-            products_from(stored, 4096, factor_bytes, of) - 1 for (stored, factor_bytes), of in cases
-        ]
-    assert len(rows) == 3
 
 
 @pytest.mark.parametrize(
@@ -228,14 +194,6 @@ def test_mixtures_go_there_as_a_whole() -> None:
     assert all(tensor.is_meta for tensor in module.buffers())
     dtypes = {tensor.dtype for name, tensor in module.named_buffers() if name in ("cuts_E", "thresholds_E")}
     assert (dtypes, module.dtype) == ({torch.float64}, torch.float16)
-
-
-@pytest.mark.usefixtures("meta_is_a_gpu")
-def test_mixtures_over_a_store_stay(tmp_path: Path) -> None:
-    torch_pi2.save(torch_pi2.optimize(build("Mixtral"), weights="int8"), tmp_path / "saved")
-    torch_pi2.pack(tmp_path / "saved", tmp_path / "store")
-    with pytest.raises(DeviceError, match=r"mlp.experts, whose neurons are in a store: expected it on the CPU"):
-        torch_pi2.load(tmp_path / "store", budget="1GiB").to("meta")
 
 
 def test_inputs_that_are_elsewhere_are_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import logging
 import os
 import re
@@ -19,15 +18,13 @@ from offloading import CONFIGS, IDS, logits, smallest
 from operators import opcheck
 from shared import small_store
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_pi2
-from torch_pi2.base.units import mebibytes, parse_bytes
+from torch_pi2.base.units import mebibytes
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.offloaded import STATISTICS, OffloadedFFN, Store, open_stores
+from torch_pi2.layers.offloaded import STATISTICS, OffloadedFFN, Store
 from torch_pi2.ops import load, reference
 from torch_pi2.rewrite.handle import store_and_budget
 from torch_pi2.store.storefile import StoreReader
@@ -125,31 +122,6 @@ def test_two_models_over_one_store_and_closing(folders: tuple[Path, Path]) -> No
     with pytest.raises(ArtifactError, match=r"expected an open store, found a store that has been closed"):
         logits(first)
     assert torch.equal(logits(second), wanted)
-
-
-def test_a_store_collected_in_the_middle_of_a_trace_is_not_in_it(folders: tuple[Path, Path]) -> None:
-    """Garbage is collected anywhere; CI once had ``store_close`` in a graph of ``opcheck``."""
-    seen: list[str] = []
-
-    class Functions(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    class Dispatch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    store = Store(folders[1] / "pi2" / "model.pi2", 1 << 20)
-    number = store.number
-    with Functions(), Dispatch():
-        del store
-        gc.collect()
-    assert not any("store_close" in name for name in seen)
-    assert number not in open_stores
-    with pytest.raises(RuntimeError, match="closed"):
-        torch.ops.pi2.store_layers(number)
 
 
 def test_damage_after_loading_is_an_error_and_repair_heals_it(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -355,30 +327,6 @@ def test_more_tokens_than_the_budget_has_room_for(folders: tuple[Path, Path], ca
             assert all(message.format(found) in t and "has room for those of 50. Load it with a" in t for t in told)
 
 
-def test_a_store_without_a_cache_has_no_hits(folders: tuple[Path, Path]) -> None:
-    model = torch_pi2.load(folders[1], budget="1GiB", offload=OffloadConfig(engine="mmap"))
-    logits(model)
-    stats = torch_pi2.stats(model)
-    assert stats["hit_rate"] is None
-    assert str(stats) == f"{stats['wanted']} neurons were read where the system has the file (mmap)"
-
-
-def test_long_prompts_compute_what_models_in_memory_compute(folders: tuple[Path, Path]) -> None:
-    """A layer whose predictor keeps much gets all neurons of a long prompt, in memory or not."""
-    from torch_pi2.layers.prompt import PREDICTED_SHARE, skips_predictor
-
-    model = torch_pi2.load(folders[1], budget="1GiB")
-    layer = next(m for m in model.modules() if isinstance(m, OffloadedFFN))
-    assert layer.expected_share > PREDICTED_SHARE
-    x = torch.randn(40, layer.site.hidden)
-    assert skips_predictor(layer, x)
-    assert not skips_predictor(layer, x[:20])
-    with torch.no_grad():
-        assert torch.equal(layer(x)[:1], layer._compute(x[:1], None, layer.n_hot, layer.threshold))
-    layer.expected_share = PREDICTED_SHARE
-    assert not skips_predictor(layer, x)
-
-
 @pytest.mark.parametrize("share", [0.1, 0.5])  # of neurons: up to which the predictor is followed, and above
 @pytest.mark.parametrize("tokens", [40, 700])
 def test_long_prompts_have_the_bits_of_models_in_memory(folders: tuple[Path, Path], share: float, tokens: int) -> None:
@@ -416,20 +364,6 @@ def test_parts_of_a_budget_add_up(folders: tuple[Path, Path]) -> None:
     assert exact.cache == exact.neurons
 
 
-def test_budgets_are_bytes_or_text() -> None:
-    assert [parse_bytes(text) for text in ("2.5GiB", "1G", "700 MB", "3 KiB", "12", 7)] == [
-        5 << 29,
-        10**9,
-        700 * 10**6,
-        3072,
-        12,
-        7,
-    ]
-    for wrong in ("much", "3 parsecs", "-1", -1, float("inf"), float("nan"), "9" * 400, "9" * 306 + "G"):
-        with pytest.raises(ConfigError, match=r"expected bytes, or text such as 2\.5GiB"):
-            parse_bytes(wrong)
-
-
 def test_operators(folders: tuple[Path, Path]) -> None:
     """``opcheck``, and the checks of arguments."""
     load()
@@ -458,25 +392,6 @@ def test_operators(folders: tuple[Path, Path]) -> None:
             torch.ops.pi2.stored_ffn(x, *wrong)
     with pytest.raises(RuntimeError, match=f"hidden size of x: expected {hidden}"):
         torch.ops.pi2.stored_ffn(x[:, :-1], *settings)
-
-
-def test_a_layer_after_one_of_another_width_is_not_guessed(
-    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A vision tower's, say: the others are, all the same."""
-    model = torch_pi2.load(folders[1], budget="1GiB", offload=OffloadConfig(preload=False))
-    layers = [module for module in model.modules() if isinstance(module, OffloadedFFN)]
-    (neurons, hidden, rows), *others = layers[0].store.layers()
-    monkeypatch.setattr(layers[0].store, "layers", lambda: [(neurons, 2 * hidden, rows), *others])
-    x_TH = torch.randn(1, hidden).to(model.dtype)
-    for layer in layers[:3]:
-        layer.announce()
-    guessed = []
-    with torch.no_grad():
-        for layer in layers[:2]:
-            layer(x_TH)
-            guessed.append(layer.store.stats(reset=True)["guessed"])
-    assert guessed[0] == 0 < guessed[1]
 
 
 def test_lookahead_refuses_what_does_not_fit(folders: tuple[Path, Path]) -> None:

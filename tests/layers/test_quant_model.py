@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from rewriting import make_plan, predictor
-from tiny_models import HIDDEN, INTERMEDIATE, FunctionalBlock, GatedBlock, plain, randomise, tiny
+from tiny_models import HIDDEN, INTERMEDIATE, FunctionalBlock, GatedBlock, plain, tiny
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import torch_pi2
-from torch_pi2.base.absent import AbsentParameter
+from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.errors import (
-    CalibrationError,
     ConfigError,
     DeviceError,
     GradientError,
     NonFiniteError,
     ShapeError,
-    UnsupportedModelError,
 )
 from torch_pi2.formats import row_bytes
-from torch_pi2.layers import linear as linear_module
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
@@ -70,7 +66,6 @@ def linear(rows: int = 70, columns: int = 48, bias: bool = True) -> nn.Linear:
 @pytest.mark.skipif(not constants().blocks, reason="this CPU has no kernels for blocks")
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 def test_linears_of_int8_activations_keep_their_rows_in_blocks_and_show_it_to_nobody(kind: str, tmp_path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -128,20 +123,12 @@ def test_linear_computes_with_what_its_rows_stand_for(kind: str) -> None:
     assert str(made) == f"QuantLinear(48 -> 70, {kind}, bias=True)"
 
 
-def test_int8_activations_round_the_input() -> None:
-    made, rounding = (QuantLinear.from_linear(linear(), "int8", flag) for flag in (False, True))
-    x = torch.randn(5, 48)
-    with torch.no_grad():
-        assert not torch.equal(made(x), rounding(x))
-        assert near(rounding(x), made(x), 0.02)
-
-
 def test_linear_looks_like_the_float_layer_from_outside() -> None:
     float_layer = linear().to(torch.bfloat16)
     made = QuantLinear.from_linear(float_layer, "int8")
     assert made.weight.shape == float_layer.weight.shape
     assert made.weight.dtype is torch.bfloat16
-    assert isinstance(made.weight, AbsentParameter)
+    assert isinstance(made.weight, OffloadedParameter)
     state = made.state_dict()
     assert set(state) == {"weight", "bias"}
     assert {t.dtype for t in state.values()} == {torch.bfloat16}
@@ -159,17 +146,6 @@ def test_converting_the_model_leaves_rows_and_bias_exact() -> None:
     assert torch.equal(made.bias, bias)
     assert made.dtype is torch.bfloat16
     assert copy.deepcopy(made).dequantized().dtype is torch.bfloat16
-
-
-def test_empty_linear_waits_for_its_rows() -> None:
-    full = QuantLinear.from_linear(linear(), "int4")
-    made = QuantLinear.empty(70, 48, "int4", bias=True)
-    assert made.rows.is_meta
-    assert made.bias.is_meta
-    made.rows, made.bias = full.rows, full.bias
-    x = torch.randn(3, 48)
-    with torch.no_grad():
-        assert torch.equal(made(x), full(x))
 
 
 def test_linear_refuses() -> None:
@@ -227,15 +203,6 @@ def test_lazy_layers_compute_with_their_rows(block: type[nn.Module]) -> None:
     dense.load_state_dict(model.state_dict())
     with torch.no_grad():
         assert near(model(x), dense(x))
-
-
-def test_w4a8_is_near_w4() -> None:
-    _, model = quantised("drelu")
-    _, rounding = quantised("drelu", activations="int8")
-    assert not torch.equal(logits(model), logits(rounding))
-    assert near(logits(rounding), logits(model), 0.2)
-    assert "int4 x int8" in str(rounding)
-    assert "int4, int8 activations" in str(rounding)
 
 
 def test_predictors_choose_among_quantised_neurons() -> None:
@@ -319,32 +286,6 @@ def test_inputs_leave_padding_out_and_keep_few() -> None:
     assert stats.importance.tolist() == pytest.approx([5.0035, 2.0035])
 
 
-def test_inputs_given_by_name_count_too() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block, self.head = FunctionalBlock(), nn.Linear(HIDDEN, 64)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(input=self.block(x))
-
-    from torch_pi2.profiling.data import Batch
-
-    torch.manual_seed(0)
-    model, x = Model().eval(), torch.randn(2, 5, HIDDEN)
-    with torch.no_grad():
-        block = model.block(x)
-    data = [Batch(None, None, (x,))]
-    found = gather_inputs(model, data, torch_pi2.graph.find_sites(model, (x,)), {"head": model.head})
-    assert found["head"].tokens == 10
-    assert near(found["head"].sample_TK, block.flatten(0, 1))
-    quantised = torch_pi2.optimize(
-        model, data, torch_pi2.Config(method="exact", weights="int4", quantization="weighted", calibration_tokens=64)
-    )
-    with torch.no_grad():
-        assert quantised(x).shape == (2, 5, 64)
-
-
 def test_what_stays_float() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -401,7 +342,6 @@ class Interrupted(BaseException):
 
 
 def three_linears(tied: bool = False) -> tuple[nn.Module, dict[str, nn.Linear]]:
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 96}
     torch.manual_seed(0)
@@ -437,59 +377,6 @@ def test_linears_that_fail_leave_the_model_as_it_was(
     assert isinstance(model.lm_head, QuantLinear)
 
 
-def test_replacing_is_undone_when_it_fails_half_way() -> None:
-    model, linears = three_linears(tied=True)
-    modules, wanted = list(model.modules()), logits(model)
-
-    class Config(type(model.config)):
-        def __setattr__(self, name: str, value: object) -> None:
-            if name == "tie_word_embeddings" and not value:
-                assert isinstance(model.lm_head, QuantLinear)  # everything has been replaced by now
-                raise Interrupted
-            super().__setattr__(name, value)
-
-    model.config.__class__ = Config
-    with pytest.raises(Interrupted):
-        quantize_linears(model, linears, Storage("int8"))
-    assert all(a is b for a, b in zip(modules, model.modules(), strict=True))
-    assert model.config.tie_word_embeddings
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert torch.equal(logits(model), wanted)
-
-
-def test_importance_is_checked_before_anything_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, linears = three_linears()
-    wanted = logits(model)
-    monkeypatch.setattr(QuantLinear, "from_linear", lambda *_, **__: pytest.fail("a layer was quantised"))
-
-    def seen(importance: torch.Tensor) -> dict[str, InputStats]:
-        stats = {name: InputStats() for name in linears}
-        for found in stats.values():
-            found.add(torch.ones(2, 64))
-        last = list(linears)[-1]
-        stats[last] = InputStats()
-        stats[last].add(importance[None])
-        return stats
-
-    for importance, error, message in (
-        (torch.ones(63), ShapeError, r"importance for lm_head.weight: expected \[64\], one number per column"),
-        (torch.full((64,), torch.nan), NonFiniteError, r"importance for lm_head.weight: expected finite numbers"),
-    ):
-        with pytest.raises(error, match=message):
-            quantize_linears(model, linears, Storage("int4", inputs=seen(importance), weighted=True))
-    with torch.no_grad():
-        model.lm_head.weight[0, 0] = torch.inf
-    with pytest.raises(NonFiniteError, match=r"values of lm_head.weight"):
-        quantize_linears(model, linears, Storage("int4"))
-    with torch.no_grad():
-        model.lm_head.weight[0, 0] = 0
-    linears["lm_head"] = nn.Linear(64, 96, device="meta")
-    with pytest.raises(DeviceError, match=r"device of lm_head.weight: expected cpu, found meta"):
-        quantize_linears(model, linears, Storage("int4"))
-    assert len(linears) == 9
-    assert logits(model).shape == wanted.shape
-
-
 def test_hooks_stay() -> None:
     model, calls = tiny("llama"), []
     model.lm_head.register_forward_hook(lambda *_: calls.append(1))
@@ -509,9 +396,7 @@ def test_quantising_cannot_be_undone() -> None:
     with pytest.raises(ConfigError, match=r"int4 in lm_head, which is lossy: .* Load the checkpoint again"):
         torch_pi2.restore(model)
     assert torch.equal(logits(model), found)
-    with pytest.raises(
-        ConfigError, match=r"original weights of model.layers.0.mlp: expected a layer with float weights"
-    ):
+    with pytest.raises(ConfigError, match=r"other weights for model.layers.0.mlp.*: expected a layer with float weigh"):
         model.load_state_dict(model.state_dict())
     assert torch.equal(logits(model), found)
     bare = rewrite(tiny("drelu"), make_plan(tiny("drelu")), storage=Storage("int8"))  # no linears: another check
@@ -535,16 +420,16 @@ def test_broken_weights_are_refused_before_anything_is_changed() -> None:
 def test_a_layer_that_fails_late_leaves_a_running_model_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_pi2.rewrite import rewrite as module
 
-    model, real = tiny("drelu"), module._check_quantised
+    model, real = tiny("drelu"), module.install
 
-    def fail(ffn: SparseFFN, x: torch.Tensor) -> None:
+    def fail(model: nn.Module, ffn: SparseFFN, overrides: Any) -> None:
         if ffn.site.layer == 1:
-            raise UnsupportedModelError("x", expected="y", found="z", fix="w")
-        real(ffn, x)
+            raise MemoryError
+        real(model, ffn, overrides)
 
-    monkeypatch.setattr(module, "_check_quantised", fail)
+    monkeypatch.setattr(module, "install", fail)
     wanted = logits(model)
-    with pytest.raises(UnsupportedModelError) as caught:
+    with pytest.raises(MemoryError) as caught:
         torch_pi2.optimize(model, config=torch_pi2.Config(method="exact", weights="int8"))
     assert "dequantised weights now: load the checkpoint again" in caught.value.__notes__[0]
     assert not sparse_layers(model)
@@ -567,71 +452,3 @@ def test_an_interruption_between_ffns_and_linears_leaves_a_running_model(monkeyp
     assert not sparse_layers(model)
     assert not hasattr(model, "torch_pi2")
     assert near(logits(model), wanted, 0.05)
-
-
-def test_an_interruption_while_rows_are_put_in_blocks_leaves_no_half_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = 0
-    to_blocks = linear_module.to_blocks
-
-    def interrupt(*args: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise KeyboardInterrupt
-        return to_blocks(*args)
-
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, vocab_size=64
-    )
-    model = randomise(LlamaForCausalLM(config).eval(), 0.1)
-    wanted = logits(model)
-    monkeypatch.setattr(linear_module, "CHUNK_BYTES", 1)  # 16 rows at a time
-    monkeypatch.setattr(linear_module, "constants", lambda: SimpleNamespace(blocks=-1))
-    monkeypatch.setattr(linear_module, "to_blocks", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        torch_pi2.optimize(model, config=torch_pi2.Config(method="exact", weights="int8", activations="int8"))
-    assert calls == 3
-    assert not any(isinstance(module, QuantLinear) for module in model.modules())
-    assert near(logits(model), wanted, 0.05)  # of feed-forward layers: dequantised
-
-
-def test_settings_are_checked() -> None:
-    for config, message in (
-        ({"weights": "int3"}, r"Config.weights: expected float, int4, int8, found 'int3'"),
-        ({"weights": "int4", "activations": "int4"}, r"Config.activations: expected float, int8, found 'int4'"),
-        ({"activations": "int8"}, r"Config.activations: expected float with weights='float', found 'int8'"),
-        ({"quantization": "awq"}, r"Config.quantization: expected rtn, weighted, gptq, found 'awq'"),
-        ({"quantization": "gptq"}, r"Config.quantization: expected rtn with weights='float', found 'gptq'"),
-        (
-            {"quantization": "weighted", "weights": "int8"},
-            r"Config.quantization: expected rtn or gptq with int8, found 'weighted'",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            torch_pi2.Config(**config)
-    for how in ("weighted", "gptq"):
-        with pytest.raises(CalibrationError, match=rf"quantization='{how}'\): expected calibration data"):
-            torch_pi2.optimize(tiny("drelu"), config=torch_pi2.Config(method="exact", weights="int4", quantization=how))
-
-
-def test_fields_of_the_config_as_keywords() -> None:
-    model = torch_pi2.optimize(tiny("drelu"), method="exact", weights="int8", activations="int8")
-    assert {(layer.weights, layer.int8_activations) for layer in sparse_layers(model)} == {("int8", True)}
-
-
-def test_empty_ffn_waits_for_its_bundles() -> None:
-    model = tiny("llama-bias")
-    plan = make_plan(model)
-    full = sparse_layers(rewrite(model, plan, storage=Storage("int4")))[0]
-    made = SparseFFN.empty(plan.layers[0].site, plan.layers[0], "int4")
-    assert made.neuron_rows.is_meta
-    assert made.neuron_rows.shape == full.neuron_rows.shape
-    for name in ("neuron_rows", "bias_gate", "bias_up", "bias_down"):
-        assert getattr(made, name).is_meta
-        assert getattr(made, name).dtype is getattr(full, name).dtype
-        setattr(made, name, getattr(full, name))
-    x = torch.randn(3, HIDDEN)
-    with torch.no_grad():
-        assert torch.equal(made(x), full(x))
-    with pytest.raises(ConfigError, match=r"weights: expected int4 or int8, found 'int2'"):
-        SparseFFN.empty(plan.layers[0].site, plan.layers[0], "int2")

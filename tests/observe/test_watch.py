@@ -6,7 +6,7 @@ import copy
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.graph import find_sites
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.neuron_rows import row_of_each
-from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.layers.of_model import called_modules, sparse_layers
 from torch_pi2.layers.prompt import sparse_only
+from torch_pi2.layers.rows import row_of_each
 from torch_pi2.observe.watch import Watch, watch
 from torch_pi2.ops import ACTIVATIONS
 from torch_pi2.predict.file import FittedPredictors
@@ -97,16 +97,17 @@ class Reference:
         self.model = model
         self.x: dict[str, list[torch.Tensor]] = {layer.site.key: [] for layer in sparse_layers(model)}
         self._hooks = [
-            module.register_forward_pre_hook(self._experts if isinstance(module, SparseExperts) else self._ffn)
-            for module in model.modules()
-            if isinstance(module, (SparseFFN, SparseExperts))
+            module.register_forward_pre_hook(
+                partial(self._experts if isinstance(layer, SparseExperts) else self._ffn, layer)
+            )
+            for layer, module in called_modules(model).items()
         ]
 
-    def _ffn(self, module: Any, args: tuple[torch.Tensor, ...]) -> None:
-        self.x[module.site.key].append(args[0].reshape(-1, module.site.hidden))
+    def _ffn(self, layer: Any, _module: Any, args: tuple[torch.Tensor, ...]) -> None:
+        self.x[layer.site.key].append(args[0].reshape(-1, layer.site.hidden))
 
-    def _experts(self, module: Any, args: tuple[torch.Tensor, ...]) -> None:
-        for e, site in enumerate(module.sites):
+    def _experts(self, layer: Any, _module: Any, args: tuple[torch.Tensor, ...]) -> None:
+        for e, site in enumerate(layer.sites):
             self.x[site.key].append(args[0][(args[1] == e).any(1)])
 
     def close(self) -> None:

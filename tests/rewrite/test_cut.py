@@ -19,10 +19,9 @@ import torch_pi2.compile as compile_module
 from torch_pi2.errors import GradientError
 from torch_pi2.export.run import Bundle
 from torch_pi2.graph.activation import identify
-from torch_pi2.graph.dispatch import NeuronClusterMode
 from torch_pi2.graph.find import search
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.layers.of_model import replacement_of, sparse_layers
 from torch_pi2.observe import counters
 from torch_pi2.types.formula import Formula
 
@@ -88,16 +87,6 @@ def test_gemma3n_is_exact_and_comes_back() -> None:
 
 
 @torch.no_grad()
-def test_in_bfloat16_no_further_away_than_dense() -> None:
-    half = gemma3n(torch.bfloat16)
-    sites = search(half).sites
-    assert [site.form for site in sites] == ["gelu_tanh[sigmas=1.6484375](gate)*up", *FORMS[1:]]
-    wanted = logits(copy.deepcopy(half).float())
-    far = (logits(half).float() - wanted).abs().max()
-    assert (logits(exact(half)).float() - wanted).abs().max() < 2 * far
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_quantised_saved_packed_and_read_from_a_store(weights: str, tmp_path: Path) -> None:
     source = gemma3n()
@@ -111,18 +100,6 @@ def test_quantised_saved_packed_and_read_from_a_store(weights: str, tmp_path: Pa
         assert torch.equal(logits(stored), wanted)
         many = TEXT.repeat(1, 4)
         assert close(logits(stored, many), logits(model, many), 1e-4)
-
-
-@torch.no_grad()
-def test_saved_and_loaded(tmp_path: Path) -> None:
-    model = exact(gemma3n())
-    wanted = logits(model)
-    torch_pi2.save(model, tmp_path / "saved")
-    loaded = torch_pi2.load(tmp_path / "saved")
-    assert [layer.site.form for layer in sparse_layers(loaded)] == FORMS
-    assert torch.equal(logits(loaded), wanted)
-    torch_pi2.pack(tmp_path / "saved", tmp_path / "packed")
-    assert torch.equal(logits(torch_pi2.load(tmp_path / "packed", budget="1GiB")), wanted)
 
 
 @torch.no_grad()
@@ -158,7 +135,7 @@ def test_a_module_of_ones_own_eager_and_compiled() -> None:
     torch_pi2.optimize(model, [(X,)], method="exact")
     forms = ["relu(up)", "silu[sigmas=1.2](gate)*up", "silu[sigmas=-0.3](gate)*up"]
     assert [layer.site.form for layer in model.torch_pi2.plan.layers] == forms
-    assert isinstance(model[1], SparseFFN)
+    assert isinstance(replacement_of(model[1]), SparseFFN)
     assert close(model(X), wanted)
     assert close(torch.compile(model)(X), wanted)
     torch_pi2.restore(model)
@@ -184,43 +161,6 @@ def test_what_only_looks_like_it() -> None:
         lambda g: g.abs().mean(-1, keepdim=True) + 2 * g.std(-1, keepdim=True, unbiased=False),
     ):
         assert not isinstance(identify(of(statistic), shapes, 48), Formula)
-
-
-class OverTokens(Cut):
-    def forward(self, x):
-        g = self.g(x)
-        return self.d(
-            F.silu(F.relu(g - (g.mean(0, keepdim=True) + g.std(0, keepdim=True, unbiased=False)))) * self.u(x)
-        )
-
-
-def test_a_cut_over_tokens_is_no_layer() -> None:
-    found = search(plain(FunctionalBlock(), OverTokens()), (X,))
-    assert [site.key for site in found.sites] == ["0"]
-
-
-@torch.no_grad()
-def test_hooks_inside_keep_it_dense_and_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    model = plain(FunctionalBlock(), Cut())
-    seen: list[torch.Size] = []
-    model[1].g.register_forward_hook(lambda m, a, y: seen.append(y.shape))
-    wanted = model(X)
-    torch_pi2.optimize(model, [(X,)], method="exact")
-    assert list(model.torch_pi2.left) == ["1"]
-    assert "1.g has a hook, which would not run" in caplog.text
-    seen.clear()
-    assert close(model(X), wanted)
-    assert seen == [(2, 40, INTERMEDIATE)]
-
-
-@torch.no_grad()
-def test_the_mode_leaves_it_as_it_is() -> None:
-    model = plain(FunctionalBlock(), Cut())
-    wanted = model(X)
-    stats = torch_pi2.profile(model, [(X.reshape(1, -1, HIDDEN).repeat(8, 4, 1),)], method="exact")
-    plan = torch_pi2.plan(model, stats, method="exact", example=[(X,)])
-    with NeuronClusterMode(plan):
-        assert close(model(X), wanted)
 
 
 @torch.no_grad()

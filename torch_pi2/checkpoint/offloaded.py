@@ -23,6 +23,7 @@ from torch_pi2.graph.routed import find_router
 from torch_pi2.layers.cold import BY_NEURON
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.of_model import called_modules, homes
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.rewrite.handle import Optimized
@@ -198,19 +199,20 @@ def _check_lossy(plan: Plan, offload: OffloadConfig) -> None:
 
 def _route_early(model: nn.Module) -> None:
     """Route each mixture while the one before is computed, if its router is one linear layer."""
-    unknown, before = [], None
-    for name, module in model.named_modules():
-        if not isinstance(module, OffloadedExperts):
+    unknown, before, called = [], None, called_modules(model)
+    for experts in homes(model):
+        if not isinstance(experts, OffloadedExperts):
             continue
-        if before is not None and before.site.hidden == module.site.hidden:
+        name = experts.site.key
+        if before is not None and before.site.hidden == experts.site.hidden:
             block = model.get_submodule(name.rpartition(".")[0])
-            beside = [m for m in block.modules() if isinstance(m, OffloadedFFN)]
-            router = find_router(block, module, len(module.sites), beside)
+            beside = [called[m] for m in block.modules() if isinstance(m, OffloadedFFN)]
+            router = find_router(block, called[experts], len(experts.sites), beside)
             if router is None:
                 unknown.append(name)
             else:
-                module.announce(router, before)
-        before = module
+                experts.announce(router, before)
+        before = experts
     if unknown:
         _log.warning(
             "OffloadConfig(lookahead=True): no early routing of %s: expected a router that is one linear layer with a "

@@ -13,7 +13,7 @@ from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.layers.experts import expert_groups
 from torch_pi2.rewrite.place import TRIED_EXPERTS, find_experts_way, find_way
 from torch_pi2.rewrite.skeleton import places, put
-from torch_pi2.rewrite.ways import left_of
+from torch_pi2.rewrite.strategies import log_skipped
 from torch_pi2.store.source import ExpertMatrix, Source, stored_name, wrong_shape
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import FFNSite, LinearRef, check_weights
@@ -78,7 +78,7 @@ class Stored:
                 refused |= dict.fromkeys(keys, found)
             else:  # checkpoints store experts in another form than a dense model
                 raise found
-        return strategies, left_of(refused, bool(strategies) or not needed)
+        return strategies, log_skipped(refused, bool(strategies) or not needed)
 
     def _check_site(self, site: FFNSite) -> None:
         """Raises ArtifactError or DtypeError if the checkpoint's tensors cannot be those of ``site``."""

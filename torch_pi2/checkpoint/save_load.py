@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from torch_pi2.base.absent import AbsentParameter
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.dtypes import stands_for_another
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.extras import how_to_install
 from torch_pi2.base.fields import shown
 from torch_pi2.base.files import replacing_folder
+from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.dense import load_dense as dense_of_quantised
 from torch_pi2.checkpoint.gguf.cached import cached_import
@@ -95,7 +95,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
             fix="model = model.merge_and_unload() first.",
         )
     for name, parameter in model.named_parameters():
-        if not isinstance(parameter, AbsentParameter) and (reason := stands_for_another(parameter)):
+        if not isinstance(parameter, OffloadedParameter) and (reason := stands_for_another(parameter)):
             raise UnsupportedModelError(
                 f"saving a {type(model).__name__}",
                 expected="floats, and what torch_pi2 has quantised",

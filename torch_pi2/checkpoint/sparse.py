@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.absent import AbsentParameter
 from torch_pi2.base.dtypes import DTYPES, check_computed, format_name
 from torch_pi2.base.memory import new_tensor, trim
+from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.base.progress import bar
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.dense import untie
@@ -29,7 +29,7 @@ from torch_pi2.layers.linear import QuantLinear, wants_blocks
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
 from torch_pi2.rewrite.fits import check_fits
-from torch_pi2.rewrite.place import place, place_experts, way_taken
+from torch_pi2.rewrite.place import place, place_experts, ways_taken
 from torch_pi2.rewrite.rewrite import predictor_tensors
 from torch_pi2.rewrite.skeleton import check_filled, fill, places, put, skeleton
 from torch_pi2.store.folder import PI2_FOLDER
@@ -92,8 +92,9 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
     layers: list[SparseFFN] = []
     strategies: dict[str, str] = {}
     dense: dict[str, str] = {}
+    taken = ways_taken(model)
     for layer in sparse_layers(model):
-        if (way := way_taken(model, layer)) is None:
+        if (way := taken.get(layer.site.experts or layer.site.key)) is None:
             dense[layer.site.key] = "it exchanges lazy tensors with code of its block"
             tensors |= layer.dense_values()
         else:
@@ -142,7 +143,7 @@ def _floats(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None or id(tensor) in seen or name in module._non_persistent_buffers_set:
                 continue
-            if isinstance(tensor, AbsentParameter):
+            if isinstance(tensor, OffloadedParameter):
                 continue
             seen.add(id(tensor))
             found[f"{prefix}.{name}" if prefix else name] = tensor.detach()

@@ -11,7 +11,7 @@ from torch import nn
 from torch_pi2.distributed.coordinator import Call, Coordinator
 from torch_pi2.distributed.group import Group
 from torch_pi2.errors import ConfigError
-from torch_pi2.layers.prompt import is_sparse_only
+from torch_pi2.layers.prompt import call_mode
 from torch_pi2.rewrite.handle import Handle
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -80,7 +80,7 @@ def _broadcast(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         if not coordinator.knows(self.number):
             raise _unknown_to_others(type(self).__name__)
-        with coordinator.call(Call(method.__name__, self.number, args, kwargs, is_sparse_only())):
+        with coordinator.call(Call(method.__name__, self.number, args, kwargs, call_mode.sparse_only)):
             return method(self, *args, **kwargs)
 
     return call

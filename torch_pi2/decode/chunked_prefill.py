@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_pi2.base.absent import AbsentParameter
+from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.decode.attention import adds_masks, has_sinks, uses_sdpa
 from torch_pi2.formats import GGML
 from torch_pi2.layers.ffn import SparseFFN
@@ -44,7 +44,7 @@ def lossless_chunk_tokens(model: nn.Module) -> int:
     known = {id(p) for part in (*lookups, head) if part is not None for p in part.parameters()}
     known |= {id(b) for part in ours for b in part.buffers()}
     others = (t for t in (*model.parameters(), *model.buffers()) if t.dim() > 1 and id(t) not in known)
-    return 0 if any(t.is_floating_point() and not isinstance(t, AbsentParameter) for t in others) else CHUNK_TOKENS
+    return 0 if any(t.is_floating_point() and not isinstance(t, OffloadedParameter) for t in others) else CHUNK_TOKENS
 
 
 def prompt_path_lengths(model: nn.Module) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ from torch_pi2.distributed.pipeline_parallel import without_logits
 from torch_pi2.errors import ConfigError, DeviceError, DtypeError, ShapeError, UnsupportedModelError
 from torch_pi2.layers.gpu import device_of
 from torch_pi2.layers.of_model import homes
-from torch_pi2.layers.prompt import piece_of, steps_of_one
+from torch_pi2.layers.prompt import chunks_of_prompt, single_steps
 from torch_pi2.ops.constants import constants
 from torch_pi2.rewrite.handle import Handle, store_of
 
@@ -437,7 +437,7 @@ class Decoder:
         self, ids_BT: torch.Tensor, cache: Any, of_tokens: int, how: AbstractContextManager[None] | None = None
     ) -> torch.Tensor:
         """Read a part of prompts with ``of_tokens`` in all; returns what comes next."""
-        with on_device(self.device), packed_attention(self.model), piece_of(of_tokens), how or nullcontext():
+        with on_device(self.device), packed_attention(self.model), chunks_of_prompt(of_tokens), how or nullcontext():
             output = self.model(input_ids=ids_BT, use_cache=True, logits_to_keep=1, **{self._cache_name: cache})
         return self._answer(output.logits)
 
@@ -764,7 +764,7 @@ class Decoder:
     @contextmanager
     def _attending(self, of_each: bool) -> Iterator[None]:
         """Within it a forward is a step. ``of_each``: its tokens are steps of one sequence, each as if alone."""
-        with packed_attention(self.model), steps_of_one() if of_each else nullcontext():
+        with packed_attention(self.model), single_steps() if of_each else nullcontext():
             yield
 
     def _runner(self, ids_BT: torch.Tensor, forward: Forward, of_each: bool) -> GraphRunner:

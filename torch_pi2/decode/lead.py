@@ -15,7 +15,7 @@ from torch_pi2.decode.decoder import Decoder, check_vocabulary
 from torch_pi2.distributed.coordinator import Call, Coordinator, LocalPart, follow
 from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import ConfigError
-from torch_pi2.layers.prompt import is_sparse_only, sparse_only
+from torch_pi2.layers.prompt import call_mode, sparse_only
 
 #: The name of a call of the model itself.
 _MODEL = "model"
@@ -71,7 +71,7 @@ class _BroadcastModel:
 
 @torch.compiler.disable(reason="the call is broadcast to other processes, which do not compile it")
 def _broadcast(coordinator: Coordinator, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    with coordinator.call(Call(_MODEL, None, args, kwargs, is_sparse_only())):
+    with coordinator.call(Call(_MODEL, None, args, kwargs, call_mode.sparse_only)):
         return call(*args, **kwargs)
 
 

@@ -23,9 +23,9 @@ from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.of_model import homes, sparse_layers
+from torch_pi2.layers.of_model import called_modules, homes, sparse_layers
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
-from torch_pi2.layers.prompt import within_piece
+from torch_pi2.layers.prompt import call_mode
 from torch_pi2.rewrite.handle import Handle
 from torch_pi2.types.machine_plan import Bucket, HardwarePlan
 from torch_pi2.types.plan import Plan
@@ -71,7 +71,9 @@ def follow(model: nn.Module, plan: Plan | HardwarePlan) -> PlanController:
     if before is not None:
         _unhook(model, before)
     handle.controller = controller
-    controller._hook = homes(model)[0].register_forward_pre_hook(controller._see, with_kwargs=True)
+    controller._hook = called_modules(model)[homes(model)[0]].register_forward_pre_hook(
+        controller._see, with_kwargs=True
+    )
     if handle.budget is not budget:  # another thread has called set_budget meanwhile
         controller.refresh()
     if Handle.of(model) is None:  # a module that contains an optimised model
@@ -254,7 +256,7 @@ class PlanController:
 
     def _see(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The first layer is called: ``x [B, T, H]`` has B sequences, ``[n, H]`` of a small n probably a step of n."""
-        if torch.compiler.is_compiling() or within_piece():  # a piece of a prompt beside others: was told
+        if torch.compiler.is_compiling() or call_mode.prompt_tokens:  # a piece of a prompt beside others: was told
             return
         x = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
         if x is None or x.dim() < 2:

@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from torch_pi2.base.absent import AbsentParameter
+from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.base.warn import log_once
 from torch_pi2.decode.attention import NAME
 from torch_pi2.layers.gpu import on_gpu
@@ -270,7 +270,7 @@ class _Recorder(TorchFunctionMode):
 
     def _node(self, tensor: torch.Tensor) -> fx.Node:
         """The node of a tensor that existed before."""
-        if isinstance(tensor, AbsentParameter):
+        if isinstance(tensor, OffloadedParameter):
             raise _NotRecorded("a tensor that is not there")
         if self._last is None:
             self._last = self._graph.placeholder("ids_BT")

@@ -10,6 +10,7 @@ from torch import nn
 
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.of_model import called_modules
 from torch_pi2.profiling.data import Batch, batches
 from torch_pi2.types.config import Config
 
@@ -78,14 +79,16 @@ def inputs_of(
     Raises:
         CalibrationError: ``data`` is empty or of a wrong form.
     """
-    inputs: dict[int, list[torch.Tensor]] = {id(ffn): [] for ffn in layers}
+    called = called_modules(model)
+    modules = [called[ffn] for ffn in layers]
+    inputs: dict[nn.Module, list[torch.Tensor]] = {module: [] for module in modules}
 
-    def keep(ffn: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-        inputs[id(ffn)].append(x.detach().reshape(-1, x.shape[-1])[:tokens].float())
+        inputs[module].append(x.detach().reshape(-1, x.shape[-1])[:tokens].float())
 
-    _watch(model, layers, keep, data, tokenizer, lambda: sum(map(len, inputs[id(layers[0])])) >= tokens)
-    return [torch.cat(inputs[id(ffn)])[:tokens] for ffn in layers]
+    _watch(model, modules, keep, data, tokenizer, lambda: sum(map(len, inputs[modules[0]])) >= tokens)
+    return [torch.cat(inputs[module])[:tokens] for module in modules]
 
 
 def calls_of(

@@ -27,10 +27,9 @@ from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export.hot import rows_of
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.lazy import LazyDown, LazySource
-from torch_pi2.layers.of_model import SparseLayer
+from torch_pi2.layers.lazy import LazyDown
+from torch_pi2.layers.of_model import SparseLayer, homes, replacements
 from torch_pi2.layers.prompt import skips_predictor, takes_prompt_path
-from torch_pi2.layers.standin import StandIn
 from torch_pi2.ops import load
 from torch_pi2.rewrite.handle import Handle
 from torch_pi2.rewrite.install import everywhere, exchange
@@ -204,17 +203,15 @@ def exported_layers(model: nn.Module) -> list[SparseLayer]:
             found="a shard of one, of several processes",
             fix="Make one store of the shards (torch-pi2 pack SHARDS WHOLE), and export that.",
         )
-    modules = list(model.modules())
-    lazy = [m.sparse.site.key for m in modules if isinstance(m, LazyDown)]
-    if lazy or any(isinstance(m, LazySource) for m in modules):
+    lazy = [part.ffn.site.key for _, part in replacements(model) if isinstance(part, LazyDown)]
+    if lazy:
         raise UnsupportedModelError(
             f"export of {type(model).__name__}",
             expected="FFNs that are modules, or chains of modules",
             found=f"{len(lazy)} whose activation is code of a bigger block ({', '.join(lazy[:3])})",
             fix="Move each FFN with its activation into a module of its own, and optimise the model again.",
         )
-    layers = {id(m): m for m in modules if isinstance(m, SparseLayer)}
-    return sorted(layers.values(), key=lambda layer: layer.site.layer)
+    return sorted(homes(model), key=lambda layer: layer.site.layer)
 
 
 def delegated_copy(model: nn.Module, layers: Sequence[SparseLayer], name: str) -> nn.Module:
@@ -222,11 +219,14 @@ def delegated_copy(model: nn.Module, layers: Sequence[SparseLayer], name: str) -
 
     FFN weights are not copied, and ``model`` is unchanged.
     """
-    # the other modules of a chain pass their input on
-    replacements: dict[nn.Module, nn.Module] = {m: nn.Identity() for m in model.modules() if isinstance(m, StandIn)}
-    for i, layer in enumerate(layers):
-        replacements[layer] = DelegatedExperts(name, i) if isinstance(layer, SparseExperts) else DelegatedFFN(name, i)
-    handle, undo = Handle.detach(model), exchange(everywhere(model, replacements))
+    new: dict[nn.Module, nn.Module] = {}
+    for module, part in replacements(model):
+        if isinstance(part, SparseLayer):
+            delegated = DelegatedExperts if isinstance(part, SparseExperts) else DelegatedFFN
+            new[module] = delegated(name, layers.index(part))
+        else:  # the other modules of a sequence pass their input on
+            new[module] = nn.Identity()
+    handle, undo = Handle.detach(model), exchange(everywhere(model, new))
     try:
         return copy.deepcopy(model).eval().requires_grad_(False)
     finally:

@@ -14,8 +14,8 @@ from torch import nn
 
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.neuron_rows import row_of_each
 from torch_pi2.layers.offloaded import OffloadedFFN
+from torch_pi2.layers.rows import row_of_each
 from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.types.machine_plan import HardwarePlan
 from torch_pi2.types.site import FFNSite

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.absent import AbsentParameter
 from torch_pi2.base.extras import missing_package
+from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.embedding import QuantEmbedding
 from torch_pi2.layers.linear import QuantLinear
@@ -66,7 +66,8 @@ def prepare_rest(model: nn.Module, linears: str) -> None:
                 parent._modules[name] = FloatEmbedding(child)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, FloatEmbedding)}
     for parameter in model.parameters():
-        if id(parameter) not in tables and parameter.is_floating_point() and not isinstance(parameter, AbsentParameter):
+        offloaded = isinstance(parameter, OffloadedParameter)
+        if id(parameter) not in tables and parameter.is_floating_point() and not offloaded:
             parameter.data = parameter.data.float()  # in place, so that tied ones stay tied
     for module in model.modules():
         for name, buffer in module._buffers.items():

@@ -18,7 +18,7 @@ from torch_pi2.errors import Pi2Error, UnsupportedModelError
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.lazy import LazyDown
 from torch_pi2.layers.linear import QuantLinear
-from torch_pi2.layers.of_model import homes, is_optimized
+from torch_pi2.layers.of_model import homes, is_optimized, replacements
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def export_program(
             fix="Call torch_pi2.optimize(model, ...) first, or torch.export.export for the dense model.",
         )
     layers = homes(model)
-    lazy = [m.sparse.site.key for m in model.modules() if isinstance(m, LazyDown)]
+    lazy = [part.ffn.site.key for _, part in replacements(model) if isinstance(part, LazyDown)]
     if lazy:
         raise _dense_in_program(model, len(layers), len(layers) - len(lazy), f" (not {', '.join(lazy[:3])})")
     model.eval()

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
-from torch_pi2.base.hooks import has_hooks, has_stand_ins
+from torch_pi2.base.hooks import has_hooks, has_sparse_layers
 from torch_pi2.errors import ConfigError, GradientError
 from torch_pi2.graph.matmuls import Matmul, MatmulIndex, site_tensors
 from torch_pi2.graph.routed import masked
@@ -199,7 +199,7 @@ class NeuronClusterMode(PredictedMaskMode):
     @fresh_settings()
     def __init__(self, plan: Plan, predictors: Mapping[str, Scorer] | None = None) -> None:
         predictors, model = predictors or {}, plan.model()
-        if model is not None and has_stand_ins(model):
+        if model is not None and has_sparse_layers(model):
             raise ConfigError(
                 "NeuronClusterMode",
                 expected="a dense model",

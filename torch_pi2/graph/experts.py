@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.absent import Holder
 from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.hooks import has_sparse_layers
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.activation import identify
 from torch_pi2.graph.coverage import BranchCoverage, same_tokens, token_magnitudes
@@ -212,7 +212,7 @@ def all_experts(model: nn.Module) -> dict[str, ExpertsForm | str]:
     return {
         name: experts_form(module, tried)
         for name, module in model.named_modules()
-        if looks_like_experts(module) and not isinstance(module, Holder)
+        if looks_like_experts(module) and not has_sparse_layers(module)
     }
 
 

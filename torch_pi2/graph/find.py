@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch_pi2.base.arguments import checked
 from torch_pi2.base.dtypes import stands_for_another
 from torch_pi2.base.evaluating import fresh_settings
-from torch_pi2.base.hooks import has_stand_ins
+from torch_pi2.base.hooks import has_sparse_layers
 from torch_pi2.errors import ConfigError, NoFFNFoundError, Pi2Error, UnsupportedModelError
 from torch_pi2.graph.capture import CapturedGraph, capture
 from torch_pi2.graph.elementwise import op_name
@@ -95,7 +95,7 @@ def search(
     Args:
         needed: no layer at all is an error; else it is in ``refused``. warn: name what is left dense in the log.
     """
-    if has_stand_ins(model):
+    if has_sparse_layers(model):
         raise ConfigError(
             type(model).__name__,
             expected="a dense model",

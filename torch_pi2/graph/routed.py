@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torch_pi2.base.absent import AbsentParameter
+from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.graph.experts import ARGUMENTS
 from torch_pi2.ops.activations import ACTIVATIONS, on_up
 from torch_pi2.types.site import FFNSite, FFNWeights
@@ -192,13 +192,16 @@ def find_router(
 
 @contextmanager
 def _giving_zeros(modules: Sequence[nn.Module]) -> Iterator[None]:
+    before = [module.__dict__.get("forward") for module in modules]
     for module in modules:
-        module.forward = torch.zeros_like
+        module.__dict__["forward"] = torch.zeros_like
     try:
         yield
     finally:
-        for module in modules:
-            del module.forward
+        for module, forward in zip(modules, before, strict=True):
+            del module.__dict__["forward"]
+            if forward is not None:
+                module.__dict__["forward"] = forward
 
 
 def _try(block: nn.Module, experts: nn.Module, count: int) -> Routed | None:
@@ -230,7 +233,7 @@ def _around(block: nn.Module, experts: nn.Module) -> list[torch.Tensor]:
     """What the block has beside its experts, but for layers whose neurons are elsewhere."""
     inside = {id(t) for t in (*experts.parameters(), *experts.buffers())}
     every = (t for t in (*block.parameters(), *block.buffers()) if id(t) not in inside)
-    return [t.detach() for t in every if not isinstance(t, AbsentParameter) and t.is_floating_point()]
+    return [t.detach() for t in every if not isinstance(t, OffloadedParameter) and t.is_floating_point()]
 
 
 def _candidates(block: nn.Module, experts: nn.Module, shape: tuple[int, int], chosen: int) -> Iterator[LinearRouter]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.absent import AbsentParameter, Holder, ListedParameters
+from torch_pi2.base.offloaded import GuardedParameters, OffloadedParameter, apply_without_offloaded
 from torch_pi2.ops import load
 
 
@@ -17,7 +17,7 @@ def can_stand_for(module: nn.Module) -> bool:
     return type(module) is nn.Embedding or (scaled and isinstance(getattr(module, "embed_scale", None), torch.Tensor))
 
 
-class QuantEmbedding(Holder):
+class QuantEmbedding(nn.Module):
     """Tokens ``[...]`` -> ``[..., K]`` in the dtype of the embedding it stands for; a row is read when it is wanted.
 
     Attributes:
@@ -29,7 +29,7 @@ class QuantEmbedding(Holder):
 
     rows: torch.Tensor
     embed_scale: torch.Tensor | None
-    weight: AbsentParameter
+    weight: OffloadedParameter
 
     def __init__(
         self,
@@ -62,11 +62,12 @@ class QuantEmbedding(Holder):
     @dtype.setter
     def dtype(self, dtype: torch.dtype) -> None:
         self._kind = dtype  # Dynamo asks absent parameters for more than they say
-        weight = AbsentParameter.made("the embedding's weight", (self.num_embeddings, self.embedding_dim), dtype)
-        object.__setattr__(self, "_parameters", ListedParameters({"weight": weight}, self))
+        name = "the embedding's weight"
+        weight = OffloadedParameter.make(name, (self.num_embeddings, self.embedding_dim), dtype)
+        object.__setattr__(self, "_parameters", GuardedParameters({"weight": weight}, {"weight": name}, None))
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantEmbedding:
-        super()._apply(fn, recurse)
+        apply_without_offloaded(self, fn, recurse)
         self._kind = self.dtype
         return self
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from torch_pi2.base.memory import new_tensor
 from torch_pi2.errors import ArtifactError, ConfigError
@@ -19,7 +20,6 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.gpu import check_gpu_has_format, check_together, goes_to_gpu, on_gpu, stays
 from torch_pi2.layers.offloaded import InStore, OffloadedFFN, Store, check_store_layer
 from torch_pi2.layers.split import ExpertsSplit, Link, only_moves
-from torch_pi2.layers.standin import StandIn
 from torch_pi2.ops import load
 from torch_pi2.ops.activations import check_plain
 from torch_pi2.types.site import FFNSite
@@ -33,7 +33,7 @@ _STACKED = (
 )
 
 
-class SparseExperts(StandIn):
+class SparseExperts(nn.Module):
     """Computes a module of experts as their plans say.
 
     Args:
@@ -58,8 +58,10 @@ class SparseExperts(StandIn):
 
     #: Whether ``neuron_rows`` has them all.
     in_memory = True
+    is_sparse_layer = True
     split: ExpertsSplit | None = None
     neuron_rows: torch.Tensor
+    order: torch.Tensor
     cuts_E: torch.Tensor
     thresholds_E: torch.Tensor
     sites: tuple[FFNSite, ...]
@@ -223,7 +225,6 @@ class SparseExperts(StandIn):
         part = copy.copy(self)
         part.__class__ = SparseExperts
         part.split, part.sites = None, tuple(self.sites[expert] for expert in experts)
-        part._original, part._elsewhere, part._names, part._parameters = (), (), {}, {}
         held: dict[str, torch.Tensor | None] = dict(self._buffers)
         if first:
             held |= {name: None for name in held if name.startswith("predictor_") or name == "inverse"}
@@ -246,17 +247,23 @@ class SparseExperts(StandIn):
             part.cuts, part.has_predictor, part.predictor_kind, part.predictor_weights = [], False, "none", ""
         return part
 
-    # --- what StandIn asks its home for: the dense parameters, of all experts ---
+    # --- the dense parameters, of all experts ---
+
+    def dense_value(self, name: str) -> torch.Tensor:
+        """A copy of the module's parameter ``name``; see :meth:`SparseFFN.dense_value`."""
+        value = torch.empty_like(self.shape_of(name), device=self.order.device, memory_format=torch.contiguous_format)
+        for expert, part in enumerate(self.experts()):  # one by one: no second copy of all of them
+            value[expert] = part.dense_value(name)
+        return value
 
     def dense_values(self) -> dict[str, torch.Tensor]:
-        """Copies of the module's parameters by fully-qualified name; see :meth:`SparseFFN.dense_values`."""
-        values: dict[str, torch.Tensor] = {}
-        for expert, part in enumerate(self.experts()):
-            for name, value in part.dense_values().items():
-                if name not in values:
-                    values[name] = torch.empty((len(self.sites), *value.shape), dtype=value.dtype)
-                values[name][expert] = value
-        return values
+        """:meth:`dense_value` of all parameters."""
+        return {name: self.dense_value(name) for name in self.expert(0).dense_names()}
+
+    def load_value(self, name: str, value: torch.Tensor) -> None:
+        """See :meth:`SparseFFN.load_value`."""
+        if self.assign(name, value):
+            self.expert(0).warn_of_other_weights()
 
     def assign(self, name: str, value: torch.Tensor) -> bool:
         """Write parameter ``name`` into the neurons, wherever they are; whether it was new.

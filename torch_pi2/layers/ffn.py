@@ -8,17 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.formats import FLOAT, PAIRS, neuron_shape
 from torch_pi2.layers.checks import check_ffn_input, check_plan, needs_eval, refuse_vmap, result_dtype
 from torch_pi2.layers.cold import PREDICTOR_TENSORS, cold_part
-from torch_pi2.layers.dense import DenseForm
 from torch_pi2.layers.gpu import check_gpu_has_format, check_together, goes_to_gpu, stays
-from torch_pi2.layers.neuron_rows import make_quantized_rows, make_rows, permuted
 from torch_pi2.layers.prompt import decoded_together, has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
+from torch_pi2.layers.rows import DenseForm, make_quantized_rows, make_rows, permuted
+from torch_pi2.layers.sequence import FusedOutput, FusedTrace, only_input
 from torch_pi2.layers.split import Link, Split, only_moves
-from torch_pi2.layers.standin import Passed, StandIn
 from torch_pi2.ops import load
 from torch_pi2.ops.activations import check_plain
 from torch_pi2.ops.linear import IN_BLOCKS, from_blocks
@@ -68,10 +68,11 @@ class SparseFFN(DenseForm):
 
     #: Whether ``neuron_rows`` has them all.
     in_memory = True
-    #: Whether it stands for the first linear alone, and its result goes through modules that stand for the others.
-    passes_on = False
-    #: Whether what it stands for does something else in training mode, which this does not.
+    is_sparse_layer = True
+    #: Whether the dense layer does something else in training mode, which this does not.
     only_in_eval = False
+    #: Name of the first argument of the dense layer's forward.
+    keyword = "x"
     error: float
     output_error: float | None = None
     dense_from: int | None = None
@@ -137,7 +138,7 @@ class SparseFFN(DenseForm):
         if kind not in (FLOAT, *PAIRS):
             check_kind(kind)
         layer = cls.__new__(cls)
-        StandIn.__init__(layer)
+        nn.Module.__init__(layer)
         check_plan(site, None, layer_plan)
         layer._set_up(site, layer_plan, lowrank, threshold, kind, int8_activations)
         layer._dtype, layer.error = dtype, 0.0
@@ -191,21 +192,24 @@ class SparseFFN(DenseForm):
         self.predictor_threshold = threshold if cold.margin is None else cold.margin
         self.predictor_weights, self.predictor_in_blocks = cold.weights, cold.in_blocks
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """``x [..., H]`` in float32, bfloat16 or float16; the result has its shape and dtype.
 
-        ``x`` may be given by the name that the forward of the original module has for it. Under
-        ``torch.autocast`` the result has its dtype, as that of a linear layer; the computation has ``x``'s.
+        ``x`` may be given by the name that the dense layer's forward has for it. Under ``torch.autocast`` the result
+        has its dtype, as that of a linear layer; the computation has ``x``'s.
 
         Raises:
             ShapeError: the last dimension is not H. GradientError: a gradient would be needed.
             ConfigError: other arguments; or training mode, where the original has dropout.
         """
-        y = self.whole(self.only_input(args, kwargs))
-        return Passed.wrap(y, self) if self.passes_on else y
+        return self.whole(only_input(self.keyword, self.site.key, args, kwargs))
+
+    def forward_fused(self, *args: Any, **kwargs: Any) -> FusedOutput | FusedTrace:
+        """``forward`` of the first module of a sequence (:mod:`torch_pi2.layers.sequence`)."""
+        return FusedOutput.wrap(self.forward(*args, **kwargs), self.site)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """The FFN's result, wherever this layer stands: as :meth:`forward`, but for modules that come after it."""
+        """:meth:`forward` for a tensor."""
         self.check_input(x)
         if self.training and self.only_in_eval:
             raise needs_eval(self.site)
@@ -398,7 +402,6 @@ class SparseFFN(DenseForm):
         """
         part = copy.copy(self)
         part.split, part.span = None, (first, last)
-        part._original, part._elsewhere, part._names, part._parameters = (), (), {}, {}
         part._buffers = buffers = dict(self._buffers)
         for name in ("neuron_rows", "bias_gate", "bias_up", "order", "thresholds"):
             tensor = buffers[name]

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from torch_pi2.base.absent import AbsentParameter
 from torch_pi2.base.extras import how_to_install
+from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.errors import DeviceError
 from torch_pi2.formats import has_two_formats
 
@@ -27,7 +27,7 @@ def device_of(model: nn.Module) -> torch.device:
     Raises:
         DeviceError: on several GPUs, or some on the CPU.
     """
-    held = [parameter for parameter in model.parameters() if not isinstance(parameter, AbsentParameter)]
+    held = [parameter for parameter in model.parameters() if not isinstance(parameter, OffloadedParameter)]
     devices = {parameter.device for parameter in held if on_gpu(parameter) or not parameter.is_meta}
     if not any(map(on_gpu, held)):
         return torch.device("cpu")

@@ -20,17 +20,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
-from torch_pi2.base.absent import is_metadata
+from torch_pi2.base.offloaded import is_metadata
 from torch_pi2.base.warn import log_once
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.activation import computes
 from torch_pi2.graph.elementwise import CASTS, ELEMENTWISE, RESHAPES, is_in_place, op_name, uncast
 from torch_pi2.layers.checks import refuse_vmap, result_dtype
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.standin import StandIn
+from torch_pi2.layers.sequence import only_input
 from torch_pi2.types.formula import Formula
 
 _log = logging.getLogger("torch_pi2")
@@ -242,17 +243,23 @@ def _warn_compiled(_context: Any) -> None:
     )
 
 
-class LazySource(StandIn):
-    """Stands for a first linear (gate, up, or both fused) and returns a :class:`LazyFFN` of its result."""
+class LazySource(nn.Module):
+    """``forward`` of a first linear (gate, up, or both fused): returns a :class:`LazyFFN` of its result."""
 
-    def __init__(self, roles: Sequence[str], stream: int) -> None:
+    def __init__(self, ffn: SparseFFN, roles: Sequence[str], stream: int) -> None:
         super().__init__()
+        self._ffn = (ffn,)  # a tuple: it is registered elsewhere
+        self.keyword = "input"
         self.roles = tuple(roles)  # in the order of their rows
         self.stream = stream
 
+    @property
+    def ffn(self) -> SparseFFN:
+        return self._ffn[0]
+
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         home = self.ffn
-        x = self.only_input(args, kwargs)
+        x = only_input(self.keyword, home.site.key, args, kwargs)
         home.check_input(x)
         if torch.compiler.is_exporting():
             raise UnsupportedModelError(
@@ -273,31 +280,29 @@ class LazySource(StandIn):
         # a copy of [T, H] is nothing beside the matmuls, and a later change of x by whatever view of it is harmless
         return LazyFFN.wrap(Leaf(self, x.clone(), shape), torch.empty(shape, dtype=result_dtype(x), device="meta"))
 
-    @property
-    def ffn(self) -> SparseFFN:
-        """The layer that computes what this and others stand for."""
-        home = self._home[0]
-        assert isinstance(home, SparseFFN)
-        return home
-
     def dense(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., H] -> [..., I]`` (or ``2I``), every neuron, in original order."""
         outputs = [F.linear(x, *_cast(self.ffn.projection(role), x)) for role in self.roles]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
 
-class LazyDown(StandIn):
-    """Stands for the down linear: runs the sparse layer on the input that a :class:`LazyFFN` remembers."""
+class LazyDown(nn.Module):
+    """``forward`` of the down linear: runs the sparse layer on the input that a :class:`LazyFFN` remembers."""
 
-    def __init__(self, sparse: SparseFFN, formula: Formula) -> None:
+    def __init__(self, ffn: SparseFFN, formula: Formula) -> None:
         super().__init__()
-        self.sparse = sparse  # registered here, so that .to() and .train() reach it
+        self._ffn = (ffn,)  # a tuple: it is registered elsewhere
+        self.keyword = "input"
         self.formula = formula  # over the sources' streams
         self._verified: dict[Any, bool] = {}
 
+    @property
+    def ffn(self) -> SparseFFN:
+        return self._ffn[0]
+
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        home = self.sparse
-        h = self.only_input(args, kwargs)
+        home = self.ffn
+        h = only_input(self.keyword, home.site.key, args, kwargs)
         if isinstance(h, LazyFFN):
             x = self._input_of(h)
             if x is not None:
@@ -313,10 +318,10 @@ class LazyDown(StandIn):
         found = list(leaves(h.note))
         x = found[0].x
         if len(found) > 1:
-            refuse_vmap(self.sparse.site, x)  # whether inputs are equal has no rule there
-        if any(leaf.source._home[0] is not self._home[0] or not _equal(leaf.x, x) for leaf in found):
+            refuse_vmap(self.ffn.site, x)  # whether inputs are equal has no rule there
+        if any(leaf.source.ffn is not self.ffn or not _equal(leaf.x, x) for leaf in found):
             return None
-        if h.numel() * x.shape[-1] != x.numel() * self.sparse.site.intermediate:
+        if h.numel() * x.shape[-1] != x.numel() * self.ffn.site.intermediate:
             return None
         key = (h.note.key, tuple(x.shape) if _has_reshape(h.note) else x.dim())
         if key not in self._verified:
@@ -324,9 +329,7 @@ class LazyDown(StandIn):
                 self._verified.clear()
             self._verified[key] = self._check(h.note, found)
             if not self._verified[key]:
-                _log.warning(
-                    "%s: its block computes another formula than planned; computed densely", self.sparse.site.key
-                )
+                _log.warning("%s: its block computes another formula than planned; computed densely", self.ffn.site.key)
         return x if self._verified[key] else None
 
     def _check(self, note: Note, found: Sequence[Leaf]) -> bool:
@@ -343,7 +346,7 @@ class LazyDown(StandIn):
             return out
 
         with temporarily_clear_interpreter_stack():  # under torch.vmap: probes are no part of what it maps
-            return computes(region, shapes, self.sparse.site.intermediate, self.formula)
+            return computes(region, shapes, self.ffn.site.intermediate, self.formula)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

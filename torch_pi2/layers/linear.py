@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.absent import AbsentParameter, Holder, ListedParameters
 from torch_pi2.base.dtypes import check_on_cpu, dtype_name
 from torch_pi2.base.memory import new_tensor
+from torch_pi2.base.offloaded import GuardedParameters, OffloadedParameter, apply_without_offloaded
 from torch_pi2.errors import ConfigError, GradientError, ShapeError
 from torch_pi2.formats import FORMATS, GGML, row_bytes
 from torch_pi2.layers.checks import result_dtype
 from torch_pi2.layers.gpu import goes_to_gpu, on_gpu
-from torch_pi2.layers.prompt import is_steps_of_one
+from torch_pi2.layers.prompt import call_mode
 from torch_pi2.ops import load
 from torch_pi2.ops.constants import constants
 from torch_pi2.ops.gpu.linear import products_from
@@ -32,13 +32,13 @@ def wants_blocks(weights: str, rows: int, columns: int, int8_activations: bool) 
     return int8_activations and bool(constants().blocks >> FORMATS[weights].code & 1) and fits(rows, columns)
 
 
-class QuantLinear(Holder):
+class QuantLinear(nn.Module):
     """``x W^T + bias``: ``[..., K] -> [..., N]``, W as 4- or 8-bit integers with a scale per 32 of them, or in blocks
     as GGUF files have them (:data:`torch_pi2.formats.GGML`).
 
     Outside it still looks like the float layer: ``state_dict`` has ``weight`` and ``bias`` with the numbers that the
     rows stand for, in the dtype that the float layer had, and ``weight`` is a parameter without values
-    (:mod:`torch_pi2.base.absent`). The way back is closed: loading a float ``state_dict`` is an
+    (:mod:`torch_pi2.base.offloaded`). The way back is closed: loading a float ``state_dict`` is an
     error, since it would have to be quantised again, and what was rounded away is gone.
 
     Attributes:
@@ -53,7 +53,7 @@ class QuantLinear(Holder):
 
     rows: torch.Tensor
     bias: torch.Tensor | None
-    weight: AbsentParameter
+    weight: OffloadedParameter
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class QuantLinear(Holder):
             )
         if self.blocks:
             y: torch.Tensor = torch.ops.pi2.linear_blocks(input, self.rows, self.bias, self.weights)
-        elif on_gpu(input) and is_steps_of_one() and self.weights not in GGML:
+        elif on_gpu(input) and call_mode.single_steps and self.weights not in GGML:
             # so many at a time as have the bits of each alone
             few = products_from(self.weights, self.in_features, input.dtype.itemsize) - 1
             parts = input.reshape(-1, self.in_features).split(few)
@@ -181,11 +181,9 @@ class QuantLinear(Holder):
 
     @dtype.setter
     def dtype(self, dtype: torch.dtype) -> None:
-        weight = AbsentParameter.made(f"{self._name}.weight", (self.out_features, self.in_features), dtype)
-        object.__setattr__(self, "_parameters", ListedParameters({"weight": weight}, self))
-
-    def about(self) -> str:
-        return self._name
+        name = f"{self._name}.weight"
+        weight = OffloadedParameter.make(name, (self.out_features, self.in_features), dtype)
+        object.__setattr__(self, "_parameters", GuardedParameters({"weight": weight}, {"weight": name}, None))
 
     def dequantized(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """``[N, K]``: the numbers that the rows stand for, in ``dtype`` (None: the float layer's)."""
@@ -228,7 +226,7 @@ class QuantLinear(Holder):
         if goes_to_gpu(fn, self.rows) and self.blocks:
             self.leave_blocks()
         exact = self.bias
-        super()._apply(fn, recurse)
+        apply_without_offloaded(self, fn, recurse)
         if exact is not None and self.bias is not None and self.bias.dtype != exact.dtype:
             self.bias = exact.to(self.bias.device)  # not .float(): it has been rounded
         return self

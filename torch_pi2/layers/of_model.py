@@ -1,23 +1,24 @@
-"""The sparse layers that are in a model."""
+"""The sparse layers that are in a model, and the modules whose ``forward`` they replace."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 from torch import nn
 
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.standin import StandIn
+from torch_pi2.layers.lazy import LazyDown, LazySource
+from torch_pi2.layers.sequence import FusedIdentity
 from torch_pi2.types.site import FFNSite
 
 #: What holds weights: a layer, or all experts of a block.
 SparseLayer = SparseFFN | SparseExperts
+#: What the ``forward`` of a module of an optimised model may be a method of.
+Replacement = SparseFFN | SparseExperts | FusedIdentity | LazySource | LazyDown
 
 
 def is_optimized(model: nn.Module) -> bool:
-    """Whether :func:`rewrite` has put anything into ``model``."""
-    return next(stand_ins(model), None) is not None
+    """Whether there are sparse layers in ``model``."""
+    return any(isinstance(module, SparseLayer) for module in model.modules())
 
 
 def sites_of(model: nn.Module) -> list[FFNSite]:
@@ -27,9 +28,7 @@ def sites_of(model: nn.Module) -> list[FFNSite]:
 
 def sparse_layers(model: nn.Module) -> list[SparseFFN]:
     """The sparse layers in ``model``, in order of execution; of experts each its own, over views of their buffers."""
-    layers: list[SparseFFN] = []
-    for home in homes(model):
-        layers += layers_of(home)
+    layers = [layer for home in homes(model) for layer in layers_of(home)]
     return sorted(layers, key=lambda layer: layer.site.layer)
 
 
@@ -40,13 +39,25 @@ def layers_of(home: SparseLayer) -> list[SparseFFN]:
 
 def homes(model: nn.Module) -> list[SparseLayer]:
     """What holds the weights of sparse layers in ``model``: the layers, and modules of experts."""
-    found = {id(s._home[0]): s._home[0] for _, _, s in stand_ins(model)}
-    return [home for home in found.values() if isinstance(home, SparseLayer)]
+    return [module for module in model.modules() if isinstance(module, SparseLayer)]
 
 
-def stand_ins(model: nn.Module) -> Iterator[tuple[nn.Module, str, StandIn]]:
-    """Every place (parent, name) where one of ours is registered."""
-    for parent in model.modules():
-        for name, child in parent._modules.items():
-            if isinstance(child, StandIn) and child._original:
-                yield parent, name, child
+def replacement_of(module: nn.Module) -> Replacement | None:
+    """What computes in the place of the ``forward`` of ``module``'s class, if anything of ours does."""
+    found = getattr(vars(module).get("forward"), "__self__", None)
+    return found if isinstance(found, Replacement) else None
+
+
+def replacements(model: nn.Module) -> list[tuple[nn.Module, Replacement]]:
+    """All modules of ``model`` whose forward is replaced, with what replaces it."""
+    found = ((module, replacement_of(module)) for module in model.modules())
+    return [(module, replacement) for module, replacement in found if replacement is not None]
+
+
+def called_modules(model: nn.Module) -> dict[SparseLayer, nn.Module]:
+    """The module of ``model`` that each sparse layer computes: its hooks see the layer's inputs.
+
+    Of lazy tensors no module's are the layer's, and the layer itself is called.
+    """
+    called: dict[SparseLayer, nn.Module] = {home: home for home in homes(model)}
+    return called | {part: module for module, part in replacements(model) if isinstance(part, SparseLayer)}

@@ -502,8 +502,14 @@ class OffloadedFFN(InStore, SparseFFN):
         )
 
     def projection(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        raise ConfigError(
-            f"the weights of {self.site.key}",
+        raise self._not_in_memory(f"the weights of {self.site.key}")
+
+    def check_float(self, what: str) -> None:
+        raise self._not_in_memory(what)
+
+    def _not_in_memory(self, what: str) -> ConfigError:
+        return ConfigError(
+            what,
             expected="a layer in memory",
             found=f"one in {self.store.path.name}",
             fix="Load the whole model without a budget, or read the store (torch_pi2.store.storefile).",

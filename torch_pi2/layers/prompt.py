@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch_pi2.base.dtypes import DTYPES, dtype_name
 from torch_pi2.formats import FLOAT, FORMATS
 from torch_pi2.layers.gpu import on_gpu
-from torch_pi2.layers.neuron_rows import row_of_each
+from torch_pi2.layers.rows import row_of_each
 from torch_pi2.ops import ACTIVATIONS, load
 from torch_pi2.ops.activations import cuts, exact_zeros, on_up
 from torch_pi2.ops.gpu.linear import products_from, rows_at_once
@@ -38,7 +38,53 @@ _FIRING = 0.1
 #: Neurons per slice: their activations stay in the cache, and only so many weights are dequantised at a time.
 _SLICE = 1024
 
-_off = threading.local()
+
+class _CallMode(threading.local):
+    """How the layers' calls in this thread are meant; what sets it is not in their arguments, which the model passes.
+
+    Attributes:
+        prompt_tokens: of the prompt that calls are chunks of; they are computed as the whole would be. 0: of none.
+        sparse_only: whatever the number of tokens, layers work as in decoding.
+        single_steps: tokens of a call are steps of one sequence, taken together: the bits of each alone.
+    """
+
+    prompt_tokens = 0
+    sparse_only = False
+    single_steps = False
+
+
+call_mode = _CallMode()
+
+
+@contextmanager
+def _called_with(**settings: Any) -> Iterator[None]:
+    before = {name: getattr(call_mode, name) for name in settings}
+    vars(call_mode).update(settings)
+    try:
+        yield
+    finally:
+        vars(call_mode).update(before)
+
+
+def chunks_of_prompt(tokens: int) -> AbstractContextManager[None]:
+    """Within it calls are for chunks of a prompt of so many tokens, and are computed as the whole would be."""
+    return _called_with(prompt_tokens=tokens)
+
+
+def sparse_only() -> AbstractContextManager[None]:
+    """Within it layers work as in decoding, whatever the number of tokens: for measuring loss and sparsity.
+
+    What a predictor misses shows in no loss that was taken over prompts computed densely.
+    """
+    return _called_with(sparse_only=True)
+
+
+def single_steps() -> AbstractContextManager[None]:
+    """Within it the tokens of a call are steps of one sequence taken together: the bits of each alone.
+
+    Layers work as :func:`sparse_only` has it, with the hot neurons of one token (with predictors others miss others).
+    """
+    return _called_with(single_steps=True, sparse_only=True)
 
 
 class PromptLayer(Protocol):
@@ -72,64 +118,9 @@ class PromptLayer(Protocol):
         """(tokens, hot neurons), ascending by tokens."""
 
 
-@contextmanager
-def piece_of(tokens: int) -> Iterator[None]:
-    """Within it calls (of this thread) are for pieces of a prompt of so many tokens, and go the way of the whole."""
-    before = getattr(_off, "whole", 0)
-    _off.whole = tokens
-    try:
-        yield
-    finally:
-        _off.whole = before
-
-
-def within_piece() -> bool:
-    """Whether this is within :func:`piece_of`."""
-    return getattr(_off, "whole", 0) > 0
-
-
-@contextmanager
-def sparse_only() -> Iterator[None]:
-    """Within it layers work as in decoding, whatever the number of tokens: for measuring loss and sparsity.
-
-    Of this thread. What a predictor misses shows in no loss that was taken over prompts computed densely.
-    """
-    before = getattr(_off, "on", False)
-    _off.on = True
-    try:
-        yield
-    finally:
-        _off.on = before
-
-
-def is_sparse_only() -> bool:
-    """Whether this is within :func:`sparse_only`."""
-    return getattr(_off, "on", False)
-
-
-@contextmanager
-def steps_of_one() -> Iterator[None]:
-    """Within it the tokens of a call (of this thread) are steps of one sequence taken together: the bits of each alone.
-
-    Layers work as :func:`sparse_only` has it, with the hot neurons of one token (with predictors others miss others).
-    """
-    before = getattr(_off, "one", False)
-    _off.one = True
-    try:
-        with sparse_only():
-            yield
-    finally:
-        _off.one = before
-
-
-def is_steps_of_one() -> bool:
-    """Whether this is within :func:`steps_of_one`."""
-    return getattr(_off, "one", False)
-
-
 def decoded_together(x: torch.Tensor, hidden: int) -> int:
-    """Sequences, at most, that the tokens of ``x [..., hidden]`` are of: 1 within :func:`steps_of_one`."""
-    return 1 if is_steps_of_one() else x.numel() // hidden
+    """Sequences, at most, that the tokens of ``x [..., hidden]`` belong to."""
+    return 1 if call_mode.single_steps else x.numel() // hidden
 
 
 def takes_prompt_path(layer: PromptLayer, x: torch.Tensor) -> bool:
@@ -146,7 +137,7 @@ def takes_prompt_path(layer: PromptLayer, x: torch.Tensor) -> bool:
 def _dense_on_gpu(layer: PromptLayer, x: torch.Tensor) -> bool:
     if torch.compiler.is_compiling():
         tokens = x.numel() // layer.site.hidden
-    elif getattr(_off, "on", False):
+    elif call_mode.sparse_only:
         return False
     else:
         tokens = _tokens(layer, x)
@@ -206,15 +197,15 @@ def _stays(layer: PromptLayer, x: torch.Tensor) -> bool:
     As many tokens as there are sequences in the largest of a plan's buckets are no prompt: the buckets say how many
     neurons are hot, and a step keeps its bits whether it is compiled or not.
     """
-    if torch.compiler.is_compiling() or getattr(_off, "on", False):
+    if torch.compiler.is_compiling() or call_mode.sparse_only:
         return True
     least = prompt_from(layer)
     return least == 0 or _tokens(layer, x) < least
 
 
 def _tokens(layer: PromptLayer, x: torch.Tensor) -> int:
-    """Of a call, or of the prompt that it reads a piece of."""
-    return max(x.numel() // layer.site.hidden, getattr(_off, "whole", 0))
+    """Of a call, or of the prompt that it reads a chunk of."""
+    return max(x.numel() // layer.site.hidden, call_mode.prompt_tokens)
 
 
 def prompt_from(layer: PromptLayer) -> int:

@@ -273,7 +273,7 @@ class _Reading:
         linears = [
             module
             for module in self.model.modules()
-            if isinstance(module, QuantLinear | nn.Linear) and module is not head and _weight(module).numel()
+            if isinstance(module, QuantLinear | nn.Linear) and module is not head and _weight(module).nbytes
         ]
         firsts: dict[str, str] = {}
         for layer in self.plan.layers:

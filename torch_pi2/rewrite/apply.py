@@ -26,7 +26,7 @@ def apply(
     progress: bool,
     config: Config | None = None,
     data: list[Batch] | None = None,
-    ways: Mapping[str, str] | None = None,
+    strategies: Mapping[str, str] | None = None,
     ranks: Ranks | None = None,
 ) -> nn.Module:
     """Rewrite ``model`` as ``parts`` and ``config`` say, and attach them to it; ``ways``: see :func:`rewrite`;
@@ -34,9 +34,9 @@ def apply(
     """
     config = config or Config()
     if config.weights == "float":
-        rewrite(model, parts.plan, parts.predictors, progress=progress, ways=ways)
+        rewrite(model, parts.plan, parts.predictors, progress=progress, strategies=strategies)
     else:
-        _apply_quantised(model, parts, progress, config, data, ways, ranks)
+        _apply_quantised(model, parts, progress, config, data, strategies, ranks)
         parts.weights = config.weights
     parts.attach(model)
     return model
@@ -48,7 +48,7 @@ def _apply_quantised(
     progress: bool,
     config: Config,
     data: list[Batch] | None,
-    ways: Mapping[str, str] | None,
+    strategies: Mapping[str, str] | None,
     ranks: Ranks | None,
 ) -> None:
     sites = [layer.site for layer in parts.plan.layers]
@@ -74,7 +74,7 @@ def _apply_quantised(
         say_rounded(left)
     storage = Storage(config.weights, config.activations == "int8", inputs, weighted, rows)
     check_linears(linears, config.weights, storage)  # what can be refused, before anything is replaced
-    rewrite(model, parts.plan, parts.predictors, progress=progress, storage=storage, ways=ways)
+    rewrite(model, parts.plan, parts.predictors, progress=progress, storage=storage, strategies=strategies)
     try:
         for layer in sparse_layers(model):
             parts.quantization[layer.site.key] = LayerError(layer.error, layer.output_error)

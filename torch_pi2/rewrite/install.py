@@ -1,29 +1,105 @@
-"""Modules that give way to others, and come back: whatever is put into a model goes through here."""
+"""Sparse layers into a model and out again. Modules stay where they are; their ``forward`` becomes another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
-from torch_pi2.base.hooks import share_hooks
+from torch_pi2.base.hooks import allow_hooks, refuse_hooks
+from torch_pi2.base.offloaded import GuardedModules, GuardedParameters, OffloadedParameter, offload, take_back
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.of_model import stand_ins
-from torch_pi2.layers.standin import StandIn
+from torch_pi2.layers.lazy import LazyDown
+from torch_pi2.layers.of_model import homes, replacement_of
 
 #: A module that has another, the name under which it does, and what is to be there.
 Target = tuple[nn.Module, str, nn.Module]
+#: Under this name the module with the down projection's weight has the sparse layer.
+NAME = "sparse_ffn"
 
 
 @dataclass(frozen=True)
-class Swap:
-    """``original`` gives way to ``stand_in`` wherever it is registered, or only at ``at`` if given."""
+class Override:
+    """``module.forward`` becomes ``forward``, a method of what replaces it."""
 
-    original: nn.Module
-    stand_in: StandIn
-    at: str | None = None
+    module: nn.Module
+    forward: Any
+
+
+def install(model: nn.Module, ffn: SparseFFN | SparseExperts, overrides: Sequence[Override]) -> None:
+    """Let ``ffn`` compute in the place of these modules, then free the memory of parameters that nothing else uses."""
+    site = ffn.site
+    refs = [ref for ref in (site.gate, site.up, site.down) if ref is not None]
+    site_name = {id(model.get_parameter(n)): n for ref in refs for n in (ref.weight, ref.bias) if n is not None}
+    replaced = [override.module for override in overrides]
+    running = set(_reachable(model, set(replaced)))
+    silent = [module for root in replaced for module in root.modules() if module not in running]
+    in_use = {id(parameter) for module in running for parameter in module._parameters.values()}
+    host = model.get_submodule(site.down.weight.rpartition(".")[0])
+    for override in overrides:
+        keyword = next(iter(inspect.signature(override.module.forward).parameters), "x")
+        override.forward.__self__.keyword = keyword
+        override.module.__dict__["forward"] = override.forward
+    host._modules[NAME] = ffn
+    ffn.train(replaced[0].training)
+    if isinstance(ffn, SparseFFN) and not isinstance(overrides[-1].forward.__self__, LazyDown):
+        ffn.only_in_eval = site.drops == "inside" or (len(overrides) == 1 and bool(site.drops))
+    for module in silent:
+        if module not in replaced:
+            refuse_hooks(module, site.key)
+        names = {local: site_name[id(p)] for local, p in module._parameters.items() if id(p) in site_name}
+        if names:
+            offload(module, names, ffn, [local for local in names if id(module._parameters[local]) not in in_use])
+        if module._modules:
+            module.__dict__["_modules"] = GuardedModules(module._modules, site.key)
+
+
+def _reachable(module: nn.Module, without: Set[nn.Module]) -> Iterator[nn.Module]:
+    """Modules in ``module`` that are not in one of ``without``."""
+    seen = set(without)
+    stack = [module]
+    while stack:
+        found = stack.pop()
+        if found not in seen:
+            seen.add(found)
+            yield found
+            stack.extend(child for child in found._modules.values() if child is not None)
+
+
+def uninstall(model: nn.Module, lossy: bool = False) -> nn.Module:
+    """Undo every :func:`install`; if ``lossy``, quantised layers get the numbers that their rows stand for.
+
+    Raises:
+        ConfigError: a layer is quantised, unless ``lossy``; nothing is changed then.
+    """
+    modules = list(model.modules())
+    guarded: list[Any] = [module._parameters for module in modules if _is_guarded(module)]
+    freed = {id(p.owner) for p in guarded if any(isinstance(v, OffloadedParameter) for v in dict.values(p))}
+    for home in homes(model):
+        if id(home) in freed and not lossy:
+            home.check_float(f"the original weights of {home.site.key}")
+    for module in modules:
+        if replacement_of(module) is not None:
+            del module.__dict__["forward"]
+        if _is_guarded(module):
+            take_back(module)
+        if isinstance(module._modules, GuardedModules):
+            module.__dict__["_modules"] = dict(module._modules)
+        if isinstance(module._modules.get(NAME), SparseFFN | SparseExperts):
+            del module._modules[NAME]
+        allow_hooks(module)
+    return model
+
+
+def _is_guarded(module: nn.Module) -> bool:
+    return isinstance(module._parameters, GuardedParameters) and module._parameters.owner is not None
+
+
+# --- modules in the place of others ---
 
 
 def everywhere(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> list[Target]:
@@ -33,69 +109,17 @@ def everywhere(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> list[Tar
 
 
 def exchange(targets: Sequence[Target]) -> Callable[[], None]:
-    """Register the modules of ``targets``; what is returned takes all of it back, as does an exception here."""
+    """Register the modules of ``targets``; the function returned undoes all of it, as does an exception here."""
     before = [(parent, name, parent._modules[name]) for parent, name, _ in targets]
 
     def undo() -> None:
         for parent, name, child in before:
-            parent._modules[name] = child
+            dict.__setitem__(parent._modules, name, child)
 
     try:
         for parent, name, module in targets:
-            parent._modules[name] = module
+            dict.__setitem__(parent._modules, name, module)  # of a guarded module, too
     except BaseException:  # an interruption
         undo()
         raise
     return undo
-
-
-def install(model: nn.Module, ffn: SparseFFN | SparseExperts, swaps: Sequence[Swap]) -> None:
-    """Register the stand-ins of ``ffn``, then give back the memory of parameters that nothing else uses."""
-    site = ffn.site
-    wanted = {name for ref in (site.gate, site.up, site.down) if ref for name in (ref.weight, ref.bias) if name}
-    site_name = {id(model.get_parameter(name)): name for name in wanted}
-    # a layer rewritten before may share a weight with this one: what it stands for counts as in use, too
-    earlier = {id(p) for _, _, s in stand_ins(model) for p in s.original.parameters()}
-    targets = everywhere(model, {swap.original: swap.stand_in for swap in swaps if swap.at is None})
-    for swap in swaps:
-        if swap.at is not None:
-            parent_name, _, name = swap.at.rpartition(".")
-            targets.append((model.get_submodule(parent_name), name, swap.stand_in))
-    for swap in swaps:
-        parameters = dict(swap.original.named_parameters(remove_duplicate=False))
-        names = {local: site_name[id(p)] for local, p in parameters.items() if id(p) in site_name}
-        swap.stand_in.stand_for(swap.original, ffn, names)
-    for swap in swaps:
-        share_hooks(swap.original, swap.stand_in)
-    ffn.training = swaps[0].original.training
-    if isinstance(ffn, SparseFFN):
-        ffn.passes_on = swaps[0].stand_in is ffn and len(swaps) > 1
-    if isinstance(ffn, SparseFFN) and swaps[0].stand_in is ffn:
-        ffn.only_in_eval = ffn.site.drops == "inside" or (len(swaps) == 1 and bool(ffn.site.drops))
-    exchange(targets)
-    in_use = earlier | {id(p) for p in model.parameters()}
-    running = {id(module) for module in model.modules()}
-    for swap in swaps:
-        swap.stand_in.silence(module for module in swap.original.modules() if id(module) not in running)
-        held = {local: swap.original.get_parameter(local) for local in swap.stand_in._names}
-        swap.stand_in.release(tuple(local for local, p in held.items() if id(p) not in in_use))
-
-
-def put_back(model: nn.Module, lossy: bool = False) -> nn.Module:
-    """Undo every :func:`install`; if ``lossy``, quantised layers get the numbers that their rows stand for.
-
-    It needs no record: every stand-in keeps what it stands for.
-
-    Raises:
-        ConfigError: a layer is quantised, unless ``lossy``; nothing is changed then.
-    """
-    places = list(stand_ins(model))
-    ours = dict.fromkeys(s for _, _, s in places)
-    for stand_in in () if lossy else ours:
-        stand_in.check_refill()
-    for stand_in in ours:
-        stand_in.refill(lossy=lossy)
-    exchange([(parent, name, stand_in.original) for parent, name, stand_in in places])
-    for stand_in in ours:
-        stand_in.unsilence()
-    return model

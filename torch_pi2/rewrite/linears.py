@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torch_pi2.base.absent import take
 from torch_pi2.base.dtypes import stands_for_another
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.hooks import own_forward, share_hooks
+from torch_pi2.base.offloaded import free_storage
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import NoFFNFoundError
 from torch_pi2.graph.capture import capture, example_inputs
@@ -207,7 +207,7 @@ def quantize_linears(
         # a captured graph or a variable of the caller may keep parameters, but not their memory
         for local, parameter in linear.named_parameters():
             if id(parameter) not in in_use:
-                take(parameter, f"{name}.{local}", parameter)
+                free_storage(parameter, f"{name}.{local}", parameter)
     linears.clear()
     return errors
 

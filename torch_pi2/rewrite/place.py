@@ -1,4 +1,4 @@
-"""Sparse layers into a model whose weights are not there: the way is tried once, when the folder is written."""
+"""Sparse layers into a model whose weights are not there. The strategy was tried once, when the folder was written."""
 
 from __future__ import annotations
 
@@ -10,70 +10,75 @@ from torch import nn
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.standin import Absorbed
-from torch_pi2.rewrite import ways
+from torch_pi2.layers.of_model import replacements
+from torch_pi2.layers.sequence import FusedIdentity
+from torch_pi2.rewrite import strategies
 from torch_pi2.rewrite.install import install
 from torch_pi2.rewrite.skeleton import put
-from torch_pi2.store.weights import STRATEGIES
 from torch_pi2.types.plan import LayerPlan
 from torch_pi2.types.site import FFNSite
 
 #: Experts of a module whose weights are read to see what it computes.
 TRIED_EXPERTS = 2
+#: Names of strategies in files.
+_IN_FILES = {"module": "owner", "sequential": "chain"}
+_OF_FILES = {name: strategy for strategy, name in _IN_FILES.items()}
 
 
 def find_way(model: nn.Module, site: FFNSite) -> str:
-    """One of ``STRATEGIES`` that is seen to compute the same; the parameters of ``site`` in ``model`` have values.
+    """The strategy that is seen to compute the same, as files call it; the parameters of ``site`` have values.
 
     Raises:
         UnsupportedModelError: none does.
     """
     try:
         with torch.no_grad():
-            return ways.find_way(model, site, None, ways.probes_of(site, site.weights(model)), STRATEGIES)[0]
+            probes = strategies.probes_of(site, site.weights(model))
+            return _IN_FILES[strategies.find_strategy(model, site, None, probes, _IN_FILES)[0]]
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"weights of {site.key or 'the FFN'} ({site.owner_class}) in a folder",
-            expected="a module that computes the feed-forward layer, or a chain of modules",
+            expected="a module that computes the feed-forward layer, or a sequence of modules",
             found=error.found,
             fix="Move the FFN into a module of its own; in memory, optimize(model, weights=...) runs it as it is.",
         ) from None
 
 
-def way_taken(model: nn.Module, layer: SparseFFN) -> str | None:
-    """The way by which ``layer`` came into ``model``; None: one that cannot be taken without weights."""
-    if layer.site.experts is not None:
-        return "owner"
-    mine = {name: m for name, m in model.named_modules() if getattr(m, "_home", ()) == (layer,)}
-    if all(module is layer for module in mine.values()):
-        return "owner"
-    return "chain" if all(module is layer or isinstance(module, Absorbed) for module in mine.values()) else None
+def ways_taken(model: nn.Module) -> dict[str, str]:
+    """Key of each layer (of experts: of their module) -> its strategy, as files call it; without lazy ones."""
+    replaced = [replacement for _, replacement in replacements(model)]
+    sequences = {part.site.key for part in replaced if isinstance(part, FusedIdentity)}
+    found = {}
+    for part in replaced:
+        if isinstance(part, SparseFFN | SparseExperts):
+            found[part.site.key] = _IN_FILES["sequential" if part.site.key in sequences else "module"]
+    return found
 
 
 def place(model: nn.Module, site: FFNSite, ffn: SparseFFN, way: str) -> None:
-    """Put ``ffn`` in the place of the modules of ``site``, whose parameters need no values."""
+    """Let ``ffn`` compute ``site``, whose parameters need no values; ``way``: see :func:`find_way`."""
     for ref in (site.gate, site.up, site.down):
         for name in () if ref is None else (ref.weight, ref.bias):
             if name is not None and model.get_parameter(name).numel():
                 put(model, [name], torch.empty(0, dtype=model.get_parameter(name).dtype))
     with torch.no_grad():
-        _, swaps = ways.find_way(model, site, ffn, [], [way])  # nothing to try it with
-    install(model, ffn, swaps)
+        _, overrides = strategies.find_strategy(model, site, ffn, [], [_OF_FILES[way]])  # nothing to try it with
+    install(model, ffn, overrides)
 
 
 def find_experts_way(model: nn.Module, group: Sequence[LayerPlan]) -> str:
     """As :func:`find_way`, for the experts of one module, of which the first ``TRIED_EXPERTS`` have values."""
     with torch.no_grad():
-        ways.experts_way(model, group, None, tried=TRIED_EXPERTS)
-    return "owner"
+        strategies.experts_override(model, group, None, tried=TRIED_EXPERTS)
+    return _IN_FILES["module"]
 
 
 def place_experts(model: nn.Module, group: Sequence[LayerPlan], sparse: SparseExperts) -> None:
-    """Put ``sparse`` in the place of the module of experts that ``group`` names, whose parameters need no values."""
-    swap = ways.experts_way(model, group, sparse, tried=0)
+    """Let ``sparse`` compute the module of experts that ``group`` names, whose parameters need no values."""
+    override = strategies.experts_override(model, group, sparse, tried=0)
     site = group[0].site
     for ref in (site.up, site.down):
         for name in (ref.weight, ref.bias):
             if name is not None:
                 put(model, [name], torch.empty(0, dtype=model.get_parameter(name).dtype))
-    install(model, sparse, [swap])
+    install(model, sparse, [override])

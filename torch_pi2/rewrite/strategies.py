@@ -1,14 +1,14 @@
-"""Where a sparse layer can stand in a model: deciding, without changing anything.
+"""How an FFN of a model is replaced: deciding, without changing anything.
 
-Per FFN one of three ways is taken, the first that is *seen* to compute the same on random input:
+The first of these strategies is chosen that is *seen* to compute the same on random input:
 
-* **owner**: the module that owns the FFN computes nothing else; it is replaced (Llama's ``mlp``).
-* **chain**: the FFN is a chain of modules inside a bigger block; the first linear becomes the sparse layer, the
-  rest pass through (OPT's ``fc1, activation_fn, fc2``).
+* **module**: the module that owns the FFN computes nothing else; its ``forward`` is replaced (Llama's ``mlp``).
+* **sequential**: the FFN is a sequence of modules inside a bigger block; the first linear computes all of it, the
+  others pass the result on (OPT's ``fc1, activation_fn, fc2``).
 * **lazy**: some of the FFN is code of the block; its linears exchange a lazy tensor (:mod:`torch_pi2.layers.lazy`).
-  So do the linears of an FFN with hooks inside, which the other ways would silence (:mod:`torch_pi2.base.hooks`).
+  So do the linears of an FFN with hooks inside, which the other strategies would silence (:mod:`torch_pi2.base.hooks`).
 
-Experts are replaced together, by the first way: the module that holds them.
+Experts are replaced together: the ``forward`` of the module that holds them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from torch_pi2.graph.find import named
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.lazy import LazyDown, LazySource
-from torch_pi2.layers.standin import Absorbed
+from torch_pi2.layers.sequence import FusedIdentity
 from torch_pi2.ops.activations import cuts
-from torch_pi2.rewrite.install import Swap
+from torch_pi2.rewrite.install import Override
 from torch_pi2.types.formula import Formula, apply_formula, dense_reference
 from torch_pi2.types.plan import LayerPlan
 from torch_pi2.types.site import ExpertsForm, FFNSite, FFNWeights
@@ -43,41 +43,46 @@ _log = logging.getLogger("torch_pi2")
 
 #: Batches and tokens to probe with: several of each, so that code which takes some of them out is seen, and one alone.
 _PROBE_SHAPES = ((3, 17), (2, 5), (1, 1))
-#: Ends the reason why a way of rewriting would silence a hook.
+#: Ends the reason why a strategy would silence a hook.
 _SILENT = "which would not run"
 #: An input ``[B, T, H]`` and what the dense layer makes of it.
 Probe = tuple[torch.Tensor, torch.Tensor]
 
 
-def find_way(
-    model: nn.Module, site: FFNSite, ffn: Any, probes: Sequence[Probe], ways: Iterable[str] = ("owner", "chain", "lazy")
-) -> tuple[str, list[Swap]]:
-    """The first of ``ways`` that computes the same, and its swaps.
+def find_strategy(
+    model: nn.Module,
+    site: FFNSite,
+    ffn: Any,
+    probes: Sequence[Probe],
+    strategies: Iterable[str] = ("module", "sequential", "lazy"),
+) -> tuple[str, list[Override]]:
+    """The first of ``strategies`` that computes the same, and its overrides.
 
     Args:
-        ffn: what is to stand there, or an empty layer. probes: none, if the way is known; then nothing is tried.
+        ffn: the sparse layer, an empty one, or None, which lazy tensors do not take.
+        probes: none, if the strategy is known; then nothing is tried.
 
     Raises:
         UnsupportedModelError: none of them does.
     """
     reasons: list[str] = []
-    for way in ways:
-        swaps = _TRY[way](model, site, ffn, probes)
-        if not isinstance(swaps, str):
+    for strategy in strategies:
+        overrides = _TRY[strategy](model, site, ffn, probes)
+        if not isinstance(overrides, str):
             if any(reason.endswith(_SILENT) for reason in reasons):
                 _log.warning("%s runs through lazy tensors, which is slower: %s", site.key, "; ".join(reasons))
-            return way, swaps
-        reasons.append(swaps)
-    raise no_way(site, reasons)
+            return strategy, overrides
+        reasons.append(overrides)
+    raise no_strategy(site, reasons)
 
 
 def plain_reason(reasons: Sequence[str]) -> str:
-    """Of why each way cannot be taken what says most: a hook, or else what is wrong with the last and most general."""
+    """The reason that says most: a hook, or else why the last and most general strategy cannot be used."""
     return next((r for r in reasons if r.endswith(_SILENT)), reasons[-1]).partition(": ")[2]
 
 
-def left_of(refused: Mapping[str, UnsupportedModelError], others: bool) -> dict[str, str]:
-    """Layers that no way can replace -> why, which is said. Raises the first error if there must be ``others``."""
+def log_skipped(refused: Mapping[str, UnsupportedModelError], others: bool) -> dict[str, str]:
+    """Layers that no strategy can replace -> why, which is logged. Raises the first if there are no ``others``."""
     if refused and not others:
         raise next(iter(refused.values()))
     left = {key: plain_reason(error.found.split("; ")) for key, error in refused.items()}
@@ -86,10 +91,10 @@ def left_of(refused: Mapping[str, UnsupportedModelError], others: bool) -> dict[
     return left
 
 
-def experts_way(
+def experts_override(
     model: nn.Module, group: Sequence[LayerPlan], sparse: SparseExperts | None, tried: int | None = None
 ) -> Any:
-    """The swap that puts ``sparse`` in the place of the module of experts that ``group`` names.
+    """The override by which ``sparse`` computes in the place of the module of experts that ``group`` names.
 
     Args:
         tried: of so many experts (None: all) see first that its forward computes what their sites say; these need
@@ -112,17 +117,17 @@ def experts_way(
             fix="Make a new plan for this model.",
         )
     problem = _more_than(first, model, {str(first.experts): module})
-    reason = f"owner: it also holds {problem}" if problem else ""
+    reason = f"module: it also holds {problem}" if problem else ""
     if tried != 0 and not reason:
         arguments, result = probe_experts(model, [layer.site for layer in group[:tried]])
         with evaluating(module):
             problem = _runs_to(lambda x: module.forward(x, *arguments[1:])[: len(result)], [(arguments[0], result)])
-        reason = f"owner: {first.experts} {problem}" if problem else ""
+        reason = f"module: {first.experts} {problem}" if problem else ""
     if not reason and (hooks := hooks_inside(str(first.experts), module)):
-        reason = f"owner: {hooks}, {_SILENT}"
+        reason = f"module: {hooks}, {_SILENT}"
     if reason:
-        raise no_way(first, [reason])
-    return None if sparse is None else Swap(module, sparse)
+        raise no_strategy(first, [reason])
+    return None if sparse is None else Override(module, sparse.forward)
 
 
 def probes_of(site: FFNSite, weights: FFNWeights) -> list[Probe]:
@@ -138,46 +143,47 @@ def probes_of(site: FFNSite, weights: FFNWeights) -> list[Probe]:
     return probes
 
 
-# --- the three ways: each returns its swaps, or why it cannot be taken ---
+# --- the three strategies: each returns its overrides, or why it cannot be used ---
 
 
-def owner_way(model: nn.Module, site: FFNSite, ffn: Any, probes: Sequence[Probe]) -> list[Swap] | str:
+def by_module(model: nn.Module, site: FFNSite, ffn: Any, probes: Sequence[Probe]) -> list[Override] | str:
     if not site.owner:
-        return "owner: it is the whole model"
+        return "module: it is the whole model"
     owner = model.get_submodule(site.owner)
     if not site.owner_runs:
-        return f"owner: code outside {site.owner} calls its parts"
+        return f"module: code outside {site.owner} calls its parts"
     more = _more_than(site, model, {site.owner: owner})
     if more:
-        return f"owner: it also holds {more}"
+        return f"module: it also holds {more}"
     if hooks := hooks_inside(site.owner, owner):
-        return f"owner: {hooks}, {_SILENT}"
+        return f"module: {hooks}, {_SILENT}"
     with evaluating(owner), _as_it_was(owner) as changed:
         problem = _runs_to(owner.forward, probes)
     if changed and not problem:
         problem = f"keeps something of each call ({changed[0]})"
-    return f"owner: {site.owner} {problem}" if problem else [Swap(owner, ffn)]
+    return f"module: {site.owner} {problem}" if problem else [Override(owner, getattr(ffn, "forward", None))]
 
 
-def chain_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Swap] | str:
+def by_sequence(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Override] | str:
     if not site.inner:
-        return "chain: part of it is code of its owner"
+        return "sequential: part of it is code of its owner"
     sources = {_module_name(ref.weight) for ref in (site.gate, site.up) if ref is not None}
     if len(sources) != 1:
-        return "chain: gate and up are separate"
+        return "sequential: gate and up are separate"
     names = [*sources, *site.inner, _module_name(site.down.weight)]
     modules = [model.get_submodule(name) for name in names]
-
+    if shared := [name for name, module in zip(names, modules) if _registrations(model, module) > 1]:
+        return f"sequential: {shared[0]} is a part of other modules, too"
     more = _more_than(site, model, dict(zip(names, modules)))
     if more:
-        return f"chain: it also holds {more}"
+        return f"sequential: it also holds {more}"
     inside = dict(zip(names, modules))
     hooks = own_forward(inside)
     for position, (name, module) in enumerate(inside.items()):
         if has_hooks(module, pre=position > 0, post=position < len(names) - 1) or hooks_inside(name, module):
             hooks = f"{name} has a hook"
     if hooks:
-        return f"chain: {hooks}, {_SILENT}"
+        return f"sequential: {hooks}, {_SILENT}"
 
     def run(h: torch.Tensor) -> Any:
         for module in modules:
@@ -189,16 +195,14 @@ def chain_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[
     if changed and not problem:
         problem = f"keep something of each call ({changed[0]})"
     if problem:
-        return f"chain: {' -> '.join(names)} {problem}"
-    swaps = [Swap(modules[0], ffn)]
-    for position, (module, name) in enumerate(zip(modules[1:], names[1:]), 1):
-        stand_in = Absorbed()
-        stand_in.position, stand_in.last = position, position == len(modules) - 1
-        swaps.append(Swap(module, stand_in, None if stand_in.last else name))
-    return swaps
+        return f"sequential: {' -> '.join(names)} {problem}"
+    overrides = [Override(modules[0], getattr(ffn, "forward_fused", None))]
+    for position, module in enumerate(modules[1:], 1):
+        overrides.append(Override(module, FusedIdentity(site, position, position == len(modules) - 1).forward))
+    return overrides
 
 
-def lazy_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Swap] | str:
+def by_lazy_tensors(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Override] | str:
     if cuts(site.activation):
         return "lazy: its cut is of all gates together"
     sources: dict[str, list[str]] = {}
@@ -235,23 +239,22 @@ def lazy_way(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[P
     formula = Formula(
         site.activation, site.activation_on_up, roles.index("gate") if site.gated else None, roles.index("up")
     )
-    lazy = [LazySource(members, stream) for stream, members in enumerate(sources.values())]
+    lazy = [LazySource(ffn, members, stream) for stream, members in enumerate(sources.values())]
     down = LazyDown(ffn, formula)
-    for stand_in in (*lazy, down):
-        stand_in.stand_for(nn.Identity(), ffn, {})
     with evaluating(ffn):
         x_BTH = torch.zeros((*_PROBE_SHAPES[0], site.hidden), dtype=site.weights(model).up.dtype)
         outputs = [source(x_BTH) for source in lazy]
         streams = list(outputs[0].chunk(len(roles), -1)) if len(lazy) < len(roles) else outputs
         if down._input_of(apply_formula(formula, streams)) is None:  # type: ignore[arg-type]
             return "lazy: its own formula is not recognised"
-    return [Swap(modules[name], s) for name, s in zip(sources, lazy)] + [Swap(modules[down_name], down)]
+    parts = [*zip(sources, lazy), (down_name, down)]
+    return [Override(modules[name], part.forward) for name, part in parts]
 
 
-_TRY: dict[str, Callable[[nn.Module, FFNSite, Any, Sequence[Probe]], list[Swap] | str]] = {
-    "owner": owner_way,
-    "chain": chain_way,
-    "lazy": lazy_way,
+_TRY: dict[str, Callable[[nn.Module, FFNSite, Any, Sequence[Probe]], list[Override] | str]] = {
+    "module": by_module,
+    "sequential": by_sequence,
+    "lazy": by_lazy_tensors,
 }
 
 
@@ -262,13 +265,17 @@ def _module_name(parameter: str) -> str:
 # --- whether modules compute the FFN, and nothing else ---
 
 
-def no_way(site: FFNSite, reasons: Sequence[str]) -> UnsupportedModelError:
+def no_strategy(site: FFNSite, reasons: Sequence[str]) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"rewriting {site.key or 'the FFN'} ({site.owner_class})",
-        expected="modules that compute the FFN, or linears that can be swapped",
+        expected="modules that compute the FFN, or linears that can be replaced",
         found="; ".join(reasons),
         fix="Move the FFN into a module of its own, or use torch.compile(model, backend='torch_pi2').",
     )
+
+
+def _registrations(model: nn.Module, module: nn.Module) -> int:
+    return sum(child is module for parent in model.modules() for child in parent._modules.values())
 
 
 def _runs_to(call: Any, probes: Sequence[Probe]) -> str | None:

@@ -1,0 +1,329 @@
+"""Parameters whose values are in a sparse layer, and the modules that hold such parameters.
+
+An optimised model keeps its modules. The values of an FFN's parameters move into its sparse layer; the parameters stay
+registered, the same objects under the same names, as :class:`OffloadedParameter`. Their shape, dtype, device and
+``requires_grad`` can be read, and they are counted. Reading or writing their values raises ConfigError by name. So does
+putting another parameter in their place (``linear.weight = ...``, ``torch.func.functional_call``), or another module
+in the place of one that no longer runs (PEFT's adapters): no weight is ever read stale.
+
+``state_dict``, ``load_state_dict``, ``model.to(dtype)``, copies and pickles of the model work, since modules get the
+values from the sparse layer. :func:`torch_pi2.restore` undoes all of it, bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from torch_pi2.errors import ConfigError
+
+#: Properties and methods of a tensor that need no values.
+_PROPERTIES = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "grad"}
+_QUERIES = {
+    "dim",
+    "size",
+    "numel",
+    "nelement",
+    "ndimension",
+    "element_size",
+    "is_floating_point",
+    "is_complex",
+    "__len__",
+}
+#: Further methods of an offloaded parameter: about autograd, or about the object itself.
+_OFFLOADED_QUERIES = {"requires_grad_", "untyped_storage", "get_device", "is_shared", "is_pinned", "is_contiguous"}
+_FIX = "Call torch_pi2.restore(model) first, or use model.state_dict() and model.load_state_dict()."
+
+
+def is_metadata(func: Any) -> bool:
+    """Attribute getters (``x.shape``, but not ``x.T`` or ``x.data``) and size queries."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        owner = _property(func)
+        return owner in _PROPERTIES or owner.startswith("is_")
+    return name in _QUERIES
+
+
+def _property(func: Any) -> str:
+    return str(getattr(getattr(func, "__self__", None), "__name__", ""))
+
+
+class OffloadedParameter(nn.Parameter):
+    """A parameter whose values are in a sparse layer; see :func:`free_storage` and :func:`restore_storage`.
+
+    It takes no memory: ``element_size()`` and ``nbytes`` are 0, while ``numel()`` counts as in the dense model. Code
+    that bypasses Python (DLPack) sees NaN.
+    """
+
+    _pi2_name: str
+    _pi2_class: type[nn.Parameter]
+
+    @staticmethod
+    def make(
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        requires_grad: bool = False,
+        kind: type[nn.Parameter] = nn.Parameter,
+    ) -> OffloadedParameter:
+        """One that never had a storage."""
+        return _offloaded(nn.Parameter(_hollow(shape, dtype), requires_grad=requires_grad), name, kind)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "element_size" or (name == "__get__" and _property(func) == "nbytes"):
+            return 0
+        if name == "__set__" and _property(func) in ("requires_grad", "grad"):
+            known = True
+        else:
+            known = is_metadata(func) or name in _OFFLOADED_QUERIES
+        if not known:
+            raise _no_values(name if name not in ("__get__", "__set__") else _property(func), (args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:  # PyTorch does not ask __torch_function__ of it
+        raise _no_values("set_", self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"OffloadedParameter({self._pi2_name}, {tuple(self.shape)}, {self.dtype}: in a sparse layer)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedParameter:
+        if id(self) not in memo:
+            memo[id(self)] = OffloadedParameter.make(*self.__reduce_ex__(2)[1])
+        copied: OffloadedParameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = (self._pi2_name, tuple(self.shape), self.dtype, self.requires_grad, self._pi2_class)
+        return OffloadedParameter.make, state
+
+
+def _no_values(use: str, tree: Any) -> ConfigError:
+    names = [leaf._pi2_name for leaf in tree_leaves(tree) if isinstance(leaf, OffloadedParameter)]
+    return ConfigError(
+        f"{use} of {names[0] if names else 'a parameter'}",
+        expected="a parameter with its values",
+        found="that of an optimised model, whose values are in a sparse layer",
+        fix=_FIX,
+    )
+
+
+def _hollow(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+    """One NaN that looks like many: no memory, and in-place changes are errors of PyTorch."""
+    return torch.full((), float("nan"), dtype=dtype, device="cpu").expand(tuple(shape))
+
+
+def _offloaded(parameter: nn.Parameter, name: str, kind: type[nn.Parameter]) -> OffloadedParameter:
+    parameter.__class__ = OffloadedParameter
+    assert isinstance(parameter, OffloadedParameter)
+    parameter._pi2_name, parameter._pi2_class = name, kind
+    return parameter
+
+
+def free_storage(parameter: nn.Parameter, name: str, like: torch.Tensor) -> None:
+    """Free the memory of ``parameter``; messages call it ``name``, and it has shape and dtype of ``like``."""
+    parameter.data = _hollow(like.shape, like.dtype)
+    _offloaded(parameter, name, type(parameter))
+
+
+def restore_storage(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Undo :func:`free_storage`."""
+    assert isinstance(parameter, OffloadedParameter)
+    parameter.__class__ = parameter._pi2_class  # type: ignore[assignment]
+    del parameter._pi2_name, parameter._pi2_class
+    parameter.data = value
+
+
+class WeightOwner(Protocol):
+    """What has the values of offloaded parameters, by their names in the site: a sparse layer."""
+
+    def dense_value(self, name: str) -> torch.Tensor:
+        """A copy of the parameter ``name``."""
+
+    def load_value(self, name: str, value: torch.Tensor) -> None:
+        """Other weights for the parameter ``name``."""
+
+    def shape_of(self, name: str) -> torch.Tensor:
+        """A ``meta`` tensor with its shape and dtype."""
+
+    def check_float(self, what: str) -> None:
+        """Raise ConfigError if the values are quantised; ``what`` was asked for."""
+
+
+class GuardedParameters(dict[str, Any]):
+    """``_parameters`` of a module that does not compute with (some of) them: assigning others raises ConfigError.
+
+    ``torch.export`` does not list them, since it would make inputs of them.
+
+    Attributes:
+        names: local name of a guarded parameter -> its name in the site. owner: has their values; None: no one can
+            give them back.
+    """
+
+    def __init__(self, parameters: Mapping[str, Any], names: Mapping[str, str], owner: Any) -> None:
+        super().__init__(parameters)
+        self.names, self.owner = dict(names), owner
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self.names and self.get(name) is not value:
+            raise _not_heeded(self.names[name])
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        if name in self.names:
+            raise _not_heeded(self.names[name])
+        super().__delitem__(name)
+
+    def items(self) -> Any:
+        if _exporting():
+            return {name: p for name, p in super().items() if name not in self.names}.items()
+        return super().items()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return GuardedParameters, (dict(dict.items(self)), self.names, self.owner)
+
+
+class GuardedModules(dict[str, Any]):
+    """``_modules`` of a module that does not call them any more: replacing one raises ConfigError.
+
+    ``key`` names the FFN that a sparse layer computes in their place.
+    """
+
+    def __init__(self, modules: Mapping[str, Any], key: str) -> None:
+        super().__init__(modules)
+        self.key = key
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if self.get(name, value) is not value:
+            raise _not_heeded(f"{name} of {self.key}")
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        raise _not_heeded(f"{name} of {self.key}")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return GuardedModules, (dict(self), self.key)
+
+
+def _not_heeded(name: str) -> ConfigError:
+    return ConfigError(
+        f"assigning {name}",
+        expected="a model that is not optimised",
+        found="a layer that does not compute with it, and would not see it",
+        fix=_FIX,
+    )
+
+
+def _exporting() -> bool:
+    trace = getattr(torch.export, "_trace", None)
+    return getattr(trace, "_EXPORT_FLAGS", None) is not None
+
+
+# --- what a module does differently while a sparse layer has its values ---
+
+
+class _Method:
+    """``function(module, ...)`` as an attribute of ``module``, which it knows weakly: a cycle would keep weights in
+    memory until garbage is collected.
+    """
+
+    def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
+        self._function, self._module = function, weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._module(), *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Method:
+        return _Method(self._function, copy.deepcopy(self._module(), memo))  # type: ignore[arg-type]
+
+    def __reduce__(self) -> Any:
+        return _Method, (self._function, self._module())
+
+
+def apply_without_offloaded(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+    """``_apply`` of a module with offloaded parameters, which get ``fn``'s dtype."""
+    guarded = module._parameters
+    assert isinstance(guarded, GuardedParameters)
+    entries = dict(dict.items(guarded))
+    offloaded = {name: p for name, p in entries.items() if isinstance(p, OffloadedParameter)}
+    module.__dict__["_parameters"] = {name: p for name, p in entries.items() if name not in offloaded}
+    try:
+        nn.Module._apply(module, fn, recurse)
+    finally:
+        now = module._parameters
+        parameters = {name: now.get(name, p) for name, p in entries.items()}
+        module.__dict__["_parameters"] = GuardedParameters(parameters, guarded.names, guarded.owner)
+    for parameter in offloaded.values():
+        dtype = fn(torch.empty(0, dtype=parameter.dtype, device="cpu")).dtype
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.data = _hollow(parameter.shape, dtype)
+    return module
+
+
+@contextmanager
+def _dense(module: nn.Module) -> Iterator[GuardedParameters]:
+    """Within it ``module`` has ordinary parameters with their values."""
+    guarded = module._parameters
+    assert isinstance(guarded, GuardedParameters)
+    freed = [name for name, p in dict.items(guarded) if isinstance(p, OffloadedParameter)]
+    take_back(module)
+    try:
+        yield guarded
+    finally:
+        offload(module, guarded.names, guarded.owner, freed)
+
+
+def _save_to_state_dict(module: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    with _dense(module):
+        type(module)._save_to_state_dict(module, destination, prefix, False)
+
+
+def _load_from_state_dict(module: Any, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+    guarded = module._parameters
+    if not any(prefix + name in state_dict for name in guarded.names):
+        type(module)._load_from_state_dict(module, state_dict, prefix, *args)
+        return
+    guarded.owner.check_float(f"other weights for {prefix.rstrip('.')}")
+    with _dense(module):
+        type(module)._load_from_state_dict(module, state_dict, prefix, *args)
+        for name, of_site in guarded.names.items():
+            guarded.owner.load_value(of_site, module._parameters[name].detach())
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    "_apply": apply_without_offloaded,
+    "_save_to_state_dict": _save_to_state_dict,
+    "_load_from_state_dict": _load_from_state_dict,
+}
+
+
+def offload(module: nn.Module, names: Mapping[str, str], owner: WeightOwner, freed: Iterable[str]) -> None:
+    """``owner`` has the values of the parameters ``names`` of ``module``; the memory of those in ``freed`` is freed."""
+    for name in freed:
+        parameter: Any = module._parameters[name]
+        if not isinstance(parameter, OffloadedParameter):  # registered in two modules of the layer
+            free_storage(parameter, names[name], owner.shape_of(names[name]))
+    module.__dict__["_parameters"] = GuardedParameters(module._parameters, names, owner)
+    module.__dict__ |= {name: _Method(function, module) for name, function in _METHODS.items()}
+
+
+def take_back(module: nn.Module) -> None:
+    """Undo :func:`offload`: ``module`` has ordinary parameters with their values."""
+    guarded = module._parameters
+    if isinstance(guarded, GuardedParameters):
+        for name, parameter in dict.items(guarded):
+            if isinstance(parameter, OffloadedParameter) and guarded.owner is not None:
+                restore_storage(parameter, guarded.owner.dense_value(guarded.names[name]))
+        module.__dict__["_parameters"] = dict(dict.items(guarded))
+        for name in _METHODS:
+            module.__dict__.pop(name, None)

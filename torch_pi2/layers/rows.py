@@ -1,0 +1,214 @@
+"""Neurons' rows: made from a layer's matrices, float or quantised, and turned back into them (``DenseForm``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from torch_pi2.base.memory import new_tensor
+from torch_pi2.base.warn import log_once
+from torch_pi2.errors import ConfigError
+from torch_pi2.formats import row_bytes
+from torch_pi2.ops.quantized import quantize
+from torch_pi2.ops.rows import row_of_neurons
+from torch_pi2.types.method import LOSSY
+from torch_pi2.types.site import FFNSite, FFNWeights, LinearRef
+
+#: Float32 bytes of the rows that are quantised at a time.
+_CHUNK_BYTES = 32 << 20
+
+
+def make_rows(weights: FFNWeights, order: torch.Tensor) -> torch.Tensor:
+    """``[I, R, H]`` contiguous: gate row, up row and down column of each neuron, in ``order`` (``[I]`` int64)."""
+    rows = [w for w in (weights.gate, weights.up, weights.down.T) if w is not None]
+    rows_IRH = new_tensor((len(order), len(rows), weights.up.shape[1]), weights.up.dtype)
+    for r, row_IH in enumerate(rows):  # one matrix at a time keeps the peak at one copy
+        rows_IRH[:, r] = row_IH.detach()[order]
+    return rows_IRH
+
+
+def make_quantized_rows(
+    site: FFNSite,
+    weights: FFNWeights,
+    order: torch.Tensor,
+    kind: str,
+    importance: torch.Tensor | None = None,
+    given: Mapping[str, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, float]:
+    """As :func:`make_rows`, quantised: uint8 ``[I, R, row_bytes(H)]``, and the relative error of all its weights.
+
+    Args:
+        kind: ``int4`` or ``int8``.
+        importance: ``[H]`` float32, how much the squared error of a column of gate and up counts (their common input's
+            mean square); a down column multiplies one number alone, so its errors count the same.
+        given: role -> rows ``[I, row_bytes(H)]`` in the model's order, to be taken as they are.
+
+    Raises:
+        NonFiniteError: see :func:`torch_pi2.ops.quantized.quantize`.
+    """
+    refs = [("gate", weights.gate, site.gate), ("up", weights.up, site.up), ("down", weights.down.T, site.down)]
+    rows = [(role, w, ref) for role, w, ref in refs if w is not None and ref is not None]
+    hidden = weights.up.shape[1]
+    neuron_rows = new_tensor((len(order), len(rows), row_bytes(kind, hidden)), torch.uint8)
+    step = max(1, _CHUNK_BYTES // (4 * hidden))
+    wrong = total = 0.0
+    for r, (role, w_IH, ref) in enumerate(rows):
+        for start in range(0, len(order), step):
+            part = w_IH.detach()[order[start : start + step]].contiguous()
+            weight = None if role == "down" else importance
+            if given is not None and role in given:
+                quantised = given[role][order[start : start + step]]
+            else:
+                quantised = quantize(f"{ref.weight} of {site.key}", part, kind, weight)
+            neuron_rows[start : start + step, r] = quantised
+            off = torch.ops.pi2.dequantize(quantised, kind, hidden, torch.float32).sub_(part)
+            wrong += float(off.square_().sum(dtype=torch.float64))
+            total += float(part.float().square_().sum(dtype=torch.float64))
+    return neuron_rows, (wrong / total) ** 0.5 if total else 0.0
+
+
+def row_of_each(neuron_rows: torch.Tensor, row: int, kind: str, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+    """Row ``row`` of every neuron as ``[I, H]`` in ``dtype``: a view if they are stored so, else a copy."""
+    if kind == "float":
+        return neuron_rows[:, row].to(dtype)
+    rows, of = row_of_neurons(neuron_rows, row, kind, hidden)
+    w_IH: torch.Tensor = torch.ops.pi2.dequantize(rows, of, hidden, dtype)
+    return w_IH
+
+
+def permuted(bias: torch.Tensor | None, order: torch.Tensor) -> torch.Tensor | None:
+    """A bias, if there is one, in ``order``."""
+    return None if bias is None else bias.detach()[order]
+
+
+class DenseForm(nn.Module):
+    """The weights of a sparse layer by the names and in the shapes that they have in the dense model.
+
+    Attributes:
+        neuron_rows: ``[I, R, H]`` in plan order (``order``, of which ``inverse`` is the inverse). weights: how they are
+            stored. The biases: ``bias_gate``, ``bias_up [I]`` in plan order, ``bias_down [H]``.
+    """
+
+    site: FFNSite
+    method: str
+    weights: str
+    neuron_rows: torch.Tensor
+    order: torch.Tensor
+    inverse: torch.Tensor
+    bias_gate: torch.Tensor | None
+    bias_up: torch.Tensor | None
+    bias_down: torch.Tensor | None
+    _dtype: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the float parameters that the layer has or stands for."""
+        return self.neuron_rows.dtype if self.weights == "float" else self._dtype
+
+    def parts(self) -> list[tuple[LinearRef, str]]:
+        """The site's matmuls with their place among a neuron's rows, gate before up."""
+        gate = [] if self.site.gate is None else [(self.site.gate, "gate")]
+        return [*gate, (self.site.up, "up"), (self.site.down, "down")]
+
+    def projection(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of ``gate``, ``up`` (``[I, H]``) or ``down`` (``[H, I]``) in original neuron order."""
+        rows = self.site.rows_per_neuron
+        row = {"gate": 0, "up": rows - 2, "down": rows - 1}[role]
+        w_IH = row_of_each(self.neuron_rows, row, self.weights, self.site.hidden, self.dtype).index_select(
+            0, self.inverse
+        )
+        if role == "down":
+            return w_IH.T.contiguous(), None if self.bias_down is None else self.bias_down.to(self.dtype)
+        bias = permuted(self.bias_gate if role == "gate" else self.bias_up, self.inverse)
+        return w_IH, None if bias is None else bias.to(self.dtype)
+
+    def dense_value(self, name: str) -> torch.Tensor:
+        """A copy of the parameter ``name`` of the site.
+
+        Bit-identical to the original; of a quantised layer the numbers that its rows stand for.
+        """
+        value: torch.Tensor | None = None
+        for ref, role in self.parts():
+            if name in (ref.weight, ref.bias):
+                weight, bias = self.projection(role)
+                own = replace(ref, expert=None)  # of which this layer is one
+                part, take = (weight, own.take) if name == ref.weight else (bias, own.take_bias)
+                assert part is not None
+                if value is None:
+                    value = torch.empty_like(self.shape_of(name), device=part.device)
+                take(value).copy_(part)
+        assert value is not None
+        return value
+
+    def dense_names(self) -> list[str]:
+        """The site's parameters."""
+        return [*dict.fromkeys(name for ref, _ in self.parts() for name in (ref.weight, ref.bias) if name is not None)]
+
+    def dense_values(self) -> dict[str, torch.Tensor]:
+        """:meth:`dense_value` of all parameters of the site."""
+        return {name: self.dense_value(name) for name in self.dense_names()}
+
+    def load_value(self, name: str, value: torch.Tensor) -> None:
+        """:meth:`assign`, and a warning if a lossy plan was made from other weights."""
+        if self.assign(name, value):
+            self.warn_of_other_weights()
+
+    def warn_of_other_weights(self) -> None:
+        if self.method in LOSSY:
+            log_once(
+                f"{self.site.key} got other weights, but keeps a {self.method} plan made from the old ones: optimise "
+                "the model again"
+            )
+
+    def assign(self, name: str, value: torch.Tensor) -> bool:
+        """Write parameter ``name`` of the site, in its original shape, into the neurons; whether it was new.
+
+        Raises:
+            ConfigError: the neurons are quantised.
+        """
+        self.check_float(f"other weights for {self.site.key}")
+        changed = False
+        for ref, role in self.parts():
+            if name not in (ref.weight, ref.bias):
+                continue
+            own = replace(ref, expert=None)
+            new = own.take_bias(value) if name == ref.bias else own.take(value)
+            target: torch.Tensor | None
+            if name == ref.bias:
+                target = {"gate": self.bias_gate, "up": self.bias_up, "down": self.bias_down}[role]
+                new = new if role == "down" else new[self.order]
+            elif role == "down":
+                target, new = self.neuron_rows[:, -1], new.T[self.order]
+            else:
+                target = self.neuron_rows[:, 0 if role == "gate" else self.neuron_rows.shape[1] - 2]
+                new = new[self.order]
+            assert target is not None
+            new = new.to(target.dtype)
+            if not torch.equal(target, new):
+                changed = True
+                with torch.no_grad():
+                    target.copy_(new)
+        return changed
+
+    def shape_of(self, name: str) -> torch.Tensor:
+        """A ``meta`` tensor with shape and dtype of parameter ``name``."""
+        parts = [(ref, role) for ref, role in self.parts() if name in (ref.weight, ref.bias)]
+        ref, role = parts[0]
+        firsts = sum(of != "down" for _, of in parts)  # of tied weights the down matrix is one as well
+        rows = self.site.intermediate * firsts or self.site.hidden
+        columns = self.site.intermediate if role == "down" else self.site.hidden
+        matrix = (columns, rows) if ref.transposed else (rows, columns)
+        return torch.empty(matrix if name == ref.weight else (rows,), dtype=self.dtype, device="meta")
+
+    def check_float(self, what: str) -> None:
+        """Raise ConfigError if the layer is quantised, which cannot be undone; ``what`` was asked for."""
+        if self.weights != "float":
+            raise ConfigError(
+                what,
+                expected="a layer with float weights",
+                found=f"{self.weights}, which is lossy: the original numbers are gone",
+                fix="Load the checkpoint again (from_pretrained, or torch_pi2.load) instead.",
+            )

@@ -1,0 +1,123 @@
+"""An FFN that is a sequence of modules inside a bigger block: the first computes it all, the others pass the result on.
+
+``FusedOutput`` is that result on its way. Modules compare positions, so that a missing or replaced one is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from torch_pi2.base.offloaded import is_metadata
+from torch_pi2.errors import ConfigError
+from torch_pi2.types.site import FFNSite
+
+
+def only_input(keyword: str, key: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The one tensor of a call, by position or as ``keyword``, the name of the first argument of the dense forward.
+
+    Raises:
+        ConfigError: there are other arguments; what the dense layer ``key`` does with them is not known here.
+    """
+    given = args if not kwargs else (*args, *(v for k, v in kwargs.items() if k == keyword))
+    if len(given) == len(args) + len(kwargs) == 1 and isinstance(given[0], torch.Tensor | FusedTrace):
+        return given[0]
+    found = [type(a).__name__ for a in args] + [f"{k}={type(v).__name__}" for k, v in kwargs.items()]
+    raise ConfigError(
+        f"arguments of {key}",
+        expected=f"one tensor, by position or as {keyword}=",
+        found=", ".join(found) or "none",
+        fix="Leave the other arguments out, or torch_pi2.restore(model) and plan without this layer.",
+    )
+
+
+class FusedOutput(torch.Tensor):
+    """The result of an FFN on its way through the modules after its first linear.
+
+    It is not what that linear gives, so any computation with it raises ConfigError.
+    """
+
+    ffn: torch.Tensor
+    site: FFNSite
+    at: int
+
+    @staticmethod
+    def wrap(y: torch.Tensor, site: FFNSite) -> FusedOutput | FusedTrace:
+        """``y`` as the input of the module after the first linear."""
+        if torch.compiler.is_compiling():
+            return FusedTrace(y, site)
+        fused = y.as_subclass(FusedOutput)
+        fused.ffn, fused.site, fused.at = y, site, 1
+        return fused
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if is_metadata(func) and name == "__get__" and func.__self__.__name__ not in ("shape", "ndim"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        leaves = tree_leaves((args, kwargs))
+        raise _out_of_order(next(x for x in leaves if isinstance(x, FusedOutput)).site, f"{name} of its result")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"FusedOutput({self.site.key}: its FFN's result, for the modules after it)"
+
+
+class FusedTrace:
+    """:class:`FusedOutput` where a graph is traced: no tensor, so that only the modules after it take it."""
+
+    def __init__(self, ffn: torch.Tensor, site: FFNSite) -> None:
+        self.ffn, self.site, self.at = ffn, site, 1
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        next(leaf for leaf in leaves if isinstance(leaf, FusedTrace))._refuse()
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise _out_of_order(self.site, "an operation on its result")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __getitem__ = _refuse
+
+    def __repr__(self) -> str:
+        return f"FusedTrace({self.site.key}: its FFN's result, for the modules after it)"
+
+
+def _out_of_order(site: FFNSite, found: str) -> ConfigError:
+    return ConfigError(
+        f"calling a part of {site.key} by hand",
+        expected=f"its modules one after another, from {site.up.weight.rpartition('.')[0]} on: an optimised model "
+        "computes them as one",
+        found=found,
+        fix="Call the whole block, or torch_pi2.restore(model) first.",
+    )
+
+
+class FusedIdentity(nn.Module):
+    """``forward`` of a module after the first linear: passes a :class:`FusedOutput` on.
+
+    Attributes:
+        position: among the FFN's modules, of which the first is 0. last: whether it is the last of them.
+
+    Raises (when it is called):
+        ConfigError: with anything but what the module before it gave.
+    """
+
+    def __init__(self, site: FFNSite, position: int, last: bool) -> None:
+        super().__init__()
+        self.site, self.position, self.last, self.keyword = site, position, last, "input"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x = only_input(self.keyword, self.site.key, args, kwargs)
+        if not isinstance(x, FusedTrace) and type(x) is not FusedOutput:
+            raise _out_of_order(self.site, "a tensor of something else")
+        if x.site.key != self.site.key or x.at != self.position:
+            raise _out_of_order(
+                self.site, "what another module than the one before it gave: one is missing, or is another"
+            )
+        x.at += 1
+        return x.ffn if self.last else x
