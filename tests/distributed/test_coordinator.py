@@ -25,6 +25,7 @@ ASKED = torch.tensor([[5, 6, 7, 8] * 4])
 
 _BEGIN = """
 import os, signal, threading, time, torch_pi2
+from torch_pi2.layers.of_model import called_modules
 from torch_pi2.decode.decoder import Decoder
 few, asked = torch.arange(1, 6)[None], torch.tensor([[5, 6, 7, 8] * 4])
 how = torch_pi2.GroupConfig(timeout_s=float([*sys.argv[7:], 3][0]))
@@ -302,7 +303,7 @@ def stop(*_):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 if rank == victim:
-    [m for m in model.modules() if hasattr(m, "store_layer")][-1].register_forward_hook(stop)
+    list(called_modules(model).values())[-1].register_forward_hook(stop)
 coordinator = torch_pi2.lead(model) if coordinated and not rank else None
 try:
     if coordinated and rank:
