@@ -12,9 +12,12 @@ from torch_pi2.ops import load
 load()
 
 
-@pytest.fixture(params=torch.ops.pi2.kernel_tables().partition(":")[0].split(","))
+ISAS = torch.ops.pi2.kernel_tables().partition(":")[0].split(",")
+
+
+@pytest.fixture(params=[ISAS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in ISAS[1:-1]), *ISAS[1:][-1:]])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each that this CPU has, in the place of the best."""
+    """Each that this CPU has, in the place of the best; all but the first and the last are slow."""
     best = torch.ops.pi2.kernel_tables().partition(":")[2]
     assert torch.ops.pi2.select_kernels(request.param)
     yield request.param

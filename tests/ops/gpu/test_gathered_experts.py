@@ -19,6 +19,10 @@ EXPERTS, NEURONS, HIDDEN, TOKENS, SLOTS = 3, 70, 41, 3, 2
 NONE: tuple[Any, ...] = ([], gpu.NO_PREDICTOR, 0.0, "float", False)
 
 
+#: The interpreter takes long: one format is looked at each time.
+WEIGHTS = ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("float32", "float16", "int8"))]
+
+
 @pytest.fixture(autouse=True)
 def few_programs() -> Iterator[None]:
     """The interpreter takes milliseconds for each."""
@@ -60,7 +64,7 @@ def both(
     return found, reference.experts_ffn(*tensors, given, kind, cuts, *how, *settings, thresholds, *held)
 
 
-@pytest.mark.parametrize("weights", ["float32", "float16", "int4", "int8"])
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_exact_gates_and_thresholds(weights: str) -> None:
     for rows, thresholds in ((3, [0.0, 0.1, 0.3]), (2, [0.0] * 3)):
         neuron_rows, form = neurons(weights, rows)
@@ -68,7 +72,7 @@ def test_exact_gates_and_thresholds(weights: str) -> None:
             close(*both((*routed(), neuron_rows), NONE, ("relu", rows == 3), thresholds, form, int8_activations))
 
 
-@pytest.mark.parametrize("weights", ["float32", "float16", "int4", "int8"])
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_predictors(weights: str) -> None:
     neuron_rows, form = neurons(weights)
     for predictor in predictors(HIDDEN, NEURONS):
@@ -103,6 +107,7 @@ def test_output_is_rounded_once() -> None:
         assert torch.equal(half, whole.half())
 
 
+@pytest.mark.slow
 def test_the_same_bits_in_any_company_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     x_TH, index_Tk, routing_Tk = routed(5)
     predictor, zeros = stacked(list(predictors(HIDDEN, NEURONS))[1]), torch.zeros(3).double()
