@@ -24,7 +24,7 @@ import torch
 from transformers import AutoTokenizer
 
 import torch_pi2
-from examples.phone import ways
+from examples.phone import runtimes
 from examples.phone.models import CHAT_TEMPLATE, PROMPTS, Case, cases
 from torch_pi2.base.files import atomic_write
 from torch_pi2.cli.tables import table
@@ -36,7 +36,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one way: what is as in PyTorch. None: it has no such thing."""
+    """What one runtime answers as PyTorch does; None: it cannot do that."""
 
     alone: bool
     together: bool | None
@@ -48,18 +48,20 @@ class Verdict:
         return self.alone and self.together is not False and self.talk and (self.logit_error or 0) < TOLERANCE
 
 
-def judge(found: ways.Answers, wanted: ways.Wanted, tokenizer: Any) -> Verdict:
+def judge(answers: runtimes.Answers, expected: runtimes.Expected, tokenizer: Any) -> Verdict:
     def same(some: Sequence[list[int] | str], right: list[list[int]]) -> bool:
-        shown = [tokenizer.decode(ids) if isinstance(one, str) else ids[: found.most] for one, ids in zip(some, right)]
+        shown = [
+            tokenizer.decode(ids) if isinstance(one, str) else ids[: answers.most] for one, ids in zip(some, right)
+        ]
         return len(some) == len(right) and list(some) == shown
 
-    kept = found.known_tokens == len(wanted.read[0]) + len(wanted.talk[0]) - 1  # its last token nobody has read
+    reused = answers.known_tokens == len(expected.read[0]) + len(expected.talk[0]) - 1  # its last token was not read
     error, together = None, None
-    if found.logits is not None:
-        error = float((found.logits - wanted.logits).abs().max() / wanted.logits.abs().max())
-    if found.together is not None:
-        together = same(found.together, wanted.alone)
-    return Verdict(same(found.alone, wanted.alone), together, same(found.talk, wanted.talk) and kept, error)
+    if answers.logits is not None:
+        error = float((answers.logits - expected.logits).abs().max() / expected.logits.abs().max())
+    if answers.together is not None:
+        together = same(answers.together, expected.alone)
+    return Verdict(same(answers.alone, expected.alone), together, same(answers.talk, expected.talk) and reused, error)
 
 
 def row(name: str, verdict: Verdict, seconds: float) -> tuple[str, ...]:
@@ -68,16 +70,16 @@ def row(name: str, verdict: Verdict, seconds: float) -> tuple[str, ...]:
     return (name, *(words[found] for found in (verdict.alone, verdict.together, verdict.talk)), error, f"{seconds:.1f}")
 
 
-def check(case: Case, wanted: ways.Wanted) -> None:
+def check(case: Case, expected: runtimes.Expected) -> None:
     """Raises SystemExit: the answers would not tell right from wrong."""
-    first, second = wanted.read
-    if wanted.margin < 2 * TOLERANCE:
+    first, second = expected.read
+    if expected.margin < 2 * TOLERANCE:
         raise SystemExit(
-            f"{case.name}: two tokens are as good as one another ({wanted.margin:.1e}); choose other prompts"
+            f"{case.name}: two tokens are as good as one another ({expected.margin:.1e}); choose other prompts"
         )
-    if second[: len(first) + case.talk_tokens] != first + wanted.talk[0]:
+    if second[: len(first) + case.talk_tokens] != first + expected.talk[0]:
         raise SystemExit(f"{case.name}: its answer has other tokens when its text is read; choose other questions")
-    if len({token for answer in wanted.alone for token in answer}) < len(PROMPTS):
+    if len({token for answer in expected.alone for token in answer}) < len(PROMPTS):
         raise SystemExit(f"{case.name}: it says the same whatever it is asked; choose other weights")
 
 
@@ -94,32 +96,32 @@ def main() -> int:
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.demo / "model", trust_remote_code=True)
     tokenizer.chat_template = CHAT_TEMPLATE
-    those = ways.found(args.arm, args.jvm, tokenizer)
+    all_runtimes = runtimes.available(args.arm, args.jvm, tokenizer)
     report: dict[str, Any] = {}
     shown: list[str] = []
-    heads = ("way", f"{len(PROMPTS)} prompts", "together", "2 turns", "logits off by", "seconds")
+    heads = ("runtime", f"{len(PROMPTS)} prompts", "together", "2 turns", "logits off by", "seconds")
     for case in cases(args.demo / "model", args.tokens):
         model = case.make(tokenizer)
         with torch.no_grad():
-            wanted = ways.pytorch(model, tokenizer, case)
-        check(case, wanted)
+            expected = runtimes.pytorch(model, tokenizer, case)
+        check(case, expected)
         bundle, started = args.demo / f"bundle-{case.name}", time.perf_counter()
         torch_pi2.export(model, bundle, tokenizer=tokenizer, max_tokens=256, batches=(1, len(PROMPTS)), progress=True)
         exported = time.perf_counter() - started
         rows, verdicts = [], {}
-        for name, way in those.items():
+        for name, answers_of in all_runtimes.items():
             started = time.perf_counter()
-            verdicts[name] = judge(way(bundle, wanted, case), wanted, tokenizer)
+            verdicts[name] = judge(answers_of(bundle, expected, case), expected, tokenizer)
             rows.append(row(name, verdicts[name], time.perf_counter() - started))
-        about = f"{case.name}: exported in {exported:.0f} s; PyTorch's best two logits are {wanted.margin:.1e} apart"
+        about = f"{case.name}: exported in {exported:.0f} s; PyTorch's best two logits are {expected.margin:.1e} apart"
         shown += [about, table(heads, rows), ""]
         report[case.name] = {
             "export_seconds": exported,
             "program": describe_program(bundle / "model.pte"),
             "bytes": {path.name: path.stat().st_size for path in bundle.iterdir()},
-            "text": [tokenizer.decode(ids) for ids in wanted.alone],
-            "margin": wanted.margin,
-            "ways": {name: vars(verdict) for name, verdict in verdicts.items()},
+            "text": [tokenizer.decode(ids) for ids in expected.alone],
+            "margin": expected.margin,
+            "runtimes": {name: vars(verdict) for name, verdict in verdicts.items()},
         }
     for prompt, text in zip(PROMPTS, report["trained"]["text"], strict=True):
         print(f"{prompt}{text}", end="\n\n")
@@ -127,7 +129,7 @@ def main() -> int:
     print("\n".join(shown))
     atomic_write(args.demo / "phone.json", json.dumps(report, indent=1) + "\n")
     print(f"bundles {args.demo / 'bundle-*'}; all numbers in {args.demo / 'phone.json'}")
-    return 0 if all(Verdict(**way).good for case in report.values() for way in case["ways"].values()) else 1
+    return 0 if all(Verdict(**verdict).good for case in report.values() for verdict in case["runtimes"].values()) else 1
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from torch_pi2.errors import ConfigError
-from torch_pi2.export.qnn import Settings
 from torch_pi2.export.qnn.weights import NpuGrid, block_scales, calibrate, rounded
 from torch_pi2.fitting.gptq import Moments, Solver
 
@@ -88,10 +86,3 @@ def test_layers_of_a_program_are_solved_one_after_another(block: int) -> None:
             weight = model.get_parameter(name)
             weight.copy_(to_nearest(weight, block))
         assert gained < 0.8 * float((model(x)[0] - right).norm())
-
-
-@pytest.mark.parametrize(("precision", "quantization"), [("w8a16", "gptq"), ("w4a16", "weighted")])
-def test_gptq_is_of_4_bit_weights(precision: str, quantization: str) -> None:
-    expected = f"quantization of the hot part in {precision}: expected rtn, or gptq with w4a16, found '{quantization}'"
-    with pytest.raises(ConfigError, match=expected):
-        Settings("SM8650", precision, quantization=quantization)

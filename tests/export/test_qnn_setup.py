@@ -126,13 +126,19 @@ def test_an_unknown_soc_is_refused_first() -> None:
     assert "SM8450" in str(qnn.problems("SM8450")[0])
 
 
-def test_settings_that_make_no_sense() -> None:
-    with pytest.raises(ConfigError, match=r"w4a16, w8a16, fp16, found 'int4'"):
-        qnn.Settings("SM8650", "int4")
-    with pytest.raises(ConfigError, match=r"expected outliers a multiple of 64.*found outliers=32"):
-        qnn.Settings("SM8650", outliers=32)
-    with pytest.raises(ConfigError, match=r"blocks 'auto', 0, 16, 32 or 64.*found outliers=64, blocks=8"):
-        qnn.Settings("SM8650", blocks=8)
+def test_wrong_settings() -> None:
+    for settings, message in (
+        ({"precision": "int4"}, r"precision of the hot part: expected w4a16 or w8a16 or fp16, found 'int4'"),
+        ({"outliers": 32}, "outliers of the hot part: expected a multiple of 64, or 0, found 32"),
+        ({"blocks": 8}, "blocks of the hot part: expected 'auto', 0, 16, 32 or 64, found 8"),
+        (
+            {"precision": "w8a16", "quantization": "gptq"},
+            "quantization of the hot part: expected rtn, or gptq with w4a16",
+        ),
+        ({"quantization": "weighted"}, "quantization of the hot part: expected rtn or gptq, found 'weighted'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            qnn.Settings("SM8650", **settings)
 
 
 def test_groups_that_do_not_divide_a_layer() -> None:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.base.fields import Field
+from torch_pi2.base.fields import Field, argument, check_fields, limited
 from torch_pi2.base.files import parse_json, read_text
-from torch_pi2.errors import ConfigError
 from torch_pi2.export.manifest import CHUNK_NEURONS
 
 REPORT_FILE = "qnn.json"
@@ -70,36 +69,22 @@ class Settings:
     """
 
     soc: str
-    precision: str = "w4a16"
-    outliers: int = EQUAL_OUTLIERS
+    precision: str = limited(choices=PRECISIONS, default="w4a16")
+    outliers: int = limited(default=EQUAL_OUTLIERS)
     blocks: int | str = "auto"
     weight_sharing: bool = True
-    timeout_s: float = 1800.0
-    quantization: str = "rtn"
+    timeout_s: float = limited(above=True, default=1800.0)
+    quantization: str = limited(choices=("rtn", "gptq"), default="rtn")
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise ConfigError(
-                "precision of the hot part",
-                expected=f"one of {', '.join(PRECISIONS)}",
-                found=repr(self.precision),
-                fix="w4a16 is the default.",
-            )
-        if self.quantization not in ("rtn", "gptq") or (self.quantization == "gptq" and self.precision != "w4a16"):
-            raise ConfigError(
-                f"quantization of the hot part in {self.precision}",
-                expected="rtn, or gptq with w4a16",
-                found=repr(self.quantization),
-                fix="Leave it out.",
-            )
-        good = not (self.outliers < 0 or self.outliers % 64) and self.blocks in ("auto", 0, *BLOCKS)
-        if not good or self.timeout_s <= 0:
-            raise ConfigError(
-                "settings of the hot part",
-                expected="outliers a multiple of 64 (or 0), blocks 'auto', 0, 16, 32 or 64, and a timeout_s above 0",
-                found=f"outliers={self.outliers}, blocks={self.blocks!r}, timeout_s={self.timeout_s}",
-                fix="Leave them at their defaults.",
-            )
+        check_fields(self, "{} of the hot part")
+        for name, good, expected in (
+            ("outliers", self.outliers % 64 == 0, "a multiple of 64, or 0"),
+            ("blocks", self.blocks in ("auto", 0, *BLOCKS), "'auto', 0, 16, 32 or 64"),
+            ("quantization", self.quantization == "rtn" or self.precision == "w4a16", "rtn, or gptq with w4a16"),
+        ):
+            if not good:
+                argument(getattr(self, name), f"{name} of the hot part").wrong(expected)
 
     @property
     def bits(self) -> float:

@@ -1,4 +1,4 @@
-"""Everything that runs a bundle, and PyTorch: the greedy answers of each."""
+"""The greedy answers of PyTorch, and of every runtime for bundles."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Answers:
-    """Of one way. Token ids; texts of what shows no ids.
+    """The answers of one runtime: token ids, or texts if it shows no ids.
 
     Attributes:
-        alone: to each prompt, one after the other. together: to all prompts at once; None: it cannot.
-        talk: to each question of a talk. known_tokens: that were not read again at the last of these.
-        logits: after the first prompt, ``[V]``; None: it shows none. most: tokens of an answer that were asked for, if
-            fewer than of PyTorch.
+        alone: to each prompt, one after another. together: to all prompts at once; None: it cannot.
+        talk: to each question of a chat. known_tokens: cached tokens at the last of these.
+        logits: after the first prompt, ``[V]``; None: it shows none. most: tokens per answer, if fewer than PyTorch's.
     """
 
     alone: Sequence[list[int] | str]
@@ -47,12 +46,12 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """PyTorch's answers, each to its prompt alone, and of a talk to all that was said before.
+class Expected:
+    """PyTorch's answers, each to its prompt alone, and in a chat to all earlier messages.
 
     Attributes:
-        alone, talk, logits: as of :class:`Answers`. messages: all that was said. read: tokens of the talk until each
-            question, with it. margin: the least between the best two logits of a step, over their largest magnitude.
+        alone, talk, logits: as of :class:`Answers`. messages: of the chat. read: tokens of the chat up to and with each
+            question. margin: the smallest difference of a step's two best logits, relative to their largest magnitude.
     """
 
     alone: list[list[int]]
@@ -63,7 +62,7 @@ class Wanted:
     margin: float
 
 
-def pytorch(model: Any, tokenizer: Any, case: Case) -> Wanted:
+def pytorch(model: Any, tokenizer: Any, case: Case) -> Expected:
     margins: list[float] = []
     first: list[torch.Tensor] = []
 
@@ -86,17 +85,17 @@ def pytorch(model: Any, tokenizer: Any, case: Case) -> Wanted:
         read.append(tokenizer.apply_chat_template(messages, return_dict=False))
         talk.append(say(read[-1], case.talk_tokens))
         messages.append({"role": "assistant", "content": tokenizer.decode(talk[-1])})
-    return Wanted(alone, talk, first[0], messages, read, min(margins))
+    return Expected(alone, talk, first[0], messages, read, min(margins))
 
 
-def python(bundle: Path, wanted: Wanted, case: Case) -> Answers:
+def python(bundle: Path, expected: Expected, case: Case) -> Answers:
     """ExecuTorch's runtime for Python."""
     with Bundle(bundle) as opened:
         ids = opened.tokenizer(PROMPTS[0]).input_ids
         logits = opened.logits(ids, len(ids))[-1]
         alone = [opened.generate(prompt, case.tokens) for prompt in PROMPTS]
         together = opened.generate_batch(PROMPTS, case.tokens)
-        talk = [opened.generate(said, case.talk_tokens, reuse=True) for said in _turns(wanted)]
+        talk = [opened.generate(said, case.talk_tokens, reuse=True) for said in _turns(expected)]
     return Answers(_ids(alone), _ids(together), _ids(talk), talk[-1].known_tokens, logits)
 
 
@@ -104,8 +103,8 @@ def _ids(made: Sequence[Any]) -> list[list[int]]:
     return [one.sequences[0].ids for one in made]
 
 
-def stock(tokenizer: Any, bundle: Path, wanted: Wanted, case: Case) -> Answers:
-    """ExecuTorch's own LLM runner. Without ``reset`` it keeps what it has read: all but the last token it said."""
+def stock(tokenizer: Any, bundle: Path, expected: Expected, case: Case) -> Answers:
+    """ExecuTorch's own LLM runner. Without ``reset`` it keeps its cache: all but the last token of its answer."""
     from executorch.extension.llm.runner import GenerationConfig, TextLLMRunner
 
     def say(prompt: str, tokens: int) -> str:
@@ -125,15 +124,15 @@ def stock(tokenizer: Any, bundle: Path, wanted: Wanted, case: Case) -> Answers:
             alone.append(say(prompt, case.tokens))
         its.reset()
         talk, known = [], 0
-        for ids in wanted.read:
+        for ids in expected.read:
             talk.append(say(tokenizer.decode(ids[known:]), case.talk_tokens))
             known = len(ids) + case.talk_tokens - 1
     finally:
         set_options({"store_path": ""})
-    return Answers(alone, None, talk, len(wanted.read[0]) + case.talk_tokens - 1)
+    return Answers(alone, None, talk, len(expected.read[0]) + case.talk_tokens - 1)
 
 
-def runner(command: Sequence[str], most: int | None, bundle: Path, wanted: Wanted, case: Case) -> Answers:
+def runner(command: Sequence[str], most: int | None, bundle: Path, expected: Expected, case: Case) -> Answers:
     """The C++ runner; answers of at most ``most`` tokens."""
     tokens, talk_tokens = (min(n, most or n) for n in (case.tokens, case.talk_tokens))
     with tempfile.TemporaryDirectory() as folder:
@@ -144,14 +143,14 @@ def runner(command: Sequence[str], most: int | None, bundle: Path, wanted: Wante
         shown = torch.from_numpy(np.load(logits)[0, 0])
     requests: list[dict[str, Any]] = [{"prompt": prompt, "max_new_tokens": tokens} for prompt in PROMPTS]
     requests.append({"prompts": PROMPTS, "max_new_tokens": tokens})
-    requests += [{"messages": said, "max_new_tokens": talk_tokens} for said in _turns(wanted)]
+    requests += [{"messages": said, "max_new_tokens": talk_tokens} for said in _turns(expected)]
     made = _run([*command, str(bundle), "--requests", "-"], "".join(json.dumps(one) + "\n" for one in requests))
     ids = [[sequence["ids"] for sequence in report["sequences"]] for report in made]
     alone, together, talk = ids[: len(PROMPTS)], ids[len(PROMPTS)], ids[len(PROMPTS) + 1 :]
     return Answers([i for (i,) in alone], together, [i for (i,) in talk], made[-1]["known_tokens"], shown, most)
 
 
-def jvm(bundle: Path, wanted: Wanted, case: Case) -> Answers:
+def jvm(bundle: Path, expected: Expected, case: Case) -> Answers:
     """What Bundle.kt answers over the library of ``export/android``. Requests of Kotlin have one prompt."""
     libraries, classes = BUILD / "runner" / "pi2", (BUILD / "jni", BUILD / "deps" / "kotlin" / "kotlin.jar")
     java = ["java", f"-Djava.library.path={libraries}", "-cp", ":".join(map(str, classes)), "org.torchpi2.jvm.MainKt"]
@@ -161,13 +160,13 @@ def jvm(bundle: Path, wanted: Wanted, case: Case) -> Answers:
     return Answers(ids[0], None, ids[1], talk[-1]["known_tokens"])
 
 
-def found(arm: bool, java: bool, tokenizer: Any) -> dict[str, Callable[[Path, Wanted, Case], Answers]]:
-    """By name: what there is here. ``arm``, ``java``: fail where the runner for aarch64, a JVM are not.
+def available(arm: bool, java: bool, tokenizer: Any) -> dict[str, Callable[[Path, Expected, Case], Answers]]:
+    """By name: the runtimes on this machine. ``arm``, ``java``: fail without the runner for aarch64, or a JVM.
 
     Raises:
-        SystemExit: they are not.
+        SystemExit: one of them is missing.
     """
-    ways: dict[str, Callable[[Path, Wanted, Case], Answers]] = {
+    runtimes: dict[str, Callable[[Path, Expected, Case], Answers]] = {
         "ExecuTorch, Python": python,
         "ExecuTorch's LLM runner": partial(stock, tokenizer),
         "C++ runner, x86-64": partial(runner, [str(BUILD / "runner" / "pi2" / "pi2_runner")], None),
@@ -178,27 +177,27 @@ def found(arm: bool, java: bool, tokenizer: Any) -> dict[str, Callable[[Path, Wa
         # SME takes eight times as long to emulate; make test-arm does it.
         for cpu in ("max,sme=off", "cortex-a53"):
             command = ["qemu-aarch64-static", "-cpu", cpu, *packed]
-            ways[f"C++ runner, aarch64 ({cpu}, qemu)"] = partial(runner, command, ARM_TOKENS)
+            runtimes[f"C++ runner, aarch64 ({cpu}, qemu)"] = partial(runner, command, ARM_TOKENS)
     elif arm:
         raise SystemExit("phone: no runner for aarch64, or no qemu: make runner-arm, and qemu-user-static")
     else:
         print("not run: aarch64 (make runner-arm, and qemu-user-static)")
     if (BUILD / "jni" / ".built").exists() and shutil.which("java"):
-        ways["JNI under a JVM"] = jvm
+        runtimes["JNI under a JVM"] = jvm
     elif java:
         raise SystemExit("phone: no JVM, or nothing for it: make jni")
     else:
         print("not run: a JVM (make jni)")
-    return ways
+    return runtimes
 
 
-def _turns(wanted: Wanted) -> list[list[Message]]:
-    """All that was said until each question, with it."""
-    return [wanted.messages[: 2 * turn + 1] for turn in range(len(QUESTIONS))]
+def _turns(expected: Expected) -> list[list[Message]]:
+    """The messages up to and with each question."""
+    return [expected.messages[: 2 * turn + 1] for turn in range(len(QUESTIONS))]
 
 
 def _run(command: list[str], said: str | None = None) -> list[dict[str, Any]]:
-    """The lines of JSON that a program answers."""
+    """The lines of JSON that a program prints."""
     done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=900)
     if done.returncode:
         raise SystemExit(f"{command[0]} failed: {(done.stderr.strip().splitlines() or ['no words'])[-1]}")
