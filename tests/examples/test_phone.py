@@ -12,7 +12,7 @@ import torch
 
 from examples.phone.__main__ import check, judge
 from examples.phone.models import CHAT_TEMPLATE, PROMPTS, WINDOW, Case, cases
-from examples.phone.ways import Answers, Wanted, pytorch
+from examples.phone.runtimes import Answers, Expected, pytorch
 
 FOLDER = Path(__file__).parents[2] / "examples" / "models" / "drelu-stdlib-5m"
 SMALL = [case.name for case in cases(FOLDER, 1)[1:]]
@@ -28,14 +28,14 @@ def tokenizer() -> Any:
 
 
 @cache
-def said(name: str) -> tuple[Case, Any, Wanted]:
+def said(name: str) -> tuple[Case, Any, Expected]:
     case = next(case for case in cases(FOLDER, 1) if case.name == name)
     model = case.make(tokenizer())
     with torch.no_grad():
         return case, model, pytorch(model, tokenizer(), case)
 
 
-def right(wanted: Wanted) -> Answers:
+def right(wanted: Expected) -> Answers:
     known = len(wanted.read[0]) + len(wanted.talk[0]) - 1
     return Answers(wanted.alone, wanted.alone, wanted.talk, known, wanted.logits)
 
