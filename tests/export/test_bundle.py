@@ -215,7 +215,7 @@ def test_wrong_arguments_are_refused(bundle: Bundle) -> None:
         ({"temperature": -1.0}, r"temperature: expected a number, 0 or more, found -1\.0"),
         ({"temperature": float("nan")}, r"temperature: expected a finite number, found nan"),
         ({"top_p": 0.0}, r"top_p: expected a number, above 0, at most 1, found 0\.0"),
-        ({"num_return_sequences": 5}, r"num_return_sequences: expected a whole number, 1 or more, at most 4, found 5"),
+        ({"num_return_sequences": 5}, r"num_return_sequences: expected 1 to 4, the lanes of the bundle, found 5"),
         ({"max_new_tokens": 0}, r"max_new_tokens: expected a whole number, 1 or more, found 0"),
         ({"max_new_tokens": 2.5}, "max_new_tokens"),
         ({"temperature": 1 << 2000}, "temperature"),

@@ -246,7 +246,7 @@ class Bundle:
             NonFiniteError: logits are not finite.
         """
         with self._alone("generate", "decoder"):
-            argument(num_return_sequences, "num_return_sequences").whole(1, self.manifest.lanes)
+            self._check_count("num_return_sequences", num_return_sequences)
             argument(reuse, "reuse").flag()
             how = SamplingSettings(temperature, top_k, top_p, min_p, repetition_penalty, stop)
             answers, timing = self._answer([prompt] * num_return_sequences, max_new_tokens, how, seed, stream, reuse)
@@ -284,7 +284,7 @@ class Bundle:
         with self._alone("generate_batch", "decoder"):
             if isinstance(prompts, str):
                 argument(prompts, "prompts").wrong("a list of prompts")
-            argument(prompts, "prompts").items(1, self.manifest.lanes)
+            self._check_count("prompts", len(prompts))
             how = SamplingSettings(temperature, top_k, top_p, min_p, repetition_penalty, stop)
             answers, timing = self._answer([*prompts], max_new_tokens, how, seed, stream, False)
         return [Generated(answer.prompt, [answer.result()], *timing) for answer in answers]
@@ -366,6 +366,10 @@ class Bundle:
                 found=self.manifest.kind,
                 fix="Call bundle(...) for modules, generate or logits for decoders.",
             )
+
+    def _check_count(self, name: str, count: object) -> None:
+        if type(count) is not int or not 1 <= count <= self.manifest.lanes:
+            argument(count, name).wrong(f"1 to {self.manifest.lanes}, the lanes of the bundle")
 
     def _call(self, name: str, *args: torch.Tensor | float) -> Sequence[torch.Tensor]:
         with self._lock:
