@@ -57,7 +57,7 @@ LONG = {
     "--answers 2,5 --shared 20 --prefix-cache 1MiB",
     "prefix": "--shape tiny --threads 1 --prefix 64 --suffix 1,9 --rounds 1",
     "phone": "",
-    "methods": "--folder {relu} --weights float --tokens 256 --calibration-tokens 640",
+    "methods": "--folder {relu} --weights float --tokens 256 --calibration-tokens 3000",
 }
 
 

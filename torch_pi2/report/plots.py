@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from torch_pi2.base.units import size
-from torch_pi2.report.runs import ACTIVITIES
 
 #: Parts of a step's time, as the planner's cost model has them; ``ffn``: hot, cold, io and merge as one.
 PARTS = {
@@ -45,17 +43,10 @@ _STAGES = {
     "waiting for reads": "#f28e2b",
     "waiting for threads": "#c9b38c",
     "rest of the layer": "#9aa0a6",
-    "reading": "#d4673a",
-    "checking what was read": "#7d8fb3",
 }
-_READS = {"read": "reading", "pread": "reading", "verify": "checking what was read"}
-#: Spans that hold others.
-_OUTER = ("ffn", "predict", "linear")
 _PERCENT = {"tickformat": ".0%"}
 #: Layers that can have a label each.
 _LABELS = 12
-#: Height of all rows of reads together, in heights of a thread's lane.
-_READ_ROWS = 4.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +76,7 @@ def plots(report: Mapping[str, Any]) -> dict[str, list[Plot]]:
     if cache is not None:
         found["Cache"] += [_hits_over_time(cache), _hits_by_size(cache)]
     if timeline is not None:
-        found["Threads and reads"] += [_busy(timeline), _spans(timeline)]
+        found["Threads and reads"].append(_busy(timeline))
     return found
 
 
@@ -351,47 +342,10 @@ def _busy(timeline: Mapping[str, Any]) -> Plot:
     lost = f" {timeline['lost']:,} events were lost while recording, the oldest ones: raise capacity."
     read = (
         f"The whole trace, {timeline['total_ms']:,.0f} ms and {timeline['events']:,} events, as means over {step:.3g} "
-        "ms. Gaps are what PyTorch computes itself. Orange is time in which reading was not hidden."
+        "ms. Gaps are what PyTorch computes itself. Orange is time in which reading was not hidden. "
+        "Perfetto (ui.perfetto.dev) shows every span of the file."
     ) + (lost if timeline["lost"] else "")
     layout: dict[str, Any] = {"barmode": "stack", "bargap": 0, "hovermode": "x"}
     layout |= {"xaxis": _axis("ms since the first event", anchor="y2"), "yaxis": _axis("threads", domain=[0.42, 1])}
     layout |= {"yaxis2": _axis("MB/s", domain=[0, 0.32], rangemode="tozero")}
     return _plot("busy", "What threads do", read, [*traces, read_trace], 440, **layout)
-
-
-def _spans(timeline: Mapping[str, Any]) -> Plot:
-    """Every span of a window: threads above, reads under way below."""
-    lanes = timeline["lanes"]
-    threads = sum(not lane.startswith("read ") for lane in lanes)
-    depth = len(lanes) - threads
-    top = -(threads + 0.3)  # where rows of reads begin
-    row = _READ_ROWS / max(1, depth)
-    groups: dict[tuple[str, bool], list[Any]] = defaultdict(list)
-    for span in timeline["spans"]:
-        kind = _READS.get(span[0]) or ACTIVITIES.get(span[0], "rest of the layer")
-        groups[kind, span[0] in _OUTER].append(span)
-    traces = []
-    # Outer spans first: what is drawn later is in front.
-    for (name, outer), own in sorted(groups.items(), key=lambda g: (not g[0][1], [*_STAGES].index(g[0][0]))):
-        middles = [-(s[1] + 0.5) if s[1] < threads else top - (s[1] - threads + 0.5) * row for s in own]
-        trace = _bars([round(s[3], 4) for s in own], middles, name, _STAGES[name], "%{customdata[0]} %{x:.4f} ms")
-        trace["hovertemplate"] = "%{customdata[0]} %{x:.4f} ms<br>%{customdata[1]}<extra></extra>"
-        trace |= {"orientation": "h", "base": [round(s[2], 4) for s in own], "opacity": 0.35 if outer else 1}
-        trace |= {"customdata": [[s[0], escape(s[4])] for s in own], "legendgroup": name, "showlegend": not outer}
-        traces.append(trace | {"width": [(0.86 if outer else 0.6) if s[1] < threads else 0.85 * row for s in own]})
-    ticks = [-(i + 0.5) for i in range(threads)] + ([top - _READ_ROWS / 2] if depth else [])
-    labels = [escape(name) for name in lanes[:threads]] + ([f"reads<br>under way<br>(up to {depth})"] if depth else [])
-    length = timeline["end_ms"] - timeline["begin_ms"]
-    whole = length >= 0.999 * timeline["total_ms"]
-    part = "The whole trace" if whole else f"The {length:.3g} ms of the trace in which most is read"
-    read = (
-        f"{part}: {len(timeline['spans']):,} spans. Drag to zoom, double-click to go back. Below, each bar is a read "
-        "from the request to its end; their height is the depth of the queue. The file itself opens in Perfetto."
-    )
-    floor = top - (_READ_ROWS if depth else 0)
-    axes: dict[str, Any] = {
-        "xaxis": _axis("ms since the first event", range=[timeline["begin_ms"], timeline["end_ms"]])
-    }
-    axes["yaxis"] = _axis(tickvals=ticks, ticktext=labels, range=[floor, 0.1], showgrid=False, fixedrange=True)
-    height = 240 + 34 * threads + (150 if depth else 0)
-    return _plot("spans", "Threads and reads, one by one", read, traces, height, barmode="overlay", **axes)

@@ -20,8 +20,6 @@ from torch_pi2.observe.accesses import Accesses
 from torch_pi2.observe.replay import OPTIMAL, replay, replay_all
 from torch_pi2.observe.trace import STAGES
 
-#: Spans that are drawn at most: more make a page slow on a phone.
-MOST_SPANS = 2500
 #: A trace may be large, and its events take some ten times their text.
 _MOST_BYTES = 1 << 32
 #: Equal pieces that the whole trace is summed up in.
@@ -57,20 +55,19 @@ _WINDOWS, _SIZES = 24, 10
 #: Neurons wanted from which on fewer replays are made: each takes a second or two.
 _MANY = 50_000_000
 _Times = npt.NDArray[np.float64]
-#: Lane, stage, begin and length in milliseconds, note.
-_Span = tuple[int, str, float, float, str]
+#: Lane (of reads under way: negative), stage, begin and length in milliseconds.
+_Span = tuple[int, str, float, float]
 
 
 # --- traces
 
 
 def read_trace(path: str | Path) -> dict[str, Any]:
-    """The trace in ``path``: threads over the whole of it, and every span of its densest part.
+    """The trace in ``path``, summed up.
 
     Returns:
-        ``lanes``: compute threads, I/O threads, and rows of reads under way. ``spans``: [stage, lane, begin, ms, note]
-        from ``begin_ms`` to ``end_ms``. ``bins``: upper ends of equal pieces of the whole trace, in ms; in each piece
-        ``busy``: activity -> mean number of compute threads in it, and ``read_mb_per_s``.
+        ``bins``: upper ends of equal pieces of the trace, in ms; in each piece ``busy``: activity -> mean number of
+        compute threads in it, and ``read_mb_per_s``.
 
     Raises:
         ArtifactError: missing, damaged, or not written by :class:`torch_pi2.trace`.
@@ -96,7 +93,7 @@ def _found(error: Exception) -> str:
 def _timeline(data: Any, where: str) -> dict[str, Any]:
     names: dict[int, str] = {}
     spans: list[_Span] = []
-    open_reads: dict[tuple[int, int], tuple[float, str]] = {}
+    open_reads: dict[tuple[int, int], float] = {}
     counted: list[tuple[float, float]] = []
     events = 0
     for event in data["traceEvents"]:
@@ -105,12 +102,12 @@ def _timeline(data: Any, where: str) -> dict[str, Any]:
         if kind == "M" and name == "thread_name":
             names[int(event["tid"])] = str(event["args"]["name"])
         elif kind == "X":
-            spans.append((int(event["tid"]), name, at, float(event["dur"]) / 1e3, _note(event["args"])))
+            spans.append((int(event["tid"]), name, at, float(event["dur"]) / 1e3))
         elif kind == "b":
-            open_reads[event["tid"], event["id"]] = (at, _note(event["args"]))
+            open_reads[event["tid"], event["id"]] = at
         elif kind == "e":
-            begin, note = open_reads.pop((event["tid"], event["id"]))
-            spans.append((-1 - int(event["id"]), name, begin, at - begin, note))
+            begin = open_reads.pop((event["tid"], event["id"]))
+            spans.append((-1 - int(event["id"]), name, begin, at - begin))
         elif kind == "C" and name == "bytes read":
             counted.append((at, float(event["args"]["bytes"])))
     known = {name for name, _ in STAGES}
@@ -121,43 +118,15 @@ def _timeline(data: Any, where: str) -> dict[str, Any]:
         raise ValueError("times that are no times")
     begin, end = spans[0][2], max(s[2] + s[3] for s in spans)
     edges = np.linspace(begin, end, _BINS + 1)
-    shown = _densest(spans)
-    lanes = _lanes(shown, names)
-    place = {lane: i for i, (lane, _) in enumerate(lanes)}
     return {
         "where": where,
         "total_ms": end - begin,
         "events": events,
         "lost": int(data["otherData"]["lost_events"]),
-        "lanes": [name for _, name in lanes],
-        "begin_ms": shown[0][2] - begin,
-        "end_ms": max(s[2] + s[3] for s in shown) - begin,
-        "spans": [[s[1], place[s[0]], s[2] - begin, s[3], s[4]] for s in shown],
         "bins": (edges[1:] - begin).tolist(),
         "busy": _busy(spans, names, edges),
         "read_mb_per_s": _read_rate(counted, edges),
     }
-
-
-def _note(args: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in args.items())
-
-
-def _densest(spans: list[_Span]) -> list[_Span]:
-    """The stretch of so many spans with the most reads (the first, if nothing is read)."""
-    if len(spans) <= MOST_SPANS:
-        return spans
-    reads = np.concatenate([[0], np.cumsum([s[1] == "read" for s in spans])])
-    first = int(np.argmax(reads[MOST_SPANS:] - reads[:-MOST_SPANS]))
-    return spans[first : first + MOST_SPANS]
-
-
-def _lanes(spans: Sequence[_Span], names: dict[int, str]) -> list[tuple[int, str]]:
-    """(lane, name): compute threads, then those of I/O, then the rows of reads."""
-    used = {s[0] for s in spans}
-    threads = [(lane, names.get(lane, f"thread {lane}")) for lane in used if lane >= 0]
-    threads.sort(key=lambda t: (not t[1].startswith("compute"), t[1].rstrip("0123456789"), t[0]))
-    return [*threads, *((lane, f"read {-1 - lane}") for lane in sorted((u for u in used if u < 0), reverse=True))]
 
 
 def _busy(spans: Sequence[_Span], names: dict[int, str], edges: _Times) -> dict[str, list[float]]:
@@ -187,7 +156,7 @@ def _innermost(spans: Sequence[_Span]) -> list[tuple[str, float, float]]:
             if end <= time:
                 inside.pop()
 
-    for _, stage, begin, ms, _ in spans:
+    for _, stage, begin, ms in spans:
         until(begin)
         now = max(now, begin)
         inside.append((stage, begin + ms))
