@@ -204,16 +204,3 @@ def test_ended_by_a_signal_while_it_writes(tmp_path: Path) -> None:
         f"torch-pi2: interrupted; {left}\n",
     )
     assert sorted(os.listdir(tmp_path)) == [".store.partial", "out"]
-
-
-@pytest.mark.slow
-def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:
-    """Where transformers cannot keep its copy of a model's code: it is not the model's folder that is wrong."""
-    model = REPO / "examples" / "models" / "drelu-stdlib-5m"
-    command = [sys.executable, "-m", "torch_pi2", "generate", str(model), "--prompt", "a", "--trust-remote-code"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"HF_HOME": "/proc/nope"}
-    )
-    assert done.returncode == 2
-    assert "found [Errno 2] No such file or directory: '/proc/nope" in done.stderr
-    assert "transformers keeps copies there: let HF_HOME name a folder that can be written." in done.stderr

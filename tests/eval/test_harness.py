@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import torch_pi2
 from torch_pi2.checkpoint.save_load import load_dense
-from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.cli import main
+from torch_pi2.errors import ConfigError, LibraryMissingError, UnsupportedModelError
 from torch_pi2.eval.harness import harness
 
 pytest.importorskip("lm_eval", reason="without the extra eval")
@@ -116,27 +116,24 @@ def test_what_is_refused(root: Path, tmp_path: Path) -> None:
         harness(torch.nn.Linear(1, 1), tokenizer, ["arc_easy"])
 
 
-def test_without_lm_eval() -> None:
-    code = (
-        "import sys\nsys.modules['lm_eval'] = None\nimport torch\n"
-        "from torch_pi2.eval.harness import harness\nharness(torch.nn.Linear(1, 1), None, ['arc_easy'])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "LibraryMissingError: lm_eval: expected an installed lm_eval" in done.stderr
-    assert "pip install 'lm-eval" in done.stderr
+def test_without_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(LibraryMissingError, match=r"lm_eval: expected an installed lm_eval.*pip install 'lm-eval"):
+        harness(torch.nn.Linear(1, 1), None, ["arc_easy"])
 
 
 @pytest.mark.slow
-def test_the_command(root: Path, tmp_path: Path) -> None:
+def test_the_command(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = torch_pi2.optimize(AutoModelForCausalLM.from_pretrained(root / "float"))
     torch_pi2.save(model, tmp_path / "saved", AutoTokenizer.from_pretrained(root / "float"))
 
     def told(folder: Path, *more: str) -> str:
-        command = [sys.executable, "-m", "torch_pi2", "eval", str(folder), "--max-tokens", "200", "--limit", "4"]
-        command += ["--lm-eval", str(root / "tasks" / "quiz.yaml"), *more]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        task = str(root / "tasks" / "quiz.yaml")
+        capsys.readouterr()
+        assert main(["eval", str(folder), "--max-tokens", "200", "--limit", "4", "--lm-eval", task, *more]) == 0
+        return capsys.readouterr().out
 
     found = json.loads(told(tmp_path / "saved", "--json", "--rounds", "1", "--decode-tokens", "2"))
     quiz = found["lm_eval"]["quiz"]

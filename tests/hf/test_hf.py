@@ -293,15 +293,6 @@ def test_save_pretrained_keeps_what_it_does_not_write(root: Path, tmp_path: Path
         opened(root / "store", Settings(**BUDGET)).save_pretrained(root / "store")
 
 
-def test_a_store_by_a_relative_name(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is copied from where it was, whatever the current folder is by then."""
-    monkeypatch.chdir(root)
-    model = opened("store", Settings(**BUDGET))
-    monkeypatch.chdir(tmp_path)
-    model.save_pretrained("out")
-    assert tokens(opened("out")) == tokens(copy.deepcopy(model)) == tokens(model)
-
-
 def test_a_restored_model_is_an_ordinary_one(root: Path, tmp_path: Path) -> None:
     model = torch_pi2.restore(opened(root / "saved", Settings()))
     model.save_pretrained(tmp_path / "dense")
@@ -331,13 +322,6 @@ def test_the_model_is_one_of_transformers(root: Path) -> None:
         torch.testing.assert_close(compiled(IDS).logits, in_memory(IDS).logits)
 
 
-def test_without_transformers() -> None:
-    code = "import sys\nsys.modules['transformers'] = None\nimport torch_pi2\ntorch_pi2.Pi2QuantizationConfig"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "LibraryMissingError: transformers: expected an installed transformers" in done.stderr
-    assert "pip install" in done.stderr
-
-
 def test_pipeline(root: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(root / "store")
     ids = tokenizer(PROMPT, return_tensors="pt")
@@ -355,12 +339,6 @@ def test_pipeline(root: Path) -> None:
         assert pipe(PROMPT, max_new_tokens=8, do_sample=False)[0]["generated_text"] == wanted
         answer = pipe(talk, max_new_tokens=8, do_sample=False)[0]["generated_text"][-1]["content"]
         assert answer == tokenizer.decode(said[-8:], skip_special_tokens=True)
-
-
-def test_a_pipeline_of_another_task(root: Path) -> None:
-    """It tries one class after the other: logits are no features."""
-    with pytest.raises(UnsupportedModelError, match=r"expected a LlamaForCausalLM, .* found a LlamaModel"):
-        pipeline("feature-extraction", model=str(root / "store"))
 
 
 @pytest.mark.slow

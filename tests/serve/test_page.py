@@ -157,19 +157,6 @@ def test_text_is_text(tab: Tab) -> None:
     ]
 
 
-def test_another_model_and_one_in_which_nothing_is_sparse(tab: Tab) -> None:
-    page = tab.page
-    assert page.locator("#model option").all_inner_texts() == ["tiny", "dense"]
-    expect(page.locator("#layers-card")).to_be_visible()
-    expect(page.locator("#together")).to_contain_text("of all 2 models")
-    page.locator("#model").select_option("dense")
-    expect(page.locator("#dense")).to_contain_text("Every neuron of every layer is computed for every token.")
-    expect(page.locator("#layers-card")).to_be_hidden()
-    ask(page, "import", tokens=12)
-    expect(page.locator(".about")).to_contain_text("12 tokens")
-    expect(page.locator("#step-ms")).to_contain_text("ms")
-
-
 def test_what_is_refused_is_said_and_can_be_asked_again(tab: Tab) -> None:
     page = tab.page
     long = "x = 1; " * 1800  # one line: Chromium takes ten seconds to fill in so many

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import time
@@ -22,9 +21,6 @@ from tokenizers.pre_tokenizers import Metaspace
 from transformers import PreTrainedTokenizerFast
 
 from torch_pi2.errors import GroupError
-from torch_pi2.serve.batch import Batch, EndEvent, Sequence, TokenEvent
-from torch_pi2.serve.model import ServedModel
-from torch_pi2.serve.requests import CompletionRequest
 
 PROMPTS = ["def main(", "import os\n\nclass", "for", "    return self._", "if __name__ == '__main__':\n    "]
 
@@ -398,28 +394,6 @@ def test_more_answers_than_can_ever_be_are_refused(tokenizer: Any) -> None:
         server.close()
 
 
-def test_events_after_the_loop_has_ended(tokenizer: Any) -> None:
-    """As where a server is ended before its answers."""
-    model = quantised()
-    batch = Batch(model, max_tokens=64)
-    served = ServedModel("tiny", model, tokenizer, batch)
-    asked = CompletionRequest(model="tiny", prompt="x")
-
-    async def leave() -> None:
-        answer = asyncio.ensure_future(anext(served.answer(asked, served.prompts(asked))))
-        while not batch.state()["waiting"]:
-            await asyncio.sleep(0.01)
-        answer.cancel()
-
-    asyncio.run(leave())
-    told: list[TokenEvent | EndEvent] = []
-    batch.submit(Sequence([5], 1, told.append))
-    batch.start()
-    batch.close()
-    assert told[-1] == EndEvent("length")
-    assert batch.counts.ended == {"cancelled": 1, "length": 1}
-
-
 def test_a_full_queue_is_429(tokenizer: Any) -> None:
     server = Server(quantised(), tokenizer, max_batch_size=1, max_queue=1)
     try:
@@ -495,21 +469,3 @@ def test_penalties_and_echo(client: openai.OpenAI, tokenizer: Any, alone: Any) -
     for chunk in chunks:
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == [PROMPTS[0] + alone(PROMPTS[0], 12)] * 2
-
-
-def test_bytes_of_parts_of_characters(client: openai.OpenAI, tokenizer: Any) -> None:
-    first, second = tokenizer("é")["input_ids"]  # a token for each byte
-    schema = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"const": "é"}}}
-    made = client.completions.create(
-        model="tiny", prompt="x", max_tokens=9, temperature=0, logprobs=1, extra_body={"response_format": schema}
-    ).choices[0]
-    assert made.text == '"é"'
-    assert made.logprobs.tokens[1:3] == ["bytes:\\xc3", "bytes:\\xa9"]
-    assert made.logprobs.text_offset[:4] == [0, 1, 1, 2]
-    chat = client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "x"}], response_format=schema, logprobs=True, max_tokens=9
-    ).choices[0]
-    content = chat.logprobs.content
-    assert bytes(byte for token in content for byte in token.bytes).decode().startswith('"é"')
-    assert [token.bytes for token in content[1:3]] == [[0xC3], [0xA9]]
-    assert tokenizer.decode([first, second]) == "é"

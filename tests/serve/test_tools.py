@@ -240,11 +240,6 @@ def test_calls_that_are_needed_have_the_arguments_of_the_schema(ask: Any, strict
             jsonschema.validate(json.loads(call.function.arguments), wanted)
 
 
-def test_a_call_that_is_cut_is_none(ask: Any) -> None:
-    made = ask(tool_choice="required", stop=["}"]).choices[0]
-    assert made.finish_reason == "stop"
-
-
 @pytest.mark.parametrize("cut", range(1, len("\n</tool_call>")))
 def test_an_end_that_is_cut_is_no_text(cut: int) -> None:
     calls = ToolCallParser(HERMES, ["weather"])
@@ -269,20 +264,6 @@ def test_strict_calls_of_an_answer_that_need_not_call(ask: Any, server: Server, 
     called = {"role": "assistant", "tool_calls": [a_call(name)]}
     said = ask(tools=[strict], messages=[QUESTION, called, result]).choices[0]
     assert said.message.content == SAID
-
-
-def test_an_answer_of_a_schema_where_a_call_is_possible(ask: Any, name: str) -> None:
-    wanted = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"const": [1, 2]}}}
-    messages = [QUESTION, {"role": "assistant", "tool_calls": [a_call(name)]}]
-    messages.append({"role": "tool", "tool_call_id": "a23456789", "content": "dry"})
-    begin = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama": "{"}[name]
-    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
-    made = ask(tools=[strict], messages=messages, response_format=wanted).choices[0]
-    if made.message.tool_calls:
-        jsonschema.validate(json.loads(made.message.tool_calls[0].function.arguments), PARAMETERS)
-    else:
-        assert json.loads(made.message.content) == [1, 2]
-    assert begin not in (made.message.content or "")
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -421,19 +402,6 @@ def test_calls_are_found_wherever_pieces_end(
 ) -> None:
     form, text, said, calls = case
     assert told(form, text, cuts) == (said, calls)
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.sampled_from([HERMES, LLAMA, MISTRAL]),
-    st.lists(
-        st.sampled_from([*'{}[]",:<>\\/ \nab|', "<tool_call>", "[TOOL_CALLS]", '{"name": "clock", "arguments": {']),
-        max_size=40,
-    ).map("".join),
-    st.lists(st.integers(0, 200), max_size=9),
-)
-def test_any_text_is_the_same_whole_and_in_pieces(form: ToolCallFormat, text: str, cuts: list[int]) -> None:
-    assert told(form, text, cuts) == told(form, text, [])
 
 
 @pytest.mark.parametrize("name", ["hermes"], indirect=True)

@@ -365,19 +365,10 @@ def _loading(args: argparse.Namespace, part: str, expected: str) -> Iterator[Non
             message = "no such folder, and no model of that name that was fetched before"
         if "trust_remote_code" in message:
             fix = "Read the modelling code in that folder; if you trust it, pass --trust-remote-code."
-        elif isinstance(error, OSError) and error.errno and _is_transformers_own(error.filename):
-            fix = "transformers keeps copies there: let HF_HOME name a folder that can be written."
         else:
             fix = "Check the folder's name and files; pass --allow-download to fetch a name from the Hub."
         found = message if len(message) <= 300 else message[:300] + " ..."
         raise ConfigError(f"{part} {args.model}", expected=expected, found=found, fix=fix) from error
-
-
-def _is_transformers_own(path: Any) -> bool:
-    """Whether ``path`` is in the cache of transformers, or above it."""
-    from huggingface_hub.constants import HF_HOME
-
-    return isinstance(path, str) and (Path(path) in Path(HF_HOME).parents or Path(path).is_relative_to(HF_HOME))
 
 
 def _arguments(args: argparse.Namespace) -> dict[str, bool]:
