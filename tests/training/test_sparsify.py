@@ -273,7 +273,7 @@ def test_what_is_refused_before_any_training(
     dense: Path, tmp_path: Path, arguments: dict[str, Any], message: str
 ) -> None:
     given = {"model": dense, "out": "o", "text": TEXTS, **FEW} | arguments
-    given["out"] = dense.with_name(given["out"]) if "dense" in given["out"] else tmp_path / given["out"]
+    given["out"] = (dense.parent if "dense" in given["out"] else tmp_path) / given["out"]
     with pytest.raises(Pi2Error, match=message):
         torch_pi2.sparsify(**given)
     assert not list(tmp_path.iterdir())
