@@ -19,8 +19,8 @@ from torch_pi2.errors import ConfigError
 
 #: Default number of questions of each task.
 _ITEMS = 200
-#: Default number of windows at once, at most; and defaults of timing.
-_WINDOWS, _TIMED = 8, {"decode_tokens": 32, "rounds": 5}
+#: Default number of windows at once, at most.
+_WINDOWS = 8
 #: Rows of the table, by key of the result.
 _LOSS = (("held-out bits per byte", "bits_per_byte", ".4f"), ("perplexity per token", "perplexity", ".3f"))
 _WORK = (("neurons computed", "neurons_computed"), ("FFN matrix rows used", "rows_used"))
@@ -39,10 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"windows at once (default: {_WINDOWS}; with --budget as many as fit, if that is less)",
     )
-    timed = "beside a dense model: timed {} (default: {})"
-    for name, what in (("decode_tokens", "tokens per round"), ("rounds", "rounds")):
-        option, told = common.option_of(name), timed.format(what, _TIMED[name])
-        parser.add_argument(option, type=common.positive, metavar="N", help=told)
+    parser.add_argument(
+        "--decode-tokens", type=common.positive, default=32, metavar="N", help="beside a dense model: tokens to time"
+    )
+    parser.add_argument(
+        "--rounds", type=common.positive, default=5, metavar="N", help="beside a dense model: rounds of timing"
+    )
     parser.add_argument(
         "--lm-eval",
         nargs="+",
@@ -89,7 +91,6 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     pi2, result = Path(args.model) / "pi2", {"model": args.named, "threads": torch.get_num_threads()}
     rows = weights_path(pi2) is not None  # a store or quantised neurons: there is no dense model
     _check_suite(args, rows)
-    _set_timing(args, rows)
     if args.against is not None:
         own = common.given(args, "budget", *common.LEAVE_OUT)
         _, *own_model = _of_any_kind(args, args.model, **own)  # first, because only this one may be in shards
@@ -118,30 +119,16 @@ def _set_batch(args: argparse.Namespace) -> None:
     from torch_pi2.types.budget import PIECE_TOKENS
 
     most = _WINDOWS if args.budget is None else min(_WINDOWS, PIECE_TOKENS // args.window)
-    said = f" --batch-size {args.batch_size}" if (args.batch_size or 1) > 1 else ""
+    given = f" --batch-size {args.batch_size}" if (args.batch_size or 1) > 1 else ""
     args.batch_size = args.batch_size or max(1, most)
     args.context = args.batch_size * args.window
     if args.budget is not None and args.context > PIECE_TOKENS and not common.left_out(args):  # else token by token
         raise ConfigError(
-            f"--window {args.window}{said} with --budget",
+            f"--window {args.window}{given} with --budget",
             expected=f"at most {PIECE_TOKENS} tokens in a call, for which a budget has memory",
             found=str(args.context),
-            fix="Pass a smaller --window" + (" or --batch-size." if said else "."),
+            fix="Pass a smaller --window" + (" or --batch-size." if given else "."),
         )
-
-
-def _set_timing(args: argparse.Namespace, rows: bool) -> None:
-    """Set the defaults of timing. Raises ConfigError: they are given, and nothing is timed."""
-    beside = args.against is None and not rows
-    for name, default in _TIMED.items():
-        if getattr(args, name) is not None and not beside:
-            raise ConfigError(
-                common.option_of(name),
-                expected="a folder that optimize wrote, and no --against: times are compared with its dense weights",
-                found="--against" if args.against is not None else f"{args.named}, with rows of neurons alone",
-                fix="Leave it out; torch-pi2 generate --json says ms_per_token.",
-            )
-        setattr(args, name, getattr(args, name) or default)
 
 
 def _check_suite(args: argparse.Namespace, rows: bool) -> None:
@@ -266,7 +253,7 @@ def _compared(args: argparse.Namespace, dense: Any, sparse: Any, tokenizer: Any,
 
 def render(result: dict[str, Any]) -> str:
     rows: list[tuple[str, ...]] = []
-    told = f"methods: {', '.join(result['methods'])}; " if "methods" in result else ""
+    summary = f"methods: {', '.join(result['methods'])}; " if "methods" in result else ""
     if "sparse" in result:
         dense: dict[str, Any] | None = result.get("dense")
         sparse = result["sparse"]
@@ -276,8 +263,8 @@ def render(result: dict[str, Any]) -> str:
             rows.append((name, common.percent(1.0), common.percent(sparse[key])))
         if dense is not None:
             rows += [(name, f"{dense[key]:.3f}", f"{sparse[key]:.3f}") for name, key in _TIMES]
-            told += f"loss {result['loss_change']:+.3%}; "
-        told += f"{sparse['tokens']} tokens ({common.size(sparse['bytes'])}) scored; "
+            summary += f"loss {result['loss_change']:+.3%}; "
+        summary += f"{sparse['tokens']} tokens ({common.size(sparse['bytes'])}) scored; "
     for task, found in result.get("lm_eval", {}).items():
         names = [name for name in found["sparse"] if not name.partition(" ")[0].endswith("_stderr")]
         for name in names:
@@ -287,8 +274,8 @@ def render(result: dict[str, Any]) -> str:
     if "suite" in result:
         tables.append(suite_table(result["suite"]["models"], result["suite"]["tasks"]))
     if result.get("store"):
-        told += f"{result['store']['text']}; "
-    return "\n".join([*tables, f"{told}{result['threads']} threads"])
+        summary += f"{result['store']['text']}; "
+    return "\n".join([*tables, f"{summary}{result['threads']} threads"])
 
 
 def suite_table(models: Sequence[str], tasks: dict[str, dict[str, Any]]) -> str:

@@ -122,13 +122,13 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     with recorded or nullcontext():
         try:
-            made = generate(model, inputs["input_ids"], tokenizer=tokenizer, compiled=args.compile, **how)
+            output = generate(model, inputs["input_ids"], tokenizer=tokenizer, compiled=args.compile, **how)
         except UnsupportedModelError:  # its cache is not supported
             if args.num_return_sequences > 1 or args.prompt_lookup:
                 raise
-            made = _by_transformers(model, inputs, tokenizer, args)
+            output = _by_transformers(model, inputs, tokenizer, args)
             if shown:
-                emit(args.stdout, made.text)
+                emit(args.stdout, output.text)
         except Pi2Error:
             if shown:
                 emit(args.stdout, "\n")  # so that the error has its own line
@@ -136,10 +136,10 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     elapsed = time.perf_counter() - started
     if shown:
         emit(args.stdout, text.end())
-    texts, count = made.texts, sum(map(len, made.sequences))
+    texts, count = output.texts, sum(map(len, output.sequences))
     more: dict[str, Any] = {"shown": True} if shown else {}
-    if len(texts) > 1 or made.drafts is not None:
-        more |= {"texts": texts, "sequences_by_step": made.batches, "drafts": made.drafts and asdict(made.drafts)}
+    if len(texts) > 1 or output.drafts is not None:
+        more |= {"texts": texts, "sequences_by_step": output.batches, "drafts": output.drafts and asdict(output.drafts)}
     return {
         "prompt": args.prompt,
         "text": texts[0],
@@ -166,11 +166,11 @@ def _of_bundle(args: argparse.Namespace) -> dict[str, Any]:
                 found="one for models that PyTorch runs",
                 fix="Leave it out; torch-pi2 run --help lists the options of bundles.",
             )
-    said = run.run(argparse.Namespace(**vars(args) | _OF_RUN | {"bundle": Path(args.model)}))
-    count, seconds = said["new_tokens"], said["prompt_seconds"] + said["decode_seconds"]
-    texts = [sequence["text"] for sequence in said["sequences"]]
+    result = run.run(argparse.Namespace(**vars(args) | _OF_RUN | {"bundle": Path(args.model)}))
+    count, seconds = result["new_tokens"], result["prompt_seconds"] + result["decode_seconds"]
+    texts = [sequence["text"] for sequence in result["sequences"]]
     both = {"text": texts[0], "texts": texts, "ms_per_token": seconds * 1e3 / max(1, count)}
-    return said | both
+    return result | both
 
 
 def _by_transformers(model: Any, inputs: Any, tokenizer: Any, args: argparse.Namespace) -> Generated:
@@ -205,5 +205,5 @@ def render(result: dict[str, Any]) -> str:
         return f"\n[{speed}]"
     texts = result.get("texts", [result["text"]])
     heads = [f"--- {i + 1} of {len(texts)}\n" if len(texts) > 1 else "" for i in range(len(texts))]
-    said = "\n".join(f"{head}{result['prompt']}{text}" for head, text in zip(heads, texts, strict=True))
-    return f"{said}\n[{speed}]"
+    body = "\n".join(f"{head}{result['prompt']}{text}" for head, text in zip(heads, texts, strict=True))
+    return f"{body}\n[{speed}]"

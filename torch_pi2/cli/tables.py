@@ -21,7 +21,7 @@ _LEAST_WORDS = 24
 
 @contextmanager
 def shown_on(file: TextIO | None) -> Iterator[None]:
-    """Tables made inside the block are for ``file``."""
+    """Tables inside the block are for ``file``."""
     console = None
     if getattr(file, "isatty", bool)():  # no terminal if it is closed or has no isatty
         from rich.console import Console

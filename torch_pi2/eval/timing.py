@@ -184,8 +184,8 @@ def time_decode_many(
     ffn_modules: Iterable[str] = (),
 ) -> list[DecodeTiming]:
     """As :func:`time_decode`, for any number of models in alternating rounds."""
-    kept = _alternate(models, input_ids, new_tokens, warmup, rounds, list(ffn_modules))
-    return [_median(of_model) for of_model in kept]
+    timings = _alternate(models, input_ids, new_tokens, warmup, rounds, list(ffn_modules))
+    return [_median(of_model) for of_model in timings]
 
 
 def _alternate(
@@ -206,8 +206,8 @@ def _alternate(
         )
     timings: list[list[tuple[float, float]]] = [[] for _ in models]
     for i in range(warmup + rounds):
-        for model, kept in zip(models, timings):
+        for model, of_model in zip(models, timings):
             measured = _decode_round(model, input_ids, new_tokens, names)
             if i >= warmup:
-                kept.append(measured)
+                of_model.append(measured)
     return timings

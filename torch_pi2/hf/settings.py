@@ -64,8 +64,8 @@ class Pi2QuantizationConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """For config.json: what is true of the folder on any machine, without how to open it."""
-        said = {"quant_method": HF_METHOD, "weights": self.weights, "dtype": self.dtype}
-        return {name: value for name, value in said.items() if value is not None}
+        values = {"quant_method": HF_METHOD, "weights": self.weights, "dtype": self.dtype}
+        return {name: value for name, value in values.items() if value is not None}
 
     def settings(self) -> dict[str, Any]:
         """The settings of :func:`torch_pi2.load` that were given."""

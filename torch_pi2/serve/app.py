@@ -109,7 +109,7 @@ class AccessCheck:
                 return Refusal(401, message, "invalid_request_error", "invalid_api_key")
         length = headers.get("content-length", "0")
         if "transfer-encoding" in headers:
-            message = "expected a body whose length is said before it (Content-Length), found one in chunks"
+            message = "expected a body with a Content-Length, found one in chunks"
             return Refusal(411, message, "invalid_request_error")
         if not length.isdigit() or int(length) > MOST_BYTES:
             message = f"expected a body of at most {MOST_BYTES} bytes, found {length[:20]}"

@@ -352,8 +352,8 @@ class Batch:
         if not sequences:
             return
         gone = set(map(id, sequences))
-        kept = [row for row, sequence in enumerate(self._live) if id(sequence) not in gone]
-        rows = self._decoder.retain(kept)
+        rows = [row for row, sequence in enumerate(self._live) if id(sequence) not in gone]
+        rows = self._decoder.retain(rows)
         self._live = [self._live[row] for row in rows]
         for sequence in sequences:
             self._end(sequence, reason, sequence._failed)

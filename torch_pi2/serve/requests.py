@@ -219,7 +219,7 @@ class GenerationRequest(BaseModel):
     def _valid_json(cls, value: Any) -> Any:
         """Refuse half surrogate pairs and NaN, which can neither be tokenised nor reported in an error."""
         if isinstance(value, bytes):
-            raise ValueError("expected JSON, said to be so (Content-Type: application/json)")
+            raise ValueError("expected JSON, declared as such (Content-Type: application/json)")
         try:
             json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         except UnicodeEncodeError as error:

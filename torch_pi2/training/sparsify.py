@@ -300,8 +300,8 @@ def _write(out: Path, student: Any, tokenizer: Any, code: Code | None, report: S
 
 
 def _card(report: SparsifyReport, out: Path) -> str:
-    said = (
+    text = (
         "Trained by `torch-pi2 sparsify`; settings and curves are in `sparsify.json`. This is an ordinary checkpoint; "
         "the command below makes use of the zeros."
     )
-    return section("Sparsified", report.lines(), said, f"torch-pi2 optimize {out.name} --out {out.name}-fast")
+    return section("Sparsified", report.lines(), text, f"torch-pi2 optimize {out.name} --out {out.name}-fast")

@@ -132,8 +132,8 @@ class Steering:
             torch.clear_autocast_cache()
             row["heldout_nats_per_token"] = found.nats_per_token
             if self.progress and state.is_world_process_zero and self._bar.disable:
-                said = f"{percent(found.mean_zeros)} zeros, held-out loss {found.nats_per_token:.4f} nats per token"
-                phase(f"step {state.global_step} of {state.max_steps}: {said}")
+                progress = f"{percent(found.mean_zeros)} zeros, held-out loss {found.nats_per_token:.4f} nats per token"
+                phase(f"step {state.global_step} of {state.max_steps}: {progress}")
 
     def _steer(self, done: float, zeros: float) -> None:
         """Change the weight of the penalty. ``done``: part of the steps; ``zeros``: their present share."""

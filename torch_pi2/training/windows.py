@@ -29,9 +29,9 @@ def windows_of(texts: Sequence[str], tokenizer: Any, window: int) -> torch.Tenso
 
 def held_back(windows_NT: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Windows to train on, and held-out ones from the end of the text. Raises CalibrationError: there are too few."""
-    kept = max(_LEAST_HELD_BACK, round(_HELD_BACK * len(windows_NT)))
-    check_enough(len(windows_NT) - kept, batch, windows_NT.shape[1])
-    return windows_NT[:-kept], windows_NT[-kept:]
+    held = max(_LEAST_HELD_BACK, round(_HELD_BACK * len(windows_NT)))
+    check_enough(len(windows_NT) - held, batch, windows_NT.shape[1])
+    return windows_NT[:-held], windows_NT[-held:]
 
 
 def check_enough(windows: int, batch: int, window: int, what: str = "text to train on") -> None:
