@@ -131,7 +131,7 @@ def is_an_answer(answer: httpx.Response) -> None:
 def test_any_body_is_answered_or_refused(server: Server, path: str) -> None:
     with httpx.Client(base_url=server.url, timeout=60, headers=JSON) as http:
 
-        @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
         @given(bodies(path))
         def holds(body: Any) -> None:
             is_an_answer(http.post(path, content=json.dumps(body).encode()))

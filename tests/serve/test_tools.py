@@ -395,7 +395,7 @@ READ: list[tuple[ToolCallFormat, str, str, list[tuple[str, str]]]] = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.sampled_from(READ), st.lists(st.integers(0, 200), max_size=30))
 def test_calls_are_found_wherever_pieces_end(
     case: tuple[ToolCallFormat, str, str, list[tuple[str, str]]], cuts: list[int]
