@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -116,6 +117,13 @@ def test_superblock_to_the_byte(toys: Path) -> None:
     parsed = Superblock.parse(block)
     assert parsed.layers[0] == LayerEntry(8192, 0xA200, 50, 40, 3, 4, 512, 36, 5, 3)
     assert (parsed.pack(), parsed.layers[0].neuron_bytes) == (block, 108)
+
+
+def test_the_same_input_gives_the_same_bytes_as_ever(toys: Path) -> None:
+    """Everything behind the header, which names the version of torch_pi2: superblock, slots, checksums, tensors."""
+    data = store_of(toys / "out").read_bytes()
+    found = hashlib.sha256(data[8 + int.from_bytes(data[:8], "little") :]).hexdigest()
+    assert found == "9f92d27acbf136f610a031d184d99d206dafc451213274706754f5cc9491d3c8"
 
 
 def test_superblocks_of_many_layers_take_more_pages() -> None:
