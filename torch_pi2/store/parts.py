@@ -81,11 +81,6 @@ class Parts:
         """Which neurons are in the store, if it is one of several machines'."""
         return None if self._store is None else self._store.shard
 
-    @property
-    def stats_inside(self) -> bool:
-        """Whether statistics are in a store."""
-        return self._in_store("stats") is not None
-
     def has(self, part: str) -> bool:
         """Whether there is a ``plan``, ``predictors`` or ``stats``."""
         if self._in_store(part) is not None:
