@@ -32,7 +32,7 @@ class Ranks:
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
 
     def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-        """``function`` of each of ``items``: each is computed by one of the processes, and pickled for all.
+        """``function`` of each of ``items``: one of the processes computes each, and pickle sends it to all.
 
         All are done when this returns: files that one has written can be read by the others.
 
