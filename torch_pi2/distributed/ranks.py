@@ -58,9 +58,9 @@ class Ranks:
             raise own or _lost(self.size, error) from error
         if own is not None:
             raise own
-        for rank, (_, said) in enumerate(found):
-            if said is not None:
-                raise _error_of(rank, self.size, *said)
+        for rank, (_, message) in enumerate(found):
+            if message is not None:
+                raise _error_of(rank, self.size, *message)
         return [made for made, _ in found]
 
     def first(self, function: Callable[[], Result]) -> Result:

@@ -83,14 +83,14 @@ def read_machines(path: str | Path) -> tuple[list[Member], Link]:
     Raises:
         ArtifactError: it is missing, or is no such description. ConfigError: no such hardware, or budget.
     """
-    said = Field(parse(read_bytes(path), path), str(path), "See docs/DISTRIBUTED.md, and correct it.")
-    said.names(("machines", "link"))
-    said.at("link").names(("mbit_per_s", "exchange_us"))
+    described = Field(parse(read_bytes(path), path), str(path), "See docs/DISTRIBUTED.md, and correct it.")
+    described.names(("machines", "link"))
+    described.at("link").names(("mbit_per_s", "exchange_us"))
     link = Link(
-        *(said.at("link").at(name).number(above=name == "mbit_per_s") for name in ("mbit_per_s", "exchange_us"))
+        *(described.at("link").at(name).number(above=name == "mbit_per_s") for name in ("mbit_per_s", "exchange_us"))
     )
     members = []
-    for one in said.at("machines").items(2, MOST_RANKS):
+    for one in described.at("machines").items(2, MOST_RANKS):
         one.names(("hardware",), ("budget",))
         name, budget = one.at("hardware").text(), one.value.get("budget")
         beside = Path(path).parent / name

@@ -177,26 +177,26 @@ class Shard:
         return json.dumps({"rank": self.rank, "ranks": self.ranks, "layers": layers})
 
     @staticmethod
-    def from_json(said: Field) -> Shard:
-        """Inverse of :meth:`to_json`. Raises ``said.error``: it makes no sense."""
-        said.names(("rank", "ranks", "layers"))
-        ranks = said.at("ranks").whole(2, MOST_RANKS)
-        layers = {key: _layer(one) for key, one in said.at("layers").each().items()}
-        shard = Shard(said.at("rank").whole(0, ranks - 1), ranks, layers)
+    def from_json(field: Field) -> Shard:
+        """Inverse of :meth:`to_json`. Raises ``field.error``: it makes no sense."""
+        field.names(("rank", "ranks", "layers"))
+        ranks = field.at("ranks").whole(2, MOST_RANKS)
+        layers = {key: _layer(one) for key, one in field.at("layers").each().items()}
+        shard = Shard(field.at("rank").whole(0, ranks - 1), ranks, layers)
         if shard.by_layers:
-            _check_stage(shard, said.at("layers"))
+            _check_stage(shard, field.at("layers"))
         elif any(-(-mine.whole // mine.chunk) < ranks for mine in layers.values()):
-            said.at("ranks").wrong("no more machines than each layer has chunks")
+            field.at("ranks").wrong("no more machines than each layer has chunks")
         return shard
 
 
-def _check_stage(shard: Shard, said: Field) -> None:
-    """Raises ``said.error``: not whole layers of blocks that follow each other."""
+def _check_stage(shard: Shard, field: Field) -> None:
+    """Raises ``field.error``: not whole layers of blocks that follow each other."""
     numbers, layers = row_of_blocks(shard.layers), [*shard.layers.values()]
     own = [i for i, mine in enumerate(layers) if mine.chunks]
     whole = all(layers[i].neurons == layers[i].whole for i in own)
     if not own or not whole or numbers is None or own != _between(numbers, numbers[own[0]], numbers[own[-1]]):
-        said.wrong("some chunks of every layer, or all of those of blocks that follow each other")
+        field.wrong("some chunks of every layer, or all of those of blocks that follow each other")
 
 
 def _between(numbers: Sequence[int], first: int, last: int) -> list[int]:
@@ -204,11 +204,11 @@ def _between(numbers: Sequence[int], first: int, last: int) -> list[int]:
     return [i for i, number in enumerate(numbers) if first <= number <= last]
 
 
-def _layer(said: Field) -> ShardLayer:
-    said.names(("neurons", "chunks"))
-    whole = said.at("neurons").whole(1, MOST_SIZE)
+def _layer(field: Field) -> ShardLayer:
+    field.names(("neurons", "chunks"))
+    whole = field.at("neurons").whole(1, MOST_SIZE)
     count = -(-whole // chunk_neurons(whole))
-    chunks = [chunk.whole(0, count - 1) for chunk in said.at("chunks").items()]
+    chunks = [chunk.whole(0, count - 1) for chunk in field.at("chunks").items()]
     if chunks != sorted(set(chunks)):
-        said.at("chunks").wrong("ascending numbers of chunks")
+        field.at("chunks").wrong("ascending numbers of chunks")
     return ShardLayer(whole, tuple(chunks))
