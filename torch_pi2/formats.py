@@ -43,12 +43,12 @@ class Format:
 
     @property
     def operand(self) -> str:
-        """What operators call it."""
+        """Its name in operators."""
         return self.name if self.quantized else FLOAT
 
     @property
     def group_bytes(self) -> int:
-        """Of a group's values, without its scale."""
+        """Bytes of a group's values, without its scale."""
         return GROUP * self.bits // 8
 
     @property
@@ -59,7 +59,7 @@ class Format:
         return self.bits + 8 * _SCALE_BYTES / GROUP if self.quantized else self.bits
 
     def row_bytes(self, columns: int) -> int:
-        """Of a row of ``columns`` numbers; quantised, the last group is a whole one.
+        """Bytes of a row of ``columns`` numbers; the last group of a quantised row is padded.
 
         Raises:
             ShapeError: ``columns`` are no whole blocks of a format that has these.
@@ -116,12 +116,12 @@ def row_bytes(name: str, columns: int) -> int:
 
 
 def has_two_formats(neurons: str) -> bool:
-    """Whether ``neurons`` (``FIRST+DOWN``) says another format of down rows than of gate and up rows."""
+    """Whether ``neurons`` is ``FIRST+DOWN``: down rows in another format than gate and up rows."""
     return "+" in neurons
 
 
 def formats_of(neurons: str) -> tuple[str, str]:
-    """Of neurons in the format ``neurons``, or in two (``FIRST+DOWN``): that of gate and up rows, that of down rows."""
+    """The formats of gate and up rows, and of down rows, for neurons stored as ``neurons`` (or ``FIRST+DOWN``)."""
     first, plus, down = neurons.partition("+")
     return first, down if plus else first
 

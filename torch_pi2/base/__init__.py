@@ -1,1 +1,1 @@
-"""What everything stands on: files, fields, units, and how modules are looked at. Knows nothing of neurons."""
+"""The base of the package: files, validation, tensors on disk, units, hooks of modules. It knows nothing of neurons."""

@@ -34,7 +34,7 @@ _PATIENCE_S = 10.0
 
 
 def cache_folder() -> Path:
-    """Where what is kept between runs is: in ``$XDG_CACHE_HOME``, or ``~/.cache``."""
+    """The folder for files that are kept between runs: in ``$XDG_CACHE_HOME``, or ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "torch_pi2"
 
@@ -72,7 +72,7 @@ def to_replace(path: str | Path) -> Path | None:
 
 
 def _led_to(path: str | Path) -> str:
-    """Where links lead, but for an open file's (``/dev/stdout``): another in its place would not be what is open."""
+    """The target of links, which are followed except to open files (``/dev/stdout``): those must not be replaced."""
     at = os.fspath(path)
     while True:
         at = os.path.join(os.path.realpath(os.path.dirname(at)), os.path.basename(at))
@@ -90,7 +90,7 @@ def _descriptor(path: str | Path) -> int | None:
 
 
 def is_standard_output(path: str | Path) -> bool:
-    """Whether ``path`` names standard output, so that nothing else may be written there."""
+    """Whether ``path`` is standard output, so that nothing else may be written there."""
     number = _descriptor(path)
     try:
         return number is not None and os.path.samestat(os.fstat(number), os.fstat(1))
@@ -132,7 +132,7 @@ def _write_synced(path: Path, data: Iterable[bytes]) -> None:
 
 
 def not_written(path: Path, error: OSError) -> ArtifactError:
-    """What to raise when ``path`` could not be written and nothing of it is left."""
+    """The error for a ``path`` that could not be written, when nothing half-written remains."""
     return ArtifactError(
         f"writing {path}",
         expected="a folder that can be written",
@@ -314,7 +314,7 @@ def _sync_files(folder: Path) -> None:
 
 
 def _sync_names(folder: Path) -> None:
-    """What ``folder`` calls its files, to disk; some file systems cannot, and lose at most a rename."""
+    """Sync the directory entries of ``folder``; file systems that cannot lose at most a rename."""
     with suppress(OSError):
         file = os.open(folder, os.O_RDONLY)
         try:

@@ -34,7 +34,7 @@ class MappedFile:
         self._start = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, at: int) -> torch.Tensor:
-        """That which begins at byte ``at``; the file stays mapped for as long as there is one."""
+        """The tensor at byte ``at``; the file stays mapped as long as any such tensor lives."""
         return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=at).view(shape)
 
     def let_go(self, tensor: torch.Tensor) -> None:
@@ -57,7 +57,7 @@ def set_mapped(model: nn.Module, files: list[MappedFile]) -> None:
 
 
 def is_mapped(model: Any) -> bool:
-    """Whether weights of ``model`` are in files."""
+    """Whether any weights of ``model`` are mapped from files."""
     return isinstance(model, nn.Module) and model in _FILES
 
 

@@ -1,4 +1,4 @@
-"""What takes long says so: a bar in a terminal; elsewhere, to the log, a line as each phase begins.
+"""Progress of long operations: a bar in a terminal; elsewhere a log line as each phase begins.
 
 The command line shows these lines on standard error; a program that uses the library sees them if it wants to
 (``logging.getLogger("torch_pi2.progress")``, level INFO).

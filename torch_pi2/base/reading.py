@@ -1,4 +1,4 @@
-"""What others may have written: only regular files are opened, and JSON is read within bounds of depth and memory."""
+"""Reading untrusted files: only regular files are opened, and JSON is parsed within bounds of depth and memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KINDS = (
 
 
 def kind_of(mode: int) -> str:
-    """What a file that is no regular one is, in words."""
+    """The kind of a file that is not a regular one, in words."""
     return next((name for is_that, name in _KINDS if is_that(mode)), "no file")
 
 

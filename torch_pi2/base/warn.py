@@ -1,4 +1,4 @@
-"""What is said once in a process, however often its reason comes up."""
+"""Warnings that are given once per process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the inputs that some code was tried with reached all of its branches: no clamp that none of them touched.
+"""Branch coverage of probes: whether the inputs that code was tried with reached every comparison and clamp in it.
 
 :class:`BranchCoverage` watches code while it runs: every comparison, clamp, minimum and the like must have been seen on
 both of its sides. It is used wherever a formula is recognised by what comes out of it: regions of graphs, the notes of
@@ -123,7 +123,7 @@ class BranchCoverage(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def missed(self) -> str:
-        """What was seen on one side only, for messages; empty if nothing."""
+        """Comparisons that were seen on one side only, for messages; empty if there are none."""
         return ", ".join(dict.fromkeys(s.what for s in self._places.values() if not (s.above and s.not_above)))
 
     def _look(self, place: tuple[int, str, int], x: torch.Tensor, bound: Any) -> None:
@@ -148,7 +148,7 @@ def _counts(bound: Any) -> bool:
 
 
 def _bounds(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """What ``args[0]`` is compared with."""
+    """The bounds that ``args[0]`` is compared with."""
     if name in _COMPARISONS:
         other = args[1] if len(args) > 1 else kwargs.get("other")
         if isinstance(other, torch.Tensor) or not name.startswith(("min", "max")):  # x.max(-1) compares with nothing

@@ -145,7 +145,7 @@ class PredictedMaskMode(TorchDispatchMode):
         """Before a matmul of a site is computed."""
 
     def _decides(self, site: FFNSite) -> bool:
-        """Whether what the first matrix gives is compared with a threshold."""
+        """Whether the first matrix's result is compared with a threshold."""
         return site.key in self._thresholds
 
     def _fires(self, site: FFNSite, first_TI: torch.Tensor) -> torch.Tensor:

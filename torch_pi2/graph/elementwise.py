@@ -57,7 +57,7 @@ def is_in_place(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 
 def uncast(x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """What stands for ``result``, a cast of ``x``, where a region is recognised; casts that round to numbers count."""
+    """The value used in place of ``result``, a cast of ``x``, when a region is recognised. Casts to integers count."""
     if result.dtype not in _FLOATS:
         return result
     return x if x.dtype in _FLOATS else result.double()

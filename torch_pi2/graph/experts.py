@@ -148,7 +148,7 @@ def _settings(module: nn.Module) -> Any:
 
 
 def _formula(module: nn.Module, gated: bool) -> tuple[Formula, bool] | None:
-    """What happens between gate, up and down, and whether these are interleaved; None if it is not known."""
+    """The formula between gate, up and down, and whether gate and up are interleaved; None if it is unknown."""
     act_fn: Any = getattr(module, "act_fn", None)
     gate: Any = getattr(module, "_apply_gate", None)
     if not gated:
@@ -171,7 +171,7 @@ def _formula(module: nn.Module, gated: bool) -> tuple[Formula, bool] | None:
 
 
 def _more_than(module: nn.Module, form: ExpertsForm) -> str:
-    """What the forward of ``module`` does beside ``form``; empty if nothing, or if it cannot be tried like this.
+    """How the forward of ``module`` deviates from ``form``; empty if it does not, or cannot be tried like this.
 
     Its code runs with small weights of ours, on tokens of all magnitudes, in both modes.
     """
@@ -217,7 +217,7 @@ def all_experts(model: nn.Module) -> dict[str, ExpertsForm | str]:
 
 
 def known_experts(forms: Mapping[str, ExpertsForm | str]) -> dict[str, ExpertsForm]:
-    """Those of :func:`all_experts` whose form is known."""
+    """The entries of :func:`all_experts` whose form is known."""
     return {name: form for name, form in forms.items() if name and isinstance(form, ExpertsForm)}
 
 

@@ -90,7 +90,7 @@ def search(
     needed: bool = True,
     warn: bool = True,
 ) -> Found:
-    """As :func:`find_sites`, with what is left dense.
+    """As :func:`find_sites`, with the layers that stay dense.
 
     Args:
         needed: no layer at all is an error; else it is in ``refused``. warn: name what is left dense in the log.

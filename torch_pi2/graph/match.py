@@ -111,7 +111,7 @@ class Match:
 
 @dataclass
 class Seen:
-    """What a search met, for messages: linears, what blocked each walk, and FFNs that cannot be made sparse.
+    """Observations of a search, for messages: linears, what blocked each walk, and FFNs that cannot be made sparse.
 
     ``unknown`` are those with another formula (its operations), ``left`` those with another reason; both with the
     projections, of which the down is the last.
@@ -189,7 +189,7 @@ def _as_matmul(node: fx.Node, tensors: Tensors) -> Projection | None:
 
 
 def _second(node: fx.Node) -> str:
-    """Of an einsum with two operands, the letters of the second."""
+    """The letters of the second operand of an einsum."""
     return str(node.args[0]).replace(" ", "").partition("->")[0].rpartition(",")[2]
 
 

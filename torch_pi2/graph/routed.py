@@ -87,7 +87,7 @@ def fired_scores(site: FFNSite, weights: FFNWeights, x_TH: torch.Tensor) -> torc
 
 
 def intermediate(site: FFNSite, weights: FFNWeights, x_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of an expert the gate, as :func:`first_products`, and the input of its down matrix: ``[N, I]`` float32."""
+    """An expert's gate, as :func:`first_products`, and the input of its down matrix: ``[N, I]`` float32."""
     gate_NI, _ = first_products(site, weights, x_NH)
     h_NI = ACTIVATIONS[site.activation](gate_NI)
     if site.gated:
@@ -101,7 +101,7 @@ Keep = Callable[[FFNSite, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def masked_experts(model: nn.Module, sites: Sequence[FFNSite], keep: Keep, routed: Routed) -> torch.Tensor:
-    """What the module of ``sites`` (all of its experts) makes of ``routed``, without the neurons that do not count."""
+    """The output of the module of ``sites`` (all of its experts) for ``routed``, with unwanted neurons zeroed."""
     y_TH = routed.x_TH.new_zeros(routed.x_TH.shape, dtype=torch.float32)
     for site in sites:
         tokens = routed.tokens_of(site)
@@ -205,7 +205,7 @@ def _giving_zeros(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _try(block: nn.Module, experts: nn.Module, count: int) -> Routed | None:
-    """What the experts get of random tokens; None: the block wants other arguments, or does not choose by token."""
+    """How the block routes random tokens; None: it takes other arguments, or does not choose by token."""
     seen: list[Routed] = []
 
     def stop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -230,7 +230,7 @@ def _try(block: nn.Module, experts: nn.Module, count: int) -> Routed | None:
 
 
 def _around(block: nn.Module, experts: nn.Module) -> list[torch.Tensor]:
-    """What the block has beside its experts, but for layers whose neurons are elsewhere."""
+    """The block's tensors outside its experts, except layers whose neurons are in a store."""
     inside = {id(t) for t in (*experts.parameters(), *experts.buffers())}
     every = (t for t in (*block.parameters(), *block.buffers()) if id(t) not in inside)
     return [t.detach() for t in every if not isinstance(t, OffloadedParameter) and t.is_floating_point()]

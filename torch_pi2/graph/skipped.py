@@ -1,4 +1,4 @@
-"""Layers that look feed-forward and are none that is known: what to say of those that stay dense.
+"""Layers that look like an FFN but have no known form: they stay dense, and are named with a reason.
 
 Looser than :mod:`.match`: weights may be computed (weight norm, tied by transposing) or stored ``[in, out]``, and
 between the projections may stand parameters, buffers and whatever does not mix tokens. Attention never fits: products
@@ -61,7 +61,7 @@ class SkippedLayer:
 def skipped_layers(
     gm: fx.GraphModule, tensors: Mapping[fx.Node, torch.Tensor], taken: Set[fx.Node]
 ) -> list[SkippedLayer]:
-    """What looks like a feed-forward layer in ``gm``, none of whose matmuls is in ``taken``.
+    """Layers of ``gm`` that look feed-forward, and none of whose matmuls is in ``taken``.
 
     Args:
         tensors: placeholder -> the parameter or buffer that it stands for.

@@ -58,7 +58,7 @@ class Shaped:
 
 @lru_cache(maxsize=1024)
 def shaped(text: str) -> Shaped | None:
-    """An activation by its text; None if it is none."""
+    """Parse the text of an activation; None if it is invalid."""
     if text in _PLAIN:
         return Shaped(text)
     found = _WITH_NUMBERS.fullmatch(text)
@@ -108,7 +108,7 @@ def _factor(of: Shaped, x: torch.Tensor) -> torch.Tensor:
 
 
 def cuts(activation: str) -> bool:
-    """Whether it needs the gates of all neurons: it has ``sigmas``."""
+    """Whether the activation has ``sigmas``, and so needs the gates of all neurons."""
     return _known(activation).sigmas != -inf
 
 
@@ -119,7 +119,7 @@ def cut(activation: str, gate_TI: torch.Tensor) -> torch.Tensor:
 
 
 def on_up(activation: str, activated: bool) -> Activation:
-    """What is done with up: the ``activation`` if it is ``activated`` as well, else what its numbers say."""
+    """The function applied to up: the ``activation`` if ``activated``, else clamp and addition by its numbers."""
     if activated:
         return ACTIVATIONS[activation]
     if activation in _PLAIN:
@@ -134,13 +134,13 @@ def scaled(activation: str, factor: float) -> str:
 
 
 def exact_zeros(activation: str) -> bool:
-    """Whether it is exactly zero for many inputs of the first matrix: skipping its zeros is lossless."""
+    """Whether it is exactly zero for many outputs of the first matrix, so that skipping zeros is lossless."""
     of = _known(activation)
     return not of.second and (of.base in SPARSE_ACTIVATIONS or cuts(activation))
 
 
 def second(activation: str) -> bool:
-    """Whether it is that of the second matrix: it has ``second``."""
+    """Whether the activation applies to the second matrix: it has ``second``."""
     return _known(activation).second
 
 
@@ -169,7 +169,7 @@ def _known(activation: str) -> Shaped:
 
 
 class _Activations(dict[str, Activation]):
-    """Those without numbers are listed; the others are made when they are asked for."""
+    """Lists the names without numbers, and makes the others on request."""
 
     def __missing__(self, text: str) -> Activation:
         return partial(_first, _known(text))

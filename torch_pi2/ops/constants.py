@@ -48,7 +48,7 @@ def constants() -> Constants:
 
 
 class Lists(NamedTuple):
-    """What there is of each kind; a new one is a line of the file named.
+    """The names of each kind; to add one, add a line to the file named.
 
     Attributes:
         activations: names without numbers, ``pi2/activations.inc``. engines: that read a store, in the order in which

@@ -98,7 +98,7 @@ def numbers(neuron_rows: torch.Tensor, weights: str, hidden: int) -> torch.Tenso
 
 
 def ffn_output(x: torch.Tensor, neuron_rows: torch.Tensor, weights: str) -> torch.Tensor:
-    """What a feed-forward operator returns for ``x``, after the checks that need no data."""
+    """An empty result of a feed-forward operator for ``x``, after the checks that need no data."""
     first, plus, down = weights.partition("+")
     if plus:
         check_choice("weights", first, (*QUANTIZED, *GGML), "Name the format of gate and up rows before the +.")

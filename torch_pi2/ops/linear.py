@@ -47,7 +47,7 @@ def _(call: SimpleNamespace) -> torch.Tensor:
 
 
 def fits(rows: int, columns: int) -> bool:
-    """Whether ``rows`` rows of so many columns can be in blocks, where their format can."""
+    """Whether a matrix of this size can be stored in blocks, if its format can."""
     return rows % ROWS == 0 and columns % COLUMNS == 0
 
 

@@ -49,7 +49,7 @@ def fake_of(reference: Reference, out: bool = False) -> Callable[[Fake], Fake]:
 
 
 def arguments_of(reference: Callable[..., Any], args: tuple[Any, ...]) -> SimpleNamespace:
-    """What an operator was called with, by name: PyTorch leaves out defaults at the end."""
+    """The arguments of an operator's call by name. PyTorch omits trailing defaults; they are filled in."""
     bound = inspect.signature(reference).bind(*args)
     bound.apply_defaults()
     return SimpleNamespace(**bound.arguments)

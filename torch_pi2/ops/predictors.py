@@ -49,7 +49,7 @@ def _(call: SimpleNamespace) -> torch.Tensor:
 
 
 def _mask_like(x: torch.Tensor, cold: int) -> torch.Tensor:
-    """What a predictor of so many neurons returns."""
+    """An empty result of a predictor for ``cold`` neurons."""
     return x.new_empty((*x.shape[:-1], cold), dtype=torch.bool)
 
 

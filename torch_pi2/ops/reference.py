@@ -1,4 +1,4 @@
-"""What each operator computes, in lines that anyone can read. Kernels are tested against these."""
+"""Readable references of all operators. Kernels are tested against these."""
 
 from torch_pi2.ops.attention import attention
 from torch_pi2.ops.experts import experts_ffn, stored_experts

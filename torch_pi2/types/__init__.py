@@ -1,1 +1,1 @@
-"""What things are: sites, plans, statistics, settings. Nothing here does anything to a model."""
+"""Data types and their files: sites, plans, statistics, settings. Nothing here changes a model."""

@@ -14,7 +14,7 @@ from torch_pi2.types.site import FFNSite, FFNWeights
 
 @dataclass(frozen=True)
 class Formula:
-    """What a region computes from its one or two streams.
+    """The function between the projections of an FFN, of one or two streams.
 
     Attributes:
         activation: a name in ``ops.ACTIVATIONS``.

@@ -27,14 +27,14 @@ class LossCurve:
     points: tuple[tuple[float, float], ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As ``made_by`` of statistics has it."""
+        """The entries of it in ``made_by`` of statistics."""
         points = [{"skipped": skipped, "change": change} for skipped, change in self.points]
         chosen = {"score": self.score, "max_loss": self.max_loss, "loss_change": self.loss_change}
         return chosen | {"loss_curve": points}
 
     @staticmethod
     def of(made_by: Mapping[str, Any], where: str) -> LossCurve | None:
-        """That in ``made_by``, from ``where``; None: thresholds had no budget. Raises ArtifactError: it is damaged."""
+        """Read it from ``made_by`` of the file ``where``; None: no loss budget. Raises ArtifactError: it is damaged."""
         if "loss_curve" not in made_by:
             return None
         found = Field(dict(made_by), where, _FIX)

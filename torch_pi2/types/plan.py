@@ -257,7 +257,7 @@ def _read_layer(entry: Field, orders: dict[str, torch.Tensor], beside: str) -> L
 
 
 def _thresholds(site: FFNSite, orders: dict[str, torch.Tensor], beside: str) -> torch.Tensor | None:
-    """Those of a layer's neurons, if they have their own. Raises ArtifactError: they are none."""
+    """The per-neuron thresholds of a layer, if it has them. Raises ArtifactError: they are invalid."""
     found = orders.get(f"{site.key}.thresholds")
     if found is None:
         return None

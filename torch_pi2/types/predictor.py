@@ -1,4 +1,4 @@
-"""What every predictor is: an artefact that says which cold neurons to compute, with measured quality."""
+"""The interface of predictors, which select the cold neurons to compute, and their measured quality."""
 
 from __future__ import annotations
 
@@ -47,4 +47,4 @@ class Predictor(Protocol):
         """``[T, I]`` float32 logits; a neuron is predicted active iff its score >= ``threshold``."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What is stored on disk, int8 or lower for matrices."""
+        """The tensors to store on disk; matrices are int8 or smaller."""

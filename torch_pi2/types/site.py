@@ -147,7 +147,7 @@ class FFNSite:
 
     @property
     def up_first(self) -> bool:
-        """Of each neuron the model's up is computed first, and decides whether gate and down are."""
+        """Up is computed first for each neuron, and decides whether gate and down are."""
         return second(self.activation)
 
     def swapped(self) -> FFNSite:
@@ -156,7 +156,7 @@ class FFNSite:
         return replace(self, gate=self.up, up=self.gate, activation=swapped(self.activation))
 
     def as_found(self) -> FFNSite:
-        """As finders have it: the gate is first."""
+        """The form that finders return: the gate is first."""
         return self.swapped() if self.up_first else self
 
     @property

@@ -1,7 +1,7 @@
 """``ActivationStats``: what profiling measured, per neuron and layer (``stats.safetensors``).
 
-Every count is an exact int64. Nothing here holds an activation: only counts, sums, and a bounded random
-sample of *which* neurons fired together.
+Every count is an exact int64. No activations are stored: only counts, sums, and a bounded random sample of
+*which* neurons fired together.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class LayerStats:
 
     @property
     def cut(self) -> float | torch.Tensor:
-        """What ``|act(gate)|`` of its neurons is compared with: one number, or ``[I]``."""
+        """The cut for ``|act(gate)|`` of its neurons: one number, or ``[I]``."""
         return self.threshold if self.thresholds is None else self.thresholds
 
     @property
@@ -277,7 +277,7 @@ class LayerStats:
 
 
 def same_thresholds(one: LayerStats, other: LayerStats) -> bool:
-    """Whether a neuron that fired in one would have in the other."""
+    """Whether both count firing by the same thresholds."""
     if one.up_first != other.up_first:
         return False
     if one.thresholds is None or other.thresholds is None:
@@ -465,7 +465,7 @@ def check_stats_artifact(where: Path | str, meta: Mapping[str, str], model_hash:
 
 
 def parse_layers(meta: Mapping[str, str], where: Path | str) -> Field:
-    """What the metadata says of layers. Raises ArtifactError: nothing, or no JSON."""
+    """The layers in the metadata. Raises ArtifactError: missing, or not JSON."""
     return Field(parse(meta.get("layers", ""), f"{where}, layers", fix=_FIX), f"{where}, layers", _FIX)
 
 

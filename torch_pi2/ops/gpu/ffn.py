@@ -53,7 +53,7 @@ def block_of_part(form: str, columns: int) -> int:
 
 
 def kernel_rows(tensor: torch.Tensor, weights: str, columns: int) -> tuple[torch.Tensor, torch.Tensor, int, str]:
-    """What kernels take of rows: the numbers, the same memory as scales, elements of a row, format."""
+    """Rows as kernels take them: the numbers, the same memory as scales, elements of a row, format."""
     if weights in ("", FLOAT):  # a layer has no name for the format of a predictor in int8 steps
         return tensor, tensor, columns, FLOAT
     return tensor, tensor.view(torch.float16), FORMATS[weights].row_bytes(columns), weights
