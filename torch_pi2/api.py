@@ -62,10 +62,10 @@ from torch_pi2.types.stats import ActivationStats, LayerStats
 
 _log = logging.getLogger("torch_pi2")
 
-#: A model: functions that change one in place give back what they were given.
+#: A model: functions that change one in place return it.
 Model = TypeVar("Model", bound=nn.Module)
 
-#: Tokens that predictors are fitted to (sign-bit ones: calibrated on), and the memory their samples may take.
+#: Tokens to fit predictors to (to calibrate sign-bit ones on), and the memory that their samples may take.
 _FIT_TOKENS = 20_000
 _SIGNBIT_TOKENS = 8192
 _FIT_BYTES = 2 << 30
@@ -122,18 +122,18 @@ def profile(
     """Measure how often each FFN neuron of ``model`` fires on ``data``.
 
     ReLU-family neurons fire when they are not exactly zero. In other layers a neuron fires when its gate exceeds
-    the magnitude below which ``config.sparsity`` of all gate values lie (CATS), which takes a first pass over the
-    data to find; or, with ``config.score`` and ``config.max_loss``, its own threshold
+    the magnitude below which ``config.sparsity`` of all gate values lie (CATS), for which the data is read twice; or,
+    with ``config.score`` and ``config.max_loss``, its own threshold
     (:mod:`torch_pi2.fitting.thresholds`).
 
     Args:
         model: any ``nn.Module``; it is run in evaluation mode, on the CPU, and left as and where it was.
         data: text, token ids, or batches: see :func:`torch_pi2.profiling.data.batches`.
-        tokenizer: for text (default: that of the folder which the model was loaded from).
+        tokenizer: for text (default: from the folder that the model was loaded from).
         config, fields: settings, as one object or as keywords (``sparsity=0.7``).
         shared: all processes of ``torch.distributed``'s default group (``torchrun``) make this call with the same
-            arguments, and share the batches; each has the result, which is that of one process with as many threads
-            (sums of scores but for the last bits of float64). Without a group this process takes all.
+            arguments and share the batches. Each returns the result of one process with as many threads (sums of
+            scores may differ in the last bits of float64). Without a group this process does all the work.
 
     Raises:
         CalibrationError, NoFFNFoundError, UnsupportedModelError, NonFiniteError, DeviceError, DtypeError; ConfigError:
@@ -172,14 +172,14 @@ def _profile(
 
 
 def _warn_of_few(stats: ActivationStats) -> None:
-    """One line on the experts that had too few tokens of their own."""
+    """Warn about experts with too few tokens of their own."""
     experts = [layer for layer in stats if layer.experts is not None]
     few = [layer for layer in experts if layer.borrowed]
     if few:
         least = min(few, key=lambda layer: layer.tokens - layer.borrowed)
         _log.warning(
-            "%d of %d experts were given fewer than %d calibration tokens (%s: %d): they are measured on tokens of "
-            "their block that went to others as well; calibrate on more text",
+            "%d of %d experts were routed fewer than %d calibration tokens (%s: %d): they are also measured on tokens "
+            "of their block that went to other experts; calibrate on more text",
             len(few),
             len(experts),
             MIN_TOKENS,
@@ -189,7 +189,7 @@ def _warn_of_few(stats: ActivationStats) -> None:
 
 
 def _as_profiled(found: Found, stats: ActivationStats) -> Found:
-    """With the matrix first of each site that ``stats`` are of.
+    """With each site read up first or gate first, as in ``stats``.
 
     Raises:
         ConfigError, StaleArtifactError: they are of another model.
@@ -231,10 +231,10 @@ def fit(
     :func:`torch_pi2.fitting.fit.fit` with a ``loss_fn``. The others are as in :func:`profile`.
 
     Args:
-        work: a folder in which samples, and what was fitted, are kept meanwhile: they take no more memory if there are
-            more layers (neither do weights, if :func:`torch_pi2.load_mapped` loaded the model), the same call goes on
-            after a kill, and all processes of ``torch.distributed``'s default group, if there is one (``torchrun``),
-            make this call and share the layers. Remove it when the result is saved. None: all in memory.
+        work: a folder for samples and fitted predictors. Memory then does not grow with the number of layers (nor do
+            weights, if :func:`torch_pi2.load_mapped` loaded the model), the same call resumes after a kill, and all
+            processes of ``torch.distributed``'s default group (``torchrun``), if there is one, make this call and share
+            the layers. Remove it when the result is saved. None: all in memory.
 
     Raises:
         CalibrationError, StaleArtifactError (statistics of other weights; another fit was begun in ``work``),
@@ -300,10 +300,10 @@ def plan(
     example: Any = None,
     **fields: Unpack[ConfigFields],
 ) -> Plan:
-    """Decide hot and cold neurons, their order, and how the cold ones are chosen. The plan is bound to ``model``.
+    """Decide which neurons are hot, their order, and how cold ones are selected. The plan is bound to ``model``.
 
     Args:
-        example: calibration data of which the first batch is used to capture a model whose inputs cannot be guessed
+        example: calibration data whose first batch is used to capture the model, if its inputs cannot be guessed
             (anything but a Hugging Face model).
         config, fields: settings, as one object or as keywords.
 
@@ -366,13 +366,13 @@ def optimize(
     Args:
         model: any ``nn.Module`` with feed-forward layers of a known form, on the CPU; or on one GPU, where it is again
             afterwards: meanwhile it is on the CPU.
-        calibration: as ``data`` of :func:`profile`. tokenizer: as there.
+        calibration, tokenizer: ``data`` and ``tokenizer`` of :func:`profile`.
         config, fields: settings (:class:`torch_pi2.Config`), as one object or as keywords: ``method="exact"``,
             ``weights="int4"``.
-        stats, predictors: made earlier; what is given is not made again.
-        hardware: also plan for a machine, and follow that plan: ``measured`` (after ``torch-pi2 doctor --measure``) or
-            else what :func:`torch_pi2.plan_for` takes, which plans with more settings.
-        shared: as of :func:`profile`; fitting and GPTQ are shared, too, by processes of one machine.
+        stats, predictors: results of :func:`profile` and :func:`fit`, which are then not computed again.
+        hardware: also plan for a machine and apply that plan: ``measured`` (after ``torch-pi2 doctor --measure``) or
+            anything that :func:`torch_pi2.plan_for` takes, which has more settings.
+        shared: as in :func:`profile`; processes of one machine share fitting and GPTQ as well.
         progress: bars on standard error in a terminal, and else to the log (:mod:`torch_pi2.base.progress`).
         gpu_memory: bytes (or ``"6GiB"``) for weights on torch's current GPU: all that is no feed-forward layer, and of
             these as many neurons as have room; the CPU computes the others meanwhile (docs/GPU.md). Which ones: where
@@ -446,7 +446,7 @@ def _optimize(
 
 
 def _say_lossy(parts: Optimized, config: Config, progress: bool) -> None:
-    """One line on what is lossy: a warning where it was chosen for the user, else with the progress."""
+    """One line on what is lossy: a warning if ``auto`` chose it, else with the progress."""
     methods = lossy_methods(parts.plan)
     if not methods:
         return
@@ -553,7 +553,7 @@ def quantize_(
 @checked
 @fresh_settings()
 def restore(model: Model) -> Model:
-    """Give the original modules and weights back, bit for bit; returns ``model``. A dense model is left alone.
+    """Restore the original modules and weights, bit for bit; returns ``model``. A dense model is left alone.
 
     A plan that it follows (:func:`torch_pi2.follow`) is followed no more.
 

@@ -190,7 +190,7 @@ def test_an_expert_with_few_tokens_is_measured_on_those_of_its_block(
     assert (few.tokens - few.borrowed) == calls
     assert few.borrowed >= MIN_TOKENS
     assert all(layer.borrowed == 0 for layer in stats if layer is not none and layer is not few)
-    assert "2 of 8 experts were given fewer than 64 calibration tokens (model.layers.0.mlp.experts.1: 0)" in caplog.text
+    assert "2 of 8 experts were routed fewer than 64 calibration tokens (model.layers.0.mlp.experts.1" in caplog.text
     assert all(layer.threshold > 0 and layer.frequency().isfinite().all() for layer in stats)
     assert 0.3 < none.active_share < 0.5  # its own weights, its own threshold
     stats.save(tmp_path)

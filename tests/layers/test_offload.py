@@ -182,7 +182,7 @@ def test_what_cannot_be_done_says_so(folders: tuple[Path, Path], caplog: pytest.
     with pytest.raises(ArtifactError, match="expected a sound neuron store, found cannot be opened: No such file"):
         Store(folder / "nothing", 0)
     for settings, message in (
-        ({"engine": "tape"}, "OffloadConfig.engine: expected auto or pread or io_uring or mmap, found 'tape'"),
+        ({"engine": "tape"}, "OffloadConfig.engine: expected auto or io_uring or pread or mmap, found 'tape'"),
         (
             {"policy": "clock"},
             "OffloadConfig.policy: expected lru or sieve or s3-fifo or lfu or static or none, found 'clock'",

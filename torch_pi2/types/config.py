@@ -10,59 +10,58 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS, FLOAT, QUANTIZED
 from torch_pi2.types.method import Method
 
-#: ``auto`` picks per layer the cheapest of what the others offer.
+#: ``auto`` picks the cheapest of the others per layer.
 METHODS = ("auto", *(method.value for method in Method))
 
-#: What ``threshold`` compares with thresholds: |act(gate)|, alone or times what is known of the neuron's up and down,
-#: or |up|, times what is known of its gate and down.
+#: The score that ``threshold`` compares: |act(gate)|, alone or weighted by statistics of the neuron's up and down, or
+#: |up|, weighted by those of its gate and down.
 SCORES = ("gate", "norms", "output", "up", "auto")
 
 #: How weights may be stored, and how they are rounded.
 WEIGHTS = (FLOAT, *QUANTIZED)
 QUANTIZATIONS = ("rtn", "weighted", "gptq")
-#: Of linear layers outside FFNs, in a program that was exported.
+#: Formats of linear layers outside FFNs in an exported program.
 LINEARS = ("float32", "int8", "int4")
-#: Of keys and values there.
+#: Formats of its KV cache.
 KV_FORMATS = ("float32", "float16", "int8")
-#: In which methods an accelerator computes attention: none, those that read prompts there, or all that have hot parts.
+#: Which methods compute attention on an accelerator: none, those for prompts, or all with hot clusters.
 HOT_ATTENTION = ("none", "prompts", "all")
 
 
 @dataclass(frozen=True)
 class Config:
-    """How a model is made sparse. Functions that take a ``config`` take its fields as keywords, too.
+    """How a model is made sparse. Functions that take a ``config`` also take its fields as keywords.
 
     Attributes:
-        method: how cold neurons are chosen. ``exact`` (lossless on ReLU-family activations: what is skipped is
+        method: how cold neurons are selected. ``exact`` (lossless on ReLU-family activations: skipped neurons are
             multiplied by zero), ``threshold`` (lossy: CATS, for SwiGLU and GeGLU models, no training),
-            ``lowrank`` (lossy: a fitted predictor), ``signbit`` (lossy: a predictor made of the gate's signs, only
-            calibrated), ``dense`` (every neuron), or ``auto``: per layer whichever
-            of ``exact``/``threshold`` and ``lowrank`` reads fewer bytes (experts of a mixture: ``exact``/``threshold``,
-            as no predictors are fitted to them then).
+            ``lowrank`` (lossy: a fitted low-rank predictor), ``signbit`` (lossy: a predictor from the gate's signs,
+            only calibrated), ``dense`` (every neuron), or ``auto``: per layer whichever of ``exact``/``threshold`` and
+            ``lowrank`` reads fewer bytes (for experts of a mixture ``exact``/``threshold``: no predictors are fitted).
         hot_frequency: neurons that fire for at least this share of tokens are hot: computed densely, never
-            predicted (lossless in itself). No neuron of an expert is.
+            predicted (lossless in itself). Experts have no hot neurons.
         target_recall: where the search for each layer's recall starts; with ``signbit`` each layer's recall (lossy).
         tolerance: relative increase of the model's loss that predictors may cause, 0.01 = 1 % (lossy).
         sparsity: share of neurons that ``threshold`` skips in every layer that has no exact zeros (lossy).
-        score: what decides which (lossy). ``gate``: ``|act(gate)|`` (CATS); ``norms``: times the norms of the neuron's
-            down and up rows; ``output``: times the norm of its down row and the usual size of its up on calibration
-            text; ``up``: ``|up|`` times the norm of its down row and the usual size of its ``act(gate)``, so that up is
-            what is computed of all neurons, and gate and down of those above; ``auto``: in each layer whichever of
-            these two does less to the output at its share (``output`` with ``lowrank`` and ``signbit``). But for
-            ``gate`` each neuron has its own threshold then, for which GPUs have no kernels; experts of a mixture know
-            ``gate`` alone, which ``auto`` is for them.
-        max_loss: relative increase of the model's loss that thresholds may cause, 0.01 = 1 % (lossy): in the place of
-            ``sparsity``, the share is the largest that calibration text which was kept back bears. None: ``sparsity``.
-        weights: how weights of FFNs and other linear layers are stored. ``float``: as they are (lossless); ``int4``,
+        score: which neurons ``threshold`` skips (lossy). ``gate``: by ``|act(gate)|`` (CATS). ``norms``: times the
+            norms of the neuron's down and up rows. ``output``: times the norm of its down row and the typical size of
+            its up on calibration text. ``up``: ``|up|`` times the norm of its down row and the typical size of its
+            ``act(gate)``, so that up is computed for all neurons, and gate and down only above the threshold. ``auto``:
+            per layer whichever of these two changes the output less at its share (``output`` with ``lowrank`` and
+            ``signbit``). With all but ``gate`` each neuron has a threshold of its own, for which there are no GPU
+            kernels; experts of a mixture support ``gate`` only, which ``auto`` selects for them.
+        max_loss: relative increase of the model's loss that thresholds may cause, 0.01 = 1 % (lossy). It replaces
+            ``sparsity``: the largest share within that loss on held-out calibration text is used. None: ``sparsity``.
+        weights: how weights of FFNs and other linear layers are stored. ``float``: unchanged (lossless); ``int4``,
             ``int8``: integers in groups of 32 with a float16 scale, 4.5 and 8.5 bits per weight (lossy). Embeddings,
             norms and small layers stay float. Cannot be restored.
         activations: with quantised weights, ``int8`` rounds the inputs of linear layers, gate and up to 8 bits in
             groups of 32 (lossy, faster), ``float`` does not.
         quantization: how weights are rounded. ``rtn``: to nearest, with the scale of smallest squared error;
-            ``weighted``: errors count as much as the input's mean square on calibration text (int4 only); ``gptq``:
-            what a layer's outputs lose on calibration text is made small, one layer after the other (takes minutes;
-            experts that hardly any of it reaches are rounded to nearest, which is said).
-        calibration_tokens: no further batch is taken once this many tokens are there.
+            ``weighted``: squared errors weighted by the input's mean square on calibration text (int4 only); ``gptq``:
+            GPTQ, which minimises the error of each layer's outputs on calibration text (takes minutes; experts that
+            almost none of it reaches are rounded to nearest, with a warning).
+        calibration_tokens: calibration stops after the batch that reaches this many tokens.
         batch_size, seq_len: shape of calibration batches; batch_size also bounds the batch statistics.
         seed: of every random choice.
     """
