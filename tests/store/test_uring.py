@@ -70,7 +70,7 @@ def test_refused_by_the_kernel(store: Path, error: int) -> None:
     assert auto == "pread, page cache"
     assert explicit == (
         "OffloadConfig.engine: expected one that this system allows, "
-        f"found io_uring: the kernel refuses io_uring_setup: {os.strerror(error)}. Use auto or pread. "
+        f"found io_uring: the kernel refuses io_uring_setup: {os.strerror(error)}. Use auto. "
         "io_uring takes Linux 5.6 and the right to it (containers may forbid it; kernel.io_uring_disabled)."
     )
     assert rates == "[0.0, 0.0, 0.0]"
