@@ -313,25 +313,6 @@ def _error(ran: Ran) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("argv", "found"),
-    [
-        ([], "the following arguments are required: VERB"),
-        (["fly"], "invalid choice: 'fly'"),
-        (["profile"], "the following arguments are required"),
-        (["synthetic", "o", "--seed", "x"], "invalid seed value: 'x'"),
-        (["profile", "m", "--out", "o", "--threads", "0"], "expected 1 or more, found 0"),
-        (["optimize", "m", "--out", "o", "--method", "magic"], "invalid choice: 'magic'"),
-    ],
-)
-def test_wrong_command_lines(command, argv, found) -> None:
-    error = _error(command(*argv, "--json", ok=False))
-    assert found in error["found"]
-    plain = command(*argv, ok=False)
-    assert (plain.code, plain.out) == (2, "")
-    assert "usage: torch-pi2" in plain.err
-
-
-@pytest.mark.parametrize(
     ("argv", "field", "text"),
     [
         (("profile", "{tmp}/nowhere"), "fix", "--allow-download"),

@@ -119,11 +119,7 @@ def test_a_closed_standard_input_is_the_end(talk: Any) -> None:
     assert (ran.code, ran.out) == (0, "\n")
 
 
-def test_folders_of_other_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    (tmp_path / "manifest.json").write_text("{}")
-    for verb, use in (("chat", f"run {tmp_path} --chat"), ("serve", f"generate {tmp_path}")):
-        assert main([verb, str(tmp_path)]) == 2
-        assert f"found a bundle, written by export. Use: torch-pi2 {use} --prompt" in capsys.readouterr().err
+def test_two_models_of_one_name(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     assert main(["serve", str(folder), str(folder), "--trust-remote-code"]) == 2
     assert "folders: expected a name for each model, found talks, talks" in capsys.readouterr().err
 

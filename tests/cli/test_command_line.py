@@ -100,6 +100,10 @@ def test_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        ([], "the following arguments are required: VERB"),
+        (["profile"], "the following arguments are required"),
+        (["synthetic", "o", "--seed", "x"], "invalid seed value: 'x'"),
+        (["profile", "m", "--out", "o", "--threads", "0"], "expected 1 or more, found 0"),
         (["genrate", "m"], "invalid choice: 'genrate' (choose from"),
         (["generate", "m", "--prompt", "x", "--promtp", "x"], "arguments: --promtp x (did you mean --prompt?). See"),
         (["doctor", "--zzzzzz"], "unrecognized arguments: --zzzzzz. See `torch-pi2 doctor --help`."),
@@ -110,6 +114,7 @@ def test_wrong_arguments(command: Command, argv: list[str], message: str) -> Non
     code, out, err = command(*argv)
     assert (code, out) == (2, "")
     assert message in err
+    assert "usage: torch-pi2" in err
 
 
 @pytest.mark.parametrize(
