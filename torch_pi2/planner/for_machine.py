@@ -28,7 +28,7 @@ from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.ops.constants import constants
-from torch_pi2.planner.cost import cold_neurons, expert_use, ffn_ms, switch_point, without_gpu
+from torch_pi2.planner.cost import expert_use, ffn_ms, predicted_share, switch_point, without_gpu
 from torch_pi2.planner.integer_program import choose
 from torch_pi2.planner.model_shape import LayerShape, ModelShape
 from torch_pi2.planner.request import BATCHES, Counts, Request, check
@@ -41,6 +41,8 @@ from torch_pi2.types.stats import ActivationStats
 
 #: Shares of steps from which on a neuron is hot, the usual one first. 0: all neurons; above 1: none.
 HOT_SHARES = (0.5, 0.0, 0.05, 0.1, 0.2, 0.35, 0.75, 0.9, 1.1)
+#: Prices of a slot of the cache, in reads a step: what the least wanted neuron that is still cached is worth.
+SLOT_PRICES = (0.0, 0.02, 0.1, 0.35, 1.0)
 #: The usual share is taken if it is slower by less than this: predictions are not more exact.
 _NEAR = 0.02
 #: Hot neurons are a multiple of this (runs of neurons are then whole pages), or all.
@@ -274,29 +276,46 @@ def _with_accelerator(request: Request) -> dict[int, tuple[Counts, Counts]]:
     """By batch size, hot neurons and those of them on the accelerator.
 
     Its memory holds the same neurons at all batch sizes. A GPU, which has the rest of the model, computes them at every
-    batch size; an NPU computes fewer where that is faster.
+    batch size; an NPU computes fewer where that is faster. The times of a layer do not say what the cache, which layers
+    share, will lack: several prices of a slot are tried, and the fastest plan as a whole is taken.
     """
-    layers, theirs = request.shape.layers, request.hardware.accelerator
-    assert theirs is not None
+    layers = request.shape.layers
     firsts = [_chunks(layer) for layer in layers]
-    # by group and layer: for each number of chunks there, milliseconds, hot neurons, and neurons there
-    options: list[list[list[tuple[float, int, int]]]] = []
-    for group in request.groups:
-        hots = [set(counts) for counts in zip(*_candidates(request, group, ACCELERATOR_CHUNK), strict=True)]
-        options.append([])
-        for layer, counts, hot in zip(layers, firsts, hots, strict=True):
-            line = [_fastest(request, layer, group, n, hot) for n in counts]
-            if not theirs.holds_rest:
-                line = [min(line[: n + 1]) for n in range(len(line))]
-            options[-1].append(line)
-    costs = [np.sum([[ms for ms, _, _ in lines[i]] for lines in options], axis=0).tolist() for i in range(len(layers))]
     sizes = [[n * layer.neuron_bytes for n in counts] for layer, counts in zip(layers, firsts, strict=True)]
-    picked = choose(costs, sizes, request.accelerator_bytes)
-    plans: dict[int, tuple[Counts, Counts]] = {}
-    for group, lines in zip(request.groups, options, strict=True):
-        chosen = [line[n] for line, n in zip(lines, picked, strict=True)]
-        plans |= dict.fromkeys(group, (tuple(h for _, h, _ in chosen), tuple(n for _, _, n in chosen)))
-    return plans
+    prices = SLOT_PRICES if request.stored else (0.0,)
+    tables = [[_options(request, group, firsts, price) for group in request.groups] for price in prices]
+    best: tuple[float, dict[int, tuple[Counts, Counts]]] = (math.inf, {})
+    for table in tables:
+        costs = [
+            np.sum([[ms for ms, _, _ in lines[i]] for lines in table], axis=0).tolist() for i in range(len(layers))
+        ]
+        picked, total, plan = choose(costs, sizes, request.accelerator_bytes), 0.0, dict[int, tuple[Counts, Counts]]()
+        for g, group in enumerate(request.groups):
+            chosen = [[line[n] for line, n in zip(other[g], picked, strict=True)] for other in tables]
+            counts = {(tuple(h for _, h, _ in c), tuple(n for _, _, n in c)) for c in chosen}
+            ms, fastest = min((_ms(request, group, *both), both) for both in counts)
+            total += ms
+            plan |= dict.fromkeys(group, fastest)
+        best = min(best, (total, plan), key=lambda found: found[0])
+    return best[1]
+
+
+def _ms(request: Request, group: Sequence[int], hot: Counts, accelerator: Counts = ()) -> float:
+    """Milliseconds a token, summed over the batch sizes of ``group``."""
+    return sum(request.cost(b, hot, accelerator, request.resident(b, accelerator)).total_ms / b for b in group)
+
+
+def _options(
+    request: Request, group: Sequence[int], firsts: Sequence[Sequence[int]], price: float
+) -> list[list[tuple[float, int, int]]]:
+    """By layer, for each number of neurons that the accelerator may hold: milliseconds, hot neurons, and used ones."""
+    theirs, options = request.hardware.accelerator, []
+    hots = [set(counts) for counts in zip(*_candidates(request, group, ACCELERATOR_CHUNK), strict=True)]
+    for layer, counts, hot in zip(request.shape.layers, firsts, hots, strict=True):
+        line = [_fastest(request, layer, group, n, hot, price) for n in counts]
+        shared = theirs is not None and not theirs.holds_rest
+        options.append([min(line[: n + 1]) for n in range(len(line))] if shared else line)
+    return options
 
 
 def _chunks(layer: LayerShape) -> list[int]:
@@ -307,20 +326,34 @@ def _chunks(layer: LayerShape) -> list[int]:
 
 
 def _fastest(
-    request: Request, layer: LayerShape, group: Sequence[int], first: int, hots: Collection[int]
+    request: Request, layer: LayerShape, group: Sequence[int], first: int, hots: Collection[int], price: float
 ) -> tuple[float, int, int]:
-    """With ``first`` neurons on the accelerator: milliseconds a token of ``group``, and the hot count with these."""
+    """With ``first`` neurons on the accelerator: milliseconds a token of ``group``, and the hot count with these.
+
+    A neuron that is wanted in the share p of steps costs p reads, or ``price`` reads for its slot of the cache.
+    """
 
     def ms(hot: int) -> float:
         total = 0.0
         for batch in group:
             step = ffn_ms(layer, request.hardware, batch, hot, first, model_bytes=request.shape.weight_bytes)
-            missed = 1 - request.slots(batch) / request.shape.slots
-            wanted = (hot - first + cold_neurons(layer, batch, hot)) / layer.cluster
-            total += (math.fsum(step.values()) + missed * wanted * request.read_ms) / batch
+            reads = (hot - first) * min(price, request.stream_share) + _priced(layer, batch, price)[hot]
+            total += (math.fsum(step.values()) + float(reads) / layer.cluster * request.read_ms) / batch
         return total
 
     return min((ms(hot), hot, first) for hot in {max(hot, first) for hot in hots})
+
+
+def _priced(layer: LayerShape, batch: int, price: float) -> np.ndarray:
+    """Float64 ``[I + 1]``: what the cold neurons from each on cost, in reads. Kept in the layer."""
+
+    def sums() -> np.ndarray:
+        use, tokens = expert_use(layer, batch)
+        reads_I = np.minimum(use * predicted_share(layer, tokens), price)
+        return np.append(np.cumsum(reads_I[::-1])[::-1], 0.0)
+
+    priced: np.ndarray = layer.kept(("priced", batch, price), sums)
+    return priced
 
 
 # --- prompts and threads ---

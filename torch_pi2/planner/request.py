@@ -77,6 +77,13 @@ class Request:
         us = _read_us(self.shape, self.hardware, self.shape.place_bytes) if self.stored else 0.0
         return us * self.hardware.interference.read_while_computing / 1e3
 
+    @cached_property
+    def stream_share(self) -> float:
+        """The time of a slot that is one of many in a row, in that of a slot anywhere."""
+        run = _LONGEST_RUN // self.shape.place_bytes * self.shape.place_bytes
+        stream_us = self.hardware.reads.stream_us(run) * self.shape.place_bytes / max(1, run)
+        return min(1.0, stream_us / _read_us(self.shape, self.hardware, self.shape.place_bytes))
+
     def smallest(self) -> int:
         """The smallest budget that is enough for every batch size: all but neurons, which are then read from flash."""
         config = OffloadConfig(**self.offload)
