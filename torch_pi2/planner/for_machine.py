@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -41,8 +42,9 @@ from torch_pi2.types.stats import ActivationStats
 
 #: Shares of steps from which on a neuron is hot, the usual one first. 0: all neurons; above 1: none.
 HOT_SHARES = (0.5, 0.0, 0.05, 0.1, 0.2, 0.35, 0.75, 0.9, 1.1)
-#: Prices of a slot of the cache, in reads a step: what the least wanted neuron that is still cached is worth.
-SLOT_PRICES = (0.0, 0.02, 0.1, 0.35, 1.0)
+#: What a read costs is not known before the plan is. Tried are shares of its time that computing does not hide, and
+#: prices of a slot of the cache in reads a step (what the least wanted neuron that is still cached is worth).
+PRICES = ((0.0, 0.0), *product((1.0, 0.3, 0.1), (0.02, 0.1, 0.35, 1.0)))
 #: The usual share is taken if it is slower by less than this: predictions are not more exact.
 _NEAR = 0.02
 #: Hot neurons are a multiple of this (runs of neurons are then whole pages), or all.
@@ -193,9 +195,8 @@ def solve(request: Request, *, progress: bool = False) -> HardwarePlan:
     none = (0,) * len(request.shape.layers)
     buckets = []
     for batch, (hot, accelerator) in plans.items():
-        resident = request.resident(batch, accelerator)
-        ms = request.cost(batch, hot, accelerator, resident).ms
-        buckets.append(Bucket(batch, hot, accelerator or none, resident, request.cache_bytes(batch), ms))
+        cost, resident = request.best_cost(batch, hot, accelerator)
+        buckets.append(Bucket(batch, hot, accelerator or none, resident, request.cache_bytes(batch), cost.ms))
     settings = {"batches": list(request.batches), "min_recall": request.min_recall}
     hardware, last = request.hardware, buckets[-1]
     return HardwarePlan(
@@ -282,7 +283,7 @@ def _with_accelerator(request: Request) -> dict[int, tuple[Counts, Counts]]:
     layers = request.shape.layers
     firsts = [_chunks(layer) for layer in layers]
     sizes = [[n * layer.neuron_bytes for n in counts] for layer, counts in zip(layers, firsts, strict=True)]
-    prices = SLOT_PRICES if request.stored else (0.0,)
+    prices = PRICES if request.stored else PRICES[:1]
     tables = [[_options(request, group, firsts, price) for group in request.groups] for price in prices]
     best: tuple[float, dict[int, tuple[Counts, Counts]]] = (math.inf, {})
     for table in tables:
@@ -302,11 +303,11 @@ def _with_accelerator(request: Request) -> dict[int, tuple[Counts, Counts]]:
 
 def _ms(request: Request, group: Sequence[int], hot: Counts, accelerator: Counts = ()) -> float:
     """Milliseconds a token, summed over the batch sizes of ``group``."""
-    return sum(request.cost(b, hot, accelerator, request.resident(b, accelerator)).total_ms / b for b in group)
+    return sum(request.best_cost(b, hot, accelerator)[0].total_ms / b for b in group)
 
 
 def _options(
-    request: Request, group: Sequence[int], firsts: Sequence[Sequence[int]], price: float
+    request: Request, group: Sequence[int], firsts: Sequence[Sequence[int]], price: tuple[float, float]
 ) -> list[list[tuple[float, int, int]]]:
     """By layer, for each number of neurons that the accelerator may hold: milliseconds, hot neurons, and used ones."""
     theirs, options = request.hardware.accelerator, []
@@ -326,19 +327,26 @@ def _chunks(layer: LayerShape) -> list[int]:
 
 
 def _fastest(
-    request: Request, layer: LayerShape, group: Sequence[int], first: int, hots: Collection[int], price: float
+    request: Request,
+    layer: LayerShape,
+    group: Sequence[int],
+    first: int,
+    hots: Collection[int],
+    price: tuple[float, float],
 ) -> tuple[float, int, int]:
     """With ``first`` neurons on the accelerator: milliseconds a token of ``group``, and the hot count with these.
 
-    A neuron that is wanted in the share p of steps costs p reads, or ``price`` reads for its slot of the cache.
+    A neuron that is wanted in the share p of steps costs p reads, or the price of a slot of the cache.
     """
+    exposed, slot = price
+    read_ms = exposed * request.read_ms / layer.cluster
 
     def ms(hot: int) -> float:
         total = 0.0
         for batch in group:
             step = ffn_ms(layer, request.hardware, batch, hot, first, model_bytes=request.shape.weight_bytes)
-            reads = (hot - first) * min(price, request.stream_share) + _priced(layer, batch, price)[hot]
-            total += (math.fsum(step.values()) + float(reads) / layer.cluster * request.read_ms) / batch
+            reads = (hot - first) * min(slot, request.stream_share) + _priced(layer, batch, slot)[hot]
+            total += (math.fsum(step.values()) + float(reads) * read_ms) / batch
         return total
 
     return min((ms(hot), hot, first) for hot in {max(hot, first) for hot in hots})

@@ -135,6 +135,14 @@ class Request:
             min(int(share * y.slots) * y.cluster, (y.intermediate - n) // y.cluster * y.cluster) for y, n in pairs
         )
 
+    def best_cost(self, batch: int, hot: Counts, accelerator: Counts = ()) -> tuple[Cost, Counts]:
+        """A step with the usual resident neurons, or with none where that is faster (beside an accelerator)."""
+        resident = self.resident(batch, accelerator)
+        cost, none = self.cost(batch, hot, accelerator, resident), (0,) * len(resident)
+        if accelerator and (free := self.cost(batch, hot, accelerator, none)).total_ms < cost.total_ms:
+            return free, none
+        return cost, resident
+
     def pass_steps(self, bucket: Bucket) -> dict[int, float]:
         """By number of tokens that one sequence verifies together: the time of such a pass, in steps of one token.
 
