@@ -318,10 +318,11 @@ def test_generation_is_seen_and_its_batch_followed() -> None:
     with torch.no_grad():
         model(IDS.repeat(4, 1))  # prompts, whose keys and values want their memory
         assert controller.stats()["sequences"] == 4
-        sparse_layers(model)[0](torch.randn(3, 32))  # flattened: a step of 3
+        mlp = model.model.layers[0].mlp
+        mlp(torch.randn(3, 32))  # flattened: a step of 3
         assert controller.stats()["sequences"] == 3
-        sparse_layers(model)[0](torch.randn(5, 32))  # more than a step has
-        sparse_layers(model)[0](torch.randn(0, 4, 32))
+        mlp(torch.randn(5, 32))  # more than a step has
+        mlp(torch.randn(0, 4, 32))
         assert controller.stats()["sequences"] == 3
         model(IDS.repeat(2, 1))
     assert controller.stats()["sequences"] == 2

@@ -213,7 +213,7 @@ def test_a_model_that_changes_between_prompts_is_seen(compiled: bool, monkeypatc
     decoder = Decoder(model, max_tokens=40, logits=True, compiled=compiled, backend="eager")
     before = steps(decoder)
     for layer in model.model.layers:
-        layer.mlp.threshold = 0.02  # another constant of a call
+        layer.mlp.down_proj.sparse_ffn.threshold = 0.02  # another constant of a call
     changed = steps(decoder)
     assert not torch.equal(changed, before)
     assert torch.allclose(changed, never_recorded(monkeypatch, model), atol=1e-5)
