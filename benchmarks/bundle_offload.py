@@ -28,7 +28,7 @@ from torch_pi2.export.manifest import Manifest
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.of_model import homes
 from torch_pi2.machine import process as machine
-from torch_pi2.rewrite.handle import parts_of
+from torch_pi2.rewrite.state import get_state
 from torch_pi2.store.shapes import build_config
 from torch_pi2.types.site import FFNSite, LinearRef
 
@@ -118,7 +118,7 @@ def _export(bundle: Path, shape: str, distinct_layers: int, kv: str, max_tokens:
 
 def repeat_layers(model: Any, count: int) -> None:
     """Give an optimised decoder ``count`` layers, those that it has again and again, over the same tensors."""
-    blocks, parts = model.model.layers, parts_of(model)
+    blocks, parts = model.model.layers, get_state(model)
     few = len(blocks)
     plans = {block: [p for p in parts.plan.layers if _in(p.site, block)] for block in range(few)}
     shared = {id(thing): thing for thing in (*model.parameters(), *model.buffers(), model.config)}

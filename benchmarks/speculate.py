@@ -36,7 +36,7 @@ from torch_pi2.eval.token_source import tokens_of
 from torch_pi2.formats import ACTIVATIONS, QUANTIZED
 from torch_pi2.machine.device import find_device
 from torch_pi2.ops import load as load_library
-from torch_pi2.rewrite.handle import store_of
+from torch_pi2.rewrite.state import store_of
 from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.storefile import STORE_FILE
 from torch_pi2.types.config import Config

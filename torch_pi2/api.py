@@ -50,10 +50,10 @@ from torch_pi2.profiling.run import profile as profile_sites
 from torch_pi2.profiling.samples import bytes_per_token, samples_bytes
 from torch_pi2.rewrite.apply import apply
 from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu, on_the_cpu, room_on_gpu
-from torch_pi2.rewrite.handle import Handle, Optimized, parts_of
 from torch_pi2.rewrite.rewrite import replaceable
 from torch_pi2.rewrite.rewrite import restore as restore_modules
 from torch_pi2.rewrite.skeleton import on_meta
+from torch_pi2.rewrite.state import ModelState, SparseState, get_state
 from torch_pi2.types.config import Config, ConfigFields, configured
 from torch_pi2.types.method import LOSSY, PREDICTED, Method
 from torch_pi2.types.plan import Plan, lossy_methods, weights_hash
@@ -402,7 +402,7 @@ def optimize(
 
 
 def _plan_and_follow(model: nn.Module, hardware: Hardware, accelerator_memory: int, progress: bool) -> None:
-    parts = parts_of(model)
+    parts = get_state(model)
     parts.plan = plan_for(model, hardware, accelerator_memory=accelerator_memory, progress=progress)
     follow(model, parts.plan)
 
@@ -440,12 +440,12 @@ def _optimize(
             predictors = _fit(model, data, found.sites, stats, config, progress, work)
     fitted = predictors if isinstance(predictors, FittedPredictors) else FittedPredictors(predictors or {})
     made = _plan(model, found, stats, fitted, config)
-    apply(model, Optimized(made, fitted, stats), progress, config, data, strategies, ranks)
+    apply(model, SparseState(made, fitted, stats), progress, config, data, strategies, ranks)
     hf_generate.attach(model)
-    _say_lossy(parts_of(model), config, progress)
+    _say_lossy(get_state(model), config, progress)
 
 
-def _say_lossy(parts: Optimized, config: Config, progress: bool) -> None:
+def _say_lossy(parts: SparseState, config: Config, progress: bool) -> None:
     """One line on what is lossy: a warning if ``auto`` chose it, else with the progress."""
     methods = lossy_methods(parts.plan)
     if not methods:
@@ -509,7 +509,7 @@ def _optimize_without_data(model: Model, config: Config, progress: bool, data: l
         )
     made = plan_without_data(sites, weights_hash(model, sites), config)
     made.made_by["left"] = found.left
-    apply(model, Optimized(made, FittedPredictors(), None), progress, config, data, strategies)
+    apply(model, SparseState(made, FittedPredictors(), None), progress, config, data, strategies)
     hf_generate.attach(model)
     return model
 
@@ -562,6 +562,6 @@ def restore(model: Model) -> Model:
     """
     restore_modules(model)
     stop_following(model)
-    Handle.detach(model)
+    ModelState.detach(model)
     hf_generate.detach(model)
     return model

@@ -27,8 +27,8 @@ from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.prompt import skips_predictor, sparse_only, takes_prompt_path
 from torch_pi2.observe import counters
 from torch_pi2.planner.hot_neurons import plan_without_data
-from torch_pi2.rewrite.handle import store_and_budget
 from torch_pi2.rewrite.rewrite import rewrite
+from torch_pi2.rewrite.state import store_and_budget
 from torch_pi2.store.shapes import SHAPES
 from torch_pi2.types.machine_plan import HardwarePlan, PromptPlan
 from torch_pi2.types.offload import OffloadConfig

@@ -24,7 +24,7 @@ from torch_pi2.decode.speculate import MOST_DRAFTED, Pace, PromptLookup
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
-from torch_pi2.rewrite.handle import store_of
+from torch_pi2.rewrite.state import store_of
 from torch_pi2.types.machine_plan import Bucket, HardwarePlan, PromptPlan
 
 IDS = torch.randint(1, VOCAB, (1, 7), generator=torch.Generator().manual_seed(0))

@@ -20,7 +20,7 @@ from torch_pi2.export.manifest import Manifest
 from torch_pi2.export.run import Bundle
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.of_model import homes
-from torch_pi2.rewrite.handle import Handle
+from torch_pi2.rewrite.state import ModelState
 
 PROMPT = [7, 30, 81, 5, 90, 11]
 TEXT = torch.randint(0, 96, (24, 32), generator=torch.Generator().manual_seed(1))
@@ -125,7 +125,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
     """Of the experts alone."""
     whole = optimized("Mixtral")
     model = Routed(whole).eval()
-    Handle.of(whole).attach(model)
+    ModelState.of(whole).attach(model)
     args = (torch.zeros(3, 64), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2))
     folder = tmp_path_factory.mktemp("experts") / "b"
     tokens = torch.export.Dim("tokens", min=1, max=70)

@@ -22,7 +22,7 @@ from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.predict.lowrank_rows import LowRankRows
-from torch_pi2.rewrite.handle import Handle
+from torch_pi2.rewrite.state import ModelState
 from torch_pi2.types.stats import ActivationStats
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4}
@@ -74,7 +74,7 @@ def test_bits_are_the_same_everywhere(
         over = torch_pi2.load(tmp_path / "store", budget="1GiB", **seen)
         assert torch.equal(over(IDS).logits, wanted)
         alone = nn.Sequential(layers[0])
-        Handle.of(model).attach(alone)
+        ModelState.of(model).attach(alone)
         x = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
         folder = torch_pi2.export(alone, tmp_path / "bundle", args=(x,))
         with Bundle(folder) as bundle:

@@ -31,7 +31,7 @@ from torch_pi2.decode.decoder import Decoder
 from torch_pi2.decode.plan_controller import follow
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.machine import process
-from torch_pi2.rewrite.handle import store_and_budget
+from torch_pi2.rewrite.state import store_and_budget
 from torch_pi2.types.offload import OffloadConfig
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "drelu-stdlib-5m"

@@ -34,9 +34,9 @@ from torch_pi2.profiling import MIN_TOKENS, ActivationStats, batches
 from torch_pi2.profiling import profile as profile_sites
 from torch_pi2.profiling.inputs import EXPERT_TOKENS, gather_inputs
 from torch_pi2.rewrite.apply import apply
-from torch_pi2.rewrite.handle import Optimized
 from torch_pi2.rewrite.linears import Storage
 from torch_pi2.rewrite.rewrite import rewrite
+from torch_pi2.rewrite.state import SparseState
 from torch_pi2.types.config import Config
 from torch_pi2.types.predictor import PredictorCard
 
@@ -93,7 +93,7 @@ def calibrated(model: nn.Module, sites: list[FFNSite]) -> ActivationStats:
 def sparse(model: nn.Module, sites: list[FFNSite], stats: ActivationStats, config: Config, given: Any = None) -> Any:
     """As ``torch_pi2.optimize`` with statistics, of a copy."""
     plan = greedy_plan(sites, stats, given, config)
-    return apply(copy.deepcopy(model), Optimized(plan, FittedPredictors(given or {}), stats), False, config)
+    return apply(copy.deepcopy(model), SparseState(plan, FittedPredictors(given or {}), stats), False, config)
 
 
 def settings(**more: Any) -> dict[str, Any]:

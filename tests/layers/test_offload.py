@@ -26,7 +26,7 @@ from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import STATISTICS, OffloadedFFN, Store
 from torch_pi2.ops import load, reference
-from torch_pi2.rewrite.handle import store_and_budget
+from torch_pi2.rewrite.state import store_and_budget
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.types.offload import OffloadConfig
 

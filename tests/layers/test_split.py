@@ -17,10 +17,10 @@ from tiny_models import tiny
 import torch_pi2
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.layers.hybrid import CudaTransferBuffer, HybridFFN
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
 from torch_pi2.layers.prompt import sparse_only
-from torch_pi2.layers.split import CudaLink, Split
 from torch_pi2.ops import reference
 from torch_pi2.profiling.data import Batch
 from torch_pi2.store.storefile import StoreReader
@@ -48,7 +48,7 @@ def test_a_store_has_the_bits_of_memory_for_any_number_of_chunks(tmp_path_factor
     layer = stored_layers(folder / "store")[1]
     same = sparse_layers(torch_pi2.load(folder / "plain"))[1]
     whole, link = ran(layer), ThreadLink()
-    for count in (0, Split.CHUNK, 3 * Split.CHUNK, layer.site.intermediate):
+    for count in (0, HybridFFN.CHUNK, 3 * HybridFFN.CHUNK, layer.site.intermediate):
         split_off(layer, count, link)
         same.split_off(count, link)
         assert torch.equal(ran(layer), ran(same))
@@ -126,7 +126,7 @@ def test_copies_and_threads() -> None:
         for which in (layer, other):
             for found, expected in zip(pool.map(lambda seed: ran(which, seed=seed), range(8)), wanted, strict=True):  # noqa: B023
                 assert torch.equal(found, expected)
-    to_a_gpu = CudaLink.__new__(CudaLink)
+    to_a_gpu = CudaTransferBuffer.__new__(CudaTransferBuffer)
     to_a_gpu.device = torch.device("cuda", 0)
     assert copy.deepcopy(to_a_gpu) is to_a_gpu
     with pytest.raises(ConfigError, match="pickling a model: expected one on the CPU, found neurons on cuda:0"):

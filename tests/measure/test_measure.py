@@ -362,7 +362,7 @@ def test_what_torch_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(measure_gpu, "check_gpu", lambda _: None)
-    monkeypatch.setattr(measure_gpu, "CudaLink", lambda _: ThreadLink())
+    monkeypatch.setattr(measure_gpu, "CudaTransferBuffer", lambda _: ThreadLink())
     gpu = gpu_here()
     assert isinstance(gpu, Cuda)
     assert (gpu.name, gpu.cache_bytes, gpu.free_bytes) == ("a GPU", MIB, 3 * MIB)

@@ -20,7 +20,7 @@ from torch_pi2.layers.offloaded import Store
 from torch_pi2.observe.accesses import Accesses
 from torch_pi2.observe.replay import OPTIMAL, as_run, replay
 from torch_pi2.ops import load
-from torch_pi2.rewrite.handle import store_and_budget
+from torch_pi2.rewrite.state import store_and_budget
 from torch_pi2.types.offload import OffloadConfig
 
 

@@ -29,7 +29,7 @@ from torch_pi2.ops import ACTIVATIONS
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.predict.signbit import SignBit
 from torch_pi2.rewrite.apply import apply
-from torch_pi2.rewrite.handle import Optimized
+from torch_pi2.rewrite.state import SparseState
 from torch_pi2.types.config import Config
 from torch_pi2.types.plan import LayerPlan, Plan, weights_hash
 from torch_pi2.types.stats import ActivationStats
@@ -62,7 +62,7 @@ def _planned(name: str, method: str, hot: float, weights: str) -> nn.Module:
             gate = site.weights(model).gate
             assert gate is not None
             predictors[site.key] = SignBit.from_weights(gate)
-    parts = Optimized(Plan(layers, weights_hash(model, sites)), predictors, None)
+    parts = SparseState(Plan(layers, weights_hash(model, sites)), predictors, None)
     return apply(model, parts, False, Config(weights=weights))
 
 

@@ -125,7 +125,7 @@ def link(monkeypatch: pytest.MonkeyPatch) -> ThreadLink:
     made = ThreadLink()
     monkeypatch.setattr(save_load, "checked_memory", int)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(gpu, "CudaLink", lambda _: made)
+    monkeypatch.setattr(gpu, "CudaTransferBuffer", lambda _: made)
     return made
 
 
@@ -269,7 +269,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, int]:
     for module in (api, save_load):
         monkeypatch.setattr(module, "checked_memory", lambda found: found)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(gpu, "CudaLink", lambda _: ThreadLink())
+    monkeypatch.setattr(gpu, "CudaTransferBuffer", lambda _: ThreadLink())
     return (
         torch_pi2.optimize(tiny("llama-relu"), CALIBRATION, method="exact", hardware=machine(), gpu_memory=memory),
         memory,

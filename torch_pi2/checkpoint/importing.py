@@ -18,7 +18,7 @@ from torch_pi2.checkpoint.weights_writer import Quantizer, QuantizeReport, Relat
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.formats import PAIRS, QUANTIZED, formats_of
 from torch_pi2.graph.find import Found, search
-from torch_pi2.layers.embedding import can_stand_for
+from torch_pi2.layers.linear import can_stand_for
 from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.rewrite.skeleton import skeleton
 from torch_pi2.store.folder import PI2_FOLDER, declare

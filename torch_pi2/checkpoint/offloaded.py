@@ -26,9 +26,9 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import called_modules, homes
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
 from torch_pi2.predict.file import FittedPredictors
-from torch_pi2.rewrite.handle import Optimized
 from torch_pi2.rewrite.rewrite import predictor_tensors
 from torch_pi2.rewrite.skeleton import model_config
+from torch_pi2.rewrite.state import SparseState
 from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
 from torch_pi2.store.weights import QuantizedWeights
@@ -91,7 +91,7 @@ def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], setting
     if together is not None:
         together.connect(model)
     # without predictors: the layers have them, and twice would be too much memory
-    made = Optimized(
+    made = SparseState(
         here,
         FittedPredictors(),
         None,

@@ -37,8 +37,8 @@ from torch_pi2.layers.of_model import homes
 from torch_pi2.predict.file import FittedPredictors, save_predictors
 from torch_pi2.rewrite.apply import apply
 from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu
-from torch_pi2.rewrite.handle import Optimized, parts_of, store_of
 from torch_pi2.rewrite.skeleton import model_config, named_class
+from torch_pi2.rewrite.state import SparseState, get_state, store_of
 from torch_pi2.store.folder import (
     PI2_FOLDER,
     check_folder,
@@ -58,7 +58,7 @@ from torch_pi2.types.plan import Plan, weights_hash
 from torch_pi2.types.shard import GroupConfig
 
 if TYPE_CHECKING:
-    from torch_pi2.rewrite.handle import LoadedModel
+    from torch_pi2.rewrite.state import LoadedModel
 
 _WEIGHTS = "model.safetensors"
 
@@ -123,7 +123,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
     return folder
 
 
-def save_parts(parts: Optimized, pi2: Path) -> None:
+def save_parts(parts: SparseState, pi2: Path) -> None:
     """Plan, predictors and statistics, as files in ``pi2``."""
     parts.plan.save(pi2)
     save_predictors(pi2, parts.predictors, parts.plan.model_hash)
@@ -150,7 +150,7 @@ class _Values:
         return self._values[name]
 
 
-def current_state(model: nn.Module) -> Optimized:
+def current_state(model: nn.Module) -> SparseState:
     """The state of ``model``, valid for its current weights, which may have been converted or replaced since.
 
     A plan without predictors or thresholds is right for any weights: it is bound to the new ones, without statistics.
@@ -158,7 +158,7 @@ def current_state(model: nn.Module) -> Optimized:
     Raises:
         StaleArtifactError: predictors or thresholds were fitted to other weights.
     """
-    parts = parts_of(model)
+    parts = get_state(model)
     if weights_of(model) != "float":
         return parts  # rows cannot change; the hash stays that of the float weights
     found = weights_hash(_Values(model), [layer.site for layer in parts.plan.layers])
@@ -172,7 +172,7 @@ def current_state(model: nn.Module) -> Optimized:
             found=f"others ({found[:12]}): the model was converted or loaded anew since",
             fix="Call torch_pi2.restore(model) and optimize it again.",
         )
-    return Optimized(replace(parts.plan, model_hash=found), FittedPredictors(), None)
+    return SparseState(replace(parts.plan, model_hash=found), FittedPredictors(), None)
 
 
 @checked
@@ -294,7 +294,7 @@ def read_model(folder: Path, settings: LoadSettings) -> nn.Module:
         if over_store:
             return load_offloaded(folder, plan, predictors, settings)
         quantized = load_sparse(folder, plan, predictors, settings)
-        Optimized(plan, predictors, stats, weights=weights_of(quantized)).attach(quantized)
+        SparseState(plan, predictors, stats, weights=weights_of(quantized)).attach(quantized)
         return quantized
     settings.check_float(folder)
     model = settings.model
@@ -304,7 +304,7 @@ def read_model(folder: Path, settings: LoadSettings) -> nn.Module:
         _load_weights(model, folder / _WEIGHTS)
         if settings.dtype is not None:
             model = model.to(settings.dtype)
-    return apply(model.eval(), Optimized(plan, predictors, stats), settings.progress)
+    return apply(model.eval(), SparseState(plan, predictors, stats), settings.progress)
 
 
 def finish_loading(model: nn.Module, gpu_bytes: int | None) -> LoadedModel:
@@ -312,7 +312,7 @@ def finish_loading(model: nn.Module, gpu_bytes: int | None) -> LoadedModel:
     attach(model)
     if gpu_bytes is not None:
         hot_on_gpu(model, gpu_bytes)
-    store, plan = store_of(model), parts_of(model).plan
+    store, plan = store_of(model), get_state(model).plan
     if store is not None and store.config.preload:  # now that it is known what is on a GPU
         store.preload()
     if plan.hardware is not None:

@@ -22,10 +22,9 @@ from torch_pi2.distributed.pipeline_parallel import remove_other_blocks
 from torch_pi2.errors import ArtifactError, UnsupportedModelError
 from torch_pi2.formats import FLOAT, QUANTIZED, formats_of
 from torch_pi2.graph.find import named
-from torch_pi2.layers.embedding import QuantEmbedding, can_stand_for
 from torch_pi2.layers.experts import SparseExperts, expert_groups
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.linear import QuantLinear, wants_blocks
+from torch_pi2.layers.linear import QuantEmbedding, QuantLinear, can_stand_for, wants_blocks
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
 from torch_pi2.rewrite.fits import check_fits

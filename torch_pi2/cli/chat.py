@@ -169,7 +169,7 @@ def _stats(model: Any, session: Any) -> str:
     import torch_pi2
     from torch_pi2.eval.work import Work
     from torch_pi2.observe import counters
-    from torch_pi2.rewrite.handle import store_of
+    from torch_pi2.rewrite.state import store_of
 
     last = session.last
     if last is None:

@@ -472,7 +472,7 @@ def left_out(args: argparse.Namespace) -> dict[str, Any]:
 def of_store(model: nn.Module) -> dict[str, Any] | None:
     """Reads and omissions of a model over a store, for results of verbs; None: it is in memory."""
     from torch_pi2.decode.budget import stats
-    from torch_pi2.rewrite.handle import store_of
+    from torch_pi2.rewrite.state import store_of
 
     store = store_of(model)
     if store is None:

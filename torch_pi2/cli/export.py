@@ -154,9 +154,9 @@ def _verdict(args: argparse.Namespace, model: Any, manifest: dict[str, Any]) -> 
 
     from torch_pi2.checkpoint.card import write_card
     from torch_pi2.eval.verdict import unmeasured
-    from torch_pi2.rewrite.handle import parts_of
+    from torch_pi2.rewrite.state import get_state
 
-    earlier, parts = verdict.read(Path(args.model)), parts_of(model)
+    earlier, parts = verdict.read(Path(args.model)), get_state(model)
     rounded = {"linears": args.linears, "kv": args.kv}
     settings = {"target": args.target} | {name: kind for name, kind in rounded.items() if kind != "float32"}
     steps = [*verdict.before(Path(args.model)), verdict.step("export", args.model, settings)]

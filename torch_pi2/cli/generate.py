@@ -80,7 +80,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.decode.generate import generate
     from torch_pi2.errors import ConfigError, Pi2Error, UnsupportedModelError
     from torch_pi2.observe.trace import trace
-    from torch_pi2.rewrite.handle import Handle
+    from torch_pi2.rewrite.state import ModelState
     from torch_pi2.serve.text import TextStream
 
     sampling = common.sampling_of(args)
@@ -146,7 +146,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         "prompt_tokens": len(prompt),
         "new_tokens": count,
         "ms_per_token": elapsed * 1e3 / max(1, count),
-        "sparse": Handle.of(model) is not None,
+        "sparse": ModelState.of(model) is not None,
         "store": common.of_store(model),
         "trace": recorded and recorded.summary(),
         **more,

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.cli.inspect import describe
     from torch_pi2.distributed.ranks import Ranks
     from torch_pi2.eval.verdict import bytes_of
-    from torch_pi2.rewrite.handle import parts_of
+    from torch_pi2.rewrite.state import get_state
     from torch_pi2.store.folder import check_replaceable, check_separate
 
     common.check_out(args.out)
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                     _judge(args, model, tokenizer, config, dense_bytes)
 
         Ranks(together=True).first(save)
-    errors = {name: asdict(error) for name, error in parts_of(model).quantization.items()}
+    errors = {name: asdict(error) for name, error in get_state(model).quantization.items()}
     return {"out": str(args.out), **describe(args.out), "weights": config.weights, "quantization": errors}
 
 

@@ -205,7 +205,7 @@ def _subject(args: argparse.Namespace, stats: ActivationStats) -> tuple[Plan, Mo
     import torch_pi2
     from torch_pi2.planner.for_machine import without_hot
     from torch_pi2.planner.model_shape import ModelShape
-    from torch_pi2.rewrite.handle import parts_of
+    from torch_pi2.rewrite.state import get_state
     from torch_pi2.store.parts import Parts
 
     if _is_ours(args):
@@ -216,7 +216,7 @@ def _subject(args: argparse.Namespace, stats: ActivationStats) -> tuple[Plan, Mo
         predictors = common.load_predictors(args.predictors, stats.model_hash)
         config = common.config_of(args)
         model = torch_pi2.optimize(common.load_dense(args), None, config, stats=stats, predictors=predictors)
-        plan = parts_of(model).plan
+        plan = get_state(model).plan
     return plan, ModelShape.of(model, stats, without_hot(plan), compiled=not args.eager)
 
 

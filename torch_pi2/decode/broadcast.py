@@ -12,7 +12,7 @@ from torch_pi2.distributed.coordinator import Call, Coordinator
 from torch_pi2.distributed.group import Group
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.prompt import call_mode
-from torch_pi2.rewrite.handle import Handle
+from torch_pi2.rewrite.state import ModelState
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -30,7 +30,7 @@ BROADCAST_CALLS: set[str] = set()
 
 def group_of(model: nn.Module) -> Group | None:
     """The processes that compute ``model`` together; None: this process computes it alone."""
-    handle = Handle.of(model)
+    handle = ModelState.of(model)
     return None if handle is None else handle.group
 
 

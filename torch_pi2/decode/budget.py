@@ -22,7 +22,7 @@ from torch_pi2.base.units import mebibytes, parse_bytes
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.ops.constants import chunk_neurons, constants, lists
-from torch_pi2.rewrite.handle import Handle, store_and_budget, store_of
+from torch_pi2.rewrite.state import ModelState, store_and_budget, store_of
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.store.superblock import SECTOR, LayerEntry
 from torch_pi2.types.budget import PIECE_TOKENS, SLOT_BYTES, Budget
@@ -76,7 +76,7 @@ def set_budget(model: nn.Module, budget: float | str) -> Budget:
         )
     store.resize(made.cache)
     store.budget, store.limited = made, True
-    handle = Handle.of(model)
+    handle = ModelState.of(model)
     if handle is not None and handle.controller is not None:
         handle.controller.refresh()
     if made.cache > parts.cache and store.config.preload:

@@ -14,9 +14,9 @@ from torch_pi2.decode.attention import adds_masks, has_sinks, uses_sdpa
 from torch_pi2.formats import GGML
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.gpu import device_of
+from torch_pi2.layers.hybrid import HybridFFN
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.prompt import dense_on_gpu_from, has_tiles, prompt_from
-from torch_pi2.layers.split import Split
 from torch_pi2.ops.constants import constants
 from torch_pi2.ops.gpu.linear import products_from
 
@@ -56,7 +56,7 @@ def prompt_path_lengths(model: nn.Module) -> tuple[int, ...]:
     lengths = {constants().gemm_tokens, *map(prompt_from, layers)} - {0}
     if device_of(model).type != "cpu":
         linears = [m for m in model.modules() if isinstance(m, QuantLinear) and m.weights not in GGML]
-        on_gpu = [home.split.hot if isinstance(home.split, Split) else home for home in layers]
+        on_gpu = [home.split.hot if isinstance(home.split, HybridFFN) else home for home in layers]
         lengths |= {dense_on_gpu_from(layer) for layer in on_gpu if layer is not None}
         lengths |= {products_from(m.weights, m.in_features, m.dtype.itemsize) for m in linears}
     return tuple(sorted(lengths))

@@ -37,7 +37,7 @@ from torch_pi2.layers.gpu import device_of
 from torch_pi2.layers.of_model import homes
 from torch_pi2.layers.prompt import chunks_of_prompt, single_steps
 from torch_pi2.ops.constants import constants
-from torch_pi2.rewrite.handle import Handle, store_of
+from torch_pi2.rewrite.state import ModelState, store_of
 
 #: Most tokens of a :meth:`Decoder.verify`: from 12 on, layers with int8 activations may have other last bits.
 VERIFIED = 8
@@ -205,7 +205,7 @@ class Decoder:
                 found="layers that are divided between a GPU and the CPU, which no compiler can order",
                 fix="Leave compiled out (compiled=False, or no --compile).",
             )
-        handle = Handle.of(self.model)
+        handle = ModelState.of(self.model)
         budget = None if handle is None else handle.budget
         self._chunk_limit = 0
         if not self.chunk_tokens:
@@ -792,7 +792,7 @@ class Decoder:
             run = _through_dynamo(forward, self._backend) if run is None else run
             result = run(ids_BT)
         # Compiled code of a dense model checks at each call whether its weights have been replaced.
-        whole = not hooked and Handle.of(self.model) is not None
+        whole = not hooked and ModelState.of(self.model) is not None
         self._compiled_steps[self.batch, ids_BT.shape[1], of_each] = captured(run, ids_BT) if whole else run
         return result
 

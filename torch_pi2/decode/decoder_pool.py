@@ -7,7 +7,7 @@ from torch import nn
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.decode.plan_controller import controller_of
 from torch_pi2.layers.gpu import device_of
-from torch_pi2.rewrite.handle import store_of
+from torch_pi2.rewrite.state import store_of
 
 #: Size of a pooled Decoder in tokens: this, or the next power of two (on a GPU multiple).
 _LEAST_TOKENS = 256

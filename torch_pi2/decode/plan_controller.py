@@ -26,7 +26,7 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import called_modules, homes, sparse_layers
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
 from torch_pi2.layers.prompt import call_mode
-from torch_pi2.rewrite.handle import Handle
+from torch_pi2.rewrite.state import ModelState
 from torch_pi2.types.machine_plan import Bucket, HardwarePlan
 from torch_pi2.types.plan import Plan
 
@@ -61,7 +61,7 @@ def follow(model: nn.Module, plan: Plan | HardwarePlan) -> PlanController:
             fix="Plan with --hardware (torch-pi2 plan)." if layers else "Call torch_pi2.optimize(model) first.",
         )
     _check(layers, hardware, plan if isinstance(plan, Plan) else None)
-    handle, before = Handle.of(model) or Handle(), controller_of(model)
+    handle, before = ModelState.of(model) or ModelState(), controller_of(model)
     own = before if before is not None and before._handle() is handle else None  # else a copy has the original's
     budget = handle.budget
     with nullcontext() if own is None else own._lock:
@@ -76,14 +76,14 @@ def follow(model: nn.Module, plan: Plan | HardwarePlan) -> PlanController:
     )
     if handle.budget is not budget:  # another thread has called set_budget meanwhile
         controller.refresh()
-    if Handle.of(model) is None:  # a module that contains an optimised model
+    if ModelState.of(model) is None:  # a module that contains an optimised model
         handle.attach(model)
     return controller
 
 
 def controller_of(model: nn.Module) -> PlanController | None:
     """What :func:`follow` returned last; None if ``model`` follows no plan."""
-    handle = Handle.of(model)
+    handle = ModelState.of(model)
     controller = None if handle is None else handle.controller
     assert isinstance(controller, PlanController | None)
     return controller
@@ -91,7 +91,7 @@ def controller_of(model: nn.Module) -> PlanController | None:
 
 def stop_following(model: nn.Module) -> None:
     """``model``, which may be dense by now, follows no plan any more; a store stays as it is."""
-    handle, controller = Handle.of(model), controller_of(model)
+    handle, controller = ModelState.of(model), controller_of(model)
     if handle is None or controller is None:
         return
     if controller._handle() is handle:
@@ -111,7 +111,7 @@ class PlanController:
         plan: the plan. bucket: the part of it that is in force.
     """
 
-    def __init__(self, handle: Handle, plan: HardwarePlan, layers: Sequence[SparseFFN]) -> None:
+    def __init__(self, handle: ModelState, plan: HardwarePlan, layers: Sequence[SparseFFN]) -> None:
         self.plan, self.bucket = plan, plan.bucket(1)
         self._lock, self._closed = threading.Lock(), False
         self._sequences, self._switches = 1, 0

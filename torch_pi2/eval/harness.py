@@ -16,7 +16,7 @@ from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.extras import missing_package
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.layers.prompt import sparse_only
-from torch_pi2.rewrite.handle import leaves_out
+from torch_pi2.rewrite.state import leaves_out
 
 
 @checked

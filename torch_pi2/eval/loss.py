@@ -16,7 +16,7 @@ from torch_pi2.base.progress import bar
 from torch_pi2.decode.kv_cache import cache_name, cache_of
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError
 from torch_pi2.layers.prompt import sparse_only
-from torch_pi2.rewrite.handle import leaves_out
+from torch_pi2.rewrite.state import leaves_out
 from torch_pi2.store.tokenizer import tokenizer_of
 
 

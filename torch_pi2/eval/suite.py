@@ -30,7 +30,7 @@ from torch_pi2.decode.kv_cache import cache_name, cache_of
 from torch_pi2.errors import CalibrationError, ConfigError, check_choice
 from torch_pi2.eval.loss import bos_of, by_token, finite, logits_of
 from torch_pi2.layers.prompt import sparse_only
-from torch_pi2.rewrite.handle import leaves_out
+from torch_pi2.rewrite.state import leaves_out
 
 #: A word that ends a line or a sentence.
 _LAST_WORD = re.compile(r"(?<=\W)[^\W\d_]\w+(?=[^\w\n]{0,3}\n|[.!?]\s)")

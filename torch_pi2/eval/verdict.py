@@ -21,7 +21,7 @@ from torch_pi2.eval.token_source import Tokens, tokens_of
 from torch_pi2.formats import QUANTIZED
 from torch_pi2.machine import process
 from torch_pi2.profiling.text import stdlib_text
-from torch_pi2.rewrite.handle import parts_of
+from torch_pi2.rewrite.state import get_state
 from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.types.plan import Plan, lossy_methods
 from torch_pi2.types.verdict import Loss, Speed, Verdict
@@ -61,7 +61,7 @@ def judge(
         ConfigError: ``sparse`` is not optimised. NonFiniteError: a loss is NaN or infinite.
     """
     folder, why = Path(folder), dict(not_measured or {})
-    parts = parts_of(sparse)
+    parts = get_state(sparse)
     synthetic = bool(getattr(getattr(sparse, "config", None), "torch_pi2_synthetic", None))
     if dense is None:
         why.setdefault("dense", "the dense weights are not here")

@@ -29,7 +29,7 @@ from torch_pi2.export.store import NO_STORE, StoreFacts, blob_of, write_store
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.of_model import SparseLayer
 from torch_pi2.ops.activations import check_plain
-from torch_pi2.rewrite.handle import parts_of
+from torch_pi2.rewrite.state import get_state
 
 _log = logging.getLogger("torch_pi2")
 
@@ -120,7 +120,7 @@ def export(
     check_installed(settings)
     folder = Path(folder).resolve()
     check_bundle_folder(folder)
-    parts, layers = parts_of(model), exported_layers(model)
+    parts, layers = get_state(model), exported_layers(model)
     has_example = args is not None or kwargs is not None
     decoder = not has_example and hasattr(model, "config") and hasattr(model, "generate")
     _check_model(model, layers, settings, decoder, has_example, dynamic_shapes)

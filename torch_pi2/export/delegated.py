@@ -31,8 +31,8 @@ from torch_pi2.layers.lazy import LazyDown
 from torch_pi2.layers.of_model import SparseLayer, homes, replacements
 from torch_pi2.layers.prompt import skips_predictor, takes_prompt_path
 from torch_pi2.ops import load
-from torch_pi2.rewrite.handle import Handle
 from torch_pi2.rewrite.install import everywhere, exchange
+from torch_pi2.rewrite.state import ModelState
 
 #: Operator -> its role in the delegate's blob.
 ROLES = {"pi2.delegate_ffn": 0, "pi2.delegate_submit": 1, "pi2.delegate_collect": 2, "pi2.delegate_experts": 0}
@@ -188,7 +188,7 @@ def exported_layers(model: nn.Module) -> list[SparseLayer]:
     Raises:
         ConfigError: a dense model, or a shard. UnsupportedModelError: FFNs that are code of a bigger block.
     """
-    handle = Handle.of(model)
+    handle = ModelState.of(model)
     if handle is None:
         raise ConfigError(
             f"export of {type(model).__name__}",
@@ -226,7 +226,7 @@ def delegated_copy(model: nn.Module, layers: Sequence[SparseLayer], name: str) -
             new[module] = delegated(name, layers.index(part))
         else:  # the other modules of a sequence pass their input on
             new[module] = nn.Identity()
-    handle, undo = Handle.detach(model), exchange(everywhere(model, new))
+    handle, undo = ModelState.detach(model), exchange(everywhere(model, new))
     try:
         return copy.deepcopy(model).eval().requires_grad_(False)
     finally:

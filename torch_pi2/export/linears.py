@@ -11,8 +11,7 @@ from torch import nn
 from torch_pi2.base.extras import missing_package
 from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.errors import ConfigError
-from torch_pi2.layers.embedding import QuantEmbedding
-from torch_pi2.layers.linear import QuantLinear
+from torch_pi2.layers.linear import QuantEmbedding, QuantLinear
 
 #: Columns that share a scale.
 _GROUP = 32

@@ -30,7 +30,7 @@ from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import SparseLayer
 from torch_pi2.profiling.data import Batch
-from torch_pi2.rewrite.handle import Optimized
+from torch_pi2.rewrite.state import SparseState
 from torch_pi2.types.config import Config
 
 #: By the names of methods.
@@ -50,7 +50,7 @@ class Source:
 
     model: nn.Module
     layers: Sequence[SparseLayer]
-    parts: Optimized
+    parts: SparseState
     linears: str
     decoder: bool
     tokenizer: Any

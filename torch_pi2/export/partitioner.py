@@ -24,7 +24,7 @@ from torch_pi2.export.store import blob_of, write_store
 from torch_pi2.layers.of_model import SparseLayer
 from torch_pi2.ops.operators import arguments_of
 from torch_pi2.ops.reference import experts_ffn, predicted_ffn, sparse_ffn
-from torch_pi2.rewrite.handle import parts_of
+from torch_pi2.rewrite.state import get_state
 
 BACKEND = "Pi2Backend"
 _BLOB = "blob"
@@ -184,7 +184,7 @@ class Pi2Partitioner(BlobPartitioner):
                 fix="Import it with neurons='all', or lower it without this partitioner.",
             )
         names = {id(module): name for name, module in model.named_modules() if isinstance(module, SparseLayer)}
-        facts = write_store(Path(store), layers, parts_of(model).plan)
+        facts = write_store(Path(store), layers, get_state(model).plan)
         self._layers = layers
         self._places = {f"{names[id(ffn)]}.neuron_rows": i for i, ffn in enumerate(layers)}
 

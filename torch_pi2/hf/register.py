@@ -24,7 +24,7 @@ from torch_pi2.checkpoint.sparse import save_weights
 from torch_pi2.errors import ConfigError
 from torch_pi2.hf.quantizer import Pi2Quantizer
 from torch_pi2.hf.settings import Pi2QuantizationConfig
-from torch_pi2.rewrite.handle import Handle, store_of
+from torch_pi2.rewrite.state import ModelState, store_of
 from torch_pi2.store.folder import HF_METHOD, PI2_FOLDER, check_separate, declare
 from torch_pi2.store.trust import remember
 
@@ -76,7 +76,7 @@ def _saving(usual: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(usual)
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         ours = isinstance(getattr(self, "hf_quantizer", None), Pi2Quantizer)
-        if ours and Handle.of(self) is None:  # restored to an ordinary model
+        if ours and ModelState.of(self) is None:  # restored to an ordinary model
             self.hf_quantizer.remove_quantization_config(self)
             ours = False
         given = signature.bind_partial(self, save_directory, *args, **kwargs).arguments

@@ -18,8 +18,8 @@ from torch_pi2.layers.checks import check_ffn_input, result_dtype
 from torch_pi2.layers.cold import PREDICTOR_TENSORS
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.gpu import check_gpu_has_format, check_together, goes_to_gpu, on_gpu, stays
+from torch_pi2.layers.hybrid import HybridExperts, TransferBuffer, only_moves
 from torch_pi2.layers.offloaded import InStore, OffloadedFFN, Store, check_store_layer
-from torch_pi2.layers.split import ExpertsSplit, Link, only_moves
 from torch_pi2.ops import load
 from torch_pi2.ops.activations import check_plain
 from torch_pi2.types.site import FFNSite
@@ -59,7 +59,7 @@ class SparseExperts(nn.Module):
     #: Whether ``neuron_rows`` has them all.
     in_memory = True
     is_sparse_layer = True
-    split: ExpertsSplit | None = None
+    split: HybridExperts | None = None
     neuron_rows: torch.Tensor
     order: torch.Tensor
     cuts_E: torch.Tensor
@@ -205,12 +205,12 @@ class SparseExperts(nn.Module):
         rows = self.predictor_weights
         return self.predictor(), self.predictor_kind, cuts, rows, self.int8_activations and bool(rows)
 
-    def split_off(self, n_gpu: Sequence[int], link: Link, neuron_rows: torch.Tensor | None = None) -> None:
+    def split_off(self, n_gpu: Sequence[int], link: TransferBuffer, neuron_rows: torch.Tensor | None = None) -> None:
         """So many neurons of each expert are computed at the end of ``link``, where inputs and results are from now on;
-        arguments and errors: :class:`~torch_pi2.layers.split.ExpertsSplit`, :meth:`check_gpu_has_kernels`.
+        arguments and errors: :class:`~torch_pi2.layers.hybrid.HybridExperts`, :meth:`check_gpu_has_kernels`.
         """
         self.check_gpu_has_kernels()
-        self.split = ExpertsSplit(self, n_gpu, link, neuron_rows)
+        self.split = HybridExperts(self, n_gpu, link, neuron_rows)
 
     def end_split(self) -> None:
         """Everything is computed here again."""
@@ -346,7 +346,7 @@ class OffloadedExperts(InStore, SparseExperts):
         part._store, part.store_layer = self._store, self.first_layer + expert
         return part
 
-    def split_off(self, n_gpu: Sequence[int], link: Link, neuron_rows: torch.Tensor | None = None) -> None:
+    def split_off(self, n_gpu: Sequence[int], link: TransferBuffer, neuron_rows: torch.Tensor | None = None) -> None:
         """See the base class. The cache is for the other neurons from now on: :meth:`Store.preload` fills it."""
         super().split_off(n_gpu, link, neuron_rows)
         self.store.leave_out(self.first_layer, n_gpu)

@@ -15,10 +15,10 @@ from torch_pi2.formats import FLOAT, PAIRS, neuron_shape
 from torch_pi2.layers.checks import check_ffn_input, check_plan, needs_eval, refuse_vmap, result_dtype
 from torch_pi2.layers.cold import PREDICTOR_TENSORS, cold_part
 from torch_pi2.layers.gpu import check_gpu_has_format, check_together, goes_to_gpu, stays
+from torch_pi2.layers.hybrid import HybridFFN, TransferBuffer, only_moves
 from torch_pi2.layers.prompt import decoded_together, has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
 from torch_pi2.layers.rows import DenseForm, make_quantized_rows, make_rows, permuted
 from torch_pi2.layers.sequence import FusedOutput, FusedTrace, only_input
-from torch_pi2.layers.split import Link, Split, only_moves
 from torch_pi2.ops import load
 from torch_pi2.ops.activations import check_plain
 from torch_pi2.ops.linear import IN_BLOCKS, from_blocks
@@ -76,7 +76,7 @@ class SparseFFN(DenseForm):
     error: float
     output_error: float | None = None
     dense_from: int | None = None
-    split: Split | None = None
+    split: HybridFFN | None = None
     #: Of a part: its neurons, first to last, among those of the layer that it is a part of.
     span: tuple[int, int] = (0, 0)
     _by_batch: tuple[tuple[int, int], ...] = ()
@@ -370,7 +370,7 @@ class SparseFFN(DenseForm):
             self.split.refresh(self)
         return changed
 
-    def split_off(self, n_gpu: int, link: Link, neuron_rows: torch.Tensor | None = None) -> None:
+    def split_off(self, n_gpu: int, link: TransferBuffer, neuron_rows: torch.Tensor | None = None) -> None:
         """The first ``n_gpu`` neurons are computed at the end of ``link``, where inputs and results are from now on.
 
         ``neuron_rows``: theirs, if this layer has them not in memory.
@@ -379,7 +379,7 @@ class SparseFFN(DenseForm):
             DeviceError, UnsupportedModelError: kernels on a GPU have not its neurons' formats, or its activation.
         """
         self.check_gpu_has_kernels()
-        self.split = Split(self, n_gpu, link, neuron_rows)
+        self.split = HybridFFN(self, n_gpu, link, neuron_rows)
 
     def check_gpu_has_kernels(self) -> None:
         """Raises DeviceError or UnsupportedModelError: neurons of two formats or with their own thresholds, or numbers

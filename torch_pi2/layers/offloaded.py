@@ -18,7 +18,7 @@ from torch_pi2.base.arguments import checked
 from torch_pi2.base.memory import trim
 from torch_pi2.errors import ArtifactError, ConfigError, OutOfMemoryError, parse_core_error
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.split import Link
+from torch_pi2.layers.hybrid import TransferBuffer
 from torch_pi2.machine.device import find_device
 from torch_pi2.ops import load
 from torch_pi2.ops.constants import lists
@@ -425,7 +425,7 @@ class OffloadedFFN(InStore, SparseFFN):
         check_store_layer(store, store_layer, site)
         return layer
 
-    def split_off(self, n_gpu: int, link: Link, neuron_rows: torch.Tensor | None = None) -> None:
+    def split_off(self, n_gpu: int, link: TransferBuffer, neuron_rows: torch.Tensor | None = None) -> None:
         """See the base class. The cache is for the other neurons from now on: :meth:`Store.preload` fills it."""
         super().split_off(n_gpu, link, neuron_rows)
         self.store.leave_out(self.store_layer, [n_gpu])

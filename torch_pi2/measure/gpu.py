@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from torch_pi2.errors import DeviceError
 from torch_pi2.layers.gpu import check_gpu
-from torch_pi2.layers.split import CudaLink, Link
+from torch_pi2.layers.hybrid import CudaTransferBuffer, TransferBuffer
 from torch_pi2.machine.hardware import Accelerator
 from torch_pi2.measure.fit import six_digits
 
@@ -38,7 +38,7 @@ class Gpu(Protocol):
     free_bytes: int
     cache_bytes: int
     device: torch.device
-    link: Link
+    link: TransferBuffer
 
     def device_us(self, work: Callable[[], object]) -> float:
         """Microseconds of ``work`` by its own clock."""
@@ -57,7 +57,7 @@ class Cuda:
         about = torch.cuda.get_device_properties(self.device)
         self.name, self.cache_bytes = about.name, about.L2_cache_size
         self.free_bytes = torch.cuda.mem_get_info(self.device)[0]
-        self.link: Link = CudaLink(self.device)
+        self.link: TransferBuffer = CudaTransferBuffer(self.device)
 
     def device_us(self, work: Callable[[], object]) -> float:
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

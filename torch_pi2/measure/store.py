@@ -19,7 +19,7 @@ from torch_pi2.machine.hardware import StoreCosts
 from torch_pi2.measure.fit import six_digits
 from torch_pi2.observe import timings
 from torch_pi2.observe.steps import timed_steps
-from torch_pi2.rewrite.handle import store_and_budget, store_of
+from torch_pi2.rewrite.state import store_and_budget, store_of
 from torch_pi2.store.firing import TokenStream
 from torch_pi2.types.offload import OffloadConfig
 

@@ -24,7 +24,7 @@ from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.layers.offloaded import Store, explained
 from torch_pi2.observe.trace import Recording, check_path
 from torch_pi2.ops import load
-from torch_pi2.rewrite.handle import store_and_budget
+from torch_pi2.rewrite.state import store_and_budget
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.store.superblock import SECTOR
 

@@ -39,7 +39,7 @@ from torch_pi2.ops.constants import constants
 from torch_pi2.ops.library import unseen_by_modes
 from torch_pi2.profiling.recorder import threshold_map
 from torch_pi2.rewrite.gpu import refuse_split
-from torch_pi2.rewrite.handle import parts_of
+from torch_pi2.rewrite.state import get_state
 from torch_pi2.store.parts import Parts
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.stats import HIST_BINS, ActivationStats, LayerStats
@@ -75,7 +75,7 @@ class Watch:
         thresholds: float | Mapping[str, float] | None = None,
     ) -> None:
         refuse_split(model, "watching", whole=True)
-        self.plan: Plan = parts_of(model).plan
+        self.plan: Plan = get_state(model).plan
         self.batch_sizes = _sizes(batch_sizes)
         layers = sparse_layers(model)
         cuts = _cuts(model, layers, thresholds)
@@ -310,7 +310,7 @@ def _check_own(layers: Sequence[SparseFFN], cuts: Mapping[str, float]) -> None:
 
 def _profiled(model: nn.Module) -> dict[str, float]:
     """By key the threshold of the statistics that the model has, or its store."""
-    made = parts_of(model)
+    made = get_state(model)
     if made.stats is not None:
         return {stats.key: stats.threshold for stats in made.stats}
     if made.store is None:

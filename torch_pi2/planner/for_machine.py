@@ -34,7 +34,7 @@ from torch_pi2.planner.integer_program import choose
 from torch_pi2.planner.model_shape import LayerShape, ModelShape
 from torch_pi2.planner.request import BATCHES, Counts, Request, check
 from torch_pi2.rewrite.gpu import neuron_bytes
-from torch_pi2.rewrite.handle import parts_of, stored_stats
+from torch_pi2.rewrite.state import get_state, stored_stats
 from torch_pi2.types.machine_plan import ACCELERATOR_CHUNK, Bucket, HardwarePlan, PromptPlan
 from torch_pi2.types.method import Method
 from torch_pi2.types.plan import Plan
@@ -96,7 +96,7 @@ def plan_for(
             sense.
         UnsupportedModelError: accelerator memory for neurons of two formats, which it cannot have.
     """
-    state = parts_of(model)
+    state = get_state(model)
     known = stats or state.stats or stored_stats(model)
     if known is None:
         raise CalibrationError(

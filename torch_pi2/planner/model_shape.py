@@ -30,7 +30,7 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import homes
 from torch_pi2.ops.activations import exact_zeros
-from torch_pi2.rewrite.handle import Handle, Optimized
+from torch_pi2.rewrite.state import ModelState, SparseState
 from torch_pi2.store.storefile import StoreReader, format_fields
 from torch_pi2.store.superblock import LayerEntry, slot_bytes
 from torch_pi2.types.budget import Budget
@@ -256,8 +256,8 @@ class _Reading:
                 found=f"none of {missing[0]}" if missing else f"{len(self.parts)} layers",
                 fix="Pass the model that torch_pi2.optimize or torch_pi2.load gave, with its own plan.",
             )
-        handle = Handle.of(model)
-        predictors = handle.predictors if isinstance(handle, Optimized) else {}
+        handle = ModelState.of(model)
+        predictors = handle.predictors if isinstance(handle, SparseState) else {}
         self.cards = {key: getattr(predictor, "card", None) for key, predictor in predictors.items()}
         store = None if handle is None else handle.store
         self.budget: Budget | None = None if handle is None else handle.budget

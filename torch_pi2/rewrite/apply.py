@@ -14,15 +14,15 @@ from torch_pi2.fitting.calibrated import calibrated_rows, say_rounded
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.inputs import InputStats, gather_inputs
-from torch_pi2.rewrite.handle import Optimized
 from torch_pi2.rewrite.linears import LayerError, Storage, check_linears, check_some, find_linears, quantize_linears
 from torch_pi2.rewrite.rewrite import abandon, rewrite
+from torch_pi2.rewrite.state import SparseState
 from torch_pi2.types.config import Config
 
 
 def apply(
     model: nn.Module,
-    parts: Optimized,
+    parts: SparseState,
     progress: bool,
     config: Config | None = None,
     data: list[Batch] | None = None,
@@ -44,7 +44,7 @@ def apply(
 
 def _apply_quantised(
     model: nn.Module,
-    parts: Optimized,
+    parts: SparseState,
     progress: bool,
     config: Config,
     data: list[Batch] | None,

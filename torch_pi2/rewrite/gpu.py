@@ -15,10 +15,10 @@ from torch_pi2.errors import ConfigError, OutOfMemoryError
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.gpu import check_gpu, device_of, on_gpu
+from torch_pi2.layers.hybrid import CudaTransferBuffer, HybridFFN, TransferBuffer
 from torch_pi2.layers.of_model import homes
 from torch_pi2.layers.offloaded import OffloadedFFN
-from torch_pi2.layers.split import CudaLink, Link, Split
-from torch_pi2.rewrite.handle import Handle, Optimized, stored_stats
+from torch_pi2.rewrite.state import ModelState, SparseState, stored_stats
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.stats import ActivationStats
@@ -114,7 +114,7 @@ def room_on_gpu(model: nn.Module, memory_bytes: int) -> int:
     return memory_bytes - least_bytes
 
 
-def hot_on_gpu(model: nn.Module, memory_bytes: int, link: Link | None = None) -> dict[str, int]:
+def hot_on_gpu(model: nn.Module, memory_bytes: int, link: TransferBuffer | None = None) -> dict[str, int]:
     """Put as many neurons of ``model``, which is optimised and on the CPU, on a GPU as have room, and all else.
 
     Those that its plan gives to an accelerator, if it gives it any and all have room. Else those that are wanted most,
@@ -136,12 +136,12 @@ def hot_on_gpu(model: nn.Module, memory_bytes: int, link: Link | None = None) ->
     """
     _end_splits(model)
     room_bytes = room_on_gpu(model, memory_bytes)
-    found, handle = homes(model), Handle.of(model)
-    parts = handle if isinstance(handle, Optimized) else None
+    found, handle = homes(model), ModelState.of(model)
+    parts = handle if isinstance(handle, SparseState) else None
     there = None if parts is None else _planned(found, parts.plan, room_bytes)
     if there is None:
         there = _most_wanted(found, None if parts is None else parts.stats or stored_stats(model), room_bytes)
-    link = link or CudaLink(torch.device("cuda", torch.cuda.current_device()))
+    link = link or CudaTransferBuffer(torch.device("cuda", torch.cuda.current_device()))
     with _or_here(model, memory_bytes, link.device):
         for home, units in zip(found, there, strict=True):
             _split_off(home, units, link)
@@ -149,14 +149,14 @@ def hot_on_gpu(model: nn.Module, memory_bytes: int, link: Link | None = None) ->
     return {layer.site.key: count for home in found for layer, count in _counts(home)}
 
 
-def _split_off(home: SparseFFN | SparseExperts, there: Sequence[int], link: Link) -> None:
+def _split_off(home: SparseFFN | SparseExperts, there: Sequence[int], link: TransferBuffer) -> None:
     """``there``: neurons that are there, the first ones: of the layer, or of each expert."""
     if isinstance(home, SparseExperts):
         home.split_off(there, link, _stored_experts(home, there))
     else:
         (count,) = there
         if not home.in_memory and count < home.site.intermediate:
-            count = count // Split.CHUNK * Split.CHUNK
+            count = count // HybridFFN.CHUNK * HybridFFN.CHUNK
         home.split_off(count, link, _stored_neurons(home, count))
 
 
@@ -295,7 +295,7 @@ def _experts(home: SparseExperts, stats: ActivationStats | None) -> _Units:
 
 def _of_every_expert(home: SparseExperts, stats: ActivationStats) -> _Units:
     """The same of chunks of neurons, those of all experts in the same places at once; without their predictors."""
-    experts, chunk = len(home.sites), Split.CHUNK
+    experts, chunk = len(home.sites), HybridFFN.CHUNK
     chunks = (home.site.intermediate - 1) // chunk
     layers = [stats[site.key] for site in home.sites]
     fired_EI = torch.stack(

@@ -13,7 +13,7 @@ from torch_pi2.layers.offloaded import Store
 from torch_pi2.observe import counters
 from torch_pi2.observe.live import Firing
 from torch_pi2.observe.meter import Meter, Spent
-from torch_pi2.rewrite.handle import Handle, Optimized, store_of
+from torch_pi2.rewrite.state import ModelState, SparseState, store_of
 from torch_pi2.serve.model import ServedModel
 
 #: Seconds between two readings, at least and at most. The pause is 100 times the processor time of a reading, so that
@@ -134,11 +134,11 @@ class Live:
 
     def _about(self) -> dict[str, Any]:
         """What does not change."""
-        served, firing, parts = self._served, self._firing, Handle.of(self._served.model)
+        served, firing, parts = self._served, self._firing, ModelState.of(self._served.model)
         return {
             "model": served.name,
             "sparse": bool(firing.layers),
-            "weights": parts.weights if isinstance(parts, Optimized) else "float",
+            "weights": parts.weights if isinstance(parts, SparseState) else "float",
             "layers": [asdict(layer) for layer in firing.layers],
             "max_batch_size": served.batch.max_batch_size,
             "store": self._store() is not None,

@@ -32,7 +32,7 @@ class Follows(Protocol):
 
 
 @dataclass(kw_only=True, eq=False)
-class Handle:
+class ModelState:
     """The state of a model that is nobody's parameter; a copied model has a copy, over the same store.
 
     Attributes:
@@ -50,24 +50,24 @@ class Handle:
         return None if self.store is None else self.store.budget
 
     @staticmethod
-    def of(model: nn.Module) -> Handle | None:
+    def of(model: nn.Module) -> ModelState | None:
         """That of ``model``, if it has one; of ``torch.compile(model)``, too."""
         found = getattr(model, _ATTRIBUTE, None)
-        return found if isinstance(found, Handle) else None
+        return found if isinstance(found, ModelState) else None
 
     def attach(self, model: nn.Module) -> None:
-        """Make it the handle of ``model``: a plain attribute, which state_dict and parameters() do not see."""
+        """Make it the state of ``model``: a plain attribute, which state_dict and parameters() do not see."""
         object.__setattr__(model, _ATTRIBUTE, self)
 
     @staticmethod
-    def detach(model: nn.Module) -> Handle | None:
+    def detach(model: nn.Module) -> ModelState | None:
         """Take it from ``model``, and give it back, if it had one."""
-        found = Handle.of(model)
+        found = ModelState.of(model)
         return None if found is None else model.__dict__.pop(_ATTRIBUTE, None)
 
 
 @dataclass(eq=False)
-class Optimized(Handle):
+class SparseState(ModelState):
     """What an optimised model was made with.
 
     ``quantization``: name of a linear layer or key of an FFN -> what quantising did to it; empty for float weights.
@@ -108,16 +108,16 @@ if TYPE_CHECKING:
     class LoadedModel(nn.Module):
         """What :func:`torch_pi2.load` gives, for type checkers: nn.Module alone says of each attribute "a tensor"."""
 
-        torch_pi2: Optimized
+        torch_pi2: SparseState
         config: Any
 
         def generate(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-def parts_of(model: nn.Module) -> Optimized:
+def get_state(model: nn.Module) -> SparseState:
     """Plan, predictors and statistics of an optimised model. Raises ConfigError if it is not one."""
-    parts = Handle.of(model)
-    if not isinstance(parts, Optimized):
+    parts = ModelState.of(model)
+    if not isinstance(parts, SparseState):
         raise ConfigError(
             type(model).__name__,
             expected="a model that torch_pi2.optimize has rewritten",
@@ -129,7 +129,7 @@ def parts_of(model: nn.Module) -> Optimized:
 
 def store_of(model: nn.Module) -> Store | None:
     """That over which a model was loaded; None: it is in memory."""
-    handle = Handle.of(model)
+    handle = ModelState.of(model)
     return None if handle is None else handle.store
 
 
@@ -144,7 +144,7 @@ def leaves_out(model: nn.Module) -> bool:
 
 def store_and_budget(model: nn.Module) -> tuple[Store, Budget]:
     """Of a model that was loaded with a budget. Raises ConfigError: it has no store."""
-    handle = Handle.of(model)
+    handle = ModelState.of(model)
     if handle is None or handle.store is None or handle.budget is None:
         raise ConfigError(
             type(model).__name__,
@@ -161,4 +161,4 @@ def stored_stats(model: nn.Module) -> ActivationStats | None:
     if store is None:
         return None
     with Parts(store.path.parent) as parts:
-        return parts.stats(parts_of(model).plan.model_hash)
+        return parts.stats(get_state(model).plan.model_hash)

@@ -1,4 +1,4 @@
-"""``Split``: first neurons of a layer on a GPU, the others on the CPU, both at work at a time (PowerInfer, section 5).
+"""``HybridFFN``: first neurons of a layer on a GPU, the others on the CPU, both at work at a time (PowerInfer, sec. 5).
 
 The input leaves for the CPU on a stream of its own; the GPU's part is queued; then the CPU, which has waited for the
 input alone, computes its neurons while the GPU computes its own; what it found goes back and is added there. Nothing
@@ -23,7 +23,7 @@ from torch_pi2.errors import ConfigError, DtypeError, ShapeError
 _UNORDERED = "a layer is divided between a GPU and the CPU: a compiler sees no order between copies and computing"
 
 
-class Link(Protocol):
+class TransferBuffer(Protocol):
     """Between the CPU and a device that works by itself."""
 
     device: torch.device
@@ -42,7 +42,7 @@ class Link(Protocol):
         """A tensor of the CPU, on the device."""
 
 
-class CudaLink:
+class CudaTransferBuffer:
     """Pinned memory and a stream for copies. A copied model uses the same."""
 
     def __init__(self, device: torch.device) -> None:
@@ -86,7 +86,7 @@ class CudaLink:
         self._entered = torch.cuda.current_stream(self.device).record_event()
         return entered
 
-    def __deepcopy__(self, _memo: Any) -> CudaLink:
+    def __deepcopy__(self, _memo: Any) -> CudaTransferBuffer:
         return self
 
     def __reduce__(self) -> Any:
@@ -98,7 +98,7 @@ class CudaLink:
         )
 
 
-class Split:
+class HybridFFN:
     """What a layer, which stays on the CPU as a whole, computes with its first ``n_gpu`` neurons on a GPU.
 
     Args:
@@ -114,7 +114,7 @@ class Split:
     #: Neurons of a store's layer of which a GPU has whole numbers.
     CHUNK = 64
 
-    def __init__(self, layer: Any, n_gpu: int, link: Link, neuron_rows: torch.Tensor | None = None) -> None:
+    def __init__(self, layer: Any, n_gpu: int, link: TransferBuffer, neuron_rows: torch.Tensor | None = None) -> None:
         intermediate = layer.site.intermediate
         self.n_gpu, self.link = n_gpu, link
         self.hot = layer.part(0, n_gpu, neuron_rows).to(link.device) if n_gpu else None
@@ -155,7 +155,7 @@ class Split:
                     part.follow_whole(layer)
 
 
-class ExpertsSplit:
+class HybridExperts:
     """What a mixture of experts, which stays on the CPU as a whole, computes with some of its neurons on a GPU.
 
     These are all of some experts, which ask their predictors there, so that what is computed of each is as without; or
@@ -163,7 +163,7 @@ class ExpertsSplit:
 
     Args:
         layer: a :class:`~torch_pi2.layers.experts.SparseExperts` that is not split. n_gpu: ``[E]``, neurons there of
-            each expert: none or all of them, or of every expert the same number, a multiple of ``Split.CHUNK``.
+            each expert: none or all of them, or of every expert the same number, a multiple of ``HybridFFN.CHUNK``.
         link: to the GPU. neuron_rows: theirs, ``[experts there, neurons there, ...]``, of a layer over a store.
 
     Attributes:
@@ -173,17 +173,19 @@ class ExpertsSplit:
         ShapeError: ``n_gpu`` is for another number of experts, or says something else.
     """
 
-    def __init__(self, layer: Any, n_gpu: Sequence[int], link: Link, neuron_rows: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, layer: Any, n_gpu: Sequence[int], link: TransferBuffer, neuron_rows: torch.Tensor | None = None
+    ) -> None:
         experts, neurons = len(layer.sites), layer.site.intermediate
         self.n_gpu, self.link = tuple(n_gpu), link
         counts = {*self.n_gpu}
         whole = counts <= {0, neurons}
-        same = len(counts) == 1 and counts <= {*range(0, neurons, Split.CHUNK)}
+        same = len(counts) == 1 and counts <= {*range(0, neurons, HybridFFN.CHUNK)}
         if len(self.n_gpu) != experts or not (whole or same):
             raise ShapeError(
                 f"neurons of experts of {layer.site.key} on a GPU",
                 expected=f"{experts} numbers, one for each expert: 0 or {neurons}, or all the same multiple of "
-                f"{Split.CHUNK} below",
+                f"{HybridFFN.CHUNK} below",
                 found=f"{len(self.n_gpu)}: {', '.join(map(str, self.n_gpu[:8]))}{', ...' * (len(self.n_gpu) > 8)}",
                 fix="Give a GPU whole experts, or the first neurons of all of them.",
             )
@@ -224,7 +226,7 @@ class ExpertsSplit:
             return y if hot is None else (hot().float() + y.float()).to(x.dtype)
 
     def refresh(self, layer: Any) -> None:
-        """See :meth:`Split.refresh`."""
+        """See :meth:`HybridFFN.refresh`."""
         if self.hot is not None:
             for place, expert in enumerate(expert for expert, count in enumerate(self.n_gpu) if count):
                 self.hot.neuron_rows[place].copy_(layer.neuron_rows[expert, : self.n_gpu[expert]])
@@ -240,7 +242,9 @@ class ExpertsSplit:
         return torch.where(known_Tk == index_Tk, self._cold_E1[known_Tk], index_Tk)
 
 
-def only_moves(split: Split | ExpertsSplit, fn: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> bool:
+def only_moves(
+    split: HybridFFN | HybridExperts, fn: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> bool:
     """Whether ``fn``, which the ``_apply`` of a layer of ``dtype`` was given, moves to the GPU of ``split`` and does
     nothing else; if it converts what is there, a warning: the layer is on the CPU as a whole from then on.
     """
