@@ -16,7 +16,7 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.decode.executorch import load_library, set_options
-from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error, ShapeError, UnsupportedModelError
+from torch_pi2.errors import ConfigError, Pi2Error, UnsupportedModelError
 from torch_pi2.export import api
 from torch_pi2.export.check import check_traced
 from torch_pi2.export.contents import describe_program
@@ -226,30 +226,6 @@ def test_any_module(tmp_path: Path) -> None:
         for rows in (1, 3, 7):
             x = torch.randn(rows, 24)
             torch.testing.assert_close(bundle(x), model(x), rtol=1e-5, atol=1e-5)
-
-
-class Scaled(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor, scale: float = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.block(x) * scale - y, y + 1
-
-
-def test_a_module_with_a_number_among_its_inputs(tmp_path: Path) -> None:
-    """It was 3 when it was traced; inputs by name come in the order in which the example has them."""
-    torch.manual_seed(0)
-    block = Scaled(nn.Sequential(nn.Linear(24, 70), nn.ReLU(), nn.Linear(70, 24))).eval()
-    x, y = torch.randn(2, 80, 24)
-    model = torch_pi2.optimize(block, [(x, y)], torch_pi2.Config(method="exact"))
-    torch_pi2.export(model, tmp_path / "b", args=(x[:2],), kwargs={"scale": 3.0, "y": y[:2]})
-    with Bundle(tmp_path / "b") as bundle, torch.no_grad():
-        torch.testing.assert_close(bundle(x[:2], 3.0, y[:2]), model(x[:2], y[:2], 3.0), rtol=1e-5, atol=1e-5)
-        with pytest.raises(ArtifactError, match=r"forward: expected a call that succeeds, found .*set_inputs"):
-            bundle(x[:2], 4.0, y[:2])
-        with pytest.raises(ShapeError, match="expected 3 inputs, found 2"):
-            bundle(x[:2], y[:2])
 
 
 def test_a_model_over_a_store_is_exported_from_it(tmp_path: Path) -> None:

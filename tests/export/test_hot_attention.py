@@ -204,13 +204,6 @@ def test_scores_far_below_what_is_not_seen() -> None:
         torch.testing.assert_close(first, second, rtol=0, atol=1e-3 * float(first.abs().max()))
 
 
-@pytest.mark.parametrize("family", ["GPTNeoX", "GPTBigCode"])
-def test_caches_by_other_names(family: str) -> None:
-    model = drawn_model(family, n_inner=96)
-    lanes = lanes_of(model)
-    check_parts(lanes, attention_calls(lanes))
-
-
 def test_parts_are_compared_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong, message in (
         (lambda *_, **__: 1 / 0, r"one that cannot be called alone \(ZeroDivisionError: division by zero\)"),

@@ -168,17 +168,6 @@ def test_nine_graphs_share_one_copy_of_the_weights() -> None:
         assert weights < graph["read_bytes"] < 1.3 * weights  # what a call reads is its own chunks, not all
 
 
-def test_groups_of_weights_are_shared_between_graphs_of_one_and_of_128_tokens() -> None:
-    hidden, chunk = 1024, 512
-    hot = hot_part("relu", hidden, 2 * chunk, chunk)
-    graphs = {"decode_b1": qnn.Graph((1, 1), [1]), "prefill_128": qnn.Graph((1, 128), [2])}
-    settings = qnn.Settings("SM8650", blocks=16, timeout_s=500)
-    layer = qnn.lower_hot([hot], [torch.randn(16, hidden)], graphs, settings).report["layers"][0]
-    unique = round(3 * hidden * 2 * chunk * settings.bits / 8)
-    assert unique <= layer["context_bytes"] <= 1.3 * unique
-    assert layer["graphs"]["decode_b1"]["read_bytes"] < 1.2 * unique / 2
-
-
 def test_groups_have_a_smaller_true_error_than_outliers_in_a_trained_layer(tmp_path: Path) -> None:
     """On the emulator, against float32, on text that no choice was made on."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -203,21 +192,6 @@ def test_groups_have_a_smaller_true_error_than_outliers_in_a_trained_layer(tmp_p
         errors[blocks, how] = relative(got, right)
     assert errors[16, "rtn"] < 0.9 * errors[0, "rtn"]
     assert errors[16, "gptq"] < 0.95 * errors[16, "rtn"]
-
-
-def test_auto_keeps_what_has_the_smaller_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QNN_SDK_ROOT", "")
-    samples = torch.randn(64, 128)
-    neurons, inputs = hot_part("relu", 128, 512, 512), hot_part("relu", 128, 512, 512)
-    with torch.no_grad():
-        neurons.up[0].weight[:16, ::4] *= 40  # few neurons spoilt in all of their groups: outliers mend them
-        neurons.down[0].weight[:, :16] *= 4
-        inputs.up[0].weight[:, :4] *= 40  # every neuron spoilt, in one group
-    found = [quantize(hot, samples, qnn.Settings("SM8550")) for hot in (neurons, inputs)]
-    assert [(q.block, q.outliers) for q in found] == [(0, [64]), (16, [0])]
-    for q in found:
-        assert q.errors[-1] == min(q.tried.values()) < 0.9 * max(q.tried.values())
-        assert q.tokens == 16
 
 
 def test_scales_of_groups_are_what_the_encoder_writes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,30 +283,6 @@ def test_a_room_that_the_compiler_refuses_is_named() -> None:
     )
     with pytest.raises(CompileError, match=message):
         qnn.lower_parts([("attention0", program, inputs)], qnn.Settings("SM8650", "fp16", timeout_s=500))
-
-
-def test_a_layer_that_this_machine_has_no_memory_for_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not made up: from where the layer is lowered, its process may have 16 MiB more of addresses."""
-    code = (
-        "import resource\n"
-        "from executorch.backends.qualcomm.utils import utils\n"
-        "lower, calls = utils.to_edge_transform_and_lower_to_qnn, []\n"
-        "def lower_short_of_memory(*arguments, **named):\n"
-        "    calls.append(arguments)\n"
-        "    if len(calls) > 1:  # the first is the probe of the libraries' versions\n"
-        "        pages = int(open('/proc/self/statm').read().split()[0])\n"
-        "        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (16 << 20),) * 2)\n"
-        "    return lower(*arguments, **named)\n"
-        "utils.to_edge_transform_and_lower_to_qnn = lower_short_of_memory\n"
-    )
-    _child_with(code, tmp_path, monkeypatch)
-    message = (
-        r"hot neurons of layer 0, graphs decode_b1: expected memory of this machine to compile it for SM8650 in fp16, "
-        r"found .*(bad_alloc|allocate memory).* Free some, or export on a machine with more\. Or: Choose"
-    )
-    graphs = {"decode_b1": qnn.Graph((1, 1), [4])}
-    with pytest.raises(CompileError, match=message):
-        qnn.lower_hot([hot_part("relu", 4096, 2048, 512)], [None], graphs, qnn.Settings("SM8650", "fp16"))
 
 
 def test_the_check_compiles_and_stays_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

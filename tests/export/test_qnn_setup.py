@@ -16,12 +16,9 @@ import pytest
 import torch
 
 from torch_pi2.errors import (
-    CalibrationError,
     CompileError,
     ConfigError,
     LibraryMissingError,
-    NonFiniteError,
-    ShapeError,
     VersionError,
 )
 from torch_pi2.export import qnn
@@ -184,17 +181,6 @@ def test_scales_of_groups_are_multiples_and_no_worse_than_the_largest_weight() -
 def test_graphs_that_do_not_fit_the_layers(graph: qnn.Graph, message: str) -> None:
     with pytest.raises(ConfigError, match=f"graph decode_b1 of the hot parts: expected {message}"):
         qnn.lower_hot([tiny_hot()], [None], {"decode_b1": graph}, qnn.Settings("SM8650"))
-
-
-def test_calibration_inputs_are_checked() -> None:
-    hot, settings = tiny_hot(), qnn.Settings("SM8650")
-    with pytest.raises(CalibrationError, match="found none"):
-        check_calibration(hot, None, settings)
-    check_calibration(hot, None, qnn.Settings("SM8650", "fp16"))
-    with pytest.raises(ShapeError, match=r"expected \[\.\.\., 32\], found \(4, 31\)"):
-        check_calibration(hot, torch.zeros(4, 31), settings)
-    with pytest.raises(NonFiniteError, match="calibration inputs"):
-        check_calibration(hot, torch.full((4, 32), float("nan")), settings)
 
 
 def test_errors_of_neurons() -> None:
