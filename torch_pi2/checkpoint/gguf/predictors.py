@@ -25,7 +25,7 @@ from torch_pi2.checkpoint.sparse import load_sparse
 from torch_pi2.errors import ArtifactError, UnsupportedModelError
 from torch_pi2.fitting.train import measure
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.layers.of_model import called_modules, sparse_layers
 from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.ops.quantized import quantize
 from torch_pi2.ops.rows import row_of_neurons
@@ -129,8 +129,9 @@ def _samples(model: Any, text: list[Batch], progress: bool) -> dict[str, Samples
         seen[site.key].append((x_TH, pack_bits(ACTIVATIONS[site.activation](gate_TI) != 0)))
 
     sizes = {layer.site.key: layer.site.intermediate for layer in sparse_layers(model)}
+    called = called_modules(model)
     for layer in sparse_layers(model):
-        layer.register_forward_pre_hook(look)
+        called[layer].register_forward_pre_hook(lambda _, args, layer=layer: look(layer, args))
     with evaluating(model):
         for batch in bar(text, "predictors", progress, unit="batch"):
             batch.call(model)
