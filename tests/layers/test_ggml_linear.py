@@ -76,7 +76,7 @@ def test_what_is_no_such_row_is_refused() -> None:
         QuantLinear.from_linear(nn.Linear(256, 3), "q4_k")
     with pytest.raises(ConfigError, match=r"expected int4 or int8, found 'q5_0'"):
         torch_pi2.quantize_(nn.Sequential(nn.Linear(64, 64)), "q5_0")
-    with pytest.raises(ConfigError, match=r"Config.weights: expected float, int4, int8, found 'q4_k'"):
+    with pytest.raises(ConfigError, match=r"Config.weights: expected float or int4 or int8, found 'q4_k'"):
         torch_pi2.Config(weights="q4_k")
 
 
