@@ -24,9 +24,9 @@ from torch_pi2.checkpoint.mapped import load_mapped
 from torch_pi2.cli import common
 from torch_pi2.fitting.fit import fit
 from torch_pi2.fitting.search import FitSettings
-from torch_pi2.fitting.sets import MIN_SEQUENCES
 from torch_pi2.graph.find import search
 from torch_pi2.machine import process as machine
+from torch_pi2.profiling.data import MIN_SEQUENCES
 from torch_pi2.profiling.run import profile
 from torch_pi2.rewrite.skeleton import on_meta, skeleton
 from torch_pi2.store.shapes import SHAPES, build_config

@@ -22,14 +22,13 @@ from torch_pi2.base.progress import bar
 from torch_pi2.cli import common
 from torch_pi2.fitting.fit import cold_neurons
 from torch_pi2.fitting.search import read_bytes
-from torch_pi2.fitting.sets import split
 from torch_pi2.fitting.train import calibrate, measure, train_matrices
 from torch_pi2.graph.find import find_sites
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.rows import values
 from torch_pi2.planner.hot_neurons import hot_cut
-from torch_pi2.predict.lowrank_rows import LowRankRows, quantised
-from torch_pi2.profiling.data import calibration_batches
+from torch_pi2.predict.lowrank import LowRankRows, quantised
+from torch_pi2.profiling.data import calibration_batches, split
 from torch_pi2.profiling.samples import Samples, collect_samples
 from torch_pi2.types.config import Config
 from torch_pi2.types.site import FFNSite

@@ -28,14 +28,11 @@ from torch_pi2.decode import hf_generate
 from torch_pi2.decode.plan_controller import follow, stop_following
 from torch_pi2.distributed.ranks import Ranks, shared_folder
 from torch_pi2.errors import CalibrationError, DtypeError, StaleArtifactError, check_choice
-from torch_pi2.fitting.fit import cold_neurons
+from torch_pi2.fitting.fit import LAYER_FITS, cold_neurons, fit_layers
 from torch_pi2.fitting.fit import fit as fit_predictors
 from torch_pi2.fitting.loss import causal_lm_loss
-from torch_pi2.fitting.scores import read_first
 from torch_pi2.fitting.search import FitSettings
-from torch_pi2.fitting.sets import MIN_SEQUENCES, rows_of
-from torch_pi2.fitting.signbit_fit import fit_signbit
-from torch_pi2.fitting.thresholds import Thresholds, choose_thresholds
+from torch_pi2.fitting.thresholds import Thresholds, choose_thresholds, read_first
 from torch_pi2.formats import FLOAT, FORMATS, QUANTIZED
 from torch_pi2.graph.find import Found, search
 from torch_pi2.machine.find import find_hardware
@@ -44,8 +41,9 @@ from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import cuts, exact_zeros
 from torch_pi2.planner.for_machine import plan_for, plannable_gpu_bytes
 from torch_pi2.planner.hot_neurons import greedy_plan, hot_cut, plan_without_data
-from torch_pi2.predict.file import AnyPredictor, FittedPredictors
-from torch_pi2.profiling.data import MIN_TOKENS, Batch, batches, calibration_batches
+from torch_pi2.predict import AnyPredictor
+from torch_pi2.predict.file import FittedPredictors
+from torch_pi2.profiling.data import MIN_SEQUENCES, MIN_TOKENS, Batch, batches, calibration_batches, rows_of
 from torch_pi2.profiling.run import profile as profile_sites
 from torch_pi2.profiling.samples import bytes_per_token, samples_bytes
 from torch_pi2.rewrite.apply import apply
@@ -67,7 +65,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 #: Tokens to fit predictors to (to calibrate sign-bit ones on), and the memory that their samples may take.
 _FIT_TOKENS = 20_000
-_SIGNBIT_TOKENS = 8192
+_LAYER_TOKENS = 8192
 _FIT_BYTES = 2 << 30
 
 
@@ -269,14 +267,15 @@ def _fit(
     n_tokens = _FIT_TOKENS if work else max(1024, min(_FIT_TOKENS, _FIT_BYTES // per_token))
     if n_tokens < _FIT_TOKENS:
         _log.warning("predictors are fitted to %d tokens instead of %d, to bound memory", n_tokens, _FIT_TOKENS)
-    if config.method == Method.SIGNBIT:
-        return fit_signbit(
+    if config.method in LAYER_FITS:
+        return fit_layers(
+            config.method,
             model,
             data,
             sites,
             stats,
             cold=cold,
-            n_tokens=min(n_tokens, _SIGNBIT_TOKENS),
+            n_tokens=min(n_tokens, _LAYER_TOKENS),
             target_recall=config.target_recall,
             seed=config.seed,
             work=work,

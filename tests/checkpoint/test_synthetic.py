@@ -16,7 +16,7 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.rows import values
 from torch_pi2.predict.file import load_predictors
-from torch_pi2.predict.lowrank_rows import LowRankRows
+from torch_pi2.predict.lowrank import LowRankRows
 from torch_pi2.predict.signbit import SignBit
 from torch_pi2.store.firing import (
     LOCALITY,

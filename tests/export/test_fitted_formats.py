@@ -20,8 +20,7 @@ from torch_pi2.fitting.search import FitSettings
 from torch_pi2.graph import find_sites
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.predict.file import FittedPredictors
-from torch_pi2.predict.lowrank import LowRank
-from torch_pi2.predict.lowrank_rows import LowRankRows
+from torch_pi2.predict.lowrank import LowRank, LowRankRows
 from torch_pi2.rewrite.state import ModelState
 from torch_pi2.types.stats import ActivationStats
 

@@ -14,8 +14,8 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.errors import CalibrationError, NonFiniteError, UnsupportedModelError
-from torch_pi2.fitting import calibrated
-from torch_pi2.fitting.calibrated import calibrated_rows
+from torch_pi2.fitting import gptq_model
+from torch_pi2.fitting.gptq_model import calibrated_rows
 from torch_pi2.graph.find import find_sites
 from torch_pi2.ops.rows import values
 from torch_pi2.profiling.data import Batch
@@ -128,7 +128,7 @@ def test_experts_that_few_tokens_reach_are_rounded_to_nearest_and_it_says_so(
     few = Batch(IDS[:4], None)  # 96 tokens, two of four experts each
     with caplog.at_level(logging.WARNING, "torch_pi2"):
         found, left = rows_of(model, [few])
-        calibrated.say_rounded(left)
+        gptq_model.warn_rounded(left)
     rounded = {key.rpartition(".")[0] for key in left}
     assert rounded
     assert len(left) == 3 * len(rounded)
@@ -158,7 +158,7 @@ def test_what_is_not_called_is_rounded() -> None:
 
 def test_few_tokens_where_memory_is_short(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny("llama-relu")
-    monkeypatch.setattr(calibrated, "_MOST_BYTES", 2 * 24 * 16 * 4 * 4 * 48)
+    monkeypatch.setattr(gptq_model, "_MOST_BYTES", 2 * 24 * 16 * 4 * 4 * 48)
     with caplog.at_level(logging.WARNING, "torch_pi2"):
         found, _ = rows_of(model, [Batch(IDS, None)])
     assert "GPTQ sees 16 of 48 sequences, to bound memory" in caplog.text

@@ -22,9 +22,8 @@ from torch_pi2.base.files import locked
 from torch_pi2.base.mapped import is_mapped
 from torch_pi2.errors import ArtifactError, DtypeError, StaleArtifactError
 from torch_pi2.fitting import search, train
-from torch_pi2.fitting.fit import fit
+from torch_pi2.fitting.fit import fit, fit_layers
 from torch_pi2.fitting.search import FitSettings
-from torch_pi2.fitting.signbit_fit import fit_signbit
 from torch_pi2.graph import find_sites
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.profiling import samples as sampling
@@ -106,7 +105,9 @@ def test_a_folder_of_another_fit_is_refused(profiled: Any, tmp_path: Path) -> No
         StaleArtifactError, match=r"fit begun in .*work: expected the same .*another steps \(12, now 13\)"
     ):
         fit(model, IDS, sites, stats, FitSettings(**(FEW | {"steps": 13})), work=work)
-    with pytest.raises(StaleArtifactError, match=r"another text \(.*Use the command that it was begun with, or remove"):
+    with pytest.raises(
+        StaleArtifactError, match=r"another text \(.*Repeat the command that started this fit, or remove"
+    ):
         fit(model, IDS.flip(0), sites, stats, FitSettings(**FEW), work=work)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis").touch()
@@ -136,10 +137,12 @@ def test_signs_are_calibrated_from_files_too(profiled: Any, tmp_path: Path) -> N
     model, sites, stats = profiled
     cold = {s.key: torch.arange(s.intermediate) for s in sites}
     data = list(torch_pi2.profiling.batches(IDS))
-    in_memory = fit_signbit(model, data, sites, stats, cold=cold, n_tokens=300)
-    assert same(in_memory, fit_signbit(model, data, sites, stats, cold=cold, n_tokens=300, work=tmp_path / "work"))
+    in_memory = fit_layers("signbit", model, data, sites, stats, cold=cold, n_tokens=300)
+    assert same(
+        in_memory, fit_layers("signbit", model, data, sites, stats, cold=cold, n_tokens=300, work=tmp_path / "work")
+    )
     with pytest.raises(StaleArtifactError, match=r"another n_tokens \(300, now 200\)"):
-        fit_signbit(model, data, sites, stats, cold=cold, n_tokens=200, work=tmp_path / "work")
+        fit_layers("signbit", model, data, sites, stats, cold=cold, n_tokens=200, work=tmp_path / "work")
 
 
 def test_samples_in_files_are_those_in_memory(profiled: Any, tmp_path: Path) -> None:

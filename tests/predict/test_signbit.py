@@ -10,8 +10,7 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, ShapeError, StaleArtifactError
-from torch_pi2.fitting.signbit_fit import calibrate_signbit
-from torch_pi2.fitting.train import measure
+from torch_pi2.fitting.train import calibrate_signbit, measure
 from torch_pi2.observe import counters
 from torch_pi2.predict.file import FittedPredictors, load_predictors, save_predictors
 from torch_pi2.predict.signbit import SignBit, pack_signs

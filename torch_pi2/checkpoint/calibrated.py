@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch_pi2.base.files import not_written
 from torch_pi2.checkpoint.placing import Stored, refs_of
 from torch_pi2.errors import UnsupportedModelError
-from torch_pi2.fitting.calibrated import calibrated_rows, say_rounded
+from torch_pi2.fitting.gptq_model import calibrated_rows, warn_rounded
 from torch_pi2.graph.routed import modules_of
 from torch_pi2.profiling.data import Batch
 from torch_pi2.rewrite.skeleton import put
@@ -53,7 +53,7 @@ def rows_of_checkpoint(
     *,
     progress: bool = False,
 ) -> RowFiles:
-    """See :func:`torch_pi2.fitting.calibrated.calibrated_rows`, of the skeleton in ``stored``. Files are in ``folder``.
+    """See :func:`torch_pi2.fitting.gptq_model.calibrated_rows`, of the skeleton in ``stored``. Files are in ``folder``.
 
     Raises:
         UnsupportedModelError: a module's code reads weights of another one.
@@ -61,7 +61,7 @@ def rows_of_checkpoint(
     found = RowFiles(folder)
     with _streamed(stored, sites):
         rounded = calibrated_rows(stored.model, data, sites, linears, weights, found.keep, progress=progress)
-    say_rounded(rounded)
+    warn_rounded(rounded)
     return found
 
 

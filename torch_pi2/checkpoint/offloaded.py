@@ -20,11 +20,11 @@ from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.distributed.tensor_parallel import ShardedExperts, ShardedFFN
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.routed import find_router
-from torch_pi2.layers.cold import BY_NEURON
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import called_modules, homes
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
+from torch_pi2.predict import PER_NEURON
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.rewrite.rewrite import predictor_tensors
 from torch_pi2.rewrite.skeleton import model_config
@@ -229,6 +229,6 @@ def own_predictors(shard: Shard, plan: Plan, predictors: Mapping[str, Any]) -> d
         if tensors is None or not shard.layers[layer.site.key].chunks:
             continue
         here = layer.order.long()[shard.layers[layer.site.key].positions()]
-        own = {name: tensor[here] if name in BY_NEURON else tensor for name, tensor in tensors.items()}
+        own = {name: tensor[here] if name in PER_NEURON else tensor for name, tensor in tensors.items()}
         found[layer.site.key] = {**own, "threshold": threshold}
     return found

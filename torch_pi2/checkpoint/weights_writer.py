@@ -15,7 +15,7 @@ from torch_pi2.base.dtypes import DTYPES, dtype_name
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.placing import Stored, refs_of
 from torch_pi2.errors import NonFiniteError, StaleArtifactError
-from torch_pi2.fitting.calibrated import neuron_key
+from torch_pi2.fitting.gptq_model import neuron_key
 from torch_pi2.formats import row_bytes
 from torch_pi2.ops.quantized import quantize as quantize_rows
 from torch_pi2.ops.rows import row_of_neurons
@@ -64,7 +64,7 @@ class Quantizer:
         linears: name -> inputs of the other linear layers to quantise. kind: the format.
         formats: other formats, by linear layer, embedding and site key. embeddings: name -> width of those to quantise.
         rows: calibrated rows, which are written instead of rounded weights, under the keys of
-            :mod:`torch_pi2.fitting.calibrated`.
+            :mod:`torch_pi2.fitting.gptq_model`.
     """
 
     def __init__(

@@ -1,15 +1,18 @@
-"""``fit``: trains one low-rank predictor per FFN and sizes it until the *model's* loss hardly changes.
+"""``fit`` trains one low-rank predictor per FFN and sizes it until the *model's* loss hardly changes.
 
-After PowerInfer (arXiv 2312.12456, section 5.1), whose predictors start at a size guessed from sparsity and
-skew and are adjusted until perplexity stays put. Here, per layer:
+This follows PowerInfer (arXiv 2312.12456, section 5.1), whose predictors start at a size guessed from sparsity and skew
+and are adjusted until perplexity stays put. The search has two stages:
 
-1. *rank* and format (int4 or int8): from that guess up or down for as long as the layer's cost falls at the same
-   recall, quantised as it will run; cost is the bytes that the predictor takes and those of what it lets through;
-2. *recall*: raised in the layers that hurt the loss most until the whole model is within tolerance, then
-   lowered wherever there is slack.
+1. *rank* and format (int4 or int8), layer by layer: from that guess up or down for as long as the layer's cost falls
+   at the same recall. The cost is the bytes of the predictor, quantised as it will run, and of the neurons that it lets
+   through;
+2. *recall*: raised in the layers that hurt the loss most until the whole model is within tolerance, then lowered
+   wherever there is slack.
 
-Three disjoint sets of sequences are used: one to fit, one to set thresholds, one to take the losses and the
-cards from.
+``fit_layers`` makes predictors without a search over the model's loss, each from its layer's samples alone:
+:data:`LAYER_FITS` has a function for each such method.
+
+Three disjoint sets of sequences are used: one to fit, one to set thresholds, one to measure losses and cards.
 """
 
 from __future__ import annotations
@@ -27,19 +30,23 @@ from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.mapped import let_go
 from torch_pi2.base.progress import bar
 from torch_pi2.distributed.ranks import Ranks
-from torch_pi2.fitting.kept import Kept, KeptFiles, Losses, begun
+from torch_pi2.errors import CalibrationError, check_made_from
 from torch_pi2.fitting.loss import LossFn, causal_lm_loss, mean_loss
+from torch_pi2.fitting.resume import Losses, PredictorCache, PredictorFiles, work_folder
 from torch_pi2.fitting.search import FitSettings, Layer, Search, initial_rank
-from torch_pi2.fitting.sets import at_most, profiled_hash, split
-from torch_pi2.fitting.train import measure
+from torch_pi2.fitting.train import calibrate_signbit, measure
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.graph.routed import modules_of
 from torch_pi2.ops import load as load_library
+from torch_pi2.predict import AnyPredictor
 from torch_pi2.predict.file import FitReport, FittedPredictors
 from torch_pi2.predict.lowrank import LowRank
-from torch_pi2.profiling.data import Batch, batches, digest
+from torch_pi2.predict.signbit import SignBit
+from torch_pi2.profiling.data import Batch, at_most, batches, digest, split
 from torch_pi2.profiling.recorder import check_sites
-from torch_pi2.profiling.samples import Samples, collect_samples
+from torch_pi2.profiling.samples import Samples, collect_samples, samples_bytes
+from torch_pi2.types.method import Method
+from torch_pi2.types.plan import weights_hash
 from torch_pi2.types.predictor import PredictorCard
 from torch_pi2.types.site import FFNSite
 from torch_pi2.types.stats import ActivationStats
@@ -53,6 +60,15 @@ _log = logging.getLogger("torch_pi2")
 def cold_neurons(stats: ActivationStats, key: str, hot_frequency: float) -> torch.Tensor:
     """Neurons that fire for less than ``hot_frequency`` of single tokens, int64 ascending."""
     return torch.nonzero(stats.frequency(key) < hot_frequency).flatten()
+
+
+def _check_profiled(model: nn.Module, sites: Sequence[FFNSite], stats: ActivationStats) -> str:
+    """Hash of the weights at ``sites``. Raises StaleArtifactError: ``stats`` belong to other weights."""
+    model_hash = weights_hash(model, list(sites))
+    check_made_from(
+        "activation statistics", stats.model_hash, model_hash, "a profile of FFN weights", "Profile this model again."
+    )
+    return model_hash
 
 
 @fresh_settings()
@@ -72,42 +88,42 @@ def fit(
 ) -> FittedPredictors:
     """Fit low-rank predictors for the cold neurons of every site.
 
-    Those of the experts of one module get the rank of the largest among them.
+    The predictors of all experts of a module get the rank of the largest among them.
 
     Args:
-        model, data, tokenizer: as ``profile``; at least 10 sequences.
-        stats: of this model; its thresholds decide what firing means.
-        loss_fn: what must hardly change (default: causal language modelling).
-        apply: how predictors are applied while the loss is taken; None: :class:`PredictedMaskMode`.
+        model, data, tokenizer: as for ``profile``; at least 10 sequences.
+        stats: of this model; its thresholds decide which neurons count as firing.
+        loss_fn: the loss that must hardly change (default: causal language modelling).
+        apply: how predictors are applied while the loss is measured; None: :class:`PredictedMaskMode`.
         cold: site key -> cold neurons; None: those that fire for less than ``settings.hot_frequency`` of tokens.
-        work: folder for samples and predictors meanwhile, else in memory: the same call goes on after a kill. All
-            processes of ``torch.distributed``'s default group, if there is one, make this call, and share the layers:
-            the result is that of one process with as many threads.
+        work: folder for samples and intermediate predictors; None: memory. The same call resumes after a kill. If
+            ``torch.distributed`` has a default group, all of its processes make this call and share the layers; the
+            result is that of one process with as many threads.
 
     Returns:
         Predictors with cards measured on the evaluation sequences, and ``report``. Those sequences also steer the
-        search, so the loss to quote is one taken on other text (``torch-pi2 eval``).
+        search, so quote a loss that was measured on other text (``torch-pi2 eval``).
 
     Raises:
-        StaleArtifactError: ``stats`` are of other weights, or another fit was begun in ``work``.
-        CalibrationError: too few sequences. ConfigError: samples in memory that exceed ``settings.max_bytes``.
-        ArtifactError: ``work`` cannot be written, or another process fits there.
+        StaleArtifactError: ``stats`` belong to other weights, or ``work`` to another fit.
+        CalibrationError: too few sequences. ConfigError: samples in memory exceed ``settings.max_bytes``.
+        ArtifactError: ``work`` cannot be written, or another process uses it.
     """
     load_library()
     settings = settings or FitSettings()
     check_sites(model, sites)
-    model_hash = profiled_hash(model, sites, stats)
+    model_hash = _check_profiled(model, sites, stats)
     shape = {"batch_size": settings.batch_size, "seq_len": settings.seq_len}
-    parts = split(list(batches(data, tokenizer=tokenizer, **shape)), settings.batch_size)
-    parts["evaluate"] = at_most(parts["evaluate"], settings.eval_tokens)
+    sets = split(list(batches(data, tokenizer=tokenizer, **shape)), settings.batch_size)
+    sets["evaluate"] = at_most(sets["evaluate"], settings.eval_tokens)
     if cold is None:
         cold = {s.key: cold_neurons(stats, s.key, settings.hot_frequency) for s in sites}
     sites = [s for s in sites if len(cold[s.key])]
     cuts = {s.key: stats[s.key].cut for s in sites}
     ranks = Ranks(together=work is not None)
-    made_from = {"model": model_hash, "text": digest(parts), "statistics": digest([cold, cuts]), **vars(settings)}
-    with begun(work, made_from, ranks):
-        samples = _samples(model, parts, sites, cuts, settings, work, ranks, progress)
+    made_from = {"model": model_hash, "text": digest(sets), "statistics": digest([cold, cuts]), **vars(settings)}
+    with work_folder(work, made_from, ranks):
+        samples = _samples(model, sets, sites, cuts, settings, work, ranks, progress)
         layers = [
             Layer(
                 s,
@@ -116,7 +132,7 @@ def fit(
                 samples["calibrate"],
                 initial_rank(s, stats[s.key].active_share, stats[s.key].skew()),
                 settings.target_recall,
-                kept=Kept() if work is None else KeptFiles(work / f"layer-{i}", s.hidden),
+                cache=PredictorCache() if work is None else PredictorFiles(work / f"layer-{i}", s.hidden),
             )
             for i, s in enumerate(sites)
         ]
@@ -124,12 +140,12 @@ def fit(
         losses = Losses(work)
 
         def loss_in(make: Callable[[], Any]) -> tuple[float, float]:
-            return losses.take(lambda: mean_loss(model, parts["evaluate"], loss_fn, make(), ranks), ranks)
+            return losses.next(lambda: mean_loss(model, sets["evaluate"], loss_fn, make(), ranks), ranks)
 
         dense_loss, _ = loss_in(lambda: None)
 
         def change(predictors: Mapping[str, LowRank]) -> tuple[float, float]:
-            # What is predicted is computed whole, whatever its gate: thresholds said what predictors had to find.
+            # A predicted neuron is computed whatever its gate: thresholds only said which neurons to find.
             loss, skipped = loss_in(
                 lambda: apply(predictors) if apply else PredictedMaskMode(model, sites, predictors, masked)
             )
@@ -138,26 +154,25 @@ def fit(
         with bar(None, "fit", progress, total=len(layers) + settings.max_rounds, unit="step") as shown:
             search = Search(layers, settings, change, shown.update, ranks)
             search.run()
-        result = FittedPredictors(_of_one_rank(search.predictors(), sites))
+        result = FittedPredictors(_same_rank_for_experts(search.predictors(), sites))
         result.model_hash = model_hash
 
         def card(layer: Layer) -> PredictorCard:
             key, weights = layer.site.key, layer.site.weights(model)
-            measured: dict[str, Any] = {"neurons": layer.cold, "weights": weights}
-            found = measure(result[key], samples["evaluate"][key], layer.site, **measured)
+            measured = measure(result[key], samples["evaluate"][key], layer.site, neurons=layer.cold, weights=weights)
             let_go(model, weights)
-            return found
+            return measured
 
-        for layer, found in zip(layers, ranks.map(card, layers)):
-            result[layer.site.key].card = found
-        tokens = {name: sum(b.n_tokens for b in part) for name, part in parts.items()}
+        for layer, measured in zip(layers, ranks.map(card, layers)):
+            result[layer.site.key].card = measured
+        tokens = {name: sum(b.n_tokens for b in part) for name, part in sets.items()}
         result.report = _report(search, settings, result, dense_loss, tokens)
     return result
 
 
 def _samples(
     model: nn.Module,
-    parts: Mapping[str, list[Batch]],
+    sets: Mapping[str, list[Batch]],
     sites: Sequence[FFNSite],
     cuts: Mapping[str, float | torch.Tensor],
     settings: FitSettings,
@@ -165,28 +180,27 @@ def _samples(
     ranks: Ranks,
     progress: bool,
 ) -> dict[str, Mapping[str, Samples]]:
-    """Of each part of the data, by site."""
+    """Name of a set of sequences -> site key -> its samples."""
     if not sites:
-        return {name: {} for name in parts}
-    held = max(1, min(settings.n_tokens // 4, 4096))
-    wanted = dict(zip(parts, (settings.n_tokens, held, held)))
+        return {name: {} for name in sets}
+    held_back = max(1, min(settings.n_tokens // 4, 4096))
+    wanted = dict(zip(sets, (settings.n_tokens, held_back, held_back)))
     bounds: dict[str, Any] = {"seed": settings.seed, "max_bytes": settings.max_bytes, "progress": progress}
 
     def collect(name: str) -> Mapping[str, Samples]:
         folder = None if work is None else work / f"samples-{name}"
-        return collect_samples(model, parts[name], sites, wanted[name], thresholds=cuts, folder=folder, **bounds)
+        return collect_samples(model, sets[name], sites, wanted[name], thresholds=cuts, folder=folder, **bounds)
 
-    if work is None:
-        return {name: collect(name) for name in parts}
-    ranks.map(lambda name: len(collect(name)), list(parts))
-    return {name: collect(name) for name in parts}  # finds them in their folders
+    if work is not None:
+        ranks.map(lambda name: len(collect(name)), list(sets))
+    return {name: collect(name) for name in sets}  # with a folder: opens what is there
 
 
 def _report(
     search: Search, settings: FitSettings, result: FittedPredictors, dense_loss: float, tokens: dict[str, int]
 ) -> FitReport:
-    """What was found, with a warning if that is not what was wanted."""
-    change, rows = search.found, []
+    """The report, with a warning if the tolerance was not reached."""
+    change, rows = search.loss_change, []
     for layer in search.layers:
         card = result[layer.site.key].card
         assert card is not None
@@ -216,10 +230,87 @@ def _report(
     return report
 
 
-def _of_one_rank(predictors: dict[str, LowRank], sites: Sequence[FFNSite]) -> dict[str, LowRank]:
-    """``predictors``, of which those of the experts of one module have the rank of the largest."""
+def _same_rank_for_experts(predictors: dict[str, LowRank], sites: Sequence[FFNSite]) -> dict[str, LowRank]:
+    """``predictors``, padded so that all experts of a module have the rank of the largest."""
     result = dict(predictors)
     for own in modules_of(sites).values():
         rank = max(predictors[site.key].rank for site in own)
         result |= {site.key: predictors[site.key].padded(rank) for site in own}
     return result
+
+
+@fresh_settings()
+def fit_layers(
+    method: str,
+    model: nn.Module,
+    data: Any,
+    sites: Sequence[FFNSite],
+    stats: ActivationStats,
+    *,
+    cold: Mapping[str, torch.Tensor],
+    n_tokens: int = 8192,
+    target_recall: float = 0.9,
+    seed: int = 0,
+    work: Path | None = None,
+    progress: bool = True,
+) -> FittedPredictors:
+    """Fit a predictor for each site, one by one, to the given recall.
+
+    Args:
+        method: one of :data:`LAYER_FITS`.
+        data: calibration batches. stats: of this model; its thresholds decide which neurons count as firing.
+        cold: site key -> neurons to predict; sites without any get no predictor.
+        target_recall: of every layer.
+        work: as in :func:`fit`.
+
+    Raises:
+        StaleArtifactError: ``stats`` belong to other weights. CalibrationError: fewer than two tokens.
+    """
+    model_hash = _check_profiled(model, sites, stats)
+    result = FittedPredictors()
+    result.model_hash = model_hash
+    sites = [s for s in sites if len(cold[s.key])]
+    if not sites:
+        return result
+    cuts = {s.key: stats[s.key].cut for s in sites}
+    ranks = Ranks(together=work is not None)
+    made_from: dict[str, Any] = {"model": model_hash, "text": digest(data), "statistics": digest([cold, cuts])}
+    made_from |= {"method": str(method), "n_tokens": n_tokens, "target_recall": target_recall, "seed": seed}
+    options: dict[str, Any] = {"thresholds": cuts, "seed": seed, "progress": progress}
+    options["max_bytes"] = samples_bytes(model, sites, n_tokens)
+    with work_folder(work, made_from, ranks):
+        folder = None if work is None else work / "samples"
+        if folder is not None:
+            ranks.first(lambda: len(collect_samples(model, data, sites, n_tokens, folder=folder, **options)))
+        samples = collect_samples(model, data, sites, n_tokens, folder=folder, **options)
+
+        def fitted(site: FFNSite) -> AnyPredictor:
+            return LAYER_FITS[method](model, site, samples[site.key], cold[site.key], target_recall)
+
+        result |= dict(zip((site.key for site in sites), ranks.map(fitted, sites)))
+    return result
+
+
+def _fit_signs(model: nn.Module, site: FFNSite, samples: Samples, cold: torch.Tensor, target_recall: float) -> SignBit:
+    """The margin is set on half of the tokens, the card measured on the others."""
+    if len(samples) < 2:
+        raise CalibrationError(
+            "tokens to calibrate sign-bit predictors on",
+            expected="at least 2 (thousands are good)",
+            found=str(len(samples)),
+            fix="Pass more text.",
+        )
+    weights = site.weights(model)
+    held_back, other = samples.split(0.5)
+    predictor = SignBit.from_weights(weights.up if weights.gate is None else weights.gate)
+    settings: dict[str, Any] = {"neurons": cold, "weights": weights}
+    predictor = calibrate_signbit(predictor, held_back, site, target_recall=target_recall, **settings)
+    predictor.card = measure(predictor, other, site, **settings)
+    let_go(model, weights)
+    return predictor
+
+
+#: Method -> what makes the predictor of a site from the model, the site, its samples, its cold neurons and a recall.
+LAYER_FITS: dict[str, Callable[[nn.Module, FFNSite, Samples, torch.Tensor, float], AnyPredictor]] = {
+    Method.SIGNBIT: _fit_signs
+}

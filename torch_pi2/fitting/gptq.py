@@ -1,9 +1,8 @@
-"""GPTQ: integers and scales of a matrix with which its *outputs* change least on inputs that were seen.
+"""GPTQ chooses the integers and scales of a matrix so that its *outputs* change least on calibration inputs.
 
-Columns are rounded one after the other, and what each loses is made good in those that are not yet rounded, as far as
-their inputs go together (Frantar and others, arXiv 2210.17323). Then scales are fitted to their integers, and every
-integer is tried again with all others as they are, some times over. The bytes are those of rounding to
-nearest: no format knows how its numbers were chosen.
+Columns are rounded one after the other. The error of each is compensated in those that are not yet rounded, as far as
+their inputs are correlated (Frantar and others, arXiv 2210.17323). Then scales are fitted to their integers, and each
+integer is chosen again with all others fixed; this repeats a few times. The format is that of rounding to nearest.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ from torch_pi2.errors import NonFiniteError
 from torch_pi2.formats import GROUP
 from torch_pi2.ops.quantize import integers, pack
 
-#: Added to the mean square of every input, of that of all: what was not seen may come all the same.
+#: Share of the mean square of all inputs that is added to that of each: calibration text does not show everything.
 DAMPING = 0.01
-#: Times that scales and integers are tried again.
+#: How often scales and integers are refined.
 SWEEPS = 1
-#: int4: where the value of largest magnitude of a group may come to lie, around both ends of -8 to 7.
+#: int4: integers that the value of largest magnitude of a group may map to, around both ends of -8 to 7.
 _ENDS_INT4 = tuple(end / share for end in (-8.0, 7.0) for share in (1.1, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7))
 _ENDS = {"int4": _ENDS_INT4, "int8": (127.0,)}
-#: Columns whose losses are given to all later ones at once, and rows that are solved at a time.
+#: Columns whose errors are passed on to later blocks at once; rows that are solved at a time.
 _BLOCK, _ROWS = 4 * GROUP, 1024
 
 
 class Moments:
-    """Sums over the inputs ``x`` of a matrix, from which one knows how much an error costs.
+    """Sums over the inputs ``x`` of a matrix, which say how much an error in it costs.
 
     Attributes:
-        tokens: how many were seen. squares_KK: float32, sum of ``x x^T``. drift_KK: of ``(y - x) x^T``, with y the
-            input that the float model has at the same token; zero where no y was given.
+        tokens: number of inputs. squares_KK: float32, sum of ``x x^T``. drift_KK: sum of ``(y - x) x^T``, where y is
+            the input of the float model at the same token; zero if no y was given.
     """
 
     def __init__(self, columns: int) -> None:
@@ -43,7 +42,7 @@ class Moments:
         self.drift_KK = torch.zeros_like(self.squares_KK)
 
     def add(self, x_TK: torch.Tensor, float_TK: torch.Tensor | None = None) -> None:
-        """Further inputs, and those of the float model."""
+        """Add inputs, and those of the float model."""
         x_TK = x_TK.float()
         self.tokens += len(x_TK)
         self.squares_KK += x_TK.T @ x_TK
@@ -52,39 +51,39 @@ class Moments:
 
 
 class Solved(NamedTuple):
-    """Quantised rows uint8 ``[N, row_bytes(K)]``, by column ``[K, row_bytes(N)]``; float32, what they stand for."""
+    """Quantised rows uint8 ``[N, row_bytes(K)]``, by column ``[K, row_bytes(N)]``, and their values in float32."""
 
     rows: torch.Tensor
     values_NK: torch.Tensor
 
 
 class Grid(Protocol):
-    """The numbers that a row may have: integers times scales, each of a group of columns.
+    """The numbers that a format can store: integers times a scale for each group of columns.
 
     Attributes:
-        size: columns of a group; 0: all that there are.
+        size: columns of a group; 0: all columns.
     """
 
     size: int
 
     def start(self, w_NK: torch.Tensor) -> Any:
-        """What scales of these rows have in common, before anything is rounded."""
+        """What the scales of these rows share, computed before anything is rounded."""
 
     def scales(self, w_Nk: torch.Tensor, counts_k: torch.Tensor, common: Any, group: int) -> torch.Tensor:
-        """``[N, 1]``, of a group; ``counts_k``: how much the error of a column counts."""
+        """``[N, 1]`` scales of a group; ``counts_k``: weight of each column's error."""
         ...
 
     def nearest(self, scale_N: torch.Tensor, common: Any, group: int) -> torch.Tensor:
-        """Scales that a group may have, as near to these as can be."""
+        """The storable scales nearest to these."""
         ...
 
     def integers(self, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """The nearest, as float32."""
+        """The nearest integers, as float32."""
         ...
 
 
 class StoredGrid:
-    """int4 and int8 as stores have them: a scale in float16 for each 32 columns, whatever the others have."""
+    """int4 and int8 as in stores: an independent float16 scale for each 32 columns."""
 
     size = GROUP
 
@@ -105,18 +104,18 @@ class StoredGrid:
 
 
 class Solver:
-    """Finds the rows of matrices that have the inputs of ``moments``, which it factors once for all of them.
+    """Quantises matrices whose inputs have the given ``moments``, which are factored once for all matrices.
 
-    Minimised is the sum of ``(w y - w' x)^2`` over tokens and outputs, x as the quantised layers before it make it and
-    y as the float model does: what those have lost is made good here, as far as it can be (Li and others,
-    arXiv 2504.02692). With one number of threads the same inputs give the same bytes. At most some 23 K^2 bytes are
-    held, moments and all: 4.7 GB for the down matrices of a model of 7 billion weights.
+    It minimises the sum of ``(w y - w' x)^2`` over tokens and outputs. x is the input that the quantised layers before
+    this one compute and y that of the float model, so errors of earlier layers are compensated as well (Li and others,
+    arXiv 2504.02692). The same inputs and number of threads give the same bytes. Memory is at most about 23 K^2 bytes,
+    moments included: 4.7 GB for the down matrices of a model of 7 billion weights.
 
     Args:
-        what: has these inputs, for messages. weights: ``int4`` or ``int8``, or another grid.
+        what: name of the layer, for messages. weights: ``int4`` or ``int8``, or another grid.
         by_column: groups of 32 run along N within a column, as in neurons' down rows; else along K within a row.
-        damping: see :data:`DAMPING`; more of it where few tokens were seen for so many columns.
-        ranks: processes that solve the same matrices: each takes some of the rows, all have the result.
+        damping: see :data:`DAMPING`; raise it if there are few tokens for the number of columns.
+        ranks: processes that solve the same matrices. Each solves some of the rows, and all get the result.
 
     Raises:
         NonFiniteError: inputs with NaN or infinity.
@@ -144,7 +143,7 @@ class Solver:
         h_KK.diagonal().add_(damping * mean if mean > 0 else 1.0)
         self._order = self._largest_first(h_KK.diagonal())
         self._h_KK = h_KK = _in_order(h_KK, self._order)
-        # One matrix of doubles all the time, by columns as LAPACK has them: it is symmetric.
+        # One float64 matrix throughout, column-major for LAPACK; it is symmetric.
         work_KK = h_KK.double().mT
         torch.linalg.cholesky(work_KK, out=work_KK)
         torch.cholesky_inverse(work_KK, out=work_KK)
@@ -152,7 +151,7 @@ class Solver:
         torch.linalg.cholesky(work_KK, upper=True, out=work_KK)
         self._factor_KK = work_KK.to(torch.float32, memory_format=torch.contiguous_format)
         del work_KK
-        # of few tokens for so many columns it is chance
+        # Shrunk if there are few tokens for the number of columns: then it is mostly noise.
         drift_KK = _in_order(F.pad(moments.drift_KK, (0, more, 0, more)), self._order)
         drift_KK.div_(moments.tokens + len(moments.drift_KK))
         for rows_k in drift_KK.split(_ROWS):
@@ -169,14 +168,14 @@ class Solver:
             )
 
     def _largest_first(self, squares_K: torch.Tensor) -> torch.Tensor:
-        """Columns by the size of their inputs, in whole groups where these run along them."""
+        """Columns by the size of their inputs, descending; whole groups stay together if they run along K."""
         if self._by_column or not self._grid.size:
             return torch.argsort(squares_K, descending=True, stable=True)
         first_G = torch.argsort(squares_K.unflatten(0, (-1, self._size)).sum(1), descending=True, stable=True)
         return (first_G[:, None] * self._size + torch.arange(self._size)).flatten()
 
     def solve(self, w_NK: torch.Tensor) -> Solved:
-        """For ``w_NK`` in float32, bfloat16 or float16, of ``int4`` or ``int8``.
+        """Quantise ``w_NK`` (float32, bfloat16 or float16) to ``int4`` or ``int8``.
 
         Raises NonFiniteError: scales that float16 cannot hold.
         """
@@ -189,7 +188,7 @@ class Solver:
         return Solved(pack(values_MGk, scale_MG1, self._grid.weights), values_NK[:n, :k])
 
     def solve_values(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What stands for ``w_NK``, and the scale of each of its numbers, filled up with zeros to whole groups."""
+        """Quantised values of ``w_NK`` and the scale of each, padded with zeros to whole groups."""
         n, k = w_NK.shape
         w_NK = F.pad(w_NK.detach().float(), (0, len(self._order) - k, 0, -n % GROUP if self._by_column else 0))
         values_NK, scale_NK = torch.empty_like(w_NK), torch.empty_like(w_NK)
@@ -202,7 +201,7 @@ class Solver:
         return values_NK, scale_NK
 
     def _solve(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What stands for ``w_NK``, and its scales, both ``[N, K]``. Within, columns are in the order of solution."""
+        """Quantised values and scales, both ``[N, K]``. Inside, columns are in the order of solution."""
         w_NK = w_NK[:, self._order]
         w_NK = w_NK + w_NK @ self._drift_KK
         back = torch.argsort(self._order)
@@ -210,15 +209,15 @@ class Solver:
         q_NK, scale_NK = self._round(w_NK.clone(), common)
         for _ in range(self._sweeps):
             self._fit_scales(w_NK, q_NK, scale_NK, common)
-            self._try_again(w_NK, q_NK, scale_NK)
+            self._refit_integers(w_NK, q_NK, scale_NK)
         return (q_NK * scale_NK)[:, back], scale_NK[:, back]
 
     def _group(self, k: int) -> int:
-        """Of the column that is the ``k``-th in the order of solution."""
+        """Group of the ``k``-th column in the order of solution."""
         return int(self._order[k]) // self._size
 
     def _round(self, w_NK: torch.Tensor, common: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Integers and scales; what is lost in a column is given to the later ones of ``w_NK``."""
+        """Integers and scales; the error of each column is passed on to the later ones of ``w_NK``."""
         factor_KK, count = self._factor_KK, w_NK.shape[1]
         q_NK, scale_NK = torch.empty_like(w_NK), torch.empty_like(w_NK)
         for first in range(0, count, _BLOCK):
@@ -227,8 +226,8 @@ class Solver:
             for k in range(first, last):
                 if self._by_column:
                     alike_k = torch.ones(GROUP)
-                    found_G1 = self._grid.scales(w_NK[:, k].unflatten(0, (-1, GROUP)), alike_k, common, 0)
-                    scale_NK[:, k] = found_G1.expand(-1, GROUP).flatten()
+                    scale_G1 = self._grid.scales(w_NK[:, k].unflatten(0, (-1, GROUP)), alike_k, common, 0)
+                    scale_NK[:, k] = scale_G1.expand(-1, GROUP).flatten()
                 elif k % self._size == 0:
                     group = slice(k, k + self._size)
                     counts_k = factor_KK.diagonal()[group].square().reciprocal()
@@ -241,7 +240,7 @@ class Solver:
         return q_NK, scale_NK
 
     def _fit_scales(self, w_NK: torch.Tensor, q_NK: torch.Tensor, scale_NK: torch.Tensor, common: Any) -> None:
-        """The best scale of each group for its integers, one after the other; as the grid has it."""
+        """Refit the scale of each group to its integers, one group after the other."""
         slope_NK = (q_NK * scale_NK - w_NK) @ self._h_KK
         step = 1 if self._by_column else self._size
         for k in range(0, w_NK.shape[1], step):
@@ -255,8 +254,8 @@ class Solver:
             slope_NK += ((better_N - scale_NK[:, k])[:, None] * q_Nk) @ self._h_KK[part]
             scale_NK[:, part] = better_N[:, None]
 
-    def _try_again(self, w_NK: torch.Tensor, q_NK: torch.Tensor, scale_NK: torch.Tensor) -> None:
-        """The best integer of each column, all others being as they are."""
+    def _refit_integers(self, w_NK: torch.Tensor, q_NK: torch.Tensor, scale_NK: torch.Tensor) -> None:
+        """Choose the best integer of each column with all others fixed."""
         h_KK = self._h_KK
         slope_NK = (q_NK * scale_NK - w_NK) @ h_KK
         for first in range(0, w_NK.shape[1], _BLOCK):
@@ -270,7 +269,7 @@ class Solver:
 
 
 def _in_order(matrix_KK: torch.Tensor, order_K: torch.Tensor) -> torch.Tensor:
-    """Rows and columns in another order."""
+    """Rows and columns, permuted."""
     return matrix_KK[order_K[:, None], order_K]
 
 
@@ -280,10 +279,10 @@ def _sums_of_groups(v_N: torch.Tensor) -> torch.Tensor:
 
 
 def best_scales(w_Nk: torch.Tensor, weights: str, counts_k: torch.Tensor | None = None) -> torch.Tensor:
-    """``[N, 1]``: of each group of 32 the scale, of a few, with the smallest squared error; a number of float16.
+    """``[N, 1]``: for each group of 32, the scale with the smallest squared error among a few float16 candidates.
 
     Args:
-        counts_k: ``[32]``, how much the error of a column counts; None: all the same.
+        counts_k: ``[32]``, weight of each column's error; None: all equal.
     """
     ends_E = torch.tensor(_ENDS[weights])
     extreme_N1 = w_Nk.gather(1, w_Nk.abs().argmax(1, keepdim=True)) + 0.0  # -0.0 becomes 0.0

@@ -19,7 +19,7 @@ from torch_pi2.errors import CalibrationError, NonFiniteError
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.profiling.data import Batch
 
-#: Tokens of which logits are float32 at once.
+#: Tokens whose logits are float32 at a time.
 _AT_ONCE = 256
 
 #: ``(model, batch) -> (sum of losses, number of tokens they are over)``.
@@ -57,7 +57,7 @@ def _ids_and_logits(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch
 def divergences(
     model: nn.Module, data: Sequence[Batch], contexts: Sequence[AbstractContextManager[Any]], *, progress: bool = False
 ) -> list[float]:
-    """For each of ``contexts`` how far the model inside it is from the one outside.
+    """How far the model inside each of ``contexts`` is from the model outside.
 
     Returns:
         Kullback-Leibler divergences of the next token's distribution, in nats, means over the real tokens of ``data``.

@@ -1,7 +1,13 @@
-"""Thresholds for layers without exact zeros: so that a share of each layer is skipped, or as much as the loss bears.
+"""Thresholds for layers without exact zeros, below which neurons are skipped, and the scores they are compared with.
 
-With ``sparsity`` every layer skips the same share (CATS, arXiv 2404.08763); with ``max_loss`` each has the share that
-:mod:`~torch_pi2.fitting.spread` gives it.
+With ``sparsity`` every layer skips the same share (CATS, arXiv 2404.08763). With ``max_loss`` each layer has the share
+that :mod:`~torch_pi2.fitting.loss_budget` gives it.
+
+A neuron adds ``act(gate) * up * down row``, of which only the gate is known before the other rows are read. CATS
+compares ``|act(gate)|``, so a neuron whose down row is ten times as long counts no more. That length is known
+beforehand, and the usual size of up follows from weights or calibration text (WINA, arXiv 2505.19427, weights the
+inputs of matrices likewise). The other scores multiply ``|act(gate)|`` by both, so that they compare what neurons
+contribute to the layer's output.
 """
 
 from __future__ import annotations
@@ -12,38 +18,114 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from torch_pi2.base.mapped import let_go
 from torch_pi2.base.progress import bar
 from torch_pi2.distributed.ranks import Ranks
-from torch_pi2.errors import CalibrationError
+from torch_pi2.errors import CalibrationError, ConfigError
 from torch_pi2.fitting.loss import causal_lm_loss, divergences, mean_loss
-from torch_pi2.fitting.scores import read_first, score_scales
-from torch_pi2.fitting.sets import at_most, split
-from torch_pi2.fitting.spread import Cuts, Spread, Way, masked
+from torch_pi2.fitting.loss_budget import Allocation, Cuts, ScoreCuts, masked
 from torch_pi2.graph.dispatch import PredictedMaskMode
-from torch_pi2.profiling.data import Batch
+from torch_pi2.ops.activations import exact_zeros, on_up
+from torch_pi2.profiling.data import Batch, at_most, split
+from torch_pi2.profiling.recorder import Firing, record
 from torch_pi2.profiling.run import profile
 from torch_pi2.types.config import Config
 from torch_pi2.types.loss_curve import LossCurve
 from torch_pi2.types.method import PREDICTED
 from torch_pi2.types.site import FFNSite
 
+#: Tokens on which up is measured; smallest scale of a neuron, over the layer's mean, so that thresholds stay finite.
+_TOKENS, _LEAST = 8192, 1e-4
+
+
+def score_scales(
+    model: nn.Module, data: list[Batch], sites: Sequence[FFNSite], score: str, *, progress: bool = False
+) -> dict[str, torch.Tensor]:
+    """Site key -> ``[I]`` float32, with a mean of 1 over the layer's neurons; none for ``gate``.
+
+    Args:
+        sites: as returned by :func:`read_first`.
+        score: ``gate``: 1; ``norms``: norm of the down row times that of the up row; ``output`` and ``up``: norm of the
+            down row times the root mean square of the second factor on ``data``.
+
+    Raises:
+        ConfigError: a score other than ``gate`` for experts, whose operator has one threshold per expert.
+    """
+    if score == "gate":
+        return {}
+    for site in sites:
+        if site.experts is not None:
+            raise ConfigError(
+                f"score of {site.key}",
+                expected="'gate': an expert has one threshold for all of its neurons",
+                found=repr(score),
+                fix="Choose score='gate'.",
+            )
+    up_I = _up_norms(model, sites) if score == "norms" else _up_sizes(model, data, sites, progress)
+    scales = {}
+    for site in sites:
+        scale_I = _norms(model, site.weights(model).down, 0) * up_I[site.key]
+        scale_I = scale_I / scale_I.mean().clamp_min(1e-30)
+        scales[site.key] = scale_I.clamp_min(_LEAST)
+    return scales
+
+
+def read_first(site: FFNSite, score: str) -> FFNSite:
+    """The layer with the matrix first that ``score`` reads; a layer with exact zeros is unchanged."""
+    swaps = score == "up" and site.gated and not site.activation_on_up and not exact_zeros(site.activation)
+    return site.swapped() if swaps else site
+
+
+def _up_norms(model: nn.Module, sites: Sequence[FFNSite]) -> dict[str, torch.Tensor]:
+    ones = {site.key: torch.ones(site.intermediate) for site in sites if not site.gated}
+    return ones | {s.key: _norms(model, s.weights(model).up, 1) for s in sites if s.gated}
+
+
+def _norms(model: nn.Module, weight: torch.Tensor, dim: int) -> torch.Tensor:
+    norms: torch.Tensor = weight.detach().float().norm(dim=dim)
+    let_go(model, [weight])
+    return norms
+
+
+def _up_sizes(model: nn.Module, data: list[Batch], sites: Sequence[FFNSite], progress: bool) -> dict[str, torch.Tensor]:
+    squares = {site.key: torch.zeros(site.intermediate) for site in sites}
+    tokens = dict.fromkeys(squares, 0)
+
+    def add(firing: Firing) -> None:
+        site, x_NH = firing.site, firing.x_TH[firing.real_T]
+        weights = site.weights(model)
+        up_NI = F.linear(x_NH, weights.up, weights.bias_up).float()
+        let_go(model, [weights.up])
+        squares[site.key] += on_up(site.activation, site.activation_on_up)(up_NI).square().sum(0)
+        tokens[site.key] += len(x_NH)
+
+    gated = [site for site in sites if site.gated]
+    if gated:
+        record(model, at_most(data, _TOKENS), gated, add, progress=progress, label="scores")
+    return {
+        site.key: (squares[site.key] / max(1, tokens[site.key])).sqrt() if site.gated else torch.ones(site.intermediate)
+        for site in sites
+    }
+
+
 _log = logging.getLogger("torch_pi2")
 
-#: Shares of neurons at which the curve is taken, and how often the step across the budget is halved.
+#: Shares of neurons at which the loss curve is measured; bisections of the step that crosses the budget.
 _CURVE, _HALVINGS = tuple(n / 10 for n in range(1, 10)), 5
 _EVAL_TOKENS = 16_384
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What was chosen, and how.
+    """The chosen thresholds, and how they were chosen.
 
     Attributes:
-        sites: as their scores read them. cuts: site key -> the threshold on its score. scales: see
-            :func:`~torch_pi2.fitting.scores.score_scales`.
-        made_by: ``score``; with a budget what a :class:`~torch_pi2.types.loss_curve.LossCurve` says.
+        sites: with the matrix first that their score reads. cuts: site key -> threshold on its score.
+        scales: see :func:`score_scales`.
+        made_by: ``score``; with a loss budget the fields of a :class:`~torch_pi2.types.loss_curve.LossCurve`.
     """
 
     sites: Sequence[FFNSite] = ()
@@ -52,12 +134,12 @@ class Thresholds:
     made_by: dict[str, Any] = field(default_factory=dict)
 
     def masked(self, model: nn.Module) -> PredictedMaskMode:
-        """A context inside which ``model`` skips what is not above."""
-        return masked(model, self.sites, _on_first(self.cuts, self.scales))
+        """A context inside which ``model`` skips neurons whose scores are not above their thresholds."""
+        return masked(model, self.sites, _cuts_on_outputs(self.cuts, self.scales))
 
 
-def _on_first(cuts: Mapping[str, float], scales: Mapping[str, torch.Tensor]) -> Cuts:
-    """Cuts on what first matrices make, of those on scores."""
+def _cuts_on_outputs(cuts: Mapping[str, float], scales: Mapping[str, torch.Tensor]) -> Cuts:
+    """Cuts on the outputs of first matrices that equal ``cuts`` on scores."""
     return {key: cut / scales[key] if key in scales else cut for key, cut in cuts.items()}
 
 
@@ -73,47 +155,47 @@ def choose_thresholds(
     """Thresholds of ``sites``, whose activations have no exact zeros, by ``score``, ``sparsity`` or ``max_loss``.
 
     Args:
-        ranks: processes that make this call with the same arguments, and share the batches of profiles and of losses;
-            None: this one takes all.
+        ranks: processes that make this call with the same arguments and share the batches; None: this one takes all.
 
     Raises:
-        ConfigError: see :func:`~torch_pi2.fitting.scores.score_scales`. CalibrationError: with ``max_loss`` fewer than
-            10 sequences; with it, or several scores to compare, a model without next-token logits.
+        ConfigError: see :func:`score_scales`.
+        CalibrationError: fewer than 10 sequences with ``max_loss``; no next-token logits, which ``max_loss`` and the
+            comparison of several scores need.
     """
-    several = len(_names(config, sites)) > 1
+    several = len(_score_names(config, sites)) > 1
     if config.max_loss is not None or several:
-        _check_says_what_is_next(model, data[0], config)
+        _check_next_token_logits(model, data[0], config)
     if config.max_loss is None:
         scored = Scored(model, data, sites, config, progress=progress, ranks=ranks)
         if several:
-            scored.spread(data, progress=progress)  # which says what each score costs a layer
+            scored.allocate(data, progress=progress)  # measures what each score costs a layer
         return replace(scored.thresholds(config.sparsity), made_by={"score": config.score})
-    parts = split(data, config.batch_size)
-    scored = Scored(model, [*parts["fit"], *parts["calibrate"]], sites, config, progress=progress, ranks=ranks)
-    spread = scored.spread(parts["calibrate"], progress=progress)
-    held = at_most(parts["evaluate"], _EVAL_TOKENS)
-    curve, share = _within(scored, spread, held, config, config.max_loss, progress, ranks)
+    sets = split(data, config.batch_size)
+    scored = Scored(model, [*sets["fit"], *sets["calibrate"]], sites, config, progress=progress, ranks=ranks)
+    allocation = scored.allocate(sets["calibrate"], progress=progress)
+    held_out = at_most(sets["evaluate"], _EVAL_TOKENS)
+    curve, share = _largest_share(scored, allocation, held_out, config, config.max_loss, progress, ranks)
     if not share:
         _log.warning("no neuron can be skipped within max_loss=%g: thresholds are 0", config.max_loss)
-    return replace(scored.thresholds(spread.shares(share)), made_by=curve.to_json())
+    return replace(scored.thresholds(allocation.shares(share)), made_by=curve.to_json())
 
 
-def _check_says_what_is_next(model: nn.Module, batch: Batch, config: Config) -> None:
-    """Raises CalibrationError: ``model`` gives no next-token logits, by which layers and scores are compared."""
+def _check_next_token_logits(model: nn.Module, batch: Batch, config: Config) -> None:
+    """Raises CalibrationError: ``model`` gives no next-token logits, which layers and scores are compared by."""
     try:
         divergences(model, [batch], [])
     except CalibrationError as error:
         raise CalibrationError(
             f"thresholds of {type(model).__name__} with "
             + (f"score='{config.score}'" if config.max_loss is None else f"max_loss={config.max_loss:g}"),
-            expected="a model that takes token ids and gives logits [B, T, vocabulary], to see what skipping does",
-            found="another one",
+            expected="a model that takes token ids and gives logits [B, T, vocabulary], to measure what skipping does",
+            found="a different model",
             fix="Choose score='output' or 'up', and sparsity=... without max_loss.",
         ) from error
 
 
 class _Score:
-    """One score of a model's layers on ``data``."""
+    """One kind of score, measured on ``data``."""
 
     def __init__(
         self,
@@ -131,16 +213,16 @@ class _Score:
         self._stats = profile(model, data, self.sites, scales=self.scales, progress=progress, ranks=ranks, **settings)
 
     def cut(self, key: str, share: float) -> float:
-        """The threshold with which a layer skips ``share`` of its neurons; of none 0."""
+        """The threshold with which a layer skips ``share`` of its neurons; 0 for no neurons."""
         return self._stats.threshold_for(key, share) if share else 0.0
 
-    def first_cuts(self, share: float) -> Cuts:
-        """Of all layers, on what their first matrices make."""
-        return _on_first({site.key: self.cut(site.key, share) for site in self.sites}, self.scales)
+    def output_cuts(self, share: float) -> Cuts:
+        """Cuts of all layers on the outputs of their first matrices."""
+        return _cuts_on_outputs({site.key: self.cut(site.key, share) for site in self.sites}, self.scales)
 
 
-def _names(config: Config, sites: Sequence[FFNSite]) -> tuple[str, ...]:
-    """What ``config.score`` stands for: experts have one threshold, predictors learn up less well."""
+def _score_names(config: Config, sites: Sequence[FFNSite]) -> tuple[str, ...]:
+    """The scores that ``config.score`` stands for: experts have one threshold, and predictors learn up less well."""
     if config.score != "auto":
         return (config.score,)
     if any(site.experts for site in sites):
@@ -149,9 +231,9 @@ def _names(config: Config, sites: Sequence[FFNSite]) -> tuple[str, ...]:
 
 
 class Scored:
-    """The scores of a model's layers on ``data``, and thresholds on them; other arguments as :func:`choose_thresholds`.
+    """Scores of a model's layers on ``data``, and thresholds on them. Arguments as for :func:`choose_thresholds`.
 
-    With ``auto`` of several, which :meth:`spread` compares.
+    With ``auto`` there are several kinds, which :meth:`allocate` compares.
     """
 
     def __init__(
@@ -165,45 +247,45 @@ class Scored:
         ranks: Ranks | None = None,
     ) -> None:
         self.model = model
-        self._spread: Spread | None = None
-        self._each = [_Score(model, data, sites, name, config, progress, ranks) for name in _names(config, sites)]
+        self._allocation: Allocation | None = None
+        self._each = [_Score(model, data, sites, name, config, progress, ranks) for name in _score_names(config, sites)]
 
-    def spread(self, data: list[Batch], *, progress: bool = False) -> Spread:
-        """Shares of layers' own, by what skipping does on ``data``."""
-        ways = [Way(each.sites, each.first_cuts) for each in self._each]
-        self._spread = found = Spread(self.model, data, ways, progress=progress)
-        return found
+    def allocate(self, data: list[Batch], *, progress: bool = False) -> Allocation:
+        """How much each layer should skip, by what skipping does on ``data``."""
+        scores = [ScoreCuts(each.sites, each.output_cuts) for each in self._each]
+        self._allocation = allocation = Allocation(self.model, data, scores, progress=progress)
+        return allocation
 
     def thresholds(self, shares: float | Mapping[str, float]) -> Thresholds:
-        """With which layers skip ``shares`` of their neurons, all the same or by key; 0: none."""
+        """Thresholds with which layers skip ``shares`` of their neurons: one share for all, or by site key."""
         sites: list[FFNSite] = []
-        found = Thresholds(sites)
+        chosen = Thresholds(sites)
         for at, site in enumerate(self._each[0].sites):
             share = shares[site.key] if isinstance(shares, Mapping) else shares
-            each = self._each[self._spread.way(site, share) if self._spread else 0]
+            each = self._each[self._allocation.score(site, share) if self._allocation else 0]
             sites.append(each.sites[at])
-            found.cuts[site.key] = each.cut(site.key, share)
+            chosen.cuts[site.key] = each.cut(site.key, share)
             if site.key in each.scales:
-                found.scales[site.key] = each.scales[site.key]
-        return found
+                chosen.scales[site.key] = each.scales[site.key]
+        return chosen
 
 
-def _within(
+def _largest_share(
     scored: Scored,
-    spread: Spread,
-    held: list[Batch],
+    allocation: Allocation,
+    held_out: list[Batch],
     config: Config,
     max_loss: float,
     progress: bool,
     ranks: Ranks | None,
 ) -> tuple[LossCurve, float]:
-    """The curve on ``held``, and the largest share before the loss has risen by ``max_loss``."""
+    """The loss curve on ``held_out``, and the largest share that raises the loss by at most ``max_loss``."""
     model, points = scored.model, dict[float, tuple[float, float]]()
-    dense, _ = mean_loss(model, held, causal_lm_loss, None, ranks)
+    dense, _ = mean_loss(model, held_out, causal_lm_loss, None, ranks)
 
     def fits(share: float) -> bool:
-        skips = scored.thresholds(spread.shares(share)).masked(model)
-        loss, skipped = mean_loss(model, held, causal_lm_loss, skips, ranks)
+        skips = scored.thresholds(allocation.shares(share)).masked(model)
+        loss, skipped = mean_loss(model, held_out, causal_lm_loss, skips, ranks)
         points[share] = skipped, loss / dense - 1
         shown.update()
         return points[share][1] <= max_loss
@@ -215,5 +297,5 @@ def _within(
         for _ in range(_HALVINGS if high < 1 else 0):
             middle = (low + high) / 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-    found = points[low][1] if low else 0.0
-    return LossCurve(config.score, max_loss, found, tuple(sorted(points.values()))), low
+    change = points[low][1] if low else 0.0
+    return LossCurve(config.score, max_loss, change, tuple(sorted(points.values()))), low

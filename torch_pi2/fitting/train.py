@@ -1,4 +1,4 @@
-"""Fits and calibrates one predictor on samples of one layer; measures its card on others.
+"""Trains and calibrates one predictor on samples of one layer; measures its card on other samples.
 
 What was tried on a really trained dReLU model (hidden 256, 1024 neurons, rank 64, 18 000 tokens; share of
 neurons predicted at recall 0.95, sparsest / densest late layer): random start 0.088 / 0.276, start from a
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from torch_pi2.errors import CalibrationError, ConfigError
 from torch_pi2.ops.activations import ACTIVATIONS, on_up
-from torch_pi2.predict.exact import ExactGate
 from torch_pi2.predict.lowrank import ALWAYS, LowRank
+from torch_pi2.predict.signbit import SignBit
 from torch_pi2.profiling.samples import Samples
 from torch_pi2.types.predictor import Predictor, PredictorCard
 from torch_pi2.types.site import FFNSite, FFNWeights
@@ -44,7 +44,7 @@ def train_matrices(
     Args:
         samples: tokens to fit to.
         rank: r.
-        neurons: int64 indices to fit (the cold ones); all others are predicted active always. None: all.
+        neurons: int64 indices to fit (the cold ones); all others are always predicted active. None: all.
         steps, batch, lr, seed: of the optimiser; batches are drawn by epoch without replacement.
 
     Returns:
@@ -73,8 +73,8 @@ def train_matrices(
     b_Ir = torch.zeros(samples.intermediate, rank)
     generator = torch.Generator().manual_seed(seed)
     head = samples.x_NH[:4096].float()
-    scale = float(head.square().mean().sqrt().clamp_min(1e-12))  # inputs to unit size; folded back into a
-    # counted some at a time: all at once would take as many floats as there are samples of neurons
+    scale = float(head.square().mean().sqrt().clamp_min(1e-12))  # scales inputs to unit size; folded into a
+    # in blocks of rows, to bound memory
     fired_C = torch.zeros(len(index), dtype=torch.int64)
     for rows in torch.arange(n).split(1024):
         fired_C += samples.fired(rows)[:, index].sum(0)
@@ -128,8 +128,8 @@ def calibrate(
 ) -> LowRank:
     """A copy of ``predictor`` with the highest threshold that reaches ``target_recall``, and its card.
 
-    Done after quantisation and on tokens the predictor was not fitted to, so the card is what the stored
-    predictor does. One threshold per layer.
+    Done after quantisation and on tokens the predictor was not fitted to, so the card describes the stored
+    predictor. There is one threshold per layer.
 
     Raises:
         ConfigError: target_recall outside (0, 1]. CalibrationError: no held-back tokens.
@@ -153,6 +153,55 @@ def calibrate(
     return new
 
 
+def calibrate_signbit(
+    predictor: SignBit,
+    held_back: Samples,
+    site: FFNSite,
+    *,
+    target_recall: float = 0.95,
+    neurons: torch.Tensor | None = None,
+    weights: FFNWeights | None = None,
+) -> SignBit:
+    """A copy of ``predictor`` with the largest margin that reaches ``target_recall`` on ``held_back``, and its card.
+
+    Args:
+        neurons: those that are predicted (the cold ones); None: all.
+        weights: with them the card has ``mass_recall``.
+
+    Raises:
+        ConfigError: target_recall outside (0, 1]. CalibrationError: no held-back tokens.
+    """
+    if not 0 < target_recall <= 1:
+        raise ConfigError(
+            "target_recall",
+            expected="more than 0, at most 1",
+            found=str(target_recall),
+            fix="0.95 is a good start.",
+        )
+    if not len(held_back):
+        raise CalibrationError(
+            "held-back samples", expected="at least one token", found="none", fix="Collect more tokens."
+        )
+    index = torch.arange(held_back.intermediate) if neurons is None else neurons.long()
+    # A histogram over 0..H instead of all scores: exact, and small for any number of tokens.
+    count_H = torch.zeros(predictor.hidden + 1, dtype=torch.int64)
+    rows = torch.arange(len(held_back)).split(1024)
+    for some in rows:
+        agree = predictor.scores(held_back.x_NH[some].float())[:, index]
+        hit = agree[held_back.fired(some)[:, index]].round().long()
+        count_H += torch.bincount(hit, minlength=predictor.hidden + 1)
+    total = int(count_H.sum())
+    at_least_H = count_H.flip(0).cumsum(0).flip(0)  # pairs that fire and agree in so many places or more
+    enough = torch.nonzero(at_least_H >= math.ceil(target_recall * total)).flatten()
+    # Without a single firing neuron nothing need be predicted.
+    needed = int(enough[-1]) if total else predictor.hidden
+    # Half a place below the count that must still pass, so that rounding cannot exclude it.
+    margin = max(0.0, (needed - 0.5) / (predictor.hidden - needed + 0.5))
+    new = SignBit(predictor.signs, predictor.hidden, margin)
+    new.card = measure(new, held_back, site, neurons=neurons, weights=weights)
+    return new
+
+
 def measure(
     predictor: Predictor,
     held_back: Samples,
@@ -161,11 +210,11 @@ def measure(
     neurons: torch.Tensor | None = None,
     weights: FFNWeights | None = None,
 ) -> PredictorCard:
-    """What ``predictor`` does on ``held_back`` tokens, restricted to ``neurons`` (the cold ones) if given.
+    """The quality of ``predictor`` on ``held_back`` tokens, restricted to ``neurons`` (the cold ones) if given.
 
     Args:
-        weights: of the layer; with them ``mass_recall`` is measured too: the share of
-            ``sum |h_i| * ||down_i||`` that predicted neurons carry (missing a tiny activation costs little).
+        weights: of the layer. With them ``mass_recall`` is measured too: the share of ``sum |h_i| * ||down_i||`` that
+            predicted neurons carry (missing a tiny activation costs little).
     """
     index = torch.arange(held_back.intermediate) if neurons is None else neurons.long()
     active_NC = (_scores(predictor, held_back) >= predictor.threshold)[:, index]
@@ -190,20 +239,6 @@ def measure(
     )
 
 
-def exact_gate(
-    site: FFNSite,
-    weights: FFNWeights,
-    held_back: Samples,
-    *,
-    threshold: float = 0.0,
-    neurons: torch.Tensor | None = None,
-) -> ExactGate:
-    """The exact gate of a layer with its card measured on ``held_back``."""
-    gate = ExactGate(site, weights, threshold)
-    gate.card = measure(gate, held_back, site, neurons=neurons, weights=weights)
-    return gate
-
-
 def _scores(predictor: Predictor, samples: Samples) -> torch.Tensor:
     if not len(samples):
         raise CalibrationError(
@@ -214,7 +249,7 @@ def _scores(predictor: Predictor, samples: Samples) -> torch.Tensor:
 
 
 def _mass(site: FFNSite, w: FFNWeights, x_NH: torch.Tensor) -> torch.Tensor:
-    """``[N, I]`` float32 ``|h| * ||down column||``, what a neuron can change in the layer's output."""
+    """``[N, I]`` float32 ``|h| * ||down column||``: how much each neuron adds to the layer's output."""
     act = ACTIVATIONS[site.activation]
     norm_I = w.down.float().norm(dim=0)
     parts = []

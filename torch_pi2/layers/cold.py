@@ -13,14 +13,14 @@ from torch_pi2.formats import QUANTIZED, row_bytes
 from torch_pi2.layers.checks import check_shape
 from torch_pi2.layers.linear import wants_blocks
 from torch_pi2.ops.linear import ROWS, to_blocks
-from torch_pi2.predict.signbit import SIGNBIT_TENSORS, SignBit, sign_bytes
+from torch_pi2.predict import PER_NEURON
+from torch_pi2.predict.lowrank import LowRank
+from torch_pi2.predict.signbit import SignBit, sign_bytes
 from torch_pi2.types.method import PREDICTED, Method
 from torch_pi2.types.site import FFNSite
 
 #: Tensors of a low-rank predictor, in the order in which ``torch.ops.pi2.predict_lowrank`` takes them.
-PREDICTOR_TENSORS = ("a", "a_scale", "b", "b_scale", "bias")
-#: Tensors of a predictor that have a row for each cold neuron.
-BY_NEURON = ("signs", "b", "b_scale", "bias")
+PREDICTOR_TENSORS = LowRank.tensor_names
 
 
 class Cold(NamedTuple):
@@ -89,7 +89,7 @@ def _lowrank(site: FFNSite, cold: torch.Tensor, lowrank: Mapping[str, torch.Tens
                     found=str(tensor.dtype),
                     fix="Use a predictor made by torch_pi2.fit.",
                 )
-            tensors[name] = (tensor[cold] if name in BY_NEURON else tensor.clone()).contiguous()
+            tensors[name] = (tensor[cold] if name in PER_NEURON else tensor.clone()).contiguous()
     return Cold(tensors)
 
 
@@ -125,10 +125,10 @@ def _quantised(site: FFNSite, cold: torch.Tensor, lowrank: Mapping[str, torch.Te
 
 
 def _signs(site: FFNSite, cold: torch.Tensor, tensors: Mapping[str, torch.Tensor] | None) -> Cold:
-    if tensors is None or not set(SIGNBIT_TENSORS) <= set(tensors):
+    if tensors is None or not set(SignBit.tensor_names) <= set(tensors):
         raise ConfigError(
             f"predictor of {site.key}",
-            expected=f"tensors {', '.join(SIGNBIT_TENSORS)}, as its plan says 'signbit'",
+            expected=f"tensors {', '.join(SignBit.tensor_names)}, as its plan says 'signbit'",
             found="none" if tensors is None else ", ".join(sorted(tensors)) or "none",
             fix="Fit predictors (torch_pi2.fit with method='signbit') and pass them, or plan without them.",
         )

@@ -24,7 +24,7 @@ from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import FFNSite
 
 if TYPE_CHECKING:
-    from torch_pi2.predict.file import AnyPredictor
+    from torch_pi2.predict import AnyPredictor
     from torch_pi2.types.stats import ActivationStats, LayerStats
 
 _log = logging.getLogger("torch_pi2")

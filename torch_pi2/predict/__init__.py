@@ -1,1 +1,22 @@
-"""Predictors: which cold neurons to compute, before computing them (data flow: ``predictors.safetensors``)."""
+"""Predictors say which cold neurons to compute before they are computed (``predictors.safetensors``).
+
+:data:`PREDICTORS` has every kind. To add one, write a class with the members below and a line here; files, layers and
+the search for its samples read them from it (CONTRIBUTING.md, "Add a predictor"):
+
+* ``kind``: its :class:`~torch_pi2.types.method.Method`;
+* ``tensor_names``, and ``per_neuron``: those of them with a row for each neuron, of which layers keep the cold ones;
+* ``read``: makes it from the tensors and JSON fields of a file, which ``tensors`` and ``fields`` write;
+* ``scores``, ``threshold``, ``card``: see :class:`~torch_pi2.types.predictor.Predictor`.
+"""
+
+from __future__ import annotations
+
+from torch_pi2.predict.lowrank import LowRank
+from torch_pi2.predict.signbit import SignBit
+
+#: What a file of predictors may contain.
+AnyPredictor = LowRank | SignBit
+#: Method -> class.
+PREDICTORS: dict[str, type[LowRank] | type[SignBit]] = {p.kind: p for p in (LowRank, SignBit)}
+#: Names of tensors that have a row for each neuron.
+PER_NEURON = frozenset(name for p in PREDICTORS.values() for name in p.per_neuron)

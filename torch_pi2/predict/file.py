@@ -15,19 +15,13 @@ from torch_pi2.base.files import atomic_folder_files, check_artifact
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.errors import ConfigError, StaleArtifactError
-from torch_pi2.formats import QUANTIZED
-from torch_pi2.predict.lowrank import LowRank
-from torch_pi2.predict.lowrank_rows import LowRankRows
-from torch_pi2.predict.signbit import SIGNBIT_TENSORS, SignBit
-from torch_pi2.types.method import PREDICTED, Method
+from torch_pi2.predict import PREDICTORS, AnyPredictor
+from torch_pi2.types.method import PREDICTED
 from torch_pi2.types.predictor import PredictorCard
-from torch_pi2.types.site import MOST_SIZE
 
 PREDICTORS_VERSION = 1
 PREDICTORS_FILE = "predictors.safetensors"
-#: What a folder of predictors may hold.
-AnyPredictor = LowRank | SignBit
-#: Name of a tensor -> the tensor; None if there is none.
+#: Tensor name -> tensor, or None if there is none.
 ReadTensor = Callable[[str], torch.Tensor | None]
 _FIX = "Fit them again."
 
@@ -38,7 +32,7 @@ class FitReport:
 
     Attributes:
         dense_loss, loss: mean per token on the evaluation sequences, without and with predictors.
-        change: ``loss / dense_loss - 1``; tolerance: what was asked for; met: whether it was reached.
+        change: ``loss / dense_loss - 1``; tolerance: the requested bound; met: whether it was reached.
         skipped: share of (token, cold neuron) pairs not computed on the evaluation sequences.
         rounds: one entry per evaluation of the whole model: ``{"step", "change", "skipped"}``.
         layers: per site ``{"key", "cold", "rank", "target_recall", "weights"}`` and the card's fields.
@@ -60,9 +54,9 @@ class FitReport:
 
 
 class FittedPredictors(dict[str, AnyPredictor]):
-    """Site key -> predictor; sites without cold neurons have none.
+    """Site key -> predictor, for sites with cold neurons.
 
-    ``report`` tells how they were sized, ``model_hash`` to which weights they belong ("" if unknown).
+    ``report`` says how they were sized, ``model_hash`` which weights they belong to ("" if unknown).
     """
 
     report: FitReport | None = None
@@ -97,12 +91,9 @@ def save_predictors(folder: str | Path, predictors: Mapping[str, AnyPredictor], 
                 f"predictor of {key}",
                 expected="one with a threshold and a card",
                 found="one that was not calibrated",
-                fix="Call torch_pi2.fitting.train.calibrate on held-back samples first.",
+                fix="Call torch_pi2.fitting.train.calibrate with held-back samples first.",
             )
-        kind = getattr(p, "kind", Method.LOWRANK)
-        entries[key] = {"kind": kind, "threshold": p.threshold, "card": p.card.to_json()}
-        if isinstance(p, LowRankRows):
-            entries[key] |= {"weights": p.weights, "hidden": p.hidden}
+        entries[key] = {"kind": p.kind, "threshold": p.threshold, "card": p.card.to_json(), **p.fields()}
         tensors.update({f"{key}.{name}": t for name, t in p.tensors().items()})
     report = getattr(predictors, "report", None)
     meta = {
@@ -131,10 +122,10 @@ def load_predictors(folder: str | Path, *, model_hash: str | None = None) -> Fit
 def predictors_of(
     meta: Mapping[str, str], tensor: ReadTensor, where: Path | str, model_hash: str | None
 ) -> FittedPredictors:
-    """Predictors from the metadata and tensors of a file, read from ``where``. Raises as :func:`load_predictors`."""
+    """Predictors from the metadata and tensors of the file ``where``. Raises as :func:`load_predictors`."""
     result = FittedPredictors(each_predictor(meta, tensor, where, model_hash))
     result.model_hash = meta["model_hash"]
-    report = _said(meta, "report", where)
+    report = _json(meta, "report", where)
     result.report = None if report.value is None else _report(report)
     return result
 
@@ -142,35 +133,26 @@ def predictors_of(
 def each_predictor(
     meta: Mapping[str, str], tensor: ReadTensor, where: Path | str, model_hash: str | None
 ) -> Iterator[tuple[str, AnyPredictor]]:
-    """As :func:`predictors_of`, site key and predictor one after the other: all may be more than memory holds."""
+    """As :func:`predictors_of`, one site key and predictor at a time: all may not fit in memory."""
     check_artifact(where, meta, "torch_pi2.predictors", PREDICTORS_VERSION, model_hash)
-    for key, entry in _said(meta, "predictors", where).each().items():
-        kind = entry.at("kind").text(PREDICTED)
-        names = SIGNBIT_TENSORS if kind == Method.SIGNBIT else ("a", "a_scale", "b", "b_scale", "bias")
-        found = {n: tensor(f"{key}.{n}") for n in names}
-        mine = {n: t for n, t in found.items() if t is not None}
-        threshold, card = entry.at("threshold").number(-MOST), _card_of(entry.at("card"))
-        if kind == Method.SIGNBIT:
-            yield key, SignBit.from_tensors(mine, card)
-        elif "weights" in entry.value:
-            weights, hidden = entry.at("weights").text(QUANTIZED), entry.at("hidden").whole(1, MOST_SIZE)
-            yield key, LowRankRows.from_rows(mine, weights, hidden, threshold, card)
-        else:
-            yield key, LowRank.from_tensors(mine, threshold, card)
+    for key, entry in _json(meta, "predictors", where).each().items():
+        kind = PREDICTORS[entry.at("kind").text(PREDICTED)]
+        tensors = {name: tensor(f"{key}.{name}") for name in kind.tensor_names}
+        present = {name: t for name, t in tensors.items() if t is not None}
+        yield key, kind.read(present, entry, *read_threshold_and_card(entry))
 
 
-def card_of(said: dict[str, Any], where: Path) -> tuple[float, PredictorCard]:
-    """Threshold and card of a predictor, said in the file ``where``. Raises ArtifactError."""
-    field = Field(said, str(where), _FIX)
-    return field.at("threshold").number(-MOST), _card_of(field.at("card"))
+def read_threshold_and_card(entry: Field) -> tuple[float, PredictorCard]:
+    """Threshold and card in the JSON fields of a predictor. Raises ArtifactError."""
+    return entry.at("threshold").number(-MOST), _card(entry.at("card"))
 
 
-def _said(meta: Mapping[str, str], name: str, where: Path | str) -> Field:
-    """What the metadata has under ``name``. Raises ArtifactError: nothing, or no JSON."""
+def _json(meta: Mapping[str, str], name: str, where: Path | str) -> Field:
+    """The metadata field ``name``. Raises ArtifactError: it is missing, or not JSON."""
     return Field(parse(meta.get(name, ""), f"{where}, {name}", fix=_FIX), f"{where}, {name}", _FIX)
 
 
-def _card_of(card: Field) -> PredictorCard:
+def _card(card: Field) -> PredictorCard:
     card.names(("recall", "precision", "predicted_active", "bytes", "cost_share"), ("rank", "mass_recall"))
     mass_recall = card.at("mass_recall", None)
     return PredictorCard(

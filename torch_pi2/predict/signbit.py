@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
+from torch_pi2.base.fields import Field
 from torch_pi2.errors import ArtifactError, ConfigError, ShapeError
 from torch_pi2.ops.predictors import predict_signbit
+from torch_pi2.types.method import Method
 from torch_pi2.types.predictor import PredictorCard
-
-#: What a sign-bit predictor is stored as.
-SIGNBIT_TENSORS = ("signs", "hidden", "margin")
 
 
 def sign_bytes(hidden: int) -> int:
@@ -33,18 +33,20 @@ def pack_signs(w: torch.Tensor) -> torch.Tensor:
 class SignBit:
     """Which neurons fire, guessed from the signs of the gate's weights and of the input.
 
-    A product whose factors' signs agree is taken as positive. A neuron is predicted active iff
-    ``agreeing >= margin * differing``: the paper's rule with ``margin = 1 / alpha``, so that a smaller margin is
-    more careful. Its conservative ``alpha`` is one number for early layers; here each layer's margin is calibrated.
+    A product counts as positive if the signs of its factors agree. A neuron is predicted active iff
+    ``agreeing >= margin * differing``: the paper's rule with ``margin = 1 / alpha``, so that a smaller margin misses
+    fewer neurons. The paper has one conservative ``alpha`` for early layers; here each layer's margin is calibrated.
 
     Attributes:
         signs: uint8 ``[I, ceil(H / 64) * 8]`` (:func:`pack_signs`), original neuron order; hidden: H.
-        margin: 0 or more; set by :func:`torch_pi2.fitting.signbit_fit.calibrate_signbit`.
+        margin: 0 or more; set by :func:`torch_pi2.fitting.train.calibrate_signbit`.
         threshold: the same on :meth:`scores`.
         card: measured quality, or None before calibration.
     """
 
-    kind = "signbit"  # the method of layers planned with it
+    kind = Method.SIGNBIT.value
+    tensor_names = ("signs", "hidden", "margin")
+    per_neuron = ("signs",)
     rank = 0
 
     def __init__(
@@ -100,10 +102,21 @@ class SignBit:
         margin = torch.tensor([self.margin], dtype=torch.float64)
         return {"signs": self.signs, "hidden": torch.tensor([self.hidden]), "margin": margin}
 
+    def fields(self) -> dict[str, Any]:
+        """Further JSON fields in the file: none."""
+        return {}
+
+    @classmethod
+    def read(
+        cls, tensors: Mapping[str, torch.Tensor], entry: Field, threshold: float, card: PredictorCard | None
+    ) -> SignBit:
+        """As :meth:`from_tensors`, which has the threshold too."""
+        return cls.from_tensors(tensors, card)
+
     @staticmethod
     def from_tensors(tensors: Mapping[str, torch.Tensor], card: PredictorCard | None) -> SignBit:
         """Inverse of :meth:`tensors`. Raises ArtifactError if they do not fit together."""
-        signs, hidden, margin = (tensors.get(name) for name in SIGNBIT_TENSORS)
+        signs, hidden, margin = (tensors.get(name) for name in SignBit.tensor_names)
         one = hidden is not None and margin is not None and hidden.numel() == margin.numel() == 1
         if signs is None or hidden is None or margin is None or not one or hidden.is_floating_point():
             raise ArtifactError(

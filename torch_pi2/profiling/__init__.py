@@ -3,7 +3,7 @@
 from torch_pi2.profiling.data import MIN_TOKENS, Batch, batches
 from torch_pi2.profiling.recorder import ActivationRecorder
 from torch_pi2.profiling.run import profile
-from torch_pi2.profiling.samples import Samples, collect_samples, sample_groups
+from torch_pi2.profiling.samples import Samples, collect_samples
 from torch_pi2.types.stats import ActivationStats, LayerStats
 
 __all__ = [
@@ -16,5 +16,4 @@ __all__ = [
     "batches",
     "collect_samples",
     "profile",
-    "sample_groups",
 ]

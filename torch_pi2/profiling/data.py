@@ -1,7 +1,7 @@
-"""Calibration data of any usual form, as one kind of batch. Rows of a batch are *different* sequences.
+"""Calibration data in any usual form becomes batches whose rows are *different* sequences; sets of such batches.
 
-That last point matters: the profile's batch frequencies (how likely a neuron fires for at least one of k
-requests served together) are unions over rows, and neighbouring text would make them too low.
+Different sequences matter: the profile's batch frequencies (how likely a neuron fires for at least one of k requests
+served together) are unions over rows, and neighbouring text would make them too low.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from torch_pi2.types.config import Config
 
 #: Fewer real tokens than this say nothing about a neuron's frequency; calibration refuses them.
 MIN_TOKENS = 64
+#: Fewest sequences that predictors are fitted to and measured on.
+MIN_SEQUENCES = 10
 
-#: Windows of a stream of texts that are dealt out together, in batches: bounds memory, keeps neighbours apart.
-_DEALT = 32
+#: Batches of a stream that are filled together, so that neighbouring windows lie in different ones.
+_BATCHES_AHEAD = 32
 
 _FORMS = "a str, a list of str, integer ids [N, T], or an iterable of id tensors, dicts or tuples of arguments"
 
@@ -62,7 +64,7 @@ class Batch:
         return model(*args, **kwargs)
 
     def arguments(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What :meth:`call` calls ``model`` with; a decoder that is given no ids has those of its encoder."""
+        """Arguments of :meth:`call`; a decoder without ids of its own gets those of its encoder."""
         if self.input_ids is None:
             return self.args, dict(self.kwargs)
         names = inspect.signature(model.forward).parameters
@@ -135,8 +137,8 @@ def batches(
 def calibration_batches(model: nn.Module, data: Any, tokenizer: Any, config: Config) -> list[Batch]:
     """About ``config.calibration_tokens`` tokens of ``data``, as batches that can be read more than once.
 
-    A batch whose tokens cannot be told counts as a full one, so that an endless stream ends. Text without ``tokenizer``
-    is read with the one beside the model's weights.
+    A batch whose tokens cannot be counted is taken as full, so that an endless stream ends. Text without ``tokenizer``
+    is read with the tokenizer beside the model's weights.
     """
     text = data[0] if isinstance(data, list | tuple) and data else data
     if tokenizer is None and isinstance(text, str):
@@ -293,15 +295,15 @@ def _from_items(data: Iterable[Any], tokenizer: Any, batch_size: int, seq_len: i
         elif isinstance(item, (torch.Tensor, str)) or (isinstance(item, list) and item and isinstance(item[0], int)):
             ids = _encode(item, tokenizer) if isinstance(item, str) else _check_ids(torch.as_tensor(item), "ids")
             waiting.extend(w for w in ids.split(seq_len) if len(w))
-            if len(waiting) >= _DEALT * batch_size:
-                yield from _deal(waiting, batch_size)
+            if len(waiting) >= _BATCHES_AHEAD * batch_size:
+                yield from _spread_out(waiting, batch_size)
                 waiting = []
         else:
             raise _form_error(item)
-    yield from _deal(waiting, batch_size)
+    yield from _spread_out(waiting, batch_size)
 
 
-def _deal(rows: Sequence[torch.Tensor], batch_size: int) -> Iterator[Batch]:
+def _spread_out(rows: Sequence[torch.Tensor], batch_size: int) -> Iterator[Batch]:
     """Batches whose rows lie far apart in ``rows``, which may be neighbouring windows of one text."""
     n_batches = -(-len(rows) // batch_size)
     for b in range(n_batches):
@@ -309,7 +311,7 @@ def _deal(rows: Sequence[torch.Tensor], batch_size: int) -> Iterator[Batch]:
 
 
 def digest(values: Any) -> str:
-    """Of tensors, batches, numbers and texts in lists and dicts."""
+    """Hash of tensors, batches, numbers and texts in lists and dicts."""
     found = hashlib.sha256()
     for value in _leaves(values):
         if isinstance(value, torch.Tensor):
@@ -324,3 +326,64 @@ def digest(values: Any) -> str:
 def _leaves(values: Any) -> Sequence[Any]:
     plain = [list(vars(value).values()) if isinstance(value, Batch) else value for value in tree_leaves(values)]
     return tree_leaves(plain)
+
+
+def rows_of(data: list[Batch]) -> list[Batch]:
+    """One batch per sequence; a batch that cannot be split counts as one sequence."""
+    rows: list[Batch] = []
+    for batch in data:
+        ids, mask = batch.input_ids, batch.mask_BT
+        if ids is None or mask is None or batch.kwargs:
+            rows.append(batch)
+        else:
+            rows.extend(Batch(ids[b : b + 1], mask[b : b + 1]) for b in range(len(ids)))
+    return rows
+
+
+def split(data: list[Batch], batch_size: int) -> dict[str, list[Batch]]:
+    """Three sets of sequences, 6 : 2 : 2, to fit, calibrate and evaluate."""
+    rows = rows_of(data)
+    if len(rows) < MIN_SEQUENCES:
+        raise CalibrationError(
+            "sequences to fit and to measure on",
+            expected=f"at least {MIN_SEQUENCES} (6 to fit, 2 to calibrate, 2 to evaluate)",
+            found=str(len(rows)),
+            fix="Pass more text or a smaller seq_len.",
+        )
+    names = ("fit",) * 6 + ("calibrate",) * 2 + ("evaluate",) * 2
+    parts: dict[str, list[Batch]] = {"fit": [], "calibrate": [], "evaluate": []}
+    for i, row in enumerate(rows):
+        parts[names[i % 10]].append(row)
+    return {name: _regroup(part, batch_size) for name, part in parts.items()}
+
+
+def _regroup(rows: list[Batch], batch_size: int) -> list[Batch]:
+    """Single rows of equal length back into batches."""
+    out: list[Batch] = []
+    by_length: dict[int, list[Batch]] = {}
+    for row in rows:
+        if row.input_ids is None or row.kwargs:
+            out.append(row)
+        else:
+            by_length.setdefault(row.input_ids.shape[1], []).append(row)
+    for group in by_length.values():
+        for i in range(0, len(group), batch_size):
+            part = group[i : i + batch_size]
+            ids = torch.cat([b.input_ids for b in part if b.input_ids is not None])
+            out.append(Batch(ids, torch.cat([b.mask_BT for b in part if b.mask_BT is not None])))
+    return out
+
+
+def evenly(data: list[Batch], n_tokens: int) -> list[Batch]:
+    """Batches at equal distances in ``data``, about ``n_tokens`` in all: neighbours are often of one text."""
+    return data[:: max(1, round(sum(batch.n_tokens for batch in data) / n_tokens))]
+
+
+def at_most(data: list[Batch], n_tokens: int) -> list[Batch]:
+    """The first batches with at most ``n_tokens`` in all, but at least one."""
+    kept: list[Batch] = []
+    for batch in data:
+        if kept and sum(b.n_tokens for b in kept) + batch.n_tokens > n_tokens:
+            break
+        kept.append(batch)
+    return kept

@@ -1,4 +1,4 @@
-"""What the inputs of layers look like on calibration text: mean squares, and a few of them."""
+"""Inputs of layers on calibration text: their mean squares, and a sample."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from torch_pi2.profiling.data import Batch
-from torch_pi2.profiling.firing import Firing
-from torch_pi2.profiling.recorder import record
+from torch_pi2.profiling.recorder import Firing, record
 from torch_pi2.types.site import FFNSite
 
-#: Tokens kept per layer, for its output error (7B: 2 MB each), and per expert, of which there are many.
+#: Tokens sampled per layer to measure its output error (7B: 2 MB each), and per expert, of which there are many.
 SAMPLE_TOKENS, EXPERT_TOKENS = 256, 32
 
 
@@ -21,7 +20,7 @@ class InputStats:
     """Inputs of one layer.
 
     Attributes:
-        tokens: how many were seen. sample_TK: the first ``keep`` of them, in the model's dtype.
+        tokens: number of inputs. sample_TK: the first ``keep`` of them, in the model's dtype.
     """
 
     def __init__(self, keep: int = SAMPLE_TOKENS) -> None:
@@ -41,8 +40,8 @@ class InputStats:
     def importance(self) -> torch.Tensor | None:
         """``[K]`` float32: the mean square of each column; None if nothing was seen.
 
-        An error in a weight changes the output by as much, so its square should count this often. Columns that were
-        zero throughout count a little all the same: other text may use them.
+        The output error of a weight is proportional to its input, so the squared error of a column has this weight.
+        Columns that were always zero still count a little: other text may use them.
         """
         if self._squares_K is None or not self.tokens:
             return None
@@ -62,9 +61,9 @@ def gather_inputs(
     *,
     progress: bool = False,
 ) -> dict[str, InputStats]:
-    """One run of the dense ``model`` over ``data``: key of every site and name of every linear -> its inputs.
+    """Run the dense ``model`` over ``data``: key of each site or name of each linear layer -> its inputs.
 
-    Padding is left out. A linear that does not run has no entry.
+    Padding is left out. A linear layer that does not run has no entry.
 
     Raises:
         CalibrationError, UnsupportedModelError, NonFiniteError: see :func:`torch_pi2.profiling.recorder.record`.

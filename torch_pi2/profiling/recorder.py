@@ -1,13 +1,15 @@
-"""``ActivationRecorder``: a dispatch mode that shows each FFN's firing to a sink while the model runs.
+"""Records which neurons fire while a model runs: a dispatch mode for plain FFNs, hooks for mixtures of experts.
 
-The model is neither changed nor traced. Matmuls are recognised by their weight (:mod:`.graph.matmuls`); what
-the sink receives lives until the sink returns, so nothing grows with the length of the data.
+The model is neither changed nor traced. Matmuls are recognised by their weight (:mod:`torch_pi2.graph.matmuls`). A sink
+is shown one call of one FFN at a time, so nothing grows with the length of the data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -20,24 +22,190 @@ from torch_pi2.base.progress import bar
 from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError, UnsupportedModelError
 from torch_pi2.graph.matmuls import MatmulIndex, site_tensors
+from torch_pi2.graph.routed import Routed, fired_scores, modules_of
 from torch_pi2.ops.activations import ACTIVATIONS
-from torch_pi2.profiling.data import Batch, digest
-from torch_pi2.profiling.firing import Firing, Sink, real_tokens
-from torch_pi2.profiling.routed import RoutedRecorder
+from torch_pi2.profiling.data import MIN_TOKENS, Batch, digest
 from torch_pi2.types.site import FFNSite, check_weights
+from torch_pi2.types.stats import Reservoir
+
+
+@dataclass
+class Firing:
+    """One call of one FFN.
+
+    Attributes:
+        site: which.
+        x_TH: its input, model dtype.
+        score_TI: float32, ``|act(gate)|`` if only the gate is activated, else ``|h|``.
+        real_T: bool, False for padding.
+        grid: ``(B, T)`` of the rows, row-major; None if unknown, as for an expert, which sees the tokens that the
+            router gives it.
+        borrowed: the router gave the rows to other experts of the block.
+        part: number of the batch.
+    """
+
+    site: FFNSite
+    x_TH: torch.Tensor
+    score_TI: torch.Tensor
+    real_T: torch.Tensor
+    grid: tuple[int, int] | None
+    borrowed: bool = False
+    part: int = 0
+
+
+Sink = Callable[[Firing], None]
+
+
+def real_tokens(key: str, batch: Batch | None, rows: int) -> tuple[torch.Tensor, tuple[int, int] | None]:
+    """Mask of the ``rows`` that module ``key`` sees, bool ``[rows]``, False for padding; and their grid.
+
+    Raises:
+        UnsupportedModelError: the rows are not the batch's tokens, some of which are padding.
+    """
+    mask_BT = None if batch is None else batch.mask_BT
+    if mask_BT is None or mask_BT.numel() != rows:
+        if mask_BT is not None and not bool(mask_BT.all()):
+            raise UnsupportedModelError(
+                f"rows seen by {key}",
+                expected=f"{mask_BT.numel()}, one per token of the batch (padding included)",
+                found=str(rows),
+                fix="Calibrate with sequences of one length, so that there is no padding to tell apart.",
+            )
+        return torch.ones(rows, dtype=torch.bool), None
+    return mask_BT.flatten(), (mask_BT.shape[0], mask_BT.shape[1])
+
+
+#: Tokens sampled from each module of experts, for those experts that get fewer than ``MIN_TOKENS``.
+_SAMPLED = 256
+#: Batch number of borrowed tokens: after all batches.
+_BORROWED = 1 << 62
+
+
+class _ExpertBlock:
+    """One module of experts: how many tokens each has had, and a sample of all tokens of the module."""
+
+    def __init__(self, name: str, sites: Sequence[FFNSite]) -> None:
+        self.name, self.sites = name, sites
+        self.calls = 0
+        self.counts = dict.fromkeys((site.key for site in sites), 0)
+        self._reservoir = Reservoir(_SAMPLED, 0)
+        self._x: torch.Tensor | None = None  # [N, H], as soon as there is a token
+        self._index: torch.Tensor | None = None
+
+    def sample(self, routed: Routed, part: int) -> None:
+        rows, slots = self._reservoir.place(len(routed.x_TH), part)
+        if self._x is None or self._index is None:
+            self._x = routed.x_TH.new_zeros((_SAMPLED, routed.x_TH.shape[-1]))
+            self._index = routed.index_TK.new_full((_SAMPLED, routed.index_TK.shape[-1]), -1)
+        self._x[slots], self._index[slots] = routed.x_TH[rows], routed.index_TK[rows]
+
+    def finish(self, ranks: Ranks) -> None:
+        """Combine the counts and samples of all processes."""
+        self.calls = sum(ranks.each(self.calls))
+        counts = ranks.each(self.counts)
+        self.counts = {key: sum(one[key] for one in counts) for key in self.counts}
+        order = self._reservoir.order()
+        own = None if self._x is None or self._index is None else (self._x[order], self._index[order])
+        found = [sample for sample in ranks.each((self._reservoir.keys_S[order], own)) if sample[1] is not None]
+        if found:
+            first = torch.argsort(torch.cat([torch.from_numpy(keys) for keys, _ in found]))[:_SAMPLED]
+            self._x, self._index = (torch.cat(parts)[first] for parts in zip(*(own for _, own in found)))
+
+    def other_tokens(self, site: FFNSite) -> torch.Tensor:
+        """``[N, H]``: the sampled tokens that did not go to ``site``."""
+        assert self._x is not None
+        assert self._index is not None
+        return self._x[~self._index.eq(site.up.expert or 0).any(-1)]
+
+
+class RoutedRecorder:
+    """Shows a sink the firing of experts while a model runs inside ``with``.
+
+    Set :attr:`batch`, and :attr:`part`, its number, before each call.
+
+    :meth:`finish` shows an expert with fewer than ``MIN_TOKENS`` tokens up to ``_SAMPLED`` tokens that its module gave
+    to others: without them there would be no statistics of an expert that other text may use.
+
+    Raises (while the model runs):
+        NonFiniteError: a module of experts outputs NaN or infinity for a real token.
+        UnsupportedModelError: the module sees another number of tokens than the batch has, some of which are padding.
+    """
+
+    def __init__(self, model: nn.Module, sites: Sequence[FFNSite], sink: Callable[[Firing], None]) -> None:
+        self._model, self._sink = model, sink
+        self._blocks = [_ExpertBlock(name, own) for name, own in modules_of(sites).items()]
+        self._hooks: list[Any] = []
+        self.batch: Batch | None = None
+        self.part = 0
+
+    def __enter__(self) -> RoutedRecorder:
+        for block in self._blocks:
+            module = self._model.get_submodule(block.name)
+            self._hooks.append(module.register_forward_hook(self._watch(block), with_kwargs=True))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """Module of experts -> how often it ran."""
+        return {block.name: block.calls for block in self._blocks}
+
+    def _watch(self, block: _ExpertBlock) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y_TH: torch.Tensor) -> None:
+            routed = Routed.of(args, kwargs, len(block.sites))
+            real_T, _ = real_tokens(block.name, self.batch, len(routed.x_TH))
+            finite_T = torch.isfinite(y_TH).all(-1)
+            if not bool(finite_T[real_T].all()):
+                raise NonFiniteError(
+                    f"output of {block.name}",
+                    expected="finite numbers",
+                    found=f"NaN or infinity for {int((~finite_T & real_T).sum())} of {int(real_T.sum())} tokens",
+                    fix="Check the checkpoint and the dtype (float16 overflows at 65504: try bfloat16).",
+                )
+            routed = Routed(*(tensor.detach()[real_T] for tensor in routed))
+            block.calls += 1
+            block.sample(routed, self.part)
+            for site in block.sites:
+                x_NH = routed.x_TH[routed.tokens_of(site)]
+                block.counts[site.key] += len(x_NH)
+                if len(x_NH):
+                    self._show(site, x_NH, self.part)
+
+        return hook
+
+    def _show(self, site: FFNSite, x_NH: torch.Tensor, part: int, *, borrowed: bool = False) -> None:
+        score_NI = fired_scores(site, site.weights(self._model), x_NH)
+        self._sink(Firing(site, x_NH, score_NI, torch.ones(len(x_NH), dtype=torch.bool), None, borrowed, part))
+
+    def finish(self, ranks: Ranks) -> None:
+        """After the last batch: show more tokens of experts that have had few, each in one of the processes."""
+        for block in self._blocks:
+            block.finish(ranks)
+            for i, site in enumerate(block.sites if block.calls else ()):
+                few = block.counts[site.key] < MIN_TOKENS
+                if few and i % ranks.size == ranks.rank and len(x_NH := block.other_tokens(site)):
+                    self._show(site, x_NH, _BORROWED, borrowed=True)
+
 
 #: A threshold for all neurons of a layer, or ``[I]``, one for each.
 Cut = TypeVar("Cut", bound=float | torch.Tensor)
 
 
 class ActivationRecorder(TorchDispatchMode):
-    """Calls ``sink`` once per call of an FFN that is no expert. Set :attr:`batch`, and :attr:`part`, its number, before
-    each call of the model.
+    """Calls ``sink`` once per call of an FFN that is not an expert.
+
+    Set :attr:`batch` and its number :attr:`part` before each call of the model.
 
     Raises (while the model runs):
         NonFiniteError: NaN or infinity in the activations of a real token, naming layer and site.
-        UnsupportedModelError: the FFN sees another number of rows than the batch has tokens, and some of
-            those are padding that can then not be told apart.
+        UnsupportedModelError: the number of rows that the FFN sees is not that of the batch's tokens, so padding
+            cannot be told apart.
     """
 
     def __init__(self, model: nn.Module, sites: Sequence[FFNSite], sink: Sink) -> None:
@@ -114,19 +282,19 @@ def record(
     label: str = "profile",
     ranks: Ranks | None = None,
 ) -> dict[str, int]:
-    """Run ``model`` over ``data`` and show every FFN call of ``sites`` to ``sink``, of experts those with tokens.
+    """Run ``model`` over ``data`` and show every FFN call of ``sites`` to ``sink``.
 
-    Experts that had few are shown some more at the end: see :class:`~torch_pi2.profiling.routed.RoutedRecorder`.
+    Experts with few tokens are shown more at the end: see :class:`RoutedRecorder`.
 
     Args:
-        ranks: processes that make this call with the same ``data`` and share its batches: a sink sees those of its
+        ranks: processes that make this call with the same ``data`` and share its batches; a sink sees those of its
             process. None: this one takes all.
 
     Returns:
         Token and sequence counts ``{"tokens", "sequences", "batches"}``, of all processes.
 
     Raises:
-        ConfigError: processes have other data than each other.
+        ConfigError: processes have different data.
         UnsupportedModelError: a site's matmuls never ran with its own weights.
         CalibrationError: token ids outside the model's vocabulary.
     """
@@ -139,7 +307,7 @@ def record(
     shown = bar(data, label, progress, unit="batch")
 
     def read() -> str:
-        """The batches of this process; a digest of all."""
+        """Run the batches of this process; returns a digest of all batches."""
         seen = ""
         for part, batch in enumerate(shown):
             if ranks.size > 1:
@@ -149,7 +317,7 @@ def record(
             _check_vocabulary(batch, vocabulary)
             recorder.batch = routed.batch = batch
             recorder.part = routed.part = part
-            with recorder if recorder.calls else nullcontext():  # a model of experts alone has nothing to intercept
+            with recorder if recorder.calls else nullcontext():  # experts only: nothing to intercept
                 batch.call(model)
             counts["batches"] += 1
             counts["tokens"] += batch.n_tokens
@@ -195,14 +363,14 @@ def _check_vocabulary(batch: Batch, vocabulary: Any) -> None:
 
 
 def finite(threshold: float | torch.Tensor) -> bool:
-    """Whether it is a number of 0 or more, or such numbers."""
+    """Whether all of it is finite and 0 or more."""
     if isinstance(threshold, torch.Tensor):
         return bool(((threshold >= 0) & (threshold < float("inf"))).all())
     return 0 <= threshold < float("inf")
 
 
 def threshold_map(sites: Sequence[FFNSite], thresholds: float | Mapping[str, Cut] | None) -> dict[str, float | Cut]:
-    """One firing threshold per site; a number means that for all, None means 0 (exact zeros)."""
+    """One firing threshold per site, from one number for all or a mapping; None: 0 (exact zeros)."""
     given: Mapping[str, float | Cut] = (
         {s.key: float(thresholds) for s in sites} if isinstance(thresholds, (int, float)) else dict(thresholds or {})
     )

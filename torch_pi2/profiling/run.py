@@ -14,8 +14,7 @@ from torch import nn
 from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.profiling.data import batches, digest
-from torch_pi2.profiling.firing import Firing
-from torch_pi2.profiling.recorder import record, threshold_map
+from torch_pi2.profiling.recorder import Firing, record, threshold_map
 from torch_pi2.profiling.samples import routed_tokens
 from torch_pi2.types.plan import weights_hash
 from torch_pi2.types.site import FFNSite
@@ -88,14 +87,14 @@ class _Counter:
             real_BT = real_BT[0 : 2 * half : 2] & real_BT[1 : 2 * half : 2]
 
     def result(self, ranks: Ranks) -> LayerStats:
-        """Of all processes: sums of counts, and of the sampled tokens those with the smallest keys."""
+        """Sums of all processes' counts; of their sampled tokens, those with the smallest keys."""
         order, keys_S = self.reservoir.order(), self.reservoir.keys_S
         bits = self.stats.cofire_bits[order]
         counts = replace(self.stats, cofire_bits=bits[:0])
         parts = ranks.each((counts, bits, keys_S[order]))
         bits = torch.cat([found for _, found, _ in parts])
         first = np.argsort(np.concatenate([keys for _, _, keys in parts]))[: self.reservoir.size]
-        counts = reduce(LayerStats.merged, [found for found, _, _ in parts])
+        counts = reduce(LayerStats.plus, [found for found, _, _ in parts])
         return replace(counts, cofire_bits=bits[torch.from_numpy(first)])
 
 
@@ -120,21 +119,20 @@ def profile(
         model: any module; its training flags are restored.
         data, tokenizer, batch_size, seq_len: see :func:`torch_pi2.profiling.data.batches`.
         thresholds: a neuron fires iff its score exceeds this (0: exact; a number, or one per site key).
-        scales: site key -> ``[I]`` float32 above 0: the score is ``|act(gate)|`` times that, and so is what exceeds the
-            threshold. Sites without: 1.
-        cofire_tokens: S, tokens kept as firing bits per layer (``S * I / 8`` bytes); of an expert its share of them.
+        scales: site key -> ``[I]`` float32 above 0, the score is ``|act(gate)|`` times that. Default: 1.
+        cofire_tokens: S, tokens sampled as firing bits per layer (``S * I / 8`` bytes); an expert samples its share.
         seed: of that sample; same seed and data, same statistics.
         progress: show a bar on a terminal.
         ranks: processes that make this call with the same arguments and share the batches; None: this one takes all.
-            Each has the result of one process: counts and sampled tokens to the bit, sums of scores but for the last
-            bits of float64.
+            Each gets the result of one process: counts and samples bit for bit, sums of scores up to the last bits of
+            float64.
 
-    Of an expert only the tokens count that the router gave it; where those are fewer than ``MIN_TOKENS``, some that
-    went to other experts of its block as well (``LayerStats.borrowed``).
+    An expert counts only the tokens that the router gives it. If those are fewer than ``MIN_TOKENS``, some that went to
+    other experts of its block count as well (``LayerStats.borrowed``).
 
     Raises:
-        CalibrationError, NonFiniteError, DeviceError, DtypeError, UnsupportedModelError; ConfigError: also where
-            processes have another model, other data or settings than each other.
+        CalibrationError, NonFiniteError, DeviceError, DtypeError, UnsupportedModelError; ConfigError: also if
+            processes have different models, data or settings.
     """
     ranks = ranks or Ranks()
     cuts = threshold_map(sites, thresholds)
@@ -145,7 +143,7 @@ def profile(
         s.key: _Counter(
             s,
             cuts[s.key],
-            batch_size if s.experts is None else 1,  # which of its tokens were at one place is not known
+            batch_size if s.experts is None else 1,  # the positions of its tokens are unknown
             routed_tokens(cofire_tokens, shares.get(s.experts, 1.0)),
             seed,
             (scales or {}).get(s.key),

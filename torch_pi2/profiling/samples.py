@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +20,11 @@ from torch_pi2.base.files import atomic_write, not_written, parse_json, read_tex
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.profiling.data import batches
-from torch_pi2.profiling.firing import Firing
-from torch_pi2.profiling.recorder import record, threshold_map
+from torch_pi2.profiling.recorder import Firing, record, threshold_map
 from torch_pi2.types.site import MOST_SIZE, FFNSite
 from torch_pi2.types.stats import Reservoir, pack_bits, unpack_bits
 
-#: Of a folder of samples: written when all of them are there. Format and version.
+#: Index of a folder of samples, written last; its format and version.
 _INDEX, _FORMAT = "samples.json", ("torch_pi2.samples", 1)
 
 
@@ -66,15 +64,15 @@ def sample_bytes(site: FFNSite, n_tokens: int, element_bytes: int) -> int:
 
 
 def routed_tokens(n_tokens: int, share: float) -> int:
-    """How many tokens are kept of a layer that has ``share`` of all on average, where of others ``n_tokens`` are.
+    """Tokens to sample for an expert that gets ``share`` of all on average, where other layers have ``n_tokens``.
 
-    Twice the average of an expert, as some are chosen more often, and enough to tell something.
+    Twice that average, as some experts are chosen more often, and at least 256.
     """
     return n_tokens if share == 1 else min(n_tokens, max(256, math.ceil(2 * share * n_tokens)))
 
 
 class _Collector:
-    """Sink that keeps a uniform sample of one layer's tokens, in memory or in files that begin with ``path``."""
+    """Sink that samples one layer's tokens uniformly, in memory or in files whose names begin with ``path``."""
 
     def __init__(
         self, site: FFNSite, n_tokens: int, threshold: float | torch.Tensor, seed: int, path: Path | None = None
@@ -97,12 +95,12 @@ class _Collector:
             if part not in self._rows:
                 self._rows[part] = torch.zeros(self.reservoir.size, rows.shape[1], dtype=rows.dtype)
             self._rows[part][slots] = rows
-        else:  # mapped for as long as that takes: what a process has mapped counts as its memory
+        else:  # mapped only for this write: mapped pages count as memory of the process
             _rows_in(self._path, part, self.reservoir.size, rows.shape[1], rows.dtype, writable=True)[slots] = rows
 
     @property
     def count(self) -> int:
-        """Rows that are kept."""
+        """Rows sampled so far."""
         return min(self.reservoir.seen, self.reservoir.size)
 
     def result(self) -> Samples:
@@ -110,7 +108,7 @@ class _Collector:
         return Samples(x, bits, self.site.intermediate)
 
     def entry(self) -> dict[str, Any]:
-        """What the index says of the files."""
+        """Entry of the index."""
         sizes = {"hidden": self.site.hidden, "intermediate": self.site.intermediate}
         return {"rows": self.count, "dtype": dtype_name(self.dtype), **sizes}
 
@@ -118,21 +116,21 @@ class _Collector:
 def _rows_in(
     path: Path, part: str, rows: int, width: int, dtype: torch.dtype, *, writable: bool = False
 ) -> torch.Tensor:
-    """``[rows, width]`` in the file ``path.part``, for as long as the tensor is there.
+    """``[rows, width]`` mapped from the file ``path.part`` while the tensor lives.
 
     Raises:
-        ArtifactError: there is no room, or the file is not as long.
+        ArtifactError: the disk is full, or the file is too short.
     """
     file, nbytes = path.with_name(f"{path.name}.{part}"), rows * width * dtype.itemsize
     try:
         if writable and not file.exists():
-            with open(file, "xb") as made:
-                os.posix_fallocate(made.fileno(), 0, nbytes)  # where none is left, writing to memory ends the process
+            with open(file, "xb") as created:
+                os.posix_fallocate(created.fileno(), 0, nbytes)  # on a full disk a write to mapped memory kills
         if not nbytes:
             return torch.empty(rows, width, dtype=dtype)
-        if (found := file.stat().st_size) < nbytes:
+        if (size := file.stat().st_size) < nbytes:
             raise ArtifactError(
-                str(file), expected=f"{nbytes} bytes", found=str(found), fix=f"Remove {path.parent}; begin again."
+                str(file), expected=f"{nbytes} bytes", found=str(size), fix=f"Remove {path.parent}; begin again."
             )
         return torch.from_file(str(file), shared=writable, size=rows * width, dtype=dtype).view(rows, width)
     except OSError as error:
@@ -140,10 +138,10 @@ def _rows_in(
 
 
 class SampleFiles(Mapping[str, Samples]):
-    """Samples in a folder. Those of a site are mapped when asked for, and take memory for as long as they are held.
+    """Samples in a folder. Those of a site are mapped when looked up, and take memory while they are referenced.
 
     Raises:
-        ArtifactError: there are none, or they are damaged.
+        ArtifactError: the folder has none, or they are damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -184,94 +182,60 @@ def collect_samples(
 
     Args:
         model, data, tokenizer, batch_size, seq_len: see :func:`torch_pi2.profiling.run.profile`.
-        n_tokens: of an expert, which has few of all tokens, accordingly fewer (:func:`routed_tokens`).
+        n_tokens: fewer for experts, which get few of all tokens (:func:`routed_tokens`).
         thresholds: a neuron fires iff its score exceeds this (0: exact; one for all neurons of a site, or ``[I]``).
-        max_bytes: bound on the memory of the result, unless there is a folder.
-        folder: where they are to be; what is there already is the result. Else in memory.
+        max_bytes: bound on the memory of the result, without a folder.
+        folder: for the samples; a complete folder is the result as it is. None: in memory.
 
     Returns:
         site key -> :class:`Samples`, in random order (a reservoir's).
 
     Raises:
-        ConfigError: the samples of all sites together exceed ``max_bytes`` (see :func:`sample_groups`).
-        ArtifactError: ``folder`` has no room. CalibrationError and others: as ``profile``.
+        ConfigError: the samples of all sites together exceed ``max_bytes``.
+        ArtifactError: ``folder`` is on a full disk. CalibrationError and others: as ``profile``.
     """
     if folder is not None and (folder / _INDEX).exists():
         return SampleFiles(folder)
-    groups = list(_groups(model, sites, n_tokens, sys.maxsize if folder else max_bytes))
-    if len(groups) > 1:
-        need = samples_bytes(model, sites, n_tokens)
+    if n_tokens < 1:
+        raise ConfigError("n_tokens", expected="at least 1", found=str(n_tokens), fix="20000 is a good start.")
+    need = samples_bytes(model, sites, n_tokens)
+    if folder is None and need > max_bytes:
         raise ConfigError(
             "memory for predictor samples",
             expected=f"at most max_bytes={max_bytes}",
             found=f"{need} bytes for {n_tokens} tokens of {len(sites)} FFNs",
-            fix="Take fewer tokens, raise max_bytes, or use sample_groups, which runs the model once per group.",
+            fix="Take fewer tokens, raise max_bytes, or give a folder for them.",
         )
     stream = batches(data, tokenizer=tokenizer, batch_size=batch_size, seq_len=seq_len)
     cuts = threshold_map(sites, thresholds)
-    kept = _tokens(model, sites, n_tokens)
+    counts = _tokens(model, sites, n_tokens)
     if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(folder, ignore_errors=True)  # left incomplete by a killed process
         folder.mkdir(parents=True)
     paths = [folder / str(i) if folder else None for i in range(len(sites))]
-    collectors = {s.key: _Collector(s, kept[s.key], cuts[s.key], seed, path) for s, path in zip(sites, paths)}
+    collectors = {s.key: _Collector(s, counts[s.key], cuts[s.key], seed, path) for s, path in zip(sites, paths)}
     record(model, stream, sites, lambda f: collectors[f.site.key].add(f), progress=progress, label="samples")
     if folder is None:
         return {k: c.result() for k, c in collectors.items()}
     entries = {key: collector.entry() for key, collector in collectors.items()}
-    about = {"format": _FORMAT[0], "version": _FORMAT[1], "samples": entries}
-    atomic_write(folder / _INDEX, json.dumps(about, indent=1) + "\n")
+    index = {"format": _FORMAT[0], "version": _FORMAT[1], "samples": entries}
+    atomic_write(folder / _INDEX, json.dumps(index, indent=1) + "\n")
     return SampleFiles(folder)
 
 
-def sample_groups(
-    model: nn.Module, data: Any, sites: Sequence[FFNSite], n_tokens: int, *, max_bytes: int = 2 << 30, **options: Any
-) -> Iterator[Mapping[str, Samples]]:
-    """As :func:`collect_samples`, a few layers at a time so that each dict stays within ``max_bytes``.
-
-    ``data`` is run through once per group, so it must not be an iterator that can be used only once.
-    """
-    for group in _groups(model, sites, n_tokens, max_bytes):
-        bound = max(max_bytes, samples_bytes(model, group, n_tokens))
-        yield collect_samples(model, data, group, n_tokens, max_bytes=bound, **options)
-
-
 def _tokens(model: nn.Module, sites: Sequence[FFNSite], n_tokens: int) -> dict[str, int]:
-    """Site key -> tokens to keep."""
+    """Site key -> tokens to sample."""
     shares = chosen_shares(getattr(model, "config", None), sites)
     return {s.key: routed_tokens(n_tokens, shares.get(s.experts, 1.0)) for s in sites}
 
 
-def _bytes(model: nn.Module, sites: Sequence[FFNSite], n_tokens: int) -> dict[str, int]:
-    """Site key -> memory of its samples."""
-    tokens = _tokens(model, sites, n_tokens)
-    return {s.key: sample_bytes(s, tokens[s.key], model.get_parameter(s.up.weight).element_size()) for s in sites}
-
-
 def bytes_per_token(model: nn.Module, sites: Sequence[FFNSite]) -> int:
-    """Memory of the samples of all ``sites`` over that of their tokens."""
+    """Memory that one sampled token takes in all ``sites`` together."""
     many = 1 << 16
     return -(-samples_bytes(model, sites, many) // many)
 
 
 def samples_bytes(model: nn.Module, sites: Sequence[FFNSite], n_tokens: int) -> int:
-    """Memory that :func:`collect_samples` takes: for experts over ``n_tokens`` times :func:`bytes_per_token`."""
-    return sum(_bytes(model, sites, n_tokens).values())
-
-
-def _groups(model: nn.Module, sites: Sequence[FFNSite], n_tokens: int, max_bytes: int) -> Iterator[list[FFNSite]]:
-    """Consecutive sites that fit into ``max_bytes`` together; one that does not fit alone still gets a group."""
-    if n_tokens < 1:
-        raise ConfigError("n_tokens", expected="at least 1", found=str(n_tokens), fix="20000 is a good start.")
-    group: list[FFNSite] = []
-    used = 0
-    sizes = _bytes(model, sites, n_tokens)
-    for site in sites:
-        need = sizes[site.key]
-        if group and used + need > max_bytes:
-            yield group
-            group, used = [], 0
-        group.append(site)
-        used += need
-    if group:
-        yield group
+    """Memory that :func:`collect_samples` takes; more than ``n_tokens * bytes_per_token`` if there are experts."""
+    tokens = _tokens(model, sites, n_tokens)
+    return sum(sample_bytes(s, tokens[s.key], model.get_parameter(s.up.weight).element_size()) for s in sites)

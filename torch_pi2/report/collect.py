@@ -33,7 +33,7 @@ from torch_pi2.types.stats import ActivationStats, LayerStats
 from torch_pi2.types.verdict import Verdict
 
 if TYPE_CHECKING:
-    from torch_pi2.predict.file import AnyPredictor
+    from torch_pi2.predict import AnyPredictor
 
 #: The facts of a report; JSON values only. Parts that are not known are None or empty, and listed in ``missing``.
 Report = dict[str, Any]

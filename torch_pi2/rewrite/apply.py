@@ -10,7 +10,7 @@ from torch import nn
 
 from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import CalibrationError
-from torch_pi2.fitting.calibrated import calibrated_rows, say_rounded
+from torch_pi2.fitting.gptq_model import calibrated_rows, warn_rounded
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.inputs import InputStats, gather_inputs
@@ -71,7 +71,7 @@ def _apply_quantised(
     if data and config.quantization == "gptq":
         how: dict[str, Any] = {"progress": progress, "ranks": ranks}
         left = calibrated_rows(model, data, sites, linears, config.weights, rows.__setitem__, **how)
-        say_rounded(left)
+        warn_rounded(left)
     storage = Storage(config.weights, config.activations == "int8", inputs, weighted, rows)
     check_linears(linears, config.weights, storage)  # what can be refused, before anything is replaced
     rewrite(model, parts.plan, parts.predictors, progress=progress, storage=storage, strategies=strategies)

@@ -55,7 +55,7 @@ class Storage:
         weights: ``float``, ``int4`` or ``int8``. int8_activations: see :class:`torch_pi2.types.config.Config`.
         inputs: name of a linear or key of a site -> its inputs on calibration text.
         weighted: whether ``inputs`` say how much an error counts, or only how large it is.
-        rows: what is to be taken as it is, under the keys of :mod:`torch_pi2.fitting.calibrated`.
+        rows: what is to be taken as it is, under the keys of :mod:`torch_pi2.fitting.gptq_model`.
     """
 
     weights: str = "float"

@@ -16,7 +16,7 @@ from torch_pi2.base.evaluating import evaluating, fresh_settings
 from torch_pi2.base.hooks import refuse_global_hooks
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import ConfigError, UnsupportedModelError
-from torch_pi2.fitting.calibrated import ROLES, neuron_key
+from torch_pi2.fitting.gptq_model import ROLES, neuron_key
 from torch_pi2.graph.coverage import same_tokens
 from torch_pi2.graph.find import Found
 from torch_pi2.layers.experts import SparseExperts, expert_groups

@@ -30,7 +30,7 @@ import torch
 
 from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.formats import FLOATS, row_bytes
-from torch_pi2.predict.lowrank_rows import LowRankRows
+from torch_pi2.predict.lowrank import LowRankRows
 from torch_pi2.predict.signbit import SignBit
 from torch_pi2.types.predictor import PredictorCard
 

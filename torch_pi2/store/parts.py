@@ -21,9 +21,9 @@ from torch_pi2.base.files import read_text
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.errors import ArtifactError
+from torch_pi2.predict import AnyPredictor
 from torch_pi2.predict.file import (
     PREDICTORS_FILE,
-    AnyPredictor,
     FittedPredictors,
     each_predictor,
     predictors_of,

@@ -1,4 +1,4 @@
-"""``LossCurve``: what skipping neurons by thresholds did to a model's loss, as statistics and plans remember it."""
+"""``LossCurve``: how skipping neurons by thresholds changes a model's loss, as stored in statistics and plans."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class LossCurve:
     """Measured on calibration sequences that thresholds were not taken from.
 
     Attributes:
-        score: what thresholds are compared with. max_loss: the budget. loss_change: with the thresholds that were
-            chosen, the relative increase of the loss.
-        points: ascending, the share of all neurons that was skipped, and what that did to the loss.
+        score: what thresholds are compared with. max_loss: the budget. loss_change: relative increase of the loss with
+            the chosen thresholds.
+        points: ascending, the share of all neurons that was skipped, and the relative increase of the loss.
     """
 
     score: str
@@ -27,14 +27,14 @@ class LossCurve:
     points: tuple[tuple[float, float], ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The entries of it in ``made_by`` of statistics."""
+        """Fields of ``made_by`` in statistics."""
         points = [{"skipped": skipped, "change": change} for skipped, change in self.points]
         chosen = {"score": self.score, "max_loss": self.max_loss, "loss_change": self.loss_change}
         return chosen | {"loss_curve": points}
 
     @staticmethod
     def of(made_by: Mapping[str, Any], where: str) -> LossCurve | None:
-        """Read it from ``made_by`` of the file ``where``; None: no loss budget. Raises ArtifactError: it is damaged."""
+        """The curve in ``made_by`` of ``where``; None: there was no budget. Raises ArtifactError: it is damaged."""
         if "loss_curve" not in made_by:
             return None
         found = Field(dict(made_by), where, _FIX)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from torch_pi2.base.fields import Field
 from torch_pi2.base.files import atomic_folder_files, check_artifact
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import read_tensors
-from torch_pi2.errors import ArtifactError, ConfigError, check_made_from
+from torch_pi2.errors import ArtifactError, ConfigError
 
-#: Statistics in which neurons have thresholds of their own are of 2, those in which a layer's are of up of 3.
+#: Versions: plain; with a threshold for each neuron; with scores of up in place of the gate.
 STATS_VERSION, STATS_WITH_THRESHOLDS, STATS_UP_FIRST = 1, 2, 3
 STATS_FILE = "stats.safetensors"
 STATS_FORMAT = "torch_pi2.stats"
@@ -33,8 +33,6 @@ STATS_FORMAT = "torch_pi2.stats"
 HIST_BINS = 1 << 12
 _HIST_SHIFT = 19
 
-#: Counts of ``made_by``.
-_RUN = ("tokens", "sequences", "batches")
 _COUNTS = ("fired", "zeros", "abs_sum", "batch_fired", "batch_groups", "score_hist")
 #: Axes and dtypes of a layer's tensors in a file, see :class:`LayerStats`.
 _TENSORS: dict[str, tuple[tuple[str, ...], torch.dtype]] = {
@@ -46,7 +44,7 @@ _TENSORS: dict[str, tuple[tuple[str, ...], torch.dtype]] = {
     "score_hist": (("BINS",), torch.int64),
     "cofire_bits": (("S", "BYTES"), torch.uint8),
 }
-#: Of layers whose neurons have thresholds of their own, besides.
+#: Further tensor of layers whose neurons have individual thresholds.
 _OWN = "thresholds"
 _FIX = "The file is damaged; profile again."
 
@@ -73,13 +71,13 @@ def bin_edge(index: int) -> float:
 
 
 class Reservoir:
-    """Uniform sample without replacement of a stream of unknown length, in rows: those with the smallest random keys.
+    """Uniform sample without replacement of the rows of a stream of unknown length: the smallest random keys.
 
-    A row's key depends on the seed, the part of the stream that it is in, and its place there. So samples of parts,
-    whoever took them, make up that of the whole: the smallest keys of all.
+    A row's key depends on the seed, its part of the stream and its position there. So samples of different parts, taken
+    by any process, combine to that of the whole: the smallest keys of all.
 
     Attributes:
-        size: most rows that are kept. seen: rows of the stream so far. keys_S: float64, of what is kept, by slot.
+        size: most rows in the sample. seen: rows of the stream so far. keys_S: float64, keys of the sample by slot.
     """
 
     def __init__(self, size: int, seed: int) -> None:
@@ -104,7 +102,7 @@ class Reservoir:
         return torch.from_numpy(rows), torch.from_numpy(slots)
 
     def order(self) -> torch.Tensor:
-        """Slots by key, int64: the same rows in the same order, however the stream was taken apart."""
+        """Slots by key, int64: the same rows in the same order, however the stream was divided."""
         return torch.from_numpy(np.argsort(self.keys_S))
 
 
@@ -114,9 +112,9 @@ class LayerStats:
 
     Attributes:
         key, layer: of the site.
-        threshold: a neuron fired iff score > threshold. The score is ``|act(gate)|``, or with thresholds of their own
+        threshold: a neuron fired iff score > threshold. The score is ``|act(gate)|``, or with individual thresholds
             ``|act(gate)| * threshold / thresholds``.
-        tokens: real tokens seen, of an expert those that the router gave it and ``borrowed`` ones.
+        tokens: real tokens seen; for an expert those that the router gave it and ``borrowed`` ones.
         fired: ``[I]`` int64 tokens for which the neuron fired.
         zeros: ``[I]`` int64 tokens for which its score was exactly zero; with a threshold above 0, of ``scored`` ones.
         abs_sum: ``[I]`` float64 sum of scores.
@@ -125,13 +123,13 @@ class LayerStats:
             neuron fired at least once.
         score_hist: ``[HIST_BINS]`` int64 over all neurons and tokens.
         cofire_bits: ``[S, ceil(I/8)]`` uint8, firing vectors of a uniform sample of tokens.
-        experts: of an expert, the module that holds it.
-        borrowed: of an expert that had few tokens, how many of ``tokens`` the router gave to others of its block.
-        thresholds: ``[I]`` float32, what ``threshold`` comes to for each neuron's ``|act(gate)|``, where the score is
-            more than that; else None.
-        up_first: the score is of ``|up|`` in the place of ``|act(gate)|``, wherever that is written here.
+        experts: for an expert, the module that holds it.
+        borrowed: for an expert with few tokens, how many of ``tokens`` the router gave to others of its block.
+        thresholds: ``[I]`` float32, individual thresholds on ``|act(gate)|`` that equal ``threshold`` on the score;
+            None: all are ``threshold``.
+        up_first: read ``|up|`` for ``|act(gate)|`` everywhere here.
 
-    Tokens that were only watched (:mod:`torch_pi2.observe.watch`) are in no sum of scores, histogram and sample.
+    Tokens that were only watched (:mod:`torch_pi2.observe.watch`) are not in sums of scores, histogram and sample.
     """
 
     key: str
@@ -157,7 +155,7 @@ class LayerStats:
 
     @property
     def cut(self) -> float | torch.Tensor:
-        """The cut for ``|act(gate)|`` of its neurons: one number, or ``[I]``."""
+        """Threshold on ``|act(gate)|``: one number, or ``[I]``."""
         return self.threshold if self.thresholds is None else self.thresholds
 
     @property
@@ -202,17 +200,13 @@ class LayerStats:
 
     @property
     def scored(self) -> float:
-        """Tokens whose scores are in ``abs_sum`` and ``score_hist``: those that were profiled, not only watched."""
+        """Tokens whose scores are in ``abs_sum`` and ``score_hist``: profiled ones."""
         return float(self.score_hist.sum()) / self.intermediate
 
     @property
     def known_zero(self) -> float:
-        """Tokens of which it is known for which neurons their score was zero: ``zeros`` is a count of these."""
+        """Tokens that ``zeros`` counts: for others it is unknown which scores were zero."""
         return self.scored if self.threshold > 0 else self.tokens
-
-    def mean_score(self) -> torch.Tensor:
-        """``[I]`` float64 mean of |score| over all tokens that have one."""
-        return self.abs_sum / max(1, self.scored)
 
     def skew(self) -> float:
         """Gini coefficient of the neurons' frequencies: 0 = all alike, near 1 = few neurons do everything."""
@@ -234,55 +228,11 @@ class LayerStats:
         f_SI = (bits if neurons is None else bits[:, neurons]).float()
         return f_SI.T @ f_SI / max(1, len(f_SI))
 
-    def merged(self, other: LayerStats) -> LayerStats:
-        alike = same_thresholds(self, other)
-        if not alike or (self.batch_sizes, self.intermediate) != (other.batch_sizes, other.intermediate):
-            raise ConfigError(
-                f"merging statistics of {self.key}",
-                expected=f"threshold {self.threshold}, batch sizes {self.batch_sizes}, {self.intermediate} neurons",
-                found=f"threshold {other.threshold}, batch sizes {other.batch_sizes}, {other.intermediate} neurons",
-                fix="Profile both with the same settings.",
-            )
+    def plus(self, other: LayerStats) -> LayerStats:
+        """Sums of all counts, with the sample of this one. Both count one layer with the same settings."""
         sums = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
-        return LayerStats(
-            self.key,
-            self.layer,
-            self.threshold,
-            self.tokens + other.tokens,
-            batch_sizes=self.batch_sizes,
-            cofire_bits=self._merged_sample(other),
-            experts=self.experts,
-            borrowed=self.borrowed + other.borrowed,
-            thresholds=self.thresholds,
-            up_first=self.up_first,
-            **sums,
-        )
-
-    def _merged_sample(self, other: LayerStats) -> torch.Tensor:
-        """A uniform sample of the joint stream: how many rows come from each side is hypergeometric."""
-        mine, theirs = self.cofire_bits, other.cofire_bits
-        if len(mine) == self.tokens and len(theirs) == other.tokens:
-            size = max(len(mine), len(theirs), min(2048, len(mine) + len(theirs)))
-        else:
-            # A full sample's length is its size; one that holds its whole stream puts no bound on it.
-            size = min(len(s.cofire_bits) for s in (self, other) if len(s.cofire_bits) < s.tokens)
-        size = min(size, len(mine) + len(theirs))
-        random = np.random.default_rng((self.tokens, other.tokens))
-        share = self.tokens / max(1, self.tokens + other.tokens)
-        big = self.tokens + other.tokens >= 10**9  # numpy's limit; the binomial is the same to 1e-6 there
-        k = int(random.binomial(size, share) if big else random.hypergeometric(self.tokens, other.tokens, size))
-        k = min(max(k, size - len(theirs)), len(mine))
-        pick = (random.permutation(len(mine))[:k], random.permutation(len(theirs))[: size - k])
-        return torch.cat([mine[torch.from_numpy(pick[0])], theirs[torch.from_numpy(pick[1])]])
-
-
-def same_thresholds(one: LayerStats, other: LayerStats) -> bool:
-    """Whether both count firing by the same thresholds."""
-    if one.up_first != other.up_first:
-        return False
-    if one.thresholds is None or other.thresholds is None:
-        return one.thresholds is other.thresholds and one.threshold == other.threshold
-    return one.threshold == other.threshold and torch.equal(one.thresholds, other.thresholds)
+        tokens, borrowed = self.tokens + other.tokens, self.borrowed + other.borrowed
+        return replace(self, tokens=tokens, borrowed=borrowed, **sums)
 
 
 @dataclass
@@ -344,31 +294,6 @@ class ActivationStats:
         part = 1.0 - (float(below[bin_]) - want) / inside
         low, high = bin_edge(bin_), bin_edge(bin_ + 1)
         return low + (high - low) * part
-
-    def merge(self, other: ActivationStats) -> ActivationStats:
-        """Statistics as if both data sets had been profiled together (counts exactly, samples in distribution).
-
-        Raises:
-            StaleArtifactError: other weights. ConfigError: other thresholds, batch sizes or layers.
-        """
-        check_made_from(
-            "activation statistics to merge",
-            other.model_hash,
-            self.model_hash,
-            "FFN weights",
-            "Merge only statistics of one model, of which each layer has the same matrix first (one score).",
-        )
-        if list(self.layers) != list(other.layers):
-            raise ConfigError(
-                "layers of the statistics to merge",
-                expected=", ".join(self.layers),
-                found=", ".join(other.layers),
-                fix="Profile the same sites both times.",
-            )
-        counts = {k: n + other.made_by.get(k, 0) for k, n in self.made_by.items() if k in _RUN}
-        return ActivationStats(
-            {k: s.merged(other.layers[k]) for k, s in self.layers.items()}, self.model_hash, self.made_by | counts
-        )
 
     def summary(self) -> dict[str, Any]:
         """Plain numbers for reports and ``--json``: sparsity and shape of each layer's firing."""
@@ -448,7 +373,7 @@ class ActivationStats:
     def from_tensors(
         tensors: Mapping[str, torch.Tensor], meta: Mapping[str, str], where: Path | str, *, model_hash: str | None
     ) -> ActivationStats:
-        """Statistics from the tensors and metadata of a file, read from ``where``. Raises as :meth:`load`."""
+        """Statistics from the tensors and metadata of the file ``where``. Raises as :meth:`load`."""
         check_stats_artifact(where, meta, model_hash)
         found = parse_layers(meta, where)
         layers = {layer.key: layer for layer in (_layer(row, tensors, where) for row in found.items())}
@@ -459,13 +384,13 @@ class ActivationStats:
 
 
 def check_stats_artifact(where: Path | str, meta: Mapping[str, str], model_hash: str | None) -> None:
-    """Raises as :meth:`ActivationStats.load`, as far as the metadata tells."""
+    """Check the metadata. Raises as :meth:`ActivationStats.load`."""
     newer = (v for v in (STATS_WITH_THRESHOLDS, STATS_UP_FIRST) if meta.get("version") == str(v))
     check_artifact(where, meta, STATS_FORMAT, next(newer, STATS_VERSION), model_hash)
 
 
 def parse_layers(meta: Mapping[str, str], where: Path | str) -> Field:
-    """The layers in the metadata. Raises ArtifactError: missing, or not JSON."""
+    """The metadata field ``layers``. Raises ArtifactError: it is missing, or not JSON."""
     return Field(parse(meta.get("layers", ""), f"{where}, layers", fix=_FIX), f"{where}, layers", _FIX)
 
 

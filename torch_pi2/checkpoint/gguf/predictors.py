@@ -30,9 +30,9 @@ from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.ops.quantized import quantize
 from torch_pi2.ops.rows import row_of_neurons
 from torch_pi2.predict.file import save_predictors
-from torch_pi2.predict.lowrank_rows import LowRankRows
+from torch_pi2.predict.lowrank import LowRankRows
 from torch_pi2.profiling.data import Batch, calibration_batches
-from torch_pi2.profiling.firing import real_tokens
+from torch_pi2.profiling.recorder import real_tokens
 from torch_pi2.profiling.samples import Samples
 from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.types.config import Config

@@ -1,8 +1,8 @@
-"""Quantised rows of all linear layers of a model, each for the inputs that the quantised layers before it make.
+"""GPTQ for all linear layers of a model, each with the inputs that the quantised layers before it compute.
 
-The model runs once, over all tokens in one call, twice side by side: with its float weights, and with the rows of what
-was called before. Whatever order a model calls its layers in, each is solved when it is called
-(:mod:`torch_pi2.fitting.gptq`) and computes with its rows from then on.
+The model runs once, on all tokens in one call. The batch has every sequence twice: the first half is computed with
+float weights, the second with quantised ones. Each layer is quantised (:mod:`torch_pi2.fitting.gptq`) when it is first
+called, in whatever order the model calls its layers, and uses its quantised rows for the second half from then on.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from torch_pi2.types.site import FFNSite, FFNWeights
 
 _log = logging.getLogger("torch_pi2")
 
-#: Bytes that the values between layers may take; more tokens than that are left out.
+#: Bytes that activations may take; tokens beyond that are left out.
 _MOST_BYTES = 2 << 30
-#: Values of a layer's width that are there at a time: gate, up, their product, and what it is made of.
+#: Tensors of a layer's width that are alive at a time: gate, up, their product and its factors.
 _AT_A_TIME = 4
 
 
@@ -38,13 +38,13 @@ ROLES = ("gate", "up", "down")
 
 
 def neuron_key(site: FFNSite, role: str) -> str:
-    """What the rows of a site's ``gate``, ``up`` or ``down`` are called here: one for each neuron, in model order."""
+    """Key of the rows of a site's ``gate``, ``up`` or ``down``: one row per neuron, in model order."""
     return f"{site.key}.{role}"
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Rows of a weight that are wanted under ``key``; ``down``: it is a down matrix, whose columns are wanted."""
+class _Slice:
+    """Rows of a weight to quantise under ``key``; ``down``: a down matrix, quantised by column."""
 
     key: str
     rows: slice
@@ -52,7 +52,7 @@ class _Part:
 
 
 class _DoneError(Exception):
-    """Every layer has its rows."""
+    """Every layer is quantised: stops the model."""
 
 
 def calibrated_rows(
@@ -66,31 +66,31 @@ def calibrated_rows(
     progress: bool = False,
     ranks: Ranks | None = None,
 ) -> dict[str, str]:
-    """Give ``keep`` the rows of the matrices of ``sites`` (:func:`neuron_key`) and of ``linears`` (``NAME.weight``).
+    """Pass the rows of ``sites`` (:func:`neuron_key`) and ``linears`` (``NAME.weight``) to ``keep``, by key.
 
-    The model is as it was afterwards. Tokens whose values would take more than 2 GiB are left out, which is said. A
-    module that is called more than once is solved for its first call.
+    The model itself does not change. Sequences whose activations would take more than 2 GiB are left out, with a
+    warning. A module that is called more than once is quantised for the inputs of its first call.
 
     Args:
         data: batches of token ids. linears: names of modules. weights: ``int4`` or ``int8``.
-        ranks: processes that make the same call and share the solving; each of them runs the model.
+        ranks: processes that make the same call and share the work of GPTQ; each runs the model.
 
     Returns:
-        Of what cannot be calibrated, and was not given to ``keep``: key -> why.
+        Key -> reason, of matrices that cannot be calibrated and were not passed to ``keep``.
 
     Raises:
-        CalibrationError: batches of something else. NonFiniteError: inputs of a layer with NaN or infinity.
+        CalibrationError: batches without token ids. NonFiniteError: inputs of a layer with NaN or infinity.
         UnsupportedModelError: the model mixes the sequences of a batch.
     """
-    parts, left = _parts(model, sites, linears)
+    slices, uncalibrated = _slices(model, sites, linears)
     experts = modules_of(sites)
-    if not parts and not experts:
-        return left
-    batch = _one_batch(model, data, parts)
-    with bar(None, "GPTQ", progress, total=len(parts) + len(experts)) as shown, evaluating(model):
-        run = _Run(batch, parts, experts, weights, keep, left, shown.update, ranks)
+    if not slices and not experts:
+        return uncalibrated
+    batch = _one_batch(model, data, slices)
+    with bar(None, "GPTQ", progress, total=len(slices) + len(experts)) as shown, evaluating(model):
+        run = _Run(batch, slices, experts, weights, keep, uncalibrated, shown.update, ranks)
         hooks = []
-        for name in parts:
+        for name in slices:
             module = model.get_submodule(name)
             hooks.append(module.register_forward_pre_hook(run.before(name), with_kwargs=True))
             hooks.append(module.register_forward_hook(run.after(name)))
@@ -105,16 +105,16 @@ def calibrated_rows(
         finally:
             for hook in hooks:
                 hook.remove()
-    left |= {part.key: "not called as a module" for name in run.waiting for part in parts.get(name, ())}
-    return left
+    uncalibrated |= {part.key: "not called as a module" for name in run.waiting for part in slices.get(name, ())}
+    return uncalibrated
 
 
-def _parts(
+def _slices(
     model: nn.Module, sites: Sequence[FFNSite], linears: Collection[str]
-) -> tuple[dict[str, list[_Part]], dict[str, str]]:
-    """Module -> what is wanted of its weight, and key -> why of what no module computes alone."""
-    parts = {name: [_Part(f"{name}.weight", slice(None), False)] for name in linears}
-    left: dict[str, str] = {}
+) -> tuple[dict[str, list[_Slice]], dict[str, str]]:
+    """Module -> slices of its weight to quantise; key -> reason, of matrices that no module computes alone."""
+    slices = {name: [_Slice(f"{name}.weight", slice(None), False)] for name in linears}
+    uncalibrated: dict[str, str] = {}
     for site in sites:
         for role, ref in zip(ROLES, (site.gate, site.up, site.down)):
             if ref is None:
@@ -122,24 +122,24 @@ def _parts(
             name, _, local = ref.weight.rpartition(".")
             kind = type(model.get_submodule(name)).__name__
             if ref.expert is not None:
-                left[neuron_key(site, role)] = "experts that were not called"
+                uncalibrated[neuron_key(site, role)] = "experts that were not called"
             elif local != "weight" or kind not in ("Linear", "Conv1D"):
-                left[neuron_key(site, role)] = f"computed by a {kind}"
+                uncalibrated[neuron_key(site, role)] = f"computed by a {kind}"
             else:
-                part = _Part(neuron_key(site, role), slice(*(ref.rows or (None,))), role == "down")
-                parts.setdefault(name, []).append(part)
-    return parts, left
+                part = _Slice(neuron_key(site, role), slice(*(ref.rows or (None,))), role == "down")
+                slices.setdefault(name, []).append(part)
+    return slices, uncalibrated
 
 
 class _Tokens(NamedTuple):
-    """Token ids, and which of them are no padding."""
+    """Token ids, and a mask that is False for padding."""
 
     input_ids: torch.Tensor
     mask_BT: torch.Tensor
 
 
 def _one_batch(model: nn.Module, data: Sequence[Batch], names: Collection[str]) -> _Tokens:
-    """As many batches as there is memory for, in one. Raises CalibrationError."""
+    """One batch of as many sequences as fit in memory. Raises CalibrationError."""
     ids: list[torch.Tensor] = []
     for batch in data:
         if batch.input_ids is None or batch.args or batch.kwargs:
@@ -161,7 +161,7 @@ def _one_batch(model: nn.Module, data: Sequence[Batch], names: Collection[str]) 
 
 
 def _token_bytes(model: nn.Module, names: Collection[str]) -> int:
-    """Bytes of what is there of a token while its widest layer, the output layer excepted, is computed."""
+    """Bytes of one token's activations in the widest layer other than the output layer."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     modules: list[Any] = [model.get_submodule(name) for name in names]
     sizes = [max(module.weight.shape) * module.weight.dtype.itemsize for module in modules if module is not head]
@@ -169,7 +169,7 @@ def _token_bytes(model: nn.Module, names: Collection[str]) -> int:
 
 
 class _Run:
-    """What hooks of the model do while it runs: the first half of every input is the float model's.
+    """Hooks that quantise layers while the model runs. The first half of every input is the float model's.
 
     Attributes:
         waiting: modules that were not called yet.
@@ -178,21 +178,22 @@ class _Run:
     def __init__(
         self,
         tokens: _Tokens,
-        parts: Mapping[str, list[_Part]],
+        slices: Mapping[str, list[_Slice]],
         experts: Collection[str],
         weights: str,
         keep: Callable[[str, torch.Tensor], None],
-        left: dict[str, str],
+        uncalibrated: dict[str, str],
         step: Callable[[], Any],
         ranks: Ranks | None,
     ) -> None:
         self._ranks = ranks
         self._real_T = tokens.mask_BT.flatten()
-        self._parts, self._weights, self._keep, self._left, self._step = parts, weights, keep, left, step
-        self.waiting = {*parts, *experts}
+        self._slices, self._weights, self._keep = slices, weights, keep
+        self._uncalibrated, self._step = uncalibrated, step
+        self.waiting = {*slices, *experts}
         self._values: dict[str, torch.Tensor] = {}
         self._second: dict[str, tuple[torch.Tensor, Any]] = {}
-        self._of_experts: dict[str, torch.Tensor] = {}
+        self._expert_outputs: dict[str, torch.Tensor] = {}
         self._solvers: tuple[Any, dict[bool, Solver]] = (None, {})
         self._started = False
 
@@ -232,7 +233,7 @@ class _Run:
                 return
             if len(routed.x_TH) != 2 * len(self._real_T):
                 for site in sites:
-                    self._leave(site, "experts that see rows sorted by expert")
+                    self._skip(site, "experts that see rows sorted by expert")
                 self._done(name)
                 return
             self._check_same(name, *routed.x_TH.chunk(2))
@@ -240,39 +241,39 @@ class _Run:
             for site in sites:
                 tokens = routed.tokens_of(site)
                 tokens = tokens[tokens >= len(self._real_T)]
-                made_NH = self._solve_expert(site, site.weights(model), routed.x_TH, tokens)
-                y_TH.index_add_(0, tokens, made_NH * routed.weight_of(site, tokens)[:, None])
-            self._of_experts[name] = y_TH[len(self._real_T) :]
+                out_NH = self._solve_expert(site, site.weights(model), routed.x_TH, tokens)
+                y_TH.index_add_(0, tokens, out_NH * routed.weight_of(site, tokens)[:, None])
+            self._expert_outputs[name] = y_TH[len(self._real_T) :]
             self._done(name)
 
         return hook
 
     def after_experts(self, name: str) -> Any:
         def hook(_module: nn.Module, _args: Any, y_TH: torch.Tensor) -> Any:
-            second_TH = self._of_experts.pop(name, None)
+            second_TH = self._expert_outputs.pop(name, None)
             return None if second_TH is None else torch.cat((y_TH[: len(second_TH)], second_TH.to(y_TH.dtype)))
 
         return hook
 
-    def _leave(self, site: FFNSite, why: str) -> None:
+    def _skip(self, site: FFNSite, why: str) -> None:
         keys = [neuron_key(site, role) for role in ROLES]
-        self._left |= {key: why for key in keys if key in self._left}
+        self._uncalibrated |= {key: why for key in keys if key in self._uncalibrated}
 
     def _solve_expert(
         self, site: FFNSite, weights: FFNWeights, x_TH: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
-        """Of the given tokens of the second half what ``site`` makes with its rows, ``[N, H]`` float32."""
+        """Quantise an expert; its outputs for the given tokens of the second half, ``[N, H]`` float32."""
         half = len(self._real_T)
         x_NH, float_NH, real_N = x_TH[tokens], x_TH[tokens - half], self._real_T[tokens - half]
         if int(real_N.sum()) < MIN_TOKENS:
-            self._leave(site, f"experts that fewer than {MIN_TOKENS} calibration tokens reach")
+            self._skip(site, f"experts that fewer than {MIN_TOKENS} calibration tokens reach")
             _, h_NI = intermediate(site, weights, x_NH)
             return F.linear(h_NI.to(x_NH.dtype), weights.down, weights.bias_down).float()
 
         def solve(role: str, w_NK: torch.Tensor, solver: Solver) -> torch.Tensor:
             solved = solver.solve(w_NK)
             self._keep(neuron_key(site, role), solved.rows)
-            self._left.pop(neuron_key(site, role), None)
+            self._uncalibrated.pop(neuron_key(site, role), None)
             return solved.values_NK.to(w_NK.dtype)
 
         moments = Moments(site.hidden)
@@ -290,18 +291,18 @@ class _Run:
     def _solve(self, name: str, module: nn.Module, x: torch.Tensor) -> None:
         if x.numel() != 2 * len(self._real_T) * x.shape[-1] or len(x) % 2:
             why = f"sees {x.numel() // x.shape[-1] // 2} rows, which are not the {len(self._real_T)} tokens"
-            self._left |= {part.key: why for part in self._parts[name]}
+            self._uncalibrated |= {part.key: why for part in self._slices[name]}
             return
         w_NK: Any = module.weight if isinstance(module, nn.Linear) else module.weight.T
         values_NK = w_NK.detach().float().clone()
-        for part in self._parts[name]:
+        for part in self._slices[name]:
             solved = self._solver(name, x, part.down).solve(w_NK[part.rows])
             values_NK[part.rows] = solved.values_NK
             self._keep(part.key, solved.rows)
         self._values[name] = values_NK
 
     def _solver(self, name: str, x: torch.Tensor, by_column: bool) -> Solver:
-        """Layers with the same input share one."""
+        """Layers with the same input share a solver."""
         if self._solvers[0] is not x:
             self._solvers = (x, {})
         solvers = self._solvers[1]
@@ -314,20 +315,20 @@ class _Run:
         return solvers[by_column]
 
     def _check_same(self, name: str, float_TK: torch.Tensor, x_TK: torch.Tensor) -> None:
-        """Before anything is rounded both halves are the same, of a model that computes sequence by sequence."""
+        """Both halves must be equal before anything is rounded, unless the model mixes sequences."""
         if not self._started and bool((float_TK - x_TK).float().norm() > 1e-2 * x_TK.float().norm()):
             raise UnsupportedModelError(
                 f"input of {name}",
                 expected="the same for the same sequence, twice in a batch",
-                found="another",
+                found="different ones",
                 fix="Use quantization='weighted'.",
             )
         self._started = True
 
 
-def say_rounded(left: Mapping[str, str]) -> None:
-    """A warning that names what :func:`calibrated_rows` had to leave to rounding to nearest, and why."""
-    for why in dict.fromkeys(left.values()):
-        keys = [key for key, found in left.items() if found == why]
+def warn_rounded(uncalibrated: Mapping[str, str]) -> None:
+    """Warn which matrices :func:`calibrated_rows` left to rounding to nearest, and why."""
+    for why in dict.fromkeys(uncalibrated.values()):
+        keys = [key for key, reason in uncalibrated.items() if reason == why]
         more = f" and {len(keys) - 3} others" if len(keys) > 3 else ""
         _log.warning("rounded to nearest, not by GPTQ: %s%s (%s)", ", ".join(keys[:3]), more, why)

@@ -1,0 +1,160 @@
+"""What a fit has computed so far, in memory or in a work folder from which the same fit resumes after a kill."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch_pi2.base.fields import MOST, Field, shown
+from torch_pi2.base.files import atomic_folder_files, atomic_write, locked, not_written, parse_json, read_text
+from torch_pi2.base.tensorfile import read_tensors
+from torch_pi2.distributed.ranks import Ranks
+from torch_pi2.errors import ArtifactError, StaleArtifactError
+from torch_pi2.predict.file import read_threshold_and_card
+from torch_pi2.predict.lowrank import LowRank, LowRankRows
+from torch_pi2.profiling.data import digest
+
+_FORMAT = ("torch_pi2.fitting", 1)
+#: What the fit in a work folder is made from.
+_SETTINGS_FILE = "begun.json"
+
+
+class PredictorCache:
+    """Predictors of one layer, in memory: trained ones by rank, steps and format, calibrated ones by recall too."""
+
+    def __init__(self) -> None:
+        self._predictors: dict[tuple[int, int, str, float | None], LowRank] = {}
+
+    def find(self, rank: int, steps: int, weights: str, recall: float | None) -> LowRank | None:
+        """The predictor that was put here, if any; recall None: not calibrated."""
+        return self._predictors.get((rank, steps, weights, recall))
+
+    def put(self, predictor: LowRank, steps: int, recall: float | None) -> LowRank:
+        """Raises ArtifactError: it cannot be written."""
+        self._predictors[predictor.rank, steps, predictor.weights, recall] = predictor
+        return predictor
+
+
+class PredictorFiles(PredictorCache):
+    """The same in files of ``folder``, so that predictors take no memory: matrices, and calibrations of them.
+
+    Args:
+        hidden: H of the layer.
+    """
+
+    def __init__(self, folder: Path, hidden: int) -> None:
+        super().__init__()
+        self._folder, self._hidden = folder, hidden
+
+    def find(self, rank: int, steps: int, weights: str, recall: float | None) -> LowRank | None:
+        """Raises ArtifactError: a file is damaged."""
+        path = self._folder / _name(rank, steps, weights)
+        calibration = self._folder / _name(rank, steps, weights, recall)
+        if not path.exists() or not calibration.exists():
+            return None
+        threshold, card = 0.0, None
+        if recall is not None:
+            fields = Field(parse_json(read_text(calibration), calibration, *_FORMAT), str(calibration), "Fit again.")
+            threshold, card = read_threshold_and_card(fields)
+        tensors, _ = read_tensors(path)
+        if weights == LowRank.weights:
+            return LowRank.from_tensors(tensors, threshold, card)
+        return LowRankRows.from_rows(tensors, weights, self._hidden, threshold, card)
+
+    def put(self, predictor: LowRank, steps: int, recall: float | None) -> LowRank:
+        name = _name(predictor.rank, steps, predictor.weights, recall)
+        if recall is None:
+            atomic_folder_files(self._folder, {name: (predictor.tensors(), {})})
+        else:
+            assert predictor.card is not None
+            _write(self._folder / name, threshold=predictor.threshold, card=predictor.card.to_json())
+        return predictor
+
+
+class Losses:
+    """Losses of the model in the order in which a search asks for them. Those in ``folder`` are not measured again."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = None if folder is None else folder / "losses.json"
+        self._next, self._losses = 0, list[tuple[float, float]]()
+        if self._path is not None and self._path.exists():
+            fields = Field(parse_json(read_text(self._path), self._path, *_FORMAT), str(self._path), "Remove it.")
+            for pair in fields.at("losses").items():
+                loss, share = pair.items(2, 2)
+                self._losses.append((loss.number(-MOST), math.nan if share.value is None else share.number()))
+
+    def next(self, measure: Callable[[], tuple[float, float]], ranks: Ranks) -> tuple[float, float]:
+        """The next loss, and the share of pairs that were skipped (nan if unknown)."""
+        if self._next == len(self._losses):
+            self._losses.append(measure())
+            if self._path is not None and not ranks.rank:
+                _write(
+                    self._path, losses=[(loss, None if math.isnan(share) else share) for loss, share in self._losses]
+                )
+        self._next += 1
+        return self._losses[self._next - 1]
+
+
+def _name(rank: int, steps: int, weights: str, recall: float | None = None) -> str:
+    name = f"{rank}-{steps}-{weights}"
+    return f"{name}.safetensors" if recall is None else f"{name}-{recall!r}.json"
+
+
+def _write(path: Path, **fields: Any) -> None:
+    atomic_write(path, json.dumps({"format": _FORMAT[0], "version": _FORMAT[1], **fields}) + "\n")
+
+
+@contextmanager
+def work_folder(folder: Path | None, made_from: Mapping[str, Any], ranks: Ranks) -> Iterator[None]:
+    """Lock ``folder``, if there is one, for a fit with the inputs ``made_from``: name -> digest or setting.
+
+    Raises:
+        StaleArtifactError: the folder belongs to another fit.
+        ArtifactError: another process fits there, or the folder is damaged.
+        ConfigError: processes have different models, text or settings. In all processes.
+    """
+    if folder is None:
+        yield
+        return
+    ranks.check_same("model, text or settings", lambda: digest(dict(made_from)))
+    with ExitStack() as locks:
+        ranks.first(lambda: _lock(folder, made_from, locks))  # the first process holds the lock
+        yield
+
+
+def _lock(folder: Path, made_from: Mapping[str, Any], locks: ExitStack) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise not_written(folder, error) from error
+    locks.enter_context(locked(folder, 0.0))
+    _check_same_fit(folder, json.loads(json.dumps(dict(made_from))))
+
+
+def _check_same_fit(folder: Path, made_from: dict[str, Any]) -> None:
+    path = folder / _SETTINGS_FILE
+    if not path.exists():
+        if any(folder.iterdir()):
+            raise ArtifactError(
+                str(folder), expected="an empty folder, or one of a fit", found="other files", fix="Choose another."
+            )
+        _write(path, made_from=made_from)
+        return
+    before = parse_json(read_text(path), path, *_FORMAT).get("made_from")
+    before = before if isinstance(before, dict) else {}
+    changed = [
+        f"{name} ({shown(before.get(name))}, now {shown(now)})"
+        for name, now in made_from.items()
+        if before.get(name) != now
+    ]
+    if changed:
+        raise StaleArtifactError(
+            f"fit begun in {folder}",
+            expected="the same model, text and settings, to resume",
+            found=f"another {', another '.join(changed)}",
+            fix="Repeat the command that started this fit, or remove the folder.",
+        )
