@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import pytest
 from sharding import together
 
 _SCRIPT = """
@@ -28,6 +29,7 @@ print(len(solved), sum(solved))
 """
 
 
+@pytest.mark.slow
 def test_several_processes_find_the_rows_of_one(tmp_path: Path) -> None:
     both = together(tmp_path / "both", _SCRIPT.replace("SHARED", "True"), 2)
     [alone, idle] = together(tmp_path / "alone", _SCRIPT.replace("SHARED", "False"), 2)

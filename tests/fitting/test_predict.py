@@ -271,7 +271,7 @@ def test_padded_int4_predictors_decide_the_same() -> None:
     assert torch.equal(rounded.padded(40).scores(found.x_NH), rounded.scores(found.x_NH)), "measured with its inputs"
 
 
-FIT = {"n_tokens": 800, "steps": 40, "max_rounds": 6, "seq_len": 24, "hot_frequency": 0.6}
+FIT = {"n_tokens": 800, "steps": 120, "max_rounds": 6, "seq_len": 24, "hot_frequency": 0.6}
 
 
 def test_fit_keeps_the_loss_within_tolerance_and_skips(sparse_model: tuple) -> None:

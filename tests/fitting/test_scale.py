@@ -176,7 +176,7 @@ def saved(folder: Path, model: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["llama-relu", "phi3", "gpt2-relu", "opt"])
+@pytest.mark.parametrize("name", ["phi3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2-relu", "opt"))])
 def test_a_mapped_model_is_the_loaded_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch_pi2.checkpoint.mapped._SMALL_BYTES", 1024)
     folder = saved(tmp_path / "m", tiny(name))

@@ -354,18 +354,6 @@ def test_experts_know_one_threshold() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "message"),
-    [
-        ({"score": "magic"}, "Config.score: expected gate, norms, output, up, auto, found 'magic'"),
-        ({"max_loss": 0.0}, r"Config.max_loss: expected more than 0 \(0.01 is 1 %\), or None, found 0.0"),
-    ],
-)
-def test_settings(field: dict, message: str) -> None:
-    with pytest.raises(errors.ConfigError, match=message):
-        torch_pi2.Config(**field)
-
-
-@pytest.mark.parametrize(
     ("settings", "said"), [({"score": "auto"}, "score='auto'"), ({"score": "up", "max_loss": 0.01}, "max_loss=0.01")]
 )
 def test_only_next_tokens_tell_what_skipping_does(settings: dict, said: str) -> None:
