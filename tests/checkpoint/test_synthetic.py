@@ -229,7 +229,7 @@ def test_later_layers_can_be_copies(tmp_path: Path) -> None:
     label = torch_pi2.synthetic(tmp_path / "m", "tiny", layers=5, distinct_layers=2)
     assert label["distinct_layers"] == 2
     model = torch_pi2.load(tmp_path / "m")
-    layers = [layer.mlp for layer in model.model.layers]
+    layers = [layer.mlp.down_proj.sparse_ffn for layer in model.model.layers]
     for i, j, same in ((0, 2, True), (1, 3, True), (0, 4, True), (0, 1, False)):
         assert torch.equal(layers[i].neuron_rows, layers[j].neuron_rows) == same
         assert torch.equal(layers[i].predictor_b, layers[j].predictor_b) == same

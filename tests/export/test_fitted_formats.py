@@ -72,7 +72,7 @@ def test_bits_are_the_same_everywhere(
         torch_pi2.pack(tmp_path / "saved", tmp_path / "store")
         over = torch_pi2.load(tmp_path / "store", budget="1GiB", **seen)
         assert torch.equal(over(IDS).logits, wanted)
-        alone = nn.Sequential(layers[0])
+        alone = nn.Sequential(model.model.layers[0].mlp)
         ModelState.of(model).attach(alone)
         x = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
         folder = torch_pi2.export(alone, tmp_path / "bundle", args=(x,))
