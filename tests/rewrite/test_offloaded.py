@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,50 @@ def test_an_adapter_merged_before_is_not_unmerged_in_silence() -> None:
     torch_pi2.restore(model)
     linear.merge(-1)
     assert close(model(X_BTH), before)
+
+
+@pytest.mark.parametrize("name", ["Llama", "OPT", "experts", "quantised FFN", "quantised linear"])
+@torch.no_grad()
+def test_type_converts_floats_only(name: str) -> None:
+    """``model.type`` casts integers, too: orders of neurons and quantised rows are none of its business."""
+    case = CASES[name]
+    typed, moved = (case.optimize(case.build(), case.x) for _ in range(2))
+    typed.type(torch.bfloat16)
+    moved.to(torch.bfloat16)
+    assert torch.equal(_out(typed, case.x), _out(moved, case.x))
+    assert all(torch.equal(a, b) for a, b in zip(typed.state_dict().values(), moved.state_dict().values(), strict=True))
+
+
+@torch.no_grad()
+def test_threads_that_save_a_model_get_its_weights() -> None:
+    model = _exact(tiny("opt"), IDS_BT)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def right(_: int) -> bool:
+        return all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(right, range(60)))
+
+
+@pytest.mark.parametrize("name", ["Llama", "OPT"])
+@torch.no_grad()
+def test_restore_is_refused_under_a_patched_forward(name: str) -> None:
+    """What accelerate puts around a forward would go on calling the sparse layer, whatever becomes of the weights."""
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
+
+    case = CASES[name]
+    model = case.build()
+    dense = _out(model, case.x)
+    case.optimize(model, case.x)
+    sparse = _out(model, case.x)
+    patched = case.weight.split(".down")[0] if name == "Llama" else case.weight.removesuffix(".weight")
+    add_hook_to_module(model.get_submodule(patched), ModelHook())
+    with pytest.raises(ConfigError, match=rf"restoring {patched}: .*remove_hook_from_submodules"):
+        torch_pi2.restore(copy.deepcopy(model) if name == "Llama" else model)
+    remove_hook_from_submodules(model)
+    assert torch.equal(_out(model, case.x), sparse)
+    assert torch.equal(_out(torch_pi2.restore(model), case.x), dense)
 
 
 def _cannot_be_read_or_changed(model: nn.Module, name: str, held: nn.Parameter, shape: torch.Size) -> None:

@@ -293,8 +293,14 @@ def _dense(module: nn.Module) -> Iterator[GuardedParameters]:
 
 
 def _save_to_state_dict(module: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-    with _dense(module):
-        type(module)._save_to_state_dict(module, destination, prefix, False)
+    """By a twin that has the values: other threads may run or save ``module`` meanwhile."""
+    guarded, twin = module._parameters, object.__new__(type(module))
+    values = {
+        name: guarded.owner.dense_value(guarded.names[name]) if isinstance(p, OffloadedParameter) else p
+        for name, p in dict.items(guarded)
+    }
+    twin.__dict__ |= module.__dict__ | {"_parameters": values}
+    type(module)._save_to_state_dict(twin, destination, prefix, False)
 
 
 def _load_from_state_dict(module: Any, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:

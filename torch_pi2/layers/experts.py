@@ -20,6 +20,7 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.gpu import check_gpu_has_format, check_together, goes_to_gpu, on_gpu, stays
 from torch_pi2.layers.hybrid import HybridExperts, TransferBuffer, only_moves
 from torch_pi2.layers.offloaded import InStore, OffloadedFFN, Store, check_store_layer
+from torch_pi2.layers.rows import convert
 from torch_pi2.ops import load
 from torch_pi2.ops.activations import check_plain
 from torch_pi2.types.site import FFNSite
@@ -306,12 +307,7 @@ class SparseExperts(nn.Module):
         if self.weights != "float":
             self._dtype = fn(torch.empty(0, dtype=self._dtype, device=self.neuron_rows.device)).dtype
         names = (*_EXACT, *(_BIASES if self.weights != "float" or not self.in_memory else ()))
-        exact = {name: tensor for name in names if (tensor := self._buffers[name]) is not None}
-        super()._apply(fn, recurse)
-        for name, tensor in exact.items():
-            moved = self._buffers[name]
-            if moved is not None and moved.dtype != tensor.dtype:
-                self._buffers[name] = tensor.to(moved.device)
+        convert(self, fn, recurse, names)
         return self
 
     def extra_repr(self) -> str:

@@ -17,7 +17,7 @@ from torch_pi2.layers.cold import PREDICTOR_TENSORS, cold_part
 from torch_pi2.layers.gpu import check_gpu_has_format, check_together, goes_to_gpu, stays
 from torch_pi2.layers.hybrid import HybridFFN, TransferBuffer, only_moves
 from torch_pi2.layers.prompt import decoded_together, has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
-from torch_pi2.layers.rows import DenseForm, make_quantized_rows, make_rows, permuted
+from torch_pi2.layers.rows import DenseForm, convert, make_quantized_rows, make_rows, permuted
 from torch_pi2.layers.sequence import FusedOutput, FusedTrace, only_input
 from torch_pi2.ops import load
 from torch_pi2.ops.activations import check_plain
@@ -454,13 +454,7 @@ class SparseFFN(DenseForm):
         if self.weights != "float" or not self.in_memory:
             names += ["bias_gate", "bias_up", "bias_down"]
             self._dtype = fn(torch.empty(0, dtype=self._dtype, device=self.neuron_rows.device)).dtype
-        exact = {name: tensor for name in names if (tensor := self._buffers[name]) is not None}
-        super()._apply(fn, recurse)
-        for name, tensor in exact.items():
-            moved = self._buffers[name]
-            # not moved.float(): a scale of 1e-9 has become 0 in float16, a bias of 1e30 infinity
-            if moved is not None and moved.dtype != tensor.dtype:
-                self._buffers[name] = tensor.to(moved.device)
+        convert(self, fn, recurse, names)
         return self
 
     def extra_repr(self) -> str:

@@ -225,10 +225,12 @@ class QuantLinear(nn.Module):
         """``model.to(dtype)`` changes what is said about the dtype, never rows or the float32 bias."""
         if goes_to_gpu(fn, self.rows) and self.blocks:
             self.leave_blocks()
-        exact = self.bias
+        rows, bias = self.rows, self.bias
         apply_without_offloaded(self, fn, recurse)
-        if exact is not None and self.bias is not None and self.bias.dtype != exact.dtype:
-            self.bias = exact.to(self.bias.device)  # not .float(): it has been rounded
+        if self.rows.dtype != rows.dtype:  # model.type casts integers, too
+            self.rows = rows.to(self.rows.device)
+        if bias is not None and self.bias is not None and self.bias.dtype != bias.dtype:
+            self.bias = bias.to(self.bias.device)  # not .float(): it has been rounded
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -308,7 +310,10 @@ class QuantEmbedding(nn.Module):
         object.__setattr__(self, "_parameters", GuardedParameters({"weight": weight}, {"weight": name}, None))
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantEmbedding:
+        rows = self.rows
         apply_without_offloaded(self, fn, recurse)
+        if self.rows.dtype != rows.dtype:
+            self.rows = rows.to(self.rows.device)
         self._kind = self.dtype
         return self
 

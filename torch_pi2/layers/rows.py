@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -82,6 +82,18 @@ def row_of_each(neuron_rows: torch.Tensor, row: int, kind: str, hidden: int, dty
 def permuted(bias: torch.Tensor | None, order: torch.Tensor) -> torch.Tensor | None:
     """A bias, if there is one, in ``order``."""
     return None if bias is None else bias.detach()[order]
+
+
+def convert(module: nn.Module, fn: Callable[..., torch.Tensor], recurse: bool, names: Sequence[str]) -> None:
+    """``_apply``, after which the buffers ``names`` and integers (``model.type`` casts them) are what they were."""
+    buffers = module._buffers
+    exact = {n: t for n, t in buffers.items() if t is not None and (n in names or not t.is_floating_point())}
+    nn.Module._apply(module, fn, recurse)
+    for name, tensor in exact.items():
+        moved = buffers[name]
+        # not moved.float(): a scale of 1e-9 has become 0 in float16, a bias of 1e30 infinity
+        if moved is not None and moved.dtype != tensor.dtype:
+            buffers[name] = tensor.to(moved.device)
 
 
 class DenseForm(nn.Module):

@@ -11,15 +11,18 @@ from torch import nn
 
 from torch_pi2.base.hooks import allow_hooks, refuse_hooks
 from torch_pi2.base.offloaded import GuardedModules, GuardedParameters, OffloadedParameter, offload, take_back
+from torch_pi2.errors import ConfigError
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.lazy import LazyDown
-from torch_pi2.layers.of_model import homes, replacement_of
+from torch_pi2.layers.of_model import homes
 
 #: A module that has another, the name under which it does, and what is to be there.
 Target = tuple[nn.Module, str, nn.Module]
 #: Under this name the module with the down projection's weight has the sparse layer.
 NAME = "sparse_ffn"
+#: A module's ``forward`` as it was installed: accelerate and patches put another around it.
+_FORWARD = "_pi2_forward"
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ def install(model: nn.Module, ffn: SparseFFN | SparseExperts, overrides: Sequenc
     for override in overrides:
         keyword = next(iter(inspect.signature(override.module.forward).parameters), "x")
         override.forward.__self__.keyword = keyword
-        override.module.__dict__["forward"] = override.forward
+        override.module.__dict__["forward"] = override.module.__dict__[_FORWARD] = override.forward
     host._modules[NAME] = ffn
     ffn.train(replaced[0].training)
     if isinstance(ffn, SparseFFN) and not isinstance(overrides[-1].forward.__self__, LazyDown):
@@ -74,8 +77,17 @@ def uninstall(model: nn.Module, lossy: bool = False) -> nn.Module:
     """Undo every :func:`install`; if ``lossy``, quantised layers get the numbers that their rows stand for.
 
     Raises:
-        ConfigError: a layer is quantised, unless ``lossy``; nothing is changed then.
+        ConfigError: a layer is quantised, unless ``lossy``, or a ``forward`` was patched; nothing is changed then.
     """
+    for name, module in model.named_modules():
+        installed = vars(module).get(_FORWARD)
+        if installed is not None and vars(module).get("forward", installed) != installed:
+            raise ConfigError(
+                f"restoring {name or type(model).__name__}",
+                expected="the forward that torch_pi2.optimize gave it",
+                found="another around it (accelerate's hooks, or a patch), which would call the sparse layer",
+                fix="Take it off first (accelerate: remove_hook_from_submodules).",
+            )
     modules = list(model.modules())
     guarded: list[Any] = [module._parameters for module in modules if _is_guarded(module)]
     freed = {id(p.owner) for p in guarded if any(isinstance(v, OffloadedParameter) for v in dict.values(p))}
@@ -83,8 +95,8 @@ def uninstall(model: nn.Module, lossy: bool = False) -> nn.Module:
         if id(home) in freed and not lossy:
             home.check_float(f"the original weights of {home.site.key}")
     for module in modules:
-        if replacement_of(module) is not None:
-            del module.__dict__["forward"]
+        if module.__dict__.pop(_FORWARD, None) is not None:
+            module.__dict__.pop("forward", None)
         if _is_guarded(module):
             take_back(module)
         if isinstance(module._modules, GuardedModules):
