@@ -345,3 +345,46 @@ def test_layers_that_are_code_of_a_bigger_block_are_said_to_be_dense(caplog: pyt
     found = torch.compile(model, backend="eager", fullgraph=True)(X_BTH)
     assert "computes feed-forward layers densely, and slowly, whose activation is code of" in caplog.text
     assert close(found, restore(model)(X_BTH))
+
+
+@pytest.mark.usefixtures("captured_alone")
+@torch.no_grad()
+def test_neurons_go_with_the_model():
+    import gc
+
+    before = len(compile_module._packed)
+    model = relu_model()
+    compiled(model)(X_BTH)
+    assert len(compile_module._packed) == before + 2
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert len(compile_module._packed) <= before
+
+
+@torch.no_grad()
+def test_wrong_options_and_stale_plans_are_errors():
+    model = relu_model()
+    with pytest.raises(Exception, match="only plan, predictors, found speed"):
+        compiled(model, speed=11)(X_BTH)
+    plan = make_plan(model, (X_BTH,))
+    model[0].banana.weight.add_(1)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="Make a new plan for this model"):
+        compiled(model, plan=plan)(X_BTH)
+
+
+@pytest.mark.usefixtures("captured_alone")
+@torch.no_grad()
+def test_a_parameter_with_the_id_of_another_one_is_not_taken_for_it():
+    import weakref
+
+    model = relu_model()
+    compiled(model)(X_BTH)
+    shared = compile_module._packed[model[0].cherry.weight]
+    ((key, old),) = shared.items()
+    assert old.is_of([model[0].banana.weight, model[0].banana.bias, model[0].cherry.weight, model[0].cherry.bias])
+    old.parameters[0] = weakref.ref(nn.Parameter(torch.zeros(1)))  # gone, and its id given to banana.weight
+    torch._dynamo.reset()
+    assert close(compiled(model)(X_BTH), model(X_BTH))
+    assert shared[key] is not old

@@ -191,3 +191,15 @@ def test_gpus_have_no_numbers_of_activations(models: dict[str, nn.Module]) -> No
     experts.site = replace(experts.site, activation="silu")
     with pytest.raises(DeviceError, match=r"experts, whose experts have biases: expected it on the CPU"):
         experts.check_gpu_has_kernels()
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "llama 4"])
+def test_other_weights_and_another_dtype(models: dict[str, nn.Module], name: str) -> None:
+    sparse, other = optimised(models[name]), copy.deepcopy(models[name])
+    for parameter in other.parameters():
+        parameter.data.mul_(-0.5)
+    sparse.load_state_dict(other.state_dict())
+    assert off(logits(sparse), logits(other)) < 2e-5
+    half, dense = sparse.to(torch.bfloat16), other.to(torch.bfloat16)
+    wanted = logits(other.float())
+    assert off(logits(half).float(), wanted) < 0.02 + 2 * off(logits(dense.to(torch.bfloat16)).float(), wanted)

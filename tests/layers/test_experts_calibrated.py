@@ -16,7 +16,7 @@ from torch import nn
 import torch_pi2
 from torch_pi2.api import _fit, _profile
 from torch_pi2.cli.inspect import describe, render
-from torch_pi2.errors import ConfigError
+from torch_pi2.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from torch_pi2.eval import nats_per_token, work
 from torch_pi2.fitting.fit import fit as fit_predictors
 from torch_pi2.fitting.fit import fit_layers
@@ -368,3 +368,26 @@ def test_weighted_rounding_knows_the_inputs_of_every_expert(
         errors.append([layer.output_error for layer in layers])
     assert all(0 < error < 0.3 for error in errors[0])
     assert sum(errors[0]) < sum(errors[1])
+
+
+def test_padding_is_nobodys_token(smooth: nn.Module, sites: list[FFNSite]) -> None:
+    model = copy.deepcopy(smooth)
+    padded = {"input_ids": TEXT[:8].clone(), "attention_mask": torch.ones_like(TEXT[:8])}
+    padded["attention_mask"][:, 20:] = 0
+    whole = profile_sites(model, [{"input_ids": TEXT[:8, :20]}], sites, **settings())
+    found = profile_sites(model, [padded], sites, **settings())
+    for site in sites:
+        assert found[site.key].tokens == whole[site.key].tokens
+    assert sum(layer.tokens - layer.borrowed for layer in found) == 2 * 2 * 8 * 20
+
+
+def test_what_cannot_be_measured_is_refused(smooth: nn.Module, sites: list[FFNSite]) -> None:
+    broken = copy.deepcopy(smooth)
+    router: Any = broken.model.layers[1].mlp.gate
+    router.register_forward_hook(lambda _, args, out: (out[0], out[1] * float("inf"), out[2]))
+    with pytest.raises(NonFiniteError, match=r"output of model.layers.1.mlp.experts: .* of 256 tokens"):
+        profile_sites(broken, TEXT, sites, **settings())
+    broken = copy.deepcopy(smooth)
+    broken.model.layers[1].mlp.forward = lambda x: x
+    with pytest.raises(UnsupportedModelError, match=r"sites that never ran.*none for model.layers.1.mlp.experts\."):
+        profile_sites(broken, TEXT, sites, **settings())

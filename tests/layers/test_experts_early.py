@@ -12,6 +12,7 @@ import torch
 from tiny_experts import IDS, SYNTHETIC, build, logits
 
 import torch_pi2
+from torch_pi2.decode.decoder import Decoder
 from torch_pi2.graph.routed import LinearRouter
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.types.offload import OffloadConfig
@@ -128,3 +129,22 @@ def test_the_operator_refuses_what_does_not_fit(folders: dict[str | None, Path])
     store.close()
     with pytest.raises(RuntimeError, match="expected an open one"):
         announce(**good)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_decoded_tokens_are_the_same(folders: dict[str | None, Path], compiled: bool) -> None:
+    tokens, unused = [], []
+    for guesses in ("none", "right", "wrong"):
+        model = loaded(folders[None], guesses != "none")
+        if guesses == "wrong":
+            announce_wrong(model)
+        decoder = Decoder(model, max_tokens=24, compiled=compiled)
+        token = decoder.prompt(IDS[:1, :4])
+        tokens.append([int(token)])
+        for _ in range(8):
+            token = decoder.step(token)
+            tokens[-1].append(int(token))
+        stats = torch_pi2.stats(model)
+        unused.append(stats["guessed"] - stats["used"])
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert unused[2] > unused[0] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,14 +14,15 @@ import torch
 from offloading import CONFIGS, logits, smallest
 from operators import opcheck
 from safetensors.torch import load_file, save_file
-from tiny_experts import build
+from tiny_experts import SHAPE, SYNTHETIC, build
 from tiny_models import tiny
 from torch import nn
 
 import torch_pi2
+from torch_pi2.checkpoint import weights_writer
 from torch_pi2.checkpoint.placing import Stored
 from torch_pi2.checkpoint.save_load import load_dense
-from torch_pi2.errors import ConfigError, NonFiniteError, StaleArtifactError
+from torch_pi2.errors import ArtifactError, ConfigError, NonFiniteError, StaleArtifactError
 from torch_pi2.formats import FORMATS
 from torch_pi2.layers.experts import OffloadedExperts
 from torch_pi2.layers.of_model import sparse_layers
@@ -29,6 +31,7 @@ from torch_pi2.ops import load as load_library
 from torch_pi2.ops import reference
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import StoreReader
+from torch_pi2.types.offload import OffloadConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -270,3 +273,61 @@ def test_memory_is_bounded_by_a_layer(tmp_path: Path) -> None:
     memory, size = map(int, done.stdout.split())
     assert size > 5 * layer
     assert memory < 3 * layer  # one in the checkpoint's form, to see what its module computes; then pieces
+
+
+@pytest.mark.parametrize("predictor", ["lowrank", "signbit", None])
+def test_experts_of_floats_have_the_same_bits_over_a_store(tmp_path: Path, predictor: str | None) -> None:
+    shape = SYNTHETIC | SHAPE["mixtral"] | {"model_type": "mixtral"}
+    torch_pi2.synthetic(tmp_path / "plain", shape, active=0.25, rank=16, predictor=predictor, weights="bfloat16")
+    torch_pi2.pack(tmp_path / "plain", tmp_path / "store")
+    wanted = logits(torch_pi2.load(tmp_path / "plain"))
+    least = smallest(tmp_path / "store")
+    for budget in (least, least + 100_000, 1 << 30):
+        stored = torch_pi2.load(tmp_path / "store", budget=budget)
+        assert torch.equal(logits(stored), wanted)
+        assert torch.equal(logits(stored), wanted)
+
+
+@pytest.mark.parametrize("name", ["phi3", "mixtral"])  # rows of one matrix, stacked matrices
+def test_groups_and_strips_do_not_show(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (experts_model() if name == "mixtral" else tiny(name)).save_pretrained(tmp_path / "float")
+    torch_pi2.pack(tmp_path / "float", tmp_path / "whole")
+    monkeypatch.setattr(weights_writer, "_GROUP", 3000)
+    monkeypatch.setattr(weights_writer, "_STRIP", 700)
+    torch_pi2.pack(tmp_path / "float", tmp_path / "pieces")
+    assert store_of(tmp_path / "pieces").read_bytes() == store_of(tmp_path / "whole").read_bytes()
+
+
+def test_the_dtype_is_that_of_the_loaded_model(tmp_path: Path, quick: None) -> None:
+    """A checkpoint whose configuration says another dtype than its tensors have, as transformers reads it."""
+    tiny("llama-relu").save_pretrained(tmp_path / "float")
+    config = tmp_path / "float" / "config.json"
+    about = json.loads(config.read_text())
+    for said, kind in (("bfloat16", "bfloat16"), (None, "float32")):
+        config.write_text(json.dumps(about | {"dtype": said}))
+        torch_pi2.pack(tmp_path / "float", tmp_path / "store")
+        with StoreReader(store_of(tmp_path / "store")) as reader:
+            assert reader.kind == kind
+        from transformers import AutoModelForCausalLM
+
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "float", dtype="auto", local_files_only=True)
+        assert parameters_equal(load_dense(tmp_path / "store"), loaded)
+        wanted = logits(torch_pi2.load(tmp_path / "store"))
+        assert torch.equal(logits(torch_pi2.load(tmp_path / "store", budget="1GiB")), wanted)
+
+
+def test_damage_is_noticed(folders: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(folders["bfloat16"] / "store", tmp_path / "store")
+    path = store_of(tmp_path / "store")
+    with StoreReader(path) as reader:
+        entry = reader.entries[1]
+    stored = torch_pi2.load(tmp_path / "store", budget="1GiB", offload=OffloadConfig(preload=False))
+    whole = path.read_bytes()
+    slots = slice(entry.slots, entry.slots + entry.neurons * entry.slot_bytes)
+    with path.open("r+b") as file:  # in place: the same file stays open
+        file.seek(slots.start)
+        file.write(bytes(b ^ 1 for b in whole[slots]))
+    with pytest.raises(ArtifactError, match=r"found layer 1, neuron \d+ at \d+: its checksum"):
+        logits(stored)
+    with StoreReader(path) as reader, pytest.raises(ArtifactError, match=r"neuron 0 of .* has checksum"):
+        reader.read_layer(1)

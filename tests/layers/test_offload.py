@@ -461,3 +461,22 @@ def test_memory_stays_within_the_budget(folders: tuple[Path, Path], tmp_path: Pa
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) <= budget  # its peaks: test_budget_memory.py
+
+
+def test_a_layer_after_one_of_another_width_is_not_guessed(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vision tower's, say: the others are, all the same."""
+    model = torch_pi2.load(folders[1], budget="1GiB", offload=OffloadConfig(preload=False))
+    layers = [module for module in model.modules() if isinstance(module, OffloadedFFN)]
+    (neurons, hidden, rows), *others = layers[0].store.layers()
+    monkeypatch.setattr(layers[0].store, "layers", lambda: [(neurons, 2 * hidden, rows), *others])
+    x_TH = torch.randn(1, hidden).to(model.dtype)
+    for layer in layers[:3]:
+        layer.announce()
+    guessed = []
+    with torch.no_grad():
+        for layer in layers[:2]:
+            layer(x_TH)
+            guessed.append(layer.store.stats(reset=True)["guessed"])
+    assert guessed[0] == 0 < guessed[1]

@@ -452,3 +452,23 @@ def test_an_interruption_between_ffns_and_linears_leaves_a_running_model(monkeyp
     assert not sparse_layers(model)
     assert not hasattr(model, "torch_pi2")
     assert near(logits(model), wanted, 0.05)
+
+
+def test_replacing_is_undone_when_it_fails_half_way() -> None:
+    model, linears = three_linears(tied=True)
+    modules, wanted = list(model.modules()), logits(model)
+
+    class Config(type(model.config)):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "tie_word_embeddings" and not value:
+                assert isinstance(model.lm_head, QuantLinear)  # everything has been replaced by now
+                raise Interrupted
+            super().__setattr__(name, value)
+
+    model.config.__class__ = Config
+    with pytest.raises(Interrupted):
+        quantize_linears(model, linears, Storage("int8"))
+    assert all(a is b for a, b in zip(modules, model.modules(), strict=True))
+    assert model.config.tie_word_embeddings
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(logits(model), wanted)

@@ -113,3 +113,22 @@ def test_predicted_layers_stay_sparse_while_that_is_faster() -> None:
         if dense:  # what the predictor would have missed is there
             assert off(found, layer.forward_dense(X)) < 1e-5
             assert off(found, wanted) > 1e-3
+
+
+def test_prompts_under_autocast_are_computed_as_without() -> None:
+    layer = layer_of(tiny("drelu"))
+    x = X.reshape(-1, HIDDEN)
+    with torch.no_grad():
+        wanted = layer(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = layer(x)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, wanted.bfloat16())
+
+
+def test_nan_stays_visible_in_its_token() -> None:
+    x = X.clone()
+    x[1, 4, 3] = float("nan")
+    found, _, _ = both(layer_of(tiny("drelu"), kind="int4"), x)
+    assert found.isnan().any(-1).sum() == 1
+    assert found[1, 4].isnan().any()

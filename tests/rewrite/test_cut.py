@@ -174,3 +174,30 @@ def test_bundles_have_it(tmp_path: Path) -> None:
     torch_pi2.optimize(layers, [(X,)], method="exact")
     with Bundle(torch_pi2.export(layers, tmp_path / "layers", args=(X,))) as bundle:
         assert close(bundle(X), layers(X))
+
+
+class OverTokens(Cut):
+    def forward(self, x):
+        g = self.g(x)
+        return self.d(
+            F.silu(F.relu(g - (g.mean(0, keepdim=True) + g.std(0, keepdim=True, unbiased=False)))) * self.u(x)
+        )
+
+
+def test_a_cut_over_tokens_is_no_layer() -> None:
+    found = search(plain(FunctionalBlock(), OverTokens()), (X,))
+    assert [site.key for site in found.sites] == ["0"]
+
+
+@torch.no_grad()
+def test_hooks_inside_keep_it_dense_and_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = plain(FunctionalBlock(), Cut())
+    seen: list[torch.Size] = []
+    model[1].g.register_forward_hook(lambda m, a, y: seen.append(y.shape))
+    wanted = model(X)
+    torch_pi2.optimize(model, [(X,)], method="exact")
+    assert list(model.torch_pi2.left) == ["1"]
+    assert "1.g has a hook, which would not run" in caplog.text
+    seen.clear()
+    assert close(model(X), wanted)
+    assert seen == [(2, 40, INTERMEDIATE)]

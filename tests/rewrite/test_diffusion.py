@@ -106,3 +106,24 @@ def test_a_sigmoid_for_a_gate_stays_dense_and_is_named() -> None:
     torch_pi2.optimize(model, [(X,)], method="exact")
     assert model.torch_pi2.left == {"1": "another formula, of glu"}
     assert close(model(X), wanted)
+
+
+class Batched(nn.Module):
+    """Two matrices in one batched product: no matmul with a parameter of two dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(2, HIDDEN, 64)), nn.Parameter(torch.randn(2, 64, HIDDEN))
+        self.bias = nn.Parameter(torch.randn(2, 1, 64))
+
+    def forward(self, x):
+        return torch.bmm(F.relu(torch.baddbmm(self.bias, x, self.up)), self.down)
+
+
+@torch.no_grad()
+def test_batched_products_stay_as_they_are() -> None:
+    model = nn.Sequential(FunctionalBlock(), Batched()).eval()
+    wanted = model(X)
+    torch_pi2.optimize(model, [(X,)], method="exact")
+    assert [layer.site.key for layer in model.torch_pi2.plan.layers] == ["0"]
+    assert close(model(X), wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ import torch_pi2
 from torch_pi2 import api
 from torch_pi2.checkpoint import save_load
 from torch_pi2.decode.plan_controller import controller_of
-from torch_pi2.errors import ConfigError, DeviceError, OutOfMemoryError
+from torch_pi2.errors import ArtifactError, ConfigError, DeviceError, OutOfMemoryError
 from torch_pi2.layers import ffn
+from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.of_model import homes, sparse_layers
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.machine.find import find_hardware
@@ -29,6 +31,7 @@ from torch_pi2.machine.hardware import Accelerator, Hardware
 from torch_pi2.planner.for_machine import plannable_gpu_bytes
 from torch_pi2.rewrite import gpu
 from torch_pi2.rewrite.gpu import hot_on_gpu, on_the_cpu
+from torch_pi2.store.storefile import StoreReader
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 IDS = torch.randint(0, 64, (1, 12), generator=torch.Generator().manual_seed(1))
@@ -325,3 +328,75 @@ def test_what_a_plan_may_fill_of_a_gpu() -> None:
     assert plannable_gpu_bytes(biased, machine(), 1) == 0
     assert plannable_gpu_bytes(made("threshold", name="llama"), machine(), 1000) == 0
     assert plannable_gpu_bytes(model, find_hardware("sm8650-ufs4.0"), 1000) == 0  # that of a phone is in its memory
+
+
+def test_a_predictor_is_asked_for_neurons_on_the_cpu_alone() -> None:
+    """What it would have missed of the others is computed: no further from the dense model than before."""
+    dense = logits(tiny("drelu"))
+    model = made("signbit")
+    without = (logits(model) - dense).abs().mean()
+    layers = sparse_layers(model)
+    for share in (0.2, 0.9):
+        hot_on_gpu(model, rest_bytes(model) + int(share * sum(y.neuron_rows.nbytes for y in layers)), ThreadLink())
+        assert float((logits(model) - dense).abs().mean()) <= float(without) * 1.05
+        assert all(y.split is not None and y.split.hot is not None and not y.split.hot.has_predictor for y in layers)
+        for layer in layers:
+            layer.split = None
+
+
+def test_those_that_fire_most_go_first() -> None:
+    model = made("threshold", name="llama")
+    stats = model.torch_pi2.stats
+    layers = sparse_layers(model)
+    counts = hot_on_gpu(model, rest_bytes(model) + layers[0].neuron_rows.nbytes // 2, ThreadLink())
+    fired = {y.site.key: (stats[y.site.key].fired[y.order], counts[y.site.key]) for y in layers}
+    least = min(int(fires[:n].min()) for fires, n in fired.values() if n)
+    most = max(int(fires[n:].max()) for fires, n in fired.values() if n < len(fires))
+    assert least >= most - 1
+
+
+def test_experts_that_the_router_asks_for_most_are_there() -> None:
+    model = torch_pi2.optimize(build("Mixtral"), CALIBRATION, method="exact")
+    wanted, [first, *_] = logits(model), homes(model)
+    assert isinstance(first, SparseExperts)
+    every, experts = len(sparse_layers(model)), len(first.sites)
+    expert_bytes = sum(t.nbytes for t in first.buffers()) // experts
+    rest = rest_bytes(model)
+    for count in (0, 3, every):
+        link = ThreadLink()
+        there = hot_on_gpu(model, rest + count * expert_bytes, link)
+        assert sum(n > 0 for n in there.values()) == count
+        assert set(there.values()) <= {0, first.site.intermediate}
+        torch.testing.assert_close(logits(model), wanted, rtol=0, atol=1e-4)
+        if count == 3:
+            stats = model.torch_pi2.stats
+            asked = {key: stats[key].tokens - stats[key].borrowed for key in there}
+            assert "hot" in link.done
+            assert max(asked, key=asked.__getitem__) in {key for key, n in there.items() if n}
+        model.to(CPU)
+
+
+def test_a_store_that_cannot_be_read_leaves_the_model_on_the_cpu(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, link: ThreadLink
+) -> None:
+    folder = shutil.copytree(small_store(tmp_path_factory) / "store", tmp_path / "store")
+    model = torch_pi2.load(folder, budget="1GiB")
+    file, layer = folder / "pi2" / "model.pi2", sparse_layers(model)[-1]
+    data = bytearray(file.read_bytes())
+    with StoreReader(file) as reader:
+        start = reader.offset(f"{layer.site.key}.bundles")
+    data[start] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ArtifactError, match=r"neuron 0 of .* has checksum"):
+        hot_on_gpu(model, 1 << 30, link)
+    assert all(layer.split is None for layer in sparse_layers(model))
+
+
+def test_conversions_end_it_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = made().bfloat16()
+    hot_on_gpu(model, 1 << 30, ThreadLink())
+    model.bfloat16()  # as it is
+    assert all(layer.split is not None for layer in sparse_layers(model))
+    model.float()
+    assert all(layer.split is None and layer.dtype == torch.float32 for layer in sparse_layers(model))
+    assert "a conversion to float32 ends the division" in caplog.text

@@ -14,7 +14,7 @@ from tiny_experts import IDS, build, logits
 from torch import nn
 
 import torch_pi2
-from torch_pi2.errors import DtypeError
+from torch_pi2.errors import DtypeError, ShapeError
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.of_model import homes
 from torch_pi2.rewrite.gpu import hot_on_gpu, rest_bytes
@@ -162,3 +162,28 @@ def test_neurons_of_every_expert_where_they_are_wanted_more(tmp_path: Path) -> N
     model.load_state_dict(other, strict=False)
     dense.load_state_dict(other, strict=False)
     torch.testing.assert_close(logits(model), logits(dense), rtol=0, atol=2e-5 * float(wanted.abs().max()))
+
+
+def test_inputs_of_other_dtypes_go_over_together() -> None:
+    """x of two bytes a number beside weights of four, and slots that have no expert."""
+    model = made().half()
+    module = mixtures(model)[0]
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).half()
+    index = torch.tensor([[0, 1], [2, EXPERTS], [3, 1]])
+    for dtype in (torch.float32, torch.bfloat16):
+        routing = torch.rand(3, 2, generator=torch.Generator().manual_seed(2)).to(dtype)
+        with torch.no_grad():
+            wanted = module(x, index, routing)
+            module.split_off([NEURONS, 0, NEURONS, 0], ThreadLink())
+            found = module(x, index, routing)
+            assert torch.equal(module(x[:0], index[:0], routing[:0]), x[:0])
+        module.end_split()
+        torch.testing.assert_close(found, wanted, rtol=2**-9, atol=1e-3)
+
+
+def test_what_cannot_be_done_says_so() -> None:
+    model = made()
+    for wrong in ([NEURONS] * 3, [64, 64, 64, 0], [63] * 4, [192, NEURONS, 192, 192], [-64] * 4, [256] * 4):
+        message = r"neurons of experts of .*mlp.experts on a GPU: expected 4 numbers, .*0 or 200.*multiple of 64 below"
+        with pytest.raises(ShapeError, match=rf"{message}.*{wrong[0]}"):
+            split(model, wrong, ThreadLink())

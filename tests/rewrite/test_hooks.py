@@ -18,6 +18,7 @@ from torch import nn
 import torch_pi2
 from torch_pi2.compile import backend
 from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.graph.dispatch import NeuronClusterMode
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import is_optimized, replacement_of
 from torch_pi2.rewrite.rewrite import restore, rewrite
@@ -310,3 +311,25 @@ def test_hooks_of_all_modules_are_refused() -> None:
             model(X_BTH)
     finally:
         handle.remove()
+
+
+@torch.no_grad()
+def test_neuron_cluster_mode() -> None:
+    """Hooks run there as they are; what fires is decided before one between the matmuls, so that it is refused."""
+    model = plain(*sequential(nn.ReLU()))
+    plan = make_plan(model, (X_BTH,)).bind(model)
+    outer = Steering("pre"), Steering("post")
+    outer[0].register(model[0])
+    outer[1].register(model[2])
+    outer[0].on = outer[1].on = True
+    wanted = model(X_BTH)
+    with NeuronClusterMode(plan) as mode:
+        assert close(model(X_BTH), wanted)
+    assert mode.computed_share() < 1
+    for where, kind in (("0", "post"), ("1", "pre"), ("1", "post"), ("2", "pre")):
+        handle = Steering(kind).register(model.get_submodule(where))
+        with pytest.raises(ConfigError, match=rf"NeuronClusterMode at .*found a hook on {where}\."), mode:
+            pass
+        handle.remove()
+    with mode:
+        assert close(model(X_BTH), wanted)

@@ -613,3 +613,15 @@ def test_half_precision_keeps_the_predictor_exact():
         model.to(dtype)
         assert layer.neuron_rows.dtype == dtype
         assert all(torch.equal(a, b) for a, b in zip(layer.predictor(), before, strict=True))
+
+
+def test_loading_a_wrong_state_dict_reports_like_a_dense_model():
+    model = plain(FunctionalBlock())
+    state = model.state_dict()
+    rewrite(model, make_plan(model, (X_BTH,)))
+    wrong = dict(state)
+    wrong["0.extra"] = wrong.pop("0.banana.weight")
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0.banana.weight"') as error:
+        model.load_state_dict(wrong)
+    assert '"0.extra"' in str(error.value)
+    assert_same_state(model, state)
