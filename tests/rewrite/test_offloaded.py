@@ -21,7 +21,7 @@ from torch.func import functional_call
 
 import torch_pi2
 from torch_pi2.base.offloaded import OffloadedParameter
-from torch_pi2.errors import ConfigError
+from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.rewrite.rewrite import rewrite
 
 IDS_BT = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(2))
@@ -299,6 +299,24 @@ def test_restore_is_refused_under_a_patched_forward(name: str) -> None:
     remove_hook_from_submodules(model)
     assert torch.equal(_out(model, case.x), sparse)
     assert torch.equal(_out(torch_pi2.restore(model), case.x), dense)
+
+
+@torch.no_grad()
+def test_a_linear_of_two_layers_is_loaded_for_both_or_not_at_all() -> None:
+    model = plain(FunctionalBlock(), FunctionalBlock(), FunctionalBlock())
+    model[1].banana = model[0].banana
+    with pytest.raises(UnsupportedModelError, match=r"0\.banana is a part of other modules, too"):
+        rewrite(model, make_plan(model, (X_BTH,)))  # lazy tensors: it has one forward
+    model = plain(Around(MLP()), Around(MLP()))
+    model[1].mlp.up = model[0].mlp.up
+    dense, state = model(X_BTH), {name: value * 2 for name, value in model.state_dict().items()}
+    rewrite(model, make_plan(model, (X_BTH,)))
+    with pytest.raises(ConfigError, match="several sparse layers have copies"):
+        model.load_state_dict(state)
+    with pytest.raises(ConfigError, match="several sparse layers have copies"):
+        copy.deepcopy(model).load_state_dict(state)
+    torch_pi2.restore(model).load_state_dict(state)
+    assert not close(model(X_BTH), dense)
 
 
 def _cannot_be_read_or_changed(model: nn.Module, name: str, held: nn.Parameter, shape: torch.Size) -> None:

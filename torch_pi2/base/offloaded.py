@@ -308,12 +308,22 @@ def _load_from_state_dict(module: Any, state_dict: Mapping[str, Any], prefix: st
     if not any(prefix + name in state_dict for name in guarded.names):
         type(module)._load_from_state_dict(module, state_dict, prefix, *args)
         return
+    if _SHARED in module.__dict__:
+        raise ConfigError(
+            f"other weights for {prefix.rstrip('.')}",
+            expected="a linear layer of one feed-forward layer",
+            found="one that several sparse layers have copies of",
+            fix="Call torch_pi2.restore(model) first.",
+        )
     guarded.owner.check_float(f"other weights for {prefix.rstrip('.')}")
     with _dense(module):
         type(module)._load_from_state_dict(module, state_dict, prefix, *args)
         for name, of_site in guarded.names.items():
             guarded.owner.load_value(of_site, module._parameters[name].detach())
 
+
+#: Says of a module that several sparse layers have its values, of which ``owner`` is the last.
+_SHARED = "_pi2_shared"
 
 _METHODS: dict[str, Callable[..., Any]] = {
     "_apply": apply_without_offloaded,
@@ -322,13 +332,21 @@ _METHODS: dict[str, Callable[..., Any]] = {
 }
 
 
-def offload(module: nn.Module, names: Mapping[str, str], owner: WeightOwner, freed: Iterable[str]) -> None:
-    """``owner`` has the values of the parameters ``names`` of ``module``; the memory of those in ``freed`` is freed."""
+def offload(
+    module: nn.Module, names: Mapping[str, str], owner: WeightOwner, freed: Iterable[str], shared: bool = False
+) -> None:
+    """``owner`` has the values of the parameters ``names`` of ``module``; the memory of those in ``freed`` is freed.
+
+    ``shared``: ``module`` runs elsewhere, with values of its own.
+    """
     for name in freed:
         parameter: Any = module._parameters[name]
         if not isinstance(parameter, OffloadedParameter):  # registered in two modules of the layer
             free_storage(parameter, names[name], owner.shape_of(names[name]))
-    module.__dict__["_parameters"] = GuardedParameters(module._parameters, names, owner)
+    before = module._parameters
+    if shared or (isinstance(before, GuardedParameters) and before.owner is not owner):
+        module.__dict__[_SHARED] = True
+    module.__dict__["_parameters"] = GuardedParameters(before, names, owner)
     module.__dict__ |= {name: _Method(function, module) for name, function in _METHODS.items()}
 
 
@@ -340,5 +358,5 @@ def take_back(module: nn.Module) -> None:
             if isinstance(parameter, OffloadedParameter) and guarded.owner is not None:
                 restore_storage(parameter, guarded.owner.dense_value(guarded.names[name]))
         module.__dict__["_parameters"] = dict(dict.items(guarded))
-        for name in _METHODS:
+        for name in (*_METHODS, _SHARED):
             module.__dict__.pop(name, None)

@@ -40,7 +40,8 @@ def install(model: nn.Module, ffn: SparseFFN | SparseExperts, overrides: Sequenc
     site_name = {id(model.get_parameter(n)): n for ref in refs for n in (ref.weight, ref.bias) if n is not None}
     replaced = [override.module for override in overrides]
     running = set(_reachable(model, set(replaced)))
-    silent = [module for root in replaced for module in root.modules() if module not in running]
+    inside = dict.fromkeys(module for root in replaced for module in root.modules())
+    silent = [module for module in inside if module not in running]
     in_use = {id(parameter) for module in running for parameter in module._parameters.values()}
     host = model.get_submodule(site.down.weight.rpartition(".")[0])
     for override in overrides:
@@ -59,6 +60,10 @@ def install(model: nn.Module, ffn: SparseFFN | SparseExperts, overrides: Sequenc
             offload(module, names, ffn, [local for local in names if id(module._parameters[local]) not in in_use])
         if module._modules:
             module.__dict__["_modules"] = GuardedModules(module._modules, site.key)
+    for module in inside:
+        names = {local: site_name[id(p)] for local, p in module._parameters.items() if id(p) in site_name}
+        if module in running and names:  # a part of another module, too
+            offload(module, names, ffn, [], shared=True)
 
 
 def _reachable(module: nn.Module, without: Set[nn.Module]) -> Iterator[nn.Module]:

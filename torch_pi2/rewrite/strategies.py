@@ -205,6 +205,8 @@ def by_sequence(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequenc
 def by_lazy_tensors(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Override] | str:
     if cuts(site.activation):
         return "lazy: its cut is of all gates together"
+    if shared := _shared(model, site):
+        return f"lazy: {shared}"
     sources: dict[str, list[str]] = {}
     refs = [("gate", site.gate), ("up", site.up)]
     by_module = {_module_name(ref.weight): ref for ref in (site.gate, site.up, site.down) if ref is not None}
@@ -276,6 +278,15 @@ def no_strategy(site: FFNSite, reasons: Sequence[str]) -> UnsupportedModelError:
 
 def _registrations(model: nn.Module, module: nn.Module) -> int:
     return sum(child is module for parent in model.modules() for child in parent._modules.values())
+
+
+def _shared(model: nn.Module, site: FFNSite) -> str | None:
+    """A linear layer of ``site`` that several modules have: it has one forward."""
+    for ref in (site.gate, site.up, site.down):
+        linear = model.get_submodule(_module_name(ref.weight)) if ref is not None else None
+        if ref is not None and sum(linear in parent._modules.values() for parent in model.modules()) > 1:
+            return f"{_module_name(ref.weight)} is a part of other modules, too"
+    return None
 
 
 def _runs_to(call: Any, probes: Sequence[Probe]) -> str | None:
