@@ -149,7 +149,7 @@ def test_text_without_a_tokenizer_is_refused_by_name(folder: Path, tmp_path: Pat
         torch_pi2.generate(model, "text", tokenizer=5)
     with pytest.raises(ConfigError, match=r"generate\(text\): expected at least one token, found ''"):
         torch_pi2.generate(loaded, "")
-    with pytest.raises(ConfigError, match=r"expected a tokenizer, found none: generate was asked with token ids"):
+    with pytest.raises(ConfigError, match=r"expected a tokenizer, found none: the prompt was given as token ids"):
         _ = torch_pi2.generate(loaded, torch.tensor([[5]]), max_new_tokens=1).text
     torch_pi2.save(torch_pi2.optimize(model), tmp_path / "bare")
     with pytest.raises(ConfigError, match=rf"found none, and none in {re.escape(str(tmp_path / 'bare'))}"):

@@ -13,6 +13,7 @@ from tiny_models import VOCAB, tiny
 from torch import nn
 
 import torch_pi2
+from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.decode.attention import masks_of, packed_attention, packed_sdpa
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ConfigError, Pi2Error, ShapeError, UnsupportedModelError
@@ -30,7 +31,7 @@ def quantised(name: str) -> nn.Module:
     """A tiny model with our dense FFNs and every other linear in int4."""
     model = torch_pi2.optimize(tiny(name), config=torch_pi2.Config(method="dense"))
     for path, module in list(model.named_modules()):
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and not isinstance(module.weight, OffloadedParameter):
             parent, _, child = path.rpartition(".")
             setattr(model.get_submodule(parent), child, QuantLinear.from_linear(module, "int4"))
     return model.eval()

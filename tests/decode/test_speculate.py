@@ -16,6 +16,7 @@ from torch import nn
 import torch_pi2
 from benchmarks.speculate import Knowing
 from benchmarks.subject import Rooms
+from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.decode import generate as generate_module
 from torch_pi2.decode.decoder import VERIFIED, Decoder
 from torch_pi2.decode.generate import generate
@@ -37,7 +38,7 @@ def ours(name: str, weights: str = "int4", int8: bool = False, dtype: torch.dtyp
     settings: dict[str, Any] = {"weights": weights, "activations": "int8" if int8 else "float"}
     model = torch_pi2.optimize(tiny(name).to(dtype), config=torch_pi2.Config(method="dense", **settings))
     for path, module in list(model.named_modules()):
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and not isinstance(module.weight, OffloadedParameter):
             parent, _, child = path.rpartition(".")
             setattr(model.get_submodule(parent), child, QuantLinear.from_linear(module, weights, int8))
     return model.eval()

@@ -63,7 +63,7 @@ def test_a_prompt_that_comes_to_nothing(model: Any, monkeypatch: pytest.MonkeyPa
 
     its_own = gone.sequence.prompt[:-1]
     if when == "between":
-        at(batch._decoder, "_read_piece", lambda ids_1T: ids_1T[0].tolist() == its_own[60:120])
+        at(batch._decoder, "_read_chunk", lambda ids_1T: ids_1T[0].tolist() == its_own[60:120])
     else:
         at(batch.prefixes, "find" if when == "before" else "add", lambda ids: ids == its_own)
     for heard in (others[0], gone, *others[1:]):

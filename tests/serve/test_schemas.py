@@ -107,7 +107,7 @@ def answers_are_valid(client: openai.OpenAI, count: int, seed: int) -> None:
             found = json.loads(choice.message.content)
             jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(found)
             kinds.add(type(found))
-    assert len(kinds) > 3
+    assert len(kinds) >= 3
 
 
 #: What llguidance's native code ends the process for, or follows to something else, and what is said.
