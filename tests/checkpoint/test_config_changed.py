@@ -56,6 +56,7 @@ def test_what_is_no_activation_may_change(folder: Path, tmp_path: Path) -> None:
     assert torch_pi2.load(other).config.rms_norm_eps == 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(BUILDERS))
 def test_no_model_is_refused_its_own_plan(name: str) -> None:
     model = tiny(name)

@@ -46,6 +46,7 @@ def logits(model: Any) -> torch.Tensor:
         return model(TOKENS).logits.float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ggufs.MODELS)
 def test_there_and_back(made: Any, tmp_path: Path, name: str) -> None:
     """In float32 nothing is rounded, so that what comes back is the model; experts are, as neurons."""
@@ -58,6 +59,7 @@ def test_there_and_back(made: Any, tmp_path: Path, name: str) -> None:
     assert bool(report.rounded) == bool(report.neurons)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -249,6 +251,7 @@ def test_rotary_base_of_sliding_layers(made: Any, tmp_path: Path, base: float) -
     assert torch.equal(logits(found), logits(before)) == (base == 10000.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 0])
 def test_gemma3_without_a_window(made: Any, tmp_path: Path, window: int | None) -> None:
     """llama.cpp has no sliding layers then, nor their rotary base."""
@@ -272,6 +275,7 @@ def test_gemma2_without_a_window(made: Any, tmp_path: Path) -> None:
         torch_pi2.import_gguf(file, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_ends_of_answers(made: Any, tmp_path: Path) -> None:
     """Tokens that are ends by their text, whatever else the file names; nothing that the file does not have."""
     _, _, file = made("llama")
@@ -290,6 +294,7 @@ def test_ends_of_answers(made: Any, tmp_path: Path) -> None:
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -411,6 +416,7 @@ def test_dtypes_that_nothing_computes_in(tmp_path: Path, dtype: torch.dtype) -> 
         torch_pi2.load(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_parts_of_a_model(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Split by the package gguf: what the whole file gives, from any of the parts."""
     _, _, file = made("qwen2")
@@ -440,6 +446,7 @@ def test_nothing_to_pack(tmp_path: Path) -> None:
         torch_pi2.pack(tmp_path / "out", tmp_path / "packed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -465,6 +472,7 @@ def test_damaged_metadata(tmp_path: Path, change: dict[str, str], message: str) 
         torch_pi2.load(tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "at"), [("Q8_0", 0), ("Q4_K", 2), ("Q6_K", 208), ("Q5_0", 0)])
 def test_scales_that_are_no_numbers(made: Any, tmp_path: Path, kind: str, at: int) -> None:
     _, _, file = made("llama")
@@ -485,6 +493,7 @@ def test_answers_end_with_their_turn(made: Any, tmp_path: Path) -> None:
     assert torch_pi2.load(tmp_path / "out").generation_config.eos_token_id == [2, 286]
 
 
+@pytest.mark.slow
 def test_compiled_and_tokens_that_are_none(tmp_path: Path) -> None:
     torch_pi2.import_gguf(GOLDEN / "tiny-llama.q4_k_m.gguf", tmp_path / "out")
     model = torch_pi2.load(tmp_path / "out", dtype=torch.float32)

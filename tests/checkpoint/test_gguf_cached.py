@@ -34,6 +34,7 @@ def names(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.iterdir())
 
 
+@pytest.mark.slow
 def test_the_second_waits_for_the_first(cache: Path) -> None:
     folder = cached_import(GOLDEN, packed=False)
     made = folder.rename(cache.parent / "made")
@@ -54,6 +55,7 @@ def test_the_second_waits_for_the_first(cache: Path) -> None:
     assert names(cache) == [folder.name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_what_a_killed_one_leaves(cache: Path, packed: bool) -> None:
     kill = "import os, signal, torch_pi2.checkpoint.gguf.importing as at\n"
@@ -87,6 +89,7 @@ def test_another_file_of_the_same_size_and_time(tmp_path: Path) -> None:
     assert not torch.equal(*rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["weights", "plan", "config", "all"])
 def test_a_damaged_import_is_made_again(cache: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     folder = cached_import(GOLDEN, packed=False)

@@ -139,6 +139,7 @@ def test_used_in_memory_and_over_a_store(made: Made, tmp_path: Path) -> None:
         assert torch.equal(logits(again), found)
 
 
+@pytest.mark.slow
 def test_at_the_command_line(made: Made, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file, _ = made()
     command = ["import", str(file), "--out", str(tmp_path / "out")]
@@ -171,6 +172,7 @@ def other(name: str, *shape: int) -> Callable[[Any], dict[str, torch.Tensor]]:
 ZERO = np.concatenate((np.zeros(3, np.float32), np.ones(253, np.float32)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "settings", "error", "message"),
     [
@@ -210,6 +212,7 @@ def test_refused_by_name(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_text_without_a_tokenizer(made: Made, source: tuple[Any, Path], tmp_path: Path) -> None:
     """A vocabulary whose way of splitting is not known."""
     file, _ = made()

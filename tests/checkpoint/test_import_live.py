@@ -38,6 +38,7 @@ def values(weight: torch.Tensor) -> torch.Tensor:
     return of.qdata.float() * wide
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "config", "kept", "neurons"),
     [
@@ -102,6 +103,7 @@ def with_plain_int4(model: Any, zeros: float, dtype: torch.dtype) -> dict[str, t
     return stand_for
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("zeros", "dtype", "kept", "most"),
     [

@@ -24,6 +24,7 @@ def logits(model: Any) -> torch.Tensor:
         return model(TOKENS).logits.float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", FORMATS)
 def test_nothing_is_rounded(tmp_path: Path, way: str) -> None:
     wanted = logits(quantised(tmp_path / "in", way))
@@ -54,6 +55,7 @@ def test_scales_that_float16_takes_for_nothing(tmp_path: Path) -> None:
     assert report.rounded["model.layers.0.mlp.up_proj"] == "gptq in groups of 128 to int8"
 
 
+@pytest.mark.slow
 def test_classes_of_torchao_that_only_kernels_read(tmp_path: Path) -> None:
     quantised(tmp_path / "in", "torchao")
     tensors = load_file(tmp_path / "in" / "model.safetensors")
@@ -169,6 +171,7 @@ DAMAGE: dict[str, list[tuple[str, torch.Tensor | None, str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", DAMAGE)
 def test_damage(tmp_path: Path, way: str) -> None:
     quantised(tmp_path / "in", way)
@@ -200,6 +203,7 @@ def test_load_of_a_checkpoint_that_is_not_ours(tmp_path: Path) -> None:
         torch_pi2.load(tmp_path / "float")
 
 
+@pytest.mark.slow
 def test_an_order_that_no_tensor_says(tmp_path: Path) -> None:
     quantised(tmp_path / "in", "gptq")
     config = json.loads((tmp_path / "in" / "config.json").read_text())
@@ -255,6 +259,7 @@ def test_one_scale_for_all(tmp_path: Path) -> None:
     torch.testing.assert_close(again, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["PerRow", "PerTensor", "PerGroup"])
 def test_beside_torchao(tmp_path: Path, granularity: str) -> None:
     """What transformers and torchao write of a bfloat16 model, whose scales float16 has; a group is one of theirs."""

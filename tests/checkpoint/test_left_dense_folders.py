@@ -117,6 +117,7 @@ def test_saved_after_it_was_quantised_in_memory(inline: Any, tmp_path: Path, cap
     assert torch.equal(logits(torch_pi2.load(tmp_path / "again")), logits(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["quantize", "pack"])
 def test_an_optimised_folder_keeps_the_rest_of_its_plan(inline: Any, verb: str, tmp_path: Path) -> None:
     """Predictors and statistics are bound to the hash of all layers, which stays."""

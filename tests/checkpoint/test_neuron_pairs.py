@@ -81,6 +81,7 @@ def rows_of(blocks: torch.Tensor, kind: str) -> torch.Tensor:
     return torch.cat((blocks[..., 2:].flatten(1), blocks[..., :2].flatten(1)), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int4", *GGML])
 def test_gate_and_up_are_the_files_bytes(typed: Typed, kind: str) -> None:
     """The bytes of the file, its numbers in float32, and a model near the one of these numbers."""
@@ -131,6 +132,7 @@ def test_a_file_of_llama_cpp(tmp_path: Path) -> None:
     assert torch.equal(found.argmax(-1), theirs.argmax(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "activations"),
     [

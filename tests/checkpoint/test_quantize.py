@@ -85,6 +85,7 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "weights"), list(zip(NAMES, ("int4", "int8", "int4", "int8"))))
 def test_quantised_folder_holds_the_rounded_model(tmp_path: Path, name: str, weights: str) -> None:
     tiny(name).save_pretrained(tmp_path / "float")
@@ -135,6 +136,7 @@ def same_files(found: list[dict[str, torch.Tensor]]) -> dict[str, torch.dtype]:
     return {name: tensor.dtype for name, tensor in disk.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"), [("Qwen2", torch.bfloat16), ("Phi3", torch.float32), ("OPT", torch.bfloat16)]
 )
@@ -269,6 +271,7 @@ def test_saved_after_optimize_generates_the_same(tmp_path: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "said"), [(torch.bfloat16, True), (torch.float16, False)])
 def test_loaded_dtype_is_the_checkpoints(tmp_path: Path, dtype: torch.dtype, said: bool) -> None:
     """Whether config.json says it or not: biases beside rows are float32, and do not decide it."""

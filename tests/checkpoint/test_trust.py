@@ -54,6 +54,7 @@ def test_what_is_made_of_a_saved_folder_needs_no_consent(saved: Path, tmp_path: 
     assert torch.equal(logits(torch_pi2.load(tmp_path / "elsewhere")), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [torch_pi2.quantize, torch_pi2.pack])
 def test_consent_is_given_once(make: Callable[..., object], record: Path, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="Pass trust_remote_code=True if the checkpoint brings its own code"):

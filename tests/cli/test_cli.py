@@ -97,6 +97,7 @@ def test_help_has_an_example_that_parses(verb: str, capsys: pytest.CaptureFixtur
 # --- verbs ---
 
 
+@pytest.mark.slow
 def test_profile_writes_statistics(command, made) -> None:
     found = command("inspect", made["stats"], "--json").json
     assert found["contains"] == ["stats"]
@@ -437,6 +438,7 @@ def test_what_libraries_print_does_not_reach_standard_output(monkeypatch, capsys
     assert "downloading" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("split", "tokens"), [("train", 20_000), ("heldout", 10_000)])
 def test_samples_of_the_library_are_long_enough_and_not_only_heads(split: str, tokens: int) -> None:
     from torch_pi2.profiling.text import read_files, stdlib_files

@@ -60,6 +60,7 @@ def test_run_streams_the_text(command: Any, folder: Path) -> None:
     assert (found["target"], found["hit_rate"], found["streamed"]) == ("xnnpack", None, False)
 
 
+@pytest.mark.slow
 def test_run_says_nothing_of_executorch(folder: Path) -> None:
     command = [sys.executable, "-m", "torch_pi2", "run", str(folder), "--ids", "5,6", "--max-new-tokens", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -60,6 +60,7 @@ def alone(folder: Path, text: str, tokens: int) -> str:
     return found
 
 
+@pytest.mark.slow
 def test_a_talk_through_a_pipe(talk: Any, folder: Path) -> None:
     first = alone(folder, "def main(", 9)
     second = alone(folder, f"def main({first}\nimport os\n\nclass A", 9)
@@ -156,6 +157,7 @@ def server(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_a_server_from_start_to_end(server: tuple[subprocess.Popen[str], str], folder: Path) -> None:
     process, url = server
     client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0)

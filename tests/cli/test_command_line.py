@@ -156,6 +156,7 @@ SHOWN = {
 }
 
 
+@pytest.mark.slow
 def test_messages_by_level() -> None:
     """In a process of its own, because pytest has handlers."""
     code = (

@@ -227,6 +227,7 @@ def test_plan_shows_what_was_measured_of_its_model(root: Path, command: Any, tmp
     assert "what was measured of the model:\nspeed:" in command(*argv).out
 
 
+@pytest.mark.slow
 def test_a_bundle_has_a_card(root: Path, command: Any, tmp_path: Path) -> None:
     pytest.importorskip("executorch")
     argv = ("export", root / "exact", "--out", tmp_path / "bundle", "--batches", "1", "--max-tokens", "64")

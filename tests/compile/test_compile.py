@@ -239,6 +239,7 @@ def test_options_are_checked(options: dict[str, object], message: str) -> None:
         compiled(plain(nn.Linear(HIDDEN, HIDDEN)), **options)(X_BTH)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("captured_alone")
 def test_plan_folder_brings_its_predictors(tmp_path) -> None:
     """options={"plan": "my-sparse-model/pi2"} uses the predictors that lie beside the plan."""

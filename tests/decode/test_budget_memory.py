@@ -232,6 +232,7 @@ def test_more_tokens_than_a_budget_has_room_for_are_a_warning(
     assert caplog.text.count("a call for 100 tokens takes more memory than its budget") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lfu", "static"])
 def test_the_cache_makes_room_for_compiling(
     stores: dict[str, Path], policy: str, caplog: pytest.LogCaptureFixture

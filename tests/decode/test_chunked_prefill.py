@@ -90,6 +90,7 @@ def test_frequencies_that_depend_on_the_length(name: str, rope: dict[str, Any]) 
     assert same_frequencies_up_to(made("Llama")) > 1 << 40
 
 
+@pytest.mark.slow
 def test_who_computes_attention() -> None:
     wanted = CHUNK_TOKENS if has_tiles() else 0
     assert lossless_chunk_tokens(quantised("Llama")) == wanted

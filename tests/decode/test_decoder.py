@@ -104,6 +104,7 @@ def test_code_compiled_with_one_thread_is_right_with_two():
         torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_compiled_decoders_of_two_models_do_not_share_code():
     first, second = (Decoder(tiny("llama-relu", seed=seed), max_tokens=16) for seed in (0, 1))
     assert torch.equal(decoded(first, PROMPT_BT), expected(first.model, PROMPT_BT))
@@ -112,6 +113,7 @@ def test_compiled_decoders_of_two_models_do_not_share_code():
     assert first.model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.slow
 def test_a_compiled_step_takes_ids_of_any_layout_and_integer_type():
     """It has no guards: what lies otherwise than at its first step would be read as other ids."""
     decoder, fed_BT = Decoder(tiny("llama-relu"), max_tokens=16, batch=2), torch.tensor([[3, 5, 7], [11, 13, 17]])

@@ -231,6 +231,7 @@ class Step:
         return result
 
 
+@pytest.mark.slow
 def test_what_a_graph_has_addresses_of_lives_as_long(graphs: list[MadeUpGraph]) -> None:
     step = Step()
     alive, run = weakref.ref(step), captured(step, torch.tensor([[1]]))

@@ -253,6 +253,7 @@ def test_classes_whose_generate_calls_that_of_another(steps: list[int]) -> None:
     assert torch.equal(by_transformers(model, IDS, **HOW), plain.generate(IDS, **HOW))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "said"), [("llama-relu", 0), ("llama-relu", 2), ("opt", 1)])
 def test_a_model_goes_when_nobody_holds_it(name: str, said: int) -> None:
     """With all its weights, and not when garbage is collected next: another may be loaded into its memory."""

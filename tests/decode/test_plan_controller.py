@@ -81,6 +81,7 @@ def logits(model: nn.Module, batch: int) -> torch.Tensor:
 # --- layers ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("name", PREDICTORS)
 def test_a_layer_computes_what_one_with_so_many_hot_neurons_does(

@@ -262,6 +262,7 @@ def test_compiled_text_is_that_of_compiled_steps(model: nn.Module) -> None:
     assert sorted(decoder._compiled_steps) == [(1, 1, False), (1, 3, True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_text_over_a_cache_that_evicts_is_that_of_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lookahead: bool

@@ -432,6 +432,7 @@ print(dict(torch._dynamo.utils.counters["aot_autograd"]))
     assert "'autograd_cache_hit': 1" in told[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"compiled": False}, {"backend": "eager"}, {"backend": "torch_pi2"}])
 def test_a_decoder_that_is_gone_keeps_nothing_alive(how: dict[str, Any]) -> None:
     model = tiny("llama-relu")

@@ -120,6 +120,7 @@ def test_all_calls_have_the_bits_of_one_machine(
         assert torch.equal(of_two, of_one), i
 
 
+@pytest.mark.slow
 def test_answers_while_the_others_wait_for_longer_than_the_timeout(folder: Path, tmp_path: Path) -> None:
     script = """
 with coordinator:
@@ -188,6 +189,7 @@ coordinator.close()
         torch_pi2.lead(tiny("llama-relu"))
 
 
+@pytest.mark.slow
 def test_each_process_keeps_its_part_of_keys_and_values(folder: Path, tmp_path: Path) -> None:
     """As long as it is referred to; the next coordinator knows nothing of it."""
     script = """
@@ -238,6 +240,7 @@ _Follower.make = noted
     assert token == str(one.step(torch.tensor([[3]])).tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["idle", "busy", "coordinator"])
 def test_a_killed_process_is_named(folder: Path, tmp_path: Path, how: str) -> None:
     script = """
@@ -332,6 +335,7 @@ if coordinator is not None:
         assert f"expected an answer of each within 3 s, found none of {lost}" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("who", "where"), [(0, "it failed only there"), (1, "only this process refused it: hook: exp")]
 )
@@ -355,6 +359,7 @@ except torch_pi2.errors.GroupError as error:
     assert "found none of process 1, which says: GroupError: call of process 0 in process 1" in first
 
 
+@pytest.mark.slow
 def test_a_signal_within_a_call_is_handled_after_it(folder: Path, tmp_path: Path) -> None:
     script = """
 decoder = Decoder(model, max_tokens=4000, compiled=False)

@@ -59,6 +59,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_in_parts(tmp_path_factory, "models-in-stages", MADE, by="layers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MADE)
 def test_two_processes_have_the_bits_of_one(made: Path, name: str, tmp_path: Path) -> None:
     together(tmp_path, ANSWERS, 2, made / name / "2", "chunks", "", "")
@@ -114,6 +115,7 @@ def test_a_model_of_many_layers_in_as_many_stages(tmp_path: Path) -> None:
         assert (whole.specs, whole.checks) == (again.specs, again.checks)
 
 
+@pytest.mark.slow
 def test_a_stage_has_only_its_own_layers(made: Path, tmp_path: Path) -> None:
     """Their hidden states, too: those of others are NaN."""
     script = """

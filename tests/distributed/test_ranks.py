@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _EACH = """
 import os, signal, sys
 from datetime import timedelta
@@ -47,6 +49,7 @@ tell("killed", [0, 2])
 """
 
 
+@pytest.mark.slow
 def test_an_error_in_one_process_is_one_in_all(tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()

@@ -100,6 +100,7 @@ with torch.no_grad():
     assert torch.equal(first[:, -1].argmax(-1), wanted[:, -1].argmax(-1))
 
 
+@pytest.mark.slow
 def test_the_same_text_is_generated(made: Path, tmp_path: Path) -> None:
     """Also where processes would differ: in how much they draft, which is by time, and in unseeded random numbers."""
     script = """
@@ -128,6 +129,7 @@ print(drafted.sequences == plain.sequences, drafted.drafts.passes > 0, unseeded.
     assert unseeded.startswith("True True ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [("killed", -9), ("hangs", 0), ("fails", 0)])
 def test_a_lost_process_is_named(made: Path, tmp_path: Path, how: str, code: int) -> None:
     script = """

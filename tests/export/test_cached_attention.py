@@ -229,6 +229,7 @@ def traced(model: nn.Module, max_tokens: int, *, smooth: bool = False) -> None:
     check_traced(lanes, programs, max_prompt=40, smooth=smooth, decode=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "config"),
     [

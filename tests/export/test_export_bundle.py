@@ -93,6 +93,7 @@ def with_predictor() -> nn.Module:
     return torch_pi2.optimize(one_layer(), text, config)
 
 
+@pytest.mark.slow
 def test_an_accelerator_may_have_predicted_neurons(predicted: tuple[nn.Module, Path]) -> None:
     """They are computed by it whatever the predictor says, and the delegate follows the predictor for the others."""
     model, folder = predicted
@@ -259,6 +260,7 @@ def architecture(name: str) -> nn.Module:
     return tiny(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["llama", "mistral", "qwen3", "gemma", "phi3", "opt", "falcon", *LONG],
@@ -439,6 +441,7 @@ def refusals() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "settings", "error", "message"), refusals())
 def test_what_is_refused(make: Any, settings: Any, error: type[Pi2Error], message: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=message):

@@ -59,6 +59,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return bundle_of(tmp_path_factory, f"experts-{name.replace(' ', '-')}", MODELS[name], batches=(1,))
 
 
+@pytest.mark.slow
 def test_tokens_and_logits_are_the_models(exported: tuple[nn.Module, Path]) -> None:
     model, folder = exported
     assert any(isinstance(home, SparseExperts) for home in homes(model))

@@ -52,6 +52,7 @@ def _starting_in(init: Any, weights: str) -> Any:
     return lambda self, *args, **how: init(self, *args, **how | {"weights": weights})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", [{}, {"weights": "int4", "activations": "int8"}], ids=["float", "int4"])
 def test_bits_are_the_same_everywhere(
     fitted: tuple[str, ActivationStats, FittedPredictors], stored: dict[str, Any], tmp_path: Path

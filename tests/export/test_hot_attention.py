@@ -118,6 +118,7 @@ def test_calibration_reads_as_decoding_does() -> None:
             torch.testing.assert_close(torch.cat(of_output, 1), whole[i], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "key_heads", "times"), [(8, 2, 2), (8, 8, 2), (8, 1, 1)])
 def test_a_few_heads_are_computed_at_a_time(heads: int, key_heads: int, times: int) -> None:
     sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads, "hidden_size": 64, "head_dim": 8}
@@ -145,6 +146,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )
 
 
+@pytest.mark.slow
 def test_a_bundle_decodes_the_same_text(bundle: tuple[nn.Module, Path]) -> None:
     model, folder = bundle
     methods = describe_program(folder / "model.pte")["methods"]

@@ -43,6 +43,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
     )
 
 
+@pytest.mark.slow
 def test_the_manifest_and_the_program_have_them(bundle: tuple[nn.Module, Path]) -> None:
     manifest = Manifest.load(bundle[1])
     assert manifest.prefills == SIZES

@@ -86,6 +86,7 @@ def of_ours() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_nothing_of_the_framework_is_replaced_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As passes of the user see it, which run; nor is a model known to anything global. Settings of the user, too."""
     seen: list[Any] = []
@@ -115,6 +116,7 @@ def test_nothing_of_the_framework_is_replaced_meanwhile(tmp_path: Path, monkeypa
     assert of_ours() == ["executorch.exir.lowered_backend_module.legalize_graph"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_program_of_which_nothing_would_be_ours(order: int, tmp_path: Path) -> None:
     ours = Pi2Partitioner(exact(), tmp_path / "model.pi2")

@@ -88,6 +88,7 @@ print([str(p) for p in qnn.problems("SM8650", compile=True) + qnn.problems("SM99
 """
 
 
+@pytest.mark.slow
 def test_no_network_and_no_process_without_libraries() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "QNN_SDK_ROOT"}
     done = subprocess.run([sys.executable, "-c", _OFFLINE], capture_output=True, text=True, env=environment)
@@ -331,6 +332,7 @@ def test_what_the_compiler_refuses_is_named_with_its_graph_and_soc(
     assert found in str(raised.value)
 
 
+@pytest.mark.slow
 def test_libraries_that_cannot_be_loaded(fake_sdk: Path) -> None:
     code = "from torch_pi2.export.qnn import sdk; sdk.load(sdk.find())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -109,6 +109,7 @@ class Counted(ExportPass):
         return super().call(graph_module)
 
 
+@pytest.mark.slow
 def test_combined_with_other_recipes_passes_and_settings(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 24)

@@ -49,6 +49,7 @@ def said(runner: Any, prompt: str, count: int, **settings: Any) -> str:
     return "".join(pieces)
 
 
+@pytest.mark.slow
 def test_it_says_what_a_bundle_says(folder: Path) -> None:
     from executorch.extension.llm.runner import TextLLMRunner
 

@@ -108,6 +108,7 @@ def mixture() -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(**sizes, vocab_size=64, num_local_experts=4, num_key_value_heads=4)).eval()
 
 
+@pytest.mark.slow
 def test_experts_have_rows_for_the_tokens_that_reach_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dense = mixture()
     dense.save_pretrained(tmp_path / "float")
@@ -198,6 +199,7 @@ def test_a_model_that_mixes_sequences_is_refused() -> None:
         calibrated_rows(Mixing().eval(), [Batch(IDS, None)], [], ["head"], "int4", {}.__setitem__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", ["gate_proj", "norm"])
 def test_weights_that_another_module_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str) -> None:
     """Large ones are on meta, of small ones the skeleton has initial values: neither may be computed with."""

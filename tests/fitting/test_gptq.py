@@ -74,6 +74,7 @@ def readable(w_NK: torch.Tensor, x_TK: torch.Tensor, weights: str, by_column: bo
     return made[:n, :k].float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 @pytest.mark.parametrize("by_column", [False, True])
 @pytest.mark.parametrize(("rows", "columns"), SIZES)

@@ -18,6 +18,7 @@ def check(family: str) -> None:
     assert row.line() == committed()[family], "python tests/helpers/families.py writes docs/ARCHITECTURES.md"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", QUICK)
 def test_what_the_page_says(family: str) -> None:
     check(family)

@@ -126,6 +126,7 @@ def test_calibrated_thresholds(models: dict[str, nn.Module], name: str) -> None:
     assert off(logits(sparse), logits(models[name])) < (2e-5 if name == "nemotron-h" else 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 @pytest.mark.parametrize("name", FORMS)
 def test_quantised_saved_packed_and_from_a_checkpoint(

@@ -105,6 +105,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_an_optimised_float_model_comes_back_from_its_store(tmp_path: Path, name: str) -> None:
     """Optimised, saved, packed: over a budget, in memory and as a dense model what it was; saved again the same."""

@@ -149,6 +149,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_site_has_what_is_made_of_the_code(site: Path) -> None:
     from torch_pi2.cli import VERBS
     from torch_pi2.report.glossary import GLOSSARY

@@ -78,6 +78,7 @@ def test_the_probe_itself_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "tokenizers" in probe["modules"]
 
 
+@pytest.mark.slow
 def test_public_names_are_functions_even_after_their_rooms_are_imported() -> None:
     """``export`` names both a function and a package; the function must win on ``torch_pi2``, whatever comes first."""
     code = (

@@ -25,6 +25,7 @@ def relative(found, wanted) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_sites(name):
     expected = EXPECTED[name]
@@ -84,6 +85,7 @@ def test_equal_to_dense(name, tmp_path):
     assert torch.equal(logits(model, ids_BT), wanted)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama-relu", "opt", "phi3"])

@@ -86,6 +86,7 @@ def test_gemma3n_is_exact_and_comes_back() -> None:
     assert torch.equal(logits(model.eval()), wanted)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_quantised_saved_packed_and_read_from_a_store(weights: str, tmp_path: Path) -> None:
@@ -128,6 +129,7 @@ class Cut(nn.Module):
 X = torch.randn(2, 40, HIDDEN, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_module_of_ones_own_eager_and_compiled() -> None:
     model = plain(FunctionalBlock(), Cut(), nn.LayerNorm(HIDDEN), Cut(-0.3, 101))
@@ -163,6 +165,7 @@ def test_what_only_looks_like_it() -> None:
         assert not isinstance(identify(of(statistic), shapes, 48), Formula)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_bundles_have_it(tmp_path: Path) -> None:
     """A decoder of one layer, as lowering each takes seconds; layers of all forms follow, without a decoder."""

@@ -67,6 +67,7 @@ def test_first_neurons_of_every_expert_are_there(method: str, weights: str) -> N
             assert module.split.hot.neuron_rows.shape[:2] == (EXPERTS, count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["lowrank", "signbit"])
 def test_neurons_there_are_never_mispredicted(method: str) -> None:
     """They follow their own gates: no further from the dense model than before; those on the CPU are predicted."""

@@ -92,6 +92,7 @@ def _no_fast_path():
     torch.backends.mha.set_fastpath_enabled(True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_hooks_inside_are_heeded(name: str) -> None:

@@ -44,6 +44,7 @@ def optimised(model: nn.Module, **settings: Any) -> nn.Module:
     return torch_pi2.optimize(copy.deepcopy(model), **({"method": "exact"} | settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 @pytest.mark.parametrize("name", NAMES)
 def test_quantised_saved_packed_and_from_a_checkpoint(
@@ -175,6 +176,7 @@ def test_a_multiplier_of_the_result() -> None:
     assert count_op_calls(lambda: fast(X_BTH)) == 3
 
 
+@pytest.mark.slow
 def test_bundles_have_numbers_of_activations(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = optimised(randomise(_hf("Llama", hidden_act="quick_gelu", num_hidden_layers=1).eval()))

@@ -157,6 +157,7 @@ def _compiled(model: nn.Module) -> Callable[..., Any]:
     return torch.compile(model, backend="eager")  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [lambda model: model, _compiled], ids=["eager", "compiled"])
 @torch.no_grad()
 def test_a_chain_runs_whole_or_raises(run: Callable[[nn.Module], Any]) -> None:

@@ -61,6 +61,7 @@ def bounded(path: Path) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_field(sound: Path, name: str) -> None:
     target, path = TARGETS[name], path_of(sound, name)

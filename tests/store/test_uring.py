@@ -63,6 +63,7 @@ def test_the_same_bits_as_pread_where_this_kernel_has_it(store: Path) -> None:
     assert Store(opened.path, 1 << 20, OffloadConfig()).describe().startswith("io_uring, ")  # what auto takes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS], ids=["EPERM", "ENOSYS"])
 def test_refused_by_the_kernel(store: Path, error: int) -> None:
     """``auto`` reads the plain way; who asks for it by name is told the reason; measuring leaves it out."""

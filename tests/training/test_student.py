@@ -23,6 +23,7 @@ RELU = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RELU)
 def test_relu_by_the_name_in_its_configuration(name: str) -> None:
     dense = tiny(name)

@@ -66,6 +66,7 @@ def same(line: str, wanted: dict[str, Any]) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [False, True])
 def test_answers_are_the_runners(engine: bool, bundle: Path, predicted: Path, tmp_path: Path) -> None:
     """Of a model without neurons, and of one whose neurons the engine chooses."""

@@ -159,6 +159,7 @@ def test_layers_of_the_store_are_the_twins(plain: Path, tmp_path: Path, extra: t
     np.testing.assert_allclose(np.load(tmp_path / "logits.npy")[:, 0], rows.numpy(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "whole_fits"), [(0.5, True), (0.2, False)])
 def test_memory_of_a_budget_is_obeyed(large: Path, share: float, whole_fits: bool) -> None:
     whole = run(large, *ANSWER)

@@ -261,6 +261,7 @@ def test_settings_of_the_command_line_are_those_of_requests(talking: Path) -> No
         assert client(made).completions.create(model=talking.name, prompt="def").choices[0].text == alone
 
 
+@pytest.mark.slow
 def test_an_answer_ends_when_its_client_goes_away(long: Path) -> None:
     """Streamed or not, in the queue or not: others are answered soon after."""
     with served(long) as made:
@@ -305,6 +306,7 @@ def test_more_than_may_wait_are_told_so_at_once(long: Path) -> None:
         assert sorted(answer.split()[1] for answer in answers) == [b"200"] * 16 + [b"503"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_answers_with_an_error(long: Path, tmp_path: Path, by: int) -> None:
     """And the trace is written."""
