@@ -87,6 +87,7 @@ def test_rows_are_kept(made: Any, tmp_path: Path, name: str, kind: str) -> None:
     torch.testing.assert_close(logits(again), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_XS"])
 def test_rounded_again(made: Any, tmp_path: Path, kind: str) -> None:
     """To what the report says, and as far off as it says."""
@@ -239,6 +240,7 @@ def test_a_matrix_of_one_row_as_llama_cpp_writes_it(made: Any, tmp_path: Path) -
     assert torch.equal(logits(flat), logits(whole))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [10000.0, 5000.0])
 def test_rotary_base_of_sliding_layers(made: Any, tmp_path: Path, base: float) -> None:
     """Which converters of today write; older files have none, and mean 10,000."""
@@ -381,6 +383,7 @@ def test_beside_llama_cpp(tmp_path: Path) -> None:
         assert tokenizer(text, add_special_tokens=False)["input_ids"] == tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("neurons", ["all", "int8"])
 def test_packed(made: Any, tmp_path: Path, neurons: str) -> None:
     """A store of a file's neurons, beside its linear layers in their own formats: the same tokens under a budget."""
@@ -405,6 +408,7 @@ def test_more_experts_than_there_are(made: Any, tmp_path: Path, used: int) -> No
         torch_pi2.import_gguf(changed, tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
 def test_dtypes_that_nothing_computes_in(tmp_path: Path, dtype: torch.dtype) -> None:
     torch_pi2.import_gguf(GOLDEN / "tiny-llama.q4_k_m.gguf", tmp_path / "out")
@@ -486,6 +490,7 @@ def test_scales_that_are_no_numbers(made: Any, tmp_path: Path, kind: str, at: in
         torch_pi2.import_gguf(typed, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_answers_end_with_their_turn(made: Any, tmp_path: Path) -> None:
     _, _, file = made("llama")
     changed = ggufs.rewritten(file, tmp_path / "a.gguf", keys={"tokenizer.ggml.eot_token_id": 286})

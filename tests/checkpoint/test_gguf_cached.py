@@ -107,6 +107,7 @@ def test_a_damaged_import_is_made_again(cache: Path, damage: str, caplog: pytest
     assert not caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["n" * 250, "ü" * 125, "a b\n$(c)"])
 def test_names_of_files(tmp_path: Path, cache: Path, name: str) -> None:
     path = tmp_path / f"{name}.gguf"

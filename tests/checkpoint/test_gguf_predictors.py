@@ -72,6 +72,7 @@ def theirs(x_TH: torch.Tensor, values: Any, block: int) -> torch.Tensor:
     return torch.relu(x_TH @ fc1.T) @ fc2.T
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0"])
 def test_scores_are_theirs_divided_by_the_norm(made: Made, tmp_path: Path, kind: str) -> None:
     file, values = made(bad, kind)
@@ -86,6 +87,7 @@ def test_scores_are_theirs_divided_by_the_norm(made: Made, tmp_path: Path, kind:
         assert float((predictors[key].active(seen_TH) == (wanted_TI >= 0)).float().mean()) > 0.98
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("predictors", "least", "most"), [(good, 0.93, 1.0), (bad, 0.3, 0.7)])
 def test_recall_is_what_the_model_shows(
     made: Made, source: tuple[Any, Path], tmp_path: Path, predictors: Any, least: float, most: float
@@ -120,6 +122,7 @@ def logits(model: Any) -> torch.Tensor:
         return model(IDS[:2]).logits.float()
 
 
+@pytest.mark.slow
 def test_used_in_memory_and_over_a_store(made: Made, tmp_path: Path) -> None:
     """The same bits under a budget; near the exact gate's with predictors that find nearly all."""
     file, _ = made(good, "Q8_0")

@@ -62,6 +62,7 @@ def test_integers_and_scales_are_kept(tmp_path: Path, name: str, config: Any, ke
     assert torch_pi2.import_quantized(model, tmp_path / "neurons", neurons="all").weights == neurons
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("four", [False, True])
 def test_a_model_that_transformers_has_quantised(tmp_path: Path, four: bool) -> None:
     """By its own configuration, which is not said of the folder any more."""
@@ -154,6 +155,7 @@ def test_integers_packed_for_this_cpu(tmp_path: Path) -> None:
         torch.testing.assert_close(ours.get_submodule(linear).dequantized(), theirs, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("z", "kept"), [(3.0, "int8"), (0.5, "q4_1"), (65536.0, "q4_1")])
 def test_zero_points_in_floats(tmp_path: Path, z: float, kept: str) -> None:
     model = made("llama", int4())
@@ -168,6 +170,7 @@ def test_zero_points_in_floats(tmp_path: Path, z: float, kept: str) -> None:
     assert float((found.dequantized() - wanted).norm() / wanted.norm()) < 2.0**-10
 
 
+@pytest.mark.slow
 def test_what_changes_numbers_is_refused(tmp_path: Path) -> None:
     model = made("qwen2", quantization.Int8WeightOnlyConfig())
     weight: Any = model.model.layers[0].self_attn.q_proj.weight.detach()

@@ -85,6 +85,7 @@ def test_as_neurons(tmp_path: Path) -> None:
     assert float((again - wanted).norm() / wanted.norm()) < 0.02
 
 
+@pytest.mark.slow
 def test_experts_that_are_floats_lose_no_more_than_8_bits_do(tmp_path: Path) -> None:
     """Attention alone was quantised."""
     quantised(tmp_path / "in", "gptq", model="mixtral")
@@ -105,6 +106,7 @@ def test_bits_of_feed_forward_layers(tmp_path: Path, way: str, bits: float, name
         assert checkpoint.ffn_bits() == bits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -217,6 +219,7 @@ def test_an_order_that_no_tensor_says(tmp_path: Path) -> None:
         torch_pi2.import_quantized(tmp_path / "in", tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_zero_points_that_are_missing(tmp_path: Path) -> None:
     """Not symmetric, says the configuration: without them all numbers would be others."""
     quantised(tmp_path / "in", "pack-quantized asymmetric")
@@ -231,6 +234,7 @@ def test_zero_points_that_are_missing(tmp_path: Path) -> None:
         torch_pi2.import_quantized(tmp_path / "in", tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_biases_of_zeros(tmp_path: Path) -> None:
     """AutoGPTQ wrote them of all linear layers; others than zeros belong to another model."""
     quantised(tmp_path / "in", "gptq")

@@ -87,6 +87,7 @@ def test_a_quantised_folder(inline: Any, tmp_path: Path, caplog: pytest.LogCaptu
     assert torch.equal(logits(over), found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [None, "int4"])
 def test_a_store_of_floats_or_of_what_is_quantised_then(inline: Any, weights: str | None, tmp_path: Path) -> None:
     dense = inline(1)
@@ -144,6 +145,7 @@ def test_an_optimised_folder_keeps_the_rest_of_its_plan(inline: Any, verb: str, 
     assert close(logits(made), logits(load_dense(tmp_path / "b")), 1e-4)
 
 
+@pytest.mark.slow
 def test_where_no_layer_is_left_stores_and_saving_are_refused(inline: Any, tmp_path: Path) -> None:
     model = inline(0, 1)
     model.save_pretrained(tmp_path / "float")

@@ -207,6 +207,7 @@ def test_the_reference_over_a_store(typed: Typed, tmp_path: Path) -> None:
         torch.testing.assert_close(one, wanted, rtol=0, atol=3e-5 * (1 + float(wanted.abs().max())))
 
 
+@pytest.mark.slow
 def test_compiled_and_watched(tmp_path: Path) -> None:
     torch_pi2.import_gguf(GOLDEN, tmp_path / "out", neurons="all")
     model = loaded(tmp_path / "out")
@@ -256,6 +257,7 @@ def changed(path: Path, change: Callable[[dict[str, str]], dict[str, str]], drop
             out.write(name, tensor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("formats", "more", "drop", "message"),
     [

@@ -401,6 +401,7 @@ def test_plans_of_other_models_are_refused(quantised: Path, tmp_path: Path) -> N
             load(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama-relu")
     model.save_pretrained(tmp_path / "m")

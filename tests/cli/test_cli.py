@@ -230,6 +230,7 @@ def test_guesses_from_the_prompt_change_no_text(command, made) -> None:
         assert _error(command(*argv, "--prompt-lookup", "4", *option, "--json", ok=False))["found"] == found
 
 
+@pytest.mark.slow
 def test_generate_shows_what_json_says_and_takes_plain_checkpoints(command, made, model_dir) -> None:
     argv = ["--prompt", "def f1(", "--max-new-tokens", "12", "--trust-remote-code"]
     said = command("generate", made["exact"], *argv, "--json").json

@@ -100,6 +100,7 @@ INSTEAD = {
 NEEDS = {"generate": ["--prompt", "x"], "run": ["--prompt", "x"], "chat": [], "serve": []}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("verb", "kind"), INSTEAD)
 def test_the_verb_that_is_named(command: Command, kinds: dict[str, Path], verb: str, kind: str) -> None:
     given, wanted = kinds[kind], INSTEAD[verb, kind]
@@ -257,6 +258,7 @@ def test_chat_takes_every_kind_of_model_of_pytorch(
     assert command("chat", kinds[kind], "--max-new-tokens", "5").out.strip() == wanted.strip()
 
 
+@pytest.mark.slow
 def test_eval_has_any_two_models_answer_the_same_questions(
     command: Command, kinds: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -116,6 +116,7 @@ def test_a_users_own_card_is_kept(tmp_path: Path) -> None:
     assert b"&lt;a&gt;" in again
 
 
+@pytest.mark.slow
 def test_replacing_a_folder_keeps_its_card(root: Path, command: Any, tmp_path: Path) -> None:
     argv = ("optimize", root / "model", "--method", "exact", "--tokens", 512, "--text", root / "text.py")
     command(*argv, "--out", tmp_path / "out")
@@ -195,6 +196,7 @@ def test_interrupted_while_it_is_measured(
     assert "exact" in command("inspect", tmp_path / "new").out  # it opens
 
 
+@pytest.mark.slow
 def test_quantising_is_measured_beside_what_was_dense(root: Path, command: Any, tmp_path: Path) -> None:
     found = command("quantize", root / "exact", tmp_path / "int4", "--json").json["verdict"]
     assert found["lossy"] == ["int4 weights"]
@@ -208,6 +210,7 @@ def test_quantising_is_measured_beside_what_was_dense(root: Path, command: Any, 
     assert "dense not measured" in command("inspect", tmp_path / "store").out
 
 
+@pytest.mark.slow
 def test_no_room_for_a_model_beside_another(
     root: Path, command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

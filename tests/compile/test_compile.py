@@ -167,6 +167,7 @@ def test_neurons_with_thresholds_of_their_own(up_first):
     assert not close(wanted, rewrite(copy.deepcopy(model), plan)(X_BTH), 1e-3)
 
 
+@pytest.mark.slow
 def test_graphs_it_cannot_use_go_to_inductor_with_one_warning():
     model = plain(nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN))
     with pytest.warns(UserWarning, match="needs gradients"):
@@ -189,6 +190,7 @@ def test_graphs_it_cannot_use_go_to_inductor_with_one_warning():
             assert close(compiled(tanh)(X_BTH), tanh(X_BTH))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["inductor", compile_module.backend], ids=["inductor", "torch_pi2"])
 def test_a_rewritten_model_compiles(backend):
@@ -275,6 +277,7 @@ def test_an_ffn_fed_by_another_one():
     assert close(fast(X_BTH), rewrite(copy.deepcopy(model), plan, predictors)(X_BTH))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_an_input_changed_through_a_view_stays_right():
     class Changing(FunctionalBlock):

@@ -190,6 +190,7 @@ def test_every_part_is_in_the_smallest_budget(stores: dict[str, Path]) -> None:
     assert long.activations - parts.activations == PIECE_TOKENS * 5 * ((1 << 14) - 1024)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "activations"), [(1000, "int8"), (1500, "float")])
 def test_pieces_do_not_depend_on_the_budget(stores: dict[str, Path], activations: str, tokens: int) -> None:
     """Up to 1,024 tokens a prompt over a store is read whole, as before; more as any model would with chunk_tokens."""

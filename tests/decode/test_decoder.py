@@ -273,6 +273,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WINDOWS)
 def test_windows(name: str) -> None:
     """Longer sequences than they are, of several lengths, give the tokens of the model without any cache."""

@@ -60,6 +60,7 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", ASKED)
 def test_our_steps_give_what_transformers_does(model: Any, steps: list[int], asked: str) -> None:
     how = HOW | ASKED[asked]
@@ -104,6 +105,7 @@ OTHERS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", OTHERS)
 def test_what_steps_have_not_goes_the_way_of_transformers(model: Any, steps: list[int], asked: str) -> None:
     wanted = by_transformers(model, IDS, **HOW | OTHERS[asked](model))
@@ -145,6 +147,7 @@ def test_models_that_a_decoder_does_not_take(steps: list[int]) -> None:
     assert not steps
 
 
+@pytest.mark.slow
 def test_answers_longer_than_a_sliding_window(steps: list[int]) -> None:
     config = transformers.MistralConfig(**_LLAMA | {"hidden_act": "relu"}, sliding_window=64)
     model: Any = torch_pi2.optimize(randomise(transformers.MistralForCausalLM(config).eval()))
@@ -198,6 +201,7 @@ def test_threads_at_once(model: Any) -> None:
     assert all(torch.equal(found[i], wanted[i]) for i in range(4))
 
 
+@pytest.mark.slow
 def test_a_changed_model_is_seen(model: Any, steps: list[int]) -> None:
     for _ in range(2):
         model.generate(IDS, **HOW)
@@ -238,6 +242,7 @@ def test_a_model_that_nobody_else_holds(steps: list[int]) -> None:
     assert len(steps) == 19
 
 
+@pytest.mark.slow
 def test_classes_whose_generate_calls_that_of_another(steps: list[int]) -> None:
     class Own(transformers.LlamaForCausalLM):
         def generate(self, *args: Any, **kwargs: Any) -> Any:

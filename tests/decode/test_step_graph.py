@@ -139,6 +139,7 @@ def test_no_step_depends_on_the_default_device(compiled: bool) -> None:
         assert all(map(torch.equal, found(), wanted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(EXPECTED) - {"falcon-bias"}))  # which has no such cache
 def test_replayed_steps_are_the_models_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(name)
@@ -400,6 +401,7 @@ def test_copies_have_keys_and_values_of_their_own(count: int) -> None:
 # --- compiled ---
 
 
+@pytest.mark.slow
 def test_compiled_steps_need_no_dynamo() -> None:
     model = torch_pi2.optimize(tiny("llama-relu"), weights="int8", activations="int8")
     counters = torch._dynamo.utils.counters

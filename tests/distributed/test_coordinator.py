@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sharding import saved, together
+from sharding import result_of_one, saved, together
 from shared import shared_folder
 from tiny_models import tiny
 
@@ -115,7 +115,9 @@ def test_all_calls_have_the_bits_of_one_machine(
     said = together(tmp_path, _BEGIN + _LEAD + here + _CALLS, 2, folder / shards, compiled, "", 60)
     assert said[1].startswith("through ")
     found = torch.load(tmp_path / "found.pt")
-    wanted = _all_calls(torch_pi2.load(folder / store, budget="1GiB"), bool(compiled))
+    wanted = result_of_one(
+        folder / store, f"test_coordinator._all_calls(model, {bool(compiled)})", str(Path(__file__).parent)
+    )
     for i, (of_two, of_one) in enumerate(zip(found, wanted, strict=True)):
         assert torch.equal(of_two, of_one), i
 

@@ -13,7 +13,7 @@ import pytest
 import tiny_experts
 import tiny_models
 import torch
-from sharding import ANSWERS, FEW, answers_of_one, check_answers, made_in_parts, saved, together
+from sharding import ANSWERS, FEW, answers_of_one, check_answers, made_in_parts, result_of_one, saved, together
 from transformers import Gemma4TextConfig
 
 import torch_pi2
@@ -97,6 +97,7 @@ def test_stages_become_one_store_again(made: Path, name: str, tmp_path: Path) ->
             assert (made_again.specs, made_again.checks) == (first.specs, first.checks)
 
 
+@pytest.mark.slow
 def test_a_model_of_many_layers_in_as_many_stages(tmp_path: Path) -> None:
     """More than layers have chunks, 16; and all of them are one store again."""
     shape = SHAPES["tiny"] | {"num_hidden_layers": 20, "hidden_size": 64, "intermediate_size": 128}
@@ -136,7 +137,7 @@ torch.save(model(few, output_hidden_states=True).hidden_states, out / f"{rank}.p
     budget = torch_pi2.stats(model)["budget"]
     drawn = torch_pi2.generate(model, FEW, max_new_tokens=12, do_sample=True, seed=3)
     greedy = model.generate(FEW, max_new_tokens=12, do_sample=False)
-    wanted = model(FEW, output_hidden_states=True).hidden_states
+    wanted = result_of_one(store, "model(sharding.FEW, output_hidden_states=True).hidden_states")
     for rank, said in enumerate(found):
         here = [layer // 2 == rank for layer in range(4)]
         assert said.splitlines() == [
@@ -149,6 +150,7 @@ torch.save(model(few, output_hidden_states=True).hidden_states, out / f"{rank}.p
         assert all(torch.equal(a, b) for a, b, own in zip(states, wanted, known, strict=True) if own)
 
 
+@pytest.mark.slow
 def test_chunks_of_prompts_overlap(made: Path, tmp_path: Path) -> None:
     """While the last stage computes one, the first goes on: no logits of others than the last are waited for."""
     script = """
@@ -171,6 +173,7 @@ torch.save({"prompt": found}, out / f"{rank}.pt")
     assert said == [f"[{(1, 1, model.config.vocab_size)}]\n"] * 2
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_passed_by_place_is_told_of_tokens(tmp_path: Path) -> None:
     """GPT-2's blocks take it so; masks of padded prompts are of as many tokens as its first layer says."""
     model = tiny_models.randomise(tiny_models._gpt2("relu"))
@@ -237,6 +240,7 @@ def test_blocks_that_take_keys_and_values_of_others_are_refused() -> None:
         remove_other_blocks(Model(), Shard(0, 2, TWO))
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_tells_the_others_at_once(made: Path, tmp_path: Path) -> None:
     """Whichever call it is: who tries again must not have it taken for what the others wait for."""
     script = """

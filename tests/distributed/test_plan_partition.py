@@ -224,6 +224,7 @@ def test_a_description_of_machines(tmp_path: Path) -> None:
         read_machines(tmp_path / "nowhere.json")
 
 
+@pytest.mark.slow
 def test_a_link_is_measured(tmp_path: Path) -> None:
     script = """
 from torch_pi2.measure.link import measure_link

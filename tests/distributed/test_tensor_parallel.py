@@ -64,6 +64,7 @@ def test_two_processes_have_the_bits_of_one(made: Path, name: str, tmp_path: Pat
     check_answers(tmp_path, 2, answers_of_one(made / name / "store"), same=() if name == "experts" else BITS)
 
 
+@pytest.mark.slow
 def test_sums_by_rank_are_the_same_in_each_process(made: Path, tmp_path: Path) -> None:
     together(tmp_path, ANSWERS, 3, made / "biases" / "3", "ranks", "", "")
     check_answers(tmp_path, 3, answers_of_one(made / "biases" / "store"), same=())
@@ -306,6 +307,7 @@ def test_chat_and_eval_are_those_of_one_machine(tmp_path: Path) -> None:
     assert json.loads(two)["suite"]["tasks"] == json.loads(one)["suite"]["tasks"]
 
 
+@pytest.mark.slow
 def test_calls_that_differ_are_refused_and_equal_ones_go_on(made: Path, tmp_path: Path) -> None:
     script = """
 import torch_pi2

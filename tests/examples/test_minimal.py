@@ -68,6 +68,7 @@ def test_exact_gate_gives_the_dense_text(
         assert counters.misses <= 5 * 1024
 
 
+@pytest.mark.slow
 def test_low_rank_predictor_reaches_its_recall(
     minimal: ModuleType, dense: Any, tokenizer: Any, calibration_ids: torch.Tensor
 ) -> None:

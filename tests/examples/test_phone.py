@@ -40,6 +40,7 @@ def right(wanted: Expected) -> Answers:
     return Answers(wanted.alone, wanted.alone, wanted.talk, known, wanted.logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_answers_of_small_models_tell_right_from_wrong(name: str) -> None:
     case, _, wanted = said(name)

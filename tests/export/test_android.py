@@ -135,6 +135,7 @@ def configure(source: Path, build: Path, *options: str) -> subprocess.CompletedP
     )
 
 
+@pytest.mark.slow
 def test_cmake_takes_the_targets_of_executorchs_own_build(tmp_path: Path) -> None:
     source = tmp_path / "executorch"
     assert f"expected a checkout of ExecuTorch v1.5.1, found '{source}'" in _words(

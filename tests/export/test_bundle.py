@@ -304,6 +304,7 @@ def test_one_changed_bit_of_any_file_is_refused_by_name(copied: Path) -> None:
         assert opened.generate([5, 6, 7], 3).sequences[0].ids == eager([5, 6, 7], 3)[1]
 
 
+@pytest.mark.slow
 def test_one_changed_bit_of_the_store_is_refused_or_never_read(module: Path, layer: pte.Layer, tmp_path: Path) -> None:
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(2))
     folder = Path(shutil.copytree(module, tmp_path / "bundle"))

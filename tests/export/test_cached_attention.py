@@ -159,6 +159,7 @@ def test_the_kernel_is_the_reference(loaded: Callable[..., Any], size: tuple[int
         position += tokens
 
 
+@pytest.mark.slow
 def test_what_the_kernel_refuses(loaded: Callable[..., Any]) -> None:
     size = (1, 4, 2, 3, 8)
     method = loaded(size, "float32", (0.4, 0, 0.0))
@@ -184,6 +185,7 @@ class Writes(nn.Module):
         return lanes, self.keys + 0, self.values + 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["float32", "float16"])
 @pytest.mark.parametrize("size", [(3, 4, 2, 1, 13), (1, 4, 4, 9, 40)], ids=str)
 def test_new_tokens_alone(size: tuple[int, ...], kv: str, tmp_path: Path) -> None:

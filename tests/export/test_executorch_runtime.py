@@ -140,6 +140,7 @@ def test_one_store_for_all_and_closed_with_the_last(runtime: Any, written: tuple
     assert (after["closes"], after["stores"]) == (before["closes"] + 1, [])
 
 
+@pytest.mark.slow
 def test_store_path_of_the_environment(written: tuple[Path, Store], tmp_path: Path) -> None:
     """In a process of its own: PI2_STORE is read where the program runs, and the .pte alone says a name only.
 
@@ -159,6 +160,7 @@ def test_store_path_of_the_environment(written: tuple[Path, Store], tmp_path: Pa
     assert 0 < int(done.stdout.split()[-1]) <= 4096
 
 
+@pytest.mark.slow
 def test_refusals_by_code_and_in_words(runtime: Any, tmp_path: Path) -> None:
     one = layer(HIDDEN, kind="signbit")
     store = Store(tmp_path / "model.pi2", [one])
@@ -250,6 +252,7 @@ def _rest(one: Layer, first: int) -> Layer:
     )
 
 
+@pytest.mark.slow
 def test_submitted_and_collected(runtime: Any, tmp_path: Path) -> None:
     """Both methods use queue 1; each has its own session, in each program."""
     store = Store(tmp_path / "model.pi2", [layer(HIDDEN, 300, n_hot=150, kind="lowrank", biased=True)])
@@ -271,6 +274,7 @@ def test_submitted_and_collected(runtime: Any, tmp_path: Path) -> None:
     assert about["submit_wait_ns"] > 0
 
 
+@pytest.mark.slow
 def test_what_comes_between_may_fail(runtime: Any, tmp_path: Path) -> None:
     """A call that fails after a submit: the next execution of the method starts afresh, and unloading does not hang."""
     layers = [layer(HIDDEN, 200, n_hot=100), layer(HIDDEN, 200, n_hot=100, seed=1)]

@@ -288,6 +288,7 @@ def test_architectures_compute_the_same_in_lanes(name: str) -> None:
     assert sum(target.startswith("pi2.delegate_ffn") for target in targets) == len(layers)
 
 
+@pytest.mark.slow
 def test_a_16_bit_model_computes_in_float32() -> None:
     """But for neurons and embeddings, which stay as they are: the numbers of the model with these weights."""
     model = exact(one_layer().bfloat16())

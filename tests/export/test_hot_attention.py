@@ -83,6 +83,7 @@ def played(lanes: Lanes) -> list[torch.Tensor]:
     return [*found, *read]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "kv"), [*((family, "float32") for family in FAMILIES), ("Llama", "float16")])
 def test_a_part_is_the_attention_that_it_stands_for(family: str, kv: str) -> None:
     lanes = lanes_of(drawn_model(family, **FAMILIES[family]), kv=kv)
@@ -92,6 +93,7 @@ def test_a_part_is_the_attention_that_it_stands_for(family: str, kv: str) -> Non
         torch.testing.assert_close(first, second, rtol=0, atol=off * float(first.abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Mistral", "OPT"])
 def test_a_part_with_open_sizes(family: str) -> None:
     """What an NPU's compiler is given: one program, quantised once, for every number of sequences and of tokens."""
@@ -248,6 +250,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         assert place_attention(falcon, lanes, methods, npu(None, kv), report={}, **arguments) == PlacedAttention()
 
 
+@pytest.mark.slow
 def test_the_memory_of_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     model = drawn_model("Llama")
     most: dict[str, Any] = {"calibration": (), "ffn_bytes": MOST_BYTES}

@@ -98,6 +98,7 @@ class Sizes(nn.Module):
         return torch.erf(x[: half + 1] * 2) * (half * 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "size"), [(Double, (3, 4)), (Sizes, (8, 4))], ids=["double", "sizes"])
 def test_modules(module: type[nn.Module], size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)

@@ -128,6 +128,7 @@ def test_a_program_of_which_nothing_would_be_ours(order: int, tmp_path: Path) ->
         to_edge(program, compile_config=CONFIG).to_backend(ours)
 
 
+@pytest.mark.slow
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="found a dense model"):
         Pi2Partitioner(dense(), tmp_path / "model.pi2")

@@ -268,6 +268,7 @@ def three_layers(fake_sdk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     return made
 
 
+@pytest.mark.slow
 def test_layers_are_dealt_out_and_come_back_in_order(three_layers: job.Job, tmp_path: Path) -> None:
     build, compiled = three_layers.run()
     assert (build, list(compiled)) == ("v2", ["layer0", "layer1", "layer2"])

@@ -39,6 +39,7 @@ def rows_of(
     return found, calibrated_rows(model, data, sites, linears, weights, found.__setitem__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_folder_and_memory_give_the_same_bytes_and_better_outputs(tmp_path: Path, name: str) -> None:
     dense = tiny(name)

@@ -217,6 +217,7 @@ def wide(hidden: int, neurons: int) -> tuple[FFNSite, Samples]:
     return FFNSite("ffn", 0, "relu", False, *refs, hidden, neurons, ""), Samples(x, pack_bits(fired), neurons)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hidden", "rank", "weights"), [(64, 32, "int4"), (16, 8, "int8")])
 def test_the_search_takes_the_format_that_reads_less(hidden: int, rank: int, weights: str) -> None:
     """A row of rank 8 takes 8 + 4 bytes in int8 and a whole group, 18, in int4; of rank 32 it takes 36 and 18."""
@@ -274,6 +275,7 @@ def test_padded_int4_predictors_decide_the_same() -> None:
 FIT = {"n_tokens": 800, "steps": 120, "max_rounds": 6, "seq_len": 24, "hot_frequency": 0.6}
 
 
+@pytest.mark.slow
 def test_fit_keeps_the_loss_within_tolerance_and_skips(sparse_model: tuple) -> None:
     model, sites, ids, stats = sparse_model
     got = fit(model, ids, sites, stats, FitSettings(tolerance=0.1, **FIT))

@@ -194,6 +194,7 @@ def test_a_mapped_model_is_the_loaded_one(name: str, tmp_path: Path, monkeypatch
     assert not any(module._forward_hooks for module in mapped.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen2Moe"])
 def test_experts_that_are_stored_one_by_one_are_put_together(name: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "m", build(name))

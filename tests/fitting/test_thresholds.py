@@ -196,6 +196,7 @@ def test_without_a_score_of_their_own_neurons_share_a_threshold() -> None:
     assert json.loads(plan.to_json())["version"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", ["output", "auto"])
 def test_the_budget_is_obeyed_and_used(score: str) -> None:
     dense, skipped = loss(tiny_models.tiny("llama")), []
@@ -326,6 +327,7 @@ def test_watching_counts_what_is_above_a_neurons_own_threshold(score: str) -> No
         torch_pi2.watch(model, thresholds={key: 0.5})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", ["output", "up"])
 def test_predictors_are_fitted_to_what_the_score_says(score: str) -> None:
     model = tiny_models.tiny("llama")

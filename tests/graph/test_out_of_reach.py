@@ -165,6 +165,7 @@ CLAMPED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ODD)
 @torch.no_grad()
 def test_eager(name: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -120,9 +121,39 @@ def answers(model: Any, compiled: bool) -> dict[str, torch.Tensor]:
     return found | {"steps": torch.cat(steps)}
 
 
+def result_of_one(store: Path, expression: str, where: str = "") -> Any:
+    """``expression`` of the ``model`` in ``store``, in a process as those of :func:`together` are.
+
+    Float products of PyTorch have had other last bits in a process that had run thousands of tests.
+    """
+    script = f"""
+import sys
+sys.path.insert(0, {where!r})
+import torch, torch_pi2
+import sharding
+model = torch_pi2.load({str(store)!r}, budget="1GiB")
+{"import test_coordinator" if where else ""}
+torch.save({expression}, OUT)
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        out, said = Path(folder) / "out.pt", str(Path(folder) / "said")
+        copies = multiprocessing.get_context("forkserver")
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OMP_NUM_THREADS", "1")
+            copies.set_forkserver_preload(_IMPORTED)
+            process = copies.Process(
+                target=_run, args=(script.replace("OUT", repr(str(out))), ["script"], said, environment)
+            )
+            process.start()
+        process.join(300)
+        assert process.exitcode == 0, Path(f"{said}.err").read_text()
+        return torch.load(out)
+
+
 def answers_of_one(store: Path, compiled: bool = False) -> dict[str, torch.Tensor]:
     """The answers of a store on one machine."""
-    return answers(torch_pi2.load(store, budget="1GiB"), compiled)
+    return result_of_one(store, f"sharding.answers(model, {compiled})")
 
 
 def check_answers(out: Path, ranks: int, wanted: dict[str, torch.Tensor], same: Collection[str]) -> None:

@@ -91,6 +91,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_tokens_of_load(root: Path, tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture) -> None:
     folder, settings = root / case.partition(",")[0], CASES[case]
@@ -467,6 +468,7 @@ def test_modelling_code_of_its_own(tmp_path: Path) -> None:
     assert tokens(opened(tmp_path / "out", trust_remote_code=True)) == tokens(wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("neurons", ["auto", "all"])
 def test_an_imported_gguf_file(tmp_path: Path, neurons: str) -> None:
     """Formats of its own, a quantised embedding, neurons of two formats: the tokens of torch_pi2.load, saved again."""

@@ -89,6 +89,7 @@ def optimised(model: nn.Module, **settings: Any) -> nn.Module:
     return torch_pi2.optimize(copy.deepcopy(model), **({"method": "exact"} | settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_they_compute_what_transformers_does_and_come_back(models: dict[str, nn.Module], name: str) -> None:
     model = models[name]
@@ -171,6 +172,7 @@ def test_arguments_by_the_names_of_the_original(models: dict[str, nn.Module]) ->
         assert off(found, original(x_TH, index_TK, routing_TK)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt-oss", "llama 4"])
 def test_compiled_and_exported(models: dict[str, nn.Module], name: str) -> None:
     sparse = optimised(models[name])

@@ -98,6 +98,7 @@ def test_unknown_forms_are_refused_by_name(tmp_path: Path) -> None:
         check_known_experts("quantize", model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["another parameter", "no activation we know"])
 def test_what_only_looks_alike_stays_as_it_is(change: str, caplog: pytest.LogCaptureFixture) -> None:
     model = build("Qwen2Moe")
@@ -254,6 +255,7 @@ def test_a_checkpoint_on_disk_becomes_the_same(quantised: tuple[nn.Module, Path]
     assert found.torch_pi2.plan.model_hash == model.torch_pi2.plan.model_hash
 
 
+@pytest.mark.slow
 def test_checkpoints_have_experts_one_by_one_or_stacked(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

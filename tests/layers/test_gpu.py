@@ -73,6 +73,7 @@ def test_the_exact_gate_gives_the_dense_models_logits(name: str) -> None:
         assert len(kinds) == 2 * layers
 
 
+@pytest.mark.slow
 def test_predicted_and_quantised_layers_compute_what_they_do_on_the_cpu() -> None:
     ids = torch.randint(0, 64, (12, 32), generator=torch.Generator().manual_seed(0))
     for method, weights in (("signbit", "float"), ("lowrank", "float"), ("lowrank", "int4")):
@@ -100,6 +101,7 @@ def test_quantised_layers_of_hot_neurons_are_dequantised_for_many_tokens_only(mo
             assert len(kinds) == len(layers) * listed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["bfloat16", "float16", "float32", "int4", "int8"])
 @pytest.mark.parametrize("rows", [2, 3])
 def test_from_how_many_tokens_on_neurons_are_all_computed(rows: int, weights: str) -> None:
@@ -143,6 +145,7 @@ def test_linear_layers_of_several_steps_have_the_bits_of_each(weights: str, monk
             assert torch.equal(layer(x_TK), each)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method", "weights"),
     [("Mixtral", "exact", "float"), ("Mixtral", "threshold", "int4"), ("Olmoe", "signbit", "int8")],

@@ -167,6 +167,7 @@ def test_linear_refuses() -> None:
 # --- a whole model ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

@@ -181,6 +181,7 @@ def test_too_little_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 # --- the whole ---
 
 
+@pytest.mark.slow
 def test_a_quick_look_has_everything(looked: tuple[Hardware, Path]) -> None:
     hardware, folder = looked
     assert list(folder.iterdir()) == []

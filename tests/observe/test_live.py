@@ -29,6 +29,7 @@ def stepped(model: nn.Module, each: Any = lambda: None) -> None:
         decoder.step(next_11)
 
 
+@pytest.mark.slow
 def test_what_fired_is_what_was_used() -> None:
     model = torch_pi2.optimize(dense(), method="exact")
     firing = Firing(model)
@@ -74,6 +75,7 @@ def test_hot_and_cold_ones_are_told_apart() -> None:
     assert any(layer.n_hot for layer in sparse_layers(model))
 
 
+@pytest.mark.slow
 def test_experts_of_a_layer_are_one() -> None:
     model = torch_pi2.optimize(tiny_experts.build("Mixtral"), method="exact")
     firing = Firing(model)

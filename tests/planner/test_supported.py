@@ -97,6 +97,7 @@ def test_odd_configurations(tmp_path: Path, config: str, message: str) -> None:
             ask(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["gptq", "torchao", "hqq", "torch_pi2"])
 def test_weights_that_others_have_quantised(tmp_path: Path, method: str) -> None:
     checkpoint(tmp_path)

@@ -79,12 +79,14 @@ def variables() -> set[str]:
     return found.union(*map(read_by_python, files(".py")), *map(read_by_cpp, files(".cc", ".h", ".cpp")))
 
 
+@pytest.mark.slow
 def test_every_variable_that_the_code_reads_is_described() -> None:
     found = variables()
     assert len(found) >= 8
     assert not [name for name in found if f"`{name}`" not in ENVIRONMENT]
 
 
+@pytest.mark.slow
 def test_every_variable_that_is_said_to_be_read_is() -> None:
     section = ENVIRONMENT.split("## Variables that it reads")[1].split("\n## ")[0]
     assert set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE)) <= variables()

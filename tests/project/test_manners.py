@@ -49,6 +49,7 @@ def _probe(imported: str) -> tuple[dict, str, str]:
     return json.loads(probe), out, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("imported", ["torch_pi2", "torch_pi2.cli"])
 def test_import_has_no_side_effects(imported: str) -> None:
     probe, out, err = _probe(imported)
@@ -59,6 +60,7 @@ def test_import_has_no_side_effects(imported: str) -> None:
     assert heavy == []
 
 
+@pytest.mark.slow
 def test_the_probe_itself_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rude.py").write_text(
         "import os, socket, torch\n"
@@ -90,6 +92,7 @@ def test_public_names_are_functions_even_after_their_rooms_are_imported() -> Non
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_torch_is_imported_with_the_first_name_that_needs_it() -> None:
     code = (
         "import sys, torch_pi2, torch_pi2.cli\n"

@@ -41,6 +41,7 @@ def test_sites(name):
         assert (site.hidden, site.intermediate) == (HIDDEN, INTERMEDIATE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @torch.no_grad()
 def test_equal_to_dense(name, tmp_path):

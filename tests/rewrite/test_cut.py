@@ -61,6 +61,7 @@ def exact(model, **settings):
     return torch_pi2.optimize(model, TEXT, method="exact", batch_size=4, seq_len=16, calibration_tokens=128, **settings)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_gemma3n_is_exact_and_comes_back() -> None:
     dense = gemma3n()

@@ -256,6 +256,7 @@ def test_a_forward_put_on_a_module_is_not_dropped() -> None:
         rewrite(model, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [0, 1, 2])
 @torch.no_grad()
 def test_the_compile_backend(where: int) -> None:

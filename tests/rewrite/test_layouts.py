@@ -75,6 +75,7 @@ def test_compiled_and_exported(models: dict[str, nn.Module], name: str) -> None:
         assert torch.equal(program.module()(input_ids=IDS, use_cache=False).logits, wanted)
 
 
+@pytest.mark.slow
 def test_the_backend_takes_transposed_weights(models: dict[str, nn.Module]) -> None:
     model = copy.deepcopy(models["gpt2-relu"])
     with torch.no_grad():
@@ -150,6 +151,7 @@ def test_bare_parameters(caplog: pytest.LogCaptureFixture) -> None:
         torch_pi2.optimize(nn.Sequential(Bare(True)).eval(), [(X_BTH,)], method="exact")
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_multiplier_of_the_result() -> None:
     class Scaled(nn.Module):

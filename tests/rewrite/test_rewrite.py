@@ -541,6 +541,7 @@ BETWEEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", BETWEEN)
 def test_lazy_changes_in_place_are_not_lost(name, mode):

@@ -127,6 +127,7 @@ def is_an_answer(answer: httpx.Response) -> None:
         assert answer.json()["choices"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", list(FIELDS))
 def test_any_body_is_answered_or_refused(server: Server, path: str) -> None:
     with httpx.Client(base_url=server.url, timeout=60, headers=JSON) as http:

@@ -109,6 +109,7 @@ def test_chats(client: openai.OpenAI, alone: Any) -> None:
     assert found == wanted[: wanted.find(wanted[12:16])]
 
 
+@pytest.mark.slow
 def test_concurrent_requests_have_the_text_of_each_alone(client: openai.OpenAI, alone: Any) -> None:
     wanted = {(prompt, tokens): alone(prompt, tokens) for prompt in PROMPTS for tokens in (5, 30, 61)}
 
@@ -450,6 +451,7 @@ def test_a_model_that_fails_fails_the_request_alone(server: Server, client: open
     assert client.completions.create(**asked).choices[0].text == alone(PROMPTS[0], 6)
 
 
+@pytest.mark.slow
 def test_penalties_and_echo(client: openai.OpenAI, tokenizer: Any, alone: Any) -> None:
     asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
     token = tokenizer("z")["input_ids"][0]

@@ -152,6 +152,7 @@ def streamed(chunks: Any) -> tuple[str, list[dict[str, Any]], str]:
     return text, calls, finish
 
 
+@pytest.mark.slow
 def test_a_model_calls_and_takes_the_result(ask: Any, name: str) -> None:
     (choice,) = ask().choices
     assert choice.finish_reason == "tool_calls"
@@ -213,6 +214,7 @@ def test_choices_of_tools(ask: Any) -> None:
 PARAMETERS = WEATHER["function"]["parameters"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
 def test_calls_that_are_needed_have_the_arguments_of_the_schema(ask: Any, strict: bool) -> None:
     """However unlikely: sampled at the highest temperature."""

@@ -194,6 +194,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_memory_of_what_is_refused(sound: Path, tmp_path: Path, bomb: str) -> None:
     text = BOMBS[bomb]
@@ -208,6 +209,7 @@ def test_memory_of_what_is_refused(sound: Path, tmp_path: Path, bomb: str) -> No
         assert isinstance(refused("store", path), ArtifactError)
 
 
+@pytest.mark.slow
 def test_a_large_plan_is_not_refused_for_its_size() -> None:
     """As many experts as the largest models have."""
     site = {

@@ -135,6 +135,7 @@ def writers(base: Path) -> dict[str, Callable[[Path], object]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [4096, 65536])
 def test_a_full_disk(writers: dict[str, Callable[[Path], object]], tmp_path: Path, room: int) -> None:
     """Refused by name with nothing left, or written whole."""

@@ -768,6 +768,7 @@ def test_a_file_that_shrinks_or_is_replaced_while_open(toys: Path, tmp_path: Pat
             store.verify()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["order", "layers", "hash"])
 def test_plans_that_were_made_anew_are_refused(tmp_path: Path, change: str) -> None:
     tiny("llama-relu").save_pretrained(tmp_path / "float")

@@ -51,6 +51,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_the_result_is_an_ordinary_checkpoint_with_zeros(dense: Path, done: tuple[Path, SparsifyReport]) -> None:
     out, report = done
     model = AutoModelForCausalLM.from_pretrained(out)

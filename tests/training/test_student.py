@@ -37,6 +37,7 @@ def test_relu_by_the_name_in_its_configuration(name: str) -> None:
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "llama-bias", "qwen3"])
 def test_drelu_by_code_that_is_written(name: str) -> None:
     dense = tiny(name)

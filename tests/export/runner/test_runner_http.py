@@ -183,6 +183,7 @@ def test_many_clients_at_once_have_the_text_of_each_alone(ask: openai.OpenAI, ta
                 assert found == wanted[case], case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

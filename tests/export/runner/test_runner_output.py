@@ -131,6 +131,7 @@ def test_ctrl_c_ends_it_and_leaves_no_half_files(predicted: Path, tmp_path: Path
     assert -one in ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
 def test_one_writes_at_a_time_and_what_was_killed_leaves_nothing(predicted: Path, tmp_path: Path, option: str) -> None:
     """Under the names, and with the lock, that writers in Python have."""
