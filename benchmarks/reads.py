@@ -24,7 +24,7 @@ from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.find import find_sites
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.layers.of_model import called_modules, sparse_layers
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.machine.device import Device, find_device
 from torch_pi2.ops import load as load_library
@@ -239,8 +239,9 @@ def _seen(model: Any, layers: Sequence[SparseFFN], ids_NT: torch.Tensor) -> list
             hot_TH = torch.ones(len(cold_TC), layer.n_hot, dtype=torch.bool)
             wanted[layer.site.key].append(torch.cat([hot_TH, cold_TC], 1))
 
-        return layer.register_forward_pre_hook(hook)
+        return called[layer].register_forward_pre_hook(hook)
 
+    called = called_modules(model)
     hooks = [keep(layer) for layer in layers]
     with evaluating(model), torch.no_grad(), sparse_only():
         for some in ids_NT.split(_BATCH):

@@ -148,8 +148,8 @@ def use(model, tokens):
     for _ in range(32):
         token = decoder.step(token)
 
-tiny, folder, attention = sys.argv[4:]
-group = torch_pi2.GroupConfig(attention=attention)
+tiny, folder = sys.argv[4:]
+group = torch_pi2.GroupConfig()
 use(torch_pi2.load(tiny, budget="1GiB", group=group), 40)  # libraries are there after this
 budget = torch_pi2.stats(torch_pi2.load(folder, group=group))["budget"].smallest
 gc.collect()
@@ -163,13 +163,11 @@ print(budget, machine.peak_rss_bytes() - base)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("by", "attention"), [("neurons", "whole"), ("neurons", "heads"), ("layers", "whole")])
-def test_each_of_several_processes_keeps_to_its_budget(
-    stores: dict[str, Path], tmp_path: Path, by: str, attention: str
-) -> None:
+@pytest.mark.parametrize("by", ["neurons", "layers"])
+def test_each_of_several_processes_keeps_to_its_budget(stores: dict[str, Path], tmp_path: Path, by: str) -> None:
     for name in ("tiny", "int4"):
         torch_pi2.pack(stores[name], tmp_path / name, ranks=2, by=by)
-    for said in together(tmp_path / "out", _TOGETHER, 2, tmp_path / "tiny", tmp_path / "int4", attention):
+    for said in together(tmp_path / "out", _TOGETHER, 2, tmp_path / "tiny", tmp_path / "int4"):
         budget, peak = map(int, said.split())
         assert budget / 4 < peak <= budget + _MARGIN
 

@@ -110,7 +110,7 @@ def test_two_processes_profile_what_one_does(tmp_path: Path) -> None:
             said = (tmp_path / "two" / f"{name}-{rank}.txt").read_text()
             assert f"{what} of 2 processes that share work: expected the same in each" in said
             assert "found others in process 1 than in process 0" in said
-            assert "none of it dealt out (DistributedSampler) or shuffled" in said
+            assert "none of it divided (DistributedSampler) or shuffled" in said
     for rank in range(2):  # in a batch that one of them reads
         assert "(the model's vocabulary), found 99 to 99" in (tmp_path / "two" / f"ids-{rank}.txt").read_text()
 
