@@ -31,7 +31,7 @@ from torch_pi2.base.files import atomic_write
 from torch_pi2.base.progress import lines
 from torch_pi2.cli import doctor, verdict
 from torch_pi2.cli.common import percent, size, stdlib_sample, table
-from torch_pi2.cli.logs import said
+from torch_pi2.cli.logs import configured
 from torch_pi2.eval import bits_per_byte, ffn_modules, time_decode_many, work
 from torch_pi2.eval.verdict import judge
 from torch_pi2.types.config import Config
@@ -246,7 +246,7 @@ def main() -> None:
     if not MODEL.joinpath("config.json").is_file():
         sys.exit(f"no trained model in {MODEL}: make one with examples/train_lm.py")
     try:
-        with said(), lines("demo"):
+        with configured(), lines("demo"):
             run(args)
     except torch_pi2.Pi2Error as error:
         sys.exit(f"demo: {error}")
