@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import BENCHMARKS
 from torch_pi2.base.files import atomic_write
 from torch_pi2.cli import common
 from torch_pi2.errors import ArtifactError
@@ -135,8 +136,6 @@ def _machines(results: Mapping[str, Result]) -> list[str]:
 
 def read(folder: str | Path) -> dict[str, dict[str, Any]]:
     """Results by name. Raises ArtifactError: a file is not a result of a benchmark that has tables."""
-    from benchmarks.__main__ import BENCHMARKS
-
     found = {}
     for path in sorted(Path(folder).glob("*.json")):
         if path.stem.startswith("qnn-"):  # of benchmarks.qnn and its like, which have no tables
@@ -163,8 +162,6 @@ def _not_a_result(path: Path, found: str) -> ArtifactError:
 
 def write(folder: str | Path) -> Path:
     """Read ``folder/*.json`` and write ``folder/README.md``; returns its path. Raises: see :func:`read`."""
-    from benchmarks.__main__ import BENCHMARKS
-
     modules = {name: importlib.import_module(f"benchmarks.{name.replace('-', '_')}") for name in BENCHMARKS}
     target = Path(folder) / "README.md"
     atomic_write(target, page(read(folder), modules))
