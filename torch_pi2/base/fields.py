@@ -175,12 +175,6 @@ class Field:
             self.wrong(f"a number, {_range(Limits(least, most, above, below), self.value)}")
         return float(self.value)
 
-    def path_name(self) -> Path:
-        """The name of a file or folder, which need not exist."""
-        if not isinstance(self.value, str | os.PathLike) or not str(self.value) or "\0" in str(self.value):
-            self.wrong("the name of a file or folder")
-        return Path(self.value)
-
     def take(self, hint: Any, limits: Limits = _NO_LIMITS) -> Any:
         """The value as the annotation ``hint`` says: JSON's objects become dataclasses, its lists tuples."""
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)

@@ -48,11 +48,6 @@ class Matmul:
     bias: torch.Tensor | None
     members: tuple[Member, ...]
 
-    @property
-    def covered(self) -> bool:
-        """Every output row belongs to some member."""
-        return sum(m.stop - m.start for m in self.members) == self.stop - self.start
-
 
 def _operands(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, torch.Tensor, Any] | None:
     """``(x, weight as [out, in], bias)`` of a matmul operation, or None if ``func`` is not one."""
