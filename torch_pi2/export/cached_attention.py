@@ -7,6 +7,7 @@ they are kernels (csrc/bindings/executorch/cached_attention.cc); here are their 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,14 +25,11 @@ _ARGUMENTS = (
     "float scale, int window, float softcap, Tensor? sinks=None"
 )
 _WRITE_ARGUMENTS = "Tensor key, Tensor value, Tensor rows, Tensor(a!) keys, Tensor(b!) values"
-_library: torch.library.Library | None = None
 
 
-def define() -> None:
+@functools.cache
+def define() -> torch.library.Library:
     """Make the operators known to torch. A second call does nothing."""
-    global _library
-    if _library is not None:
-        return
     load()
     library = torch.library.Library("pi2", "FRAGMENT")
     for function, arguments, fake in (
@@ -44,7 +42,7 @@ def define() -> None:
         library.impl(name, function, "CompositeExplicitAutograd")
         library.impl(f"{name}.out", _out_of(function), "CompositeExplicitAutograd")
         torch.library.register_fake(f"pi2::{name}", fake, lib=library)
-    _library = library
+    return library
 
 
 def cached_attention(

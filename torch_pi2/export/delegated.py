@@ -18,6 +18,7 @@ import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,7 +41,6 @@ ROLES = {"pi2.delegate_ffn": 0, "pi2.delegate_submit": 1, "pi2.delegate_collect"
 _models: dict[str, Sequence[SparseLayer]] = {}
 _submitted: dict[tuple[str, int, int], torch.Tensor] = {}
 _numbers = itertools.count()
-_library: torch.library.Library | None = None
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
@@ -58,11 +58,9 @@ def registered(layers: Sequence[SparseLayer]) -> Iterator[str]:
         del _models[name]
 
 
-def define() -> None:
+@cache
+def define() -> torch.library.Library:
     """Register the operators with torch. A second call does nothing."""
-    global _library
-    if _library is not None:
-        return
     load()
     library = torch.library.Library("pi2", "FRAGMENT")
     ops = {
@@ -75,7 +73,7 @@ def define() -> None:
         library.define(f"{name}({arguments}) -> Tensor")
         library.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"pi2::{name}", _like_first, lib=library)
-    _library = library
+    return library
 
 
 def _like_first(x: torch.Tensor, *_: Any) -> torch.Tensor:
