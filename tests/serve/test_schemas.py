@@ -107,7 +107,7 @@ def answers_are_valid(client: openai.OpenAI, count: int, seed: int) -> None:
             found = json.loads(choice.message.content)
             jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(found)
             kinds.add(type(found))
-    assert len(kinds) >= 3
+    assert len(kinds) > 3
 
 
 #: What llguidance's native code ends the process for, or follows to something else, and what is said.
@@ -150,4 +150,4 @@ def test_schemas_are_changed_where_numbers_bound_and_nowhere_else() -> None:
 
 
 def test_answers_of_schemas(client: openai.OpenAI) -> None:
-    answers_are_valid(client, 20, seed=1)
+    answers_are_valid(client, 40, seed=1)
