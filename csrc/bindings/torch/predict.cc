@@ -88,14 +88,14 @@ SignbitArgs signbit_args(const Tensor& x, const Tensor& signs, int64_t columns, 
   STD_TORCH_CHECK(columns > 0, "pi2: columns: expected 1 or more, found ", columns, ". It is the layer's hidden size.");
   check_hidden(x, columns);
   check_plain(signs, "signs");
-  const char* pack = " Pack them with torch_pi2.predict.pack_signs.";
+  const char* pack = " Pack them with torch_pi2.predict.signbit.pack_signs.";
   STD_TORCH_CHECK(signs.scalar_type() == ScalarType::Byte, "pi2: dtype of signs: expected uint8, found another.", pack);
   STD_TORCH_CHECK(signs.dim() == 2 && signs.size(1) == sign_bytes(columns), "pi2: shape of signs: expected [neurons, ",
                   sign_bytes(columns), "] for hidden size ", columns, ", found ", shape_of(signs), ".", pack);
   STD_TORCH_CHECK(signs.is_contiguous(),
                   "pi2: layout of signs: expected contiguous, found strided. Call .contiguous().");
   STD_TORCH_CHECK(margin >= 0 && std::isfinite(margin), "pi2: margin: expected a finite number of at least 0, found ",
-                  margin, ". Calibrate it with torch_pi2.predict.SignBit.calibrate.");
+                  margin, ". Calibrate it with torch_pi2.fitting.train.calibrate_signbit.");
   SignbitArgs args;
   args.columns = columns;
   args.signs = signs.const_data_ptr();
