@@ -271,7 +271,8 @@ long check_threads(std::mt19937& rng) {
     std::string problem;
     std::unique_ptr<Offload> offload = Offload::open(store.path, options, &problem);
     PI2_CHECK(
-        (offload != nullptr) == (k > 1) && (problem == "engine: pread is not available here: no thread could be started for reading") == (k == 1),
+        (offload != nullptr) == (k > 1) &&
+            (problem == "engine: pread is not available here: no thread could be started for reading") == (k == 1),
         "%ld: '%s'", k, problem.c_str());
     threads.count = 0;
     if (offload == nullptr) offload = opened(store, options);

@@ -229,8 +229,7 @@ Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTens
   if (parts != 0) {
     const int64_t most = std::min(kGemmTokens, kStreamFrom) - 1, chunks = args.chunks();
     STD_TORCH_CHECK(parts == chunks && first == 0, "pi2: parts: expected 0 or ", chunks,
-                    ", the chunks of the whole layer, found ", parts,
-                    ". See torch_pi2.ops.reference.stored_ffn.");
+                    ", the chunks of the whole layer, found ", parts, ". See torch_pi2.ops.reference.stored_ffn.");
     STD_TORCH_CHECK(args.tokens <= most, "pi2: x: expected at most ", most, " tokens where parts are asked for, found ",
                     args.tokens, ". Ask for the sum.");
   }
