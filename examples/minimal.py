@@ -317,7 +317,8 @@ class SparseFFN(nn.Module):
         counters = self.counters
         counters.computed += len(self.hot_gate_KH) + hits + misses
         counters.possible += self.neurons
-        counters.hits, counters.misses = counters.hits + hits, counters.misses + misses
+        counters.hits += hits
+        counters.misses += misses
         counters.bytes_read += misses * (self.store.slot_bytes * (2 if self.predictor is None else 3) // 3)
 
     def bytes_in_memory(self) -> int:
@@ -334,19 +335,18 @@ def sparsify(
     cache_share: float = 0.3,
     predictor: str = "exact",
     rank: int = 64,
-    recall: float = 0.99,
-    threads: int = 4,
 ) -> Counters:
     """Steps 1 to 7: replaces the FFNs of ``model``; their weights are then in the store alone."""
     sites = find_ffns(model)
     if not sites:
         raise ValueError("expected FFNs that compute down(relu(gate(x)) * up(x)), found none in this model")
-    seen, store = profile(model, sites, ids_BT), NeuronStore.write(store_path, sites)
-    counters, readers = Counters(), ThreadPoolExecutor(threads, thread_name_prefix="neuron-reader")
+    seen = profile(model, sites, ids_BT)
+    store = NeuronStore.write(store_path, sites)
+    counters, readers = Counters(), ThreadPoolExecutor(4, thread_name_prefix="neuron-reader")
     for layer, (site, shown) in enumerate(zip(sites, seen)):
         neurons = len(shown.frequency_I)
         hot_K = shown.frequency_I.topk(int(hot_share * neurons)).indices.sort().values
-        fitted = LowRankPredictor.fit(site, shown, rank, recall) if predictor == "low-rank" else None
+        fitted = LowRankPredictor.fit(site, shown, rank, recall=0.99) if predictor == "low-rank" else None
         sparse = SparseFFN(site, layer, hot_K, store, int(cache_share * neurons), readers, fitted, counters)
         parent, _, child = site.name.rpartition(".")
         setattr(model.get_submodule(parent), child, sparse)
