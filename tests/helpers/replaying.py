@@ -22,13 +22,13 @@ CLOSED = r"model\.pi2: expected an open store, found a store that has been close
 
 
 @cache
-def get_state(folder: Path, policy: str) -> Budget:
+def _budget(folder: Path, policy: str) -> Budget:
     return torch_pi2.stats(torch_pi2.load(folder, budget="1GiB", offload=OffloadConfig(policy=policy)))["budget"]
 
 
 def loaded(folder: Path, share: float, **config: Any) -> nn.Module:
     """With a cache for ``share`` of the neurons."""
-    parts = get_state(folder, config.get("policy", "lru"))
+    parts = _budget(folder, config.get("policy", "lru"))
     budget = parts.smallest + parts.in_slots(int(share * parts.neurons))
     return torch_pi2.load(folder, budget=budget, offload=OffloadConfig(**config))
 

@@ -89,7 +89,7 @@ def same_tokens(found: Any, wanted: torch.Tensor) -> bool:
 
 
 class BranchCoverage(TorchFunctionMode):
-    """``with reach: code()``, several times; then :meth:`missed` says what none of the runs reached.
+    """``with coverage: code()``, several times; then :meth:`missed` says what none of the runs reached.
 
     Attributes:
         constants: the finite numbers, zero excepted, that were compared with.

@@ -63,7 +63,7 @@ def rounded(v: torch.Tensor) -> torch.Tensor:
     return rounded_activations(v).contiguous()
 
 
-def get_state(tokens: int) -> Iterator[slice]:
+def token_slices(tokens: int) -> Iterator[slice]:
     """Tokens that are computed together."""
     for first in range(0, tokens, MOST_TOKENS):
         yield slice(first, min(first + MOST_TOKENS, tokens))
@@ -200,7 +200,7 @@ def _layer(call: SimpleNamespace, active: torch.Tensor | None) -> torch.Tensor:
         return y
     y_TH, x_TH = y.view(-1, x.shape[-1]), x.reshape(-1, x.shape[-1]).contiguous()
     active_TC = None if active is None else active.reshape(len(x_TH), -1)
-    for part in get_state(len(x_TH)):
+    for part in token_slices(len(x_TH)):
         compute(y_TH[part], x_TH[part], call, None if active_TC is None else active_TC[part])
     return y
 
@@ -233,7 +233,7 @@ def gathered_experts(
     call = SimpleNamespace(**locals(), cut=cuts, threshold=thresholds, n_hot=0)
     call.bias_gate = call.bias_up = call.bias_down = None
     y = x.new_zeros(x.shape)
-    for part in get_state(len(x) if index.numel() else 0):
+    for part in token_slices(len(x) if index.numel() else 0):
         routed = Routed(index[part].contiguous(), routing[part].contiguous())
         compute(y[part], x[part].contiguous(), call, routed=routed)
     return y
