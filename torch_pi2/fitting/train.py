@@ -134,10 +134,7 @@ def calibrate(
     Raises:
         ConfigError: target_recall outside (0, 1]. CalibrationError: no held-back tokens.
     """
-    if not 0 < target_recall <= 1:
-        raise ConfigError(
-            "target_recall", expected="more than 0, at most 1", found=str(target_recall), fix="0.95 is a good start."
-        )
+    _check_target(target_recall)
     index = torch.arange(held_back.intermediate) if neurons is None else neurons.long()
     score_NC, fired_NC = _scores(predictor, held_back)[:, index], held_back.fired()[:, index]
     hit = score_NC[fired_NC]
@@ -171,17 +168,8 @@ def calibrate_signbit(
     Raises:
         ConfigError: target_recall outside (0, 1]. CalibrationError: no held-back tokens.
     """
-    if not 0 < target_recall <= 1:
-        raise ConfigError(
-            "target_recall",
-            expected="more than 0, at most 1",
-            found=str(target_recall),
-            fix="0.95 is a good start.",
-        )
-    if not len(held_back):
-        raise CalibrationError(
-            "held-back samples", expected="at least one token", found="none", fix="Collect more tokens."
-        )
+    _check_target(target_recall)
+    _check_held_back(held_back)
     index = torch.arange(held_back.intermediate) if neurons is None else neurons.long()
     # A histogram over 0..H instead of all scores: exact, and small for any number of tokens.
     count_H = torch.zeros(predictor.hidden + 1, dtype=torch.int64)
@@ -239,11 +227,22 @@ def measure(
     )
 
 
-def _scores(predictor: Predictor, samples: Samples) -> torch.Tensor:
+def _check_target(target_recall: float) -> None:
+    if not 0 < target_recall <= 1:
+        raise ConfigError(
+            "target_recall", expected="more than 0, at most 1", found=str(target_recall), fix="0.95 is a good start."
+        )
+
+
+def _check_held_back(samples: Samples) -> None:
     if not len(samples):
         raise CalibrationError(
             "held-back samples", expected="at least one token", found="none", fix="Collect more tokens."
         )
+
+
+def _scores(predictor: Predictor, samples: Samples) -> torch.Tensor:
+    _check_held_back(samples)
     with torch.no_grad():
         return torch.cat([predictor.scores(x) for x in samples.x_NH.split(1024)])
 
