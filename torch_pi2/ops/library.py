@@ -16,7 +16,7 @@ Operators, all under ``torch.ops.pi2``:
 * ``device_times``: when a described storage device would have finished reads, see :mod:`torch_pi2.machine.device`.
 * ``crc32c(rows) -> int64 [n]``: of each row of uint8 ``[n, bytes]``.
 * ``plain_read(neuron_rows, index?) -> int``: reads memory and does nothing with it (benchmark roofline).
-* ``advise_huge_pages(tensor) -> bool``: for weights not yet written, see :mod:`torch_pi2.base.memory`.
+* ``advise_huge_pages(tensor) -> bool``: asks for huge pages for memory that is not yet written.
 * ``give_back(tensor) -> int``: the whole pages inside a contiguous tensor go back to the system, and are zeros when
   they are next touched; bytes, 0 if the memory is shared or of a file. For what is not needed any more.
 * ``timings(reset) -> int64 [n, 5]``: kind (0 linear, 1 predictor, 2 ffn), rows, columns, calls, nanoseconds of wall
@@ -25,7 +25,7 @@ Operators, all under ``torch.ops.pi2``:
   :mod:`torch_pi2.observe.trace`, which uses them.
 * ``firing_start``, ``firing_start_stored``, ``firing_read``, ``firing_tokens``, ``firing_stop``: what fires, by the
   number of a watch; see :mod:`torch_pi2.observe.watch`.
-* ``constants() -> str``, ``chunk_neurons(neurons) -> int``: see :mod:`torch_pi2.ops.constants`.
+* ``constants() -> str``, ``lists() -> str``, ``chunk_neurons(neurons) -> int``: see :mod:`torch_pi2.ops.constants`.
 * ``counters(reset) -> int64 [7]``, ``kernel_tables() -> str``, ``select_kernels(isa) -> bool``.
 """
 

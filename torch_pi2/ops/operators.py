@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,9 +51,14 @@ def fake_of(reference: Reference, out: bool = False) -> Callable[[Fake], Fake]:
 
 def arguments_of(reference: Callable[..., Any], args: tuple[Any, ...]) -> SimpleNamespace:
     """The arguments of an operator's call by name. PyTorch omits trailing defaults; they are filled in."""
-    bound = inspect.signature(reference).bind(*args)
-    bound.apply_defaults()
-    return SimpleNamespace(**bound.arguments)
+    defaults = _defaults(reference)
+    return SimpleNamespace(**defaults | dict(zip(defaults, args)))
+
+
+@cache
+def _defaults(reference: Callable[..., Any]) -> dict[str, Any]:
+    """Every parameter, in order, with its default: read once, as a GPU's operators ask for it in each call."""
+    return {name: parameter.default for name, parameter in inspect.signature(reference).parameters.items()}
 
 
 def check_hidden(x: torch.Tensor, hidden: int, whose: str = "layer") -> None:
