@@ -48,11 +48,7 @@ _TAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "fit": ("model", "a checkpoint with float weights", _FLOAT),
     "optimize": ("model", "a checkpoint with float weights", _FLOAT),
     "quantize": ("source", "a checkpoint with float weights", _FLOAT),
-    "pack": (
-        "source",
-        "a checkpoint, or a model of optimize, quantize or pack",
-        (*_FLOAT, "quantised", "store", "shards"),
-    ),
+    "pack": ("source", "a checkpoint, or a model of optimize, quantize or pack", (*_FLOAT, *_PACKED)),
     "plan": ("model", "a checkpoint, or a model of optimize, quantize or pack", ("checkpoint", *_OPTIMISED)),
     "export": ("model", "a checkpoint, or a model of optimize, quantize or pack", ("checkpoint", *_OPTIMISED)),
     "run": ("bundle", "a bundle: a folder with manifest.json", ("bundle",)),

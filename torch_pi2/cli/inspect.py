@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from torch_pi2.types.plan import Plan
     from torch_pi2.types.stats import ActivationStats
 
-#: Tokens whose keys and values have room in the budgets that are shown: the default of ``torch_pi2.load``.
-_CONTEXT = 1024
 #: A mixture has thousands of experts: a table has one line for those of a block.
 _EXPERT = re.compile(r"(.*experts)\.\d+")
 #: Fields of which it has the sum.
@@ -189,6 +187,7 @@ def _budget(folder: Path, store: Path, plan: Plan, predictors: Mapping[str, Any]
     import torch
 
     from torch_pi2.checkpoint.offloaded import own_predictors
+    from torch_pi2.checkpoint.settings import DEFAULT_CONTEXT
     from torch_pi2.decode.budget import divide_budget
     from torch_pi2.rewrite.skeleton import model_config
     from torch_pi2.store.storefile import StoreReader
@@ -198,7 +197,7 @@ def _budget(folder: Path, store: Path, plan: Plan, predictors: Mapping[str, Any]
         hf = model_config(folder)
         with StoreReader(store) as reader:
             dtype = hf.dtype or reader.float_dtype or torch.float32
-            about: dict[str, Any] = {"config": OffloadConfig(), "context": _CONTEXT, "dtype": dtype}
+            about: dict[str, Any] = {"config": OffloadConfig(), "context": DEFAULT_CONTEXT, "dtype": dtype}
             if reader.shard is not None:
                 plan, of_all = reader.shard.plan(plan), plan
                 predictors = own_predictors(reader.shard, of_all, predictors)
@@ -206,7 +205,7 @@ def _budget(folder: Path, store: Path, plan: Plan, predictors: Mapping[str, Any]
     except (Pi2Error, AttributeError, ImportError) as error:  # a model that is not transformers'
         return {"unknown": str(error).splitlines()[0]}
     figures = {name: getattr(whole, name) for name in ("smallest", "cliff", "whole", "token", "neurons")}
-    return figures | {"context": _CONTEXT}
+    return figures | {"context": DEFAULT_CONTEXT}
 
 
 def _store(path: Path, verify: bool, progress: bool) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

@@ -175,7 +175,7 @@ def divide_budget(
     staging, tables, _ = engine_bytes(store.entries, config)
     parts = {
         "fixed": fixed,
-        "predictors": sum(predictor_bytes(predictors.get(layer.site.key), layer) for layer in plan.layers),
+        "predictors": sum(predictor_bytes(predictors.get(layer.site.key)) for layer in plan.layers),
         "kv": kv,
         "staging": staging,
         "activations": activation_bytes(store.entries, activation_sizes(model_config, dtype), context),
@@ -266,7 +266,7 @@ def _prompt_slots(entry: LayerEntry) -> int:
     return -(-min(entry.neurons, constants().prompt_neurons) // entry.cluster)
 
 
-def predictor_bytes(predictor: Any, layer: LayerPlan) -> int:
+def predictor_bytes(predictor: Any) -> int:
     if predictor is None:
         return 0
     tensors = predictor.tensors() if hasattr(predictor, "tensors") else predictor
