@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.memory import new_tensor
+from torch_pi2.checkpoint.placing import refs_of
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.rows import row_of_neurons
 from torch_pi2.rewrite.fits import check_fits
@@ -58,10 +59,9 @@ class _Reader:
         self._weights, self._dtype = weights, dtype
         self._parts: dict[str, list[tuple[LayerPlan, LinearRef, str]]] = {}
         for layer in plan.layers:
-            site = layer.site
-            for role, ref in (("gate", site.gate), ("up", site.up), ("down", site.down)):
-                for name in () if ref is None else (ref.weight, ref.bias):
-                    if ref is not None and name is not None:
+            for role, ref in refs_of(layer.site):
+                for name in (ref.weight, ref.bias):
+                    if name is not None:
                         self._parts.setdefault(name, []).append((layer, ref, role))
 
     def read(self, name: str, like: torch.Tensor) -> torch.Tensor | None:

@@ -131,14 +131,13 @@ class Stored:
 
     def read_expert(self, site: FFNSite, role: str, ref: LinearRef) -> None:
         """Read a matrix of one expert into the parameter that stacks those of all experts."""
-        found = ExpertMatrix(self.checkpoint, site, ref, role)
-        found.read_into(matrix := torch.empty(found.shape, dtype=self.checkpoint.spec(found.name).dtype))
+        matrix = ExpertMatrix(self.checkpoint, site, ref, role).read()
         ref.take(self.model.get_parameter(ref.weight).detach()).copy_(matrix)
 
     def _read_experts(self, group: list[LayerPlan], empty: dict[str, nn.Parameter]) -> None:
         """Read the weights of some experts: all experts of a layer may be more than there is memory for."""
         first, model = group[0].site, self.model
-        dtype = self.checkpoint.spec(ExpertMatrix(self.checkpoint, first, first.up, "up").name).dtype
+        dtype = ExpertMatrix(self.checkpoint, first, first.up, "up").dtype
         for name, parameter in empty.items():
             put(model, [name], torch.empty(parameter.shape, dtype=dtype))  # pages are allocated when written to
         for layer in group[:TRIED_EXPERTS]:

@@ -16,7 +16,7 @@ from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.base.progress import bar
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.dense import untie
-from torch_pi2.checkpoint.placing import bound_plan
+from torch_pi2.checkpoint.placing import bound_plan, refs_of
 from torch_pi2.checkpoint.settings import LoadSettings
 from torch_pi2.distributed.pipeline_parallel import remove_other_blocks
 from torch_pi2.errors import ArtifactError, UnsupportedModelError
@@ -185,7 +185,7 @@ def load_sparse(
         kind = next(model.parameters()).dtype
         check_computed(f"dtype of {folder}", kind)
         groups = places(model)
-        refs = [r for y in plan.layers for r in (y.site.gate, y.site.up, y.site.down) if r is not None]
+        refs = [ref for layer in plan.layers for _, ref in refs_of(layer.site)]
         ours = {name for ref in refs for name in (ref.weight, ref.bias) if name}
         embeddings: dict[str, torch.Tensor] = {}
         for name, width in weights.embeddings.items():

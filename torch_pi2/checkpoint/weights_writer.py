@@ -230,7 +230,7 @@ class Quantizer:
     def _matrix(self, site: FFNSite, ref: LinearRef, role: str) -> torch.Tensor:
         if ref.expert is not None:
             found = ExpertMatrix(self._checkpoint, site, ref, role)
-            matrix = self._scratch(Spec(found.shape, self._checkpoint.spec(found.name).dtype))
+            matrix = self._scratch(Spec(found.shape, found.dtype))
             found.read_into(matrix)
             return matrix
         stored = self._stored(ref.weight)
@@ -305,11 +305,9 @@ class FloatWriter(Quantizer):
 
     def _whole(self, site: FFNSite, ref: LinearRef, role: str) -> torch.Tensor:
         """A matrix in memory of its own, not in the scratch memory of the neurons."""
-        if ref.expert is None:
-            return ref.take(self._checkpoint.read(self._stored(ref.weight))).contiguous()
-        found = ExpertMatrix(self._checkpoint, site, ref, role)
-        found.read_into(matrix := torch.empty(found.shape, dtype=self._checkpoint.spec(found.name).dtype))
-        return matrix
+        if ref.expert is not None:
+            return ExpertMatrix(self._checkpoint, site, ref, role).read()
+        return ref.take(self._checkpoint.read(self._stored(ref.weight))).contiguous()
 
     def _place(self, site: FFNSite, ref: LinearRef, role: str) -> tuple[str, int, tuple[int, int]]:
         """Name of the tensor that has a matrix, its first row there, and its shape."""

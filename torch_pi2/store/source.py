@@ -231,6 +231,16 @@ class ExpertMatrix:
             return shape[1:] == self._whole and shape[0] > (self._ref.expert or 0)
         return len(shape) == 3 and shape[2] == self.shape[1] and self.first + self.shape[0] <= shape[0] * shape[1]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor. Raises ArtifactError: there is none."""
+        return self._checkpoint.spec(self.name).dtype
+
+    def read(self) -> torch.Tensor:
+        """The matrix, in memory of its own."""
+        self.read_into(matrix := torch.empty(self.shape, dtype=self.dtype))
+        return matrix
+
     def read_into(self, matrix: torch.Tensor) -> None:
         """Fill ``matrix``, of this shape and the tensor's dtype."""
         if not self.stacked:
