@@ -157,7 +157,11 @@ DAMAGE: dict[str, list[tuple[str, torch.Tensor | None, str]]] = {
         ("weight_g_idx", torch.arange(256, dtype=torch.int32) % 2, "columns in another order"),
         ("weight_zero_point", torch.zeros(256, 5, dtype=torch.int8), r"scales of \[256, 2\], found \[256, 5\]"),
         ("weight_shape", torch.tensor([256]), r"scales of 0 rows of 0, found \[256, 2\]"),
-        ("weight_packed", torch.zeros(256, 32, dtype=torch.int64), "a matrix of int32, found int64"),
+        (
+            "weight_packed",
+            torch.zeros(256, 32, dtype=torch.int64),
+            "weight_packed of .*: expected a matrix of int32, found int64",
+        ),
         ("k_scale", torch.ones(1), "found model.layers.0.self_attn.q_proj.k_scale as well"),
     ],
     "int-quantized": [
@@ -165,9 +169,13 @@ DAMAGE: dict[str, list[tuple[str, torch.Tensor | None, str]]] = {
     ],
     "torchao": [
         ("_weight_act_pre_scale", torch.ones(1), "found model.layers.0.self_attn.q_proj._weight_act_pre_scale as well"),
-        ("_weight_qdata", torch.zeros(256, 256, dtype=torch.uint8), "a matrix of int8, found uint8"),
+        (
+            "_weight_qdata",
+            torch.zeros(256, 256, dtype=torch.uint8),
+            "_weight_qdata of .*: expected a matrix of int8, found uint8",
+        ),
         ("_weight_scale", torch.ones(256, 5), r"scales of 256 rows of 256, found \[256, 5\]"),
-        ("_weight_zero_point", torch.zeros(256, 5).char(), r"zero points for .* \[256, 1\], found \[256, 5\]"),
+        ("_weight_zero_point", torch.zeros(256, 5).char(), r"zero points for scales of \[256, 1\], found \[256, 5\]"),
         ("_weight_scale", torch.full((256, 1), torch.nan), "scales of .*: expected numbers, found NaN"),
     ],
 }

@@ -138,8 +138,11 @@ def test_a_file_of_llama_cpp(tmp_path: Path) -> None:
     [
         ("qwen2", "Q4_K", "int8"),
         ("phi3", "Q5_K", "float"),
+        ("gemma2", "Q5_0", "int8"),
         ("mixtral", "Q4_K", "float"),
+        ("qwen3_moe", "Q6_K", "int8"),
         ("llama", "Q4_0", "int8"),
+        ("qwen2_moe", "Q4_0", "float"),
     ],
 )
 def test_over_flash_the_same_bits(typed: Typed, tmp_path: Path, name: str, kind: str, activations: str) -> None:

@@ -356,7 +356,11 @@ DAMAGE: dict[str, tuple[Callable[[Tensors, Meta], object], type[Exception], str]
         ArtifactError,
         r"lm_head\.weight as uint8 \[64, 18\], found uint8 \[1152\]",
     ),
-    "rows": (_cut_rows("lm_head.weight"), ArtifactError, r"uint8 \[64, 18\], found uint8 \[63, 18\]"),
+    "rows": (
+        _cut_rows("lm_head.weight"),
+        ArtifactError,
+        r"lm_head\.weight as uint8 \[64, 18\], found uint8 \[63, 18\]",
+    ),
     "neurons": (
         _cut_rows("model.layers.1.mlp.bundles"),
         ArtifactError,
@@ -372,24 +376,39 @@ DAMAGE: dict[str, tuple[Callable[[Tensors, Meta], object], type[Exception], str]
         ArtifactError,
         "linear layers of the model, model.nothing with 32 inputs, found a Identity",
     ),
-    "other inputs": (lambda t, m: m.update(linears='{"lm_head": 31}'), ArtifactError, "31 inputs, found 32"),
+    "other inputs": (
+        lambda t, m: m.update(linears='{"lm_head": 31}'),
+        ArtifactError,
+        "lm_head with 31 inputs, found 32",
+    ),
     "other hash": (lambda t, m: m.update(model_hash="ef" * 32), StaleArtifactError, "found efefefefefef"),
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_damaged_weights_are_refused(quantised: Path, tmp_path: Path, kind: str) -> None:
-    shutil.copytree(quantised, tmp_path / "out")
-    path = tmp_path / "out" / "pi2" / "weights.safetensors"
+def changed(folder: Path, out: Path, change: Callable[[Tensors, Meta], object]) -> None:
+    """Copy ``folder`` to ``out``, with another weights file."""
+    shutil.copytree(folder, out)
+    path = out / "pi2" / "weights.safetensors"
     tensors = load_file(str(path))
     with TensorReader(path) as reader:
         meta = dict(reader.metadata)
-    change, error, message = DAMAGE[kind]
     change(tensors, meta)
     save_file(tensors, str(path), meta)
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_weights_are_refused(quantised: Path, tmp_path: Path, kind: str) -> None:
+    change, error, message = DAMAGE[kind]
+    changed(quantised, tmp_path / "out", change)
     for load in (torch_pi2.load, load_dense):
         with pytest.raises(error, match=message):
             load(tmp_path / "out")
+
+
+def test_a_site_must_have_a_strategy(quantised: Path, tmp_path: Path) -> None:
+    changed(quantised, tmp_path / "out", lambda tensors, meta: meta.update(sites="{}"))
+    with pytest.raises(ArtifactError, match=r"expected a site model\.layers\.0\.mlp, found 0 others"):
+        torch_pi2.load(tmp_path / "out")
 
 
 def test_plans_of_other_models_are_refused(quantised: Path, tmp_path: Path) -> None:

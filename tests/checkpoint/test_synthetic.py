@@ -69,7 +69,7 @@ class Firing:
         return shares
 
 
-@pytest.mark.parametrize("active", [0.1, 0.6])
+@pytest.mark.parametrize("active", [0.03, 0.1, 0.3, 0.6])
 def test_law_has_the_mean_and_the_hot_share(active: float) -> None:
     p = power_law(4096, active)
     assert float(p.mean()) == pytest.approx(active, rel=1e-3)

@@ -467,7 +467,7 @@ def test_a_disk_without_space_is_seen_before_writing(
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("n", [2, 9])
+@pytest.mark.parametrize("n", [1, 2, 5, 9])
 def test_a_disk_that_fills_up(toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     shutil.copytree(toys / "out", tmp_path / "out")
     before = store_of(tmp_path / "out").read_bytes()
@@ -805,7 +805,7 @@ def _bytes(store: StoreReader) -> dict[str, torch.Tensor]:
     }
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_damage_is_noticed_or_harmless(toys: Path, tmp_path: Path, data: st.DataObject) -> None:
     """Bits, bytes cut out and put in, blocks exchanged: a Pi2Error, or every tensor as it was packed."""
