@@ -193,7 +193,9 @@ def _check_model(
             f"{what} with hot parts",
             expected="feed-forward layers without experts",
             found=f"{len(mixtures)} mixtures of experts ({mixtures[0]})" if mixtures else "none",
-            fix="Export with target='xnnpack' and without hot: the CPU computes experts.",
+            fix="Export with target='xnnpack' and without hot: the CPU computes experts."
+            if mixtures
+            else "Import the file with neurons='all', or export with target='xnnpack' and without hot.",
         )
 
 
