@@ -142,3 +142,15 @@ def test_only_layers_of_two_first_matrices_have_the_activation_of_the_second(cha
     assert FFNSite.from_json(site.to_json()) == site
     with pytest.raises(ArtifactError, match=r"activation: expected one of the second .* found 'silu\[second=1\]'"):
         FFNSite.from_json(replace(site, **change).to_json())
+
+
+@pytest.mark.parametrize(
+    ("ref", "message"),
+    [
+        (LinearRef(""), "site, up, weight: expected text, found ''"),
+        (LinearRef("up.weight", " "), "site, up, bias: expected text, found ' '"),
+    ],
+)
+def test_parameters_have_names(ref: LinearRef, message: str) -> None:
+    with pytest.raises(ArtifactError, match=message):
+        FFNSite.from_json(replace(make_plan().layers[0].site, up=ref).to_json())

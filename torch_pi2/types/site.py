@@ -198,7 +198,12 @@ class FFNSite:
         made: FFNSite = site.take(FFNSite)
         for name in ("gate", "up", "down"):
             ref: LinearRef | None = getattr(made, name)
-            rows = (0, 1) if ref is None or ref.rows is None else ref.rows
+            if ref is None:
+                continue
+            site.at(name).at("weight").text()  # not empty
+            if ref.bias is not None:
+                site.at(name).at("bias").text()
+            rows = (0, 1) if ref.rows is None else ref.rows
             if len(rows) not in (2, 3) or rows[0] >= rows[1] or 0 in rows[2:]:
                 site.at(name).at("rows").wrong(
                     "the first of some rows and the one after the last, and the step between them if it is not 1"
