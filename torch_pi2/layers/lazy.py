@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
@@ -243,19 +242,14 @@ def _warn_compiled(_context: Any) -> None:
     )
 
 
-class LazySource(nn.Module):
+class LazySource:
     """``forward`` of a first linear (gate, up, or both fused): returns a :class:`LazyFFN` of its result."""
 
     def __init__(self, ffn: SparseFFN, roles: Sequence[str], stream: int) -> None:
-        super().__init__()
-        self._ffn = (ffn,)  # a tuple: it is registered elsewhere
+        self.ffn = ffn
         self.keyword = "input"
         self.roles = tuple(roles)  # in the order of their rows
         self.stream = stream
-
-    @property
-    def ffn(self) -> SparseFFN:
-        return self._ffn[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         home = self.ffn
@@ -286,19 +280,14 @@ class LazySource(nn.Module):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
 
-class LazyDown(nn.Module):
+class LazyDown:
     """``forward`` of the down linear: runs the sparse layer on the input that a :class:`LazyFFN` remembers."""
 
     def __init__(self, ffn: SparseFFN, formula: Formula) -> None:
-        super().__init__()
-        self._ffn = (ffn,)  # a tuple: it is registered elsewhere
+        self.ffn = ffn
         self.keyword = "input"
         self.formula = formula  # over the sources' streams
         self._verified: dict[Any, bool] = {}
-
-    @property
-    def ffn(self) -> SparseFFN:
-        return self._ffn[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         home = self.ffn

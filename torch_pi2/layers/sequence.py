@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from torch_pi2.base.offloaded import is_metadata
@@ -97,7 +96,7 @@ def _out_of_order(site: FFNSite, found: str) -> ConfigError:
     )
 
 
-class FusedIdentity(nn.Module):
+class FusedIdentity:
     """``forward`` of a module after the first linear: passes a :class:`FusedOutput` on.
 
     Attributes:
@@ -108,7 +107,6 @@ class FusedIdentity(nn.Module):
     """
 
     def __init__(self, site: FFNSite, position: int, last: bool) -> None:
-        super().__init__()
         self.site, self.position, self.last, self.keyword = site, position, last, "input"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

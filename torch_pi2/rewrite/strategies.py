@@ -245,7 +245,7 @@ def by_lazy_tensors(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Seq
     down = LazyDown(ffn, formula)
     with evaluating(ffn):
         x_BTH = torch.zeros((*_PROBE_SHAPES[0], site.hidden), dtype=site.weights(model).up.dtype)
-        outputs = [source(x_BTH) for source in lazy]
+        outputs = [source.forward(x_BTH) for source in lazy]
         streams = list(outputs[0].chunk(len(roles), -1)) if len(lazy) < len(roles) else outputs
         if down._input_of(apply_formula(formula, streams)) is None:  # type: ignore[arg-type]
             return "lazy: its own formula is not recognised"
