@@ -41,7 +41,6 @@ def install(model: nn.Module, ffn: SparseFFN | SparseExperts, overrides: Sequenc
     replaced = [override.module for override in overrides]
     running = set(_reachable(model, set(replaced)))
     inside = dict.fromkeys(module for root in replaced for module in root.modules())
-    silent = [module for module in inside if module not in running]
     in_use = {id(parameter) for module in running for parameter in module._parameters.values()}
     host = model.get_submodule(site.down.weight.rpartition(".")[0])
     for override in overrides:
@@ -52,18 +51,17 @@ def install(model: nn.Module, ffn: SparseFFN | SparseExperts, overrides: Sequenc
     ffn.train(replaced[0].training)
     if isinstance(ffn, SparseFFN) and not isinstance(overrides[-1].forward.__self__, LazyDown):
         ffn.only_in_eval = site.drops == "inside" or (len(overrides) == 1 and bool(site.drops))
-    for module in silent:
-        if module not in replaced:
-            refuse_hooks(module, site.key)
-        names = {local: site_name[id(p)] for local, p in module._parameters.items() if id(p) in site_name}
-        if names:
-            offload(module, names, ffn, [local for local in names if id(module._parameters[local]) not in in_use])
-        if module._modules:
-            module.__dict__["_modules"] = GuardedModules(module._modules, site.key)
     for module in inside:
         names = {local: site_name[id(p)] for local, p in module._parameters.items() if id(p) in site_name}
-        if module in running and names:  # a part of another module, too
-            offload(module, names, ffn, [], shared=True)
+        if names:
+            freed = [local for local in names if id(module._parameters[local]) not in in_use]
+            offload(module, names, ffn, freed, shared=module in running)
+        if module in running:  # a part of another module, too
+            continue
+        if module not in replaced:
+            refuse_hooks(module, site.key)
+        if module._modules:
+            module.__dict__["_modules"] = GuardedModules(module._modules, site.key)
 
 
 def _reachable(module: nn.Module, without: Set[nn.Module]) -> Iterator[nn.Module]:
