@@ -249,8 +249,8 @@ def by_lazy_tensors(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Seq
         streams = list(outputs[0].chunk(len(roles), -1)) if len(lazy) < len(roles) else outputs
         if down._input_of(apply_formula(formula, streams)) is None:  # type: ignore[arg-type]
             return "lazy: its own formula is not recognised"
-    parts = [*zip(sources, lazy), (down_name, down)]
-    return [Override(modules[name], part.forward) for name, part in parts]
+    first = [Override(modules[name], source.forward) for name, source in zip(sources, lazy)]
+    return [*first, Override(modules[down_name], down.forward)]
 
 
 _TRY: dict[str, Callable[[nn.Module, FFNSite, Any, Sequence[Probe]], list[Override] | str]] = {
