@@ -16,6 +16,7 @@ from torch_pi2.formats import FORMATS, GGML, row_bytes
 from torch_pi2.layers.checks import result_dtype
 from torch_pi2.layers.gpu import goes_to_gpu, on_gpu
 from torch_pi2.layers.prompt import call_mode
+from torch_pi2.layers.rows import convert
 from torch_pi2.ops import load
 from torch_pi2.ops.constants import constants
 from torch_pi2.ops.gpu.linear import products_from
@@ -45,7 +46,6 @@ class QuantLinear(nn.Module):
         in_features, out_features: K and N. weights: ``int4``, ``int8`` or one of ``GGML``.
         int8_activations: ``x`` is rounded to int8 per group of 32 first (lossy, faster).
         dtype: of the float layer it stands for.
-
         blocks: rows are in blocks (:meth:`use_blocks`).
 
     Buffers (not in ``state_dict`` as such): ``rows`` uint8 ``[N, row_bytes(K)]``; ``bias`` float32 ``[N]`` or None.
@@ -225,12 +225,7 @@ class QuantLinear(nn.Module):
         """``model.to(dtype)`` changes what is said about the dtype, never rows or the float32 bias."""
         if goes_to_gpu(fn, self.rows) and self.blocks:
             self.leave_blocks()
-        rows, bias = self.rows, self.bias
-        apply_without_offloaded(self, fn, recurse)
-        if self.rows.dtype != rows.dtype:  # model.type casts integers, too
-            self.rows = rows.to(self.rows.device)
-        if bias is not None and self.bias is not None and self.bias.dtype != bias.dtype:
-            self.bias = bias.to(self.bias.device)  # not .float(): it has been rounded
+        convert(self, fn, recurse, ["bias"], apply_without_offloaded)
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -304,16 +299,13 @@ class QuantEmbedding(nn.Module):
 
     @dtype.setter
     def dtype(self, dtype: torch.dtype) -> None:
-        self._kind = dtype  # Dynamo asks absent parameters for more than they say
+        self._kind = dtype  # Dynamo asks of an offloaded parameter more than it answers
         name = "the embedding's weight"
         weight = OffloadedParameter.make(name, (self.num_embeddings, self.embedding_dim), dtype)
         object.__setattr__(self, "_parameters", GuardedParameters({"weight": weight}, {"weight": name}, None))
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantEmbedding:
-        rows = self.rows
-        apply_without_offloaded(self, fn, recurse)
-        if self.rows.dtype != rows.dtype:
-            self.rows = rows.to(self.rows.device)
+        convert(self, fn, recurse, apply=apply_without_offloaded)
         self._kind = self.dtype
         return self
 

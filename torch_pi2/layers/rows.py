@@ -84,11 +84,17 @@ def permuted(bias: torch.Tensor | None, order: torch.Tensor) -> torch.Tensor | N
     return None if bias is None else bias.detach()[order]
 
 
-def convert(module: nn.Module, fn: Callable[..., torch.Tensor], recurse: bool, names: Sequence[str]) -> None:
-    """``_apply``, after which the buffers ``names`` and integers (``model.type`` casts them) are what they were."""
+def convert(
+    module: nn.Module,
+    fn: Callable[..., torch.Tensor],
+    recurse: bool,
+    names: Sequence[str] = (),
+    apply: Callable[..., nn.Module] = nn.Module._apply,
+) -> None:
+    """``apply``, after which the buffers ``names`` and integers (``model.type`` casts them) are what they were."""
     buffers = module._buffers
     exact = {n: t for n, t in buffers.items() if t is not None and (n in names or not t.is_floating_point())}
-    nn.Module._apply(module, fn, recurse)
+    apply(module, fn, recurse)
     for name, tensor in exact.items():
         moved = buffers[name]
         # not moved.float(): a scale of 1e-9 has become 0 in float16, a bias of 1e30 infinity
