@@ -353,10 +353,10 @@ def offload(
 def take_back(module: nn.Module) -> None:
     """Undo :func:`offload`: ``module`` has ordinary parameters with their values."""
     guarded = module._parameters
-    if isinstance(guarded, GuardedParameters):
-        for name, parameter in dict.items(guarded):
-            if isinstance(parameter, OffloadedParameter) and guarded.owner is not None:
-                restore_storage(parameter, guarded.owner.dense_value(guarded.names[name]))
-        module.__dict__["_parameters"] = dict(dict.items(guarded))
-        for name in (*_METHODS, _SHARED):
-            module.__dict__.pop(name, None)
+    assert isinstance(guarded, GuardedParameters)
+    for name, parameter in dict.items(guarded):
+        if isinstance(parameter, OffloadedParameter):
+            restore_storage(parameter, guarded.owner.dense_value(guarded.names[name]))
+    module.__dict__["_parameters"] = dict(dict.items(guarded))
+    for name in (*_METHODS, _SHARED):
+        module.__dict__.pop(name, None)

@@ -29,8 +29,9 @@ def apply(
     strategies: Mapping[str, str] | None = None,
     ranks: Ranks | None = None,
 ) -> nn.Module:
-    """Rewrite ``model`` as ``parts`` and ``config`` say, and attach them to it; ``ways``: see :func:`rewrite`;
-    ``ranks``: processes that make the same call and share the work of GPTQ.
+    """Rewrite ``model`` as ``parts`` and ``config`` say, and attach them to it.
+
+    ``strategies``: see :func:`rewrite`. ``ranks``: processes that make the same call and share the work of GPTQ.
     """
     config = config or Config()
     if config.weights == "float":
