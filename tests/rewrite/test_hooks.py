@@ -16,11 +16,12 @@ from tiny_models import VOCAB, FunctionalBlock, GatedBlock, plain, tiny
 from torch import nn
 
 import torch_pi2
+from torch_pi2.base.hooks import has_sparse_layers
 from torch_pi2.compile import backend
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.graph.dispatch import NeuronClusterMode
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.of_model import is_optimized, replacement_of
+from torch_pi2.layers.of_model import replacement_of
 from torch_pi2.rewrite.rewrite import restore, rewrite
 
 IDS_BT = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(2))
@@ -106,7 +107,7 @@ def test_hooks_inside_are_heeded(name: str) -> None:
         for hook, root in zip(pair, (dense, model), strict=True):
             handles.append(hook.register(root.get_submodule(where)))
     optimized(model, x)
-    assert is_optimized(model)
+    assert has_sparse_layers(model)
     for key, pair in {("none", ""): (), **hooks}.items():
         for hook in pair:
             hook.on = True
@@ -223,7 +224,7 @@ def test_experts() -> None:
     restore(model)
     with pytest.raises(UnsupportedModelError, match=r"experts.act_fn has a hook, which would not run"):
         rewrite(model, make_plan(model, hot=0.0))
-    assert not is_optimized(model)
+    assert not has_sparse_layers(model)
     handle.remove()
     hook.register(experts)
     torch_pi2.optimize(model, config=config)
@@ -305,7 +306,7 @@ def test_hooks_of_all_modules_are_refused() -> None:
                 rewrite(model, plan)
         finally:
             handle.remove()
-    assert not is_optimized(model)
+    assert not has_sparse_layers(model)
     rewrite(model, plan)
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:

@@ -25,6 +25,7 @@ from rewriting import (
 from tiny_models import HIDDEN, INTERMEDIATE, FunctionalBlock, GatedBlock, plain, tiny
 from torch import nn
 
+from torch_pi2.base.hooks import has_sparse_layers
 from torch_pi2.errors import (
     ConfigError,
     DtypeError,
@@ -37,7 +38,7 @@ from torch_pi2.errors import (
 from torch_pi2.layers.cold import PREDICTOR_TENSORS
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.lazy import LazyDown, LazyFFN, LazySource
-from torch_pi2.layers.of_model import is_optimized, replacement_of, replacements, sites_of, sparse_layers
+from torch_pi2.layers.of_model import replacement_of, replacements, sites_of, sparse_layers
 from torch_pi2.layers.sequence import FusedIdentity
 from torch_pi2.rewrite.rewrite import restore, rewrite
 
@@ -93,7 +94,7 @@ def test_rewrite_and_restore(name, method):
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     classes = {name: type(module) for name, module in modules.items()}
     assert rewrite(model, make_plan(model, (X_BTH,), method=method)) is model
-    assert is_optimized(model)
+    assert has_sparse_layers(model)
     assert Counter(type(part) for _, part in replacements(model)) == expected
     now = {name: module for name, module in model.named_modules() if "sparse_ffn" not in name}
     assert now == modules
@@ -106,7 +107,7 @@ def test_rewrite_and_restore(name, method):
         assert close(model(x), restore(restored_free)(x))
     assert_same_state(model, state)
     assert restore(model) is model
-    assert not is_optimized(model)
+    assert not has_sparse_layers(model)
     assert_same_state(model, state)
     assert torch.equal(model(X_BTH), wanted)
     assert all(a is b for a, b in zip(model.modules(), modules.values(), strict=True))
@@ -184,7 +185,7 @@ def test_deepcopy_and_pickle(name):
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(twin(X_BTH), model(X_BTH))
         restore(twin)
-        assert is_optimized(model)
+        assert has_sparse_layers(model)
         assert_same_state(twin, state)
 
 
@@ -320,7 +321,7 @@ def test_bad_plans_and_weights_leave_the_model_dense():
     plan.layers[0].method = "magic"
     with pytest.raises(ConfigError, match="'magic'"):
         rewrite(model, plan)
-    assert not is_optimized(model)
+    assert not has_sparse_layers(model)
     assert_same_state(model, state)
 
     plan = make_plan(model, (X_BTH,))
@@ -334,7 +335,7 @@ def test_bad_plans_and_weights_leave_the_model_dense():
         model[2][0].weight[0, 0] = float("nan")
     with pytest.raises(NonFiniteError, match="1 NaN or infinite"):
         rewrite(model, plan, check_hash=False)
-    assert not is_optimized(model)
+    assert not has_sparse_layers(model)
 
 
 def test_an_ffn_that_no_way_can_rewrite_is_named():
@@ -355,7 +356,7 @@ def test_an_ffn_that_no_way_can_rewrite_is_named():
         UnsupportedModelError, match=r"rewriting 1 \(Raw\).*computes something else.*its weights are no linear layers'"
     ):
         rewrite(model, plan)
-    assert not is_optimized(model)
+    assert not has_sparse_layers(model)
 
 
 def test_sites_of_lists_what_is_sparse():

@@ -80,7 +80,7 @@ def hooks_inside(prefix: str, module: nn.Module) -> str | None:
 
 
 def has_sparse_layers(model: nn.Module) -> bool:
-    """Whether ``model`` is optimised; asked by packages that do not know the classes of sparse layers."""
+    """Whether ``model`` is optimised: by an attribute, since some packages must not import the sparse layers."""
     return any(getattr(part, "is_sparse_layer", False) for part in model.modules())
 
 

@@ -18,7 +18,7 @@ from torch_pi2.errors import Pi2Error, UnsupportedModelError
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.lazy import LazyDown
 from torch_pi2.layers.linear import QuantLinear
-from torch_pi2.layers.of_model import homes, is_optimized, replacements
+from torch_pi2.layers.of_model import homes, replacements
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,14 @@ def export_program(
         UnsupportedModelError: the model is dense, some of its sparse FFNs would be exported dense (their activation is
             code of a bigger block), or torch cannot export it; the message has torch's reason.
     """
-    if not is_optimized(model):
+    layers = homes(model)
+    if not layers:
         raise UnsupportedModelError(
             type(model).__name__,
             expected="a model that torch_pi2.optimize has rewritten",
             found="a dense model",
             fix="Call torch_pi2.optimize(model, ...) first, or torch.export.export for the dense model.",
         )
-    layers = homes(model)
     lazy = [part.ffn.site.key for _, part in replacements(model) if isinstance(part, LazyDown)]
     if lazy:
         raise _dense_in_program(model, len(layers), len(layers) - len(lazy), f" (not {', '.join(lazy[:3])})")

@@ -16,11 +16,6 @@ SparseLayer = SparseFFN | SparseExperts
 Replacement = SparseFFN | SparseExperts | FusedIdentity | LazySource | LazyDown
 
 
-def is_optimized(model: nn.Module) -> bool:
-    """Whether there are sparse layers in ``model``."""
-    return any(isinstance(module, SparseLayer) for module in model.modules())
-
-
 def sites_of(model: nn.Module) -> list[FFNSite]:
     """The FFN sites that are sparse in ``model`` now, in order of execution; empty for a dense model."""
     return [layer.site for layer in sparse_layers(model)]

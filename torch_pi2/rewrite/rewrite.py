@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.evaluating import evaluating, fresh_settings
-from torch_pi2.base.hooks import refuse_global_hooks
+from torch_pi2.base.hooks import has_sparse_layers, refuse_global_hooks
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.fitting.gptq_model import ROLES, neuron_key
@@ -22,7 +22,7 @@ from torch_pi2.graph.find import Found
 from torch_pi2.layers.experts import SparseExperts, expert_groups
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear
-from torch_pi2.layers.of_model import is_optimized, sparse_layers
+from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops.quantized import check_quantizable
 from torch_pi2.rewrite.fits import check_names
 from torch_pi2.rewrite.gpu import refuse_split
@@ -73,7 +73,7 @@ def rewrite(
         UnsupportedModelError: no strategy computes the same as a layer; the message names it.
         DeviceError, DtypeError, NonFiniteError, ShapeError: weights that cannot be used.
     """
-    if is_optimized(model):
+    if has_sparse_layers(model):
         raise ConfigError(
             type(model).__name__,
             expected="a dense model",
