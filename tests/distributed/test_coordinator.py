@@ -93,8 +93,12 @@ def _all_calls(model: torch.nn.Module, compiled: bool) -> list[torch.Tensor]:
     return found
 
 
-_CALLS = """
+#: Scripts import this file by it.
+_IMPORT = f"""
+sys.path.insert(0, {str(Path(__file__).parent)!r})
 import test_coordinator
+"""
+_CALLS = """
 torch.save(test_coordinator._all_calls(model, sys.argv[5] == "compiled"), out / "found.pt")
 coordinator.close()
 """
@@ -111,13 +115,10 @@ coordinator.close()
 def test_all_calls_have_the_bits_of_one_machine(
     folder: Path, tmp_path: Path, store: str, shards: str, compiled: str
 ) -> None:
-    here = f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-    said = together(tmp_path, _BEGIN + _LEAD + here + _CALLS, 2, folder / shards, compiled, "", 60)
+    said = together(tmp_path, _BEGIN + _LEAD + _IMPORT + _CALLS, 2, folder / shards, compiled, "", 60)
     assert said[1].startswith("through ")
     found = torch.load(tmp_path / "found.pt")
-    wanted = result_of_one(
-        folder / store, f"test_coordinator._all_calls(model, {bool(compiled)})", str(Path(__file__).parent)
-    )
+    wanted = result_of_one(folder / store, f"test_coordinator._all_calls(model, {bool(compiled)})", _IMPORT)
     for i, (of_two, of_one) in enumerate(zip(found, wanted, strict=True)):
         assert torch.equal(of_two, of_one), i
 

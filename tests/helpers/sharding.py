@@ -121,34 +121,20 @@ def answers(model: Any, compiled: bool) -> dict[str, torch.Tensor]:
     return found | {"steps": torch.cat(steps)}
 
 
-def result_of_one(store: Path, expression: str, where: str = "") -> Any:
-    """``expression`` of the ``model`` in ``store``, in a process as those of :func:`together` are.
+def result_of_one(store: Path, expression: str, before: str = "") -> Any:
+    """``expression`` of the ``model`` in ``store``, after the lines ``before``, in one process as :func:`together` has.
 
     Float products of PyTorch have had other last bits in a process that had run thousands of tests.
     """
     script = f"""
-import sys
-sys.path.insert(0, {where!r})
-import torch, torch_pi2
-import sharding
-model = torch_pi2.load({str(store)!r}, budget="1GiB")
-{"import test_coordinator" if where else ""}
-torch.save({expression}, OUT)
+import sharding, torch_pi2
+{before}
+model = torch_pi2.load(sys.argv[4], budget="1GiB")
+torch.save({expression}, out / "found.pt")
 """
     with tempfile.TemporaryDirectory() as folder:
-        out, said = Path(folder) / "out.pt", str(Path(folder) / "said")
-        copies = multiprocessing.get_context("forkserver")
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("OMP_NUM_THREADS", "1")
-            copies.set_forkserver_preload(_IMPORTED)
-            process = copies.Process(
-                target=_run, args=(script.replace("OUT", repr(str(out))), ["script"], said, environment)
-            )
-            process.start()
-        process.join(300)
-        assert process.exitcode == 0, Path(f"{said}.err").read_text()
-        return torch.load(out)
+        together(Path(folder), script, 1, store)
+        return torch.load(Path(folder) / "found.pt")
 
 
 def answers_of_one(store: Path, compiled: bool = False) -> dict[str, torch.Tensor]:
