@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -136,6 +136,14 @@ def plan_partition(
     return sorted(possible, key=lambda plan: plan.ms)
 
 
+class _Part(NamedTuple):
+    """A step of a part of the model on a machine: its cost, milliseconds by layer, and bytes of its neurons."""
+
+    cost: Cost
+    layer_ms: list[float]
+    neuron_bytes: int
+
+
 @dataclass
 class Task:
     """A model, machines, and the costs of parts on them that have been predicted."""
@@ -144,20 +152,23 @@ class Task:
     members: tuple[Member, ...]
     link: Link
     context: int = 1024
-    _costs: dict[Any, tuple[Cost, float] | None] = field(default_factory=dict)
+    _parts: dict[Any, _Part | None] = field(default_factory=dict)
 
-    def _cost(self, rank: int, part: Any, make: Callable[[], ModelShape]) -> tuple[Cost, float] | None:
-        """A step of ``make()``, named by ``part``, and its bytes of neurons; None: its memory is too small."""
+    def _part(self, rank: int, name: Any, make: Callable[[], ModelShape]) -> _Part | None:
+        """``make()``, known by ``name``, on a machine; None: its memory is too small."""
         member = self.members[rank]
-        key = id(member.hardware), member.budget_bytes, part
-        if key not in self._costs:
+        key = id(member.hardware), member.budget_bytes, name
+        if key not in self._parts:
             own = make()
             request = Request(own, member.hardware, member.budget_bytes, batches=(1,), context=self.context)
             fits = member.budget_bytes is None or member.budget_bytes >= request.smallest()
-            hot = tuple(layer.base_hot for layer in own.layers)
-            every = sum(layer.intermediate * layer.neuron_bytes for layer in own.layers)
-            self._costs[key] = (request.cost(1, hot), every) if fits else None
-        return self._costs[key]
+            self._parts[key] = None
+            if fits:
+                cost = request.cost(1, tuple(layer.base_hot for layer in own.layers))
+                layer_ms = [sum(row[part] for part in cost.ms if part in row) for row in cost.layers]
+                neuron_bytes = sum(layer.intermediate * layer.neuron_bytes for layer in own.layers)
+                self._parts[key] = _Part(cost, layer_ms, neuron_bytes)
+        return self._parts[key]
 
     def _logits_ms(self) -> float:
         """Sending logits to all, in a tree."""
@@ -166,43 +177,42 @@ class Task:
 
     def by_neurons(self, way: str, shares: Sequence[int]) -> PartitionPlan | None:
         """With this many chunks of each layer on each machine; None: one has too little memory."""
-        costs = [self._neurons(rank, share) for rank, share in enumerate(shares)]
-        fitting = [cost for cost in costs if cost is not None]
-        if len(fitting) < len(costs):
+        parts = [part for rank, share in enumerate(shares) if (part := self._neurons(rank, share)) is not None]
+        if len(parts) < len(shares):
             return None
-        layers = [[sum(row[part] for part in cost.ms if part in row) for row in cost.layers] for cost, _ in fitting]
-        computing = sum(map(max, zip(*layers, strict=True))) + max(cost.ms["head"] for cost, _ in fitting)
+        slowest = map(max, zip(*(part.layer_ms for part in parts), strict=True))
+        computing = sum(slowest) + max(part.cost.ms["head"] for part in parts)
         exchanges = sum(1 / layer.experts for layer in self.shape.layers)
         each = _FLOAT_BYTES * self.shape.hidden * (max(shares) if way == "chunks" else 1)
         link_ms = exchanges * self.link.ms(each, len(shares) - 1) + self._logits_ms()
-        return _plan(way, shares, computing, link_ms, exchanges * each, fitting)
+        return _plan(way, shares, computing, link_ms, exchanges * each, parts)
 
-    def _neurons(self, rank: int, chunks: int) -> tuple[Cost, float] | None:
-        return self._cost(rank, chunks, partial(neurons_of, self.shape, chunks))
+    def _neurons(self, rank: int, chunks: int) -> _Part | None:
+        return self._part(rank, chunks, partial(neurons_of, self.shape, chunks))
 
     def rating(self, way: str, shares: Sequence[int]) -> tuple[int, float]:
         """Less is better: chunks on machines with too little memory, milliseconds."""
-        homeless = sum(share for rank, share in enumerate(shares) if self._neurons(rank, share) is None)
-        plan = None if homeless else self.by_neurons(way, shares)
-        return homeless, math.inf if plan is None else plan.ms
+        if (plan := self.by_neurons(way, shares)) is not None:
+            return 0, plan.ms
+        return sum(share for rank, share in enumerate(shares) if self._neurons(rank, share) is None), math.inf
 
     def by_layers(self, blocks: Sequence[int]) -> PartitionPlan | None:
         """With this many decoder blocks on each machine, in order; None: one has too little memory."""
         ends = [*accumulate(blocks)]
-        costs = [self.stage(rank, last - n, last) for rank, (n, last) in enumerate(zip(blocks, ends, strict=True))]
-        fitting = [cost for cost in costs if cost is not None]
-        if len(fitting) < len(costs):
+        stages = [self.stage(rank, last - n, last) for rank, (n, last) in enumerate(zip(blocks, ends, strict=True))]
+        parts = [part for part in stages if part is not None]
+        if len(parts) < len(blocks):
             return None
         each = (2 if self.shape.kv_dtype != "float32" else _FLOAT_BYTES) * self.shape.hidden
         link_ms = self.link.ms(each, len(blocks) - 1) + self._logits_ms()
-        return _plan("layers", blocks, sum(cost.total_ms for cost, _ in fitting), link_ms, each, fitting)
+        return _plan("layers", blocks, sum(part.cost.total_ms for part in parts), link_ms, each, parts)
 
-    def stage(self, rank: int, first: int, last: int) -> tuple[Cost, float] | None:
+    def stage(self, rank: int, first: int, last: int) -> _Part | None:
         """The blocks ``[first, last)``; with the head on the last machine."""
         head = rank == len(self.members) - 1
         starts = self._starts[first], self._starts[last]
-        part = tuple(map(_size, self.shape.layers[slice(*starts)])), head
-        return self._cost(rank, part, lambda: stage_of(self.shape, *starts, head=head))
+        name = tuple(map(_size, self.shape.layers[slice(*starts)])), head
+        return self._part(rank, name, lambda: stage_of(self.shape, *starts, head=head))
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -215,15 +225,15 @@ class Task:
 
 
 def _plan(
-    way: str, shares: Sequence[int], computing: float, link_ms: float, sent: float, costs: Sequence[tuple[Cost, float]]
+    way: str, shares: Sequence[int], computing: float, link_ms: float, sent: float, parts: Sequence[_Part]
 ) -> PartitionPlan:
     members = tuple(
         {
             "ms": cost.ms,
             "memory_bytes": cost.memory_bytes,
-            "in_memory": min(1.0, (cost.memory["resident"] + cost.memory["cold"]) / every),
+            "in_memory": min(1.0, (cost.memory["resident"] + cost.memory["cold"]) / neuron_bytes),
         }
-        for cost, every in costs
+        for cost, _, neuron_bytes in parts
     )
     return PartitionPlan(way, tuple(shares), computing + link_ms, link_ms, sent, members)
 
@@ -254,7 +264,7 @@ def _best_layers(task: Task) -> PartitionPlan | None:
             for last in [task.blocks] if rank == count - 1 else range(first + 1, task.blocks):
                 own = task.stage(rank, first, last) if last > first else None
                 if own is not None:
-                    rated = own[0].total_ms * (1 + _PREFER_EQUAL * own[0].total_ms)
+                    rated = own.cost.total_ms * (1 + _PREFER_EQUAL * own.cost.total_ms)
                     after[last] = min(after.get(last, (math.inf, ())), (ms + rated, (*blocks, last - first)))
         best = after
     return task.by_layers(best[task.blocks][1]) if task.blocks in best else None
