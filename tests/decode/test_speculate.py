@@ -317,6 +317,10 @@ def test_wrong_drafts_cost_little_and_right_ones_are_taken(counts: Sequence[int]
     assert not pace.off
 
 
+def test_drafts_that_are_seldom_wrong_gain() -> None:
+    assert simulated(0.27, 0.7, 1000)[0] < 1 / 1.15
+
+
 def test_guessing_that_does_not_pay_rests_longer_each_time() -> None:
     _, pace = simulated(0.2, 0.0, 1000)
     assert pace._rest >= 8 * Pace.REST

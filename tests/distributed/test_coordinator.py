@@ -162,6 +162,8 @@ tell_errors(
     lambda: decoder.prompt(torch.full((1, 3), 10**6)),
     lambda: decoder.prompt(few) + decoder.step(torch.tensor([[10**6]])),
     lambda: model(torch.tensor([[10**6]])),
+    lambda: model(input_ids=torch.tensor([[-1]])),
+    lambda: decoder.copy_kv(1, 0, 4),
     lambda: decoder.copy_kv(0, 0, 6),
 )
 print(decoder.prompt(few).tolist())
@@ -170,6 +172,7 @@ coordinator.close()
     before = "before = Decoder(model, max_tokens=64)\n"
     said, _ = together(tmp_path, _BEGIN + before + _LEAD + script, 2, folder / "2")
     of_several = "of a model that several processes compute: expected"
+    no_tokens = "ShapeError copy_kv: expected tokens, 1 or more, of a sequence that there is (now [5]),"
     for line, expected in zip(
         said.splitlines()[:-1],
         (
@@ -181,7 +184,9 @@ coordinator.close()
             "ConfigError prompt: expected tokens of 0 to",
             "ConfigError token: expected tokens of 0 to",
             "ConfigError input_ids: expected tokens of 0 to",
-            "ShapeError copy_kv: expected tokens, 1 or more, of a sequence that there is (now [5]), found 0 to 6 of",
+            "ConfigError input_ids: expected tokens of 0 to",
+            f"{no_tokens} found 0 to 4 of row 1",
+            f"{no_tokens} found 0 to 6 of row 0",
         ),
         strict=True,
     ):

@@ -75,7 +75,7 @@ def test_three_processes_compiled_and_over_flash(made: Path, tmp_path: Path) -> 
     check_answers(tmp_path, 3, answers_of_one(made / name / "store", compiled=True), same=ALL)
 
 
-@pytest.mark.parametrize("name", ["tied", "experts"])
+@pytest.mark.parametrize("name", MADE)
 def test_stages_become_one_store_again(made: Path, name: str, tmp_path: Path) -> None:
     torch_pi2.pack(made / name / "3", tmp_path / "whole")
     store = made / name / "store"

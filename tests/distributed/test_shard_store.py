@@ -117,6 +117,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "chunks twice": (lambda said: said["layers"]["layers.0"].update(chunks=[1, 1]), "ascending numbers of chunks"),
     "a chunk beyond": (lambda said: said["layers"]["layers.0"].update(chunks=[4]), "at most 3, found 4"),
     "no chunks": (lambda said: said["layers"]["layers.0"].update(chunks=[]), _STAGE),
+    "one rank": (lambda said: said.update(ranks=1), "2 or more, at most 64, found 1"),
     "more ranks than chunks": (lambda said: said.update(ranks=5), "no more machines than each layer has chunks"),
     "rank beyond": (lambda said: said.update(rank=2), "at most 1, found 2"),
     "another layer": (lambda said: said["layers"].update(more=said["layers"]["layers.0"]), "the layers of the store"),
@@ -125,9 +126,22 @@ DAMAGE: dict[str, tuple[Any, str]] = {
 #: The first of two stages: layers.0 is here, whole; layers.1 is not.
 DAMAGED_STAGES: dict[str, tuple[Any, str]] = {
     "half of a layer": (lambda said: said["layers"]["layers.0"].update(chunks=[0, 1]), _STAGE),
+    "nothing": (lambda said: said["layers"]["layers.0"].update(chunks=[]), _STAGE),
     "two kinds": (lambda said: said["layers"]["layers.1"].update(chunks=[0]), "the layers of the store, in their ord"),
+    "all": (lambda said: said["layers"]["layers.1"].update(chunks=[0, 1, 2]), "the layers of the store"),
+    "in no row": (lambda said: said["layers"].update(other=said["layers"].pop("layers.1")), _STAGE),
     "in another row": (lambda said: said["layers"].update({"a.1": said["layers"].pop("layers.1")}), _STAGE),
+    "backwards": (
+        lambda said: said.update(layers={key: said["layers"][key] for key in ("layers.1", "layers.0")}),
+        _STAGE,
+    ),
     "not in a row": (lambda said: said["layers"].update({"layers.2": said["layers"]["layers.0"]}), _STAGE),
+    "part of a block": (
+        lambda said: said.update(
+            layers={"layers.0": said["layers"]["layers.0"], "layers.0.b": said["layers"]["layers.1"]}
+        ),
+        _STAGE,
+    ),
 }
 
 
@@ -247,6 +261,9 @@ def test_layers_are_partitioned_by_their_weights() -> None:
     assert blocks(even, 3) == [[0, 1, 2], [3, 4], [5, 6, 7]]
     assert blocks(even, 2, [3, 1]) == [[0, 1, 2, 3, 4, 5], [6, 7]]
     assert blocks(even, 3, [100, 1, 1]) == [[0, 1, 2, 3, 4, 5], [6], [7]]
+    assert blocks(even, 3, [100, 1, 1]) == [[0, 1, 2, 3, 4, 5], [6], [7]]
+    assert blocks(even, 3, [1, 1, 100]) == [[0], [1], [2, 3, 4, 5, 6, 7]]
+    assert blocks(even, 8) == [[i] for i in range(8)]
     assert blocks(_row([64] * 64), 64) == [[i] for i in range(64)]
     assert blocks(_row([1024, 64, 64, 64]), 2) == [[0], [1, 2, 3]]
     experts = Plan([y for i in (0, 1) for y in _row([64] * 3, f"model.layers.{i}.mlp.experts.{{}}").layers], "ab")

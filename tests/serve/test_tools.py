@@ -397,13 +397,26 @@ READ: list[tuple[ToolCallFormat, str, str, list[tuple[str, str]]]] = [
 ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.sampled_from(READ), st.lists(st.integers(0, 200), max_size=30))
 def test_calls_are_found_wherever_pieces_end(
     case: tuple[ToolCallFormat, str, str, list[tuple[str, str]]], cuts: list[int]
 ) -> None:
     form, text, said, calls = case
     assert told(form, text, cuts) == (said, calls)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from([HERMES, LLAMA, MISTRAL]),
+    st.lists(
+        st.sampled_from([*'{}[]",:<>\\/ \nab|', "<tool_call>", "[TOOL_CALLS]", '{"name": "clock", "arguments": {']),
+        max_size=40,
+    ).map("".join),
+    st.lists(st.integers(0, 200), max_size=9),
+)
+def test_any_text_is_the_same_whole_and_in_pieces(form: ToolCallFormat, text: str, cuts: list[int]) -> None:
+    assert told(form, text, cuts) == told(form, text, [])
 
 
 @pytest.mark.parametrize("name", ["hermes"], indirect=True)
