@@ -383,7 +383,7 @@ def test_budgets_and_options(folder: Path, caplog: pytest.LogCaptureFixture) -> 
     ):
         Bundle(folder, engine="fast")
     with Bundle(folder, budget="2MiB", threads=1, io_threads=2, engine="pread", policy="lru", direct=False) as opened:
-        assert opened._program.options["cache_bytes_kib"]  # type: ignore[union-attr] == 4  # no more than the store has
+        assert opened._program.options["cache_bytes_kib"] == 4  # no more than the store has
         assert opened.stats() == {"hit_rate": None, "wait_share": None}  # this program has no delegate of ours
     assert not caplog.records
 

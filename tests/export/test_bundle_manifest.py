@@ -186,10 +186,10 @@ def test_what_is_no_manifest_is_refused(folder: Path, tmp_path: Path) -> None:
         Manifest.load(tmp_path / "nowhere")
 
 
-def test_every_changed_byte_of_the_manifest_is_refused(folder: Path) -> None:
+def test_a_changed_byte_of_the_manifest_is_refused(folder: Path) -> None:
     path = folder / "manifest.json"
     whole = path.read_bytes()
-    for at in range(0, len(whole), 7):
+    for at in range(0, len(whole), 5):  # no multiple of 7: each bit has its turn
         path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 7)]) + whole[at + 1 :])
         with pytest.raises(ArtifactError, match=r"manifest\.json"):
             Manifest.load(folder)

@@ -24,7 +24,7 @@ NEVER = {
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
-@pytest.mark.parametrize("name", ["macros", "text"])
+@pytest.mark.parametrize("name", NEVER)
 def test_templates_that_never_end_are_refused(name: str, tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(TEXT)
     tokenizer.chat_template = NEVER[name]

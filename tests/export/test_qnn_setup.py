@@ -97,7 +97,7 @@ def test_no_network_and_no_process_without_libraries() -> None:
     assert "SM8550" in done.stdout
 
 
-@pytest.mark.parametrize("version", ["2.6.0"])
+@pytest.mark.parametrize("version", ["2.4.0", "2.6.0", "2.7.0"])
 def test_other_versions_of_the_package_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QNN_SDK_ROOT", raising=False)
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: SimpleNamespace(version=version))
