@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from torch_pi2.decode import executorch as backend
-from torch_pi2.decode.executorch import parts_of_problem
 from torch_pi2.errors import (
     ArtifactError,
     ConfigError,
@@ -111,7 +110,7 @@ class Program:
 
 def delegate_error(text: str) -> Pi2Error:
     """The error for a message of our delegate: "what: expected ..., found .... what to do"."""
-    what, expected, found, fix = parts_of_problem(text)
+    what, expected, found, fix = backend.parts_of_problem(text)
     if not (what and expected and found and fix):
         return ArtifactError("our delegate", expected="that it works", found=text, fix="See its log on standard error.")
     kind: type[Pi2Error] = ArtifactError

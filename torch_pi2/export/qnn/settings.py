@@ -64,7 +64,7 @@ class Settings:
         weight_sharing: one copy of the weights for all graphs of a layer. Phones need it; Qualcomm's x86 emulator
             refuses to load such files, so what is to run there is compiled without.
         quantization: how 4-bit weights of feed-forward layers and of attention are chosen: ``rtn`` to nearest,
-            ``gptq`` by what outputs lose on calibration inputs, which takes longer (:mod:`.calibrated`).
+            ``gptq`` by what outputs lose on calibration inputs, which takes longer (:mod:`.weights`).
         timeout_s: seconds that one layer may take.
     """
 
