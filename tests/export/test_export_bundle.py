@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from exported import HIDDEN, NEURONS, ROOM, bundle_of, drawn_model, one_layer
+from exported import HIDDEN, NEURONS, ROOM, bundle_of, decoder_methods, drawn_model, one_layer
 from tiny_models import _hf, randomise, tiny
 from torch import nn
 
@@ -20,7 +20,7 @@ from torch_pi2.errors import ConfigError, Pi2Error, UnsupportedModelError
 from torch_pi2.export import api
 from torch_pi2.export.check import check_traced
 from torch_pi2.export.contents import describe_program
-from torch_pi2.export.decoder import Lanes, decoder_methods, method_spec
+from torch_pi2.export.decoder import Lanes, method_spec
 from torch_pi2.export.delegated import cold_part, delegated_copy, exported_layers, registered, split_hot_cold
 from torch_pi2.export.hot import HotChunks, chunks_per_batch, hot_chunks
 from torch_pi2.export.linears import prepare_rest

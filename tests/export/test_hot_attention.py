@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exported import ROOM, bundle_of, drawn_model, one_layer
+from exported import ROOM, bundle_of, decoder_methods, drawn_model, one_layer
 from runner_calls import run
 from torch import nn
 
@@ -18,7 +18,7 @@ from torch_pi2.export import qnn
 from torch_pi2.export.attention import masks_of
 from torch_pi2.export.calibrate import first_batches
 from torch_pi2.export.contents import describe_program
-from torch_pi2.export.decoder import Lanes, decoder_methods
+from torch_pi2.export.decoder import Lanes
 from torch_pi2.export.hot_attention import (
     AttentionCall,
     AttentionPart,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tiny_models import _LLAMA, _hf, drelu_module, randomise
 from torch import nn
 
 import torch_pi2
+from torch_pi2.export.decoder import Lanes, method_names, method_spec
 
 #: Neurons: two chunks of an accelerator, and some more.
 NEURONS, HIDDEN, VOCAB, ROOM = 1100, 64, 256, 48
@@ -54,6 +55,11 @@ def drawn_model(name: str, seed: int = 1, **config: Any) -> nn.Module:
     for parameter in (p for p in model.parameters() if p.dim() > 1):
         nn.init.normal_(parameter, 0, 0.3)
     return model
+
+
+def decoder_methods(lanes: Lanes, batches: Sequence[int], prompts: Sequence[int] = ()) -> dict[str, nn.Module]:
+    """The modules of all methods of ``lanes``, by name."""
+    return {name: method_spec(name, lanes, lanes.max_tokens - 1).module for name in method_names(batches, prompts)}
 
 
 # --- programs in ExecuTorch's own ways of lowering --------------------------------------------------------------------

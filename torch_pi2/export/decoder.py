@@ -240,11 +240,6 @@ def method_spec(name: str, lanes: Lanes, forward_tokens: int) -> MethodSpec:
     return MethodSpec(Decode(lanes, batch), (ids, ids.clone()))
 
 
-def decoder_methods(lanes: Lanes, batches: Sequence[int], prompts: Sequence[int] = ()) -> dict[str, nn.Module]:
-    """The modules of all methods of ``lanes``, by name."""
-    return {name: method_spec(name, lanes, lanes.max_tokens - 1).module for name in method_names(batches, prompts)}
-
-
 def sizes_of(method: str) -> tuple[int, int]:
     """Sequences and tokens per sequence of a method decode_bN or prefill_N."""
     kind, _, size = method.partition("_")
