@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -244,3 +244,8 @@ def sizes_of(method: str) -> tuple[int, int]:
     """Sequences and tokens per sequence of a method decode_bN or prefill_N."""
     kind, _, size = method.partition("_")
     return (1, int(size)) if kind == "prefill" else (int(size.removeprefix("b")), 1)
+
+
+def prompt_sizes(methods: Iterable[str]) -> list[int]:
+    """Token counts of the methods prefill_N among ``methods``."""
+    return [sizes_of(name)[1] for name in methods if name.startswith("prefill_")]

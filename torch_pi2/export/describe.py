@@ -15,7 +15,7 @@ from torch_pi2.base.version import __version__
 from torch_pi2.decode.budget import engine_bytes, scratch_bytes, wanted_neurons
 from torch_pi2.decode.executorch import EXECUTORCH
 from torch_pi2.export.contents import describe_program
-from torch_pi2.export.decoder import method_names, sizes_of
+from torch_pi2.export.decoder import prompt_sizes, sizes_of
 from torch_pi2.export.hot import CHUNK
 from torch_pi2.export.manifest import (
     CONTEXT_METHOD,
@@ -101,15 +101,13 @@ def manifest_of(
 
 
 def _method_entries(methods: Methods, settings: ExportSettings, decoder: bool) -> dict[str, MethodEntry]:
-    if not decoder:
-        return {"forward": MethodEntry("forward", 1, 1)}
-    prompts = [sizes_of(name)[1] for name in methods.chunks if name.startswith("prefill_")]
-    entries = {}
-    for name in method_names(settings.batches, prompts):
-        kind = name.partition("_")[0]
-        sizes = {"forward": (1, settings.forward_tokens), "fork": (1, 1)}.get(name) or sizes_of(name)
-        entries[name] = MethodEntry(kind, *sizes, tuple(methods.chunks.get(name, ())))
-    return entries
+    fixed = {"forward": (1, settings.forward_tokens if decoder else 1), "fork": (1, 1)}
+    return {
+        name: MethodEntry(
+            name.partition("_")[0], *(fixed.get(name) or sizes_of(name)), tuple(methods.chunks.get(name, ()))
+        )
+        for name in methods.specs
+    }
 
 
 def _fixed_bytes(folder: Path, packed_copies: int, planned: tuple[int, int], predictors: int, tokens: int) -> int:
@@ -182,8 +180,8 @@ def _lossy(source: Source, settings: ExportSettings, methods: Methods) -> Iterat
     if any(m.int8_activations for m in (*layers, *(m for m in source.model.modules() if isinstance(m, QuantLinear)))):
         yield "inputs of layers in int8"
     if soc is not None:
-        prompts = [str(sizes_of(name)[1]) for name in methods.chunks if name.startswith("prefill_")]
-        pieces = f"all neurons there in pieces of {' and '.join(prompts)}" if prompts else "by the CPU"
+        prompts = prompt_sizes(methods.specs)
+        pieces = f"all neurons there in pieces of {' and '.join(map(str, prompts))}" if prompts else "by the CPU"
         yield f"hot neurons in {settings.precision} on {soc} when decoding (chunks of {CHUNK}); prompts {pieces}"
         where = {"prompts": "in those pieces", "all": "there and when decoding, then with the last linear layer"}
         if methods.hot_attention != "none":

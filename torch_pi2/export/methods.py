@@ -20,7 +20,7 @@ from torch_pi2.base.files import atomic_write
 from torch_pi2.errors import CalibrationError, ConfigError
 from torch_pi2.export.calibrate import TOKENS, before_scored, first_batches, inputs_of, scored_rows, tokens_for_weights
 from torch_pi2.export.check import check_traced
-from torch_pi2.export.decoder import Lanes, method_names, method_spec, sizes_of
+from torch_pi2.export.decoder import Lanes, method_names, method_spec, prompt_sizes, sizes_of
 from torch_pi2.export.delegated import split_hot_cold
 from torch_pi2.export.hot import CHUNK, chunks_per_batch, hot_chunks
 from torch_pi2.export.hot_attention import PlacedAttention, place_attention, with_parts
@@ -111,10 +111,9 @@ def decoder_methods_of(
     """
     lanes = Lanes(model, max(settings.batches), settings.max_tokens, settings.kv)
     accelerated = _accelerated(source, lanes, settings, staging, chunks) if settings.splits else Accelerated()
-    prompts = [sizes_of(name)[1] for name in chunks if name.startswith("prefill_")]
     specs = {
         name: method_spec(name, accelerated.decoder(name, lanes), settings.forward_tokens)
-        for name in method_names(settings.batches, prompts)
+        for name in method_names(settings.batches, prompt_sizes(chunks))
     }
 
     def check(programs: Programs) -> None:
