@@ -25,7 +25,7 @@ from torch_pi2.machine import process
 
 EXAMPLE = "python -m benchmarks decode --shape mistral-7b --weights int4 --threads 2 --prompt 128 --tokens 32 --json"
 #: Options that say how to print, not what was measured.
-_PRINTING = ("help", "json", "verbose", "quiet", "threads")
+_PRINTING = ("json", "verbose", "quiet", "threads")
 
 
 def _module(name: str) -> Any:
@@ -48,11 +48,16 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _shown(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Its options, without old names of some and the one for help."""
+    return [action for action in parser._actions if action.default is not argparse.SUPPRESS]
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """The options, the figures of the benchmark, the machine, and the command line."""
     options = {
         action.dest: value.name if isinstance(value, Path) else value
-        for action in args.options._actions
+        for action in _shown(args.options)
         if action.dest not in _PRINTING and (value := getattr(args, action.dest)) is not None
     }
     about = {"what": args.name, **options, "threads": torch.get_num_threads()}
@@ -63,7 +68,7 @@ def call(name: str, **settings: Any) -> dict[str, Any]:
     """:func:`run` from Python: ``settings`` in the place of the defaults of the options."""
     parser = argparse.ArgumentParser()
     _module(name).add_arguments(parser)
-    defaults = {action.dest: action.default for action in parser._actions} | parser._defaults
+    defaults = {action.dest: action.default for action in _shown(parser)} | parser._defaults
     return run(argparse.Namespace(**{**defaults, **settings, "name": name, "options": parser}))
 
 
@@ -80,7 +85,7 @@ def _command(args: argparse.Namespace) -> str:
         return ",".join(map(str, value)) if isinstance(value, list) else re.sub(r"(^|\s)/\S*/", r"\1", str(value))
 
     words = ["python", "-m", "benchmarks", args.name]
-    for action in args.options._actions:
+    for action in _shown(args.options):
         value = getattr(args, action.dest, None)
         if value is None or (action.nargs == 0 and value is not action.const):
             continue

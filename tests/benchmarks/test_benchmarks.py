@@ -152,6 +152,22 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--json" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["serve", "prefix"])
+def test_an_old_name_of_an_option(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = importlib.import_module(f"benchmarks.{name}")
+    monkeypatch.setattr(module, "run", lambda args: {"seen": args.max_batch_size})
+    assert main([name, "--lanes", "3", "--json"]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert result["seen"] == result["max_batch_size"] == 3
+    assert "--max-batch-size 3" in result["command"]
+    assert "--lanes" not in result["command"]
+    assert "--lanes is now called --max-batch-size" in err
+    assert call(name)["seen"] == 8
+
+
 # --- rules
 
 
