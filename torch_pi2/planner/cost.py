@@ -461,10 +461,9 @@ def _reads(
     # that fewer misses never take longer.
     peak = min(density, 1 / (reach + 1))
     counted = max(peak * others * (1 - peak) ** reach, reads)
-    store_bytes = sum(y.slots * y.file_slot_bytes for y in shape.layers)
     # only in_flight of a layer's chunks have reads under way
     depth = min(config.io_threads, max(1.0, counted * min(1.0, config.in_flight / constants().chunks)))
-    drive_us = hardware.reads.us(counted, nbytes / counted, store_bytes, depth)
+    drive_us = hardware.reads.us(counted, nbytes / counted, shape.store_bytes, depth)
     return reads + runs, (max(drive_us, cold * hardware.store.slot_us) / 1e3, hot_ms)
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -176,7 +176,7 @@ class ModelShape:
     kv_dtype: str = "float32"
     activations: tuple[int, int] = (0, 0)
 
-    @property
+    @cached_property
     def weight_bytes(self) -> int:
         """Bytes of all weights, including neurons that seldom fire."""
         layers = sum(y.intermediate * y.neuron_bytes + y.predictor_bytes + y.attention_bytes for y in self.layers)
@@ -186,6 +186,11 @@ class ModelShape:
     def slots(self) -> int:
         """Slots of the model in a store."""
         return sum(layer.slots for layer in self.layers)
+
+    @cached_property
+    def store_bytes(self) -> int:
+        """Bytes of all slots in a store's file."""
+        return sum(layer.slots * layer.file_slot_bytes for layer in self.layers)
 
     @property
     def place_bytes(self) -> int:

@@ -172,7 +172,7 @@ def read_settings(shape: ModelShape, hardware: Hardware) -> dict[str, Any]:
     gap = int(fixed_us / us_per_byte) if us_per_byte > 0 else _LONGEST_GAP
     speed = {size: size / us[size] for size in us if size >= 1 << 16}
     run = next(size for size in sorted(speed) if speed[size] >= _ENOUGH * max(speed.values()))
-    depth = hardware.reads.best_depth(slot, _store_bytes(shape))
+    depth = hardware.reads.best_depth(slot, shape.store_bytes)
     return {
         "policy": default.policy,
         "io_threads": depth,
@@ -183,13 +183,9 @@ def read_settings(shape: ModelShape, hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def _store_bytes(shape: ModelShape) -> int:
-    return sum(layer.slots * layer.file_slot_bytes for layer in shape.layers)
-
-
 def _read_us(shape: ModelShape, hardware: Hardware, size: int) -> float:
     """Microseconds of one of many reads of ``size`` bytes over a whole store."""
-    whole, reads = _store_bytes(shape), hardware.reads
+    whole, reads = shape.store_bytes, hardware.reads
     return reads.us(_READS, size, whole, reads.best_depth(shape.place_bytes, whole)) / _READS
 
 
