@@ -217,6 +217,7 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "source": (lambda d: d.update(source="guessed"), "where, source: expected measured or published, found 'guessed'"),
     "negative": (lambda d: d["glue"].update(eager_us=-1), "where, glue, eager_us: expected a number, 0 or more"),
     "nan": (lambda d: d["glue"].update(eager_us=float("nan")), "where, glue, eager_us: expected a number, 0 or more"),
+    "huge": (lambda d: d["glue"].update(eager_us=1e300), "where, glue, eager_us: expected a number, 0 or more"),
     "factor": (
         lambda d: d["interference"].update(read_while_computing=0.9),
         "where, interference, read_while_computing: expected a number, 1 or more",
@@ -294,7 +295,10 @@ def test_damage_is_named(name: str) -> None:
     assert raised.value.fix
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]"])
+HUGE = '{"format": "torch_pi2.hardware", "version": ' + "9" * 5000 + "}"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "1", HUGE], ids=["empty", "open", "list", "null", "1", "huge"])
 def test_what_is_no_profile_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError):
         Hardware.from_json(text)
@@ -323,7 +327,7 @@ def _places(data: Any) -> list[tuple[Any, Any]]:
     return []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_change_of_a_file_is_refused_or_makes_a_profile_that_works(data: st.DataObject) -> None:
     changed = copy.deepcopy(WHOLE)

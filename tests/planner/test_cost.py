@@ -324,6 +324,7 @@ def test_more_tokens_take_longer_and_more_cache_misses_less(
 ) -> None:
     for how in ({}, {"cache_bytes": cache(shape, share)}):
         one, more = (cost(shape, hot, batch=b, **how) for b in (batch, batch + 1))
+        assert more.misses >= one.misses * (1 - 1e-9)
         for part in ("attention", "sdpa", "predictor", "head"):
             assert more.ms[part] >= one.ms[part] * (1 - 1e-9)
         assert more.ms["hot"] + more.ms["cold"] >= (one.ms["hot"] + one.ms["cold"]) * (1 - 1e-9)

@@ -148,7 +148,7 @@ def test_hot_counts() -> None:
 def test_a_floor_of_recall_is_kept(stored: bool) -> None:
     shape = small(3, recall=0.8)
     how: dict[str, Any] = {"batches": (1, 4), "budget_bytes": budget_of(shape, 1.0, (1, 4)) if stored else None}
-    for floor in (0.8, 0.95, 1.0):
+    for floor in (0.8, 0.95, 0.99, 1.0):
         plan = checked(shape, solve(request(shape, **how, min_recall=floor)))
         for bucket in plan.buckets:
             often = [y.frequency(bucket.batch) for y in shape.layers]
@@ -160,13 +160,14 @@ def test_a_floor_of_recall_is_kept(stored: bool) -> None:
     with pytest.raises(ConfigError, match=r"recall at batch 1: expected at most 0\.\d+, with every neuron hot") as info:
         solve(request(shape, min_recall=0.99))
     most = float(str(info.value).split("at most ")[1].split(",")[0])
+    assert 0.5 < most < 0.99
     assert solve(request(shape, min_recall=most)).buckets[0].hot == (4096, 0)
 
 
 def test_steps_are_never_prompts() -> None:
     """Where a layer is dense from few tokens on, it still is not for as many as are decoded together."""
     shape = small(2, active=0.9, method="exact")
-    for most in (1, 64):
+    for most in (1, 4, 64):
         plan = solve(request(shape, batches=(1, most)))
         at = [switch_point(shape, HARDWARE, y, hot) for y, hot in zip(shape.layers, plan.buckets[-1].hot)]
         assert list(plan.prompt.dense_from) == [max(n, most + 1) if n else 0 for n in at]
@@ -225,6 +226,7 @@ def test_the_smallest_budget_that_is_named_is_enough(shape, batches, context) ->
     [
         ({"batches": ()}, r"plan_for\(batches\): expected batch sizes of 1 or more"),
         ({"batches": (0, 1)}, r"batch sizes of 1 or more, found \(0, 1\)"),
+        ({"batches": (1.5,)}, r"batch sizes of 1 or more, found \(1.5,\)"),
         ({"batches": ("1", True)}, r"batch sizes of 1 or more, found \('1', True\)"),
         ({"context": 0}, r"plan_for\(context\): expected 1 or more tokens, found 0"),
         ({"accelerator_bytes": -1}, r"plan_for\(accelerator_memory\): expected 0 or more bytes"),

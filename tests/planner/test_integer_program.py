@@ -146,7 +146,7 @@ def test_an_npus_memory_is_shared_by_batch_sizes(stored: bool) -> None:
     least = Request(shape, hardware, 0, batches=(1, 8), context=64).smallest()
     budget = least + shape.slots * shape.place_bytes // 2 if stored else None
     last = float("inf")
-    for chunks in (0, 1, 3, 12):
+    for chunks in (0, 1, 3, 5, 12):
         for less in (0, 1):
             nbytes = 512 * chunks * neuron - (less if chunks else 0)
             plan = solve(Request(shape, hardware, budget, nbytes, (1, 8), 64))
