@@ -440,7 +440,7 @@ def test_what_libraries_print_does_not_reach_standard_output(monkeypatch, capsys
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("split", "tokens"), [("train", 20_000), ("heldout", 10_000)])
+@pytest.mark.parametrize(("split", "tokens"), [("train", 100_000), ("heldout", 50_000)])
 def test_samples_of_the_library_are_long_enough_and_not_only_heads(split: str, tokens: int) -> None:
     from torch_pi2.profiling.text import read_files, stdlib_files
 

@@ -115,8 +115,9 @@ def test_text_that_standard_output_cannot_encode() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("errors", ["2>&-", "2>/dev/full"])
-def test_errors_that_cannot_be_written_go_nowhere_else(errors: str) -> None:
-    line = f"exec {sys.executable} -m torch_pi2 inspect /nowhere {errors}"
+@pytest.mark.parametrize("verb", ["", "inspect /nowhere"])
+def test_errors_that_cannot_be_written_go_nowhere_else(verb: str, errors: str) -> None:
+    line = f"exec {sys.executable} -m torch_pi2 {verb} {errors}"
     done = subprocess.run(line, shell=True, stdout=subprocess.PIPE, text=True, cwd=REPO)
     assert (done.returncode, done.stdout) == (2, "")
 
@@ -141,7 +142,9 @@ def test_a_result_that_cannot_be_written_is_an_error(
     assert ("standard output: expected a file or terminal that takes the result" in err) == (code == 2)
 
 
-@pytest.mark.parametrize("moment", ["torch_pi2.cli.common", "torch._C"])
+@pytest.mark.parametrize(
+    "moment", ["torch_pi2.cli.common", "torch", "torch._C", pytest.param("torch_pi2.api", marks=pytest.mark.slow)]
+)
 def test_interrupted_while_it_starts(moment: str) -> None:
     """Ctrl-C while the installed command imports a module."""
     module, _, function = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"][
