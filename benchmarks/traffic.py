@@ -12,9 +12,6 @@ from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import sparse_layers
 
-#: Buffers of a SparseFFN that a forward pass does not read.
-_UNREAD = ("order", "inverse")
-
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     own = {**module._parameters, **module._buffers}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import os
 import platform
 import re
 from pathlib import Path
@@ -59,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
+    from torch_pi2.machine.process import cores
+
     if getattr(args, "link", False):
         return _link(args)
     if getattr(args, "measure_folder", None) is not None and not args.measure:
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         },
         "platform": platform.platform(),
         "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "threads": torch.get_num_threads(),
         "library": library,
         "extras": _extras(),
