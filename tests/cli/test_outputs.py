@@ -192,18 +192,10 @@ def _signalled(word: str, number: int, *argv: object) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_ended_by_a_signal_while_it_writes(tmp_path: Path) -> None:
-    out, store = tmp_path / "out", tmp_path / "store"
-    how = ("synthetic", out, "--shape", "tiny", "--layers", "1")
+    how = ("synthetic", tmp_path / "out", "--shape", "tiny", "--layers", "1")
     assert _signalled(".partial/", signal.SIGTERM, *how) == (143, "torch-pi2: ended by SIGTERM\n")
     assert _signalled(".partial/", signal.SIGINT, *how) == (
         130,
         "torch-pi2: interrupted; nothing was left half-written\n",
     )
     assert os.listdir(tmp_path) == []
-    torch_pi2.synthetic(out, "tiny", layers=1)
-    left = f"the same command goes on with what is in {tmp_path / '.store.partial'}"  # pack goes on where it was
-    assert _signalled(".store.partial/", signal.SIGINT, "pack", out, store) == (
-        130,
-        f"torch-pi2: interrupted; {left}\n",
-    )
-    assert sorted(os.listdir(tmp_path)) == [".store.partial", "out"]

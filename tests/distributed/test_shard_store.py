@@ -1,9 +1,8 @@
-"""Shards: which neurons are in which, that together they are the store again, and damage that is refused."""
+"""Shards: which neurons are in which, what they say of themselves, and damage that is refused."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +17,10 @@ from torch_pi2.base.fields import Field
 from torch_pi2.cli.inspect import describe, render
 from torch_pi2.distributed.join import check_activations
 from torch_pi2.distributed.partition import partition_layers, partition_neurons
-from torch_pi2.distributed.shard_store import shards_in
+from torch_pi2.distributed.shard_store import check_complete, shards_in
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import StoreReader
-from torch_pi2.store.writer import StoreAssembly
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.shard import GroupConfig, Shard, ShardLayer
 
@@ -31,25 +29,6 @@ def _store(folder: Path, neurons: tuple[int, ...] = (250, 129), **how: Any) -> P
     folder.mkdir()
     torch_pi2.pack(toy(folder / "plain", neurons), folder / "store", **how)
     return folder
-
-
-def test_the_shards_are_the_store_again(tmp_path: Path) -> None:
-    for name, how in (("one", {"cluster": 1}), ("clusters", {"cluster": 8}), ("aligned", {"slot_align": 1024})):
-        base = _store(tmp_path / name, **how)
-        torch_pi2.pack(base / "store", base / "2", ranks=2, **how)
-        torch_pi2.pack(base / "2", base / "3", ranks=3, shares=[1, 1, 3], **how)
-        torch_pi2.pack(base / "3", base / "whole", **how)
-        torch_pi2.pack(base / "store", base / "again", **how)
-        with StoreReader(store_of(base / "whole")) as whole, StoreReader(store_of(base / "again")) as again:
-            assert whole.verify() == again.verify() > 0
-            checks = json.loads(whole.metadata["checks"])
-            assert checks == json.loads(again.metadata["checks"])  # in another order: a shard's biases are shorter
-            assert whole.specs.keys() - checks == again.specs.keys() - checks
-            for name in checks:
-                size = whole.specs[name].nbytes
-                assert torch.equal(whole.read_bytes(name, 0, size), again.read_bytes(name, 0, size))
-            for index in range(2):
-                assert torch.equal(whole.read_layer(index), again.read_layer(index))
 
 
 def test_a_shard_has_its_neurons_and_nothing_of_the_others(tmp_path: Path) -> None:
@@ -80,33 +59,26 @@ def test_a_shard_has_its_neurons_and_nothing_of_the_others(tmp_path: Path) -> No
                 assert own.plan().orders_hash == plan.orders_hash
 
 
-def test_packing_goes_on_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_replace_earlier_ones_and_are_not_packed_again(tmp_path: Path) -> None:
     base = _store(tmp_path / "base")
-    real, calls = StoreAssembly._write_slots, list[Any]()
-
-    def write(*args: Any) -> None:
-        calls.append(args)
-        if len(calls) == 4:  # the second layer of the second shard
-            raise KeyboardInterrupt
-        real(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(StoreAssembly, "_write_slots", write)
-        with pytest.raises(KeyboardInterrupt):
-            torch_pi2.pack(base / "store", base / "2", ranks=2)
-    assert not (base / "2").exists()
-    report = torch_pi2.pack(base / "store", base / "2", ranks=2)
-    assert report.resumed_layers >= 2  # the first shard
-    torch_pi2.pack(base / "store", base / "fresh", ranks=2)
-    for rank in range(2):
-        one, other = (store_of(shards_in(base / name)[rank]) for name in ("2", "fresh"))
-        assert one.read_bytes() == other.read_bytes()
+    other = _store(tmp_path / "other", (250, 130))
+    for folder in (base, base, other):
+        torch_pi2.pack(folder / "store", folder / "2", ranks=2)
     assert sorted(p.name for p in (base / "2").iterdir()) == ["rank-0-of-2", "rank-1-of-2"]
     assert not list((base / "2").rglob(".*"))
-    torch_pi2.pack(base / "store", base / "2", ranks=2)  # replaces an earlier result
+    for source, found in ((base / "2", "shards"), (base / "2" / "rank-1-of-2", "shard 1 of 2")):
+        with pytest.raises(ConfigError, match=f"a store with all neurons, found {found}. Name the folder that they"):
+            torch_pi2.pack(source, tmp_path / "out")
     (base / "2" / "rank-0-of-2" / "notes.docx").write_text("mine")
     with pytest.raises(ArtifactError, match=r"a folder with other files in it: rank-0-of-2/notes\.docx"):
         torch_pi2.pack(base / "store", base / "2", ranks=2)
+    shards = []
+    for path in (base / "2" / "rank-0-of-2", other / "2" / "rank-1-of-2"):
+        with StoreReader(store_of(path)) as reader:
+            assert reader.shard is not None
+            shards.append(reader.shard)
+    with pytest.raises(ArtifactError, match="together have each chunk of each layer once, found others"):
+        check_complete([replace(shards[0], layers={}), shards[1]], "here")
 
 
 _STAGE = "some chunks of every layer, or all of those of blocks that follow each other"
@@ -166,32 +138,6 @@ def test_damaged_shards_are_refused(tmp_path: Path, by: str, damage: dict[str, t
     damaged.write(path)
     with pytest.raises(ArtifactError, match=r"neurons and chunks of a shard of layers\.0"):
         StoreReader(path).close()
-
-
-def test_shards_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
-    base = _store(tmp_path / "base")
-    other = _store(tmp_path / "other", (250, 130))
-    for folder in (base, other):
-        torch_pi2.pack(folder / "store", folder / "2", ranks=2)
-    torch_pi2.pack(base / "store", base / "uneven", ranks=2, shares=[3, 1])
-
-    def mixed(name: str, first: Path, second: Path) -> Path:
-        shutil.copytree(first / "rank-0-of-2", tmp_path / name / "rank-0-of-2")
-        shutil.copytree(second / "rank-1-of-2", tmp_path / name / "rank-1-of-2")
-        return tmp_path / name
-
-    with pytest.raises(ArtifactError, match="shard 1 of 2 of the model of"):
-        torch_pi2.pack(mixed("models", base / "2", other / "2"), tmp_path / "out")
-    with pytest.raises(ArtifactError, match="together have each chunk of each layer once, found others"):
-        torch_pi2.pack(mixed("cuts", base / "2", base / "uneven"), tmp_path / "out")
-    shutil.rmtree(base / "2" / "rank-0-of-2")
-    with pytest.raises(ArtifactError, match="expected all 2 shards of a model, found no rank-0-of-2"):
-        torch_pi2.pack(base / "2", tmp_path / "out")
-    (base / "2" / "rank-0-of-3").mkdir()
-    with pytest.raises(ArtifactError, match="expected shards of one number of machines, found of 2 and 3"):
-        torch_pi2.pack(base / "2", tmp_path / "out")
-    with pytest.raises(ConfigError, match="expected a store with all neurons, found shard 1 of 2"):
-        torch_pi2.pack(other / "2" / "rank-1-of-2", tmp_path / "out")
 
 
 def test_a_shard_says_what_it_is(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 What is being written is ``.NAME.partial`` beside ``NAME``, and ``.NAME.lock`` is locked meanwhile; an earlier folder is
 ``.NAME.old`` for the moment in which it is replaced. A process that is killed leaves them, and the next one that writes
-``NAME`` takes the lock, which nobody holds any more, and removes the rest, or goes on with it.
+``NAME`` takes the lock, which nobody holds any more, and removes the rest.
 """
 
 from __future__ import annotations
@@ -142,11 +142,10 @@ def not_written(path: Path, error: OSError) -> ArtifactError:
 
 
 @contextmanager
-def claimed(target: Path, *, keep: bool = False, patience_s: float = 0.0) -> Iterator[Path]:
+def claimed(target: Path, *, patience_s: float = 0.0) -> Iterator[Path]:
     """Where to write what is to be ``target``, for one process at a time: a path beside it, to be renamed at the end.
 
-    Nothing is there, or with ``keep`` what the last process left that was killed or interrupted. What is there when
-    the block raises is removed, or with ``keep`` only after errors: a full disk is not kept full.
+    Nothing is there. What is there when the block raises is removed: a full disk is not kept full.
 
     Raises:
         ArtifactError: another process writes it, for longer than ``patience_s``. OSError: it cannot be written there.
@@ -157,17 +156,11 @@ def claimed(target: Path, *, keep: bool = False, patience_s: float = 0.0) -> Ite
         if old.is_dir() and not os.path.lexists(target):  # killed between the two renames of _swap_in
             old.rename(target)
         _remove(old)
-        if not keep or partial.is_symlink():
-            _remove(partial)
+        _remove(partial)
         try:
             yield partial
-        except BaseException as error:
-            if not keep or isinstance(error, Exception):
-                _remove(partial)
-            elif isinstance(error, KeyboardInterrupt) and os.path.lexists(partial):
-                error.args = (f"the same command goes on with what is in {partial}",)
-            raise
-        _remove(partial)
+        finally:
+            _remove(partial)
 
 
 @contextmanager
@@ -253,14 +246,11 @@ def check_not_current(folder: Path) -> None:
 
 
 @contextmanager
-def replacing_folder(folder: Path, *, keep: bool = False) -> Iterator[Path]:
+def replacing_folder(folder: Path) -> Iterator[Path]:
     """Write a whole folder or nothing: gives an empty one beside it, which takes its place when the block ends.
 
     All files are on disk before they get their names. If the block raises, or the last step fails, ``folder`` is as it
     was. Whether an existing ``folder`` may be replaced is for the caller to check.
-
-    Args:
-        keep: after a kill or an interrupt the next block goes on with what this one wrote, instead of nothing.
 
     Raises:
         ArtifactError: another process writes it, there is a file in its place, or for any OSError, in the block too.
@@ -270,8 +260,8 @@ def replacing_folder(folder: Path, *, keep: bool = False) -> Iterator[Path]:
     with writing(folder):
         if os.path.lexists(folder) and not folder.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        with claimed(folder, keep=keep) as staging:
-            staging.mkdir(exist_ok=keep)
+        with claimed(folder) as staging:
+            staging.mkdir()
             yield staging
             _sync_files(staging)
             _swap_in(staging, folder)

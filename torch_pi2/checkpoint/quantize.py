@@ -159,14 +159,9 @@ def convert(
 
 def copy_small_files(source: Path, folder: Path) -> None:
     """Copy everything of a checkpoint but its weights and its ``pi2/``."""
-    for path in small_files(source):
-        shutil.copyfile(path, folder / path.name)
-
-
-def small_files(source: Path) -> list[Path]:
-    """What :func:`copy_small_files` copies."""
-    found = {path for pattern in SMALL_FILES for path in source.glob(pattern)}
-    return sorted(path for path in found if not path.name.endswith(".index.json"))
+    for path in {path for pattern in SMALL_FILES for path in source.glob(pattern)}:
+        if not path.name.endswith(".index.json"):
+            shutil.copyfile(path, folder / path.name)
 
 
 def _check(source: Path, folder: Path, weights: str, quantization: str, calibration: Any) -> None:

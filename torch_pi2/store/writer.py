@@ -202,40 +202,14 @@ class StoreAssembly:
             ) from error
         return Superblock(out.file_bytes, model_hash, tuple(entries))
 
-    def write(
-        self,
-        out: TensorWriter,
-        superblock: Superblock,
-        *,
-        done: int = 0,
-        checks: Mapping[str, str] | None = None,
-        written: Callable[[int, Mapping[str, str]], None] = lambda count, checks: None,
-    ) -> None:
-        """Write everything into ``out``, which has :attr:`specs` and :attr:`metadata`, a few MB at a time.
-
-        Args:
-            done: how many layers and other tensors are in the file already, and ``checks`` the checksums of the latter.
-            written: called after each layer and each other tensor with what ``done`` and ``checks`` are then.
-        """
+    def write(self, out: TensorWriter, superblock: Superblock) -> None:
+        """Write everything into ``out``, which has :attr:`specs` and :attr:`metadata`, a few MB at a time."""
         out.write(SUPERBLOCK, torch.frombuffer(bytearray(superblock.pack()), dtype=torch.uint8))
         for name in self._paddings:
             out.write(name, torch.zeros(self.specs[name].shape, dtype=torch.uint8))
-        found = dict(checks or {})
-        items: list[StoreLayer | str] = [*self.layers, *self.others]
-        for count, item in enumerate(items, 1):
-            if count <= done:
-                continue
-            if isinstance(item, StoreLayer):
-                self._write_slots(item, out)
-            else:
-                found[item] = self._copy(item, out)
-            written(count, found)
-        out.set_metadata("checks", json.dumps({name: found[name] for name in self.others}))
-
-    def tensors_of(self, done: int) -> list[str]:
-        """Names of the tensors that are in a file of which so many layers and other tensors are ``done``."""
-        items = (*(layer.tensors for layer in self.layers), *((name,) for name in self.others))
-        return [name for names in items[:done] for name in names]
+        for layer in self.layers:
+            self._write_slots(layer, out)
+        out.set_metadata("checks", json.dumps({name: self._copy(name, out) for name in self.others}))
 
     def _write_slots(self, layer: StoreLayer, out: TensorWriter) -> None:
         slots_name, checks_name = layer.tensors
