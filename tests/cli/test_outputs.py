@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-import torch_pi2
 from torch_pi2.base.files import atomic_write, is_standard_output, replacing_folder
 from torch_pi2.cli import main
 from torch_pi2.cli.output import OutputError, emit
