@@ -32,7 +32,7 @@ from torch_pi2.decode.decoder import Decoder
 from torch_pi2.decode.sequence import GeneratedSequence, pick
 from torch_pi2.decode.speculate import MOST_DRAFTED, Drafts, Pace, PromptLookup, Source, speculate
 from torch_pi2.errors import ConfigError
-from torch_pi2.eval.token_source import tokens_of
+from torch_pi2.eval.verdict import text_or_random
 from torch_pi2.formats import ACTIVATIONS, QUANTIZED
 from torch_pi2.machine.device import find_device
 from torch_pi2.ops import load as load_library
@@ -104,8 +104,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         models, room = dict.fromkeys((PLAIN, SPECULATIVE), model), None
     plain: Any = models[PLAIN]
     subject, store = Subject.of(plain, made), store_of(plain)
-    drawn = tokens_of(plain, made, "heldout", 1, seed + 10, trust)
-    texts = [drawn.draw(prompt + tokens) for _ in range(args.rounds + 1)]
+    about_text, draw = text_or_random(plain, made, seed + 10, trust)
+    texts = [draw(prompt + tokens) for _ in range(args.rounds + 1)]
     probabilities = args.right or (RIGHT if subject.synthetic else ())
     decoders = _decoders(models, prompt + tokens, args.compiled)
     bench = _Bench(decoders, args.always, prompt, texts, seed)
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "budget_bytes": room,
         "simulated": device or False,
         "reads": None if store is None else store.describe(),
-        "text": drawn.about,
+        "text": about_text,
         "cases": cases,
     }
 

@@ -1,25 +1,24 @@
 """Questions about held-out text, answered by a trained model in several forms: what sparsity and 4 bits change.
 
-The questions are those of ``torch-pi2 eval --suite``: every form of the model gets the same, and is compared with the
-dense floats, pair by pair. Calibration text and questions are of different files of Python's standard library. Quality,
-not speed: nothing is timed.
+Every form of the model gets the questions of :mod:`benchmarks.questions`, and is compared with the dense floats, pair
+by pair. Calibration text and questions are of different files of Python's standard library. Nothing is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from benchmarks.arguments import add_seed, add_trained, names_of
 from benchmarks.beside import floats
+from benchmarks.questions import TASKS, answers, differences, make_items
 from benchmarks.tables import Result, Table, at
 from torch_pi2.api import optimize
 from torch_pi2.base.progress import phase
 from torch_pi2.cli import common
-from torch_pi2.eval import answers, differences, make_items, work
-from torch_pi2.eval.suite import TASKS
+from torch_pi2.eval import work
 from torch_pi2.graph.find import find_sites
 from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.profiling.text import stdlib_text
@@ -64,7 +63,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     Returns:
         ``cases``: by form ``rows_used``, the share of FFN rows that were used (None: nothing is counted), and by task
-        the fields of :class:`torch_pi2.eval.Difference` in ``tasks``.
+        the fields of :class:`benchmarks.questions.Difference` in ``tasks``.
 
     Raises:
         Pi2Error: what loading and optimising models raise.
@@ -84,7 +83,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         model = optimize(make(), calibration, config, tokenizer=tokenizer)
         with work() as done:
             given = answers(model, tokenizer, items, progress=True)
-        tasks = {task: of.to_json() for task, of in differences(items, wanted, given).items()}
+        tasks = {task: asdict(of) for task, of in differences(items, wanted, given).items()}
         found[case] = {"rows_used": done.rows_used, "tasks": tasks}
     return {
         "synthetic": getattr(dense.config, "torch_pi2_synthetic", False),
@@ -120,7 +119,7 @@ TABLES = (
             **{task: at(task) for task in (*TASKS, "all")},
             "other answers": at("changed", common.percent),
         },
-        "Right answers of a dense model to questions about held-out text (`torch-pi2 eval --suite`), and by how many "
+        "Right answers of a dense model to questions about held-out text (`benchmarks/questions.py`), and by how many "
         "of a hundred those of its other forms differ, with 95 % intervals (Bonett and Price 2012, paired).",
     ),
 )

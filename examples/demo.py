@@ -32,7 +32,7 @@ from torch_pi2.base.progress import lines
 from torch_pi2.cli import doctor, verdict
 from torch_pi2.cli.common import percent, size, stdlib_sample, table
 from torch_pi2.cli.logs import configured
-from torch_pi2.eval import bits_per_byte, ffn_modules, time_decode_many, work
+from torch_pi2.eval import bits_per_byte, ffn_modules, time_decode, work
 from torch_pi2.eval.verdict import judge
 from torch_pi2.types.config import Config
 from torch_pi2.types.verdict import Loss, Verdict
@@ -99,7 +99,7 @@ def compare(models: list[Any], tokenizer: Any, plan: Any, args: argparse.Namespa
         results[name]["loss_change"] = loss.nats_per_token / results["dense"]["nats_per_token"] - 1
     prompt_BT = tokenizer(text[:2000], return_tensors="pt")["input_ids"][:, :64]
     modules = ffn_modules(models[0], [layer.site for layer in plan.layers])
-    timings = time_decode_many(models, prompt_BT, new_tokens=32, rounds=args.rounds, ffn_modules=modules)
+    timings = time_decode(models, prompt_BT, new_tokens=32, rounds=args.rounds, ffn_modules=modules)
     for name, timing in zip(FORMS, timings):
         results[name] |= timing.to_json()
     return results

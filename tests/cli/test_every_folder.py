@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import questions
 import torch
 from cli_calls import Ran
 from shared import shared_folder
-from tiny_bundle import ROOM, shared_bundle
+from tiny_bundle import shared_bundle
 from tiny_models import randomise
 from tiny_tokenizers import TEXT, byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -245,8 +244,6 @@ def test_what_is_left_out_is_not_in_memory(
         said = command("generate", kinds[kind], *asked, *share, *more, ok=False)
         assert said.code == 2
         assert message.format(kinds[kind]) in said.err
-    against = ("eval", kinds["bundle"], "--suite", "--against", kinds["checkpoint"], *share, "--limit", "1")
-    assert f"{option} with {kinds['bundle']}: expected a model over a store" in command(*against, ok=False).err
 
 
 @pytest.mark.parametrize("kind", TALKS)
@@ -256,39 +253,6 @@ def test_chat_takes_every_kind_of_model_of_pytorch(
     wanted = command("generate", kinds[kind], "--prompt", "def f", "--max-new-tokens", "5", "--json").json["text"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("def f\n"))
     assert command("chat", kinds[kind], "--max-new-tokens", "5").out.strip() == wanted.strip()
-
-
-@pytest.mark.slow
-def test_eval_has_any_two_models_answer_the_same_questions(
-    command: Command, kinds: dict[str, Path], tmp_path: Path
-) -> None:
-    text = tmp_path / "text.py"
-    text.write_text(questions.TEXT)
-    asked = ["--suite", "--text", text, "--limit", "4", "--json"]
-    alone = command("eval", kinds["optimised"], *asked, "--decode-tokens", "2", "--rounds", "1").json
-    assert alone["dense"]["bits_per_byte"] > 0
-    wanted = alone["suite"]["tasks"]
-    assert list(wanted) == ["cloze", "identifiers", "brackets", "copying", "all"]
-    assert (alone["suite"]["models"], wanted["all"]["items"]) == (["dense", "sparse"], 16)
-    budget = ["--budget", "1GB"]
-    for kind in ("optimised", "store"):
-        found = command(
-            "eval", kinds[kind], *asked, "--against", kinds["checkpoint"], *(budget * (kind == "store"))
-        ).json
-        assert "dense" not in found
-        assert found["suite"]["models"] == [str(kinds["checkpoint"]), str(kinds[kind])]
-        assert found["suite"]["tasks"] == wanted  # lossless
-    int8 = command("eval", kinds["quantised"], *asked, "--against", kinds["checkpoint"]).json["suite"]["tasks"]
-    assert int8["all"]["accuracy"][0] == wanted["all"]["accuracy"][0]
-    other = command("eval", kinds["bundle"], *asked, "--against", kinds["checkpoint"]).json["suite"]
-    assert other["window"] == ROOM
-    assert other["tasks"]["all"]["changed"] > 0  # it is another model
-    shown = command("eval", kinds["store"], *asked[:-1], "--against", kinds["checkpoint"]).out
-    header, _, *rows, end = shown.splitlines()
-    assert header.split("  ")[0] == "right answers"
-    assert [row.split()[0] for row in rows] == [*wanted]
-    assert " 0.0 " in rows[-1]
-    assert re.fullmatch(r"\d+ threads", end)
 
 
 def test_eval_keeps_to_a_budget(command: Command, kinds: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
@@ -301,20 +265,3 @@ def test_eval_keeps_to_a_budget(command: Command, kinds: dict[str, Path], caplog
         (("--window", "2048"), "--window 2048 with --budget: expected at most 1024 tokens in a call"),
     ):
         assert re.search(expected, command("eval", store, *asked[:-1], *more, ok=False).err)
-
-
-def test_what_a_suite_needs(command: Command, kinds: dict[str, Path]) -> None:
-    def said(*argv: object) -> str:
-        ran = command("eval", *argv, ok=False)
-        assert ran.code == 2
-        return ran.err
-
-    for argv in (["store", "--suite"], ["quantised", "--suite"], ["bundle"]):
-        assert "that folder has no dense weights, found no --against. Pass --suite --against" in said(
-            kinds[argv[0]], *argv[1:]
-        )
-    against = ["--against", kinds["checkpoint"]]
-    assert "--against: expected --suite beside it, and no --lm-eval, found no --suite" in said(kinds["store"], *against)
-    assert "found --lm-eval" in said(kinds["store"], *against, "--suite", "--lm-eval", "arc_easy")
-    assert "found statistics, written by profile" in said(kinds["store"], "--suite", "--against", kinds["stats"])
-    assert "task: expected cloze or" in said(kinds["store"], "--suite", "spelling", *against)

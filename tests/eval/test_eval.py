@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError
-from torch_pi2.eval import bits_per_byte, compare_decode, ffn_modules, nats_per_token, time_decode, work
+from torch_pi2.eval import bits_per_byte, ffn_modules, nats_per_token, time_decode, work
 from torch_pi2.eval.work import Work
 from torch_pi2.types.site import FFNSite, LinearRef
 
@@ -93,19 +93,6 @@ def test_a_tokenizer_with_bos_scores_the_first_token_too(bigram) -> None:
     assert short.nats_per_token != pytest.approx(wanted, rel=1e-6)
 
 
-def test_windows_give_the_model_no_more_context_than_said(tokenizer) -> None:
-    seen: list[torch.Size] = []
-
-    class Watching(Bigram):
-        def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
-            seen.append(ids_BT.shape)
-            return super().forward(ids_BT)
-
-    bits_per_byte(Watching(300), tokenizer, TEXT, window=12, batch_size=3)
-    assert max(shape[1] for shape in seen) == 12
-    assert max(shape[0] for shape in seen) == 3
-
-
 def test_hugging_face_loss_is_the_models_own(tokenizer) -> None:
     model = tiny("llama")
     ids_BT = torch.randint(0, 64, (3, 17))
@@ -126,11 +113,6 @@ def test_mode_and_gradients_are_left_as_they_were(bigram, tokenizer) -> None:
 def test_too_short_text_is_refused(bigram, tokenizer, text) -> None:
     with pytest.raises(CalibrationError, match=r"expected at least two tokens, found .* characters.*longer text"):
         bits_per_byte(bigram, tokenizer, text)
-
-
-def test_nothing_to_score_is_refused(bigram) -> None:
-    with pytest.raises(CalibrationError, match="tokens to score: expected at least one, found none"):
-        nats_per_token(bigram, [torch.zeros(2, 1, dtype=torch.long)])
 
 
 @pytest.mark.parametrize("setting", ["window", "batch_size", "max_tokens"])
@@ -172,41 +154,33 @@ PROMPT = torch.ones(1, 4, dtype=torch.long)
 
 
 def test_time_inside_the_ffns_is_told_apart() -> None:
-    timing = time_decode(slowed(0.01), PROMPT, new_tokens=3, warmup=0, rounds=3, ffn_modules=MLPS)
+    models = [slowed(0.01), slowed(0.001)]
+    timing, fast = time_decode(models, PROMPT, new_tokens=3, warmup=0, rounds=3, ffn_modules=MLPS)
     assert 10 * LAYERS <= timing.ffn_ms < timing.total_ms
     assert timing.total_ms - timing.ffn_ms < timing.ffn_ms  # a tiny model's rest takes a few milliseconds
+    assert timing.ffn_ms > 3 * fast.ffn_ms
+    assert min(timing.rounds) <= timing.total_ms <= max(timing.rounds)
 
 
 def test_without_names_there_is_no_ffn_time_and_hooks_are_gone() -> None:
     model = tiny("llama")
-    assert time_decode(model, PROMPT, new_tokens=2, rounds=1).ffn_ms == 0
-    time_decode(model, PROMPT, new_tokens=2, rounds=1, ffn_modules=MLPS)
+    assert time_decode([model], PROMPT, new_tokens=2, rounds=1)[0].ffn_ms == 0
+    time_decode([model], PROMPT, new_tokens=2, rounds=1, ffn_modules=MLPS)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-def test_comparison_orders_two_models() -> None:
-    result = compare_decode(slowed(0.02), slowed(0.002), PROMPT, new_tokens=2, rounds=3, ffn_modules=MLPS)
-    assert result.ffn_speedup > 3
-    assert result.total_speedup > 1.5
 
 
 def test_the_prompt_is_not_timed_and_decoding_uses_the_cache() -> None:
     lengths: list[int] = []
     model = tiny("llama")
     model.model.embed_tokens.register_forward_pre_hook(lambda _m, inputs: lengths.append(inputs[0].shape[1]))
-    time_decode(model, PROMPT, new_tokens=3, warmup=0, rounds=1)
+    time_decode([model], PROMPT, new_tokens=3, warmup=0, rounds=1)
     assert lengths == [4, 1, 1, 1]
 
 
-def test_unknown_module_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"ffn_modules: expected names of modules of LlamaForCausalLM, found 'mlp'"):
-        time_decode(tiny("llama"), PROMPT, ffn_modules=["mlp"])
-
-
-@pytest.mark.parametrize("setting", [{"new_tokens": 0}, {"rounds": 0}, {"warmup": -1}])
+@pytest.mark.parametrize("setting", [{"new_tokens": 0}, {"rounds": 0}])
 def test_senseless_counts_are_refused(setting) -> None:
-    with pytest.raises(ConfigError, match="new_tokens, rounds, warmup: expected at least 1, 1 and 0"):
-        time_decode(tiny("llama"), PROMPT, **setting)
+    with pytest.raises(ConfigError, match="new_tokens, rounds: expected at least 1"):
+        time_decode([tiny("llama")], PROMPT, **setting)
 
 
 def _site(owner: str, up: str, down: str, gate: str | None = None, inner: tuple[str, ...] = ()) -> FFNSite:

@@ -103,11 +103,11 @@ def test_what_is_refused(root: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     model, tokenizer = torch_pi2.load(root / "int4"), AutoTokenizer.from_pretrained(root / "int4")
-    with pytest.raises(ConfigError, match=r"task arc_easi: expected a name .* found none. Did you mean arc_easy\?"):
+    with pytest.raises(ConfigError, match=r"task arc_easi: expected a name .* found KeyError: .*arc_easi"):
         harness(model, tokenizer, ["arc_easi"])
     with pytest.raises(ConfigError, match=r"task arc_easy: .*in the cache of datasets, found .*Offline.*downloaded"):
         harness(model, tokenizer, ["arc_easy"])
-    with pytest.raises(ConfigError, match="expected a name that it knows, the YAML file of a task, or a folder"):
+    with pytest.raises(ConfigError, match=r"expected a name that it knows, .* no task in it"):
         harness(model, tokenizer, [str(tmp_path)])
     (tmp_path / "broken.yaml").write_text("task: [")
     with pytest.raises(ConfigError, match=r"broken.yaml: expected a task .* found .*Error"):

@@ -55,7 +55,7 @@ _TAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "generate": ("model", "a checkpoint, a model of optimize, quantize or pack, or a bundle", (*_TALKING, "bundle")),
     "chat": ("model", "a checkpoint, or a model of optimize, quantize or pack", _TALKING),
     "serve": ("models", "checkpoints, or models of optimize, quantize or pack", _TALKING),
-    "eval": ("model", "a model of optimize, or of any kind with --suite and --against", (*_TALKING, "bundle")),
+    "eval": ("model", "a model of optimize, quantize or pack", _TALKING),
     "inspect": ("folder", "a folder that torch-pi2 wrote, or a checkpoint", tuple(_KINDS)),
     "report": ("folder", "a model of optimize, quantize or pack", _OPTIMISED),
 }
@@ -90,9 +90,7 @@ def check(args: argparse.Namespace) -> None:
         _import(args, _TAKES[verb][0])
     name, taken, kinds = _TAKES[verb]
     given = getattr(args, name)
-    for path in [*(given if isinstance(given, list) else [given]), getattr(args, "against", None)]:
-        if path is None:
-            continue
+    for path in given if isinstance(given, list) else [given]:
         if (file := gguf_in(path)) is not None and file.is_file():
             raise ArtifactError(
                 f"torch-pi2 {verb} {path}",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,7 +41,7 @@ def harness(
             "lm-eval",
             expected="a model that computes prompts as it decodes",
             found="OffloadConfig.miss_margin or drop_experts, which only apply to decoding",
-            fix="Use bits_per_byte or the questions of --suite, which give it one token at a time.",
+            fix="Use bits_per_byte, which gives it one token at a time.",
         )
     try:
         from lm_eval import simple_evaluate
@@ -75,40 +73,20 @@ def _loaded(tasks: Sequence[str]) -> list[Any]:
     loaded: list[Any] = []
     for task in tasks:
         try:
-            if Path(task).is_dir():
-                manager = TaskManager(include_path=task, include_defaults=False)
-                wanted = manager.all_subtasks
-            elif Path(task).is_file():
-                manager, wanted = TaskManager(include_defaults=False), [task]
-            else:
-                manager = _every_task()
-                wanted = [task] if task in manager.all_tasks else []
-            found = manager.load(wanted)
+            folder = Path(task).is_dir()
+            manager = TaskManager(include_path=task if folder else None, include_defaults=not Path(task).exists())
+            found = manager.load(manager.all_subtasks if folder else [task])["tasks"]
+            if not found:
+                raise ValueError("no task in it")
         except Exception as error:  # lm-eval, datasets and the Hub raise many types
             raise ConfigError(
                 f"lm-eval's task {task}",
-                expected="a task whose data are in files, or in the cache of datasets",
+                expected="a name that it knows, or a YAML file, with data in files or in the cache of datasets",
                 found=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
                 fix="Nothing is downloaded here: run it once with lm-eval's own command, or correct its file.",
             ) from error
-        if not found["tasks"]:
-            near = [] if Path(task).exists() else difflib.get_close_matches(task, _every_task().all_tasks, 1)
-            raise ConfigError(
-                f"lm-eval's task {task}",
-                expected="a name that it knows, the YAML file of a task, or a folder of such",
-                found="none",
-                fix=f"Did you mean {near[0]}?" if near else "lm-eval ls tasks lists its own.",
-            )
-        loaded += found["tasks"].values()
+        loaded += found.values()
     return loaded
-
-
-@functools.cache
-def _every_task() -> Any:
-    """The tasks that lm-eval brings, fourteen thousand files."""
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager()
 
 
 def _metrics(figures: dict[str, Any]) -> dict[str, float]:

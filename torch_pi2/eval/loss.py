@@ -48,7 +48,7 @@ def logits_of(model: nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
     A model that leaves out neurons which are not in memory is given one token at a time, as in decoding.
     """
     if leaves_out(model):
-        return torch.cat([torch.cat(by_token(model, ids_T)[0], 1) for ids_T in ids_BT])
+        return torch.cat([by_token(model, ids_T) for ids_T in ids_BT])
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "use_cache"):
         output = model(input_ids=ids_BT, use_cache=False)
@@ -61,15 +61,15 @@ def logits_of(model: nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def by_token(model: nn.Module, ids_T: torch.Tensor, cache: Any = None) -> tuple[list[torch.Tensor], Any]:
-    """``[1, 1, V]`` logits after each of ``ids_T``, fed one by one behind ``cache``, and the changed cache."""
-    logits = []
+def by_token(model: nn.Module, ids_T: torch.Tensor) -> torch.Tensor:
+    """``[1, T, V]`` logits of the tokens, fed one by one."""
+    logits: list[torch.Tensor] = []
+    past: dict[str, Any] = {}
     for id_ in ids_T:
-        known = {} if cache is None else {cache_name(model): cache}
-        output = model(input_ids=id_.view(1, 1), use_cache=True, **known)
-        cache = cache_of(output)
+        output = model(input_ids=id_.view(1, 1), use_cache=True, **past)
+        past = {cache_name(model): cache_of(output)}
         logits.append(output.logits)
-    return logits, cache
+    return torch.cat(logits, 1)
 
 
 def _summed_nats(model: nn.Module, batches: Iterable[torch.Tensor]) -> tuple[float, int]:
@@ -105,14 +105,9 @@ def nats_per_token(model: nn.Module, batches: Iterable[torch.Tensor]) -> float:
         batches: int64 ``[B, T]`` with ``T >= 2``; no padding.
 
     Raises:
-        CalibrationError: nothing to score.
         NonFiniteError: the loss is NaN or infinite.
     """
     total, count = _summed_nats(model, batches)
-    if count == 0:
-        raise CalibrationError(
-            "tokens to score", expected="at least one", found="none", fix="Pass rows of two or more tokens."
-        )
     return total / count
 
 

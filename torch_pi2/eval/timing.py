@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,30 +25,18 @@ from torch_pi2.types.site import FFNSite
 
 @dataclass(frozen=True)
 class DecodeTiming:
-    """Medians over rounds, in milliseconds per token; ``ffn_ms`` is 0 if no modules were named."""
+    """Medians over rounds, in milliseconds per token; ``ffn_ms`` is 0 if no modules were named.
+
+    Attributes:
+        rounds: the total of each round.
+    """
 
     total_ms: float
     ffn_ms: float
+    rounds: tuple[float, ...]
 
     def to_json(self) -> dict[str, float]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class DecodeComparison:
-    """Two models timed in alternating rounds; speedups are dense over sparse. ``speedups``: the total one, by round."""
-
-    dense: DecodeTiming
-    sparse: DecodeTiming
-    speedups: tuple[float, ...] = ()
-
-    @property
-    def total_speedup(self) -> float:
-        return self.dense.total_ms / self.sparse.total_ms
-
-    @property
-    def ffn_speedup(self) -> float:
-        return self.dense.ffn_ms / self.sparse.ffn_ms if self.sparse.ffn_ms else float("nan")
+        return {"total_ms": self.total_ms, "ffn_ms": self.ffn_ms}
 
 
 class _FFNClock:
@@ -66,20 +54,12 @@ class _FFNClock:
 
 
 @contextmanager
-def _hooked(model: nn.Module, names: Iterable[str]) -> Iterator[_FFNClock]:
+def _clocked(model: nn.Module, names: Iterable[str]) -> Iterator[_FFNClock]:
     clock, handles = _FFNClock(), []
-    modules = dict(model.named_modules())
     try:
         for name in names:
-            if name not in modules:
-                raise ConfigError(
-                    "ffn_modules",
-                    expected=f"names of modules of {type(model).__name__}",
-                    found=repr(name),
-                    fix="Take them from the plan: ffn_modules(dense, [layer.site for layer in plan.layers]).",
-                )
-            handles.append(modules[name].register_forward_pre_hook(clock.enter))
-            handles.append(modules[name].register_forward_hook(clock.leave))
+            module = model.get_submodule(name)
+            handles += [module.register_forward_pre_hook(clock.enter), module.register_forward_hook(clock.leave)]
         yield clock
     finally:
         for handle in handles:
@@ -100,17 +80,13 @@ def _decode_round(
     name = cache_name(model)
     with evaluating(model):
         output = model(input_ids=ids_BT, use_cache=True)
-        with _hooked(model, names) as clock:
+        with _clocked(model, names) as clock:
             started = time.perf_counter()
             for _ in range(new_tokens):
                 next_B1 = output.logits[:, -1:].argmax(-1)
                 output = model(input_ids=next_B1, use_cache=True, **{name: cache_of(output)})
             total = time.perf_counter() - started
     return total * 1e3 / new_tokens, clock.seconds * 1e3 / new_tokens
-
-
-def _median(rounds: list[tuple[float, float]]) -> DecodeTiming:
-    return DecodeTiming(statistics.median(r[0] for r in rounds), statistics.median(r[1] for r in rounds))
 
 
 def ffn_modules(dense: nn.Module, sites: Iterable[FFNSite]) -> list[str]:
@@ -133,48 +109,6 @@ def ffn_modules(dense: nn.Module, sites: Iterable[FFNSite]) -> list[str]:
 
 
 def time_decode(
-    model: nn.Module | Decoder,
-    input_ids: torch.Tensor,
-    *,
-    new_tokens: int = 32,
-    warmup: int = 1,
-    rounds: int = 5,
-    ffn_modules: Iterable[str] = (),
-) -> DecodeTiming:
-    """Time greedy decoding of ``new_tokens`` after a prompt.
-
-    Args:
-        model: a Hugging Face causal model with a KV cache, dense or optimised; or one's Decoder, whose steps run no
-            hooks and have no ``ffn_ms``.
-        input_ids: int64 ``[B, T]`` prompt; not part of the time.
-        new_tokens: decoding steps per round.
-        warmup, rounds: rounds thrown away, and rounds whose median is reported.
-        ffn_modules: fully-qualified names of the feed-forward modules (:func:`ffn_modules`).
-
-    Raises:
-        ConfigError: no such module, or a count that makes no sense.
-    """
-    settings = {"new_tokens": new_tokens, "warmup": warmup, "rounds": rounds}
-    return time_decode_many([model], input_ids, ffn_modules=ffn_modules, **settings)[0]
-
-
-def compare_decode(
-    dense: nn.Module | Decoder,
-    sparse: nn.Module | Decoder,
-    input_ids: torch.Tensor,
-    *,
-    new_tokens: int = 32,
-    warmup: int = 1,
-    rounds: int = 5,
-    ffn_modules: Iterable[str] = (),
-) -> DecodeComparison:
-    """As :func:`time_decode`, for two models in alternating rounds."""
-    both = _alternate([dense, sparse], input_ids, new_tokens, warmup, rounds, list(ffn_modules))
-    speedups = tuple(one[0] / other[0] for one, other in zip(*both, strict=True))
-    return DecodeComparison(_median(both[0]), _median(both[1]), speedups)
-
-
-def time_decode_many(
     models: Sequence[nn.Module | Decoder],
     input_ids: torch.Tensor,
     *,
@@ -183,31 +117,28 @@ def time_decode_many(
     rounds: int = 5,
     ffn_modules: Iterable[str] = (),
 ) -> list[DecodeTiming]:
-    """As :func:`time_decode`, for any number of models in alternating rounds."""
-    timings = _alternate(models, input_ids, new_tokens, warmup, rounds, list(ffn_modules))
-    return [_median(of_model) for of_model in timings]
+    """Decoding speed of each of ``models``, in alternating rounds.
 
+    Args:
+        models: of transformers, optimised or not, or decoders of them.
+        input_ids: int64 ``[B, T]`` prompt, processed before the clock starts.
+        new_tokens: decoding steps per round.
+        warmup, rounds: rounds thrown away, and rounds whose median is reported.
+        ffn_modules: fully-qualified names of the feed-forward modules (:func:`ffn_modules`).
 
-def _alternate(
-    models: Sequence[nn.Module | Decoder],
-    input_ids: torch.Tensor,
-    new_tokens: int,
-    warmup: int,
-    rounds: int,
-    names: list[str],
-) -> list[list[tuple[float, float]]]:
-    """Rounds of :func:`_decode_round` for each model."""
-    if new_tokens < 1 or rounds < 1 or warmup < 0:
-        raise ConfigError(
-            "new_tokens, rounds, warmup",
-            expected="at least 1, 1 and 0",
-            found=f"{new_tokens}, {rounds}, {warmup}",
-            fix="Pass larger numbers.",
-        )
+    Raises:
+        ConfigError: ``new_tokens`` or ``rounds`` below 1.
+    """
+    if new_tokens < 1 or rounds < 1:
+        found = f"{new_tokens}, {rounds}"
+        raise ConfigError("new_tokens, rounds", expected="at least 1", found=found, fix="Pass larger numbers.")
+    names = list(ffn_modules)
     timings: list[list[tuple[float, float]]] = [[] for _ in models]
-    for i in range(warmup + rounds):
-        for model, of_model in zip(models, timings):
-            measured = _decode_round(model, input_ids, new_tokens, names)
-            if i >= warmup:
-                of_model.append(measured)
-    return timings
+    for _ in range(warmup + rounds):
+        for model, of_model in zip(models, timings, strict=True):
+            of_model.append(_decode_round(model, input_ids, new_tokens, names))
+    found_by_model = []
+    for of_model in timings:
+        totals, in_ffns = zip(*of_model[warmup:], strict=True)
+        found_by_model.append(DecodeTiming(statistics.median(totals), statistics.median(in_ffns), totals))
+    return found_by_model

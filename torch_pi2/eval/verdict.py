@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,14 @@ from torch import nn
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.eval.loss import paired_loss
-from torch_pi2.eval.timing import compare_decode, time_decode
-from torch_pi2.eval.token_source import Tokens, tokens_of
+from torch_pi2.eval.timing import time_decode
 from torch_pi2.formats import QUANTIZED
 from torch_pi2.machine import process
 from torch_pi2.profiling.text import stdlib_text
 from torch_pi2.rewrite.state import get_state
+from torch_pi2.store.firing import TokenStream
 from torch_pi2.store.folder import PI2_FOLDER
+from torch_pi2.store.trust import trusted
 from torch_pi2.types.plan import Plan, lossy_methods
 from torch_pi2.types.verdict import Loss, Speed, Verdict
 
@@ -68,8 +69,8 @@ def judge(
     if dense is None or tokenizer is None or synthetic:
         no_text = why["dense"] if dense is None else "no tokenizer is there"
         why.setdefault("loss", "the weights are random" if synthetic else no_text)
-    fed = tokens_of(sparse, folder, "heldout", 1, 0, trust_remote_code)
-    speed = _speed(sparse, dense, fed, seconds / 2)
+    _, draw = text_or_random(sparse, folder, 0, trust_remote_code)
+    speed = _speed(sparse, dense, draw(_PROMPT), seconds / 2)
     loss = None if dense is None or "loss" in why else _loss(sparse, dense, tokenizer, seconds / 2)
     if dense_bytes is None and dense is not None:
         dense_bytes = bytes_of(dense)
@@ -131,20 +132,58 @@ def _lossy(plan: Plan, weights: str) -> tuple[str, ...]:
     return (*found, *([f"{weights} weights"] if weights in QUANTIZED else []))
 
 
-def _speed(sparse: nn.Module, dense: nn.Module | None, fed: Tokens, seconds: float) -> Speed:
-    prompt = fed.draw(_PROMPT)
+def text_or_random(
+    model: Any, folder: Path, seed: int, trust_remote_code: bool
+) -> tuple[str, Callable[[int], torch.Tensor]]:
+    """What to feed a model that is timed, whatever it answers, because it may repeat itself.
+
+    Returns:
+        What it is, in words: held-out text if ``folder`` has a tokenizer for its vocabulary and weights are not random,
+        else random ids; and a function that gives the next int64 ``[1, T]`` of it.
+    """
+    vocabulary = model.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(seed)
+    synthetic = bool(getattr(model.config, "torch_pi2_synthetic", None))
+    ids = None if synthetic else _heldout_ids(folder, vocabulary, trust_remote_code)
+    if ids is None:
+        stream = TokenStream(vocabulary, topics=synthetic, generator=generator)
+        kind = "of one topic for a while" if synthetic else "independent"
+        return f"drawn at random, {kind}", lambda tokens: stream.draw(tokens)[None]
+    at = torch.randint(len(ids), (1,), generator=generator)
+
+    def draw(tokens: int) -> torch.Tensor:
+        chosen = (at + torch.arange(tokens)) % len(ids)
+        at.add_(tokens)
+        return ids[chosen][None]
+
+    return "source of Python's standard library, from a random place on", draw
+
+
+def _heldout_ids(folder: Path, vocabulary: int, trust_remote_code: bool) -> torch.Tensor | None:
+    """Ids ``[N]`` of text; None if the folder has no tokenizer for its vocabulary."""
+    from transformers import AutoTokenizer
+
+    try:
+        trust = trusted(folder, trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust, local_files_only=True)
+    except (OSError, ValueError):
+        return None
+    ids = torch.tensor(tokenizer(stdlib_text("heldout", max_bytes=400_000), verbose=False)["input_ids"])
+    return ids if len(ids) and int(ids.max()) < vocabulary else None
+
+
+def _speed(sparse: nn.Module, dense: nn.Module | None, prompt: torch.Tensor, seconds: float) -> Speed:
     models, steps = _as_generated([sparse] if dense is None else [dense, sparse], prompt)
-    for model in models:  # warm-up: page faults, allocations, recording of steps
-        time_decode(model, prompt, new_tokens=2, warmup=0, rounds=1)
-    step_s = sum(time_decode(model, prompt, new_tokens=1, warmup=0, rounds=3).total_ms for model in models) / 1e3
+    time_decode(models, prompt, new_tokens=2, warmup=0, rounds=1)  # page faults, allocations, recording of steps
+    step_s = sum(timing.total_ms for timing in time_decode(models, prompt, new_tokens=1, warmup=0, rounds=3)) / 1e3
     tokens = max(1, min(_MOST_TOKENS, int(seconds / (_ROUNDS + 1) / step_s)))
     how = f"greedy decoding of {tokens} token{'s' if tokens > 1 else ''} after {_PROMPT}, batch 1, {steps}"
-    if dense is None:
-        alone = time_decode(models[0], prompt, new_tokens=tokens, rounds=_ROUNDS)
-        return Speed(1e3 / alone.total_ms, how=how)
-    both = compare_decode(models[0], models[1], prompt, new_tokens=tokens, rounds=_ROUNDS)
-    rates = (1e3 / both.sparse.total_ms, 1e3 / both.dense.total_ms)
-    return Speed(*rates, both.total_speedup, min(both.speedups), max(both.speedups), how)
+    *other, own = time_decode(models, prompt, new_tokens=tokens, rounds=_ROUNDS)
+    if not other:
+        return Speed(1e3 / own.total_ms, how=how)
+    ratios = [one / two for one, two in zip(other[0].rounds, own.rounds, strict=True)]
+    ratio = other[0].total_ms / own.total_ms
+    return Speed(1e3 / own.total_ms, 1e3 / other[0].total_ms, ratio, min(ratios), max(ratios), how)
 
 
 def _as_generated(models: Sequence[nn.Module], prompt: torch.Tensor) -> tuple[Sequence[nn.Module | Decoder], str]:

@@ -1,36 +1,31 @@
 """Questions made from any text, and how two models answer them, with confidence intervals of the difference.
 
-Each question asks which of a few endings follows a context, in the style of lm-eval's multiple-choice tasks. It needs
-only a text, which may be one that no model was trained on. No language is assumed, except that Python's keywords do not
-count as identifiers. A model's answer is the ending of largest likelihood.
+Each question asks which of a few endings follows a context, in the style of lm-eval's multiple-choice tasks: the last
+word of a line or sentence (cloze), an identifier used before, the right closing bracket, the next word of a repeated
+line. No language is assumed, except that Python's keywords do not count as identifiers. A model's answer is the ending
+of largest likelihood.
 """
 
 from __future__ import annotations
 
-import copy
 import keyword
 import math
 import random
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from itertools import zip_longest
-from typing import Any, Protocol
+from dataclasses import dataclass
+from itertools import islice, zip_longest
+from typing import Any
 
 import torch
 from torch import nn
 
-from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.progress import bar
-from torch_pi2.decode.broadcast import coordinator_of
 from torch_pi2.decode.kv_cache import cache_name, cache_of
-from torch_pi2.errors import CalibrationError, ConfigError, check_choice
-from torch_pi2.eval.loss import bos_of, by_token, finite, logits_of
+from torch_pi2.eval.loss import bos_of, finite
 from torch_pi2.layers.prompt import sparse_only
-from torch_pi2.rewrite.state import leaves_out
 
 #: A word that ends a line or a sentence.
 _LAST_WORD = re.compile(r"(?<=\W)[^\W\d_]\w+(?=[^\w\n]{0,3}\n|[.!?]\s)")
@@ -61,39 +56,20 @@ class Item:
     right: int
 
 
-@checked
-def make_items(
-    text: str, tasks: Sequence[str] = (), *, limit: int = 200, context: int = 256, seed: int = 0
-) -> list[Item]:
-    """Up to ``limit`` questions of each of ``tasks`` (default: all of :data:`TASKS`), from random places of ``text``.
+def make_items(text: str, *, limit: int = 200, context: int = 256, seed: int = 0) -> list[Item]:
+    """Up to ``limit`` questions of each of :data:`TASKS`, from random places of ``text``.
 
     The same text and settings give the same questions.
 
     Args:
         text: a form feed and a newline separate documents; no context spans two.
         context: characters before an ending, at most.
-
-    Raises:
-        ConfigError: unknown task, or ``limit`` or ``context`` too small. CalibrationError: the text has no question for
-            one of the tasks.
     """
-    for name, value, least in (("limit", limit, 1), ("context", context, 2 * _LEAST_CONTEXT)):
-        if value < least:
-            raise ConfigError(name, expected=f"{least} or more", found=str(value), fix="Choose a larger number.")
-    documents, items = text.split("\f\n"), []
-    for task in tasks or TASKS:
-        check_choice("task", task, TASKS, "Choose one of them.")
+    documents = text.split("\f\n")
+    items: list[Item] = []
+    for task, make in TASKS.items():
         # own random numbers for each task, independent of the other tasks
-        found = TASKS[task](documents, context, random.Random(f"{seed} {task}"))
-        some = [item for item, _ in zip(found, range(limit))]
-        if not some:
-            raise CalibrationError(
-                f"text for {task}",
-                expected=f"at least one place for a question of it, after {_LEAST_CONTEXT} characters or more",
-                found=f"none in {len(text)} characters",
-                fix="Pass a longer text, or leave this task out.",
-            )
-        items += some
+        items += islice(make(documents, context, random.Random(f"{seed} {task}")), limit)
     return items
 
 
@@ -202,13 +178,6 @@ TASKS: dict[str, Callable[[Sequence[str], int, random.Random], Iterator[Item]]] 
 _Z = 1.959964
 
 
-class Stepwise(Protocol):
-    """A model that reads tokens one by one, such as :class:`torch_pi2.export.run.Bundle`."""
-
-    def logits(self, ids: Sequence[int], prompt: int = 1) -> torch.Tensor:
-        """``[T, V]`` of ``ids``."""
-
-
 @dataclass(frozen=True)
 class Answer:
     """Index of the likeliest ending, and rank of the true one by likelihood, from 1."""
@@ -236,31 +205,21 @@ class Difference:
     changed: float
     reciprocal_rank: tuple[float, float]
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-@checked
 def answers(
-    model: nn.Module | Stepwise, tokenizer: Any, items: Sequence[Item], *, window: int = 256, progress: bool = False
+    model: nn.Module, tokenizer: Any, items: Sequence[Item], *, window: int = 256, progress: bool = False
 ) -> list[Answer]:
-    """The answers of ``model`` to ``items``.
+    """The answers of ``model``, a causal model of transformers, to ``items``.
 
-    Texts are compared from the first token that differs, so that tokens may span context and ending.
-
-    Args:
-        model: a causal model of transformers, a module that maps ids to logits, or what reads token by token. Modules
-            work sparsely however many tokens there are, as in decoding; what leaves out what is not in memory
-            (``OffloadConfig.lossy``) is given one token at a time.
-        tokenizer: a Hugging Face tokenizer.
-        window: tokens that see each other: what is longer loses its beginning.
+    Texts are compared from the first token that differs, so that tokens may span context and ending. Layers compute
+    sparsely however many tokens there are, as in decoding. Contexts longer than ``window`` tokens lose their beginning.
 
     Raises:
-        ConfigError: an ending does not fit into ``window``. NonFiniteError: a likelihood is no number.
+        NonFiniteError: a likelihood is no number.
     """
     found = []
-    with evaluating(model) if isinstance(model, nn.Module) else nullcontext(), sparse_only():
-        for item in bar(items, "suite", progress, unit="item"):
+    with evaluating(model), sparse_only():
+        for item in bar(items, "questions", progress, unit="item"):
             shared, endings = _tokens(tokenizer, item, window)
             logits = _logits(model, shared, [ids[:-1] for ids in endings])
             found.append(_answer(item, [_log_p(of, ids) for of, ids in zip(logits, endings, strict=True)]))
@@ -273,41 +232,22 @@ def _tokens(tokenizer: Any, item: Item, window: int) -> tuple[list[int], list[li
     texts = (item.context + ending for ending in item.endings)
     rows = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
     first = next((i for i, ids in enumerate(zip(*rows)) if len(set(ids)) > 1), min(map(len, rows)) - 1)
-    longest = max(len(ids) - first for ids in rows)
-    left = window - longest - len(bos)
-    if left + len(bos) < 1:
-        raise ConfigError(
-            "window",
-            expected=f"more than {longest} tokens, the length of an ending of {item.task}",
-            found=str(window),
-            fix="Choose a larger one.",
-        )
-    return [*bos, *rows[0][max(0, first - left) : first]], [ids[first:] for ids in rows]
+    fits = window - max(len(ids) - first for ids in rows) - len(bos)
+    return [*bos, *rows[0][max(0, first - fits) : first]], [ids[first:] for ids in rows]
 
 
-def _logits(model: nn.Module | Stepwise, shared: list[int], endings: list[list[int]]) -> list[torch.Tensor]:
+def _logits(model: nn.Module, shared: list[int], endings: list[list[int]]) -> list[torch.Tensor]:
     """For each ending, logits ``[1 + T, V]`` after ``shared`` and after each of its ``T`` tokens."""
-    if not isinstance(model, nn.Module):
-        known = {ids: model.logits([*shared, *ids])[len(shared) - 1 :] for ids in {*map(tuple, endings)}}
-        return [known[tuple(ids)] for ids in endings]
-    if leaves_out(model):
-        read, cache = by_token(model, torch.tensor(shared))
-        rest = [by_token(model, torch.tensor(ids), copy.deepcopy(cache))[0] for ids in endings]
-        return [torch.cat([read[-1], *more], 1)[0] for more in rest]
-    longest = max(map(len, endings))
-    # padding at the end changes nothing before it
-    padded_NT = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in endings], dtype=torch.long)
-    shared_1T, n = torch.tensor([shared]), len(endings)
-    if getattr(getattr(model, "config", None), "use_cache", None) is None or coordinator_of(model) is not None:
-        logits_NTV = logits_of(model, torch.cat([shared_1T.expand(n, -1), padded_NT], 1))[:, len(shared) - 1 :]
-    else:
-        read = model(input_ids=shared_1T, use_cache=True)
-        logits_NTV = read.logits[:, -1:].expand(n, -1, -1)
-        if longest:
-            cache = cache_of(read)
-            cache.batch_repeat_interleave(n)
-            more = model(input_ids=padded_NT, use_cache=True, **{cache_name(model): cache})
-            logits_NTV = torch.cat([logits_NTV, more.logits], 1)
+    longest, n = max(map(len, endings)), len(endings)
+    read = model(input_ids=torch.tensor([shared]), use_cache=True)
+    logits_NTV = read.logits[:, -1:].expand(n, -1, -1)
+    if longest:
+        # padding at the end changes nothing before it
+        padded_NT = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in endings], dtype=torch.long)
+        cache = cache_of(read)
+        cache.batch_repeat_interleave(n)
+        more = model(input_ids=padded_NT, use_cache=True, **{cache_name(model): cache})
+        logits_NTV = torch.cat([logits_NTV, more.logits], 1)
     return [logits_TV[: 1 + len(ids)] for logits_TV, ids in zip(logits_NTV, endings, strict=True)]
 
 
