@@ -7,7 +7,6 @@
 #include <atomic>
 #include <cstdio>
 #include <cstring>
-#include <deque>
 #include <set>
 #include <stdexcept>
 #include <thread>
@@ -302,36 +301,6 @@ long check_optimum(std::mt19937& rng) {
   return 40;
 }
 
-long check_distances(std::mt19937& rng) {
-  for (const unsigned most : {1u, 12u}) {
-    const Accesses a = random_accesses(rng, 30, 400, most);
-    const std::vector<std::int64_t> found = replay_distances(view(a), {{30, 1}});
-    std::vector<std::int64_t> naive(31, 0);
-    std::deque<int> order;
-    for (std::size_t c = 0; c < a.layers.size(); ++c) {
-      const std::set<int> wanted = wanted_of(a, 30, c);
-      for (const int i : wanted) {
-        const auto at = std::find(order.begin(), order.end(), i);
-        ++naive[at == order.end() ? 30 : static_cast<std::size_t>(at - order.begin())];
-      }
-      for (const int i : wanted) {
-        const auto at = std::find(order.begin(), order.end(), i);
-        if (at != order.end()) order.erase(at);
-        order.push_front(i);
-      }
-    }
-    PI2_CHECK(found == naive, "distances");
-    std::int64_t within = 0;
-    for (std::int64_t slots = 0; slots <= 30 && most == 1; ++slots) {
-      const ReplayCounts lru = sum(replay(view(a), {{30, 1}}, {"lru", slots, 0, false, 0}));
-      PI2_CHECK(lru.hits == within, "%ld hits with %ld slots, %ld within", static_cast<long>(lru.hits),
-                static_cast<long>(slots), static_cast<long>(within));
-      if (slots < 30) within += found[static_cast<std::size_t>(slots)];
-    }
-  }
-  return 33;
-}
-
 long check_damage(std::mt19937& rng) {
   const Accesses sound = random_accesses(rng, 12, 5, 4);
   const auto refused = [](const Accesses& a, std::vector<ReplayLayer> layers, const char* policy = "lru") {
@@ -363,7 +332,7 @@ long check_damage(std::mt19937& rng) {
 int main() {
   std::mt19937 rng(13);
   long cases = check_refusals(rng) + check_resize(rng) + check_what_stays(rng) + check_memory(rng);
-  cases += check_replay(rng, 1) + check_replay(rng, 8) + check_optimum(rng) + check_distances(rng) + check_damage(rng);
+  cases += check_replay(rng, 1) + check_replay(rng, 8) + check_optimum(rng) + check_damage(rng);
   cases += check_company(rng);
   return finish("test_replay", cases);
 }

@@ -113,13 +113,6 @@ Tensor replay_missed(Tensor layers, Tensor streamed, Tensor bits, Tensor about, 
   });
 }
 
-// int64 [slots of all layers + 1], see pi2::replay_distances.
-Tensor replay_distances(Tensor layers, Tensor streamed, Tensor bits, Tensor about) {
-  return with(layers, streamed, bits, about, [](const AccessView& view, const std::vector<ReplayLayer>& all) {
-    return tensor_of(pi2::replay_distances(view, all), ScalarType::Long);
-  });
-}
-
 }  // namespace
 }  // namespace pi2::binding
 
@@ -135,7 +128,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   m.def(
       "replay_missed(Tensor layers, Tensor streamed, Tensor bits, Tensor about, str policy, int slots, "
       "float hot_share, bool preload, int window, int[] fixed=[]) -> Tensor");
-  m.def("replay_distances(Tensor layers, Tensor streamed, Tensor bits, Tensor about) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pi2, CompositeExplicitAutograd, m) {
@@ -146,5 +138,4 @@ STABLE_TORCH_LIBRARY_IMPL(pi2, CompositeExplicitAutograd, m) {
   m.impl("replay_check", TORCH_BOX(&pi2::binding::replay_check));
   m.impl("replay", TORCH_BOX(&pi2::binding::replay));
   m.impl("replay_missed", TORCH_BOX(&pi2::binding::replay_missed));
-  m.impl("replay_distances", TORCH_BOX(&pi2::binding::replay_distances));
 }

@@ -64,9 +64,4 @@ std::vector<ReplayCounts> replay(const AccessView& accesses, const std::vector<R
 std::vector<ReplayCounts> replay_optimal(const AccessView& accesses, const std::vector<ReplayLayer>& layers,
                                          const ReplayOptions& options);
 
-// [slots of all layers + 1]: entry d < slots is the number of neurons wanted whose slot is the d-th of those used last
-// (0: the very last) when their call begins: an LRU cache of n slots, empty at first, has those with d < n. The last
-// entry: wanted for the first time. (Mattson et al. 1970.)
-std::vector<std::int64_t> replay_distances(const AccessView& accesses, const std::vector<ReplayLayer>& layers);
-
 }  // namespace pi2
