@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_pi2.base.dtypes import stands_for_another
 from torch_pi2.base.evaluating import evaluating
@@ -135,7 +136,8 @@ def _run(model: nn.Module, example: Batch | None, on_meta: bool) -> None:
             inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in example_inputs(model).items()}
             with without_experts(model, known_experts(all_experts(model))):
                 try:
-                    model(**inputs, use_cache=False)
+                    with FakeTensorMode(allow_non_fake_inputs=True):  # transformers looks at values of other tensors
+                        model(**inputs, use_cache=False)
                 except Exception:  # code that looks at values, which Dynamo does not run
                     capture(model, on_meta=True)
 
