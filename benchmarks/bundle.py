@@ -25,7 +25,7 @@ from benchmarks.tables import Result, Table, at, ranged
 from torch_pi2.cli import common
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ConfigError
-from torch_pi2.export.cached_attention import KV_DTYPES, packed
+from torch_pi2.export.attention import KV_DTYPES, packed
 from torch_pi2.observe.steps import timed_steps
 from torch_pi2.types.config import KV_FORMATS
 

@@ -50,9 +50,8 @@ def measure(folder: Path, tokens: int, emulator: str | None, rows: int = 64) -> 
     from torch_pi2.cli.common import stdlib_sample
     from torch_pi2.eval import bits_per_byte
     from torch_pi2.export import qnn
-    from torch_pi2.export.calibrate import inputs_of, tokens_for_weights
+    from torch_pi2.export.calibrate import hot_on_npu, inputs_of, tokens_for_weights
     from torch_pi2.export.hot import CHUNK, hot_chunks
-    from torch_pi2.export.qnn.loss import hot_on_npu
     from torch_pi2.export.qnn.quantize import quantize
     from torch_pi2.layers.of_model import sparse_layers
 

@@ -28,7 +28,7 @@ from examples.phone import runtimes
 from examples.phone.models import CHAT_TEMPLATE, PROMPTS, Case, cases
 from torch_pi2.base.files import atomic_write
 from torch_pi2.cli.tables import table
-from torch_pi2.export.contents import describe_program
+from torch_pi2.export.describe import describe_program
 
 #: Logits of float32 models, everywhere; relative to the largest.
 TOLERANCE = 1e-4

@@ -23,7 +23,7 @@ from torch_pi2 import cli
 from torch_pi2.base.extras import how_to_install
 from torch_pi2.cli import doctor
 from torch_pi2.errors import LibraryMissingError
-from torch_pi2.export import api, contents
+from torch_pi2.export import api, describe
 from torch_pi2.export.manifest import Manifest
 from torch_pi2.export.run import Bundle
 
@@ -206,7 +206,7 @@ def test_inspect_without_executorch_says_what_is_not_known(
     def missing(path: Path) -> None:
         raise LibraryMissingError("executorch", expected="it", found="nothing", fix="Get it.")
 
-    monkeypatch.setattr(contents, "describe_program", missing)
+    monkeypatch.setattr(describe, "describe_program", missing)
     found = command("inspect", folder, "--json").json
     assert found["unknown"] == "executorch: expected it, found nothing. Get it."
     assert sum(found["parts"].values()) == found["bytes"]

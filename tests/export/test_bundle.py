@@ -21,7 +21,7 @@ from torch_pi2.errors import (
     StaleArtifactError,
     VersionError,
 )
-from torch_pi2.export.contents import describe_program
+from torch_pi2.export.describe import describe_program
 from torch_pi2.export.manifest import FileEntry, Manifest, MethodEntry, Model, describe_files
 from torch_pi2.export.run import Bundle
 from torch_pi2.export.text import Detokenizer

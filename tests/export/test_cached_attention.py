@@ -21,12 +21,10 @@ import torch_pi2
 from torch_pi2.decode import executorch as backend
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export import attention
-from torch_pi2.export.attention import takes_attention
-from torch_pi2.export.cached_attention import KV_DTYPES, cached_attention, define, packed, unpacked
-from torch_pi2.export.check import check_traced
-from torch_pi2.export.decoder import Lanes, method_spec
-from torch_pi2.export.lower import lower
+from torch_pi2.export.attention import KV_DTYPES, cached_attention, define, packed, takes_attention, unpacked
+from torch_pi2.export.decoder import Lanes, check_traced, method_spec
 from torch_pi2.export.manifest import Manifest
+from torch_pi2.export.partitioner import lower
 from torch_pi2.export.program import MethodSpec, trace
 from torch_pi2.export.run import Bundle
 

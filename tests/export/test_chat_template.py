@@ -11,8 +11,7 @@ from tiny_bundle import TEXT
 from tiny_tokenizers import byte_tokenizer
 
 from torch_pi2.errors import ConfigError
-from torch_pi2.export.chat import describe_template, write_chat
-from torch_pi2.export.text import chat_text
+from torch_pi2.export.text import chat_text, describe_template, write_chat
 
 LOOP = "{% for a in range(99999) %}"
 NEVER = {

@@ -18,14 +18,19 @@ import torch_pi2
 from torch_pi2.decode.executorch import load_library, set_options
 from torch_pi2.errors import ConfigError, Pi2Error, UnsupportedModelError
 from torch_pi2.export import api
-from torch_pi2.export.check import check_traced
-from torch_pi2.export.contents import describe_program
-from torch_pi2.export.decoder import Lanes, method_spec
-from torch_pi2.export.delegated import cold_part, delegated_copy, exported_layers, registered, split_hot_cold
+from torch_pi2.export.decoder import Lanes, check_traced, method_spec
+from torch_pi2.export.delegated import (
+    cold_part,
+    delegated_copy,
+    exported_layers,
+    prepare_rest,
+    registered,
+    split_hot_cold,
+)
+from torch_pi2.export.describe import describe_program
 from torch_pi2.export.hot import HotChunks, chunks_per_batch, hot_chunks
-from torch_pi2.export.linears import prepare_rest
-from torch_pi2.export.lower import lower
 from torch_pi2.export.manifest import Manifest
+from torch_pi2.export.partitioner import lower
 from torch_pi2.export.program import trace
 from torch_pi2.export.run import Bundle
 from torch_pi2.export.store import write_store

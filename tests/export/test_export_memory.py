@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_pi2.export.lower import _most_alive
+from torch_pi2.export.partitioner import _most_alive
 
 
 class Attention(nn.Module):

@@ -17,8 +17,8 @@ from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export import qnn
 from torch_pi2.export.attention import masks_of
 from torch_pi2.export.calibrate import first_batches
-from torch_pi2.export.contents import describe_program
 from torch_pi2.export.decoder import Lanes
+from torch_pi2.export.describe import describe_program
 from torch_pi2.export.hot_attention import (
     AttentionCall,
     AttentionPart,

@@ -16,7 +16,7 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.errors import ArtifactError, ConfigError
-from torch_pi2.export.contents import describe_program
+from torch_pi2.export.describe import describe_program
 from torch_pi2.export.manifest import Manifest
 from torch_pi2.export.methods import check_npu_memory, hot_prompts
 from torch_pi2.export.qnn import MOST_BYTES, Settings

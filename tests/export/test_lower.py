@@ -13,16 +13,14 @@ from tiny_models import _hf, randomise
 from torch import nn
 
 import torch_pi2
-from torch_pi2.export.blob import BYTES
 from torch_pi2.export.decoder import Lanes, method_spec
-from torch_pi2.export.delegated import delegated_copy, exported_layers, registered, split_hot_cold
+from torch_pi2.export.delegated import delegated_copy, exported_layers, prepare_rest, registered, split_hot_cold
 from torch_pi2.export.hot import hot_chunks
-from torch_pi2.export.linears import prepare_rest
-from torch_pi2.export.lower import lower
-from torch_pi2.export.partitioner import BlobPartitioner
+from torch_pi2.export.partitioner import BlobPartitioner, lower
 from torch_pi2.export.program import MethodSpec, trace
+from torch_pi2.export.store import BYTES
 
-lowering: Any = importlib.import_module("torch_pi2.export.lower")
+lowering: Any = importlib.import_module("torch_pi2.export.partitioner")
 Programs = Mapping[str, torch.export.ExportedProgram]
 
 

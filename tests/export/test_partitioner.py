@@ -13,7 +13,21 @@ import torch
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir import ExecutorchBackendConfig, to_edge, to_edge_transform_and_lower
 from executorch.exir.pass_base import ExportPass
-from exported import IDS, Small, backends, dense, edge_config, exact, exported_program, int4, quantised, signbit
+from executorch.export import ExportRecipe, LoweringRecipe, export
+from exported import (
+    IDS,
+    Logits,
+    Small,
+    backends,
+    dense,
+    edge_config,
+    exact,
+    experts,
+    exported_program,
+    int4,
+    quantised,
+    signbit,
+)
 from tiny_models import _hf, tiny
 from torch import nn
 
@@ -22,10 +36,12 @@ from torch_pi2.decode import executorch as backend
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export import delegated
 from torch_pi2.export.delegated import exported_layers
+from torch_pi2.export.etdump import call_figures
 from torch_pi2.export.partitioner import Pi2Partitioner
 from torch_pi2.layers.of_model import sparse_layers
 
 CONFIG = edge_config()
+FIGURES = ("wanted", "hits", "reads", "bytes_read", "wait_ns")
 
 
 @pytest.fixture
@@ -45,7 +61,7 @@ def ran() -> Iterator[Callable[[Path], torch.Tensor]]:
     backend.set_options({"store_path": ""})
 
 
-# of experts, in a list: test_recipe.py
+# of experts, in a list: test_from_the_model_to_the_inspector
 @pytest.mark.parametrize(
     ("make", "way"),
     [pytest.param(quantised, "list", marks=pytest.mark.slow), (int4, "reversed"), (signbit, "rest")],
@@ -166,3 +182,80 @@ def test_what_is_refused(tmp_path: Path) -> None:
         program = torch.export.export(twice, (torch.randn(3, 24),), strict=False)
     with pytest.raises(UnsupportedModelError, match="found layer 0 called twice"):
         to_edge_transform_and_lower(program, partitioner=[ours, XnnpackPartitioner()], compile_config=CONFIG)
+
+
+# --- recipes and profiles ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _defaults() -> Iterator[None]:
+    yield
+    for key in ("store_path", "cache_bytes_kib", "preload"):
+        backend.set_options({key: ""})
+
+
+def profiled(folder: Path, options: dict[str, Any]) -> tuple[torch.Tensor, dict[str, list[Any]], dict[str, Any]]:
+    """Logits of IDS, run twice; events of our delegate by name, what our store counts."""
+    backend.load_library()
+    from executorch.devtools import Inspector
+    from executorch.runtime import Runtime
+
+    backend.set_options({"store_path": str(folder), **options})
+    program = Runtime.get().load_program(folder / "model.pte", enable_etdump=True)
+    method = program.load_method("forward")
+    assert method is not None
+    found = [method.execute((IDS,))[0] for _ in range(2)]
+    assert torch.equal(*found)
+    (about,) = backend.stats()["stores"]
+    dump = str(folder / "events.etdp")
+    program.write_etdump_result_to_file(dump, str(folder / "debug.bin"))
+    inspector = Inspector(dump, etrecord=str(folder / "etrecord.bin"), delegate_metadata_parser=call_figures)
+    events: dict[str, list[Any]] = {}
+    for block in inspector.event_blocks:
+        block.to_dataframe(include_delegate_debug_data=True)
+        for event in block.events:
+            if event.is_delegated_op and event.delegate_backend_name == "Pi2Backend":
+                events.setdefault(event.name, []).append(event)
+    return found[0], events, about
+
+
+@pytest.mark.parametrize(
+    ("make", "event"),
+    [(signbit, "pi2_ffn.0"), pytest.param(experts, "pi2_experts.0", marks=pytest.mark.slow)],
+)
+def test_from_the_model_to_the_inspector(make: Callable[[], nn.Module], event: str, tmp_path: Path) -> None:
+    model = make()
+    partitioners = [Pi2Partitioner(model, tmp_path / "model.pi2"), XnnpackPartitioner()]
+    lowering = LoweringRecipe(partitioners=partitioners, edge_compile_config=CONFIG)
+    recipe = ExportRecipe("pi2", lowering_recipe=lowering)
+    session = export(Logits(model).eval(), [(IDS,)], recipe, generate_etrecord=True)
+    session.save_to_pte(str(tmp_path / "model.pte"))
+    session.get_executorch_program_manager().get_etrecord().save(str(tmp_path / "etrecord.bin"))
+    assert any(parameter.requires_grad for parameter in model.parameters())  # as before
+    found = backends(session.get_edge_program_manager())
+    assert found.count("Pi2Backend") == 1
+    assert found.count("XnnpackBackend") >= 3
+    left = [str(node.target) for node in session.get_edge_program_manager().exported_program().graph.nodes]
+    assert not any("quantize" in name or "addmm" in name for name in left)
+    pte = (tmp_path / "model.pte").read_bytes()
+    assert all(ffn.neuron_rows[0].numpy().tobytes() not in pte for ffn in sparse_layers(model))  # in the store alone
+    with torch.no_grad():
+        wanted = model(IDS, use_cache=False).logits
+    for cache in (4, ""):  # less than a call wants; room for all
+        logits, events, about = profiled(tmp_path, {"cache_bytes_kib": cache, "preload": False})
+        torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)
+        assert list(events) == [event]
+        (call,) = events[event]
+        assert [name.split(".")[1] for name in call.op_types] == ["predicted_ffn" if make is signbit else "experts_ffn"]
+        assert call.debug_handles
+        assert any("mlp" in str(modules) for modules in call.module_hierarchy.values())
+        figures = call.delegate_debug_metadatas
+        assert figures["tokens"] == [IDS.numel()] * 2
+        assert figures["wanted"][0] == figures["wanted"][1] > 0
+        for name in FIGURES:
+            assert sum(figures[name]) == about[name], name
+        if cache:
+            assert min(figures["bytes_read"]) > 4096
+        else:
+            assert figures["reads"][1] == figures["bytes_read"][1] == 0
+            assert figures["hits"][1] == figures["wanted"][1]

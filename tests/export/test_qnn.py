@@ -27,9 +27,9 @@ from torch_pi2.errors import CompileError
 from torch_pi2.export import hot_attention as parts_of_attention
 from torch_pi2.export import qnn
 from torch_pi2.export.calibrate import inputs_of
-from torch_pi2.export.contents import describe_program
 from torch_pi2.export.decoder import Lanes
 from torch_pi2.export.delegated import delegated_copy, exported_layers, registered
+from torch_pi2.export.describe import describe_program
 from torch_pi2.export.hot import HotChunks, hot_chunks
 from torch_pi2.export.hot_attention import AttentionPart, PlacedAttention, attention_calls
 from torch_pi2.export.methods import Accelerated

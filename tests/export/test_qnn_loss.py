@@ -14,9 +14,8 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.errors import ArtifactError
-from torch_pi2.export.calibrate import TOKENS, first_batches, inputs_of, scored_rows
+from torch_pi2.export.calibrate import TOKENS, first_batches, hot_on_npu, inputs_of, loss_of, scored_rows
 from torch_pi2.export.hot import HotChunks, hot_chunks
-from torch_pi2.export.qnn.loss import hot_on_npu, loss_of
 from torch_pi2.export.qnn.settings import REPORT_FILE, read_report
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.profiling.data import Batch

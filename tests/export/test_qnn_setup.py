@@ -24,7 +24,7 @@ from torch_pi2.errors import (
 from torch_pi2.export import qnn
 from torch_pi2.export.hot import HotChunks
 from torch_pi2.export.qnn import compile as qnn_compile
-from torch_pi2.export.qnn import job, sdk
+from torch_pi2.export.qnn import lower, sdk
 from torch_pi2.export.qnn.quantize import blocks_of, check_calibration
 from torch_pi2.export.qnn.weights import block_scales, quantization_errors, rounded, split
 
@@ -210,7 +210,7 @@ def _run_with(child: str, fake: Path, monkeypatch: pytest.MonkeyPatch, tmp_path:
     work.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(work))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(job, "_MODULE", "child")
+    monkeypatch.setattr(lower, "_MODULE", "child")
     settings = qnn.Settings("SM8650", "fp16", timeout_s=timeout)
     try:
         qnn.lower_hot([tiny_hot()], [None], {"decode_b1": qnn.Graph((1, 1), [1])}, settings)
@@ -253,23 +253,23 @@ for layer in work["layers"]:
 
 
 @pytest.fixture
-def three_layers(fake_sdk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> job.Job:
+def three_layers(fake_sdk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> lower.Job:
     """For two processes, which run ``_CHILD``."""
     (tmp_path / "child.py").write_text(_CHILD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
-    monkeypatch.setattr(job, "_MODULE", "child")
-    monkeypatch.setattr(job, "cores", lambda: 2)
+    monkeypatch.setattr(lower, "_MODULE", "child")
+    monkeypatch.setattr(lower, "cores", lambda: 2)
     for name in ("seen", "work"):
         (tmp_path / name).mkdir()
-    made = job.Job(tmp_path / "work", qnn.Settings("SM8650", "fp16", timeout_s=100), sdk.find())
+    made = lower.Job(tmp_path / "work", qnn.Settings("SM8650", "fp16", timeout_s=100), sdk.find())
     for i in range(3):
         made.add(f"layer{i}", tiny_hot(), None, {"decode_b1": (1, 1)})
     return made
 
 
 @pytest.mark.slow
-def test_layers_are_dealt_out_and_come_back_in_order(three_layers: job.Job, tmp_path: Path) -> None:
+def test_layers_are_dealt_out_and_come_back_in_order(three_layers: lower.Job, tmp_path: Path) -> None:
     build, compiled = three_layers.run()
     assert (build, list(compiled)) == ("v2", ["layer0", "layer1", "layer2"])
     assert [c.report["by"] for c in compiled.values()] == ["process0", "process1", "process0"]
@@ -281,7 +281,7 @@ def test_layers_are_dealt_out_and_come_back_in_order(three_layers: job.Job, tmp_
 
 @pytest.mark.parametrize("bad", ["layer1"])
 def test_a_process_that_is_killed_is_named_and_the_others_end(
-    bad: str, three_layers: job.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bad: str, three_layers: lower.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BAD", bad)
     started = time.monotonic()

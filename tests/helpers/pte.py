@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.export.blob import TENSORS, Blob
+from torch_pi2.export.store import TENSORS, Blob
 from torch_pi2.formats import FORMATS
 from torch_pi2.ops import ACTIVATIONS, load
 from torch_pi2.ops.crc32c import crc32c

@@ -197,7 +197,7 @@ def _check_target(target: str) -> None:
         raise ConfigError(
             "--target", expected="xnnpack, or qnn: and an SoC such as qnn:SM8650", found=repr(target), fix="Correct it."
         )
-    from torch_pi2.export.qnn.job import problems as problems_of
+    from torch_pi2.export.qnn.lower import problems as problems_of
 
     if problems := problems_of(soc):
         raise problems[0]

@@ -16,16 +16,15 @@ from torch_pi2.base.files import atomic_write, replacing_folder
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.decode.generate import ignored_settings
 from torch_pi2.errors import ConfigError, UnsupportedModelError
-from torch_pi2.export.chat import write_chat
-from torch_pi2.export.delegated import delegated_copy, exported_layers, registered
+from torch_pi2.export.delegated import delegated_copy, exported_layers, linears_of, prepare_rest, registered
 from torch_pi2.export.describe import manifest_of, runner_constants
 from torch_pi2.export.hot import CHUNK
-from torch_pi2.export.linears import linears_of, prepare_rest
 from torch_pi2.export.manifest import PROGRAM_FILE, STORE_FILE
 from torch_pi2.export.methods import Methods, Source, chunks_of, decoder_methods_of, module_methods
 from torch_pi2.export.program import named_failures, trace
 from torch_pi2.export.settings import ExportSettings, check_bundle_folder, check_installed
 from torch_pi2.export.store import NO_STORE, StoreFacts, blob_of, write_store
+from torch_pi2.export.text import write_chat
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.of_model import SparseLayer
 from torch_pi2.ops.activations import check_plain
@@ -203,7 +202,7 @@ def _write_program(
     path: Path, source: Source, methods: Methods, settings: ExportSettings, facts: StoreFacts
 ) -> tuple[int, int]:
     """Trace, check, lower and write methods; bytes of ExecuTorch's memory for them, and of XNNPACK's."""
-    from torch_pi2.export.lower import lower
+    from torch_pi2.export.partitioner import lower
 
     layers, progress = source.layers, settings.progress
     preload_from = [min(of_layer) * CHUNK for of_layer in zip(*methods.chunks.values())] or [0] * len(layers)

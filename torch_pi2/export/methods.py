@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_map
 from torch_pi2.base.files import atomic_write
 from torch_pi2.errors import CalibrationError, ConfigError
 from torch_pi2.export.calibrate import TOKENS, before_scored, first_batches, inputs_of, scored_rows, tokens_for_weights
-from torch_pi2.export.check import check_traced
-from torch_pi2.export.decoder import Lanes, method_names, method_spec, prompt_sizes, sizes_of
+from torch_pi2.export.decoder import Lanes, check_traced, method_names, method_spec, prompt_sizes, sizes_of
 from torch_pi2.export.delegated import split_hot_cold
 from torch_pi2.export.hot import CHUNK, chunks_per_batch, hot_chunks
 from torch_pi2.export.hot_attention import PlacedAttention, place_attention, with_parts
@@ -277,7 +276,7 @@ def _compiled(
     report |= lowered.report | {"loss": None}
     rows, after = scored_rows(calibration, tokens)
     if rows:
-        from torch_pi2.export.qnn.loss import loss_of
+        from torch_pi2.export.calibrate import loss_of
 
         quantised_on = "the tokens that hot parts were quantised on"
         text = f"calibration data after {quantised_on}" if after else quantised_on

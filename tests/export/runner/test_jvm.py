@@ -12,8 +12,8 @@ import pytest
 from runner_calls import FOLDER, PROMPTS, ROOT, call, run
 from tiny_bundle import write_manifest
 
-from torch_pi2.export.chat import write_chat
 from torch_pi2.export.run import Bundle
+from torch_pi2.export.text import write_chat
 
 CLASSES = ROOT / "build" / "jni"
 SOURCES = [

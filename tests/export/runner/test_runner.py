@@ -19,11 +19,10 @@ from tiny_tokenizers import TOKENIZERS, _odd
 from tokenizers import BertWordPieceTokenizer, SentencePieceUnigramTokenizer
 
 import torch_pi2
-from torch_pi2.export.chat import write_chat
 from torch_pi2.export.etdump import call_figures
 from torch_pi2.export.manifest import Manifest, describe_files, sealed
 from torch_pi2.export.run import Bundle
-from torch_pi2.export.text import chat_text
+from torch_pi2.export.text import chat_text, write_chat
 
 FIGURES = ("wanted", "hits", "reads", "bytes_read")
 TOKENIZE = BUILT / "pi2_tokenize"

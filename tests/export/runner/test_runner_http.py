@@ -22,8 +22,8 @@ from runner_http import Server, client, served, until
 from shared import shared_folder
 from tiny_bundle import EOS, LANES, ROOM, Decode, Forward, TinyDecoder
 
-from torch_pi2.export.chat import write_chat
 from torch_pi2.export.run import Bundle
+from torch_pi2.export.text import write_chat
 
 LONG = 3000  # tokens of a sequence that is still answered when its client goes away
 

@@ -16,8 +16,8 @@ from runner_calls import PROMPTS, call, refused, run
 from tiny_bundle import ROOM, write_manifest
 
 from torch_pi2.errors import ArtifactError, ConfigError
-from torch_pi2.export.chat import write_chat
 from torch_pi2.export.run import Bundle
+from torch_pi2.export.text import write_chat
 
 
 @pytest.fixture

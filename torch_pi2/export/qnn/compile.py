@@ -2,7 +2,7 @@
 
 Qualcomm's libraries live only in here: they print without end, must be loaded after torch, and may crash.
 
-FOLDER holds ``job.json`` (:class:`torch_pi2.export.qnn.job.Job`) and for each layer its hot part with calibration
+FOLDER holds ``job.json`` (:class:`torch_pi2.export.qnn.lower.Job`) and for each layer its hot part with calibration
 inputs, ``NAME.pt``. For each it writes the quantised program ``NAME.pt2``, the context binary ``NAME.context``, the
 compile specification ``NAME.spec`` and, last, ``NAME.json``; when all is done ``done.json``. If something is wrong it
 writes ``error.json`` and exits with 1. Standard output and standard error of this process are the file ``log``.
