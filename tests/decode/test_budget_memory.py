@@ -115,6 +115,7 @@ def _run(stores: dict[str, Path], name: str, activations: str, way: str, group: 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "activations", "way"),
     [

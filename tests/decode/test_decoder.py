@@ -69,6 +69,7 @@ def test_eager_decoding_is_that_of_the_model_and_starts_anew_with_each_prompt(na
         assert torch.equal(decoded(decoder, ids_BT), expected(model, ids_BT))
 
 
+@pytest.mark.slow
 def test_compiled_decoding_merges_linears_of_one_input_and_moves_their_rows_once():
     model = quantised("qwen2")  # q, k and v have biases
     want = expected(model, PROMPT_BT)

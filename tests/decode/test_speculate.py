@@ -250,6 +250,7 @@ def test_an_assistant_that_rested_reads_what_was_said_meanwhile(
     assert got.sequences == generate(model, IDS, max_new_tokens=40, eos_token_id=[]).sequences
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 def test_compiled_text_is_that_of_compiled_steps(model: nn.Module) -> None:
     how: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": [], "compiled": True}

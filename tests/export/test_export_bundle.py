@@ -119,7 +119,9 @@ def test_an_accelerator_may_have_predicted_neurons(predicted: tuple[nn.Module, P
     assert not torch.allclose(found, whole, rtol=0, atol=1e-3 * float(wanted.abs().max()))  # the predictor misses some
 
 
-@pytest.mark.parametrize("kind", ["split", "plain", "thresholds", "up_first"])
+@pytest.mark.parametrize(
+    "kind", ["plain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("split", "thresholds", "up_first"))]
+)
 def test_greedy_text_and_logits_are_the_models(kind: str, request: pytest.FixtureRequest) -> None:
     model, folder = request.getfixturevalue(kind)
     expected = greedy(model, PROMPT, 30)
@@ -132,6 +134,7 @@ def test_greedy_text_and_logits_are_the_models(kind: str, request: pytest.Fixtur
     torch.testing.assert_close(logits[-1].reshape(-1), wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
 
 
+@pytest.mark.slow
 def test_sequences_of_a_batch_have_positions_of_their_own(split: tuple[nn.Module, Path]) -> None:
     from executorch.runtime import Runtime
 
@@ -155,12 +158,14 @@ def test_sequences_of_a_batch_have_positions_of_their_own(split: tuple[nn.Module
     torch.testing.assert_close(found[:, 0], torch.stack(wanted), rtol=0, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_best_of_two_forks_the_prompt(split: tuple[nn.Module, Path]) -> None:
     with Bundle(split[1]) as bundle:
         one, two = bundle.generate(PROMPT, 12, num_return_sequences=2).sequences
     assert one.ids == two.ids == greedy(split[0], PROMPT, 12)
 
 
+@pytest.mark.slow
 def test_accelerator_and_delegate_share_the_neurons(split: tuple[nn.Module, Path]) -> None:
     manifest = Manifest.load(split[1])
     assert {name: m.hot_chunks for name, m in manifest.methods.items()} == {
@@ -195,6 +200,7 @@ def test_no_weight_of_a_feed_forward_layer_is_in_the_program(plain: tuple[nn.Mod
     assert middle not in (folder / "model.pte").read_bytes()
 
 
+@pytest.mark.slow
 def test_quantised_linears_stay_ours(thresholds: tuple[nn.Module, Path]) -> None:
     methods = describe_program(thresholds[1] / "model.pte")["methods"]
     assert methods["decode_b1"]["operators"]["pi2::linear.out"] == 3  # q, o and the head: k and v are too small

@@ -81,6 +81,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
     return bundle_of(tmp_path_factory, "experts-Mixtral", MODELS["Mixtral"], batches=(1,))
 
 
+@pytest.mark.slow
 def test_a_budget_changes_no_token(mixtral: tuple[nn.Module, Path]) -> None:
     _, folder = mixtral
     manifest = Manifest.load(folder)

@@ -134,7 +134,7 @@ def test_a_few_heads_are_computed_at_a_time(heads: int, key_heads: int, times: i
 KINDS = {"float32": (1,), "float16": (1, 2)}
 
 
-@pytest.fixture(scope="module", params=["float32", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["float32", "float16"])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
     return bundle_of(
         tmp_path_factory,
@@ -169,6 +169,7 @@ def test_a_bundle_decodes_the_same_text(bundle: tuple[nn.Module, Path]) -> None:
         assert together == [opened.generate(prompt, 6).sequences[0].ids for prompt in prompts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 16, 21])
 def test_the_runner_decodes_alike(bundle: tuple[nn.Module, Path], length: int, tmp_path: Path) -> None:
     ids, logits = ",".join(map(str, IDS[:length])), tmp_path / "logits.npy"

@@ -25,6 +25,8 @@ from torch_pi2.export.settings import ExportSettings
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import sparse_layers
 
+pytestmark = pytest.mark.slow
+
 SIZES = (4, 16)
 IDS = torch.randint(3, 250, (ROOM,), generator=torch.Generator().manual_seed(3)).tolist()
 
@@ -43,7 +45,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
     )
 
 
-@pytest.mark.slow
 def test_the_manifest_and_the_program_have_them(bundle: tuple[nn.Module, Path]) -> None:
     manifest = Manifest.load(bundle[1])
     assert manifest.prefills == SIZES
@@ -101,7 +102,6 @@ def test_the_runner_reads_them_alike(bundle: tuple[nn.Module, Path], length: int
         assert np.array_equal(np.load(logits)[0, 0], opened.logits(IDS[:length], length)[0].numpy())
 
 
-@pytest.mark.slow
 def test_weights_of_every_chunk_are_its_own(tmp_path: Path) -> None:
     """In 16 bit; test_hot_attention.py has it in 8. Of two layers, so that the keys of the second depend on the
     accelerator's part of the first."""

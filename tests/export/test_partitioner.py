@@ -64,7 +64,11 @@ def ran() -> Iterator[Callable[[Path], torch.Tensor]]:
 # of experts, in a list: test_from_the_model_to_the_inspector
 @pytest.mark.parametrize(
     ("make", "way"),
-    [pytest.param(quantised, "list", marks=pytest.mark.slow), (int4, "reversed"), (signbit, "rest")],
+    [
+        pytest.param(quantised, "list", marks=pytest.mark.slow),
+        pytest.param(int4, "reversed", marks=pytest.mark.slow),
+        (signbit, "rest"),
+    ],
 )
 def test_any_program_of_the_model(make: Callable[[], nn.Module], way: str, tmp_path: Path, ran: Any) -> None:
     model = make()

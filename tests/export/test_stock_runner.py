@@ -16,6 +16,8 @@ import torch_pi2
 from torch_pi2.decode.executorch import load_library, set_options
 from torch_pi2.export.run import Bundle
 
+pytestmark = pytest.mark.slow
+
 TEXT = "the five boxing wizards jump quickly over a lazy dog, and the dog sleeps on"
 #: Of one call, fewer than what the longest prompt has.
 PIECE = 8
@@ -49,7 +51,6 @@ def said(runner: Any, prompt: str, count: int, **settings: Any) -> str:
     return "".join(pieces)
 
 
-@pytest.mark.slow
 def test_it_says_what_a_bundle_says(folder: Path) -> None:
     from executorch.extension.llm.runner import TextLLMRunner
 

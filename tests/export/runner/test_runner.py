@@ -177,6 +177,7 @@ def test_memory_of_a_budget_is_obeyed(large: Path, share: float, whole_fits: boo
     assert found["store"]["cache_bytes"] <= found["memory"]["cache_bytes"] == (budget - manifest.fixed_bytes) & -1024
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_a_store_is_said(plain: Path, large: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(plain, tmp_path / "bundle"))
     store = folder / "model.pi2"

@@ -285,6 +285,7 @@ def test_an_answer_ends_when_its_client_goes_away(long: Path) -> None:
         assert made.said().count("/v1/completions: ") == 4
 
 
+@pytest.mark.slow
 def test_more_than_may_wait_are_told_so_at_once(long: Path) -> None:
     with served(long) as made:
         ask = client(made)
