@@ -154,7 +154,6 @@ def _profile(
     settings: dict[str, Any] = {
         "batch_size": config.batch_size,
         "seq_len": config.seq_len,
-        "seed": config.seed,
         "progress": progress,
         "ranks": ranks,
     }

@@ -42,7 +42,6 @@ def statistics(model_hash: str) -> ActivationStats:
             batch_groups=torch.tensor([TOKENS] * 4),
             batch_fired=fired_KI,
             score_hist=torch.zeros(HIST_BINS, dtype=torch.int64),
-            cofire_bits=torch.zeros((0, -(-NEURONS // 8)), dtype=torch.uint8),
         )
     return ActivationStats(layers, model_hash, {"tokens": TOKENS})
 

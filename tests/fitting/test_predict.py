@@ -152,13 +152,6 @@ def test_row_quantisation_error_is_half_a_step() -> None:
     assert torch.equal(quantise_rows(torch.zeros(2, 3))[0], torch.zeros(2, 3, dtype=torch.int8))
 
 
-@pytest.mark.parametrize(("name", "value"), [("rank", 0), ("steps", 0), ("batch", 0)])
-def test_senseless_training_settings_are_refused(name: str, value: int) -> None:
-    _, w = layer()
-    with pytest.raises(ConfigError, match=f"predictor training: expected rank, steps and batch >= 1, .*{name}=0"):
-        train_lowrank(samples(100, 1, w), **({"rank": 4} | {name: value}))
-
-
 def test_too_few_samples_and_bad_targets_are_refused() -> None:
     site, w = layer()
     with pytest.raises(CalibrationError, match=r"predictor training samples: expected at least 64 tokens, found 63"):

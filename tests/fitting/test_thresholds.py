@@ -24,8 +24,7 @@ from torch_pi2 import errors
 from torch_pi2.cli.inspect import describe, render
 from torch_pi2.fitting import thresholds
 from torch_pi2.fitting.loss import causal_lm_loss, divergences
-from torch_pi2.fitting.loss_budget import _SHARES
-from torch_pi2.fitting.thresholds import read_first, score_scales
+from torch_pi2.fitting.thresholds import _SHARES, read_first, score_scales
 from torch_pi2.graph import find_sites
 from torch_pi2.graph.dispatch import NeuronClusterMode
 from torch_pi2.layers.of_model import sparse_layers
@@ -153,18 +152,17 @@ def test_what_scores_are() -> None:
         module.register_forward_hook(lambda _, __, y, found=found: found.append(y.detach().flatten(0, 1)))
     for batch in data:
         logits(model, batch.input_ids)
-    for score in ("norms", "output", "up"):
+    for score in ("output", "up"):
         scales = score_scales(model, data, [read_first(site, score) for site in sites], score)
         for site in sites:
             weights = site.weights(model)
             gate_TI, up_TI = (torch.cat(seen[ref.weight]) for ref in (site.gate, site.up))
             second_TI = F.silu(gate_TI) if score == "up" else up_TI
-            size_I = weights.up.norm(dim=1) if score == "norms" else second_TI.square().mean(0).sqrt()
-            wanted = weights.down.norm(dim=0) * size_I
+            wanted = weights.down.norm(dim=0) * second_TI.square().mean(0).sqrt()
             torch.testing.assert_close(scales[site.key], wanted / wanted.mean())
 
 
-@pytest.mark.parametrize("score", ["norms", "output", "up"])
+@pytest.mark.parametrize("score", ["output", "up"])
 def test_neurons_are_skipped_where_their_score_is_below_the_threshold(score: str) -> None:
     model, dense = optimised(score=score, sparsity=0.5), tiny_models.tiny("llama")
     data = list(batches(own_text(), batch_size=8, seq_len=32))
@@ -341,10 +339,10 @@ def test_predictors_are_fitted_to_what_the_score_says(score: str) -> None:
 
 def test_statistics_of_another_score_are_refused() -> None:
     model = tiny_models.tiny("llama")
-    config = torch_pi2.Config(method="threshold", score="norms", **QUICK)
+    config = torch_pi2.Config(method="threshold", score="output", **QUICK)
     stats = torch_pi2.profile(model, own_text(), config=config)
     with pytest.raises(
-        errors.ConfigError, match=r"score='gate' and max_loss=0\.01, found score='norms'.*Profile again"
+        errors.ConfigError, match=r"score='gate' and max_loss=0\.01, found score='output'.*Profile again"
     ):
         torch_pi2.plan(model, stats, config=torch_pi2.Config(method="threshold", max_loss=0.01))
 
@@ -352,7 +350,7 @@ def test_statistics_of_another_score_are_refused() -> None:
 def test_experts_know_one_threshold() -> None:
     model = tiny_experts.build("Mixtral", hidden_act="silu")
     with pytest.raises(errors.ConfigError, match=r"score of .*expected 'gate': an expert has one threshold"):
-        torch_pi2.optimize(model, own_text(), method="threshold", score="norms", **QUICK)
+        torch_pi2.optimize(model, own_text(), method="threshold", score="output", **QUICK)
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,6 @@ def fake_stats(
             batch_groups=groups,
             batch_fired=torch.stack(fired),
             score_hist=torch.zeros(HIST_BINS, dtype=torch.int64),
-            cofire_bits=torch.zeros((0, (size + 7) // 8), dtype=torch.uint8),
             experts=layer.site.experts,
         )
     return ActivationStats(layers, plan.model_hash, {"tokens": tokens})

@@ -310,7 +310,6 @@ def test_statistics_are_whole(tmp_path: Path) -> None:
         assert a.batch_groups.tolist() == [59, 4, 1]
     key = "model.layers.1.mlp"
     assert stats.threshold_for(key, 0.1) == 0.0
-    assert stats[key].cofire().shape == (48, 48)
     with pytest.raises(
         ConfigError, match=r"expected 1 to 4 \(what was profiled\), found 8. .* or watch so many sequences"
     ):

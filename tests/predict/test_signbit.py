@@ -10,7 +10,7 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, ShapeError, StaleArtifactError
-from torch_pi2.fitting.train import calibrate_signbit, measure
+from torch_pi2.fitting.train import calibrate, measure
 from torch_pi2.observe import counters
 from torch_pi2.predict.file import FittedPredictors, load_predictors, save_predictors
 from torch_pi2.predict.signbit import SignBit, pack_signs
@@ -59,7 +59,7 @@ def test_scores_and_activity_agree() -> None:
 def test_calibration_reaches_the_recall_and_not_much_more(recall: float) -> None:
     gate, samples = made_up()
     neurons = torch.arange(10, 60)
-    predictor = calibrate_signbit(SignBit.from_weights(gate), samples, _Site(), target_recall=recall, neurons=neurons)
+    predictor = calibrate(SignBit.from_weights(gate), samples, _Site(), target_recall=recall, neurons=neurons)
     assert predictor.card.recall >= recall
     active, fired = predictor.active(samples.x_NH)[:, neurons], samples.fired()[:, neurons]
     assert predictor.card.recall == pytest.approx(float((active & fired).sum() / fired.sum()))
@@ -72,7 +72,7 @@ def test_calibration_reaches_the_recall_and_not_much_more(recall: float) -> None
 def test_nothing_fires_nothing_is_predicted() -> None:
     gate, samples = made_up()
     silent = Samples(samples.x_NH, torch.zeros_like(samples.fired_bits), 60)
-    predictor = calibrate_signbit(SignBit.from_weights(gate), silent, _Site())
+    predictor = calibrate(SignBit.from_weights(gate), silent, _Site())
     assert predictor.card.predicted_active < 0.01
 
 
@@ -83,14 +83,14 @@ def test_refusals() -> None:
     with pytest.raises(ConfigError, match="margin of a sign-bit predictor: expected a finite number, 0 or more"):
         SignBit(pack_signs(gate), 100, float("nan"))
     with pytest.raises(ConfigError, match="target_recall: expected more than 0"):
-        calibrate_signbit(SignBit.from_weights(gate), samples, _Site(), target_recall=0.0)
+        calibrate(SignBit.from_weights(gate), samples, _Site(), target_recall=0.0)
     with pytest.raises(CalibrationError, match="held-back samples: expected at least one token"):
-        calibrate_signbit(SignBit.from_weights(gate), Samples(samples.x_NH[:0], samples.fired_bits[:0], 60), _Site())
+        calibrate(SignBit.from_weights(gate), Samples(samples.x_NH[:0], samples.fired_bits[:0], 60), _Site())
 
 
 def test_file_roundtrip_and_damage(tmp_path: Path) -> None:
     gate, samples = made_up()
-    predictor = calibrate_signbit(SignBit.from_weights(gate), samples, _Site())
+    predictor = calibrate(SignBit.from_weights(gate), samples, _Site())
     save_predictors(tmp_path, FittedPredictors({"a.mlp": predictor}), "hash")
     read = load_predictors(tmp_path)["a.mlp"]
     assert isinstance(read, SignBit)

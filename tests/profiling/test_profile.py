@@ -80,27 +80,6 @@ def test_counts_are_those_of_a_plain_loop(act: str, on_up: bool, threshold: floa
     assert stats.sparsity == pytest.approx((score == 0).float().mean().item())
 
 
-def test_sample_of_firing_tokens_estimates_cofiring() -> None:
-    model, data = Gated("relu"), calls(4, 8, 32)
-    with torch.no_grad():
-        fired = torch.cat([(model.scores(x) > 0).flatten(0, 1) for (x,) in data]).float()
-    truth = fired.T @ fired / len(fired)
-    all_of_it = profile(model, data, [gated_site("relu")], cofire_tokens=5000)[""]
-    assert all_of_it.cofire_bits.shape == (1024, 5)  # 37 bits in 5 bytes
-    torch.testing.assert_close(all_of_it.cofire(), truth)
-    some = profile(model, data, [gated_site("relu")], cofire_tokens=256, seed=3)[""]
-    assert float((some.cofire() - truth).abs().max()) < 4.5 * 0.5 / 16, "documented error: 0.5 / sqrt(S)"
-    torch.testing.assert_close(some.cofire(torch.tensor([3, 7])), some.cofire()[[3, 7]][:, [3, 7]])
-
-
-def test_same_seed_same_statistics_other_seed_other_sample() -> None:
-    data = calls(4, 8, 32)
-    runs = [profile(Gated("relu"), data, [gated_site("relu")], cofire_tokens=64, seed=s)[""] for s in (1, 1, 2)]
-    assert torch.equal(runs[0].cofire_bits, runs[1].cofire_bits)
-    assert not torch.equal(runs[0].cofire_bits, runs[2].cofire_bits)
-    assert torch.equal(runs[0].fired, runs[2].fired)
-
-
 def test_threshold_for_reaches_the_share() -> None:
     model, data = Gated("silu"), calls(4, 8, 32)
     stats = profile(model, data, [gated_site()])
@@ -117,9 +96,8 @@ def test_threshold_for_reaches_the_share() -> None:
 
 def test_zeros_are_those_of_tokens_that_have_scores() -> None:
     profiled = profile(Gated("relu"), calls(4, 8, 32), [gated_site("relu")], thresholds=0.01)[""]
-    no_sample = profiled.cofire_bits[:0]
     nothing = {name: torch.zeros_like(getattr(profiled, name)) for name in ("zeros", "abs_sum", "score_hist")}
-    watched = replace(profiled, cofire_bits=no_sample, **nothing)  # as a watch counts with a threshold above 0
+    watched = replace(profiled, **nothing)  # as a watch counts with a threshold above 0
     both = ActivationStats({"": profiled.plus(watched)}, "")
     assert both[""].tokens == 2 * profiled.tokens
     assert both[""].sparsity == pytest.approx(profiled.sparsity)
@@ -184,7 +162,7 @@ def test_save_load_and_summary(tmp_path: Path) -> None:
     assert path == tmp_path / "stats.safetensors"
     loaded = ActivationStats.load(tmp_path, model_hash=whole.model_hash)
     assert loaded.summary() == whole.summary()
-    assert torch.equal(loaded[""].cofire_bits, whole[""].cofire_bits)
+    assert torch.equal(loaded[""].score_hist, whole[""].score_hist)
     assert [p.name for p in tmp_path.iterdir()] == ["stats.safetensors"]
     row = whole.summary()["layers"][0]
     assert row["active_share_by_batch"]["4"] > row["active_share_by_batch"]["1"] == pytest.approx(row["active_share"])

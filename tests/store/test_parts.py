@@ -48,7 +48,6 @@ def quantised(folder: Path, seed: int = 0, **options: Any) -> Path:
             batch_groups=torch.tensor([9]),
             batch_fired=counts[3:],
             score_hist=torch.zeros(HIST_BINS, dtype=torch.int64),
-            cofire_bits=torch.zeros((3, -(-neurons // 8)), dtype=torch.uint8),
         )
     ActivationStats(layers, Plan.load(folder / "pi2").model_hash, {"seed": 3}).save(folder / "pi2")
     return folder
@@ -90,7 +89,7 @@ def same(a: tuple[str, dict[str, torch.Tensor]], b: tuple[str, dict[str, torch.T
 
 def test_a_store_has_everything_inside(root: Path, tmp_path: Path) -> None:
     assert os.listdir(root / "store" / "pi2") == ["model.pi2"]
-    assert len(content(root / "q" / "pi2")[1]) == 2 * (1 + 3 + 7)
+    assert len(content(root / "q" / "pi2")[1]) == 2 * (1 + 3 + 6)
     assert same(content(root / "store" / "pi2"), content(root / "q" / "pi2"))
     model = torch_pi2.load(root / "store")
     assert torch.equal(logits(model), logits(torch_pi2.load(root / "q")))

@@ -26,9 +26,8 @@ from torch_pi2.errors import (
     Pi2Error,
     StaleArtifactError,
 )
-from torch_pi2.training.sparsify import SparsifyReport
+from torch_pi2.training.sparsify import SparsifyReport, windows_of
 from torch_pi2.training.trainer import Steering
-from torch_pi2.training.windows import windows_of
 from torch_pi2.training.zeros import Zeros, measure
 
 REPO = Path(__file__).parents[2]
@@ -200,18 +199,6 @@ def test_drelu_brings_its_own_code(dense: Path, tmp_path: Path) -> None:
     )
 
 
-def test_dead_neurons_are_revived(tmp_path: Path) -> None:
-    folder = dense_llama(tmp_path / "dense", mlp_bias=True)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        model.model.layers[0].mlp.gate_proj.bias[:7] = -100
-    report = torch_pi2.sparsify(model, tmp_path / "out", TEXTS, **FEW, revive=True)
-    assert report.curve[1]["revived"] >= 7
-    assert "revived" not in report.curve[3]  # that late, nothing would become of them
-    bias = AutoModelForCausalLM.from_pretrained(tmp_path / "out").model.layers[0].mlp.gate_proj.bias
-    assert bias[:7].abs().max() < 1
-
-
 @pytest.mark.slow
 def test_two_processes_train_what_one_does(dense: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text(TEXTS[0] * 4)
@@ -219,7 +206,7 @@ def test_two_processes_train_what_one_does(dense: Path, tmp_path: Path) -> None:
     for processes in (1, 2):
         out = tmp_path / f"by-{processes}"
         argv = ["sparsify", dense, "--out", out, "--text", tmp_path / "text", "--float32", "--json", "--quiet"]
-        argv += ["--steps", 20, "--batch", 4, "--window", 32, "--learning-rate", 3e-3, "--threads", 1, "--revive"]
+        argv += ["--steps", 20, "--batch", 4, "--window", 32, "--learning-rate", 3e-3, "--threads", 1]
         # what `accelerate launch` runs for several processes; on a machine without GPUs they talk by gloo
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "torch_pi2"]
         ran = subprocess.run(
@@ -298,10 +285,6 @@ def test_a_tokenizer_of_another_model(dense: Path, tmp_path: Path) -> None:
         ({"distill": 2.0}, "distill=...: expected a number, 0 or more, at most 1, found 2.0"),
         ({"save_every": 15}, "save_every=...: expected a multiple of 10, found 15"),
         ({"accumulate": 3}, r"batch=...: expected a multiple of accumulate \(3\), found 4"),
-        (
-            {"lora": 4, "revive": True},
-            "revive=...: expected False with lora, which does not train the rows, found True",
-        ),
     ],
 )
 def test_settings_that_make_no_sense(dense: Path, tmp_path: Path, wrong: dict[str, Any], message: str) -> None:

@@ -9,7 +9,7 @@ from tiny_models import tiny
 
 import torch_pi2
 from torch_pi2.errors import UnsupportedModelError
-from torch_pi2.training.student import drelu_code, revive, student_of
+from torch_pi2.training.student import drelu_code, student_of
 
 #: Family -> its FFN with ReLU. Gated and plain, fused and not, activations named by other fields.
 RELU = {
@@ -82,20 +82,3 @@ def test_ffns_of_another_form_have_no_drelu(name: str, found: str) -> None:
         UnsupportedModelError, match=f"drelu in .*: expected a model of transformers .*, found .*{found}"
     ):
         drelu_code(dense, torch_pi2.find_sites(dense))
-
-
-@pytest.mark.parametrize("name", ["llama-bias", "gpt2-relu"])
-def test_only_dead_neurons_are_drawn_anew(name: str) -> None:
-    model = tiny(name)
-    site = torch_pi2.find_sites(model)[0]
-    ref = site.gate or site.up
-    before = ref.take(model.get_parameter(ref.weight)).detach().clone()
-    dead_I = torch.zeros(site.intermediate, dtype=torch.bool)
-    dead_I[[1, 40]] = True
-    revive(model, site, dead_I, torch.Generator().manual_seed(0))
-    after = ref.take(model.get_parameter(ref.weight)).detach()
-    changed_I = (before != after).any(1)
-    assert torch.equal(changed_I, dead_I)
-    assert after[dead_I].std() == pytest.approx(float(before.std()), rel=0.5)
-    assert ref.bias is not None
-    assert not ref.take_bias(model.get_parameter(ref.bias))[dead_I].any()

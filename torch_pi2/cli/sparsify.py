@@ -64,7 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="share of the loss from the dense model's predictions (without SHARE: 0.5)",
     )
-    add("--revive", action="store_true", help="reinitialise the gates of neurons that never fire")
     add("--float32", action="store_true", help="compute in float32, not in bfloat16")
     add(
         "--save-every",
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         heldout=_heldout(args),
         tokenizer=common.load_tokenizer(args),
         progress=not args.quiet,
-        **common.given(args, *names, "distill", "revive", "save_every", "seed"),
+        **common.given(args, *names, "distill", "save_every", "seed"),
         bf16=not args.float32,
     )
     end_of_group(args)

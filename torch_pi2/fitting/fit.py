@@ -34,7 +34,7 @@ from torch_pi2.errors import CalibrationError, check_made_from
 from torch_pi2.fitting.loss import LossFn, causal_lm_loss, mean_loss
 from torch_pi2.fitting.resume import Losses, PredictorCache, PredictorFiles, work_folder
 from torch_pi2.fitting.search import FitSettings, Layer, Search, initial_rank
-from torch_pi2.fitting.train import calibrate_signbit, measure
+from torch_pi2.fitting.train import calibrate, measure
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.graph.routed import modules_of
 from torch_pi2.ops import load as load_library
@@ -304,7 +304,7 @@ def _fit_signs(model: nn.Module, site: FFNSite, samples: Samples, cold: torch.Te
     held_back, other = samples.split(0.5)
     predictor = SignBit.from_weights(weights.up if weights.gate is None else weights.gate)
     settings: dict[str, Any] = {"neurons": cold, "weights": weights}
-    predictor = calibrate_signbit(predictor, held_back, site, target_recall=target_recall, **settings)
+    predictor = calibrate(predictor, held_back, site, target_recall=target_recall, **settings)
     predictor.card = measure(predictor, other, site, **settings)
     let_go(model, weights)
     return predictor

@@ -42,7 +42,7 @@ class FitSettings(Config):
     weight_bits: float = limited(above=True, default=16.0)
     n_tokens: int = 20_000
     eval_tokens: int = 16_384
-    steps: int = 500
+    steps: int = limited(1, default=500)
     max_rounds: int = limited(1, default=24)
     max_bytes: int = 2 << 30
 

@@ -1,11 +1,11 @@
 """Thresholds for layers without exact zeros, below which neurons are skipped, and the scores they are compared with.
 
-With ``sparsity`` every layer skips the same share (CATS, arXiv 2404.08763). With ``max_loss`` each layer has the share
-that :mod:`~torch_pi2.fitting.loss_budget` gives it.
+With ``sparsity`` every layer skips the same share (CATS, arXiv 2404.08763). With ``max_loss`` a budget of loss is
+divided among the layers (:class:`Allocation`).
 
 A neuron adds ``act(gate) * up * down row``, of which only the gate is known before the other rows are read. CATS
 compares ``|act(gate)|``, so a neuron whose down row is ten times as long counts no more. That length is known
-beforehand, and the usual size of up follows from weights or calibration text (WINA, arXiv 2505.19427, weights the
+beforehand, and the usual size of up follows from calibration text (WINA, arXiv 2505.19427, weights the
 inputs of matrices likewise). The other scores multiply ``|act(gate)|`` by both, so that they compare what neurons
 contribute to the layer's output.
 """
@@ -15,8 +15,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -26,10 +28,10 @@ from torch_pi2.base.progress import bar
 from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import CalibrationError, ConfigError
 from torch_pi2.fitting.loss import causal_lm_loss, divergences, mean_loss
-from torch_pi2.fitting.loss_budget import Allocation, Cuts, ScoreCuts, masked
 from torch_pi2.graph.dispatch import PredictedMaskMode
+from torch_pi2.graph.routed import intermediate
 from torch_pi2.ops.activations import exact_zeros, on_up
-from torch_pi2.profiling.data import Batch, at_most, split
+from torch_pi2.profiling.data import Batch, at_most, evenly, split
 from torch_pi2.profiling.recorder import Firing, record
 from torch_pi2.profiling.run import profile
 from torch_pi2.types.config import Config
@@ -37,8 +39,19 @@ from torch_pi2.types.loss_curve import LossCurve
 from torch_pi2.types.method import PREDICTED
 from torch_pi2.types.site import FFNSite
 
+_log = logging.getLogger("torch_pi2")
+
 #: Tokens on which up is measured; smallest scale of a neuron, over the layer's mean, so that thresholds stay finite.
 _TOKENS, _LEAST = 8192, 1e-4
+#: Shares at which a layer's error is measured; the share at which the model is run; calibration tokens for both.
+_SHARES, _MODEL_SHARE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95), 0.6
+_ALLOCATION_TOKENS = 2048
+#: Shares of neurons at which the loss curve is measured; bisections of the step that crosses the budget.
+_CURVE, _HALVINGS = tuple(n / 10 for n in range(1, 10)), 5
+_EVAL_TOKENS = 16_384
+
+#: Site key -> cut on the output of its first matrix, one number or ``[I]``.
+Cuts = Mapping[str, float | torch.Tensor]
 
 
 def score_scales(
@@ -48,8 +61,8 @@ def score_scales(
 
     Args:
         sites: as returned by :func:`read_first`.
-        score: ``gate``: 1; ``norms``: norm of the down row times that of the up row; ``output`` and ``up``: norm of the
-            down row times the root mean square of the second factor on ``data``.
+        score: ``gate``: 1; ``output`` and ``up``: norm of the down row times the root mean square of the second factor
+            on ``data``.
 
     Raises:
         ConfigError: a score other than ``gate`` for experts, whose operator has one threshold per expert.
@@ -64,33 +77,6 @@ def score_scales(
                 found=repr(score),
                 fix="Choose score='gate'.",
             )
-    up_I = _up_norms(model, sites) if score == "norms" else _up_sizes(model, data, sites, progress)
-    scales = {}
-    for site in sites:
-        scale_I = _norms(model, site.weights(model).down, 0) * up_I[site.key]
-        scale_I = scale_I / scale_I.mean().clamp_min(1e-30)
-        scales[site.key] = scale_I.clamp_min(_LEAST)
-    return scales
-
-
-def read_first(site: FFNSite, score: str) -> FFNSite:
-    """The layer with the matrix first that ``score`` reads; a layer with exact zeros is unchanged."""
-    swaps = score == "up" and site.gated and not site.activation_on_up and not exact_zeros(site.activation)
-    return site.swapped() if swaps else site
-
-
-def _up_norms(model: nn.Module, sites: Sequence[FFNSite]) -> dict[str, torch.Tensor]:
-    ones = {site.key: torch.ones(site.intermediate) for site in sites if not site.gated}
-    return ones | {s.key: _norms(model, s.weights(model).up, 1) for s in sites if s.gated}
-
-
-def _norms(model: nn.Module, weight: torch.Tensor, dim: int) -> torch.Tensor:
-    norms: torch.Tensor = weight.detach().float().norm(dim=dim)
-    let_go(model, [weight])
-    return norms
-
-
-def _up_sizes(model: nn.Module, data: list[Batch], sites: Sequence[FFNSite], progress: bool) -> dict[str, torch.Tensor]:
     squares = {site.key: torch.zeros(site.intermediate) for site in sites}
     tokens = dict.fromkeys(squares, 0)
 
@@ -105,17 +91,26 @@ def _up_sizes(model: nn.Module, data: list[Batch], sites: Sequence[FFNSite], pro
     gated = [site for site in sites if site.gated]
     if gated:
         record(model, at_most(data, _TOKENS), gated, add, progress=progress, label="scores")
-    return {
-        site.key: (squares[site.key] / max(1, tokens[site.key])).sqrt() if site.gated else torch.ones(site.intermediate)
-        for site in sites
-    }
+    scales = {}
+    for site in sites:
+        down_HI = site.weights(model).down
+        scale_I = down_HI.detach().float().norm(dim=0)
+        let_go(model, [down_HI])
+        if site.gated:
+            scale_I *= (squares[site.key] / max(1, tokens[site.key])).sqrt()
+        scales[site.key] = (scale_I / scale_I.mean().clamp_min(1e-30)).clamp_min(_LEAST)
+    return scales
 
 
-_log = logging.getLogger("torch_pi2")
+def read_first(site: FFNSite, score: str) -> FFNSite:
+    """The layer with the matrix first that ``score`` reads; a layer with exact zeros is unchanged."""
+    swaps = score == "up" and site.gated and not site.activation_on_up and not exact_zeros(site.activation)
+    return site.swapped() if swaps else site
 
-#: Shares of neurons at which the loss curve is measured; bisections of the step that crosses the budget.
-_CURVE, _HALVINGS = tuple(n / 10 for n in range(1, 10)), 5
-_EVAL_TOKENS = 16_384
+
+def masked(model: nn.Module, sites: Sequence[FFNSite], cuts: Cuts) -> PredictedMaskMode:
+    """A context inside which ``model`` skips neurons of the sites in ``cuts`` that are not above them."""
+    return PredictedMaskMode(model, sites, dict.fromkeys(cuts), thresholds=cuts)
 
 
 @dataclass(frozen=True)
@@ -141,6 +136,175 @@ class Thresholds:
 def _cuts_on_outputs(cuts: Mapping[str, float], scales: Mapping[str, torch.Tensor]) -> Cuts:
     """Cuts on the outputs of first matrices that equal ``cuts`` on scores."""
     return {key: cut / scales[key] if key in scales else cut for key, cut in cuts.items()}
+
+
+class _Score:
+    """One kind of score, measured on ``data``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: list[Batch],
+        sites: Sequence[FFNSite],
+        score: str,
+        config: Config,
+        progress: bool,
+        ranks: Ranks | None,
+    ) -> None:
+        self.sites = [read_first(site, score) for site in sites]
+        self.scales = score_scales(model, data, self.sites, score, progress=progress)
+        settings: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len}
+        self._stats = profile(model, data, self.sites, scales=self.scales, progress=progress, ranks=ranks, **settings)
+
+    def cut(self, key: str, share: float) -> float:
+        """The threshold with which a layer skips ``share`` of its neurons; 0 for no neurons."""
+        return self._stats.threshold_for(key, share) if share else 0.0
+
+    def output_cuts(self, share: float) -> Cuts:
+        """Cuts of all layers on the outputs of their first matrices."""
+        return _cuts_on_outputs({site.key: self.cut(site.key, share) for site in self.sites}, self.scales)
+
+
+def _score_names(config: Config, sites: Sequence[FFNSite]) -> tuple[str, ...]:
+    """The scores that ``config.score`` stands for: experts have one threshold, and predictors learn up less well."""
+    if config.score != "auto":
+        return (config.score,)
+    if any(site.experts for site in sites):
+        return ("gate",)
+    return ("output",) if config.method in PREDICTED else ("output", "up")
+
+
+class Allocation:
+    """Share of neurons to skip, and which score to use, by layer. All experts of a module share both.
+
+    A layer skips more neurons if that changes the model's predictions less. The allocation follows TEAL (arXiv
+    2408.14690) with other costs. The squared error that a threshold causes in a layer's output is measured on the layer
+    alone. How much that error moves the distribution of next tokens differs between layers and grows in proportion to
+    it (a divergence is quadratic in small changes), so one run of the model per layer finds the factor. Divergences of
+    layers add up, so the best shares are those where one more neuron costs the same in all layers. Losses are too noisy
+    to serve as costs. Squared contributions of single neurons would not do in place of the error of the output, as
+    these have directions in common.
+
+    If there are several scores, each layer uses the one that costs least at its share: up tells small contributions
+    apart better, the activated gate large ones.
+
+    Args:
+        data: about 2,000 tokens of it are used.
+    """
+
+    def __init__(
+        self, model: nn.Module, data: list[Batch], scores: Sequence[_Score], *, progress: bool = False
+    ) -> None:
+        self._groups: dict[str, list[FFNSite]] = {}
+        for site in scores[0].sites:
+            self._groups.setdefault(site.experts or site.key, []).append(site)
+        some = evenly(data, _ALLOCATION_TOKENS)
+        by_score = [self._measure(model, some, score, progress) for score in scores]
+        # [scores, shares] in nats
+        self._costs = {name: np.stack([costs[name] for costs in by_score]) for name in self._groups}
+
+    def _measure(self, model: nn.Module, data: list[Batch], score: _Score, progress: bool) -> dict[str, np.ndarray]:
+        """Costs of each layer at all shares."""
+        errors = _errors(model, data, score.sites, [score.output_cuts(share) for share in _SHARES], progress)
+        at = score.output_cuts(_MODEL_SHARE)
+        contexts = [masked(model, score.sites, {y.key: at[y.key] for y in own}) for own in self._groups.values()]
+        costs = {}
+        for (name, own), divergence in zip(
+            self._groups.items(), divergences(model, data, contexts, progress=progress), strict=True
+        ):
+            error = torch.stack([errors[site.key] for site in own]).sum(0)
+            whole = float(error[_SHARES.index(_MODEL_SHARE)])
+            costs[name] = (error * (divergence / whole if whole else 0.0)).numpy()
+        return costs
+
+    def score(self, site: FFNSite, share: float) -> int:
+        """Index of the score that costs least if ``site`` skips ``share``."""
+        costs = self._costs[site.experts or site.key]
+        return int(np.argmin([np.interp(share, _SHARES, of_score) for of_score in costs]))
+
+    def shares(self, mean: float) -> dict[str, float]:
+        """Site key -> share to skip; the mean over all neurons is ``mean``, at most 0.95."""
+        weights = {name: sum(site.intermediate for site in own) for name, own in self._groups.items()}
+        remaining = mean * sum(weights.values())
+        shares = dict.fromkeys(weights, 0.0)
+        steps = [(slope / weights[name], name, width) for name in weights for slope, width in self._slopes(name)]
+        for _, name, width in sorted(steps):
+            taken = min(width, remaining / weights[name])
+            shares[name] += taken
+            remaining -= taken * weights[name]
+        return {site.key: shares[name] for name, own in self._groups.items() for site in own}
+
+    def _slopes(self, name: str) -> list[tuple[float, float]]:
+        """Segments of the lower convex hull of a layer's costs: ``(slope, width)``, slopes ascending."""
+        hull: list[tuple[float, float]] = []
+        for x, y in zip(_SHARES, self._costs[name].min(0).tolist(), strict=True):
+            while len(hull) > 1 and (y - hull[-1][1]) * (x - hull[-2][0]) <= (y - hull[-2][1]) * (x - hull[-1][0]):
+                hull.pop()
+            hull.append((x, y))
+        return [((b - a) / (right - left), right - left) for (left, a), (right, b) in pairwise(hull)]
+
+
+def _errors(
+    model: nn.Module,
+    data: list[Batch],
+    sites: Sequence[FFNSite],
+    cuts: Sequence[Cuts],
+    progress: bool,
+) -> dict[str, torch.Tensor]:
+    """Site key -> squared error of its outputs on ``data`` with each of ``cuts``, float64 ``[len(cuts)]``."""
+    errors = {site.key: torch.zeros(len(cuts), dtype=torch.float64) for site in sites}
+
+    def add(firing: Firing) -> None:
+        site, real_T = firing.site, firing.real_T
+        weights = site.weights(model)
+        _, h_NI = intermediate(site, weights, firing.x_TH[real_T])
+        down_HI, score_NI = weights.down.float(), firing.score_TI[real_T]
+        for i, cut in enumerate(cuts):
+            lost_NH = F.linear(h_NI * (score_NI <= cut[site.key]), down_HI)
+            errors[site.key][i] += lost_NH.square().sum(dtype=torch.float64)
+        let_go(model, weights)
+
+    record(model, data, sites, add, progress=progress, label="errors")
+    return errors
+
+
+class Scored:
+    """Scores of a model's layers on ``data``, and thresholds on them. Arguments as for :func:`choose_thresholds`.
+
+    With ``auto`` there are several kinds, which :meth:`allocate` compares.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: list[Batch],
+        sites: Sequence[FFNSite],
+        config: Config,
+        *,
+        progress: bool = False,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.model = model
+        self._allocation: Allocation | None = None
+        self._each = [_Score(model, data, sites, name, config, progress, ranks) for name in _score_names(config, sites)]
+
+    def allocate(self, data: list[Batch], *, progress: bool = False) -> Allocation:
+        """How much each layer should skip, by what skipping does on ``data``."""
+        self._allocation = allocation = Allocation(self.model, data, self._each, progress=progress)
+        return allocation
+
+    def thresholds(self, shares: float | Mapping[str, float]) -> Thresholds:
+        """Thresholds with which layers skip ``shares`` of their neurons: one share for all, or by site key."""
+        sites: list[FFNSite] = []
+        chosen = Thresholds(sites)
+        for at, site in enumerate(self._each[0].sites):
+            share = shares[site.key] if isinstance(shares, Mapping) else shares
+            each = self._each[self._allocation.score(site, share) if self._allocation else 0]
+            sites.append(each.sites[at])
+            chosen.cuts[site.key] = each.cut(site.key, share)
+            if site.key in each.scales:
+                chosen.scales[site.key] = each.scales[site.key]
+        return chosen
 
 
 def choose_thresholds(
@@ -192,82 +356,6 @@ def _check_next_token_logits(model: nn.Module, batch: Batch, config: Config) -> 
             found="a different model",
             fix="Choose score='output' or 'up', and sparsity=... without max_loss.",
         ) from error
-
-
-class _Score:
-    """One kind of score, measured on ``data``."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        data: list[Batch],
-        sites: Sequence[FFNSite],
-        score: str,
-        config: Config,
-        progress: bool,
-        ranks: Ranks | None,
-    ) -> None:
-        self.sites = [read_first(site, score) for site in sites]
-        self.scales = score_scales(model, data, self.sites, score, progress=progress)
-        settings: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
-        self._stats = profile(model, data, self.sites, scales=self.scales, progress=progress, ranks=ranks, **settings)
-
-    def cut(self, key: str, share: float) -> float:
-        """The threshold with which a layer skips ``share`` of its neurons; 0 for no neurons."""
-        return self._stats.threshold_for(key, share) if share else 0.0
-
-    def output_cuts(self, share: float) -> Cuts:
-        """Cuts of all layers on the outputs of their first matrices."""
-        return _cuts_on_outputs({site.key: self.cut(site.key, share) for site in self.sites}, self.scales)
-
-
-def _score_names(config: Config, sites: Sequence[FFNSite]) -> tuple[str, ...]:
-    """The scores that ``config.score`` stands for: experts have one threshold, and predictors learn up less well."""
-    if config.score != "auto":
-        return (config.score,)
-    if any(site.experts for site in sites):
-        return ("gate",)
-    return ("output",) if config.method in PREDICTED else ("output", "up")
-
-
-class Scored:
-    """Scores of a model's layers on ``data``, and thresholds on them. Arguments as for :func:`choose_thresholds`.
-
-    With ``auto`` there are several kinds, which :meth:`allocate` compares.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        data: list[Batch],
-        sites: Sequence[FFNSite],
-        config: Config,
-        *,
-        progress: bool = False,
-        ranks: Ranks | None = None,
-    ) -> None:
-        self.model = model
-        self._allocation: Allocation | None = None
-        self._each = [_Score(model, data, sites, name, config, progress, ranks) for name in _score_names(config, sites)]
-
-    def allocate(self, data: list[Batch], *, progress: bool = False) -> Allocation:
-        """How much each layer should skip, by what skipping does on ``data``."""
-        scores = [ScoreCuts(each.sites, each.output_cuts) for each in self._each]
-        self._allocation = allocation = Allocation(self.model, data, scores, progress=progress)
-        return allocation
-
-    def thresholds(self, shares: float | Mapping[str, float]) -> Thresholds:
-        """Thresholds with which layers skip ``shares`` of their neurons: one share for all, or by site key."""
-        sites: list[FFNSite] = []
-        chosen = Thresholds(sites)
-        for at, site in enumerate(self._each[0].sites):
-            share = shares[site.key] if isinstance(shares, Mapping) else shares
-            each = self._each[self._allocation.score(site, share) if self._allocation else 0]
-            sites.append(each.sites[at])
-            chosen.cuts[site.key] = each.cut(site.key, share)
-            if site.key in each.scales:
-                chosen.scales[site.key] = each.scales[site.key]
-        return chosen
 
 
 def _largest_share(

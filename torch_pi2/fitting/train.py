@@ -8,21 +8,23 @@ does not matter, so it is random; learning rate and steps do (4 epochs instead o
 
 from __future__ import annotations
 
-import copy
 import math
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 
 from torch_pi2.errors import CalibrationError, ConfigError
-from torch_pi2.ops.activations import ACTIVATIONS, on_up
-from torch_pi2.predict.lowrank import ALWAYS, LowRank
-from torch_pi2.predict.signbit import SignBit
+from torch_pi2.graph.routed import intermediate
+from torch_pi2.predict.lowrank import ALWAYS
 from torch_pi2.profiling.samples import Samples
 from torch_pi2.types.predictor import Predictor, PredictorCard
 from torch_pi2.types.site import FFNSite, FFNWeights
 
-MIN_SAMPLES = 64
+#: Fewest tokens to train on; tokens of a batch; highest learning rate.
+MIN_SAMPLES, _BATCH, _RATE = 64, 256, 1e-2
+
+P = TypeVar("P", bound=Predictor)
 
 
 def train_matrices(
@@ -31,8 +33,6 @@ def train_matrices(
     rank: int,
     neurons: torch.Tensor | None = None,
     steps: int = 800,
-    batch: int = 256,
-    lr: float = 1e-2,
     seed: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Fit ``b relu(a x) + bias`` to which neurons fire.
@@ -43,23 +43,15 @@ def train_matrices(
 
     Args:
         samples: tokens to fit to.
-        rank: r.
+        rank: r. steps: of the optimiser; batches are drawn by epoch without replacement.
         neurons: int64 indices to fit (the cold ones); all others are always predicted active. None: all.
-        steps, batch, lr, seed: of the optimiser; batches are drawn by epoch without replacement.
 
     Returns:
         a ``[r, H]``, b ``[I, r]`` and bias ``[I]``, float32.
 
     Raises:
-        CalibrationError: fewer than ``MIN_SAMPLES`` tokens. ConfigError: rank or steps below 1.
+        CalibrationError: fewer than ``MIN_SAMPLES`` tokens.
     """
-    if rank < 1 or steps < 1 or batch < 1:
-        raise ConfigError(
-            "predictor training",
-            expected="rank, steps and batch >= 1",
-            found=f"rank={rank}, steps={steps}, batch={batch}",
-            fix="Rank hidden/4 and 800 steps are a good start.",
-        )
     if len(samples) < MIN_SAMPLES:
         raise CalibrationError(
             "predictor training samples",
@@ -84,8 +76,8 @@ def train_matrices(
         b = torch.zeros(len(index), rank, requires_grad=True)
         bias = torch.logit(rate_C.clamp(1e-4, 1 - 1e-4)).requires_grad_()
         miss = float(rate_C.mean()) + 0.005
-        # Steps of Adam do not shrink with fan-in, so the rates do (as in muP); 256 and 64 are where lr was tuned.
-        rates = [lr * min(1.0, 256 / hidden), lr * min(1.0, 64 / rank), lr]
+        # Steps of Adam do not shrink with fan-in, so the rates do (as in muP); 256 and 64 are where the rate was tuned.
+        rates = [_RATE * min(1.0, 256 / hidden), _RATE * min(1.0, 64 / rank), _RATE]
         groups = [
             {"params": [a], "lr": rates[0]},
             {"params": [b], "lr": rates[1]},
@@ -101,9 +93,9 @@ def train_matrices(
         schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, rate)
         order = torch.empty(0, dtype=torch.long)
         for _ in range(steps):
-            if len(order) < min(batch, n):
+            if len(order) < min(_BATCH, n):
                 order = torch.randperm(n, generator=generator)
-            rows, order = order[:batch], order[batch:]
+            rows, order = order[:_BATCH], order[_BATCH:]
             x = samples.x_NH[rows].float() / scale
             y = samples.fired(rows)[:, index].float()
             logits = F.linear(torch.relu(F.linear(x, a)), b, bias)
@@ -118,23 +110,29 @@ def train_matrices(
 
 
 def calibrate(
-    predictor: LowRank,
+    predictor: P,
     held_back: Samples,
     site: FFNSite,
     *,
     target_recall: float = 0.95,
     neurons: torch.Tensor | None = None,
     weights: FFNWeights | None = None,
-) -> LowRank:
+) -> P:
     """A copy of ``predictor`` with the highest threshold that reaches ``target_recall``, and its card.
 
     Done after quantisation and on tokens the predictor was not fitted to, so the card describes the stored
     predictor. There is one threshold per layer.
 
+    Args:
+        neurons: those that are predicted (the cold ones); None: all. weights: with them the card has ``mass_recall``.
+
     Raises:
         ConfigError: target_recall outside (0, 1]. CalibrationError: no held-back tokens.
     """
-    _check_target(target_recall)
+    if not 0 < target_recall <= 1:
+        raise ConfigError(
+            "target_recall", expected="more than 0, at most 1", found=str(target_recall), fix="0.95 is a good start."
+        )
     index = torch.arange(held_back.intermediate) if neurons is None else neurons.long()
     score_NC, fired_NC = _scores(predictor, held_back)[:, index], held_back.fired()[:, index]
     hit = score_NC[fired_NC]
@@ -144,48 +142,7 @@ def calibrate(
     else:
         finite = score_NC[score_NC < ALWAYS / 2]
         threshold = float(finite.max()) + 1.0 if finite.numel() else 0.0
-    new = copy.copy(predictor)
-    new.threshold = threshold
-    new.card = measure(new, held_back, site, neurons=neurons, weights=weights)
-    return new
-
-
-def calibrate_signbit(
-    predictor: SignBit,
-    held_back: Samples,
-    site: FFNSite,
-    *,
-    target_recall: float = 0.95,
-    neurons: torch.Tensor | None = None,
-    weights: FFNWeights | None = None,
-) -> SignBit:
-    """A copy of ``predictor`` with the largest margin that reaches ``target_recall`` on ``held_back``, and its card.
-
-    Args:
-        neurons: those that are predicted (the cold ones); None: all.
-        weights: with them the card has ``mass_recall``.
-
-    Raises:
-        ConfigError: target_recall outside (0, 1]. CalibrationError: no held-back tokens.
-    """
-    _check_target(target_recall)
-    _check_held_back(held_back)
-    index = torch.arange(held_back.intermediate) if neurons is None else neurons.long()
-    # A histogram over 0..H instead of all scores: exact, and small for any number of tokens.
-    count_H = torch.zeros(predictor.hidden + 1, dtype=torch.int64)
-    rows = torch.arange(len(held_back)).split(1024)
-    for some in rows:
-        agree = predictor.scores(held_back.x_NH[some].float())[:, index]
-        hit = agree[held_back.fired(some)[:, index]].round().long()
-        count_H += torch.bincount(hit, minlength=predictor.hidden + 1)
-    total = int(count_H.sum())
-    at_least_H = count_H.flip(0).cumsum(0).flip(0)  # pairs that fire and agree in so many places or more
-    enough = torch.nonzero(at_least_H >= math.ceil(target_recall * total)).flatten()
-    # Without a single firing neuron nothing need be predicted.
-    needed = int(enough[-1]) if total else predictor.hidden
-    # Half a place below the count that must still pass, so that rounding cannot exclude it.
-    margin = max(0.0, (needed - 0.5) / (predictor.hidden - needed + 0.5))
-    new = SignBit(predictor.signs, predictor.hidden, margin)
+    new = predictor.at_threshold(threshold)
     new.card = measure(new, held_back, site, neurons=neurons, weights=weights)
     return new
 
@@ -213,7 +170,8 @@ def measure(
     rank, macs = getattr(predictor, "rank", 0), getattr(predictor, "macs", 0)
     mass: float | None = None
     if weights is not None:
-        mass_NC = _mass(site, weights, held_back.x_NH)[:, index]
+        h_NI = torch.cat([intermediate(site, weights, x)[1] for x in held_back.x_NH.split(1024)])
+        mass_NC = (h_NI.abs() * weights.down.float().norm(dim=0))[:, index]
         total = float(mass_NC.sum(dtype=torch.float64))
         mass = float((mass_NC * active_NC).sum(dtype=torch.float64)) / total if total else 1.0
     return PredictorCard(
@@ -227,37 +185,10 @@ def measure(
     )
 
 
-def _check_target(target_recall: float) -> None:
-    if not 0 < target_recall <= 1:
-        raise ConfigError(
-            "target_recall", expected="more than 0, at most 1", found=str(target_recall), fix="0.95 is a good start."
-        )
-
-
-def _check_held_back(samples: Samples) -> None:
+def _scores(predictor: Predictor, samples: Samples) -> torch.Tensor:
     if not len(samples):
         raise CalibrationError(
             "held-back samples", expected="at least one token", found="none", fix="Collect more tokens."
         )
-
-
-def _scores(predictor: Predictor, samples: Samples) -> torch.Tensor:
-    _check_held_back(samples)
     with torch.no_grad():
         return torch.cat([predictor.scores(x) for x in samples.x_NH.split(1024)])
-
-
-def _mass(site: FFNSite, w: FFNWeights, x_NH: torch.Tensor) -> torch.Tensor:
-    """``[N, I]`` float32 ``|h| * ||down column||``: how much each neuron adds to the layer's output."""
-    act = ACTIVATIONS[site.activation]
-    norm_I = w.down.float().norm(dim=0)
-    parts = []
-    for x in x_NH.split(1024):
-        up = F.linear(x, w.up, w.bias_up).float()
-        if w.gate is None:
-            h = act(up)
-        else:
-            factor = on_up(site.activation, site.activation_on_up)
-            h = act(F.linear(x, w.gate, w.bias_gate).float()) * factor(up)
-        parts.append(h.abs() * norm_I)
-    return torch.cat(parts)

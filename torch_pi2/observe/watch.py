@@ -11,7 +11,7 @@ results keep their bits. The counts have these limits:
 
 * With a predictor a neuron fires if it was computed and is not zero. A neuron that the predictor missed does not fire.
 * Prompts computed as matrix products (:mod:`torch_pi2.layers.prompt`) and neurons of an accelerator are not counted.
-* Scores, their histogram and the sample of neurons that fire together are empty; ``zeros`` counts what did not fire
+* Scores and their histogram are empty; ``zeros`` counts what did not fire
   where the threshold is zero, and is 0 elsewhere.
 * A call of t tokens, no more than the largest batch size, is a decoding step of t sequences: for size s it has t // s
   groups. A prompt of so few tokens is taken for one. Experts count tokens alone, those that their router gave them.
@@ -249,7 +249,6 @@ class _Group:
             batch_groups=counts[:, 0].clone(),
             batch_fired=grouped_KI,
             score_hist=torch.zeros(HIST_BINS, dtype=torch.int64),
-            cofire_bits=torch.zeros((0, -(-n // 8)), dtype=torch.uint8),
             experts=layer.site.experts,
             thresholds=None if layer.thresholds is None else layer.thresholds[layer.inverse],
             up_first=layer.site.up_first,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +68,12 @@ class LowRank:
     def macs(self) -> int:
         """Multiply-adds per token."""
         return self.a.numel() + self.b.numel()
+
+    def at_threshold(self, threshold: float) -> Self:
+        """A copy that predicts what scores ``threshold`` or more."""
+        new = copy.copy(self)
+        new.threshold, new.card = threshold, None
+        return new
 
     def padded(self, rank: int) -> LowRank:
         """The same predictor padded with zeros to ``rank``: all experts of a module must have equal sizes."""

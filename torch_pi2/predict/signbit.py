@@ -39,7 +39,7 @@ class SignBit:
 
     Attributes:
         signs: uint8 ``[I, ceil(H / 64) * 8]`` (:func:`pack_signs`), original neuron order; hidden: H.
-        margin: 0 or more; set by :func:`torch_pi2.fitting.train.calibrate_signbit`.
+        margin: 0 or more; set by :func:`torch_pi2.fitting.train.calibrate`.
         threshold: the same on :meth:`scores`.
         card: measured quality, or None before calibration.
     """
@@ -64,7 +64,7 @@ class SignBit:
                 "margin of a sign-bit predictor",
                 expected="a finite number, 0 or more",
                 found=str(margin),
-                fix="Calibrate it with calibrate_signbit.",
+                fix="Calibrate it.",
             )
         self.signs, self.hidden, self.margin, self.card = signs, hidden, margin, card
 
@@ -77,6 +77,12 @@ class SignBit:
     def threshold(self) -> float:
         """``agreeing >= margin * (H - agreeing)`` as a cut on ``agreeing``, never a whole number apart from it."""
         return self.margin / (1 + self.margin) * self.hidden - 1e-3
+
+    def at_threshold(self, threshold: float) -> SignBit:
+        """A copy that predicts where ``threshold`` products or more agree."""
+        needed = min(self.hidden, math.ceil(threshold))
+        # Half a place below the count that must still pass, so that rounding cannot exclude it.
+        return SignBit(self.signs, self.hidden, max(0.0, (needed - 0.5) / (self.hidden - needed + 0.5)))
 
     @property
     def macs(self) -> int:

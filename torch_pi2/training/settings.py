@@ -1,11 +1,16 @@
-"""Settings of ``sparsify``."""
+"""Settings of ``sparsify``, and which model, text and settings the checkpoints of a training belong to."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TypedDict
 
-from torch_pi2.base.fields import argument, check_fields, limited
+from torch_pi2.base.fields import argument, check_fields, from_json, limited, to_json
+from torch_pi2.base.files import atomic_write, parse_json, read_text, writing
+from torch_pi2.errors import StaleArtifactError
+from torch_pi2.training.zeros import Measured
 
 #: ``relu-gate``: ``relu(gate) * up``, or ``relu(up)`` of plain FFNs; ``drelu``: ``relu(gate) * relu(up)``.
 ACTIVATIONS = ("relu-gate", "drelu")
@@ -13,6 +18,9 @@ ACTIVATIONS = ("relu-gate", "drelu")
 STEER_EVERY = 10
 
 _ARGUMENT = "sparsify({}=...)"
+_FORMAT, _VERSION = "torch_pi2.sparsify.begun", 1
+_RESUME_FILE = "begun.json"
+_FIX = "Remove that folder; the training starts again."
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,6 @@ class SparsifySettings:
         lora: rank of LoRA adapters on all linear layers (package peft), merged at the end; 0: all weights are trained.
         distill: share of the loss that is the divergence from the dense model's predictions; the rest is the loss on
             the text. 0: the dense model is not kept.
-        revive: reinitialise the gate rows of neurons that never fired between two checkpoints.
         bf16: compute in bfloat16 (autocast; weights and optimiser stay float32).
         save_every: steps between checkpoints, a multiple of 10; 0: ten in all, or as many as there can be.
         seed: of every random choice.
@@ -45,7 +52,6 @@ class SparsifySettings:
     learning_rate: float = limited(0, 1, above=True, default=5e-5)
     lora: int = limited(default=0)
     distill: float = limited(0, 1, default=0.0)
-    revive: bool = False
     bf16: bool = True
     save_every: int = limited(default=0)
     seed: int = limited(0, (1 << 32) - 1, default=0)
@@ -54,7 +60,6 @@ class SparsifySettings:
         check_fields(self, _ARGUMENT)
         checks = (
             ("batch", self.batch % self.accumulate == 0, f"a multiple of accumulate ({self.accumulate})"),
-            ("revive", not (self.revive and self.lora), "False with lora, which does not train the rows"),
             ("save_every", self.save_every % STEER_EVERY == 0, f"a multiple of {STEER_EVERY}"),
         )
         for name, good, expected in checks:
@@ -74,7 +79,47 @@ class SparsifyFields(TypedDict, total=False):
     learning_rate: float
     lora: int
     distill: float
-    revive: bool
     bf16: bool
     save_every: int
     seed: int
+
+
+@dataclass(frozen=True)
+class ResumeInfo:
+    """What a training was started with: settings, hashes of FFN weights and token ids, and measurements before it."""
+
+    settings: SparsifySettings
+    model: str
+    text: str
+    before: Measured
+    changed: Measured
+
+    def save(self, folder: Path) -> None:
+        """Write it into ``folder``. Raises ArtifactError: it cannot be written."""
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        about = {"format": _FORMAT, "version": _VERSION, **to_json(self)}
+        atomic_write(folder / _RESUME_FILE, json.dumps(about, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> ResumeInfo | None:
+        """That of ``folder``; None: no training was started there. Raises ArtifactError: it is damaged."""
+        path = folder / _RESUME_FILE
+        if not path.exists():
+            return None
+        data = parse_json(read_text(path), path, _FORMAT, _VERSION)
+        fields = {name: value for name, value in data.items() if name not in ("format", "version")}
+        return from_json(cls, fields, str(path), _FIX)
+
+    def check(self, settings: SparsifySettings, model: str, text: str, folder: Path) -> None:
+        """Raises StaleArtifactError: the checkpoints are of another model, text or settings."""
+        ours, theirs = asdict(self.settings), asdict(settings)
+        other = [name for name, now in (("model", model), ("text", text)) if getattr(self, name) != now]
+        other += [f"{name} ({ours[name]}, now {now})" for name, now in theirs.items() if ours[name] != now]
+        if other:
+            raise StaleArtifactError(
+                f"training begun in {folder}",
+                expected="the same model, text and settings as before",
+                found=f"another {', another '.join(other)}",
+                fix="Use the command that it was started with, or remove that folder.",
+            )

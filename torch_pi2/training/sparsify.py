@@ -21,20 +21,22 @@ from torch_pi2.base.progress import phase
 from torch_pi2.base.units import percent
 from torch_pi2.checkpoint.card import keep_card, section, write_part
 from torch_pi2.checkpoint.save_load import load_dense
-from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
+from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, UnsupportedModelError
+from torch_pi2.profiling.data import digest
 from torch_pi2.store.folder import check_separate
 from torch_pi2.store.tokenizer import tokenizer_of
-from torch_pi2.training.resume import ResumeInfo
-from torch_pi2.training.settings import STEER_EVERY, SparsifyFields, SparsifySettings
+from torch_pi2.training.settings import STEER_EVERY, ResumeInfo, SparsifyFields, SparsifySettings
 from torch_pi2.training.student import Code, student_of, with_lora
 from torch_pi2.training.trainer import alone, train, training_arguments
-from torch_pi2.training.windows import check_enough, check_model_takes, digest, held_back, windows_of
 from torch_pi2.training.zeros import Measured, Zeros, measure
 from torch_pi2.types.plan import weights_hash
 
 FORMAT, VERSION = "torch_pi2.sparsify", 1
 #: In the folder that is written: settings, measurements, and the curves of training.
 REPORT_FILE = "sparsify.json"
+#: Share of the text that is held back where no held-out text is given; at least so many windows.
+_HELD_BACK = 0.02
+_LEAST_HELD_BACK = 4
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,6 @@ def _recipe(settings: SparsifySettings) -> str:
         f"learning rate {settings.learning_rate:g}",
         f"LoRA of rank {settings.lora}" if settings.lora else "all weights",
         f"{percent(settings.distill)} of the loss from the dense model's predictions" if settings.distill else "",
-        "dead neurons revived" if settings.revive else "",
         "bfloat16" if settings.bf16 else "float32",
     ]
     return ", ".join(filter(None, parts))
@@ -138,7 +139,7 @@ def sparsify(
     _check_model(dense)
     tokenizer = tokenizer_of(dense, tokenizer, "sparsify(text)")
     train_NT, heldout_NT = _windows(text, heldout, tokenizer, chosen)
-    check_model_takes(dense, train_NT, heldout_NT)
+    _check_model_takes(dense, train_NT, heldout_NT)
     steps = chosen.steps or len(train_NT) // chosen.batch
     if steps < STEER_EVERY:
         raise ConfigError(
@@ -152,7 +153,7 @@ def sparsify(
     folder = out.with_name(f"{out.name}.training")
     arguments = training_arguments(chosen, folder, steps)
     first = arguments.process_index == 0
-    about = (chosen, weights_hash(student, sites), digest(train_NT, heldout_NT))
+    about = (chosen, weights_hash(student, sites), digest([train_NT, heldout_NT]))
     with ExitStack() as stack:
         if first:
             with writing(folder):
@@ -253,10 +254,61 @@ def _windows(
     train_NT = windows_of(text, tokenizer, settings.window)
     if heldout is None:
         return held_back(train_NT, settings.batch)
-    check_enough(len(train_NT), settings.batch, settings.window)
+    _check_enough(len(train_NT), settings.batch, settings.window)
     heldout_NT = windows_of(heldout, tokenizer, settings.window)
-    check_enough(len(heldout_NT), 1, settings.window, "held-out text")
+    _check_enough(len(heldout_NT), 1, settings.window, "held-out text")
     return train_NT, heldout_NT
+
+
+def windows_of(texts: Sequence[str], tokenizer: Any, window: int) -> torch.Tensor:
+    """``[N, window]`` int32: tokens of ``texts``, each followed by an end of text; an incomplete window is dropped."""
+    end = tokenizer.eos_token_id
+    ids: list[int] = []
+    for text in texts:
+        ids += tokenizer(text, verbose=False)["input_ids"]
+        if end is not None and (not ids or ids[-1] != end):
+            ids.append(end)
+    whole = len(ids) // window
+    return torch.tensor(ids[: whole * window], dtype=torch.int32).view(whole, window)
+
+
+def held_back(windows_NT: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows to train on, and held-out ones from the end of the text. Raises CalibrationError: there are too few."""
+    held = max(_LEAST_HELD_BACK, round(_HELD_BACK * len(windows_NT)))
+    _check_enough(len(windows_NT) - held, batch, windows_NT.shape[1])
+    return windows_NT[:-held], windows_NT[-held:]
+
+
+def _check_enough(windows: int, batch: int, window: int, what: str = "text to train on") -> None:
+    """Raises CalibrationError: fewer windows than a batch has."""
+    if windows < batch:
+        raise CalibrationError(
+            what,
+            expected=f"at least {batch} windows of {window} tokens",
+            found=f"{max(0, windows)}",
+            fix="Pass more text, or a smaller batch or window.",
+        )
+
+
+def _check_model_takes(model: Any, *windows: torch.Tensor) -> None:
+    """Raises ConfigError: ``model`` has fewer positions than ``windows``, or a smaller vocabulary."""
+    places, window = getattr(model.config.get_text_config(), "max_position_embeddings", None), windows[0].shape[1]
+    if places and window > places:
+        raise ConfigError(
+            "sparsify(window=...)",
+            expected=f"at most {places}, the positions that the model has (max_position_embeddings)",
+            found=str(window),
+            fix="Pass a smaller window.",
+        )
+    vocabulary = model.get_input_embeddings().num_embeddings
+    highest = max(int(part.max()) for part in windows)
+    if highest >= vocabulary:
+        raise ConfigError(
+            "sparsify(tokenizer=...)",
+            expected=f"one that gives tokens of 0 to {vocabulary - 1}, the model's vocabulary",
+            found=f"the token {highest}",
+            fix="Use the tokenizer of this model.",
+        )
 
 
 def _measure_before(

@@ -104,21 +104,6 @@ def with_lora(student: Any, rank: int, seed: int) -> Any:
         return get_peft_model(student, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
 
 
-def revive(model: nn.Module, site: FFNSite, dead_I: torch.Tensor, generator: torch.Generator) -> None:
-    """Reinitialise the gate rows (in plain FFNs the up rows) of dead neurons, with the deviation of the living ones.
-
-    Sakana's recipe uses the deviation of the initialisation, which is unknown for a trained model.
-    """
-    ref = site.gate or site.up
-    rows_IH = ref.take(model.get_parameter(ref.weight).detach())
-    living = rows_IH[~dead_I]
-    deviation = float(living.std()) if len(living) else float(rows_IH.std())
-    drawn = torch.randn(int(dead_I.sum()), rows_IH.shape[1], generator=generator) * deviation
-    rows_IH[dead_I] = drawn.to(rows_IH)
-    if ref.bias is not None:
-        ref.take_bias(model.get_parameter(ref.bias).detach())[dead_I] = 0
-
-
 _MODULE = "modeling_drelu"
 _TEMPLATE = '''\
 """{model} whose feed-forward layers are dReLU (TurboSparse, arXiv 2406.05955): relu(x Wg) * relu(x Wu).

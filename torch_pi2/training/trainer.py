@@ -27,7 +27,6 @@ from torch_pi2.base.progress import bar, phase
 from torch_pi2.base.units import percent
 from torch_pi2.errors import ConfigError
 from torch_pi2.training.settings import STEER_EVERY, SparsifySettings
-from torch_pi2.training.student import revive
 from torch_pi2.training.zeros import Measured, Zeros, measure, next_token_loss
 
 #: What the penalty first adds to the loss, in nats.
@@ -86,7 +85,7 @@ def _divergence(logits_BTV: torch.Tensor, wanted_BTV: torch.Tensor) -> torch.Ten
 
 
 class Steering:
-    """Callback of Trainer: steers the penalty, measures held-out loss, revives neurons, shows progress.
+    """Callback of Trainer: steers the penalty, measures held-out loss, shows progress.
 
     Its state after a kill is in the rows of the log, which Trainer keeps in its checkpoints.
     """
@@ -125,8 +124,6 @@ class Steering:
         self._steer(state.global_step / state.max_steps, sum(shares) / len(shares))
         row["weight_next"] = self.loss.weight
         if state.global_step % args.save_steps == 0 or state.global_step == state.max_steps:
-            if self.loss.settings.revive and state.global_step <= _RISE * state.max_steps:
-                row["revived"] = self._revive(state.global_step)
             part = (args.process_index, args.world_size)
             found = measure(self.trainer.model, zeros, self.heldout_NT, part=part, reduce=accelerator.reduce)
             torch.clear_autocast_cache()
@@ -142,18 +139,6 @@ class Steering:
         change = _GAIN * math.log(max(1.0 - zeros, 1e-9) / (1.0 - aim))
         weight = self.loss.weight * math.exp(max(-_MOST, min(_MOST, change)))
         self.loss.weight = min(self.first_weight * _RANGE, max(self.first_weight / _RANGE, weight))
-
-    def _revive(self, step: int) -> int:
-        """Reinitialise neurons that fired in no process since the last time, in all alike; returns how many."""
-        model, zeros, count = self.trainer.model, self.loss.zeros, 0
-        generator = torch.Generator().manual_seed(self.loss.settings.seed * 1_000_003 + step)
-        for site, fired_I in zip(zeros.sites, zeros.fired):
-            assert fired_I is not None
-            dead_I = self.trainer.accelerator.reduce(fired_I.to(torch.int32), "sum") == 0
-            revive(model, site, dead_I, generator)
-            count += int(dead_I.sum())
-        zeros.forget()
-        return count
 
 
 def training_arguments(settings: SparsifySettings, folder: Path, steps: int) -> Any:

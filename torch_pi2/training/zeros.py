@@ -24,16 +24,10 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Zeros:
-    """Hooks on the inputs of the ``down`` projections of ``model``: the neurons' values, ``[..., I]``.
-
-    Attributes:
-        fired: for each layer a mask ``[I]`` of the neurons that were not zero for some token since :meth:`forget`; only
-            in passes with gradients.
-    """
+    """Hooks on the inputs of the ``down`` projections of ``model``: the neurons' values, ``[..., I]``."""
 
     def __init__(self, model: nn.Module, sites: Sequence[FFNSite]) -> None:
         self.sites = list(sites)
-        self.fired: list[torch.Tensor | None] = [None] * len(sites)
         self._values: list[list[torch.Tensor]] = [[] for _ in sites]
         self._hooks = []
         for layer, site in enumerate(sites):
@@ -47,16 +41,7 @@ class Zeros:
             hook.remove()
 
     def _see(self, layer: int, _module: nn.Module, inputs: Any) -> None:
-        h = inputs[0]
-        self._values[layer].append(h)
-        if torch.is_grad_enabled():
-            fired_I = (h.detach() != 0).flatten(0, -2).any(0)
-            before = self.fired[layer]
-            self.fired[layer] = fired_I if before is None else before | fired_I
-
-    def forget(self) -> None:
-        """Reset :attr:`fired`."""
-        self.fired = [None] * len(self.sites)
+        self._values[layer].append(inputs[0])
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the last pass: the penalty (mean of :func:`_soft_count` over neurons, tokens and layers), and the share of

@@ -15,7 +15,7 @@ METHODS = ("auto", *(method.value for method in Method))
 
 #: The score that ``threshold`` compares: |act(gate)|, alone or weighted by statistics of the neuron's up and down, or
 #: |up|, weighted by those of its gate and down.
-SCORES = ("gate", "norms", "output", "up", "auto")
+SCORES = ("gate", "output", "up", "auto")
 
 #: How weights may be stored, and how they are rounded.
 WEIGHTS = (FLOAT, *QUANTIZED)
@@ -43,13 +43,13 @@ class Config:
         target_recall: where the search for each layer's recall starts; with ``signbit`` each layer's recall (lossy).
         tolerance: relative increase of the model's loss that predictors may cause, 0.01 = 1 % (lossy).
         sparsity: share of neurons that ``threshold`` skips in every layer that has no exact zeros (lossy).
-        score: which neurons ``threshold`` skips (lossy). ``gate``: by ``|act(gate)|`` (CATS). ``norms``: times the
-            norms of the neuron's down and up rows. ``output``: times the norm of its down row and the typical size of
-            its up on calibration text. ``up``: ``|up|`` times the norm of its down row and the typical size of its
-            ``act(gate)``, so that up is computed for all neurons, and gate and down only above the threshold. ``auto``:
-            per layer whichever of these two changes the output less at its share (``output`` with ``lowrank`` and
-            ``signbit``). With all but ``gate`` each neuron has a threshold of its own, for which there are no GPU
-            kernels; experts of a mixture support ``gate`` only, which ``auto`` selects for them.
+        score: which neurons ``threshold`` skips (lossy). ``gate``: by ``|act(gate)|`` (CATS). ``output``: times the
+            norm of its down row and the typical size of its up on calibration text. ``up``: ``|up|`` times the norm of
+            its down row and the typical size of its ``act(gate)``, so that up is computed for all neurons, and gate and
+            down only above the threshold. ``auto``: per layer whichever of these two changes the output less at its
+            share (``output`` with ``lowrank`` and ``signbit``). With all but ``gate`` each neuron has a threshold of
+            its own, for which there are no GPU kernels; experts of a mixture support ``gate`` only, which ``auto``
+            selects for them.
         max_loss: relative increase of the model's loss that thresholds may cause, 0.01 = 1 % (lossy). It replaces
             ``sparsity``: the largest share within that loss on held-out calibration text is used. None: ``sparsity``.
         weights: how weights of FFNs and other linear layers are stored. ``float``: unchanged (lossless); ``int4``,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
@@ -42,6 +42,9 @@ class Predictor(Protocol):
 
     @property
     def threshold(self) -> float: ...
+
+    def at_threshold(self, threshold: float) -> Self:
+        """A copy that predicts what scores ``threshold`` or more."""
 
     def scores(self, x_TH: torch.Tensor) -> torch.Tensor:
         """``[T, I]`` float32 logits; a neuron is predicted active iff its score >= ``threshold``."""

@@ -1,7 +1,6 @@
 """``ActivationStats``: what profiling measured, per neuron and layer (``stats.safetensors``).
 
-Every count is an exact int64. No activations are stored: only counts, sums, and a bounded random sample of
-*which* neurons fired together.
+Every count is an exact int64. No activations are stored: only counts and sums.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ _TENSORS: dict[str, tuple[tuple[str, ...], torch.dtype]] = {
     "batch_fired": (("K", "I"), torch.int64),
     "batch_groups": (("K",), torch.int64),
     "score_hist": (("BINS",), torch.int64),
-    "cofire_bits": (("S", "BYTES"), torch.uint8),
 }
 #: Further tensor of layers whose neurons have individual thresholds.
 _OWN = "thresholds"
@@ -122,14 +120,13 @@ class LayerStats:
         batch_groups: ``[K]`` int64 groups seen of each size; batch_fired: ``[K, I]`` int64 groups in which the
             neuron fired at least once.
         score_hist: ``[HIST_BINS]`` int64 over all neurons and tokens.
-        cofire_bits: ``[S, ceil(I/8)]`` uint8, firing vectors of a uniform sample of tokens.
         experts: for an expert, the module that holds it.
         borrowed: for an expert with few tokens, how many of ``tokens`` the router gave to others of its block.
         thresholds: ``[I]`` float32, individual thresholds on ``|act(gate)|`` that equal ``threshold`` on the score;
             None: all are ``threshold``.
         up_first: read ``|up|`` for ``|act(gate)|`` everywhere here.
 
-    Tokens that were only watched (:mod:`torch_pi2.observe.watch`) are not in sums of scores, histogram and sample.
+    Tokens that were only watched (:mod:`torch_pi2.observe.watch`) are not in sums of scores and histogram.
     """
 
     key: str
@@ -143,7 +140,6 @@ class LayerStats:
     batch_groups: torch.Tensor
     batch_fired: torch.Tensor
     score_hist: torch.Tensor
-    cofire_bits: torch.Tensor
     experts: str | None = None
     borrowed: int = 0
     thresholds: torch.Tensor | None = None
@@ -218,18 +214,8 @@ class LayerStats:
         rank = torch.arange(1, n + 1, dtype=torch.float64)
         return float((2 * (rank * f).sum() / (n * total)) - (n + 1) / n)
 
-    def cofire(self, neurons: torch.Tensor | None = None) -> torch.Tensor:
-        """Estimate of P(i and j fire for the same token), ``[n, n]`` float32 over ``neurons`` (default all).
-
-        A mean over the S sampled tokens: standard error sqrt(p (1 - p) / S), at most 0.5 / sqrt(S), i.e. 0.011
-        for the default of 2048.
-        """
-        bits = unpack_bits(self.cofire_bits, self.intermediate)
-        f_SI = (bits if neurons is None else bits[:, neurons]).float()
-        return f_SI.T @ f_SI / max(1, len(f_SI))
-
     def plus(self, other: LayerStats) -> LayerStats:
-        """Sums of all counts, with the sample of this one. Both count one layer with the same settings."""
+        """Sums of all counts. Both count one layer with the same settings."""
         sums = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
         tokens, borrowed = self.tokens + other.tokens, self.borrowed + other.borrowed
         return replace(self, tokens=tokens, borrowed=borrowed, **sums)
@@ -333,9 +319,11 @@ class ActivationStats:
         tensors: dict[str, torch.Tensor] = {}
         layers = []
         for s in self:
-            for name in (*_COUNTS, "cofire_bits", _OWN):
+            for name in (*_COUNTS, _OWN):
                 if getattr(s, name) is not None:
                     tensors[f"{s.key}.{name}"] = getattr(s, name)
+            # a sample of firing vectors in earlier releases, which need the tensor
+            tensors[f"{s.key}.cofire_bits"] = torch.zeros((0, -(-s.intermediate // 8)), dtype=torch.uint8)
             layers.append(
                 {
                     "key": s.key,
@@ -402,8 +390,8 @@ def _layer(row: Field, tensors: Mapping[str, torch.Tensor], where: Path | str) -
     if missing := [name for name in _TENSORS if name not in found]:
         raise ArtifactError(f"{where}: {key}", expected="all its tensors", found=f"no {', '.join(missing)}", fix=_FIX)
     sizes = tuple(size.whole(1) for size in row.at("batch_sizes").items(1, 64))
-    neurons, samples = (found[name].shape[0] if found[name].dim() else 0 for name in ("fired", "cofire_bits"))
-    known = {"I": neurons, "K": len(sizes), "S": samples, "BINS": HIST_BINS, "BYTES": -(-neurons // 8)}
+    neurons = found["fired"].shape[0] if found["fired"].dim() else 0
+    known = {"I": neurons, "K": len(sizes), "BINS": HIST_BINS}
     for name, (axes, dtype) in _TENSORS.items():
         shape = tuple(known[axis] for axis in axes)
         if tuple(found[name].shape) != shape or found[name].dtype != dtype:
