@@ -23,8 +23,8 @@ from torch_pi2.cli import common
 from torch_pi2.graph.find import find_sites
 from torch_pi2.profiling.text import stdlib_text
 from torch_pi2.training.settings import ACTIVATIONS, SparsifySettings
-from torch_pi2.training.trainer import alone, train, training_arguments
 from torch_pi2.training.sparsify import windows_of
+from torch_pi2.training.trainer import alone, train, training_arguments
 from torch_pi2.training.zeros import Measured, Zeros, measure
 
 _TARGETS = [0.9, 0.95]
