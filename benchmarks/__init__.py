@@ -3,11 +3,9 @@
 #: name -> one line of help. The module ``benchmarks/NAME.py`` has ``add_arguments(parser)``; ``run(args)``, which
 #: returns the figures; ``about(result)``, a line that says what was run; and ``TABLES``.
 BENCHMARKS = {
-    "ffn": "one gated layer with float weights, dense against sparse",
     "layer": "one gated layer over shares of active neurons, against the memory roofline",
     "gpu": "one gated layer on a GPU: predicted, by the exact gate, and dense by cuBLAS",
     "gpu-model": "a whole model on a GPU: ours beside dense; or divided, beside offloading and the CPU",
-    "attention": "new tokens over a static cache: our operator, torch's SDPA and the memory roofline",
     "decode": "a whole model, synthetic or in --folder, optionally against other engines",
     "imported": "GGUF files of several types, imported, beside llama.cpp on the same files",
     "bundle": "bundles in the C++ runner by the format of keys and values, beside PyTorch's Decoder",
@@ -16,12 +14,8 @@ BENCHMARKS = {
     "offload": "a model larger than memory, step by step from mmap to the pipeline",
     "together": "processes with a shard each, beside one alone, by the link between them",
     "speculate": "guessed next tokens, verified together, against plain decoding",
-    "fit": "predictors of a model that is larger than memory: how much of it that takes",
-    "reads": "which reads neurons need by the order in which they lie, modelled",
-    "predictors": "what a token reads with low-rank predictors of one recall, by rank and format",
     "serve": "servers under load, and how long clients wait, optionally against llama-cpp-python's own",
     "prefix": "the first text of an answer whose prompt begins as one before did",
-    "phone": "a phone of published figures, simulated: prompts and decoding beside PowerInfer-2's own",
     "methods": "what methods and 4 bits cost a trained model, in memory, over a store and in a bundle",
     "quantization": "what 4 bits cost a trained model, to nearest and calibrated, part by part",
     "sparsify": "a dense model made sparse by training, beside the same trained on as long: zeros and loss",

@@ -1,8 +1,8 @@
 """Benchmarks: ``python -m benchmarks NAME``, from the top folder of a checkout.
 
-Of one layer: `ffn`, `layer`, `gpu`, `attention`. Of whole models: `decode`, `imported`, `bundle`, `bundle-offload`,
-`offload`, `together`, `generate`, `speculate`, `gpu-model`. Of servers: `serve`, `prefix`. Of quality, not speed:
-`methods`, `sparsify`, `predictors`, `quantization`, `suite`. Of memory: `fit`. Simulated or modelled: `phone`, `reads`.
+Of one layer: `layer`, `gpu`. Of whole models: `decode`, `imported`, `bundle`, `bundle-offload`, `offload`, `together`,
+`generate`, `speculate`, `gpu-model`. Of servers: `serve`, `prefix`. Of quality, not speed: `methods`, `sparsify`,
+`quantization`, `suite`.
 """
 
 from __future__ import annotations

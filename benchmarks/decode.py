@@ -35,8 +35,7 @@ from torch_pi2.machine import process as machine
 from torch_pi2.observe import attention, counters, timings
 from torch_pi2.ops import load as load_library
 
-#: Module of each.
-PEERS = {"llama.cpp": "benchmarks.peer_llama", "openvino": "benchmarks.peer_openvino", "torch": "benchmarks.peer_torch"}
+PEERS = ("llama.cpp",)
 
 AnyPeer = Peer | CommandPeer
 StartPeer = Callable[[int], AnyPeer]
@@ -65,12 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--folder", type=Path, metavar="DIR", help="model folder; made if it is not there (default: in work/bench)")
     add("--eager", dest="compiled", action="store_false", help="do not compile the decoding step")
     add("--cpp-wrapper", action="store_true", help="compile what lies between kernels in C++ too (takes minutes)")
-    add_peers(
-        parser,
-        PEERS,
-        "another engine on the same shape, in alternation: llama.cpp or openvino (GenAI; both Q4_0) or torch "
-        "(dense, bfloat16, compiled)",
-    )
+    add_peers(parser, PEERS, "another engine on the same shape (Q4_0), in alternation")
     add(
         "--peer-command",
         dest="peer_commands",
@@ -109,11 +103,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     subject = Subject.of(model, folder)
     subject.check(args.shape, args.weights, args.active)
     gguf = folder.parent / f"{subject.stem}.q4_0.gguf"
-    if {"llama.cpp", "openvino"} & {*peers} or (commands and peer_file is None):
+    if peers or (commands and peer_file is None):
         write_gguf(gguf, model.config, seed=seed)
     threads = torch.get_num_threads()
-    about = {"gguf": str(gguf), "folder": str(folder), "threads": threads, "batches": batch}
-    start: dict[str, StartPeer] = {name: _starts(PEERS[name], about) for name in peers}
+    about = {"gguf": str(gguf), "threads": threads, "batches": batch}
+    start: dict[str, StartPeer] = {
+        name: lambda context: Peer("benchmarks.peer_llama", {**about, "context": context}) for name in peers
+    }
     start |= {c: partial(CommandPeer, c, Path(peer_file or gguf), threads) for c in commands}
     measured = measure(
         model,
@@ -128,10 +124,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         seed=seed,
     )
     return {**subject.label(), **measured}
-
-
-def _starts(module: str, settings: Mapping[str, Any]) -> StartPeer:
-    return lambda context: Peer(module, {**settings, "context": context})
 
 
 def _check_commands(commands: Sequence[str], file: str | Path | None, batch: Sequence[int]) -> None:

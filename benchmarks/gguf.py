@@ -67,7 +67,7 @@ def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def write_gguf(path: str | Path, config: Any, *, seed: int = 0, tokens: Sequence[str] = ()) -> Path:
-    """Write the file, streaming and atomically; one of the same sizes that is there is kept, another is replaced.
+    """Write the file, streaming and atomically; one of the same sizes that is there is kept, others are never replaced.
 
     Args:
         config: a Hugging Face configuration of type llama, mistral, mixtral, qwen2 or qwen3_moe.
@@ -79,8 +79,8 @@ def write_gguf(path: str | Path, config: Any, *, seed: int = 0, tokens: Sequence
 
     Raises:
         LibraryMissingError: no package ``gguf``. UnsupportedModelError: another model type.
-        ConfigError: sizes that are no multiple of 32. ArtifactError: the file cannot be written, or is there and was
-            not written by this function.
+        ConfigError: sizes that are no multiple of 32. ArtifactError: the file cannot be written, or another one
+            is there.
     """
     path = Path(path)
     try:
@@ -127,7 +127,12 @@ def _write(
         if unless.exists():
             if _is_such_a_file(unless, path.read_bytes(), tensors, writer.data_alignment):
                 return False
-            _check_ours(gguf, unless)
+            raise ArtifactError(
+                str(unless),
+                expected="random weights of the same sizes, or no file",
+                found="another file",
+                fix="Move it, or choose another folder with --folder.",
+            )
         head = "token_embd.weight" if config.tie_word_embeddings else "output.weight"
         for name, shape in tensors:
             writer.write_padding(file, file.tell())
@@ -208,22 +213,6 @@ def _is_such_a_file(path: Path, header: bytes, tensors: list[tuple[str, tuple[in
         return False
     with path.open("rb") as file:
         return file.read(len(header)) == header
-
-
-def _check_ours(gguf: Any, path: Path) -> None:
-    """Nobody's model may be replaced by random weights. Raises ArtifactError."""
-    try:
-        field = gguf.GGUFReader(path).fields.get("general.name")
-        found = f"a model named {field.contents()!r}" if field else "a model without a name"
-    except (ValueError, IndexError, KeyError, OSError) as error:
-        found = f"no complete GGUF file ({error})"
-    if found != f"a model named {_NAME!r}":
-        raise ArtifactError(
-            str(path),
-            expected="random weights written by this benchmark, or no file",
-            found=found,
-            fix="Move it, or choose another folder with --folder.",
-        )
 
 
 def _data(name: str, shape: tuple[int, ...], generator: np.random.Generator) -> Iterator[np.ndarray]:

@@ -14,6 +14,7 @@ from itertools import cycle
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from benchmarks.arguments import add_activations, add_sizes, list_of
 from benchmarks.figures import spread, timed
@@ -27,7 +28,7 @@ from torch_pi2.measure.weights import Weights
 from torch_pi2.ops import load
 from torch_pi2.ops.linear import ROWS as BLOCK_ROWS
 
-_FLOATS = {"bf16": "bfloat16", "fp32": "float32"}
+_FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 #: Rounds thrown away.
 _WARMUP = 2
 #: Bytes over which layers, and linears, are spread: caches hold a good part of one layer.
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Time one gated layer, a predictor and a linear on torch's current number of threads.
+    """Time one gated layer, a predictor and a linear on torch's current number of threads; of floats torch's layer.
 
     There are as many such layers, and linears, as fill ``memory_size`` bytes (at least 2), and every call takes the
     next one: what is read is in no cache, as in a model of many layers. Active neurons are drawn uniformly and anew
@@ -61,8 +62,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     Returns:
         ``shares``: for each share ``ms``, ``gather_ms`` (a plain read of as many neurons), ``bound_ms``, ``of_bound``
         (ms / bound_ms) and ``touched_gb_per_s``. ``stream_ms`` (a plain read of all neurons), ``read_gb_per_s``,
-        ``linear`` (``gb_per_s`` and ``of_read`` of a dense linear), ``predictor_ms``, and spreads. Milliseconds are
-        medians of alternating rounds.
+        ``linear`` (``gb_per_s`` and ``of_read`` of a dense linear), ``predictor_ms``, of floats ``torch_ms`` (three
+        ``F.linear`` over all neurons), and spreads. Milliseconds are medians of alternating rounds.
     """
     hidden, intermediate, weights, tokens, rounds = (
         getattr(args, name) for name in ("hidden", "intermediate", "weights", "tokens", "rounds")
@@ -124,6 +125,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         # also drives the predictor out of the cache
         cases["linear read"] = lambda _: torch.ops.pi2.plain_read(next(rows), None)
         cases["predictor"] = lambda _: torch.ops.pi2.predict_lowrank_q(x_TH, a, b, None, "int4", int8, 0.0)
+    else:
+        gate, up, down = (layers[0].unflatten(0, (intermediate, 3))[:, row].contiguous() for row in range(3))
+        down = down.T.contiguous()
+        cases["torch"] = lambda _: F.linear(F.silu(F.linear(x_TH, gate)) * F.linear(x_TH, up), down)
     samples = timed(cases, rounds, _WARMUP)
     median = {name: statistics.median(values) for name, values in samples.items()}
     stream_ms = statistics.median([median[name] for name in median if name.startswith("stream")])
@@ -166,6 +171,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "predictor_ms": round(median["predictor"], 4),
             "predictor_gb_per_s": round((a.nbytes + b.nbytes) / median["predictor"] / 1e6, 2),
         }
+    else:
+        result["torch_ms"] = round(median["torch"], 4)
     return result
 
 
@@ -214,3 +221,7 @@ def about(result: Result) -> str:
         f"{result['tokens']} token(s), {result['threads']} threads, {result['machine']['kernels']} kernels, "
         f"streaming read {result['read_gb_per_s']:.1f} GB/s"
     )
+
+
+def notes(result: Result) -> list[str]:
+    return [f"torch computes all neurons in {result['torch_ms']:.2f} ms"] if "torch_ms" in result else []

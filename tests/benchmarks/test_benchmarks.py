@@ -14,7 +14,7 @@ from tiny_models import _hf, randomise, tiny
 from tiny_tokenizers import TEXT, byte_tokenizer
 
 import torch_pi2
-from benchmarks import cap, decode, figures, sparsify, tables
+from benchmarks import cap, decode, figures, layer, sparsify, tables
 from benchmarks.__main__ import BENCHMARKS, call, main, render
 from torch_pi2.errors import ConfigError
 
@@ -28,21 +28,16 @@ needs_llama = pytest.mark.skipif(
 
 #: Command lines; {synthetic}, {store}, {shards}, {relu}: folders.
 COMMANDS = {
-    "ffn": "--hidden 64 --intermediate 512 --dtype fp32 --rounds 2",
     "layer": "--hidden 64 --intermediate 256 --active 0.1,1.0 --rounds 2",
     "gpu": "--hidden 64 --intermediate 128 --rank 8 --weights int4 --layers 2 --rounds 2 --device cpu",
     "gpu-model": f"--folder {{synthetic}} {SHORT} --device cpu",
-    "attention": "--heads 4 --key-heads 2 --width 16 --used 60 --room 128 --rounds 2",
     "decode": f"--folder {{synthetic}} {SHORT} --eager --batch 1,2",
     "generate": f"--folder {{synthetic}} {SHORT}",
     "speculate": f"--shape tiny --right 1,0 --guesses 2 {SHORT} --eager --ffn-in-memory 0.5",
-    "predictors": "--folder {relu} --ranks 8,32 --tokens 1280 --steps 5 --recall 0.7",
 }
 #: Of seconds.
 SLOW = {
     "offload": "--folder {store} --eager --tokens 2 --rounds 1 --modes bundle,pipeline --prompt 20",
-    "fit": "--shape tiny --layers 1 --steps 2",
-    "reads": "--folder {relu} --tokens 512 --calibration-tokens 1280 --ffn-in-memory 0.5 --devices nvme",
     "sparsify": "{relu} --targets 0.6 --steps 10 --batch 2 --window 32 --tokens 200",
     "suite": "--folder {relu} --cases exact,int4 --limit 2 --calibration-tokens 500",
     "quantization": "--folder {relu} --tokens 256 --calibration-tokens 640 --quantizations rtn",
@@ -56,7 +51,6 @@ LONG = {
     "serve": "--shape tiny --threads 1 --max-batch-size 2 --clients 1,2 --requests 2 --rounds 1 --prompts 8,40 "
     "--answers 2,5 --shared 20 --prefix-cache 1MiB",
     "prefix": "--shape tiny --threads 1 --prefix 64 --suffix 1,9 --rounds 1",
-    "phone": "",
     "methods": "--folder {relu} --weights float --tokens 256 --calibration-tokens 3000",
 }
 
@@ -85,8 +79,7 @@ def measured(
     (work / "build").symlink_to(ROOT / "build")  # with the C++ runner
     threads, whole = torch.get_num_threads(), sparsify.stdlib_text
     monkeypatch.setattr(sparsify, "stdlib_text", lambda split: whole(split, max_bytes=20_000))
-    for module in ("layer", "attention"):
-        monkeypatch.setattr(importlib.import_module(f"benchmarks.{module}"), "_BYTES", 1 << 20)
+    monkeypatch.setattr(layer, "_BYTES", 1 << 20)
     monkeypatch.setattr(decode, "BYTES", 1 << 20)
     try:
         code = main([name, *options.format(**folders).split(), "--json"])

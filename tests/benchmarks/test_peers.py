@@ -32,8 +32,8 @@ def needs(*packages: str) -> Any:
 
 @pytest.mark.slow
 def test_a_peer_that_cannot_load_says_why(tmp_path: Path) -> None:
-    with pytest.raises(PeerError, match=r"benchmarks.peer_torch: expected a loaded model, found .*nowhere"):
-        Peer("benchmarks.peer_torch", {"folder": str(tmp_path / "nowhere"), "threads": 1, "context": 8, "batches": [1]})
+    with pytest.raises(PeerError, match=r"peer_executorch: expected a loaded model, found .*nowhere"):
+        Peer("benchmarks.peer_executorch", {"program": str(tmp_path / "nowhere"), "threads": 1})
     with pytest.raises(PeerError, match="expected an answer, found its end with exit code 1"):
         Peer("benchmarks.no_such_module", {})
 
@@ -49,15 +49,8 @@ def test_gguf_files_are_kept_replaced_and_never_somebody_elses(tmp_path: Path) -
     assert values.std() == pytest.approx(config.intermediate_size**-0.5, rel=0.05)
     made = path.stat().st_mtime_ns
     assert write_gguf(path, config, seed=1).stat().st_mtime_ns == made
-    assert write_gguf(path, other).read_bytes() == write_gguf(tmp_path / "fresh.gguf", other).read_bytes()
-    writer = gguf.GGUFWriter(tmp_path / "mine.gguf", "llama")
-    writer.add_name("my model")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-    with pytest.raises(ArtifactError, match="written by this benchmark, or no file, found a model named 'my model'"):
-        write_gguf(tmp_path / "mine.gguf", config)
+    with pytest.raises(ArtifactError, match="random weights of the same sizes, or no file, found another file"):
+        write_gguf(path, other)
     object.__setattr__(config, "model_type", "gemma")
     with pytest.raises(UnsupportedModelError, match="model type gemma: expected llama, mistral"):
         write_gguf(tmp_path / "none.gguf", config)
@@ -72,16 +65,6 @@ def test_llama_cpp(shape: str, tmp_path: Path) -> None:
     peer = Peer("benchmarks.peer_llama", {"gguf": str(path), "threads": 1, "context": 9, "batches": [1, 2]})
     try:
         assert all(peer.round(3, 2, batch)["decode_s"] > 0 for batch in (1, 2))
-    finally:
-        peer.close()
-
-
-@needs("openvino_genai", "gguf")
-def test_openvino(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "m.gguf", build_config("tiny", num_hidden_layers=1))
-    peer = Peer("benchmarks.peer_openvino", {"gguf": str(path), "threads": 1, "context": 9, "batches": [1, 2]})
-    try:
-        assert all(peer.round(6, 3, batch)["decode_s"] > 0 for batch in (1, 2))
     finally:
         peer.close()
 
