@@ -19,5 +19,4 @@ BENCHMARKS = {
     "methods": "what methods and 4 bits cost a trained model, in memory, over a store and in a bundle",
     "quantization": "what 4 bits cost a trained model, to nearest and calibrated, part by part",
     "sparsify": "a dense model made sparse by training, beside the same trained on as long: zeros and loss",
-    "suite": "questions about held-out text: what sparsity and 4 bits change of a trained model's answers",
 }

@@ -2,7 +2,7 @@
 
 Of one layer: `layer`, `gpu`. Of whole models: `decode`, `imported`, `bundle`, `bundle-offload`, `offload`, `together`,
 `generate`, `speculate`, `gpu-model`. Of servers: `serve`, `prefix`. Of quality, not speed: `methods`, `sparsify`,
-`quantization`, `suite`.
+`quantization`.
 """
 
 from __future__ import annotations

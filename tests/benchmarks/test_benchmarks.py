@@ -39,7 +39,6 @@ COMMANDS = {
 SLOW = {
     "offload": "--folder {store} --eager --tokens 2 --rounds 1 --modes bundle,pipeline --prompt 20",
     "sparsify": "{relu} --targets 0.6 --steps 10 --batch 2 --window 32 --tokens 200",
-    "suite": "--folder {relu} --cases exact,int4 --limit 2 --calibration-tokens 500",
     "quantization": "--folder {relu} --tokens 256 --calibration-tokens 640 --quantizations rtn",
 }
 #: Of a minute or more, some with extras.
