@@ -35,7 +35,6 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     from benchmarks.subject import Subject
     from torch_pi2.decode.decoder import Decoder
     from torch_pi2.machine import process as machine
-    from torch_pi2.measure.link import measure_link
     from torch_pi2.observe import timings
     from torch_pi2.observe.steps import timed_steps
     from torch_pi2.observe.trace import trace
@@ -53,7 +52,6 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
 
         where = f"tcp://{group['address']}:{group['port']}"
         dist.init_process_group("gloo", init_method=where, rank=group["rank"], world_size=group["ranks"])
-        about["link"] = asdict(measure_link())
     model: Any = torch_pi2.load(
         settings["folder"],
         group=None if group is None else torch_pi2.GroupConfig(group["reduction"], 300.0),

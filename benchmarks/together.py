@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         ``tokens_per_s``, ``prompt_tokens_per_s``, ``spread``, what the first process read a token, ``sent_bytes`` a
         token (computed: what each process gives the others, or of stages the first one the second), ``ratio`` and
         ``prompt_ratio`` to the one alone, and ``same``: after which share of all tokens its most likely next one is
-        that of the one alone, which was fed the same; and the ``link``, measured before.
+        that of the one alone, which was fed the same.
 
     Raises:
         ConfigError: the shards are of another store. PeerError: a process ended.
@@ -258,7 +258,6 @@ def _measured(
             "peak_rss_bytes": kept[-1]["peak_rss_bytes"],
             "said": [token for r in kept for token in r["said"]],
             "subject": peers[0].about["subject"],
-            **({"link": peers[0].about["link"]} if "link" in peers[0].about else {}),
         }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from stores import SMALL
 
 import torch_pi2
 from torch_pi2 import errors
-from torch_pi2.machine.find import find_hardware
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.stats import HIST_BINS, ActivationStats, LayerStats
 
@@ -73,17 +71,6 @@ def refusal(ran: Ran) -> str:
 BASE = ("--hardware", PHONE, "--context", 16, "--batches", "1,4")
 
 
-def test_what_guesses_cost_on_a_measured_machine(command, root, tmp_path) -> None:
-    measured = replace(find_hardware(PHONE), source="measured")
-    measured.save(tmp_path / "here.json")
-    given = (root / "model", "--hardware", tmp_path / "here.json", *BASE[2:], "--out", tmp_path / "plan")
-    found = command(*given, "--json").json["hardware"]["passes"]
-    hardware = Plan.load(tmp_path / "plan").hardware
-    assert hardware is not None
-    assert {row["guesses"] + 1: row["steps"] for row in found} == pytest.approx(hardware.passes, abs=1e-4)
-    assert "guesses at next tokens that a pass verifies, and how many must be right to pay: 1 (" in command(*given).out
-
-
 def test_a_folder_of_ours_in_memory(command, root, tmp_path) -> None:
     out = tmp_path / "plan"
     found = command(root / "model", *BASE, "--out", out, "--json").json
@@ -94,8 +81,6 @@ def test_a_folder_of_ours_in_memory(command, root, tmp_path) -> None:
     assert [b.batch for b in made.hardware.buckets] == [1, 4]
     assert found["hardware"]["source"] == "published"
     assert made.hardware.budget_bytes is None
-    assert found["hardware"]["passes"] == []  # published figures do not tell
-    assert made.hardware.passes == {}
     for bucket, row in zip(made.hardware.buckets, found["buckets"], strict=True):
         assert row["tokens_per_s"] == pytest.approx(bucket.batch * 1e3 / bucket.total_ms, rel=1e-3)
     first = (out / "plan.json").read_bytes()
@@ -206,28 +191,3 @@ def test_messages(command, root, tmp_path, argv, message) -> None:
     ActivationStats(live.layers, live.model_hash, live.made_by | {"watched": True}).save(tmp_path / "live")
     found = refusal(command(*(str(a).format(**names) for a in argv), "--json", ok=False))
     assert re.search(message, found), found
-
-
-def test_several_machines(command, root, tmp_path) -> None:
-    (tmp_path / "machines.json").write_text(
-        '{"machines": [{"hardware": "sm8650-ufs4.0"}, {"hardware": "sm8475-ufs3.1", "budget": "1GiB"}], '
-        '"link": {"mbit_per_s": 1000, "exchange_us": 200}}'
-    )
-    given = (root / "store", "--machines", tmp_path / "machines.json", "--context", 16)
-    found = command(*given, "--json").json
-    assert found["machines"] == ["sm8650-ufs4.0", "sm8475-ufs3.1"]
-    assert {way["way"] for way in found["ways"]} == {"chunks", "ranks", "layers"}
-    assert [way["ms"] for way in found["ways"]] == sorted(way["ms"] for way in found["ways"])
-    best = found["ways"][0]
-    by = "layers" if best["way"] == "layers" else "neurons"
-    shares = ",".join(map(str, best["shares"]))
-    assert found["pack"] == f"torch-pi2 pack {root / 'store'} OUT --ranks 2 --by {by} --shares {shares}"
-    assert found["generate"] == ("" if best["way"] == "layers" else f"--reduction {best['way']}")
-    text = command(*given).out
-    assert "1000 Mbit/s, 200 us an exchange; predicted, of one sequence after 16 tokens" in text
-    assert found["pack"] in text
-    for option in (("--hardware", PHONE), ("--out", tmp_path / "p"), ("--budget", "1GiB")):
-        said = refusal(command(*given, *option, "--json", ok=False))
-        assert f"{option[0]} with --machines" in said
-    said = refusal(command(tmp_path, *given[1:], "--json", ok=False))
-    assert "--stats a folder written by torch-pi2 profile none, and no folder of ours" in said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -289,12 +289,9 @@ def test_text_over_a_cache_that_evicts_is_that_of_steps(
 # --- whether it pays ---
 
 
-def simulated(
-    cost: float, share: float, tokens: int, counts: Sequence[int] = range(1, 6), planned: float | None = None
-) -> tuple[float, Pace]:
+def simulated(cost: float, share: float, tokens: int, counts: Sequence[int] = range(1, 6)) -> tuple[float, Pace]:
     """Steps' time, as a share of that of plain ones, of so many tokens; a guess costs ``cost`` steps."""
-    costs = None if planned is None else dict.fromkeys(counts, planned)
-    pace, chance, done, spent = Pace(counts, costs), random.Random(0), 0, 0.0
+    pace, chance, done, spent = Pace(counts), random.Random(0), 0, 0.0
     while done < tokens:
         n = pace.count(tokens - done - 1)
         noise = 1 + 0.1 * (chance.random() - 0.5)
@@ -329,35 +326,6 @@ def test_guessing_that_does_not_pay_rests_longer_each_time() -> None:
         pace.plain(8.0)
     while pace.count(9) == 0:  # but it has another try
         pace.plain(8.0)
-
-
-@pytest.mark.parametrize("planned", [0.05, 0.5, 0.95])
-@pytest.mark.parametrize("counts", [range(1, 8), [4]])
-def test_whatever_a_plan_says_what_is_measured_counts(planned: float, counts: Sequence[int]) -> None:
-    for cost in (0.15, 0.9):
-        for share in (0.0, 0.3):
-            assert simulated(cost, share, 200, counts, planned)[0] <= 1 / 0.97
-    time, pace = simulated(0.2, 0.95, 1000, counts, planned)
-    assert time < 1 / 1.5
-    assert not pace.off
-
-
-def test_what_a_plan_says_is_asked(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-
-    class Asked(Pace):
-        def __init__(self, counts: Sequence[int], costs: Mapping[int, float] | None = None) -> None:
-            asked.append(costs)
-            super().__init__(counts, costs)
-
-    monkeypatch.setattr(generate_module, "Pace", Asked)
-    generate(model, IDS, max_new_tokens=3, prompt_lookup=2)
-    hot = tuple(layer.site.intermediate for layer in sparse_layers(model))
-    bucket = Bucket(1, hot, (0,) * len(hot), (0,) * len(hot))
-    plan = HardwarePlan({}, None, 0, 64, (bucket,), PromptPlan((0,) * len(hot)), passes={2: 1.4, 3: 2.0})
-    with follow(model, plan):
-        generate(model, IDS, max_new_tokens=3, prompt_lookup=2)
-    assert asked == [None, {1: pytest.approx(0.4), 2: 0.5}]
 
 
 def test_a_pass_that_was_disturbed_does_not_end_it() -> None:

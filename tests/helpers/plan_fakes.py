@@ -72,7 +72,6 @@ def fake_hardware(
         "cores": 2,
         "threads": 2,
         "memory_bytes": 1 << 49,
-        "cache_bytes": 0,
         "rates": Rates(
             dict.fromkeys(KERNELS, ffn),
             dict.fromkeys(PREDICTORS, (line(1),)),

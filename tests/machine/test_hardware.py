@@ -61,7 +61,6 @@ def make(**changes: Any) -> Hardware:
         cores=4,
         threads=4,
         memory_bytes=1 << 34,
-        cache_bytes=1 << 24,
         memory=(
             Bandwidth(0, 1, 10.0),
             Bandwidth(1000, 1, 4.0),
@@ -70,9 +69,7 @@ def make(**changes: Any) -> Hardware:
             Bandwidth(4000, 4, 16.0),
         ),
         rates=rates,
-        cached=Rates({"int4/int8": Kernel(lines(0.1), lines(0.1), lines(0.1))}, {}, {}),
         glue=Glue(100.0, 2.0, 10.0, 0.5),
-        cached_glue=Glue(50.0, 1.0, 5.0, 0.25),
         reads=Reads("io_uring", True, True, 512 * MIB, 2.0, 7.0, {"io_uring": table}),
         interference=Interference(1.1, 1.3),
         accelerator=Accelerator("an NPU", 1 << 32, 50.0, 50.0, 60.0, 5000.0, 3.0),
@@ -95,21 +92,10 @@ def test_a_line_at_its_point_and_between() -> None:
     assert attention == pytest.approx([30, 50, 50, 30])  # beyond what was measured: the nearest line
 
 
-def test_small_models_are_computed_from_the_caches() -> None:
-    hardware = make()
-    us = [hardware.line("sparse", "int4/int8", 1, nbytes).us() for nbytes in (1 << 24, (1 << 24) + 1, None)]
-    assert us == pytest.approx([1, 10, 10])
-    assert hardware.line("attention", "bfloat16", 1, 1).us() == 10  # not measured there: as from memory
-
-
 def test_glue() -> None:
     hardware = make()
     assert hardware.glue_us(batch=2, hidden=1000, compiled=False) == pytest.approx(104)
     assert hardware.glue_us(batch=2, hidden=1000, compiled=True) == pytest.approx(11)
-    assert hardware.glue_us(batch=2, hidden=1000, compiled=True, model_bytes=1 << 24) == pytest.approx(5.5)
-    assert hardware.glue_us(batch=2, hidden=1000, compiled=True, model_bytes=(1 << 24) + 1) == pytest.approx(11)
-    old = replace(hardware, cached_glue=None)  # files of before
-    assert old.glue_us(batch=2, hidden=1000, compiled=False, model_bytes=1) == pytest.approx(104)
 
 
 def test_an_accelerator_takes_the_longer_of_reading_and_multiplying() -> None:
@@ -236,10 +222,6 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "where, rates, kernels, int4/int8, sparse: expected one line or more, each for more tokens than the one before",
     ),
     "empty": (lambda d: _sparse(d).clear(), "where, rates, kernels, int4/int8, sparse: expected one line or more"),
-    "in cache": (
-        lambda d: d["cached"]["kernels"]["int4/int8"]["linear"].clear(),
-        "where, cached, kernels, int4/int8, linear: expected one line or more",
-    ),
     "line": (
         lambda d: _sparse(d)[0].update(call_us=-3),
         "where, rates, kernels, int4/int8, sparse, 0, call_us: expected a number, 0 or more",
@@ -270,9 +252,9 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 def test_files_of_before_are_read() -> None:
     data = json.loads(make().to_json())
     assert data["accelerator"].pop("holds_rest") is False
-    assert data.pop("cached_glue")
-    data["thread_factors"] = [{"threads": 1, "factor": 3.5}]  # nothing reads them any more
-    assert Hardware.from_json(json.dumps(data)) == make(cached_glue=None)
+    data |= {"cache_bytes": 1 << 24, "cached": None, "cached_glue": None}  # nothing reads them any more
+    data["thread_factors"] = [{"threads": 1, "factor": 3.5}]
+    assert Hardware.from_json(json.dumps(data)) == make()
     npu = make().accelerator
     assert npu is not None
     gpu = make(accelerator=replace(npu, name="a GPU", holds_rest=True))
@@ -382,18 +364,9 @@ def test_presets_are_published_and_say_where_each_part_is_from(name: str) -> Non
     hardware = find_hardware(name)
     assert hardware.source == "published"
     assert Hardware.from_json(hardware.to_json()) == hardware
-    parts = set(WHOLE) - {
-        "format",
-        "version",
-        "name",
-        "source",
-        "machine",
-        "versions",
-        "notes",
-        "cached",
-        "cached_glue",
-    }
-    assert set(hardware.notes) == parts
+    assert set(hardware.notes) == set(WHOLE) - {
+        "format", "version", "name", "source", "machine", "versions", "notes"
+    }  # fmt: skip
     assert all(note.startswith(("assumed", "PowerInfer-2, arXiv 2406.06282v3")) for note in hardware.notes.values())
     assert set(hardware.rates.kernels) == set(KERNELS)
     assert set(hardware.rates.predictors) == set(PREDICTORS)

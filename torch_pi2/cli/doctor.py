@@ -47,12 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="on the drive that models are read from (default: the cache's)",
     )
-    group.add_argument(
-        "--link",
-        action="store_true",
-        help="the link between machines, with torchrun on each of them: what an exchange takes, and bytes",
-    )
-    group.add_argument("--measure-seconds", type=float, default=60.0, metavar="S", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -60,8 +54,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     from torch_pi2.machine.process import cores
 
-    if getattr(args, "link", False):
-        return _link(args)
     if getattr(args, "measure_folder", None) is not None and not args.measure:
         raise ConfigError(
             "--measure-folder", expected="--measure beside it", found="nothing to measure", fix="Pass --measure."
@@ -88,17 +80,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _link(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure the link between the processes of a group."""
-    from dataclasses import asdict
-
-    from torch_pi2.cli.processes import together
-    from torch_pi2.measure.link import measure_link
-
-    with together(args):
-        return {"link": {name: round(value, 1) for name, value in asdict(measure_link()).items()}}
-
-
 def _measured(args: argparse.Namespace) -> dict[str, Any]:
     """Measure this machine, and keep the profile."""
     from torch_pi2.machine.find import cached_path
@@ -111,7 +92,7 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
         )
     path = cached_path()
     common.check_out(path.parent)
-    hardware = measure(folder=folder, seconds=args.measure_seconds, progress=not args.quiet)
+    hardware = measure(folder=folder, progress=not args.quiet)
     hardware.save(path)
     return {"path": str(path), "hash": hardware.hash, "profile": json.loads(hardware.to_json())}
 
@@ -234,8 +215,6 @@ def _extras() -> dict[str, dict[str, Any]]:
 
 
 def render(result: dict[str, Any]) -> str:
-    if "link" in result:
-        return f'"link": {json.dumps(result["link"])}'
     versions = ", ".join(f"{name} {version or '(none)'}" for name, version in result["versions"].items())
     library = result["library"]
     if library["loaded"]:

@@ -41,12 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="measured (torch-pi2 doctor --measure), a preset, or a file (checkpoints: torch-pi2 optimize --hardware)",
     )
-    add(
-        "--machines",
-        type=Path,
-        metavar="FILE",
-        help="several, and the link between them (docs/DISTRIBUTED.md): which has what, predicted; writes nothing",
-    )
     add("--budget", metavar="BYTES", help="memory, with a store: 2.5GiB, 700MB (default: everything in memory)")
     add("--accelerator-memory", metavar="BYTES", help="for hot neurons (default: none are there)")
     add("--context", type=common.positive, metavar="N", help="tokens of each sequence (default: 1024)")
@@ -68,10 +62,6 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     _check(args)
-    if args.machines is not None:
-        from torch_pi2.cli.plan_group import for_group
-
-        return for_group(args, _subject(args, _statistics(args))[1])
     if args.out is not None:
         common.check_out(args.out)
     result = _for_any_machine(args) if args.hardware is None else _for_machine(args)
@@ -86,23 +76,14 @@ def _is_ours(args: argparse.Namespace) -> bool:
 def _check(args: argparse.Namespace) -> None:
     """Raises ConfigError for options that contradict each other or are missing."""
     ours, given = _is_ours(args), [common.option_of(name) for name in _OF_MACHINE if getattr(args, name) is not None]
-    if args.machines is not None:
-        others = [f"--{name}" for name in ("hardware", "out") if getattr(args, name) is not None]
-        if others := others + [name for name in given if name != "--context"]:
-            raise ConfigError(
-                f"{others[0]} with --machines",
-                expected="memory and hardware of each machine in that file, and no plan written",
-                found=others[0],
-                fix="Leave it out.",
-            )
-    elif args.hardware is None and (given or ours):
+    if args.hardware is None and (given or ours):
         raise ConfigError(
             given[0] if given else f"planning {args.model} anew",
             expected="--hardware beside it" if given else "--hardware: the neuron orders and methods of a folder stay",
             found="none",
             fix="Pass --hardware measured, after torch-pi2 doctor --measure.",
         )
-    elif args.out is None and args.explain is None:
+    if args.out is None and args.explain is None:
         raise ConfigError("--out", expected="a folder to write into", found="none", fix="Pass --out DIR.")
     if args.stats is None and not ours:
         raise ConfigError(
@@ -235,8 +216,6 @@ def _loaded(args: argparse.Namespace, folder: Path) -> Any:
 
 
 def _facts(plan: HardwarePlan) -> dict[str, Any]:
-    from torch_pi2.planner.for_machine import min_acceptance_rate
-
     return {
         **plan.made_for,
         "budget_bytes": plan.budget_bytes,
@@ -245,10 +224,6 @@ def _facts(plan: HardwarePlan) -> dict[str, Any]:
         "offload": dict(plan.offload),
         "threads": dict(plan.threads),
         "cluster": plan.cluster,
-        "passes": [
-            {"guesses": n - 1, "steps": steps, "min_acceptance_rate": min_acceptance_rate(plan.passes, n - 1)}
-            for n, steps in plan.passes.items()
-        ],
         "dense_from": list(plan.prompt.dense_from),
     }
 
@@ -270,10 +245,6 @@ def _buckets(plan: HardwarePlan) -> list[dict[str, Any]]:
 
 
 def render(result: dict[str, Any]) -> str:
-    if "ways" in result:
-        from torch_pi2.cli.plan_group import render_group
-
-        return render_group(result)
     shown = []
     if "contains" in result:
         from torch_pi2.cli.inspect import render as render_folder
@@ -305,12 +276,4 @@ def _render_machine(about: dict[str, Any], buckets: list[dict[str, Any]]) -> str
     ]
     budget = "everything in memory" if about["budget_bytes"] is None else f"budget {common.size(about['budget_bytes'])}"
     head = f"predicted for {about['hardware']} ({about['source']}), {budget}, {about['context']} tokens each"
-    shown = f"{head}:\n{common.table(header, rows)}"
-    if not about["passes"]:
-        return shown
-    rates = ", ".join(
-        f"{row['guesses']} ({row['steps']:.2f} steps): "
-        + ("never" if row["min_acceptance_rate"] is None else common.percent(row["min_acceptance_rate"]))
-        for row in about["passes"]
-    )
-    return f"{shown}\nguesses at next tokens that a pass verifies, and how many must be right to pay: {rates}"
+    return f"{head}:\n{common.table(header, rows)}"

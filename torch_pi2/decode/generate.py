@@ -23,7 +23,6 @@ from torch_pi2.base.fields import argument, shown
 from torch_pi2.decode.decoder import Decoder, check_vocabulary
 from torch_pi2.decode.decoder_pool import decoder_for
 from torch_pi2.decode.hf_generate import pool_of
-from torch_pi2.decode.plan_controller import controller_of
 from torch_pi2.decode.sequence import GeneratedSequence, Sampling, decode_loop, pick
 from torch_pi2.decode.speculate import MOST_DRAFTED, Assistant, Drafts, Pace, PromptLookup, speculate
 from torch_pi2.errors import ConfigError, ShapeError
@@ -251,8 +250,7 @@ def _speculated(
     logits_V = decoder.prompt(input_ids)[0].cpu()
     source.read(input_ids)
     prompt_ms = (time.perf_counter() - started) * 1e3
-    controller = controller_of(decoder.model)
-    pace = Pace(counts, None if controller is None else controller.plan.guess_costs())
+    pace = Pace(counts)
     if drafted < limit - 1:  # else the answer is too short for a pass
         decoder.compile_passes(drafted + 1)
     drafts, step_ms = speculate(

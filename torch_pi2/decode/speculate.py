@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -171,8 +171,6 @@ class Pace:
 
     Args:
         counts: numbers of tokens to choose from, ascending.
-        costs: cost of each drafted token by count, as a plan predicts it. It is used instead of ``_COST`` until the
-            cost is measured, which is tried even if the plan expects no gain.
     """
 
     GAIN, LOSS, LOST, REST = 1.03, 0.015, 1.5, 32
@@ -183,8 +181,8 @@ class Pace:
     #: Weight that earlier drafts keep with each new one; most steps of credit for good drafts.
     _FADES, _MOST_SAVED = 0.95, 4.0
 
-    def __init__(self, counts: Sequence[int], costs: Mapping[int, float] | None = None) -> None:
-        self._counts, self._planned = counts, costs or {}
+    def __init__(self, counts: Sequence[int]) -> None:
+        self._counts = counts
         self._plain_ms: deque[float] = deque(maxlen=8)
         self._costs: deque[float] = deque(maxlen=8)  # x of the latest passes
         self._steps = self._tokens = self._since_plain = 0
@@ -203,11 +201,10 @@ class Pace:
         return self._tokens < self._rest_until or not self._payable(self._counts[0])
 
     def _cost_of(self, n: int) -> float:
-        return n * (self._planned.get(n, self._COST) if self._cost is None else self._cost)
+        return n * (self._COST if self._cost is None else self._cost)
 
     def _payable(self, n: int) -> bool:
-        cost = max(self._cost_of(n), n * self._COST if self._cost is None else 0.0)  # plans may be wrong
-        return self._saved - cost >= -(self.LOST + self.LOSS * self._tokens)
+        return self._saved - self._cost_of(n) >= -(self.LOST + self.LOSS * self._tokens)
 
     def count(self, most: int) -> int:
         """How many tokens to draft now, at most ``most``; 0: take a plain step."""
@@ -217,17 +214,16 @@ class Pace:
         if not counts:
             return 0
         best = max(counts, key=self._gain)
-        unknown = self._planned and self._cost is None
-        if self._gain(best) >= self.GAIN or (unknown and self._gain(best, 1.0) > 1):
+        if self._gain(best) >= self.GAIN:
             return best
         if most >= self._counts[-1]:  # else the end of the answer limits it
             self._rest_until, self._rest = self._tokens + self._rest, 2 * self._rest
             self._believe()  # for the next try
         return 0
 
-    def _gain(self, n: int, right: float | None = None) -> float:
+    def _gain(self, n: int) -> float:
         """Rate of passes with n drafted tokens over that of plain steps."""
-        share = self._right / self._tried if right is None else right
+        share = self._right / self._tried
         return sum(share**i for i in range(n + 1)) / (1 + self._cost_of(n))
 
     def plain(self, ms: float) -> None:

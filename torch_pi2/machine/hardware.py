@@ -55,7 +55,7 @@ PREDICTORS = (
 #: The types of keys and values.
 ATTENTION = tuple(sorted(FLOATS))
 #: Fields of older files that nothing reads any more.
-_OBSOLETE = ("thread_factors",)
+_OBSOLETE = ("thread_factors", "cache_bytes", "cached", "cached_glue")
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,7 @@ class Bandwidth:
 class Glue:
     """What a decoder layer takes outside our operators, linear layers and SDPA: norms, rotary embedding, Python.
 
-    ``..._us`` for each layer, ``..._ns_per_number`` for each number of its hidden states. It is more beside weights
-    that do not fit in the CPU's caches, because they evict its code and data.
+    ``..._us`` for each layer, ``..._ns_per_number`` for each number of its hidden states.
     """
 
     eager_us: float = limited()
@@ -186,9 +185,7 @@ class Hardware:
         name: of the machine or preset. source: ``measured`` or ``published``.
         machine, versions: what was measured, in words. notes: by field, where a figure is from, or what is assumed.
         cores, threads: the machine's cores, and the threads that computed while it was measured.
-        memory_bytes: of the machine. cache_bytes: what its caches keep from one token to the next.
-        memory: plain reads. rates, glue: with weights in memory. cached, cached_glue: with weights in the caches, for a
-            small model.
+        memory_bytes: of the machine. memory: plain reads. rates, glue: with weights in memory, not in caches.
         reads, store: the drive, and what a neuron store costs beside it.
     """
 
@@ -200,19 +197,16 @@ class Hardware:
     cores: int = limited(1)
     threads: int = limited(1)
     memory_bytes: int = limited(1)
-    cache_bytes: int = limited()
     memory: tuple[Bandwidth, ...] = ()
     rates: Rates = field(default_factory=lambda: Rates({}, {}, {}))
-    cached: Rates | None = None
     glue: Glue = field(default_factory=lambda: Glue(0.0, 0.0, 0.0, 0.0))
-    cached_glue: Glue | None = optional(None)
     reads: Reads = field(default_factory=Reads)
     interference: Interference = field(default_factory=lambda: Interference(1.0, 1.0))
     store: StoreCosts = field(default_factory=lambda: StoreCosts(0.0, 0.0))
     accelerator: Accelerator | None = None
     _memo: dict[Any, Line] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def line(self, part: str, name: str, tokens: float, model_bytes: float | None = None) -> Line:
+    def line(self, part: str, name: str, tokens: float) -> Line:
         """What calls for so many tokens cost.
 
         Args:
@@ -220,20 +214,18 @@ class Hardware:
                 ``predictor`` or ``attention``.
             name: the kernel (``int4/int8``; for formats of GGUF files and neurons of two formats see
                 :func:`timed_as`), the predictor, or the type of keys and values.
-            model_bytes: what is read between two uses of a weight: if the caches keep that, their rates hold.
 
         Raises:
             ConfigError: the profile has no such name, or ``tokens`` is not above 0.
         """
-        in_cache = self.cached is not None and self._in_cache(model_bytes)
-        key = (part, name, tokens, in_cache)
+        key = (part, name, tokens)
         if key not in self._memo:
-            self._memo[key] = _at(self._lines(part, name, in_cache), tokens)
+            self._memo[key] = _at(self._lines(part, name), tokens)
         return self._memo[key]
 
-    def glue_us(self, *, batch: float, hidden: int, compiled: bool, model_bytes: float | None = None) -> float:
+    def glue_us(self, *, batch: float, hidden: int, compiled: bool) -> float:
         """Microseconds of a decoder layer outside what :meth:`line` counts, see :class:`Glue`."""
-        glue = self.cached_glue if self.cached_glue is not None and self._in_cache(model_bytes) else self.glue
+        glue = self.glue
         if compiled:
             return glue.compiled_us + batch * hidden * glue.compiled_ns_per_number * 1e-3
         return glue.eager_us + batch * hidden * glue.eager_ns_per_number * 1e-3
@@ -277,17 +269,13 @@ class Hardware:
         """Read the file of :meth:`save`. Raises ArtifactError: there is none, or as :meth:`from_json`."""
         return Hardware.from_json(read_text(path), str(path))
 
-    def _in_cache(self, model_bytes: float | None) -> bool:
-        return model_bytes is not None and model_bytes <= self.cache_bytes
-
-    def _lines(self, part: str, name: str, in_cache: bool) -> tuple[Line, ...]:
+    def _lines(self, part: str, name: str) -> tuple[Line, ...]:
         table = {"predictor": "predictors", "attention": "attention"}.get(part, "kernels")
         name = timed_as(name) if table == "kernels" else name
-        for rates in (self.cached if in_cache else None, self.rates):
-            entry = getattr(rates, table).get(name) if rates is not None else None
-            if entry is not None:
-                lines: tuple[Line, ...] = getattr(entry, part) if table == "kernels" else entry
-                return lines
+        entry = getattr(self.rates, table).get(name)
+        if entry is not None:
+            lines: tuple[Line, ...] = getattr(entry, part) if table == "kernels" else entry
+            return lines
         raise ConfigError(
             f"{table} of hardware {self.name}",
             expected=", ".join(getattr(self.rates, table)) or "none",
@@ -330,18 +318,16 @@ def _check(hardware: Hardware, where: str) -> None:
         expected = "for each number of threads one figure of row_bytes 0, and of others one each"
         wrong(f"{where}, memory", expected, points)
     check_reads(hardware.reads, f"{where}, reads")
-    for name, rates in (("rates", hardware.rates), ("cached", hardware.cached)):
-        if rates is not None:
-            _check_rates(rates, f"{where}, {name}", complete=name == "rates")
+    _check_rates(hardware.rates, f"{where}, rates")
 
 
-def _check_rates(rates: Rates, where: str, *, complete: bool) -> None:
+def _check_rates(rates: Rates, where: str) -> None:
     named: dict[str, tuple[Line, ...]] = {}
     for table, allowed in (("kernels", KERNELS), ("predictors", PREDICTORS), ("attention", ATTENTION)):
         entries: Mapping[str, Any] = getattr(rates, table)
         if unknown := [name for name in entries if name not in allowed]:
             wrong(f"{where}, {table}", f"names of {', '.join(allowed)}", unknown[0])
-        if complete and not entries:
+        if not entries:
             wrong(f"{where}, {table}", "one or more", None)
         for name, entry in entries.items():
             if isinstance(entry, Kernel):

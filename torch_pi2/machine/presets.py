@@ -54,7 +54,6 @@ def _sm8650() -> Hardware:
         "cores": f"{_P}: Snapdragon 8 Gen 3, 1 big, 5 mid and 2 little cores",
         "threads": f"{_P}: compares six CPU cores with the NPU; assumed: the big and the mid ones",
         "memory_bytes": f"{_P}, Table 3: OnePlus 12, 19 GB of 24 available",
-        "cache_bytes": "assumed: 0, every weight comes from memory",
         "memory": f"{_P}: 43.9 GB/s, CPU alone; gathered as well: its LLMFlash reads so much (Table 2)",
         "rates": f"{_P}: bytes at 43.9 GB/s; {_CPU_PROMPT:g} tokens/s of a 7B INT4 prompt on the CPU. Assumed: one "
         "token costs bytes alone, of n tokens the share 1 - 1/n of the multiplications beside them (the sign-bit "
@@ -75,7 +74,6 @@ def _sm8475() -> Hardware:
         "cores": "assumed: 8 (1 + 3 + 4) of Snapdragon 8+ Gen 1",
         "threads": "assumed: as sm8650-ufs4.0",
         "memory_bytes": f"{_P}, Table 3: OnePlus Ace 2, 11 GB of 16 available",
-        "cache_bytes": "assumed: 0, every weight comes from memory",
         "memory": slower,
         "rates": slower,
         "glue": "assumed: as sm8650-ufs4.0",
@@ -99,7 +97,6 @@ def _phone(name: str, notes: dict[str, str], speed: float, memory: float, storag
         cores=8,
         threads=6,
         memory_bytes=int(memory),
-        cache_bytes=0,
         memory=(Bandwidth(0, 6, _round(gb_per_s)), Bandwidth(2048, 6, _round(gb_per_s))),
         rates=_rates(gb_per_s, _CPU_PROMPT * _WEIGHTS_7B * speed),
         glue=Glue(150.0, 0.0, 15.0, 0.0),

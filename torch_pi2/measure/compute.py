@@ -59,6 +59,8 @@ class Grid:
         layers: (H, I) of quantised formats; float_layers: of the others, whose bytes are more.
         ranks: of predictors. lengths: of keys and values, in tokens.
         batches: tokens of a decoding step. tokens: of a call of dense layers.
+        decoders: (H, I) of two decoders whose glue is measured. store: of a model over a store.
+        file_bytes: read from the drive. weights_bytes: of the buffer of weights; 0: many times the caches.
     """
 
     layers: tuple[tuple[int, int], ...]
@@ -70,24 +72,13 @@ class Grid:
     attention: tuple[str, ...] = ATTENTION
     batches: tuple[int, ...] = (1, 2, 4, 8, 16)
     tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 128, 512)
+    decoders: tuple[tuple[int, int], tuple[int, int]] = ((2048, 8192), (4096, 14336))
+    store: tuple[int, int] = (2048, 8192)
+    file_bytes: int = 512 << 20
+    weights_bytes: int = 0
 
 
-#: With weights in memory, with weights in the caches, and as little as there can be.
 FULL = Grid(((2048, 8192), (4096, 14336)), ((2048, 8192), (4096, 4096)), (256, 1024), (128, 512, 2048))
-CACHED = Grid(
-    ((256, 1024), (512, 1536)), ((256, 1024), (512, 1024)), (32, 128), (64, 256), tokens=(1, 2, 4, 8, 16, 128)
-)
-QUICK = Grid(
-    layers=((128, 512), (256, 512)),
-    float_layers=((128, 256), (256, 256)),
-    ranks=(16, 32),
-    lengths=(16, 64),
-    kernels=("int4/int8", "float32/float"),
-    predictors=("lowrank/int4",),
-    attention=("bfloat16",),
-    batches=(1, 4),
-    tokens=(1, 40),
-)
 
 
 def rates(weights: Weights, grid: Grid, seconds: float) -> Rates:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -44,14 +46,7 @@ class Drive:
 
     def rate(self, engine: str, block: int, range_bytes: int, depth: int, seconds: float) -> tuple[float, float]:
         """Random reads a second, and CPU seconds of each; zeros: no such engine here."""
-        return self._read(engine, block, range_bytes, depth, False, seconds)
-
-    def _read(
-        self, engine: str, block: int, range_bytes: int, depth: int, sequential: bool, seconds: float
-    ) -> tuple[float, float]:
-        found = torch.ops.pi2.read_rates(
-            str(self.path), engine, self.direct, block, depth, range_bytes, sequential, seconds
-        )
+        found = torch.ops.pi2.read_rates(str(self.path), engine, self.direct, block, depth, range_bytes, False, seconds)
         reads, wall, cpu = found.tolist()
         return (reads / wall, cpu / reads) if reads and wall else (0.0, 0.0)
 
@@ -86,30 +81,16 @@ class Drive:
 
     def _pass(self) -> float:
         """The file once from beginning to end, on four threads' reads of a MiB; GB/s."""
-        flags = os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if self.direct else 0)
-        file = os.open(self.path, flags)
-        block = min(_STREAM_BLOCK, self.nbytes)
-        blocks = iter(range(0, self.nbytes // block * block, block))
-        lock = threading.Lock()
+        file = os.open(self.path, os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if self.direct else 0))
 
-        def work() -> None:
-            import mmap
-
-            with mmap.mmap(-1, block) as into:  # aligned as direct reads want it
-                while True:
-                    with lock:
-                        at = next(blocks, None)
-                    if at is None:
-                        return
-                    os.preadv(file, [into], at)
+        def read(at: int) -> None:
+            with mmap.mmap(-1, _STREAM_BLOCK) as into:  # aligned as direct reads want it
+                os.preadv(file, [into], at)
 
         started = time.perf_counter()
-        threads = [threading.Thread(target=work) for _ in range(_STREAM_DEPTH)]
         try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            with ThreadPoolExecutor(_STREAM_DEPTH) as pool:
+                list(pool.map(read, range(0, self.nbytes, _STREAM_BLOCK)))
         finally:
             os.close(file)
         return self.nbytes / (time.perf_counter() - started) / 1e9
@@ -145,32 +126,28 @@ def drive(folder: Path, nbytes: int, seconds: float) -> Iterator[Drive]:
 
 
 def reads(drive: Drive, seconds: float) -> Reads:
-    """Tables of all engines over the whole file, and of the faster one over an eighth of it, too.
+    """Tables of the engine that makes most small reads, over the whole file and over an eighth of it.
 
     Each figure is the median of ``_TAKES`` sweeps over all of them: a drive that others share has moments.
     """
-    points, engines = list(product(_BLOCKS, _DEPTHS)), lists().engines
-    each = max(_LEAST_S, seconds / (len(points) * (len(engines) + 1))) / _TAKES
-    table: dict[str, list[ReadRate]] = {}
-    cpu = dict.fromkeys(engines, 0.0)
-    for engine in engines:
-        for (block, depth), (per_s, cpu_s) in _medians(drive, engine, points, drive.nbytes, each).items():
-            table.setdefault(engine, []).append(ReadRate(block, drive.nbytes, depth, per_s))
-            if (block, depth) == (_TYPICAL, _DEPTHS[-1]):
-                cpu[engine] = six_digits(cpu_s * 1e6)
-    # The engine of which small reads are most: what a plan reads are neurons.
-    best = max(table, key=lambda engine: max(r.reads_per_s for r in table[engine] if r.block_bytes == _TYPICAL))
-    part = drive.nbytes // 8
-    for (block, depth), (per_s, _) in _medians(drive, best, points, part, each).items():
-        table[best].append(ReadRate(block, part, depth, per_s))
+    points, typical = list(product(_BLOCKS, _DEPTHS)), (_TYPICAL, _DEPTHS[-1])
+    each = max(_LEAST_S, seconds / (2 * len(points) + len(lists().engines))) / _TAKES
+    small = {name: _medians(drive, name, [typical], drive.nbytes, each) for name in lists().engines}
+    small = {name: found for name, found in small.items() if found}  # others are not in this build, or forbidden
+    best = max(small, key=lambda name: small[name][typical])
+    rows = [
+        ReadRate(block, reach, depth, per_s)
+        for reach in (drive.nbytes, drive.nbytes // 8)
+        for (block, depth), (per_s, _) in _medians(drive, best, points, reach, each).items()
+    ]
     return Reads(
         engine=best,
         direct=drive.direct,
         warm=drive.warm,
         file_bytes=drive.nbytes,
         stream_gb_per_s=drive.stream_gb_per_s,
-        cpu_us_per_read=cpu[best],
-        engines={engine: monotone(rows) for engine, rows in table.items()},
+        cpu_us_per_read=six_digits(small[best][typical][1] * 1e6),
+        engines={best: monotone(rows)},
     )
 
 
@@ -183,7 +160,7 @@ def _medians(
         for block, depth in points:
             found = drive.rate(engine, block, range_bytes, depth, seconds)
             if not found[0]:
-                return {}  # not in this build, or forbidden
+                return {}
             takes.setdefault((block, depth), []).append(found)
     return {point: sorted(found)[len(found) // 2] for point, found in takes.items()}
 

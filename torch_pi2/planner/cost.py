@@ -1,4 +1,4 @@
-"""The cost model: milliseconds and bytes of a decoding step, from a model's shape and a machine's rates.
+"""The cost model: milliseconds of a decoding step, from a model's shape and a machine's rates.
 
 PowerInfer-2 (arXiv 2406.06282, section 5) names what its planner weighs, not how. This is the form that we worked out,
 with terms for what our engine does besides: for each block of a model the linear layers of attention, attention, the
@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torch_pi2.errors import ConfigError
 from torch_pi2.formats import QUANTIZED
 from torch_pi2.ops.constants import constants
 from torch_pi2.ops.gpu.linear import products_from
-from torch_pi2.planner.model_shape import LayerShape, ModelShape, numbers
+from torch_pi2.planner.model_shape import LayerShape, ModelShape, kept, numbers
 from torch_pi2.types.method import Method
 from torch_pi2.types.offload import OffloadConfig
 
@@ -34,111 +33,52 @@ FFN_PARTS = ("predictor", "hot", "cold", "merge")
 _PRODUCT_BYTES = 2
 #: Prompt lengths at which a layer may switch to computing every neuron.
 _PROMPT_TOKENS = (*range(2, 17), *range(20, 33, 4), *range(40, 65, 8), 80, 96, 112, 128, 160, 192, 256, 320, 384, 512)
+_DEFAULT = OffloadConfig()
 
 
-@dataclass(frozen=True)
-class Cost:
-    """A predicted step.
-
-    Attributes:
-        batch: tokens of the step.
-        ms: milliseconds by ``PARTS``. layers: the same by layer, with ``key``, ``hot_neurons``,
-            ``accelerator_neurons``, ``resident_neurons``, ``misses`` (slots), ``reads`` and ``read_ms`` (of the drive,
-            hidden or not).
-        misses: neurons that are read from storage.
-        memory: bytes by part: ``fixed``, ``predictors``, ``kv``, ``resident`` and ``cold`` (of the cache; in memory all
-            neurons are resident), ``staging``, ``activations``, ``tables``, and ``accelerator`` (memory of its own).
-    """
-
-    batch: int
-    ms: dict[str, float]
-    misses: float
-    layers: list[dict[str, Any]]
-    memory: dict[str, int]
-
-    @property
-    def total_ms(self) -> float:
-        return math.fsum(self.ms.values())
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of all sequences together."""
-        return self.batch * 1e3 / self.total_ms
-
-    @property
-    def memory_bytes(self) -> int:
-        """Everything but the accelerator's memory."""
-        return sum(size for part, size in self.memory.items() if part != "accelerator")
-
-
-def step_cost(
+def step_ms(
     shape: ModelShape,
     hardware: Hardware,
     *,
     batch: int,
-    hot: Sequence[int],
-    accelerator: Sequence[int] | None = None,
-    resident: Sequence[int] | None = None,
-    cache_bytes: int | None = None,
     context: int,
-    offload: Mapping[str, Any] | None = None,
-    sequences: int | None = None,
-    miss_share: float = 1.0,
-) -> Cost:
-    """Predict one decoding step of ``batch`` sequences that have ``context`` tokens each.
+    hot: Sequence[int],
+    accelerator: Sequence[int] = (),
+    resident: Sequence[int] = (),
+    cache_bytes: int | None = None,
+    offload: OffloadConfig = _DEFAULT,
+) -> dict[str, float]:
+    """Milliseconds, by ``PARTS``, of a decoding step of ``batch`` sequences that have ``context`` tokens each.
 
     Args:
         hot: by layer, neurons that are computed without a predictor. accelerator: how many of them an accelerator
-            computes; None: it has no part of the model.
-        resident: by layer, neurons (after the accelerator's) that never leave the cache.
+            computes; empty: it has no part of the model.
+        resident: by layer, neurons (after the accelerator's) that never leave the cache; empty: none.
         cache_bytes: size of a store's neuron cache; None: all neurons are in memory.
-        offload: settings of :class:`torch_pi2.OffloadConfig` that differ from its defaults.
-        sequences: number of sequences; with 1, the ``batch`` tokens are verified together
-            (:meth:`torch_pi2.Decoder.verify`). Default: ``batch``.
-        miss_share: of the misses that frequencies predict, how many happen. Tokens that want what the last ones wanted
-            miss less.
-
-    Raises:
-        ConfigError: counts that layers cannot have, resident neurons that do not fit in the cache, or a kernel that the
-            hardware profile does not know.
     """
-    if accelerator is None:
+    if not accelerator:
         hardware = without_gpu(hardware)
-    count, sequences = len(shape.layers), batch if sequences is None else sequences
-    config, firsts, kept = OffloadConfig(**(offload or {})), accelerator or [0] * count, resident or [0] * count
-    for name, counts in (("hot", hot), ("accelerator", firsts), ("resident", kept)):
-        if len(counts) != count:
-            raise ConfigError(
-                f"step_cost(..., {name})",
-                expected=f"a count for each of {count} layers",
-                found=str(len(counts)),
-                fix="Pass one number for each layer.",
-            )
-    missed_L, whole_L, cached = np.zeros(count), [False] * count, 0.0
+    none = (0,) * len(shape.layers)
+    firsts, stay, missed_L, cached = accelerator or none, resident or none, np.zeros(len(none)), 0.0
+    whole_L = [reads_whole(y, hardware, batch, h, first) for y, h, first in zip(shape.layers, hot, firsts)]
     if cache_bytes is not None:
         slots = min(shape.slots, cache_bytes // shape.place_bytes)
-        missed_L = miss_share * expected_misses(shape, batch, slots, kept, hot, firsts)
-        whole_L = [reads_whole(y, hardware, batch, h, first) for y, h, first in zip(shape.layers, hot, firsts)]
+        missed_L = expected_misses(shape, batch, slots, stay, hot, firsts)
         cached = slots / shape.slots if all(whole_L) else 0.0  # then no layer takes another's place in the cache
-    rows = []
-    for layer, h, first, stays, missed, whole in zip(shape.layers, hot, firsts, kept, missed_L.tolist(), whole_L):
-        ms = dict.fromkeys(PARTS, 0.0) | ffn_ms(layer, hardware, batch, h, first, model_bytes=shape.weight_bytes)
-        ms |= block_ms(shape, layer, hardware, batch, sequences, sequences * context * layer.kv_bytes, shape.compiled)
-        reads, read_ms = 0.0, (0.0, 0.0)
+    total = dict.fromkeys(PARTS, 0.0)
+    total["head"] = linear_ms(hardware, shape.head_kernel, batch, shape.head_bytes)
+    for layer, h, first, stays, missed, whole in zip(shape.layers, hot, firsts, stay, missed_L.tolist(), whole_L):
+        ms = _block_ms(shape, layer, hardware, batch, context) | ffn_ms(layer, hardware, batch, h, first)
         if cache_bytes is not None:
             if whole:
                 missed = layer.slots - max(stays // layer.cluster, cached * layer.slots)
             wanted = cold_neurons(layer, batch, h)
-            reads, read_ms = _reads(shape, layer, hardware, missed, wanted, stays, config)
+            _, *read_ms = reads(shape, layer, hardware, missed, wanted, stays, offload)
             ms["io"] = _io_ms(hardware, read_ms, ms, whole, bool(first))
             ms["io"] += (wanted + h - first) * hardware.store.lookup_us / 1e3
-        about = {"hot_neurons": h, "accelerator_neurons": first, "resident_neurons": stays, "misses": missed}
-        rows.append({"key": layer.key, **about, "reads": reads, "read_ms": sum(read_ms), **ms})
-    total = {part: sum(row[part] for row in rows) for part in PARTS}
-    total["head"] = linear_ms(hardware, shape.head_kernel, batch, shape.head_bytes, model_bytes=shape.weight_bytes)
-    misses = sum(row["misses"] * layer.cluster for row, layer in zip(rows, shape.layers, strict=True))
-    memory = _memory(shape, hardware, sequences, context, cache_bytes, kept, firsts, config)
-    return Cost(batch, total, misses, rows, memory)
+        for part, took in ms.items():
+            total[part] += took
+    return total
 
 
 def without_gpu(hardware: Hardware) -> Hardware:
@@ -159,19 +99,15 @@ def expert_use(layer: LayerShape, batch: float) -> tuple[float, float]:
     return share, batch * layer.chosen / share
 
 
-def predicted_share(layer: LayerShape, tokens: float = 1) -> np.ndarray:
+@kept
+def predicted_share(layer: LayerShape, tokens: float) -> np.ndarray:
     """Float64 ``[I]``: how often the predictor lets a neuron through for at least one of ``tokens`` tokens.
 
     For one token ``recall f + q (1 - f)``, with one q for all neurons such that the mean over those from ``base_hot``
     on is ``predicted_active`` of its card. For several, with k tokens for which the neuron fires, the share that is let
     through for none is ``(1 - recall) ** k * (1 - q) ** (tokens - k)``; k is 0 or, where it fires for any, its mean
-    then. 1 without a predictor. Kept in the layer.
+    then. 1 without a predictor.
     """
-    share: np.ndarray = layer.kept(("predicted", tokens), lambda: _predicted_share(layer, tokens))
-    return share
-
-
-def _predicted_share(layer: LayerShape, tokens: float) -> np.ndarray:
     if layer.predictor is None:
         return np.ones(layer.intermediate)
     one_I, f_I, recall = layer.frequency(1), layer.frequency(tokens), layer.recall
@@ -192,18 +128,14 @@ def cold_neurons(layer: LayerShape, batch: float, hot: int) -> float:
     return use * float(_sums(layer, tokens)["predicted"][hot])
 
 
+@kept
 def _sums(layer: LayerShape, tokens: float) -> dict[str, np.ndarray]:
-    """Sums over the neurons from h on, for each h from 0 to I. Kept in the layer.
+    """Sums over the neurons from h on, for each h from 0 to I.
 
     ``predicted``: neurons that the predictor lets through for any of the tokens. ``computed``: neurons of which more
     than the gate is read. ``pairs``: (token, row) pairs that are multiplied where neurons are cold. ``hot_down``:
     (token, neuron) pairs whose down row is used where neurons are hot.
     """
-    sums: dict[str, np.ndarray] = layer.kept(("sums", tokens), lambda: _new_sums(layer, tokens))
-    return sums
-
-
-def _new_sums(layer: LayerShape, tokens: float) -> dict[str, np.ndarray]:
     every_I, one_I, first_rows = np.ones(layer.intermediate), layer.frequency(1), layer.rows - 1
     if layer.predictor is not None:
         computed_I, one_predicted_I = predicted_share(layer, tokens), predicted_share(layer, 1)
@@ -237,22 +169,12 @@ def expected_misses(
     Every neuron is wanted independently, as often as its statistics say (hot ones in every step, the accelerator's in
     none), and the cache has the most wanted ones, which is what ``lfu`` comes to. Real tokens repeat what the last
     ones wanted, and miss less.
-
-    Raises:
-        ConfigError: more resident neurons than the cache has slots for.
     """
     wanted_L, room = [], min(slots, shape.slots)
     for layer, count, h, first in zip(shape.layers, resident, hot, accelerator, strict=True):
         wanted_S, (begin, end) = _wanted_slots(layer, batch, h, first), resident_slots(layer, count, first)
         wanted_L.append(np.concatenate((wanted_S[:begin], wanted_S[end:])))
         room -= end - begin
-    if room < 0:
-        raise ConfigError(
-            "resident neurons",
-            expected=f"at most the {slots} slots of the cache",
-            found=f"{min(slots, shape.slots) - room} slots",
-            fix="Give the cache more bytes, or keep fewer neurons resident.",
-        )
     every = np.concatenate(wanted_L)
     if room >= len(every):
         return np.zeros(len(wanted_L))
@@ -286,15 +208,7 @@ def _wanted_slots(layer: LayerShape, batch: int, hot: int, first: int) -> np.nda
 # --- what computing takes ---
 
 
-def ffn_ms(
-    layer: LayerShape,
-    hardware: Hardware,
-    batch: float,
-    hot: int,
-    accelerator: int = 0,
-    *,
-    model_bytes: float = math.inf,
-) -> dict[str, float]:
+def ffn_ms(layer: LayerShape, hardware: Hardware, batch: float, hot: int, accelerator: int = 0) -> dict[str, float]:
     """Milliseconds of a layer in one step of ``batch`` tokens, by ``FFN_PARTS``.
 
     With h hot neurons, of which an accelerator has the first a:
@@ -310,11 +224,7 @@ def ffn_ms(
       wherever a < I. From so many tokens on it converts quantised neurons to 16 bits in each call.
 
     All is multiplied by the share of steps in which an expert has tokens (:func:`expert_use`); experts share a call.
-
-    Raises:
-        ConfigError: hot neurons below ``base_hot`` or beyond I, more on the accelerator than hot, or no accelerator.
     """
-    _check_counts(layer, hardware, hot, accelerator)
     use, tokens = expert_use(layer, batch)
     calls = 1 / (layer.experts * use) if layer.chosen < 1 else 1.0
     sums, size, ours = _sums(layer, tokens), layer.intermediate, hot - accelerator
@@ -331,15 +241,15 @@ def ffn_ms(
                 (layer.rank * (layer.hidden + n) if layer.rank else layer.hidden * n) for n in (size - hot, size)
             )
             predictor_bytes = layer.predictor_bytes * weights / every
-            line = hardware.line("predictor", layer.predictor, tokens, model_bytes)
+            line = hardware.line("predictor", layer.predictor, tokens)
             predictor_us = line.us(hot=predictor_bytes, macs=tokens * weights, calls=calls)
     pairs = tokens * ours * (layer.rows - 1) + float(sums["hot_down"][accelerator]) - hot_down + cold_pairs
     cpu_bytes, cpu_us = hot_bytes + cold_bytes + gate_bytes, 0.0
     if ours == size:
-        line = hardware.line("dense", layer.kernel, tokens, model_bytes)
+        line = hardware.line("dense", layer.kernel, tokens)
         cpu_us = line.us(hot=hot_bytes, macs=pairs * layer.hidden, calls=calls)
     elif accelerator < size:
-        line = hardware.line("sparse", layer.kernel, tokens, model_bytes)
+        line = hardware.line("sparse", layer.kernel, tokens)
         cpu_us = line.us(hot=hot_bytes, cold=cold_bytes, gate=gate_bytes, macs=pairs * layer.hidden, calls=calls)
     hot_us = cpu_us * hot_bytes / max(cpu_bytes, 1.0)
     cold_us, merge_us, theirs = cpu_us - hot_us, 0.0, hardware.accelerator
@@ -365,52 +275,37 @@ def _accelerator_us(layer: LayerShape, hardware: Hardware, tokens: float, neuron
     return theirs.ffn_us(batch=batch, neurons=neurons, hidden=layer.hidden, rows=layer.rows, weight_bits=bits)
 
 
-def linear_ms(
-    hardware: Hardware, kernel: str, tokens: float, nbytes: int, *, calls: int = 1, model_bytes: float = math.inf
-) -> float:
+def linear_ms(hardware: Hardware, kernel: str, tokens: float, nbytes: int, calls: int = 1) -> float:
     """Milliseconds of linear layers of ``nbytes`` bytes in total."""
     if nbytes == 0:
         return 0.0
-    line = hardware.line("linear", kernel, tokens, model_bytes)
+    line = hardware.line("linear", kernel, tokens)
     return line.us(hot=nbytes, macs=tokens * numbers(kernel, nbytes), calls=calls) / 1e3
 
 
-def block_ms(
-    shape: ModelShape,
-    layer: LayerShape,
-    hardware: Hardware,
-    tokens: int,
-    sequences: int,
-    kv_bytes: float,
-    compiled: bool,
-) -> dict[str, float]:
-    """Attention and glue, where a layer is the first of its block; ``kv_bytes``: what attention reads."""
+def _block_ms(shape: ModelShape, layer: LayerShape, hardware: Hardware, batch: int, context: int) -> dict[str, float]:
+    """Attention and glue, where a layer is the first of its block."""
     if not layer.block:
         return {}
-    nbytes, calls = shape.weight_bytes, layer.attention_calls
-    linears = linear_ms(
-        hardware, layer.attention_kernel, tokens, layer.attention_bytes, calls=calls, model_bytes=nbytes
-    )
-    sdpa = hardware.line("attention", shape.kv_dtype, sequences, nbytes).us(hot=kv_bytes)
-    glue = hardware.glue_us(batch=tokens, hidden=layer.hidden, compiled=compiled, model_bytes=nbytes)
-    return {"attention": linears, "sdpa": sdpa / 1e3, "glue": glue / 1e3}
+    linears = linear_ms(hardware, layer.attention_kernel, batch, layer.attention_bytes, layer.attention_calls)
+    sdpa_us = hardware.line("attention", shape.kv_dtype, batch).us(hot=batch * context * layer.kv_bytes)
+    glue_us = hardware.glue_us(batch=batch, hidden=layer.hidden, compiled=shape.compiled)
+    return {"attention": linears, "sdpa": sdpa_us / 1e3, "glue": glue_us / 1e3}
 
 
-def prompt_ffn_ms(layer: LayerShape, hardware: Hardware, tokens: int, hot: int, model_bytes: float) -> float:
+def prompt_ffn_ms(layer: LayerShape, hardware: Hardware, tokens: int, hot: int) -> float:
     """Milliseconds of a layer for a prompt, computed sparsely in passes of 64 tokens (dense if all are hot: one)."""
     whole, rest = divmod(tokens, constants().pass_tokens)
     passes = [constants().pass_tokens] * whole + [rest] if hot < layer.intermediate else [tokens]
-    ms = {n: math.fsum(ffn_ms(layer, hardware, n, hot, model_bytes=model_bytes).values()) for n in set(passes) if n}
+    ms = {n: math.fsum(ffn_ms(layer, hardware, n, hot).values()) for n in set(passes) if n}
     return math.fsum(ms.get(n, 0.0) for n in passes)
 
 
-def switch_point(shape: ModelShape, hardware: Hardware, layer: LayerShape, hot: int) -> int:
+def switch_point(hardware: Hardware, layer: LayerShape, hot: int) -> int:
     """From how many tokens in one call (at most 512) it is faster to compute every neuron of a layer; 0: never."""
     at = 0
     for tokens in reversed(_PROMPT_TOKENS):
-        every, sparse = (
-            prompt_ffn_ms(layer, hardware, tokens, n, shape.weight_bytes) for n in (layer.intermediate, hot)
-        )
+        every, sparse = (prompt_ffn_ms(layer, hardware, tokens, n) for n in (layer.intermediate, hot))
         if every > sparse:
             break
         at = tokens
@@ -428,7 +323,7 @@ def reads_whole(layer: LayerShape, hardware: Hardware, batch: int, hot: int, fir
     return batch >= (constants().gemm_tokens if tiles else constants().stream_from)
 
 
-def _reads(
+def reads(
     shape: ModelShape,
     layer: LayerShape,
     hardware: Hardware,
@@ -436,7 +331,7 @@ def _reads(
     cold_wanted: float,
     resident: int,
     config: OffloadConfig,
-) -> tuple[float, tuple[float, float]]:
+) -> tuple[float, float, float]:
     """Number of reads of a layer in a step; milliseconds of the drive for cold neurons, and for hot ones.
 
     Cold neurons are missed before hot ones, which every step wants; the hot ones that are missed lie together and come
@@ -446,29 +341,29 @@ def _reads(
     each slot, which counts where the drive is faster.
     """
     if missed <= 0:
-        return 0.0, (0.0, 0.0)
+        return 0.0, 0.0, 0.0
     slot, cold = layer.file_slot_bytes, min(missed, cold_wanted)
     hot_ms, runs = hardware.reads.stream_us((missed - cold) * slot) / 1e3, (missed - cold) * slot / config.run_bytes
     if cold <= 0:
-        return runs, (0.0, hot_ms)
+        return runs, 0.0, hot_ms
     others = max(cold, layer.slots - resident / layer.cluster)
     density, reach = cold / others, 1 + config.gap_bytes // slot
     near = 1 - (1 - density) ** reach
     step = sum(k * density * (1 - density) ** (k - 1) for k in range(1, reach + 1)) / near  # slots to the next one
     nbytes = cold * (layer.slot_bytes + near * (step - 1) * slot)
-    reads = max(cold * (1 - density) ** reach, nbytes / max(config.run_bytes, layer.slot_bytes))
+    found = max(cold * (1 - density) ** reach, nbytes / max(config.run_bytes, layer.slot_bytes))
     # Where most is missed, more misses are fewer and longer reads. The most reads there can be are counted then, so
     # that fewer misses never take longer.
     peak = min(density, 1 / (reach + 1))
-    counted = max(peak * others * (1 - peak) ** reach, reads)
+    counted = max(peak * others * (1 - peak) ** reach, found)
     # only in_flight of a layer's chunks have reads under way
     depth = min(config.io_threads, max(1.0, counted * min(1.0, config.in_flight / constants().chunks)))
     drive_us = hardware.reads.us(counted, nbytes / counted, shape.store_bytes, depth)
-    return reads + runs, (max(drive_us, cold * hardware.store.slot_us) / 1e3, hot_ms)
+    return found + runs, max(drive_us, cold * hardware.store.slot_us) / 1e3, hot_ms
 
 
 def _io_ms(
-    hardware: Hardware, read_ms: tuple[float, float], ms: Mapping[str, float], whole: bool, on_accelerator: bool
+    hardware: Hardware, read_ms: Sequence[float], ms: Mapping[str, float], whole: bool, on_accelerator: bool
 ) -> float:
     """Milliseconds by which reads make a layer longer.
 
@@ -491,51 +386,3 @@ def _io_ms(
     reading = exposed * slower.read_while_computing
     late = max(reading + compute / chunks, compute + reading / chunks) - compute
     return late + (slower.compute_while_reading - 1) * min(compute, reading)
-
-
-def _memory(
-    shape: ModelShape,
-    hardware: Hardware,
-    sequences: int,
-    context: int,
-    cache_bytes: int | None,
-    resident: Sequence[int],
-    accelerator: Sequence[int],
-    config: OffloadConfig,
-) -> dict[str, int]:
-    """See :class:`Cost`."""
-    theirs = sum(n * layer.neuron_bytes for n, layer in zip(accelerator, shape.layers, strict=True))
-    budget = shape.budget(cache_bytes or 0, batch=sequences, context=context, config=config)
-    parts = {"fixed": budget.fixed, "predictors": budget.predictors, "kv": budget.kv}
-    if cache_bytes is None:
-        every = sum(layer.intermediate * layer.neuron_bytes for layer in shape.layers)
-        gpu = hardware.accelerator is not None and hardware.accelerator.holds_rest
-        ours = every if gpu else every - theirs  # the CPU keeps what a GPU has
-        return parts | {"resident": ours, "cold": 0, "staging": 0, "tables": 0, "accelerator": theirs}
-    ranges = [resident_slots(*of) for of in zip(shape.layers, resident, accelerator, strict=True)]
-    stays = min(budget.cache, sum(end - begin for begin, end in ranges) * budget.slot)
-    return parts | {
-        "resident": stays,
-        "cold": budget.cache - stays,
-        "staging": budget.staging,
-        "activations": budget.activations,
-        "tables": budget.total - budget.smallest - budget.cache + budget.neuron_tables,
-        "accelerator": theirs,
-    }
-
-
-def _check_counts(layer: LayerShape, hardware: Hardware, hot: int, first: int) -> None:
-    if not layer.base_hot <= hot <= layer.intermediate:
-        raise ConfigError(
-            f"hot neurons of {layer.key}",
-            expected=f"{layer.base_hot} to {layer.intermediate}",
-            found=str(hot),
-            fix="The plan's n_hot is the least: there is no predictor for the neurons before it.",
-        )
-    if not 0 <= first <= (hot if hardware.accelerator is not None else 0):
-        raise ConfigError(
-            f"neurons of {layer.key} on an accelerator",
-            expected="0, as this machine has none" if hardware.accelerator is None else f"0 to the {hot} hot ones",
-            found=str(first),
-            fix="An accelerator computes hot neurons only. Plan for a machine with one, or leave it out.",
-        )

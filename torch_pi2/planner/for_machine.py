@@ -12,9 +12,8 @@ An accelerator's memory, which all batch sizes share, is divided among layers by
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -29,22 +28,19 @@ from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.ops.constants import constants
-from torch_pi2.planner.cost import expert_use, ffn_ms, predicted_share, switch_point, without_gpu
+from torch_pi2.planner.cost import expert_use, ffn_ms, switch_point, without_gpu
 from torch_pi2.planner.integer_program import choose
 from torch_pi2.planner.model_shape import LayerShape, ModelShape
 from torch_pi2.planner.request import BATCHES, Counts, Request, check
 from torch_pi2.rewrite.gpu import neuron_bytes
 from torch_pi2.rewrite.state import get_state, stored_stats
-from torch_pi2.types.machine_plan import ACCELERATOR_CHUNK, Bucket, HardwarePlan, PromptPlan
+from torch_pi2.types.machine_plan import ACCELERATOR_CHUNK, OFFLOAD_SETTINGS, Bucket, HardwarePlan, PromptPlan
 from torch_pi2.types.method import Method
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.stats import ActivationStats
 
 #: Shares of steps from which on a neuron is hot, the usual one first. 0: all neurons; above 1: none.
 HOT_SHARES = (0.5, 0.0, 0.05, 0.1, 0.2, 0.35, 0.75, 0.9, 1.1)
-#: What a read costs is not known before the plan is. Tried are shares of its time that computing does not hide, and
-#: prices of a slot of the cache in reads a step (what the least wanted neuron that is still cached is worth).
-PRICES = ((0.0, 0.0), *product((1.0, 0.3, 0.1), (0.02, 0.1, 0.35, 1.0)))
 #: The usual share is taken if it is slower by less than this: predictions are not more exact.
 _NEAR = 0.02
 #: Hot neurons are a multiple of this (runs of neurons are then whole pages), or all.
@@ -162,21 +158,6 @@ def plannable_gpu_bytes(model: nn.Module, hardware: Hardware, gpu_bytes: int) ->
     return max(0, min(gpu_bytes - beside, theirs.memory_bytes))
 
 
-def min_acceptance_rate(passes: Mapping[int, float], guesses: int) -> float | None:
-    """The probability of a right guess from which on so many guesses a pass give more tokens per time than steps do.
-
-    With a of the guesses right, each if those before it are, a pass gives ``1 + a + ... + a^guesses`` tokens (Leviathan
-    et al., arXiv 2211.17192, equation 1), and takes ``passes[guesses + 1]`` steps. None: not even if all are right.
-    """
-    steps, low, high = passes[guesses + 1], 0.0, 1.0
-    if steps > guesses + 1:
-        return None
-    for _ in range(20):
-        rate = (low + high) / 2
-        low, high = (rate, high) if sum(rate**i for i in range(guesses + 1)) < steps else (low, rate)
-    return high
-
-
 def solve(request: Request, *, progress: bool = False) -> HardwarePlan:
     """The plan for a machine. The same request gives the same plan.
 
@@ -195,8 +176,8 @@ def solve(request: Request, *, progress: bool = False) -> HardwarePlan:
     none = (0,) * len(request.shape.layers)
     buckets = []
     for batch, (hot, accelerator) in plans.items():
-        cost, resident = request.best_cost(batch, hot, accelerator)
-        buckets.append(Bucket(batch, hot, accelerator or none, resident, request.cache_bytes(batch), cost.ms))
+        resident, ms = request.resident(batch, accelerator), request.step(batch, hot, accelerator)
+        buckets.append(Bucket(batch, hot, accelerator or none, resident, request.cache_bytes(batch), ms))
     settings = {"batches": list(request.batches), "min_recall": request.min_recall}
     hardware, last = request.hardware, buckets[-1]
     return HardwarePlan(
@@ -212,10 +193,10 @@ def solve(request: Request, *, progress: bool = False) -> HardwarePlan:
         context=request.context,
         buckets=tuple(buckets),
         prompt=PromptPlan(_dense_from(request, last), constants().prompt_tokens),
-        offload=dict(request.offload) if request.stored else {},
-        threads=_threads(request.used, request.stored),
+        offload={name: getattr(request.offload, name) for name in OFFLOAD_SETTINGS} if request.stored else {},
+        # where all cores compute, threads that wait for reads share theirs
+        threads={"compute": hardware.threads, "io": int(request.stored and hardware.cores > hardware.threads)},
         cluster=request.shape.layers[0].cluster,
-        passes=request.pass_steps(buckets[0]),
     )
 
 
@@ -265,9 +246,13 @@ def recall(shape: ModelShape, batch: int, hot: Counts) -> float:
 def _hot(request: Request, group: tuple[int, ...]) -> Counts:
     """The hot neurons with the fastest steps, or the usual ones if they are hardly slower."""
     candidates = _candidates(request, group)
-    ms = {hot: sum(request.cost(b, hot, (), request.resident(b, ())).total_ms / b for b in group) for hot in candidates}
-    best = min(candidates, key=lambda hot: ms[hot])
-    return candidates[0] if ms[candidates[0]] <= (1 + _NEAR) * ms[best] else best
+    best = min(candidates, key=lambda hot: _ms(request, group, hot))
+    return candidates[0] if _ms(request, group, candidates[0]) <= (1 + _NEAR) * _ms(request, group, best) else best
+
+
+def _ms(request: Request, group: Sequence[int], hot: Counts, accelerator: Counts = ()) -> float:
+    """Milliseconds a token, summed over the batch sizes of ``group``."""
+    return sum(math.fsum(request.step(b, hot, accelerator).values()) / b for b in group)
 
 
 # --- an accelerator ---
@@ -277,44 +262,37 @@ def _with_accelerator(request: Request) -> dict[int, tuple[Counts, Counts]]:
     """By batch size, hot neurons and those of them on the accelerator.
 
     Its memory holds the same neurons at all batch sizes. A GPU, which has the rest of the model, computes them at every
-    batch size; an NPU computes fewer where that is faster. The times of a layer do not say what the cache, which layers
-    share, will lack: several prices of a slot are tried, and the fastest plan as a whole is taken.
+    batch size; an NPU computes fewer where that is faster. What is read of a store is not part of a layer's time:
+    which further neurons are hot is then chosen among the shares, by whole steps.
     """
     layers = request.shape.layers
     firsts = [_chunks(layer) for layer in layers]
     sizes = [[n * layer.neuron_bytes for n in counts] for layer, counts in zip(layers, firsts, strict=True)]
-    prices = PRICES if request.stored else PRICES[:1]
-    tables = [[_options(request, group, firsts, price) for group in request.groups] for price in prices]
-    best: tuple[float, dict[int, tuple[Counts, Counts]]] = (math.inf, {})
-    for table in tables:
-        costs = [
-            np.sum([[ms for ms, _, _ in lines[i]] for lines in table], axis=0).tolist() for i in range(len(layers))
-        ]
-        picked, total, plan = choose(costs, sizes, request.accelerator_bytes), 0.0, dict[int, tuple[Counts, Counts]]()
-        for g, group in enumerate(request.groups):
-            chosen = [[line[n] for line, n in zip(other[g], picked, strict=True)] for other in tables]
-            counts = {(tuple(h for _, h, _ in c), tuple(n for _, _, n in c)) for c in chosen}
-            ms, fastest = min((_ms(request, group, *both), both) for both in counts)
-            total += ms
-            plan |= dict.fromkeys(group, fastest)
-        best = min(best, (total, plan), key=lambda found: found[0])
-    return best[1]
-
-
-def _ms(request: Request, group: Sequence[int], hot: Counts, accelerator: Counts = ()) -> float:
-    """Milliseconds a token, summed over the batch sizes of ``group``."""
-    return sum(request.best_cost(b, hot, accelerator)[0].total_ms / b for b in group)
+    tables = [_options(request, group, firsts) for group in request.groups]
+    costs = [np.sum([[ms for ms, _, _ in table[i]] for table in tables], axis=0).tolist() for i in range(len(layers))]
+    picked, plan = choose(costs, sizes, request.accelerator_bytes), dict[int, tuple[Counts, Counts]]()
+    for group, table in zip(request.groups, tables, strict=True):
+        chosen = [line[n] for line, n in zip(table, picked, strict=True)]
+        accelerator, hots = tuple(n for _, _, n in chosen), [tuple(h for _, h, _ in chosen)]
+        if request.stored:
+            hots += [tuple(map(max, hot, accelerator)) for hot in _candidates(request, group, ACCELERATOR_CHUNK)]
+        plan |= dict.fromkeys(group, (min(hots, key=lambda hot: _ms(request, group, hot, accelerator)), accelerator))
+    return plan
 
 
 def _options(
-    request: Request, group: Sequence[int], firsts: Sequence[Sequence[int]], price: tuple[float, float]
+    request: Request, group: Sequence[int], firsts: Sequence[Sequence[int]]
 ) -> list[list[tuple[float, int, int]]]:
     """By layer, for each number of neurons that the accelerator may hold: milliseconds, hot neurons, and used ones."""
     theirs, options = request.hardware.accelerator, []
+    shared = theirs is not None and not theirs.holds_rest
     hots = [set(counts) for counts in zip(*_candidates(request, group, ACCELERATOR_CHUNK), strict=True)]
     for layer, counts, hot in zip(request.shape.layers, firsts, hots, strict=True):
-        line = [_fastest(request, layer, group, n, hot, price) for n in counts]
-        shared = theirs is not None and not theirs.holds_rest
+
+        def ms(hot: int, first: int, layer: LayerShape = layer) -> float:
+            return sum(math.fsum(ffn_ms(layer, request.hardware, b, hot, first).values()) / b for b in group)
+
+        line = [min((ms(max(h, first), first), max(h, first), first) for h in hot) for first in counts]
         options.append([min(line[: n + 1]) for n in range(len(line))] if shared else line)
     return options
 
@@ -326,62 +304,8 @@ def _chunks(layer: LayerShape) -> list[int]:
     return [*range(0, layer.intermediate, ACCELERATOR_CHUNK), layer.intermediate]
 
 
-def _fastest(
-    request: Request,
-    layer: LayerShape,
-    group: Sequence[int],
-    first: int,
-    hots: Collection[int],
-    price: tuple[float, float],
-) -> tuple[float, int, int]:
-    """With ``first`` neurons on the accelerator: milliseconds a token of ``group``, and the hot count with these.
-
-    A neuron that is wanted in the share p of steps costs p reads, or the price of a slot of the cache.
-    """
-    exposed, slot = price
-    read_ms = exposed * request.read_ms / layer.cluster
-
-    def ms(hot: int) -> float:
-        total = 0.0
-        for batch in group:
-            step = ffn_ms(layer, request.hardware, batch, hot, first, model_bytes=request.shape.weight_bytes)
-            reads = (hot - first) * min(slot, request.stream_share) + _priced(layer, batch, slot)[hot]
-            total += (math.fsum(step.values()) + float(reads) * read_ms) / batch
-        return total
-
-    return min((ms(hot), hot, first) for hot in {max(hot, first) for hot in hots})
-
-
-def _priced(layer: LayerShape, batch: int, price: float) -> np.ndarray:
-    """Float64 ``[I + 1]``: what the cold neurons from each on cost, in reads. Kept in the layer."""
-
-    def sums() -> np.ndarray:
-        use, tokens = expert_use(layer, batch)
-        reads_I = np.minimum(use * predicted_share(layer, tokens), price)
-        return np.append(np.cumsum(reads_I[::-1])[::-1], 0.0)
-
-    priced: np.ndarray = layer.kept(("priced", batch, price), sums)
-    return priced
-
-
-# --- prompts and threads ---
-
-
 def _dense_from(request: Request, last: Bucket) -> Counts:
     """By layer, the length from which on prompts are computed dense; longer than any step. ``last``: largest bucket."""
-    hardware, shape = without_gpu(request.hardware), request.shape
-    found = [switch_point(shape, hardware, layer, hot) for layer, hot in zip(shape.layers, last.hot, strict=True)]
+    hardware = without_gpu(request.hardware)
+    found = [switch_point(hardware, layer, hot) for layer, hot in zip(request.shape.layers, last.hot, strict=True)]
     return tuple(max(at, last.batch + 1) if at else 0 for at in found)
-
-
-def _threads(hardware: Hardware, stored: bool) -> dict[str, int]:
-    """Cores that compute, and cores that only read.
-
-    Where all cores compute, threads that wait for reads share theirs (``io`` 0). A machine with more cores than it
-    computes with gives one to I/O; so does a phone, whose storage has one queue (an accelerator beside the CPU, as
-    PowerInfer-2, arXiv 2406.06282, section 4.3).
-    """
-    if not stored or hardware.cores > hardware.threads:
-        return {"compute": hardware.threads, "io": int(stored)}
-    alone = hardware.accelerator is not None and hardware.threads > 1
-    return {"compute": hardware.threads - alone, "io": int(alone)}

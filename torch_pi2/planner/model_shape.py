@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -43,9 +44,26 @@ if TYPE_CHECKING:
     from torch_pi2.types.stats import ActivationStats
 
 
+T, L = TypeVar("T"), TypeVar("L", bound="LayerShape")
+
+
 def numbers(kernel: str, nbytes: float) -> float:
     """How many weights ``nbytes`` bytes are; ``kernel``: format of ``weights/activations``."""
     return 8 * nbytes / FORMATS[kernel.partition("/")[0]].bits_per_weight
+
+
+def kept(function: Callable[[L, float], T]) -> Callable[[L, float], T]:
+    """``function`` of a layer and a number, whose results are kept in the layer: sums over neurons are slow."""
+
+    @wraps(function)
+    def known(layer: L, number: float) -> T:
+        key = function.__name__, number
+        if key not in layer.known:
+            layer.known[key] = function(layer, number)
+        result: T = layer.known[key]
+        return result
+
+    return known
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,13 +114,7 @@ class LayerShape:
     experts: int = 1
     attention_calls: int = 1
     block: bool = True
-    _kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
-
-    def kept(self, name: Any, make: Any) -> Any:
-        """The result of ``make()``, called once for this layer and ``name``: sums over neurons are slow."""
-        if name not in self._kept:
-            self._kept[name] = make()
-        return self._kept[name]
+    known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def weights(self) -> str:
@@ -133,17 +145,14 @@ class LayerShape:
         sizes = {"neurons": self.intermediate, "hidden": self.hidden, "rows": self.rows}
         return LayerEntry(**place, **sizes, **fields, n_hot=self.base_hot, layer=layer)
 
-    def frequency(self, batch: float = 1) -> np.ndarray:
+    @kept
+    def frequency(self, batch: float) -> np.ndarray:
         """Float64 ``[I]``: how often a neuron fires for at least one of ``batch`` tokens of different sequences.
 
         Between measured sizes the next smaller and larger are interpolated in log2(batch), as
         :meth:`torch_pi2.types.stats.LayerStats.frequency` does. Beyond the largest, n, groups of n tokens are
         taken as independent: ``1 - (1 - f(n)) ** (batch / n)``, an overestimate where tokens are alike.
         """
-        frequency_I: np.ndarray = self.kept(("frequency", batch), lambda: self._frequency(batch))
-        return frequency_I
-
-    def _frequency(self, batch: float) -> np.ndarray:
         largest, f_I = self.frequencies[-1]
         if batch >= largest:
             beyond: np.ndarray = 1 - (1 - f_I) ** (batch / largest)
@@ -176,12 +185,6 @@ class ModelShape:
     kv_dtype: str = "float32"
     activations: tuple[int, int] = (0, 0)
 
-    @cached_property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights, including neurons that seldom fire."""
-        layers = sum(y.intermediate * y.neuron_bytes + y.predictor_bytes + y.attention_bytes for y in self.layers)
-        return layers + self.head_bytes
-
     @property
     def slots(self) -> int:
         """Slots of the model in a store."""
@@ -202,7 +205,7 @@ class ModelShape:
 
         ``kv`` is for ``batch`` sequences of ``context`` tokens. ``token`` is 0, ``total`` the sum of all parts.
         """
-        entries = [layer.kept("entry", partial(layer.entry, 0)) for layer in self.layers]
+        entries = [layer.entry(0) for layer in self.layers]
         staging, tables, _ = engine_bytes(entries, config)
         place = self.place_bytes
         made = Budget(

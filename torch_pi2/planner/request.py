@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from torch_pi2.decode.decoder import VERIFIED
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.formats import has_two_formats
-from torch_pi2.planner.cost import Cost, step_cost, without_gpu
+from torch_pi2.planner.cost import step_ms, without_gpu
 from torch_pi2.planner.model_shape import ModelShape
-from torch_pi2.types.machine_plan import Bucket
+from torch_pi2.types.budget import Budget
 from torch_pi2.types.offload import OffloadConfig
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ Counts = tuple[int, ...]
 
 @dataclass
 class Request:
-    """What is planned for; see :func:`plan_for`. ``miss_share``: see :func:`torch_pi2.planner.cost.step_cost`."""
+    """What is planned for; see :func:`torch_pi2.planner.for_machine.plan_for`."""
 
     shape: ModelShape
     hardware: Hardware
@@ -44,9 +43,8 @@ class Request:
     context: int = 1024
     min_recall: float | None = None
     fixed_hot_set: bool = False
-    miss_share: float = 1.0
     _slots: dict[int, int] = field(default_factory=dict, init=False, repr=False)
-    _costs: dict[Any, Cost] = field(default_factory=dict, init=False, repr=False)
+    _steps: dict[Any, dict[str, float]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.batches or not all(type(b) is int and b >= 1 for b in self.batches):
@@ -63,7 +61,7 @@ class Request:
         return self.hardware if self.accelerator_bytes else without_gpu(self.hardware)
 
     @cached_property
-    def offload(self) -> dict[str, Any]:
+    def offload(self) -> OffloadConfig:
         return read_settings(self.shape, self.hardware)
 
     @property
@@ -71,30 +69,19 @@ class Request:
         """Batch sizes that have the same hot neurons."""
         return [tuple(self.batches)] if self.fixed_hot_set else [(batch,) for batch in self.batches]
 
-    @cached_property
-    def read_ms(self) -> float:
-        """Milliseconds of one more slot that is read while others are, with computing beside it; 0 in memory."""
-        us = _read_us(self.shape, self.hardware, self.shape.place_bytes) if self.stored else 0.0
-        return us * self.hardware.interference.read_while_computing / 1e3
-
-    @cached_property
-    def stream_share(self) -> float:
-        """The time of a slot that is one of many in a row, in that of a slot anywhere."""
-        run = _LONGEST_RUN // self.shape.place_bytes * self.shape.place_bytes
-        stream_us = self.hardware.reads.stream_us(run) * self.shape.place_bytes / max(1, run)
-        return min(1.0, stream_us / _read_us(self.shape, self.hardware, self.shape.place_bytes))
-
     def smallest(self) -> int:
         """The smallest budget that is enough for every batch size: all but neurons, which are then read from flash."""
-        config = OffloadConfig(**self.offload)
-        return max(self.shape.budget(0, batch=b, context=self.context, config=config).smallest for b in self.batches)
+        return max(self._empty(batch).smallest for batch in self.batches)
+
+    def _empty(self, batch: int) -> Budget:
+        return self.shape.budget(0, batch=batch, context=self.context, config=self.offload)
 
     def slots(self, batch: int) -> int:
         """Slots of the cache that the budget leaves."""
         if self.budget_bytes is None:
             return self.shape.slots
         if batch not in self._slots:
-            empty = self.shape.budget(0, batch=batch, context=self.context, config=OffloadConfig(**self.offload))
+            empty = self._empty(batch)
             room = (self.budget_bytes - empty.smallest) // empty.in_slots(1)
             self._slots[batch] = max(0, min(self.shape.slots, room))
         return self._slots[batch]
@@ -102,29 +89,22 @@ class Request:
     def cache_bytes(self, batch: int) -> int:
         return self.slots(batch) * self.shape.place_bytes if self.stored else 0
 
-    def cost(self, batch: int, hot: Counts, accelerator: Counts = (), resident: Counts = ()) -> Cost:
-        """A step, predicted. Answers are kept."""
-        key = (batch, hot, accelerator, resident)
-        if key not in self._costs:
-            self._costs[key] = self._cost(*key)
-        return self._costs[key]
-
-    def _cost(
-        self, batch: int, hot: Counts, accelerator: Counts, resident: Counts, sequences: int | None = None
-    ) -> Cost:
-        return step_cost(
-            self.shape,
-            self.used,
-            batch=batch,
-            hot=hot,
-            accelerator=accelerator or None,
-            resident=resident or None,
-            cache_bytes=self.cache_bytes(sequences or batch) if self.stored else None,
-            context=self.context,
-            offload=self.offload,
-            sequences=sequences,
-            miss_share=self.miss_share,
-        )
+    def step(self, batch: int, hot: Counts, accelerator: Counts = ()) -> dict[str, float]:
+        """Predicted milliseconds of a step, by part. Answers are kept."""
+        key = (batch, hot, accelerator)
+        if key not in self._steps:
+            self._steps[key] = step_ms(
+                self.shape,
+                self.used,
+                batch=batch,
+                context=self.context,
+                hot=hot,
+                accelerator=accelerator,
+                resident=self.resident(batch, accelerator),
+                cache_bytes=self.cache_bytes(batch) if self.stored else None,
+                offload=self.offload,
+            )
+        return self._steps[key]
 
     def resident(self, batch: int, accelerator: Counts) -> Counts:
         """By layer, neurons that never leave the cache: an equal share of each layer, in whole clusters."""
@@ -135,30 +115,9 @@ class Request:
             min(int(share * y.slots) * y.cluster, (y.intermediate - n) // y.cluster * y.cluster) for y, n in pairs
         )
 
-    def best_cost(self, batch: int, hot: Counts, accelerator: Counts = ()) -> tuple[Cost, Counts]:
-        """A step with the usual resident neurons, or with none where that is faster (beside an accelerator)."""
-        resident = self.resident(batch, accelerator)
-        cost, none = self.cost(batch, hot, accelerator, resident), (0,) * len(resident)
-        if accelerator and (free := self.cost(batch, hot, accelerator, none)).total_ms < cost.total_ms:
-            return free, none
-        return cost, resident
 
-    def pass_steps(self, bucket: Bucket) -> dict[int, float]:
-        """By number of tokens that one sequence verifies together: the time of such a pass, in steps of one token.
-
-        A pass reads what any of its tokens wants. How often that is comes from tokens of different texts in the
-        statistics; tokens of one text share more, so the time is an upper bound. Nothing is said of hardware that
-        nobody measured: published figures do not tell what several tokens take. See docs/SPECULATION.md.
-        """
-        if self.hardware.source != "measured":
-            return {}
-        of = (bucket.hot, bucket.accelerator if self.accelerator_bytes else (), bucket.resident)
-        ms = {tokens: self._cost(tokens, *of, sequences=1).total_ms for tokens in range(1, VERIFIED + 1)}
-        return {tokens: ms[tokens] / ms[1] for tokens in range(2, VERIFIED + 1)}
-
-
-def read_settings(shape: ModelShape, hardware: Hardware) -> dict[str, Any]:
-    """Settings of :class:`torch_pi2.OffloadConfig` for a store of ``shape`` on the drive of ``hardware``.
+def read_settings(shape: ModelShape, hardware: Hardware) -> OffloadConfig:
+    """How a store of ``shape`` is read from the drive of ``hardware``.
 
     * ``io_threads``: the queue depth that gives most reads of a slot. ``in_flight``: no more chunks than reads.
     * ``run_bytes``: the shortest power of two from 64 KiB on with 90 % of the bandwidth of 1 MiB.
@@ -173,14 +132,12 @@ def read_settings(shape: ModelShape, hardware: Hardware) -> dict[str, Any]:
     speed = {size: size / us[size] for size in us if size >= 1 << 16}
     run = next(size for size in sorted(speed) if speed[size] >= _ENOUGH * max(speed.values()))
     depth = hardware.reads.best_depth(slot, shape.store_bytes)
-    return {
-        "policy": default.policy,
-        "io_threads": depth,
-        "in_flight": max(2, min(default.in_flight, depth)),
-        "run_bytes": max(run, slot),
-        "gap_bytes": min(_LONGEST_GAP, gap // _SECTOR * _SECTOR),
-        "lookahead": default.lookahead,
-    }
+    return OffloadConfig(
+        io_threads=depth,
+        in_flight=max(2, min(default.in_flight, depth)),
+        run_bytes=max(run, slot),
+        gap_bytes=min(_LONGEST_GAP, gap // _SECTOR * _SECTOR),
+    )
 
 
 def _read_us(shape: ModelShape, hardware: Hardware, size: int) -> float:

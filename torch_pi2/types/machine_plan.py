@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from torch_pi2.base.fields import Field, Limits, from_json, limited, shown, to_json
+from torch_pi2.base.fields import Field, Limits, from_json, limited, to_json
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.types.offload import OffloadConfig
 
@@ -80,8 +80,6 @@ class HardwarePlan:
         offload: settings of :class:`torch_pi2.OffloadConfig`, of ``OFFLOAD_SETTINGS``.
         threads: by role, of ``THREAD_ROLES``.
         cluster: neurons in a slot of the store, as it is or should be packed.
-        passes: by number of tokens of one sequence that are verified together, predicted time in steps of one token;
-            empty: no prediction.
     """
 
     made_for: Mapping[str, Any]
@@ -93,11 +91,6 @@ class HardwarePlan:
     offload: Mapping[str, Any] = field(default_factory=dict)
     threads: Mapping[str, int] = field(default_factory=dict)
     cluster: int = limited(1, default=1)
-    passes: Mapping[int, float] = limited(optional=True, default_factory=dict)
-
-    def guess_costs(self) -> dict[int, float]:
-        """By number of guesses that a pass verifies: what each costs, in plain steps."""
-        return {tokens - 1: max(0.0, steps - 1) / (tokens - 1) for tokens, steps in self.passes.items()}
 
     def bucket(self, batch: int) -> Bucket:
         """The smallest for at least so many sequences; the largest if none is."""
@@ -114,7 +107,6 @@ class HardwarePlan:
             bucket["ms"] = {part: round(ms, 4) for part, ms in bucket["ms"].items()}
         for name in ("made_for", "offload", "threads"):
             data[name] = dict(sorted(data[name].items()))
-        data["passes"] = {str(tokens): round(steps, 4) for tokens, steps in sorted(self.passes.items())}
         return data
 
     @staticmethod
@@ -127,9 +119,11 @@ class HardwarePlan:
         Raises:
             ArtifactError: a field is missing or wrong, or a layer cannot do what the plan says.
         """
+        if isinstance(data, dict):
+            data = {name: value for name, value in data.items() if name != "passes"}  # older plans have it
         plan = from_json(HardwarePlan, data, f"{where}, hardware", _FIX)
         _check(plan, Field(data, f"{where}, hardware", _FIX), layers)
-        return replace(plan, passes={int(tokens): steps for tokens, steps in plan.passes.items()})
+        return plan
 
 
 #: Key, least and most neurons of a layer.
@@ -155,9 +149,6 @@ def _check(plan: HardwarePlan, data: Field, layers: Bounds) -> None:
             fields.at("resident").wrong("0 where everything is in memory", sum(bucket.resident))
     _check_counts(data.at("prompt").at("dense_from"), [(key, 0, 1 << 30) for key, _, _ in layers])
     data.at("threads").names((), THREAD_ROLES)
-    for tokens in data.at("passes", {}).names(allowed=None):
-        if not (tokens.isascii() and tokens.isdigit() and tokens[0] != "0" and 2 <= int(tokens[:9]) == int(tokens)):
-            data.at("passes").wrong("numbers of tokens, 2 or more, as names", shown(tokens))
     settings = data.at("offload")
     try:
         OffloadConfig(**settings.names((), OFFLOAD_SETTINGS))
