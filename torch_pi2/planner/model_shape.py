@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from torch_pi2.types.stats import ActivationStats
 
 
-T, L = TypeVar("T"), TypeVar("L", bound="LayerShape")
+T = TypeVar("T")
+L = TypeVar("L", bound="LayerShape")
 
 
 def numbers(kernel: str, nbytes: float) -> float:
