@@ -29,7 +29,7 @@ from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.of_model import homes
 from torch_pi2.machine import process as machine
 from torch_pi2.rewrite.state import get_state
-from torch_pi2.store.shapes import build_config
+from torch_pi2.store.synthetic import build_config
 from torch_pi2.types.site import FFNSite, LinearRef
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.tables import read
-from torch_pi2.base.extras import missing_package
 from torch_pi2.base.files import atomic_write
+from torch_pi2.base.package import missing_package
 from torch_pi2.errors import ArtifactError
 
 RESULTS = Path(__file__).parent / "results"

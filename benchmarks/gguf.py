@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.words import END, END_ID, MERGES
-from torch_pi2.base.extras import missing_package
+from torch_pi2.base.package import missing_package
 from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
 
 #: Hugging Face model types and llama.cpp's name for the same computation.

@@ -23,10 +23,10 @@ from benchmarks.gguf import write_gguf
 from benchmarks.peer import Peer
 from benchmarks.subject import WORK
 from benchmarks.tables import Result, Table, at, named, ranged
-from torch_pi2.base.extras import missing_package
+from torch_pi2.base.package import missing_package
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
-from torch_pi2.store.shapes import build_config
+from torch_pi2.store.synthetic import build_config
 
 #: Name -> code of llama.cpp's quantiser (``llama_ftype``).
 TYPES = {"q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k_s": 14, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}

@@ -31,9 +31,9 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.machine.device import find_device
 from torch_pi2.observe.trace import check_path
 from torch_pi2.ops import load
-from torch_pi2.store.firing import TOPIC_TOKENS
 from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.storefile import STORE_FILE
+from torch_pi2.store.synthetic import TOPIC_TOKENS
 from torch_pi2.types.offload import OffloadConfig
 
 _log = logging.getLogger("torch_pi2")

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
-from torch_pi2.base.extras import how_to_install
+from torch_pi2.base.package import how_to_install
 from torch_pi2.errors import LibraryMissingError, Pi2Error
 
 #: A round of (tokens of the prompt, tokens of the answer, sequences).

@@ -20,7 +20,7 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     ranks, reduction, and address and port of the first; all of them are asked the same at the same time.
 
     A round without a prompt continues the last one. The inputs are drawn tokens, not the model's own (``said`` of a
-    round; :class:`~torch_pi2.store.firing.TokenStream`).
+    round; :class:`~torch_pi2.store.synthetic.TokenStream`).
     """
     if settings.get("cap"):
         cap.join(settings["cap"])
@@ -39,7 +39,7 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
     from torch_pi2.observe.steps import timed_steps
     from torch_pi2.observe.trace import trace
     from torch_pi2.ops import load as load_library
-    from torch_pi2.store.firing import TokenStream
+    from torch_pi2.store.synthetic import TokenStream
     from torch_pi2.types.offload import OffloadConfig
 
     torch.set_num_threads(settings["threads"])

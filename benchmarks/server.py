@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peer import PeerError, ended
-from torch_pi2.base.extras import how_to_install
+from torch_pi2.base.package import how_to_install
 from torch_pi2.errors import LibraryMissingError
 
 #: Seconds that a server may take to load its model.

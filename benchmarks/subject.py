@@ -16,10 +16,9 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.rewrite.skeleton import model_config
 from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.parts import Parts
-from torch_pi2.store.shapes import SHAPES
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
-from torch_pi2.types.budget import Budget
-from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.store.synthetic import SHAPES
+from torch_pi2.types.offload import Budget, OffloadConfig
 
 #: Where folders are made and kept for the next time.
 WORK = Path("work") / "bench"

@@ -10,7 +10,7 @@ that needs it.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torch_pi2.base.version import __version__
+from torch_pi2.base.package import __version__
 from torch_pi2.errors import Pi2Error
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from typing import Any, TypeVar, Unpack
 import torch
 from torch import nn
 
-from torch_pi2.base.arguments import checked
 from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.evaluating import evaluating, fresh_settings
-from torch_pi2.base.mapped import is_mapped
+from torch_pi2.base.fields import checked
+from torch_pi2.base.memory import is_mapped
 from torch_pi2.decode import hf_generate
 from torch_pi2.decode.plan_controller import follow, stop_following
 from torch_pi2.distributed.ranks import Ranks, shared_folder

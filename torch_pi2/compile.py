@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.fields import argument
-from torch_pi2.base.warn import warn_once
+from torch_pi2.base.progress import warn_once
 from torch_pi2.distributed.group import groups
 from torch_pi2.errors import ConfigError, DeviceError, DtypeError, NonFiniteError, StaleArtifactError
 from torch_pi2.graph.match import Match, Projection, match_ffns

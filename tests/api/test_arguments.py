@@ -12,7 +12,7 @@ import torch
 from tiny_models import tiny
 
 import torch_pi2
-from torch_pi2.base.arguments import checked
+from torch_pi2.base.fields import checked
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.errors import ConfigError
 

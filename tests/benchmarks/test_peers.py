@@ -22,7 +22,7 @@ from benchmarks.serve import Requests, percentile
 from benchmarks.server import Server
 from benchmarks.words import END_ID, save_tokenizer, text, vocabulary
 from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
-from torch_pi2.store.shapes import SHAPES, build_config
+from torch_pi2.store.synthetic import SHAPES, build_config
 
 
 def needs(*packages: str) -> Any:

@@ -19,8 +19,8 @@ from torch_pi2.graph.find import find_sites
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.predict.lowrank import LowRank
+from torch_pi2.types.method import PredictorCard
 from torch_pi2.types.plan import Plan
-from torch_pi2.types.predictor import PredictorCard
 
 IDS = torch.arange(3, 19).view(2, 8)
 KEYS = ["model.layers.0.mlp", "model.layers.1.mlp"]

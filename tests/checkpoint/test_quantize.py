@@ -37,8 +37,8 @@ from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.profiling.text import stdlib_text
 from torch_pi2.rewrite.linears import find_linears
 from torch_pi2.rewrite.skeleton import skeleton
+from torch_pi2.types.method import PredictorCard
 from torch_pi2.types.plan import Plan
-from torch_pi2.types.predictor import PredictorCard
 from torch_pi2.types.site import FFNSite
 
 Tensors = dict[str, torch.Tensor]

@@ -18,7 +18,7 @@ from torch_pi2.ops.rows import values
 from torch_pi2.predict.file import load_predictors
 from torch_pi2.predict.lowrank import LowRankRows
 from torch_pi2.predict.signbit import SignBit
-from torch_pi2.store.firing import (
+from torch_pi2.store.synthetic import (
     LOCALITY,
     TOPIC_IDS,
     TOPIC_TOKENS,

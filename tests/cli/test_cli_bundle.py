@@ -20,7 +20,7 @@ from tiny_bundle import ROOM, shared_bundle, write_manifest
 
 import torch_pi2
 from torch_pi2 import cli
-from torch_pi2.base.extras import how_to_install
+from torch_pi2.base.package import how_to_install
 from torch_pi2.cli import doctor
 from torch_pi2.errors import LibraryMissingError
 from torch_pi2.export import api, describe

@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
 import torch_pi2.compile as compile_module
-from torch_pi2.base import warn
+from torch_pi2.base import progress as warn
 from torch_pi2.rewrite.rewrite import restore, rewrite
 from torch_pi2.types.plan import weights_hash
 

@@ -20,8 +20,7 @@ from torch_pi2.decode.budget import room_for_compiling
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.prompt import chunks_of_prompt
-from torch_pi2.types.budget import PIECE_TOKENS, Budget
-from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.offload import PIECE_TOKENS, Budget, OffloadConfig
 
 #: What the system rounds up to where it charges a group, and tables of pages.
 _MARGIN = 4 << 20

@@ -20,8 +20,8 @@ import torch_pi2
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.distributed.pipeline_parallel import _count_tokens, _returns_one, connect_stages, remove_other_blocks
 from torch_pi2.errors import ArtifactError, UnsupportedModelError
-from torch_pi2.store.shapes import SHAPES
 from torch_pi2.store.storefile import StoreReader
+from torch_pi2.store.synthetic import SHAPES
 from torch_pi2.types.shard import Shard, ShardLayer
 
 #: Each of several processes has one, too.

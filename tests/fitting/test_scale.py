@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import torch_pi2
 from torch_pi2.base.files import locked
-from torch_pi2.base.mapped import is_mapped
+from torch_pi2.base.memory import is_mapped
 from torch_pi2.errors import ArtifactError, DtypeError, StaleArtifactError
 from torch_pi2.fitting import search, train
 from torch_pi2.fitting.fit import fit, fit_layers

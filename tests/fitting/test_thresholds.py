@@ -33,9 +33,8 @@ from torch_pi2.observe import counters
 from torch_pi2.profiling.data import Batch, batches, split
 from torch_pi2.report.collect import collect
 from torch_pi2.report.plots import plots
-from torch_pi2.types.loss_curve import LossCurve
 from torch_pi2.types.plan import Plan
-from torch_pi2.types.stats import ActivationStats
+from torch_pi2.types.stats import ActivationStats, LossCurve
 
 QUICK = {"calibration_tokens": 4000, "seq_len": 32}
 

@@ -16,7 +16,7 @@ from torch_pi2.errors import CalibrationError, ConfigError, DeviceError, NoFFNFo
 from torch_pi2.graph import FFNSite, find_sites
 from torch_pi2.graph.activation import identify
 from torch_pi2.graph.capture import capture
-from torch_pi2.types.formula import Formula
+from torch_pi2.types.site import Formula
 
 X_BTH = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
 

@@ -12,8 +12,7 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.decode.kv_cache import cache_name, cache_of
-from torch_pi2.types.budget import Budget
-from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.offload import Budget, OffloadConfig
 
 IDS = torch.arange(1, 25).reshape(2, 12)
 

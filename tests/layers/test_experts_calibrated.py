@@ -38,7 +38,7 @@ from torch_pi2.rewrite.linears import Storage
 from torch_pi2.rewrite.rewrite import rewrite
 from torch_pi2.rewrite.state import SparseState
 from torch_pi2.types.config import Config
-from torch_pi2.types.predictor import PredictorCard
+from torch_pi2.types.method import PredictorCard
 
 SMOOTH: dict[str, dict[str, Any]] = {
     "Mixtral": {"hidden_act": "silu"},

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from torch_pi2.base.extras import how_to_install
+from torch_pi2.base.package import how_to_install
 from torch_pi2.cli import doctor
 
 ROOT = Path(__file__).parents[2]
 TEXT = {".py", ".md", ".cc", ".h", ".kt", ".sh", ".txt", ".cmake", ".pro", ""}
 #: Where extras of this package are declared, and where this is tested.
-ALLOWED = {"pyproject.toml", "tests/project/test_extras.py", "torch_pi2/base/extras.py"}
+ALLOWED = {"pyproject.toml", "tests/project/test_extras.py", "torch_pi2/base/package.py"}
 
 
 def test_nothing_asks_an_index_for_this_package() -> None:

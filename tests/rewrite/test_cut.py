@@ -23,7 +23,7 @@ from torch_pi2.graph.find import search
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import replacement_of, sparse_layers
 from torch_pi2.observe import counters
-from torch_pi2.types.formula import Formula
+from torch_pi2.types.site import Formula
 
 IDS = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
 TEXT = torch.randint(3, VOCAB, (16, 16), generator=torch.Generator().manual_seed(1))

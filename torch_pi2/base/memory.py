@@ -1,14 +1,21 @@
-"""Memory for weights, and freed memory back to the system."""
+"""Memory for weights: fresh from the system, given back to it, or mapped from files.
+
+Pages of a mapped file count as memory of the process from their first use on. Letting go of them loses nothing: they
+are read again where they are used again.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import math
 import mmap
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 HUGE_PAGE_BYTES = 2 << 20
 #: glibc's numbers of the settings, and the size from which on what is freed goes back at once.
@@ -57,3 +64,73 @@ def trim() -> None:
     """Give back whole pages that are free: smaller blocks (keys and values that grow, activations) leave many."""
     if hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(0)
+
+
+class MappedFile:
+    """A file as memory.
+
+    Args:
+        file: descriptor, which may be closed afterwards. shared: what is written to the memory is written to the file.
+
+    Raises:
+        OSError: it cannot be mapped.
+    """
+
+    def __init__(self, file: int, *, shared: bool = False) -> None:
+        # no reserve: nothing is written to a private one, so that it needs no memory whatever its size
+        flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+        self._map = mmap.mmap(file, 0, flags=flags)
+        self._start = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, at: int) -> torch.Tensor:
+        """The tensor at byte ``at``; the file stays mapped as long as any such tensor lives."""
+        return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=at).view(shape)
+
+    def let_go(self, tensor: torch.Tensor) -> None:
+        """Of what it has of ``tensor``, if that is in it."""
+        at = tensor.data_ptr() - self._start
+        if not 0 <= at < len(self._map):
+            return
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) * tensor.itemsize
+        page = at % mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, at - page, page + last + tensor.itemsize)
+
+
+#: Of models whose weights are in files, those.
+_FILES: WeakKeyDictionary[nn.Module, list[MappedFile]] = WeakKeyDictionary()
+
+
+def set_mapped(model: nn.Module, files: list[MappedFile]) -> None:
+    """Say that weights of ``model`` are in ``files``."""
+    _FILES[model] = files
+
+
+def is_mapped(model: Any) -> bool:
+    """Whether any weights of ``model`` are mapped from files."""
+    return isinstance(model, nn.Module) and model in _FILES
+
+
+def let_go(model: Any, tensors: Iterable[torch.Tensor | None]) -> None:
+    """Of memory that ``tensors``, weights of ``model``, take here, if they are in a file."""
+    for tensor in tensors if is_mapped(model) else ():
+        if tensor is not None and tensor.numel():
+            for file in _FILES[model]:
+                file.let_go(tensor)
+
+
+@contextmanager
+def letting_go(model: nn.Module) -> Iterator[None]:
+    """While ``model`` runs, each of its modules lets go of its weights, if they are in files, once it was called."""
+    hooks: list[Any] = []
+
+    def after(own: list[nn.Parameter]) -> Any:
+        return lambda *_: let_go(model, own)
+
+    for module in model.modules() if is_mapped(model) else ():
+        if own := list(module.parameters(recurse=False)):
+            hooks.append(module.register_forward_hook(after(own)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

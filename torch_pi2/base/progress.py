@@ -1,4 +1,4 @@
-"""Progress of long operations: a bar in a terminal; elsewhere a log line as each phase begins.
+"""Progress of long operations: a bar in a terminal, elsewhere a log line as each phase begins; and warnings given once.
 
 The command line shows these lines on standard error; a program that uses the library sees them if it wants to
 (``logging.getLogger("torch_pi2.progress")``, level INFO).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,3 +47,21 @@ def lines(prefix: str, wanted: bool = True) -> Iterator[None]:
         _log.removeHandler(handler)
         _log.setLevel(before[0])
         _log.propagate = before[1]
+
+
+_said: set[str] = set()
+
+
+def log_once(message: str) -> bool:
+    """Log ``message``, the first time; whether it was."""
+    if message in _said:
+        return False
+    _said.add(message)
+    logging.getLogger("torch_pi2").warning(message)
+    return True
+
+
+def warn_once(message: str) -> None:
+    """The same, and a UserWarning of the caller's caller."""
+    if log_once(message):
+        warnings.warn(f"torch_pi2: {message}", stacklevel=3)

@@ -23,8 +23,7 @@ import torch
 from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import shown
 from torch_pi2.base.files import claimed, not_written
-from torch_pi2.base.mapped import MappedFile
-from torch_pi2.base.memory import new_tensor
+from torch_pi2.base.memory import MappedFile, new_tensor
 from torch_pi2.base.progress import bar
 from torch_pi2.base.reading import ROOM_BYTES, open_file, parse
 from torch_pi2.errors import ArtifactError, ConfigError

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.fields import checked
 from torch_pi2.base.files import atomic_write, replacing_folder
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.foreign import of_model, open_folder
@@ -22,7 +22,7 @@ from torch_pi2.formats import IMPORT_NEURONS
 from torch_pi2.ops import load as load_library
 from torch_pi2.rewrite.skeleton import skeleton
 from torch_pi2.store.folder import check_replaceable, check_separate, read_config
-from torch_pi2.store.tokenizer import has_tokenizer
+from torch_pi2.store.trust import has_tokenizer
 
 
 @checked

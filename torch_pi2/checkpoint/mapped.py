@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from torch_pi2.base.arguments import checked
 from torch_pi2.base.dtypes import dtype_name
+from torch_pi2.base.fields import checked
 from torch_pi2.base.files import not_written
-from torch_pi2.base.mapped import MappedFile, set_mapped
+from torch_pi2.base.memory import MappedFile, set_mapped
 from torch_pi2.base.progress import bar
 from torch_pi2.base.tensorfile import Spec
 from torch_pi2.checkpoint.placing import Stored, refs_of

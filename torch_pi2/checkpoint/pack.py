@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.fields import checked
 from torch_pi2.base.files import replacing_folder
+from torch_pi2.base.package import __version__
 from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.base.tensorfile import TensorWriter
-from torch_pi2.base.version import __version__
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.quantize import copy_small_files, float_neurons, quantize
 from torch_pi2.distributed.partition import check_ranks, partition_layers, partition_neurons

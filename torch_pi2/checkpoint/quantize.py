@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.arguments import checked
 from torch_pi2.base.dtypes import DTYPES, dtype_name
 from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.fields import checked
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.checkpoint.calibrated import rows_of_checkpoint
 from torch_pi2.checkpoint.card import keep_card

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from torch_pi2.base.arguments import checked
 from torch_pi2.base.dtypes import stands_for_another
 from torch_pi2.base.evaluating import fresh_settings
-from torch_pi2.base.extras import how_to_install
-from torch_pi2.base.fields import shown
+from torch_pi2.base.fields import checked, shown
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.offloaded import OffloadedParameter
+from torch_pi2.base.package import how_to_install
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.dense import load_dense as dense_of_quantised
 from torch_pi2.checkpoint.gguf.cached import cached_import

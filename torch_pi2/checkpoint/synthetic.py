@@ -1,7 +1,7 @@
 """``torch_pi2.synthetic``: writes a checkpoint with random weights and the sizes of a real model.
 
 For speed, never for quality. The feed-forward neurons fire as often as the papers measure
-(:mod:`torch_pi2.store.firing`): every embedding row is a fixed direction d of +-1 plus as much noise, the blocks add
+(:mod:`torch_pi2.store.synthetic`): every embedding row is a fixed direction d of +-1 plus as much noise, the blocks add
 little to it, and norms pass it on. So every layer sees ``(d + n) / sqrt(2)``, with noise n that is another for every
 token.
 """
@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from torch_pi2.base.arguments import checked
 from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.fields import checked
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.card import keep_card
@@ -29,9 +29,18 @@ from torch_pi2.formats import FLOATS, QUANTIZED, row_bytes
 from torch_pi2.graph.experts import expert_sites
 from torch_pi2.ops import load as load_library
 from torch_pi2.predict.file import FittedPredictors, save_predictors
-from torch_pi2.store.firing import LOCALITY, RESIDUAL, GateMaker, direction, embedding_noise, power_law, random_rows
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, declare
-from torch_pi2.store.shapes import CLASSES, build_config
+from torch_pi2.store.synthetic import (
+    CLASSES,
+    LOCALITY,
+    RESIDUAL,
+    GateMaker,
+    build_config,
+    direction,
+    embedding_noise,
+    power_law,
+    random_rows,
+)
 from torch_pi2.store.weights import WEIGHTS_FILE, metadata, neuron_specs
 from torch_pi2.types.config import Config
 from torch_pi2.types.method import PREDICTED, Method
@@ -70,15 +79,15 @@ def synthetic(
     all is float. Layers are ReGLU, or SwiGLU with ``active=1``.
 
     Args:
-        shape: a name in ``torch_pi2.store.shapes.SHAPES``, or configuration values with ``model_type`` llama, mistral,
-            qwen2, mixtral, qwen3_moe or olmoe. Routers of experts choose all of them about equally often.
+        shape: a name in ``torch_pi2.store.synthetic.SHAPES``, or configuration values with ``model_type`` llama,
+            mistral, qwen2, mixtral, qwen3_moe or olmoe. Routers of experts choose all of them about equally often.
         active: mean share of neurons that fire for a token, in every layer. 1: all of them, as in SwiGLU, without a
             predictor (``predictor=None``).
         weights: ``int4``, ``int8``, or ``float32``, ``bfloat16`` or ``float16``, which quantise nothing.
         predictor: ``lowrank`` (of ``rank``, in ``predictor_weights``), ``signbit``, or None for the exact gate.
         hot_frequency: neurons that fire for at least this share of tokens are hot (default: that of Config).
         layers: another number of layers than the shape's.
-        locality: part of the noise that tokens of one topic share (:mod:`torch_pi2.store.firing`); 0: none.
+        locality: part of the noise that tokens of one topic share (:mod:`torch_pi2.store.synthetic`); 0: none.
         distinct_layers: feed-forward weights are made for so many layers; the others are copies of them, each stored
             separately, which gives the size and the reads of the whole model in less time.
 

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_pi2.base.extras import missing_package
 from torch_pi2.base.fields import shown
+from torch_pi2.base.package import missing_package
 from torch_pi2.base.progress import phase
 from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.base.units import percent as percent
@@ -577,7 +577,7 @@ def _check_gpu(args: argparse.Namespace, wanted: str, dense: bool) -> None:
 
 
 def load_tokenizer(args: argparse.Namespace) -> Any:
-    from torch_pi2.store.tokenizer import has_tokenizer
+    from torch_pi2.store.trust import has_tokenizer
 
     folder, expected = Path(args.model), "files of a Hugging Face tokenizer"
     if folder.is_dir() and not has_tokenizer(folder):

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.base.extras import how_to_install
+from torch_pi2.base.package import how_to_install
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError, LibraryMissingError, Pi2Error, VersionError
 

@@ -75,7 +75,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _set_batch(args: argparse.Namespace) -> None:
     """Set the default of ``--batch-size``, and ``context``. Raises ConfigError: they do not fit into a budget."""
-    from torch_pi2.types.budget import PIECE_TOKENS
+    from torch_pi2.types.offload import PIECE_TOKENS
 
     most = _WINDOWS if args.budget is None else min(_WINDOWS, PIECE_TOKENS // args.window)
     given = f" --batch-size {args.batch_size}" if (args.batch_size or 1) > 1 else ""

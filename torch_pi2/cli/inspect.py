@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch_pi2.cli import common, verdict
 from torch_pi2.cli.inspect_bundle import describe_bundle, render_bundle
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
-from torch_pi2.types.loss_curve import LossCurve
+from torch_pi2.types.stats import LossCurve
 
 if TYPE_CHECKING:
     from torch_pi2.predict.file import FittedPredictors

@@ -72,7 +72,7 @@ class Version(argparse.Action):
         import platform
         from importlib import metadata
 
-        from torch_pi2.base.version import __version__
+        from torch_pi2.base.package import __version__
 
         try:
             torch = metadata.version("torch")

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
         import torch_pi2.serve.app  # noqa: F401
     except ImportError as error:
-        from torch_pi2.base.extras import missing_package
+        from torch_pi2.base.package import missing_package
 
         raise missing_package("fastapi, uvicorn and prometheus-client", "serve", error) from error
     from torch_pi2.base.units import parse_bytes

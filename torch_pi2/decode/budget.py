@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.arguments import checked
+from torch_pi2.base.fields import checked
 from torch_pi2.base.memory import give_back_freed_memory
 from torch_pi2.base.units import mebibytes, parse_bytes
 from torch_pi2.errors import ConfigError
@@ -25,9 +25,8 @@ from torch_pi2.ops.constants import chunk_neurons, constants, lists
 from torch_pi2.rewrite.state import ModelState, store_and_budget, store_of
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.store.superblock import SECTOR, LayerEntry
-from torch_pi2.types.budget import PIECE_TOKENS, SLOT_BYTES, Budget
 from torch_pi2.types.method import PREDICTED
-from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.offload import PIECE_TOKENS, SLOT_BYTES, Budget, OffloadConfig
 from torch_pi2.types.plan import LayerPlan, Plan
 
 _log = logging.getLogger("torch_pi2")
@@ -116,7 +115,7 @@ def stats(model: nn.Module, *, reset: bool = False) -> Stats:
         :meth:`Store.stats`, and:
         ``hit_rate``: share of the wanted neurons that were in the cache (None for the engine ``mmap``, which has none);
         ``wait_share``: share of the time of compute threads in layers that was spent waiting for neurons;
-        ``budget``: a :class:`~torch_pi2.types.budget.Budget`; ``store``: the :class:`Store`;
+        ``budget``: a :class:`~torch_pi2.types.offload.Budget`; ``store``: the :class:`Store`;
         ``simulated``: whether reads are as slow as a described device's (``late`` of them took longer).
         As long as nothing was generated, ``generated`` is False and rates are None.
 

@@ -15,9 +15,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from torch_pi2.base.arguments import checked
 from torch_pi2.base.dtypes import dtype_name
-from torch_pi2.base.fields import argument
+from torch_pi2.base.fields import argument, checked
 from torch_pi2.decode.attention import adds_masks, masks_of, packed_attention
 from torch_pi2.decode.broadcast import announce, broadcast_call, check_coordinated, coordinator_of, group_of
 from torch_pi2.decode.budget import room_for_compiling

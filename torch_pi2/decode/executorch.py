@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from torch_pi2.base.extras import how_to_install
+from torch_pi2.base.package import how_to_install
 from torch_pi2.errors import ConfigError, LibraryMissingError, VersionError, parse_core_error
 from torch_pi2.ops.library import library_path
 

@@ -17,16 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.arguments import checked
 from torch_pi2.base.dtypes import dtype_name
-from torch_pi2.base.fields import argument, shown
+from torch_pi2.base.fields import argument, checked, shown
 from torch_pi2.decode.decoder import Decoder, check_vocabulary
 from torch_pi2.decode.decoder_pool import decoder_for
 from torch_pi2.decode.hf_generate import pool_of
 from torch_pi2.decode.sequence import GeneratedSequence, Sampling, decode_loop, pick
 from torch_pi2.decode.speculate import MOST_DRAFTED, Assistant, Drafts, Pace, PromptLookup, speculate
 from torch_pi2.errors import ConfigError, ShapeError
-from torch_pi2.store.tokenizer import tokenizer_of
+from torch_pi2.store.trust import tokenizer_of
 
 _log = logging.getLogger("torch_pi2")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.arguments import checked
+from torch_pi2.base.fields import checked
 from torch_pi2.decode.broadcast import BROADCAST_CALLS, coordinator_of, group_of
 from torch_pi2.decode.decoder import Decoder, check_vocabulary
 from torch_pi2.distributed.coordinator import Call, Coordinator, LocalPart, follow

@@ -19,8 +19,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.fields import checked
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import called_modules, homes, sparse_layers

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from torch_pi2.base.offloaded import OffloadedParameter
-from torch_pi2.base.warn import log_once
+from torch_pi2.base.progress import log_once
 from torch_pi2.decode.attention import NAME
 from torch_pi2.layers.gpu import on_gpu
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from torch_pi2.base.fields import Field
+from torch_pi2.base.package import __version__
 from torch_pi2.base.reading import parse
-from torch_pi2.base.version import __version__
 from torch_pi2.distributed.group import Group
 from torch_pi2.distributed.pipeline_parallel import connect_stages
 from torch_pi2.distributed.ranks import Ranks

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import evaluating
-from torch_pi2.base.extras import missing_package
+from torch_pi2.base.fields import checked
+from torch_pi2.base.package import missing_package
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.rewrite.state import leaves_out

@@ -17,7 +17,7 @@ from torch_pi2.decode.kv_cache import cache_name, cache_of
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.rewrite.state import leaves_out
-from torch_pi2.store.tokenizer import tokenizer_of
+from torch_pi2.store.trust import tokenizer_of
 
 
 @dataclass(frozen=True)

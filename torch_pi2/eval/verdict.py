@@ -21,8 +21,8 @@ from torch_pi2.formats import QUANTIZED
 from torch_pi2.machine import process
 from torch_pi2.profiling.text import stdlib_text
 from torch_pi2.rewrite.state import get_state
-from torch_pi2.store.firing import TokenStream
 from torch_pi2.store.folder import PI2_FOLDER
+from torch_pi2.store.synthetic import TokenStream
 from torch_pi2.store.trust import trusted
 from torch_pi2.types.plan import Plan, lossy_methods
 from torch_pi2.types.verdict import Loss, Speed, Verdict

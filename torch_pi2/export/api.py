@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_pi2.base.arguments import checked
+from torch_pi2.base.fields import checked
 from torch_pi2.base.files import atomic_write, replacing_folder
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.decode.generate import ignored_settings

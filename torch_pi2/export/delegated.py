@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.extras import missing_package
 from torch_pi2.base.offloaded import OffloadedParameter
+from torch_pi2.base.package import missing_package
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export.hot import rows_of
 from torch_pi2.layers.experts import SparseExperts

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.extras import missing_package
-from torch_pi2.base.version import __version__
+from torch_pi2.base.package import __version__, missing_package
 from torch_pi2.decode.budget import engine_bytes, scratch_bytes, wanted_neurons
 from torch_pi2.decode.executorch import EXECUTORCH
 from torch_pi2.errors import ArtifactError

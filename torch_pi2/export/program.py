@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.arguments import checked
+from torch_pi2.base.fields import checked
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import Pi2Error, UnsupportedModelError
 from torch_pi2.layers.ffn import SparseFFN

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from torch_pi2.base.arguments import checked
-from torch_pi2.base.fields import argument
+from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.files import check_not_standard_output
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.decode import executorch as backend

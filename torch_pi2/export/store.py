@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from torch_pi2.base.dtypes import format_name
+from torch_pi2.base.package import __version__
 from torch_pi2.base.tensorfile import Spec, TensorWriter
-from torch_pi2.base.version import __version__
 from torch_pi2.formats import formats_of
 from torch_pi2.layers.cold import PREDICTOR_TENSORS
 from torch_pi2.layers.experts import SparseExperts

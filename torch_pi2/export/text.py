@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from torch_pi2.base.extras import how_to_install
 from torch_pi2.base.fields import argument
 from torch_pi2.base.files import atomic_write
+from torch_pi2.base.package import how_to_install
 from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError
 
 CHAT_FILE = "chat.json"

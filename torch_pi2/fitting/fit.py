@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.evaluating import fresh_settings
-from torch_pi2.base.mapped import let_go
+from torch_pi2.base.memory import let_go
 from torch_pi2.base.progress import bar
 from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import CalibrationError, check_made_from
@@ -45,9 +45,8 @@ from torch_pi2.predict.signbit import SignBit
 from torch_pi2.profiling.data import Batch, at_most, batches, digest, split
 from torch_pi2.profiling.recorder import check_sites
 from torch_pi2.profiling.samples import Samples, collect_samples, samples_bytes
-from torch_pi2.types.method import Method
+from torch_pi2.types.method import Method, PredictorCard
 from torch_pi2.types.plan import weights_hash
-from torch_pi2.types.predictor import PredictorCard
 from torch_pi2.types.site import FFNSite
 from torch_pi2.types.stats import ActivationStats
 

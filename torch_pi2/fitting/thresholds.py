@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torch_pi2.base.mapped import let_go
+from torch_pi2.base.memory import let_go
 from torch_pi2.base.progress import bar
 from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import CalibrationError, ConfigError
@@ -35,9 +35,9 @@ from torch_pi2.profiling.data import Batch, at_most, evenly, split
 from torch_pi2.profiling.recorder import Firing, record
 from torch_pi2.profiling.run import profile
 from torch_pi2.types.config import Config
-from torch_pi2.types.loss_curve import LossCurve
 from torch_pi2.types.method import PREDICTED
 from torch_pi2.types.site import FFNSite
+from torch_pi2.types.stats import LossCurve
 
 _log = logging.getLogger("torch_pi2")
 
@@ -120,7 +120,7 @@ class Thresholds:
     Attributes:
         sites: with the matrix first that their score reads. cuts: site key -> threshold on its score.
         scales: see :func:`score_scales`.
-        made_by: ``score``; with a loss budget the fields of a :class:`~torch_pi2.types.loss_curve.LossCurve`.
+        made_by: ``score``; with a loss budget the fields of a :class:`~torch_pi2.types.stats.LossCurve`.
     """
 
     sites: Sequence[FFNSite] = ()

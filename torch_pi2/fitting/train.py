@@ -18,7 +18,7 @@ from torch_pi2.errors import CalibrationError, ConfigError
 from torch_pi2.graph.routed import intermediate
 from torch_pi2.predict.lowrank import ALWAYS
 from torch_pi2.profiling.samples import Samples
-from torch_pi2.types.predictor import Predictor, PredictorCard
+from torch_pi2.types.method import Predictor, PredictorCard
 from torch_pi2.types.site import FFNSite, FFNWeights
 
 #: Fewest tokens to train on; tokens of a batch; highest learning rate.

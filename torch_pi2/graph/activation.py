@@ -20,7 +20,7 @@ import torch
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.graph.coverage import MAGNITUDES, BranchCoverage
 from torch_pi2.ops.activations import ACTIVATIONS, Shaped, exact_zeros
-from torch_pi2.types.formula import Formula, apply_formula
+from torch_pi2.types.site import Formula, apply_formula
 
 #: Maps one probe per source projection (``[..., N]`` float64) to the region's result (``[..., I]``).
 Region = Callable[[Sequence[torch.Tensor]], torch.Tensor]

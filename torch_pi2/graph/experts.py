@@ -26,8 +26,7 @@ from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.activation import identify
 from torch_pi2.graph.coverage import BranchCoverage, same_tokens, token_magnitudes
 from torch_pi2.ops.activations import cuts
-from torch_pi2.types.formula import Formula, dense_reference
-from torch_pi2.types.site import ExpertsForm, FFNSite, LinearRef
+from torch_pi2.types.site import ExpertsForm, FFNSite, Formula, LinearRef, dense_reference
 
 _GATE_UP, _UP, _DOWN = "gate_up_proj", "up_proj", "down_proj"
 #: Names that the arguments of experts have, of each one of these.

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from torch_pi2.base.arguments import checked
 from torch_pi2.base.dtypes import stands_for_another
 from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.fields import checked
 from torch_pi2.base.hooks import has_sparse_layers
 from torch_pi2.errors import ConfigError, NoFFNFoundError, Pi2Error, UnsupportedModelError
 from torch_pi2.graph.capture import CapturedGraph, capture

@@ -9,7 +9,7 @@ look for plug-ins. ``python -m torch_pi2.hf`` is the command line of transformer
 
 import importlib
 
-from torch_pi2.base.extras import missing_package
+from torch_pi2.base.package import missing_package
 
 try:
     importlib.import_module("transformers")

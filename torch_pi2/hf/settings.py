@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from torch_pi2.base.arguments import checked
+from torch_pi2.base.fields import checked
 from torch_pi2.errors import ConfigError, check_choice
 from torch_pi2.formats import FLOATS, OF_NEURONS
 from torch_pi2.store.folder import HF_METHOD

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from torch_pi2.base.extras import how_to_install
 from torch_pi2.base.offloaded import OffloadedParameter
+from torch_pi2.base.package import how_to_install
 from torch_pi2.errors import DeviceError
 from torch_pi2.formats import has_two_formats
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from torch_pi2.base.dtypes import dtype_name
-from torch_pi2.base.warn import log_once
+from torch_pi2.base.progress import log_once
 from torch_pi2.errors import ConfigError, DtypeError, ShapeError
 
 #: Why no compiler looks into a divided layer.

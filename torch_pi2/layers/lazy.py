@@ -24,14 +24,14 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from torch_pi2.base.offloaded import is_metadata
-from torch_pi2.base.warn import log_once
+from torch_pi2.base.progress import log_once
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.activation import computes
 from torch_pi2.graph.elementwise import CASTS, ELEMENTWISE, RESHAPES, is_in_place, op_name, uncast
 from torch_pi2.layers.checks import refuse_vmap, result_dtype
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.sequence import only_input
-from torch_pi2.types.formula import Formula
+from torch_pi2.types.site import Formula
 
 _log = logging.getLogger("torch_pi2")
 

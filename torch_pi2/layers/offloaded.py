@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torch_pi2.base.arguments import checked
+from torch_pi2.base.fields import checked
 from torch_pi2.base.memory import trim
 from torch_pi2.errors import ArtifactError, ConfigError, OutOfMemoryError, parse_core_error
 from torch_pi2.layers.ffn import SparseFFN
@@ -24,8 +24,7 @@ from torch_pi2.ops import load
 from torch_pi2.ops.constants import lists
 from torch_pi2.ops.gpu.ffn import NO_PREDICTOR
 from torch_pi2.ops.library import unseen_by_modes
-from torch_pi2.types.budget import Budget
-from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.offload import Budget, OffloadConfig
 from torch_pi2.types.plan import LayerPlan
 from torch_pi2.types.site import FFNSite
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.memory import new_tensor
-from torch_pi2.base.warn import log_once
+from torch_pi2.base.progress import log_once
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import row_bytes
 from torch_pi2.ops.quantized import quantize

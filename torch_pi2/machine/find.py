@@ -7,9 +7,9 @@ import json
 import os
 from pathlib import Path
 
-from torch_pi2.base.arguments import checked
+from torch_pi2.base.fields import checked
 from torch_pi2.base.files import cache_folder
-from torch_pi2.base.version import __version__
+from torch_pi2.base.package import __version__
 from torch_pi2.errors import ConfigError
 from torch_pi2.machine import process as machine
 from torch_pi2.machine.hardware import VERSION, Hardware

@@ -22,7 +22,7 @@ from torch_pi2.observe import timings
 from torch_pi2.observe.attention import calls_of_step, timed_apart
 from torch_pi2.observe.steps import timed_steps
 from torch_pi2.rewrite.state import store_and_budget, store_of
-from torch_pi2.store.firing import TokenStream
+from torch_pi2.store.synthetic import TokenStream
 from torch_pi2.types.offload import OffloadConfig
 
 #: Numbers of layers whose difference is measured, and steps.

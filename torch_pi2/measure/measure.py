@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torch_pi2.base.extras import how_to_install
+from torch_pi2.base.package import how_to_install
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import ConfigError, LibraryMissingError
 from torch_pi2.machine import process

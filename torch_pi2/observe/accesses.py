@@ -15,8 +15,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
-from torch_pi2.base.arguments import checked
-from torch_pi2.base.fields import Field
+from torch_pi2.base.fields import Field, checked
 from torch_pi2.base.files import atomic_write
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import read_tensors

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from torch_pi2.base.arguments import checked
+from torch_pi2.base.fields import checked
 from torch_pi2.base.files import atomic_write, not_written, to_replace
 from torch_pi2.errors import ConfigError, Pi2Error
 from torch_pi2.machine import process as machine

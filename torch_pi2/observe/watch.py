@@ -28,7 +28,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from torch_pi2.base.arguments import checked
+from torch_pi2.base.fields import checked
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.routed import chosen_shares
 from torch_pi2.layers.ffn import SparseFFN

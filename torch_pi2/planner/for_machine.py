@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.fields import checked
 from torch_pi2.base.progress import bar
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.errors import CalibrationError, ConfigError

@@ -34,9 +34,8 @@ from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.rewrite.state import ModelState, SparseState
 from torch_pi2.store.storefile import StoreReader, format_fields
 from torch_pi2.store.superblock import LayerEntry, slot_bytes
-from torch_pi2.types.budget import Budget
 from torch_pi2.types.method import PREDICTED, Method
-from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.offload import Budget, OffloadConfig
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import block_of
 

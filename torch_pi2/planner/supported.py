@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.arguments import checked
-from torch_pi2.base.fields import shown
+from torch_pi2.base.fields import checked, shown
 from torch_pi2.errors import ArtifactError
 from torch_pi2.graph.find import Found, search
 from torch_pi2.planner.hot_neurons import gate_method

@@ -6,7 +6,7 @@ the search for its samples read them from it (CONTRIBUTING.md, "Add a predictor"
 * ``kind``: its :class:`~torch_pi2.types.method.Method`;
 * ``tensor_names``, and ``per_neuron``: those of them with a row for each neuron, of which layers keep the cold ones;
 * ``read``: makes it from the tensors and JSON fields of a file, which ``tensors`` and ``fields`` write;
-* ``scores``, ``threshold``, ``card``: see :class:`~torch_pi2.types.predictor.Predictor`.
+* ``scores``, ``threshold``, ``card``: see :class:`~torch_pi2.types.method.Predictor`.
 """
 
 from __future__ import annotations

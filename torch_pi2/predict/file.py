@@ -16,8 +16,7 @@ from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.errors import ConfigError, StaleArtifactError
 from torch_pi2.predict import PREDICTORS, AnyPredictor
-from torch_pi2.types.method import PREDICTED
-from torch_pi2.types.predictor import PredictorCard
+from torch_pi2.types.method import PREDICTED, PredictorCard
 
 PREDICTORS_VERSION = 1
 PREDICTORS_FILE = "predictors.safetensors"

@@ -13,8 +13,7 @@ from torch_pi2.errors import ArtifactError
 from torch_pi2.formats import FORMATS, GROUP, QUANTIZED, row_bytes
 from torch_pi2.ops.quantize import quantize
 from torch_pi2.ops.rows import rounded_activations, values
-from torch_pi2.types.method import Method
-from torch_pi2.types.predictor import PredictorCard
+from torch_pi2.types.method import Method, PredictorCard
 from torch_pi2.types.site import MOST_SIZE
 
 #: Bias of neurons that were not trained (hot ones): they count as active whatever the threshold.

@@ -11,8 +11,7 @@ import torch
 from torch_pi2.base.fields import Field
 from torch_pi2.errors import ArtifactError, ConfigError, ShapeError
 from torch_pi2.ops.predictors import predict_signbit
-from torch_pi2.types.method import Method
-from torch_pi2.types.predictor import PredictorCard
+from torch_pi2.types.method import Method, PredictorCard
 
 
 def sign_bytes(hidden: int) -> int:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import argument
 from torch_pi2.errors import CalibrationError
-from torch_pi2.store.tokenizer import tokenizer_of
+from torch_pi2.store.trust import tokenizer_of
 from torch_pi2.types.config import Config
 
 #: Fewer real tokens than this say nothing about a neuron's frequency; calibration refuses them.

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_pi2.base.evaluating import evaluating
-from torch_pi2.base.mapped import let_go, letting_go
+from torch_pi2.base.memory import let_go, letting_go
 from torch_pi2.base.progress import bar
 from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError, UnsupportedModelError

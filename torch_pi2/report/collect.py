@@ -27,9 +27,8 @@ from torch_pi2.store.folder import read_config
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
 from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights
-from torch_pi2.types.loss_curve import LossCurve
 from torch_pi2.types.plan import LayerPlan, Plan
-from torch_pi2.types.stats import ActivationStats, LayerStats
+from torch_pi2.types.stats import ActivationStats, LayerStats, LossCurve
 from torch_pi2.types.verdict import Verdict
 
 if TYPE_CHECKING:

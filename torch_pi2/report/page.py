@@ -10,8 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.base.extras import missing_package
 from torch_pi2.base.files import atomic_write
+from torch_pi2.base.package import missing_package
 from torch_pi2.base.units import percent, size
 from torch_pi2.report.glossary import marked
 from torch_pi2.report.plots import Plot, plots

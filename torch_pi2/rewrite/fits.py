@@ -11,9 +11,8 @@ from torch_pi2.errors import StaleArtifactError
 from torch_pi2.graph.activation import identify
 from torch_pi2.layers.experts import expert_groups
 from torch_pi2.ops.activations import shaped
-from torch_pi2.types.formula import Formula
 from torch_pi2.types.plan import Plan
-from torch_pi2.types.site import FFNSite
+from torch_pi2.types.site import FFNSite, Formula
 
 #: Where the classes come from that a configuration's words for activations mean.
 _OF_ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")

@@ -35,10 +35,9 @@ from torch_pi2.rewrite.strategies import (
     log_skipped,
     probes_of,
 )
-from torch_pi2.types.formula import dense_reference
 from torch_pi2.types.method import Method
 from torch_pi2.types.plan import LayerPlan, Plan
-from torch_pi2.types.site import check_weights
+from torch_pi2.types.site import check_weights, dense_reference
 
 
 @fresh_settings()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from torch_pi2.base.extras import missing_package
+from torch_pi2.base.package import missing_package
 from torch_pi2.errors import ArtifactError
 from torch_pi2.store.folder import HF_METHOD, read_config
 from torch_pi2.store.trust import how_to_trust, trusted

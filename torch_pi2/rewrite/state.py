@@ -13,8 +13,8 @@ from torch_pi2.layers.offloaded import Store
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.rewrite.linears import LayerError
 from torch_pi2.store.parts import Parts
-from torch_pi2.types.budget import Budget
 from torch_pi2.types.method import Method
+from torch_pi2.types.offload import Budget
 from torch_pi2.types.plan import Plan, lossy_methods
 from torch_pi2.types.stats import ActivationStats
 

@@ -35,9 +35,8 @@ from torch_pi2.layers.lazy import LazyDown, LazySource
 from torch_pi2.layers.sequence import FusedIdentity
 from torch_pi2.ops.activations import cuts
 from torch_pi2.rewrite.install import Override
-from torch_pi2.types.formula import Formula, apply_formula, dense_reference
 from torch_pi2.types.plan import LayerPlan
-from torch_pi2.types.site import ExpertsForm, FFNSite, FFNWeights
+from torch_pi2.types.site import ExpertsForm, FFNSite, FFNWeights, Formula, apply_formula, dense_reference
 
 _log = logging.getLogger("torch_pi2")
 

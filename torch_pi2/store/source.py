@@ -17,7 +17,7 @@ import torch
 
 from torch_pi2.base.dtypes import DTYPES, dtype_name
 from torch_pi2.base.fields import Field
-from torch_pi2.base.mapped import MappedFile
+from torch_pi2.base.memory import MappedFile
 from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.errors import ArtifactError, DtypeError

@@ -1,4 +1,4 @@
-"""Modelling code that this user has allowed to run, remembered by its hash, so that our folders do not ask again.
+"""Modelling code that this user has allowed to run, remembered by its hash; and the tokenizer of a model.
 
 transformers runs the Python files of a checkpoint only with ``trust_remote_code=True``. A folder that we write from
 such a checkpoint has copies of them. Nothing *in* a folder can allow them to run, as anyone could write that; so a hash
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.files import cache_folder
+from torch_pi2.base.package import missing_package
 from torch_pi2.base.reading import parse, read_bytes
-from torch_pi2.errors import ArtifactError
+from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
 
 _log = logging.getLogger("torch_pi2")
 
@@ -92,3 +93,55 @@ def _names_only_its_own(folder: Path) -> bool:
                 if name is not None and (found is None or not (folder / f"{found[1]}.py").is_file()):
                     return False
     return True
+
+
+#: Without one of these files transformers makes a tokenizer with an empty vocabulary.
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether ``folder`` has a tokenizer, by its file names."""
+    return any((folder / file).is_file() for file in _FILES)
+
+
+def tokenizer_of(model: Any, tokenizer: Any, what: str, error: type[Pi2Error] = ConfigError) -> Any:
+    """``tokenizer``, or the one beside the weights of ``model`` if it is None. Nothing is downloaded.
+
+    Args:
+        what: the operation that needs a tokenizer, for messages.
+
+    Raises:
+        error: none was passed, and the folder of the model, if it has one, has none that can be loaded; or what
+            was passed cannot read text. LibraryMissingError: it is to be loaded, without transformers.
+    """
+    if tokenizer is not None:
+        if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
+            raise error(
+                f"{what}: tokenizer",
+                expected="a tokenizer: called with text it gives input_ids, and it has decode",
+                found=f"a {type(tokenizer).__name__}",
+                fix="Pass AutoTokenizer.from_pretrained(...).",
+            )
+        return tokenizer
+    name = getattr(model, "name_or_path", None)
+    folder = Path(name) if isinstance(name, str) and name else None
+    if folder is None or not has_tokenizer(folder):
+        raise _unknown(error, what, f"none, and none in {folder}" if folder else "none, and a model of no folder")
+    try:
+        from transformers import AutoTokenizer, PreTrainedConfig
+    except ImportError as missing:
+        raise missing_package("transformers", "hf", missing) from missing
+    try:
+        # with the model's configuration: reading the folder's without its code would cause a warning
+        config = getattr(model, "config", None)
+        known = {"config": config} if isinstance(config, PreTrainedConfig) else {}
+        trust = trusted(folder, False)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust, **known)
+    except Exception as damage:  # transformers and tokenizers raise many types for damaged files
+        reason = (str(damage).strip() or type(damage).__name__).splitlines()[0]
+        raise _unknown(error, what, f"that of {folder}, which cannot be loaded: {reason[:200]}") from damage
+
+
+def _unknown(error: type[Pi2Error], what: str, found: str) -> Pi2Error:
+    fix = "Pass tokenizer=AutoTokenizer.from_pretrained(...), or token ids instead of text."
+    return error(what, expected="a tokenizer to read text with", found=found, fix=fix)

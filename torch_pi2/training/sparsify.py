@@ -14,7 +14,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from torch_pi2.base.arguments import checked
+from torch_pi2.base.fields import checked
 from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.files import check_not_current, locked, replacing_folder, writing
 from torch_pi2.base.progress import phase
@@ -24,7 +24,7 @@ from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.errors import ArtifactError, CalibrationError, ConfigError, UnsupportedModelError
 from torch_pi2.profiling.data import digest
 from torch_pi2.store.folder import check_separate
-from torch_pi2.store.tokenizer import tokenizer_of
+from torch_pi2.store.trust import tokenizer_of
 from torch_pi2.training.settings import STEER_EVERY, ResumeInfo, SparsifyFields, SparsifySettings
 from torch_pi2.training.student import Code, student_of, with_lora
 from torch_pi2.training.trainer import alone, train, training_arguments

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.extras import missing_package
+from torch_pi2.base.package import missing_package
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.find import search
 from torch_pi2.ops.activations import exact_zeros

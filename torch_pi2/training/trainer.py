@@ -21,8 +21,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from torch_pi2.base.extras import missing_package
 from torch_pi2.base.files import writing
+from torch_pi2.base.package import missing_package
 from torch_pi2.base.progress import bar, phase
 from torch_pi2.base.units import percent
 from torch_pi2.errors import ConfigError

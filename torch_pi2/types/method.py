@@ -1,8 +1,15 @@
-"""How a layer's cold neurons are chosen. Files and arguments have the text: a ``Method`` equals it."""
+"""How a layer's cold neurons are chosen, and the interface of predictors, which choose them.
+
+Files and arguments have the text of a ``Method``, which equals it.
+"""
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Protocol
+
+import torch
 
 
 class Method(StrEnum):
@@ -27,3 +34,45 @@ class Method(StrEnum):
 METHODS = tuple(method.value for method in Method)
 PREDICTED = tuple(method.value for method in Method if method.predicted)
 LOSSY = tuple(method.value for method in Method if method.lossy)
+
+
+@dataclass
+class PredictorCard:
+    """Measured on held-back calibration tokens, never on those it was fitted to.
+
+    Attributes:
+        recall: share of firing (token, neuron) pairs predicted active.
+        precision: share of predicted pairs that fire.
+        predicted_active: mean share of neurons predicted active per token.
+        bytes: size in storage.
+        cost_share: multiply-adds of the predictor over those of the dense FFN.
+        rank: hidden size of a low-rank predictor, 0 for others.
+        mass_recall: recall weighted by what each neuron adds to the output (``|h| * ||down column||``), None if
+            not measured.
+    """
+
+    recall: float
+    precision: float
+    predicted_active: float
+    bytes: int
+    cost_share: float
+    rank: int = 0
+    mass_recall: float | None = None
+
+    def to_json(self) -> dict[str, float | None]:
+        return asdict(self)
+
+
+class Predictor(Protocol):
+    """Scores neurons of one FFN in *original* neuron order."""
+
+    card: PredictorCard | None
+
+    @property
+    def threshold(self) -> float: ...
+
+    def scores(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """``[T, I]`` float32 logits; a neuron is predicted active iff its score >= ``threshold``."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors to store on disk; matrices are int8 or smaller."""

@@ -1,11 +1,13 @@
-"""``OffloadConfig``: how neurons are read from storage and kept in memory."""
+"""``OffloadConfig``: how neurons are read from storage and kept in memory; ``Budget``: how memory is divided."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch_pi2.base.fields import argument, check_fields, limited
+from torch_pi2.base.units import mebibytes
+from torch_pi2.errors import ConfigError
 from torch_pi2.machine.device import find_device
 from torch_pi2.ops.constants import lists
 
@@ -101,3 +103,72 @@ class OffloadConfig:
     def lossy(self) -> bool:
         """Whether neurons that are not in memory may be left out, so that results depend on the cache."""
         return self.miss_margin > 0 or self.drop_experts > 0
+
+
+#: Bookkeeping of a slot of the cache.
+SLOT_BYTES = 40
+#: Most tokens of a prompt that are read at a time, whatever the context.
+PIECE_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of a model over a store, by part.
+
+    Attributes:
+        total: the whole budget.
+        fixed: attention, embeddings, head, norms and biases. predictors: of all layers. neuron_tables: bookkeeping.
+        kv: keys and values of ``context`` tokens, of all sequences together.
+        staging: for neurons that a full cache cannot take.
+        activations: of a prompt of ``context`` tokens, of which ``piece_tokens`` are read at a time
+            (:class:`torch_pi2.Decoder`), with buffers of operators and some MiB for objects and threads.
+        cache: the rest, for neurons (without 40 bytes a slot). neurons: size of all. token: those of an average token.
+        slot: size of a neuron (or a cluster) in the cache.
+        context, piece_tokens: numbers of tokens, as above.
+    """
+
+    total: int
+    fixed: int
+    predictors: int
+    neuron_tables: int
+    kv: int
+    staging: int
+    activations: int
+    cache: int
+    neurons: int
+    token: int
+    slot: int
+    context: int
+    piece_tokens: int = PIECE_TOKENS
+
+    @property
+    def smallest(self) -> int:
+        """The smallest budget: everything but neurons, which are then all read from flash."""
+        return self.fixed + self.predictors + self.kv + self.staging + self.activations + self.neuron_tables
+
+    @property
+    def whole(self) -> int:
+        """The budget with which every neuron is in memory."""
+        return self.smallest + self.in_slots(self.neurons)
+
+    @property
+    def cliff(self) -> int:
+        """The budget below which one token's neurons do not fit: an LRU cache then hits almost nothing."""
+        return self.smallest + self.in_slots(self.token)
+
+    def with_total(self, total: int, folder: Path) -> Budget:
+        """The same parts, with the rest of ``total`` as the cache. Raises ConfigError: they do not fit."""
+        left = total - self.smallest
+        if left < 0:
+            raise ConfigError(
+                f"budget for {folder}",
+                expected=f"at least {mebibytes(self.smallest, up=True)}, for all but neurons",
+                found=mebibytes(total),
+                fix="Give it more.",
+            )
+        slots = min(self.neurons // self.slot, left // (self.slot + SLOT_BYTES))
+        return replace(self, total=total, cache=slots * self.slot)
+
+    def in_slots(self, size: int) -> int:
+        """Memory of the cache for neurons of ``size`` bytes, with bookkeeping."""
+        return -(-size // self.slot) * (self.slot + SLOT_BYTES)

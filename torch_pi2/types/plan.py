@@ -21,7 +21,7 @@ from torch import nn
 from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import Field
 from torch_pi2.base.files import atomic_folder_files, parse_json, read_text
-from torch_pi2.base.mapped import let_go
+from torch_pi2.base.memory import let_go
 from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
 from torch_pi2.types.machine_plan import HardwarePlan

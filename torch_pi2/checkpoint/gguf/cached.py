@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from torch_pi2.base.files import cache_folder, locked, not_written
-from torch_pi2.base.version import __version__
+from torch_pi2.base.package import __version__
 from torch_pi2.checkpoint.gguf.importing import import_gguf
 from torch_pi2.checkpoint.pack import pack
 from torch_pi2.errors import Pi2Error

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.base.arguments import checked
 from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.fields import checked
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.gguf.families import configuration

@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from torch_pi2.base.extras import missing_package
+from torch_pi2.base.package import missing_package
 from torch_pi2.base.tensorfile import Spec
 from torch_pi2.checkpoint.gguf.families import Family, arch_number, family_of, rows_in_file
 from torch_pi2.errors import ArtifactError, NonFiniteError

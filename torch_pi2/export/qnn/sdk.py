@@ -14,7 +14,7 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_pi2.base.extras import how_to_install
+from torch_pi2.base.package import how_to_install
 from torch_pi2.decode.executorch import EXECUTORCH
 from torch_pi2.errors import ConfigError, LibraryMissingError, VersionError
 from torch_pi2.export.qnn.settings import SOCS

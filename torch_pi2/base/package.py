@@ -1,4 +1,4 @@
-"""How to get what an extra of this package names: the packages themselves, since no index has this one."""
+"""The version of this package, and how to install what its extras name: no index has the package itself."""
 
 from __future__ import annotations
 
@@ -35,3 +35,6 @@ def missing_package(name: str, extra: str, error: ImportError, expected: str = "
     return LibraryMissingError(
         name, expected=expected or f"an installed {name}", found=str(error), fix=how_to_install(extra)
     )
+
+
+__version__ = "0.1.0"
