@@ -17,7 +17,7 @@ export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := 1
 endif
 
-.PHONY: install wheel runner jni demo first-hour phone docs test nightly test-python test-slow test-long test-skipped test-cpp test-qnn \
+.PHONY: install wheel runner jni demo phone docs test nightly test-python test-slow test-long test-skipped test-cpp test-qnn \
   build-arm test-arm-core test-arm runner-arm sanitize-core sanitize faults fuzz fuzz-seeds lint format bench bench-kernels figures clean
 .DELETE_ON_ERROR:
 
@@ -52,11 +52,6 @@ wheel: install
 # DEMO='--tokens 5000': see examples/demo.py --help.
 demo: install
 	$(BIN)/python examples/demo.py --out demo-out $(DEMO)
-
-# Runs the commands of README and docs as a new user in a clean clone of the last commit, and writes a page with pictures,
-# build/first-hour/index.html (needs chromium). FIRST_HOUR=--here: in this checkout and its environment, some minutes.
-first-hour: install
-	$(BIN)/python tests/project/first_hour.py $(FIRST_HOUR)
 
 # Exports three small models as bundles and runs them by everything that runs bundles: PyTorch, ExecuTorch, the C++ runner, the
 # aarch64 runner (if make test-arm has built it) and the Android classes (if make jni has). Fails unless tokens and logits are

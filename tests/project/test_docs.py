@@ -164,6 +164,7 @@ def test_the_site_has_what_is_made_of_the_code(site: Path) -> None:
     assert "torch_pi2.errors.Pi2Error" in python
 
 
+@pytest.mark.slow
 def test_the_site_is_whole_and_comes_from_nowhere_else(site: Path) -> None:
     assert len(list(site.rglob("*.html"))) > 20
     assert not list(links.broken(site))
