@@ -11,8 +11,7 @@ from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.formats import has_two_formats
 from torch_pi2.planner.cost import step_ms, without_gpu
 from torch_pi2.planner.model_shape import ModelShape
-from torch_pi2.types.offload import Budget
-from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.offload import Budget, OffloadConfig
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware

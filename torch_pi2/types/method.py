@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
@@ -70,6 +70,9 @@ class Predictor(Protocol):
 
     @property
     def threshold(self) -> float: ...
+
+    def at_threshold(self, threshold: float) -> Self:
+        """A copy that predicts what scores ``threshold`` or more."""
 
     def scores(self, x_TH: torch.Tensor) -> torch.Tensor:
         """``[T, I]`` float32 logits; a neuron is predicted active iff its score >= ``threshold``."""
