@@ -312,21 +312,14 @@ def test_an_unreachable_tolerance_is_said_and_not_hidden(sparse_model: tuple, ca
     assert "more than the tolerance of 0.00 %, after 1 rounds" in caplog.text
 
 
-def test_callers_may_bring_their_loss_and_their_way_to_apply(sparse_model: tuple) -> None:
+def test_callers_may_bring_their_loss(sparse_model: tuple) -> None:
     model, sites, ids, stats = sparse_model
-    seen: list[set[str]] = []
-
-    def apply(predictors: dict[str, LowRank]) -> PredictedMaskMode:
-        seen.append(set(predictors))
-        return PredictedMaskMode(model, sites, predictors)
 
     def count_loss(model: nn.Module, batch: Batch) -> tuple[float, int]:
         return float(batch.call(model).logits.square().sum()), batch.n_tokens
 
     cold = {s.key: torch.arange(s.intermediate) for s in sites}
-    got = fit(model, ids, sites, stats, FitSettings(tolerance=0.3, **FIT), loss_fn=count_loss, apply=apply, cold=cold)
-    assert seen
-    assert all(s <= {x.key for x in sites} for s in seen)
+    got = fit(model, ids, sites, stats, FitSettings(tolerance=0.3, **FIT), loss_fn=count_loss, cold=cold)
     assert got.report.layers[0]["cold"] == 45
 
 

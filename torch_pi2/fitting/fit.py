@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +49,6 @@ from torch_pi2.types.plan import weights_hash
 from torch_pi2.types.site import FFNSite
 from torch_pi2.types.stats import ActivationStats
 
-#: ``predictors -> context`` inside which the model skips what they do not predict.
-ApplyFn = Callable[[Mapping[str, LowRank]], AbstractContextManager[Any]]
-
 _log = logging.getLogger("torch_pi2")
 
 
@@ -80,7 +76,6 @@ def fit(
     *,
     tokenizer: Callable[..., Any] | None = None,
     loss_fn: LossFn = causal_lm_loss,
-    apply: ApplyFn | None = None,
     cold: Mapping[str, torch.Tensor] | None = None,
     work: Path | None = None,
     progress: bool = True,
@@ -93,7 +88,6 @@ def fit(
         model, data, tokenizer: as for ``profile``; at least 10 sequences.
         stats: of this model; its thresholds decide which neurons count as firing.
         loss_fn: the loss that must hardly change (default: causal language modelling).
-        apply: how predictors are applied while the loss is measured; None: :class:`PredictedMaskMode`.
         cold: site key -> cold neurons; None: those that fire for less than ``settings.hot_frequency`` of tokens.
         work: folder for samples and intermediate predictors; None: memory. The same call resumes after a kill. If
             ``torch.distributed`` has a default group, all of its processes make this call and share the layers; the
@@ -145,9 +139,7 @@ def fit(
 
         def change(predictors: Mapping[str, LowRank]) -> tuple[float, float]:
             # A predicted neuron is computed whatever its gate: thresholds only said which neurons to find.
-            loss, skipped = loss_in(
-                lambda: apply(predictors) if apply else PredictedMaskMode(model, sites, predictors, masked)
-            )
+            loss, skipped = loss_in(lambda: PredictedMaskMode(model, sites, predictors, masked))
             return loss / dense_loss - 1, skipped
 
         with bar(None, "fit", progress, total=len(layers) + settings.max_rounds, unit="step") as shown:

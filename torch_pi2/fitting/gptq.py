@@ -7,7 +7,7 @@ integer is chosen again with all others fixed; this repeats a few times. The for
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -57,49 +57,34 @@ class Solved(NamedTuple):
     values_NK: torch.Tensor
 
 
-class Grid(Protocol):
+class Grid:
     """The numbers that a format can store: integers times a scale for each group of columns.
+
+    This one is int4 and int8 as in stores, with an independent float16 scale for each 32 columns. Subclasses have other
+    numbers.
 
     Attributes:
         size: columns of a group; 0: all columns.
     """
-
-    size: int
-
-    def start(self, w_NK: torch.Tensor) -> Any:
-        """What the scales of these rows share, computed before anything is rounded."""
-
-    def scales(self, w_Nk: torch.Tensor, counts_k: torch.Tensor, common: Any, group: int) -> torch.Tensor:
-        """``[N, 1]`` scales of a group; ``counts_k``: weight of each column's error."""
-        ...
-
-    def nearest(self, scale_N: torch.Tensor, common: Any, group: int) -> torch.Tensor:
-        """The storable scales nearest to these."""
-        ...
-
-    def integers(self, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """The nearest integers, as float32."""
-        ...
-
-
-class StoredGrid:
-    """int4 and int8 as in stores: an independent float16 scale for each 32 columns."""
 
     size = GROUP
 
     def __init__(self, weights: str) -> None:
         self.weights = weights
 
-    def start(self, w_NK: torch.Tensor) -> None:
-        """Nothing."""
+    def start(self, w_NK: torch.Tensor) -> Any:
+        """What the scales of these rows share, computed before anything is rounded."""
 
-    def scales(self, w_Nk: torch.Tensor, counts_k: torch.Tensor | None, common: None, group: int) -> torch.Tensor:
+    def scales(self, w_Nk: torch.Tensor, counts_k: torch.Tensor, common: Any, group: int) -> torch.Tensor:
+        """``[N, 1]`` scales of a group; ``counts_k``: weight of each column's error."""
         return best_scales(w_Nk, self.weights, counts_k)
 
-    def nearest(self, scale_N: torch.Tensor, common: None, group: int) -> torch.Tensor:
+    def nearest(self, scale_N: torch.Tensor, common: Any, group: int) -> torch.Tensor:
+        """The storable scales nearest to these."""
         return scale_N.half().float()
 
     def integers(self, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """The nearest integers, as float32."""
         return integers(w, scale, self.weights)
 
 
@@ -134,7 +119,7 @@ class Solver:
     ) -> None:
         self._ranks = ranks or Ranks()
         self._what, self._by_column, self._sweeps = what, by_column, sweeps
-        self._grid: Grid = StoredGrid(weights) if isinstance(weights, str) else weights
+        self._grid = Grid(weights) if isinstance(weights, str) else weights
         self._size = self._grid.size or len(moments.squares_KK)
         more = 0 if by_column else -len(moments.squares_KK) % self._size
         h_KK = F.pad(moments.squares_KK, (0, more, 0, more)).div_(max(1, moments.tokens))
@@ -179,7 +164,6 @@ class Solver:
 
         Raises NonFiniteError: scales that float16 cannot hold.
         """
-        assert isinstance(self._grid, StoredGrid)
         n, k = w_NK.shape
         values_NK, scale_NK = self.solve_values(w_NK)
         by_group = (values_NK.T, scale_NK.T) if self._by_column else (values_NK, scale_NK)

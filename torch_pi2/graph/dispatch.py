@@ -1,5 +1,9 @@
 """Dispatch modes that mask neurons of an *unmodified* model, for research and for measuring predictors.
 
+Below autograd module names say nothing, and a model may slice, fuse or transpose its weights at will. What stays true
+is the storage: an operand that begins inside a site's parameter and has its strides *is* some rows of it
+(:class:`MatmulIndex`, which the profiler uses as well).
+
 * :class:`PredictedMaskMode` computes everything and zeroes, before ``down``, what predictors and thresholds would skip.
   It sizes predictors before there is a plan.
 * :class:`NeuronClusterMode` does so by a plan, and counts what a sparse layer would have computed.
@@ -10,9 +14,11 @@ predicted and ``|act(gate)| > threshold``; a hot one counts always.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, Self, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import nn
@@ -22,15 +28,120 @@ from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.fields import checked
 from torch_pi2.base.hooks import has_hooks, has_sparse_layers
 from torch_pi2.errors import ConfigError, GradientError
-from torch_pi2.graph.matmuls import Matmul, MatmulIndex, site_tensors
 from torch_pi2.graph.routed import masked
 from torch_pi2.ops.activations import ACTIVATIONS, cuts
 from torch_pi2.types.method import PREDICTED, Method
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.site import FFNSite
 
+aten = torch.ops.aten
 
-@runtime_checkable
+
+class Member(NamedTuple):
+    """A site's use of a parameter: ``role`` is ``"gate"``, ``"up"`` or ``"down"``; rows ``[start, stop)``."""
+
+    site: FFNSite
+    role: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """One intercepted ``x @ W[start:stop].T (+ bias)``.
+
+    Attributes:
+        x: the operand, ``[..., in]``.
+        weight: name of the parameter.
+        start, stop: its rows used.
+        bias: the bias added by the same operation, or None.
+        members: sites that own these rows, in row order; all lie within ``[start, stop)``.
+    """
+
+    x: torch.Tensor
+    weight: str
+    start: int
+    stop: int
+    bias: torch.Tensor | None
+    members: tuple[Member, ...]
+
+
+def _operands(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, torch.Tensor, Any] | None:
+    """``(x, weight as [out, in], bias)`` of a matmul operation, or None if ``func`` is not one."""
+    if func is aten.mm.default:
+        return args[0], args[1].t(), None
+    if func is aten.linear.default:
+        return args[0], args[1], args[2] if len(args) > 2 else kwargs.get("bias")
+    if func is aten.addmm.default:
+        plain = kwargs.get("beta", 1) == 1 and kwargs.get("alpha", 1) == 1
+        return (args[1], args[2].t(), args[0]) if plain and args[0].dim() == 1 else None
+    if func is aten.matmul.default and args[1].dim() == 2 and args[0].dim() >= 1:
+        return args[0], args[1].t(), None
+    if func is aten.bmm.default:
+        w_Bio = args[1]
+        shared = w_Bio.shape[0] == 1 or w_Bio.stride(0) == 0  # one weight, expanded over the batch
+        return (args[0], w_Bio[0].t(), None) if shared else None
+    if func is aten.mv.default:
+        return args[1], args[0], None
+    return None
+
+
+def site_tensors(sites: Sequence[FFNSite], get: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Name -> every weight of ``sites`` as ``[out, in]``, and every bias: views of what ``get`` gives for a name."""
+    found: dict[str, torch.Tensor] = {}
+    for site in sites:
+        for ref in (site.gate, site.up, site.down):
+            if ref is not None:
+                found[ref.weight] = ref.matrix(get(ref.weight))
+                if ref.bias:
+                    found[ref.bias] = get(ref.bias)
+    return found
+
+
+class MatmulIndex:
+    """Finds which of a set of sites an operation belongs to.
+
+    Args:
+        sites: the FFNs.
+        parameters: name -> tensor for every weight the sites name, as :func:`site_tensors` gives them. Addresses are
+            read once, here: build a new index if weights move.
+    """
+
+    def __init__(self, sites: Sequence[FFNSite], parameters: Mapping[str, torch.Tensor]) -> None:
+        self.members: dict[str, list[Member]] = defaultdict(list)
+        for site in sites:
+            for role in ("gate", "up", "down"):
+                ref = getattr(site, role)
+                if ref is not None:
+                    start, stop = ref.rows[:2] if ref.rows else (0, parameters[ref.weight].shape[0])
+                    self.members[ref.weight].append(Member(site, role, start, stop))
+        # A storage may hold several parameters (a flat buffer), so each address has a list.
+        self._by_storage: dict[int, list[tuple[str, int, torch.Size, tuple[int, ...], int]]] = defaultdict(list)
+        for name in self.members:
+            p = parameters[name]
+            self.members[name].sort(key=lambda m: m.start)
+            entry = (name, p.data_ptr(), p.shape, p.stride(), p.element_size())
+            self._by_storage[p.untyped_storage().data_ptr()].append(entry)
+
+    def find(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Matmul | None:
+        """The site matmul that ``func(*args, **kwargs)`` is, or None."""
+        operands = _operands(func, args, kwargs)
+        if operands is None:
+            return None
+        x, w_OI, bias = operands
+        if type(w_OI) not in (torch.Tensor, torch.nn.Parameter) or w_OI.dim() != 2:
+            return None
+        for name, base, shape, stride, item in self._by_storage.get(w_OI.untyped_storage().data_ptr(), ()):
+            start, rest = divmod(w_OI.data_ptr() - base, stride[0] * item)
+            stop = start + w_OI.shape[0]
+            if rest or start < 0 or stop > shape[0] or w_OI.shape[1] != shape[1] or w_OI.stride() != stride:
+                continue
+            inside = tuple(m for m in self.members[name] if start <= m.start and m.stop <= stop)
+            if inside:
+                return Matmul(x, name, start, stop, bias, inside)
+        return None
+
+
 class Scorer(Protocol):
     """The part of a predictor that the modes use."""
 
@@ -38,15 +149,6 @@ class Scorer(Protocol):
     def threshold(self) -> float: ...
 
     def scores(self, x_TH: torch.Tensor) -> torch.Tensor: ...
-
-
-def add_bias(z_TI: torch.Tensor, site: FFNSite, role: str, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """``z`` plus the bias that the model adds in a later operation, if there is one."""
-    ref = getattr(site, role)
-    if ref.bias is None:
-        return z_TI
-    bias = params[ref.bias]
-    return z_TI + (bias if ref.rows is None or len(bias) == site.intermediate else bias[slice(*ref.rows)])
 
 
 class PredictedMaskMode(TorchDispatchMode):
@@ -88,18 +190,13 @@ class PredictedMaskMode(TorchDispatchMode):
         #: By site, of the call in progress: neurons that are wanted before any gate is known, and those that count.
         self._wanted: dict[str, torch.Tensor] = {}
         self._keep: dict[str, torch.Tensor] = {}
-        self._cold_pairs = 0
-        self._kept_pairs = 0
-
-    @property
-    def pairs(self) -> tuple[int, int]:
-        """Pairs of a token and a cold neuron so far: those that were computed, and all."""
-        return self._kept_pairs, self._cold_pairs
+        #: Pairs of a token and a cold neuron so far: those that were computed, and all.
+        self.pairs = (0, 0)
 
     @property
     def cold_share(self) -> float:
         """Share of (token, cold neuron) pairs that were computed, so far."""
-        return self._kept_pairs / max(1, self._cold_pairs)
+        return self.pairs[0] / max(1, self.pairs[1])
 
     def __enter__(self) -> Self:
         self._keep.clear()  # a call that an exception cut short
@@ -136,8 +233,9 @@ class PredictedMaskMode(TorchDispatchMode):
                 self._keep[site.key] = self._wanted[site.key].clone()
             if role == ("gate" if site.gated else "up") and self._decides(site):
                 first_TI = out.reshape(-1, out.shape[-1])[:, member.start - hit.start : member.stop - hit.start]
-                if hit.bias is None:
-                    first_TI = add_bias(first_TI, site, role, self._params)
+                ref = site.gate or site.up
+                if hit.bias is None and ref.bias:  # added by a later operation
+                    first_TI = first_TI + ref.take_bias(self._params[ref.bias])
                 self._keep[site.key] &= self._fires(site, first_TI)
         return out
 
@@ -168,9 +266,9 @@ class PredictedMaskMode(TorchDispatchMode):
         return (predictor.scores(x_TH) >= predictor.threshold) | hot_I
 
     def _count(self, site: FFNSite, wanted_TI: torch.Tensor, keep_TI: torch.Tensor) -> None:
-        hot_I = self._hot[site.key]
-        self._cold_pairs += len(keep_TI) * int((~hot_I).sum())
-        self._kept_pairs += int((keep_TI & ~hot_I).sum())
+        kept, pairs = self.pairs
+        cold_I = ~self._hot[site.key]
+        self.pairs = (kept + int((keep_TI & cold_I).sum()), pairs + len(keep_TI) * int(cold_I.sum()))
 
 
 class NeuronClusterMode(PredictedMaskMode):
@@ -244,15 +342,17 @@ class NeuronClusterMode(PredictedMaskMode):
             _refuse_hooks(self._model, site)
         return super().__enter__()
 
-    def computed_share(self, key: str | None = None) -> float:
-        """Multiply-adds over the dense FFN's, for one site or all (the tokens of a call share the union of neurons)."""
-        chosen = self.counters.values() if key is None else [self.counters[key]]
-        return sum(c["computed"] for c in chosen) / max(1, sum(c["dense"] for c in chosen))
+    def computed_share(self) -> float:
+        """Multiply-adds over those of the dense FFNs (the tokens of a call share the union of neurons)."""
+        return self._share("computed", "dense")
 
-    def needed_share(self, key: str | None = None) -> float:
+    def needed_share(self) -> float:
         """Share of (token, neuron) pairs that are hot, or predicted and fire: what batching cannot blur."""
-        chosen = self.counters.values() if key is None else [self.counters[key]]
-        return sum(c["needed"] for c in chosen) / max(1, sum(c["pairs"] for c in chosen))
+        return self._share("needed", "pairs")
+
+    def _share(self, part: str, whole: str) -> float:
+        counters = self.counters.values()
+        return sum(c[part] for c in counters) / max(1, sum(c[whole] for c in counters))
 
     def _decides(self, site: FFNSite) -> bool:
         return True

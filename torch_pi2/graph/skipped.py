@@ -31,11 +31,10 @@ _IN_NORMS = (
     | {"pow", "square", "sqrt", "rsqrt", "reciprocal", "add", "sub", "mul", "multiply", "div", "truediv", "true_divide"}
     | {"contiguous", "clone", "chunk", "split", "getitem", "narrow"}
 )
-#: Why an FFN with an adapter in it, or one of three matmuls in a row, stays dense.
+#: Why an FFN with an adapter in it stays dense.
 _MORE = "more matmuls than gate, up and down"
 _LINEARS = frozenset(["linear", "matmul", "mm", "addmm"])
 _MAX_NODES = 256
-_MAX_LINEARS = 8
 
 
 @dataclass(frozen=True)
@@ -77,9 +76,11 @@ def skipped_layers(
         sources, region, own = walk
         if len(sources) == 1 and _is_norm(region):  # a product of low rank with a norm in it, as DeepSeek's queries
             continue
-        firsts = _firsts(down, sources, linears, tensors)
+        firsts = list(dict.fromkeys(linears.get(source.x, source) for source in sources))  # an adapter's is behind it
         between = [source for source in sources if source not in firsts]
-        if firsts and taken.isdisjoint(s.node for s in (*firsts, *between)):
+        fits = len({first.x for first in firsts}) == 1 and all(first.n_in == down.n_out for first in firsts)
+        fits = fits and any(first.n_out >= down.n_in for first in firsts)
+        if fits and taken.isdisjoint(s.node for s in (*firsts, *between)):
             parameters = tuple(dict.fromkeys(n for s in (*firsts, *between, down) for n in s.own))
             reason = _reason([*sources, down], region, own) or (_MORE if between or len(firsts) > 3 else "")
             if reason:
@@ -104,28 +105,6 @@ def not_reached(model: nn.Module, reached: Set[int], apart: Iterable[str]) -> di
         if is_ffn and reached.isdisjoint(own) and not f"{name}.".startswith(known):
             found[name] = "the example inputs do not reach it, or it is kept from torch.compile"
     return found
-
-
-def _firsts(
-    down: _Loose, sources: list[_Loose], linears: Mapping[fx.Node, _Loose], tensors: Mapping[fx.Node, torch.Tensor]
-) -> list[_Loose]:
-    """The matmuls that the layer begins with, of one input; empty if there are no such.
-
-    They are ``sources``, or behind those: an adapter is two matmuls in a row, and a layer may have three.
-    """
-    firsts = list(sources)
-    while len(firsts) <= _MAX_LINEARS:
-        one = len({first.x for first in firsts}) == 1 and all(first.n_in == down.n_out for first in firsts)
-        if one and any(first.n_out >= down.n_in for first in firsts):
-            return firsts
-        order = {node: number for number, node in enumerate(down.node.graph.nodes)}
-        earliest = min(order[first.x] for first in firsts)  # of an adapter beside the layer the layer's, which stays
-        late = [first for first in firsts if order[first.x] > earliest] or firsts
-        behind = {first: walk[0] for first in late if (walk := _walk(first, linears, tensors)) is not None}
-        if not behind:
-            break
-        firsts = list(dict.fromkeys(source for first in firsts for source in behind.get(first, [first])))
-    return []
 
 
 def _is_norm(region: list[fx.Node]) -> bool:

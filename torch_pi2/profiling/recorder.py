@@ -1,7 +1,8 @@
 """Records which neurons fire while a model runs: a dispatch mode for plain FFNs, hooks for mixtures of experts.
 
-The model is neither changed nor traced. Matmuls are recognised by their weight (:mod:`torch_pi2.graph.matmuls`). A sink
-is shown one call of one FFN at a time, so nothing grows with the length of the data.
+The model is neither changed nor traced. Matmuls are recognised by their weight
+(:class:`torch_pi2.graph.dispatch.MatmulIndex`). A sink is shown one call of one FFN at a time, so nothing grows with
+the length of the data.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch_pi2.base.memory import let_go, letting_go
 from torch_pi2.base.progress import bar
 from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError, UnsupportedModelError
-from torch_pi2.graph.matmuls import MatmulIndex, site_tensors
+from torch_pi2.graph.dispatch import MatmulIndex, site_tensors
 from torch_pi2.graph.routed import Routed, fired_scores, modules_of
 from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.profiling.data import MIN_TOKENS, Batch, digest

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_pi2.fitting.gptq import DAMPING, Moments, Solver
+from torch_pi2.fitting.gptq import DAMPING, Grid, Moments, Solver
 
 #: Largest value of a symmetric 4-bit weight, as the compiler's quantiser uses it: -7 to 7.
 MOST = 7
@@ -87,7 +87,7 @@ class _Common(NamedTuple):
     largest_N: torch.Tensor
 
 
-class NpuGrid:
+class NpuGrid(Grid):
     """4 bits as QNN has them: -7 to 7, and of each group a multiple, 1 to 16, of its row's step.
 
     A row's step is that of :func:`block_scales`, which its largest group keeps. Without
