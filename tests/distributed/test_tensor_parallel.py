@@ -71,6 +71,7 @@ def test_sums_by_rank_are_the_same_in_each_process(made: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_three_processes_compiled_and_over_flash(made: Path, tmp_path: Path) -> None:
     name = "lowrank, int4"
     smallest = torch_pi2.stats(torch_pi2.load(made / name / "store", budget="1GiB"))["budget"].smallest
@@ -260,6 +261,7 @@ def _shell(*command: object, code: int = 0, typed: str = "") -> tuple[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_on_the_command_line(tmp_path: Path) -> None:
     model = Path(__file__).parents[2] / "examples" / "models" / "drelu-stdlib-5m"
     torch_pi2.pack(model, tmp_path / "store", weights="int4", trust_remote_code=True)
@@ -289,6 +291,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_chat_and_eval_are_those_of_one_machine(tmp_path: Path) -> None:
     model = Path(__file__).parents[2] / "examples" / "models" / "drelu-stdlib-5m"
     torch_pi2.pack(model, tmp_path / "store", weights="int4", trust_remote_code=True)

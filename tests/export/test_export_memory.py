@@ -42,6 +42,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_exporting_a_long_context_takes_its_cache_in_float32_once() -> None:
     """Checking fills keys and values of all layers in float32; nothing else is as large."""
     peaks = [

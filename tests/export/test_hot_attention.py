@@ -134,7 +134,7 @@ def test_a_few_heads_are_computed_at_a_time(heads: int, key_heads: int, times: i
 KINDS = {"float32": (1,), "float16": (1, 2)}
 
 
-@pytest.fixture(scope="module", params=["float32", "float16"])
+@pytest.fixture(scope="module", params=["float32", pytest.param("float16", marks=pytest.mark.long)])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
     return bundle_of(
         tmp_path_factory,
@@ -180,6 +180,7 @@ def test_the_runner_decodes_alike(bundle: tuple[nn.Module, Path], length: int, t
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_quantised_linear_layers_are_those_numbers(tmp_path: Path) -> None:
     """An accelerator's parts are made of what is stored: of int8 rows, and of what the exporter has rounded."""
     sizes: dict[str, Any] = {"batches": (1,), "max_tokens": 24, "max_prompt": 8, "hot": {1: 2}, "hot_prompts": (8,)}

@@ -119,9 +119,9 @@ def write_sound(root: Path) -> None:
     for name in ("plan", "orders"):
         Plan(layers, HASH, {"planner": "x"}, hardware).save(root / name)
     many = [torch.arange(8) for _ in range(3)]
-    bits, bins = torch.zeros(3, 1, dtype=torch.uint8), torch.zeros(HIST_BINS, dtype=torch.int64)
+    bins = torch.zeros(HIST_BINS, dtype=torch.int64)
     one = LayerStats(
-        "a", 0, 0.0, 9, many[0], many[1], many[2].double(), (1,), bins[:1].clone(), many[0][None] + 0, bins, bits
+        "a", 0, 0.0, 9, many[0], many[1], many[2].double(), (1,), bins[:1].clone(), many[0][None] + 0, bins
     )
     ActivationStats({"a": one}, HASH, {"seed": 3}).save(root / "stats")
     card = PredictorCard(0.9, 0.5, 0.2, 100, 0.1, 2, None)

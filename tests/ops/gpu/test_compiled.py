@@ -14,6 +14,7 @@ HELPER = Path(__file__).parents[2] / "helpers" / "compiled_kernels.py"
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_kernels_compile_read_16_bytes_at_a_time_and_are_one_call_to_a_compiler(tmp_path: Path) -> None:
     """Turing, Hopper and Blackwell."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
