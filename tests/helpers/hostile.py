@@ -163,9 +163,7 @@ def _machine() -> Hardware:
     reads = Reads("pread", True, True, 1 << 20, 1.0, 0.0, {"pread": (ReadRate(4096, 1 << 20, 1, 1e4),)})
     memory, accelerator = (Bandwidth(0, 1, 10.0),), Accelerator("npu", 1 << 30, 1.0, 1.0, 1.0, 1.0, 1.0)
     about = ({"cpu": "x"}, {"torch": "2"}, {"glue": "y"})
-    return Hardware(
-        "a", "measured", *about, 1, 1, 1, 0, rates=rates, reads=reads, accelerator=accelerator, memory=memory
-    )
+    return Hardware("a", "measured", *about, 1, 1, 1, rates=rates, reads=reads, accelerator=accelerator, memory=memory)
 
 
 def _write_stores(root: Path) -> None:
