@@ -9,7 +9,6 @@ BENCHMARKS = {
     "decode": "a whole model, synthetic or in --folder, optionally against other engines",
     "imported": "GGUF files of several types, imported, beside llama.cpp on the same files",
     "bundle": "bundles in the C++ runner by the format of keys and values, beside PyTorch's Decoder",
-    "bundle-offload": "a bundle larger than memory in the C++ runner, by budget",
     "generate": "model.generate over our steps, beside transformers' own and torch_pi2.generate",
     "offload": "a model larger than memory, step by step from mmap to the pipeline",
     "together": "processes with a shard each, beside one alone, by the link between them",
@@ -17,6 +16,5 @@ BENCHMARKS = {
     "serve": "servers under load, and how long clients wait, optionally against llama-cpp-python's own",
     "prefix": "the first text of an answer whose prompt begins as one before did",
     "methods": "what methods and 4 bits cost a trained model, in memory, over a store and in a bundle",
-    "quantization": "what 4 bits cost a trained model, to nearest and calibrated, part by part",
     "sparsify": "a dense model made sparse by training, beside the same trained on as long: zeros and loss",
 }

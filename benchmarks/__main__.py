@@ -1,8 +1,7 @@
 """Benchmarks: ``python -m benchmarks NAME``, from the top folder of a checkout.
 
-Of one layer: `layer`, `gpu`. Of whole models: `decode`, `imported`, `bundle`, `bundle-offload`, `offload`, `together`,
-`generate`, `speculate`, `gpu-model`. Of servers: `serve`, `prefix`. Of quality, not speed: `methods`, `sparsify`,
-`quantization`.
+Of one layer: `layer`, `gpu`. Of whole models: `decode`, `imported`, `bundle`, `offload`, `together`, `generate`,
+`speculate`, `gpu-model`. Of servers: `serve`, `prefix`. Of quality, not speed: `methods`, `sparsify`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import time
 from typing import Any
@@ -25,7 +24,6 @@ from benchmarks.tables import Result, Table, at, ranged
 from torch_pi2.cli import common
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ConfigError
-from torch_pi2.export.attention import KV_DTYPES, packed
 from torch_pi2.observe.steps import timed_steps
 from torch_pi2.types.config import KV_FORMATS
 
@@ -51,8 +49,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         with their spreads, ``of_decoder`` (decoding, as a share of that within each round); of bundles ``peak_bytes``.
         With ``peer`` also how many times as fast as it, within each round, prompts are (``prompt_times_peer``) and
         decoding (``decode_times_peer``); ``peer`` is what it says of itself.
-        ``kv_gb_per_s``: bytes of keys and values by which steps at the longest length read more than at the shortest
-        over the time that they take longer, beside ``read_gb_per_s`` of plain reads of such a cache.
 
     Raises:
         ConfigError: a setting makes no sense, the runner was not built, or the peer has no form for the model.
@@ -115,10 +111,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     finally:
         if other is not None:
             other.close()
-    config = model.config.get_text_config(decoder=True)
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads
-    row = {name: packed(torch.zeros(width), dtype).nbytes for name, dtype in KV_DTYPES.items()}
     table: dict[str, Any] = {}
     for way in ways:
         by_length = {}
@@ -131,34 +123,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 columns["decode_times_peer"] = ratios(columns["decode"], [found[n][1] for found in theirs])
             by_length[n] = summary(columns)
         table[way] = {"lengths": by_length}
-        if way in peak and len(prompts) > 1:
-            least, most = min(prompts), max(prompts)
-            more = 1 / by_length[most]["decode"] - 1 / by_length[least]["decode"]
-            size = per_token * row[way.partition(", ")[2]] * (most - least)
-            table[way] |= {"peak_bytes": peak[way], "kv_gb_per_s": round(size / more / 1e9, 1) if more > 0 else None}
+        if way in peak:
+            table[way]["peak_bytes"] = peak[way]
     return {
         **subject.label(),
         "ways": table,
         "peer": None if other is None else other.about,
-        "read_gb_per_s": _read_gb_per_s(),
     }
-
-
-def _read_gb_per_s(size: int = 1 << 29, rounds: int = 5) -> float:
-    """Of plain reads of memory that no cache has."""
-    rows = torch.ones(size // 4 // 1024, 1, 1024)
-    torch.ops.pi2.plain_read(rows, None)
-    taken = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        torch.ops.pi2.plain_read(rows, None)
-        taken.append(time.perf_counter() - started)
-    return round(size / statistics.median(taken) / 1e9, 1)
 
 
 def _rows(result: Result) -> list[dict[str, Any]]:
     return [
-        {"way": way, "length": length, **figures, "peak": found.get("peak_bytes"), "kv": found.get("kv_gb_per_s")}
+        {"way": way, "length": length, **figures, "peak": found.get("peak_bytes")}
         for way, found in result["ways"].items()
         for length, figures in found["lengths"].items()
     ]
@@ -177,7 +153,6 @@ TABLES = (
             "prompt / peer's": ranged("prompt_times_peer", ".2f"),
             "decoded / peer's": ranged("decode_times_peer", ".2f"),
             "peak": at("peak", common.size),
-            "KV GB/s": at("kv", ".1f"),
         },
     ),
 )
@@ -187,6 +162,6 @@ def about(result: Result) -> str:
     peer = result.get("peer")
     return (
         f"{result['shape']} {result['weights']}, {result['threads']} threads, room for {result['max_tokens']} tokens, "
-        f"answer {result['tokens']}; plain reads {result['read_gb_per_s']} GB/s"
+        f"answer {result['tokens']}"
         + (f"; peer: {peer['engine']}, {peer['weights']}, {peer['threads']} threads" if peer else "")
     )

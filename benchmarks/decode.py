@@ -32,7 +32,8 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.formats import QUANTIZED
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.machine import process as machine
-from torch_pi2.observe import attention, counters, timings
+from torch_pi2.observe import counters, timings
+from torch_pi2.observe.steps import attention_ms
 from torch_pi2.ops import load as load_library
 
 PEERS = ("llama.cpp",)
@@ -173,16 +174,16 @@ def measure(
     Returns:
         ``tokens_per_s``, ``prompt_tokens_per_s``, ``bytes_per_token`` (with ``bytes_by_part``), ``gb_per_s``,
         ``read_gb_per_s``, ``gather_gb_per_s``, ``of_read`` (gb_per_s over read_gb_per_s), ``ms_per_token`` by part
-        (and ``sdpa_from``: ``profiler``, ``timed apart``, or None, when ``sdpa`` and ``attention`` are None and
-        ``python`` contains it), ``peak_rss_bytes`` (loading, compiling, one prompt and answer), ``active_share`` (of
-        the FFN's rows that were read), ``firing_share`` (of down columns), ``peers``, machine, versions and spreads.
+        (``sdpa``: the calls of an eager step, timed apart), ``peak_rss_bytes`` (loading, compiling, one prompt and
+        answer), ``active_share`` (of the FFN's rows that were read), ``firing_share`` (of down columns), ``peers``,
+        machine, versions and spreads.
         The main figures are of all ``rounds_kept`` rounds; ``batches`` (of several sizes) only of those in which the
         sizes alternate alone, as many for each. A peer's ``batches`` have for each size (its main figures are those of
         the first that it can, ``batch``) its rates, ours in the same rounds (``our_...``), ``ratio``, ``prompt_ratio``
         (ours over its) and spreads.
     """
     load_library()
-    context = prompt + tokens + attention.SPARE_TOKENS
+    context = prompt + tokens + 1  # and one more step, whose attention is timed
     ours = [
         _Ours(model, Decoder(model, max_tokens=context, batch=b, compiled=compiled, cpp_wrapper=cpp_wrapper), seed)
         for b in batch
@@ -302,14 +303,12 @@ class _Ours:
         parts = self.bytes_by_part()
         total = sum(parts.values())
         gb_per_s = total * tokens_per_s / 1e9
-        split, sdpa_from = self.split(memory)
         return {
             "bytes_per_token": total,
             "bytes_by_part": parts,
             "gb_per_s": round(gb_per_s, 2),
             "of_read": round(gb_per_s / read_gb_per_s, 3),
-            "ms_per_token": split,
-            "sdpa_from": sdpa_from,
+            "ms_per_token": self.split(memory),
         }
 
     def bytes_by_part(self) -> dict[str, int]:
@@ -319,12 +318,12 @@ class _Ours:
         cache = traffic.cache_bytes(self.decoder.cache)
         return {**traffic.fixed_bytes(self.model, self._head), "ffn": round(ffn), "cache": cache}
 
-    def split(self, memory: Memory) -> tuple[dict[str, float | None], str | None]:
-        """Milliseconds per token by part, and where ``sdpa`` (at the length of the end of a round) comes from.
+    def split(self, memory: Memory) -> dict[str, float]:
+        """Milliseconds per token by part; ``sdpa`` at the length of the end of a round.
 
-        ``python`` is the rest: norms, rotary embedding, Python around it all, and SDPA if it could not be seen.
+        ``python`` is the rest: norms, rotary embedding, Python around it all.
         """
-        sdpa, sdpa_from = attention.milliseconds(self.model, self.decoder, self._last["next"], memory.read_gb_per_s)
+        sdpa = attention_ms(self.model, self.decoder, self._last["next"], memory.read_gb_per_s)
 
         def of_kind(kind: int) -> float:
             return self._median(lambda r: timings.milliseconds(r["timings"], kind) / r["tokens"])
@@ -335,15 +334,15 @@ class _Ours:
         linears = of_linears(0)
         others = {"predictor": of_kind(timings.PREDICTOR), "ffn": of_kind(timings.FFN), "head": of_linears(1)}
         total = self._median(lambda r: r["decode_s"] / r["tokens"] * 1e3)
-        parts: dict[str, float | None] = {
+        parts = {
             "total": total,
-            "attention": None if sdpa is None else linears + sdpa,
+            "attention": linears + sdpa,
             "linears": linears,
             "sdpa": sdpa,
             **others,
-            "python": total - linears - (sdpa or 0.0) - sum(others.values()),
+            "python": total - linears - sdpa - sum(others.values()),
         }
-        return {name: None if ms is None else round(ms, 4) for name, ms in parts.items()}, sdpa_from
+        return {name: round(ms, 4) for name, ms in parts.items()}
 
 
 def _alternate(
@@ -424,8 +423,7 @@ TABLES = (
         "Milliseconds per token",
         _parts,
         {"part": at("part"), "ms": at("ms", ".2f"), "of all": at("share", common.percent)},
-        "*sdpa* is as torch's profiler sees it, or timed apart where it sees nothing (a step compiled with "
-        "`--cpp-wrapper`); without a figure *python*, which is the rest, contains it.",
+        "*sdpa* is timed apart (in older results as torch's profiler saw it); *python* is the rest.",
     ),
     Table(
         "Batches",

@@ -1,5 +1,4 @@
-"""A whole model on a GPU: our layers beside dense ones; and, in less memory than it takes, beside offloading and
-llama.cpp.
+"""A whole model on a GPU: our layers beside dense ones; and, in less memory than it takes, beside offloading.
 
 Greedy answers of one sequence. Models that are on the GPU as a whole have a static cache, whose steps transformers
 compiles (``max-autotune``: into CUDA graphs); divided ones run eagerly. ``--device cpu`` runs the same calls there, to
@@ -20,13 +19,10 @@ import torch
 
 from benchmarks.arguments import add_lengths
 from benchmarks.figures import alternate, ratios, summary
-from benchmarks.gguf import write_gguf
-from benchmarks.peer import Peer
 from benchmarks.subject import Subject, synthetic_folder
 from benchmarks.tables import Result, Table, at, named, ranged
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.cli import common
-from torch_pi2.errors import Pi2Error, UnsupportedModelError
 from torch_pi2.layers.gpu import check_gpu
 from torch_pi2.layers.of_model import homes
 from torch_pi2.rewrite.gpu import hot_on_gpu, rest_bytes
@@ -50,13 +46,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     With ``--share``: ``divided`` (:func:`torch_pi2.load` with ``gpu_memory``), ``offloaded`` (accelerate, the dense
     model with as much memory) and ``cpu`` (our steps there). Without: ``sparse`` and ``dense``, both as a whole on the
-    GPU. In int4 also ``llama.cpp``, with as many blocks on the GPU as that memory holds of its file, random weights in
-    Q4_0, if it was built for GPUs (on the CPU: with none).
+    GPU.
 
     Returns:
         ``ways``, by name: ``ms`` a token, ``spread``, and ``ours_over`` it: how many times as fast our first way is
-        within each round; ``same``: of how many rounds the tokens were those of the first way (None: its weights are
-        others). ``left_out``: what was not run, and why. ``peers``: what they say of themselves.
+        within each round; ``same``: of how many rounds the tokens were those of the first way. ``left_out``: what was
+        not run, and why.
 
     Raises:
         DeviceError: no GPU that has kernels. Pi2Error: the folder cannot be made or loaded.
@@ -69,7 +64,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     folder = args.folder or synthetic_folder(args.shape, args.weights, args.seed)
     model: Any = torch_pi2.load(folder)
     subject, memory_bytes = Subject.of(model, folder), None
-    peers, left_out = dict[str, Peer](), dict[str, str]()
+    left_out = dict[str, str]()
     if share is None:
         answers = {"sparse": _whole(model.to(device), tokens), "steps": _ours(model, tokens)}
         answers["dense"] = _whole(load_dense(folder).to(device), tokens)
@@ -83,51 +78,37 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         else:
             answers["offloaded"] = _eager(_offloaded(load_dense(folder), memory_bytes), device, tokens)
         answers["cpu"] = _ours(torch_pi2.load(folder), tokens)
-        gguf, there = folder.parent / f"{subject.stem}.q4_0.gguf", memory_bytes if device == "cuda" else 0
-        try:
-            peers["llama.cpp"] = _llama(gguf, subject, model.config, there, prompt + tokens, args.seed)
-        except Pi2Error as error:
-            left_out["llama.cpp"] = error.found
     drawn = torch.Generator().manual_seed(args.seed)
     prompts = [torch.randint(model.config.vocab_size, (1, prompt), generator=drawn) for _ in range(rounds + 2)]
     said: dict[tuple[str, int], list[int]] = {}
 
     def timed(way: str, index: int) -> float:
-        if way in peers:
-            took = peers[way].round(prompt, tokens)
-            return float(took["prompt_s"] + took["decode_s"]) * 1e3 / tokens
         started = time.perf_counter()
         said[way, index] = answers[way](prompts[index])  # a list: the GPU is done
         return (time.perf_counter() - started) * 1e3 / tokens
 
-    try:
-        samples = alternate((*answers, *peers), rounds + 2, timed)
-    finally:
-        for peer in peers.values():
-            peer.close()
+    samples = alternate(tuple(answers), rounds + 2, timed)
     return {
         **subject.label(),
         "memory_bytes": memory_bytes,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "ways": _summaries(samples, said),
         "left_out": left_out,
-        "peers": {way: peer.about for way, peer in peers.items()},
     }
 
 
 def _summaries(
     samples: Mapping[str, Sequence[float]], said: Mapping[tuple[str, int], Sequence[int]]
 ) -> dict[str, dict[str, Any]]:
-    """``ways`` of :func:`run`, of milliseconds in each round and, of those with the same weights, tokens; two rounds
-    were warm-up."""
+    """``ways`` of :func:`run`, of milliseconds and tokens in each round; two rounds were warm-up."""
     ours, *_ = samples
     ways = {}
     for way, every in samples.items():
         values, mine = every[2:], samples[ours][2:]
-        answers = [said[way, i] == said[ours, i] for i in range(len(every)) if (way, i) in said]
+        same = sum(said[way, i] == said[ours, i] for i in range(len(every)))
         ways[way] = {
             **summary({"ms": values, "ours_over": ratios(values, mine)}),
-            "same": sum(answers) if answers else None,
+            "same": same,
         }
     return ways
 
@@ -173,27 +154,6 @@ def _offloaded(model: Any, memory_bytes: int) -> Any:
     most = {0: memory_bytes, "cpu": 1 << 40}
     device_map = accelerate.infer_auto_device_map(model, most, no_split_module_classes=model._no_split_modules)
     return accelerate.dispatch_model(model, device_map)
-
-
-def _llama(gguf: Path, subject: Subject, config: Any, memory_bytes: int, context: int, seed: int) -> Peer:
-    """llama.cpp with so many blocks on the GPU as ``memory_bytes`` are of its file ``gguf``, which is made;
-    its head, too, where all have room.
-
-    Raises:
-        PeerError, LibraryMissingError: it cannot be run, or there. UnsupportedModelError: it has no such model.
-    """
-    if subject.weights != "int4":
-        raise UnsupportedModelError(
-            "llama.cpp beside the model",
-            expected="one in int4",
-            found="it has 4 bits: compare --weights int4",
-            fix="Pass --weights int4.",
-        )
-    write_gguf(gguf, config, seed=seed)
-    blocks = config.num_hidden_layers
-    there = min(blocks + 1, int(blocks * memory_bytes / gguf.stat().st_size))
-    settings = {"gguf": str(gguf), "threads": torch.get_num_threads(), "context": context + 1, "gpu_layers": there}
-    return Peer("benchmarks.peer_llama", settings)
 
 
 TABLES = (

@@ -18,7 +18,6 @@ import torch
 
 from benchmarks.arguments import add_activations, add_lengths, names_of
 from benchmarks.decode import measure
-from benchmarks.figures import spread
 from benchmarks.gguf import write_gguf
 from benchmarks.peer import Peer
 from benchmarks.subject import WORK
@@ -37,12 +36,6 @@ _IMPORT = (
     "report = torch_pi2.import_gguf(sys.argv[1], sys.argv[2]).to_json(); "
     "print(json.dumps(report | {'before_bytes': before, 'peak_bytes': process.peak_rss_bytes()}))"
 )
-#: How transformers opens a folder or a store: the model alone, packages imported before.
-_OPEN = (
-    "import json, sys, time, transformers, torch_pi2.hf; from torch_pi2.ops import load; load(); "
-    "started = time.perf_counter(); transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1]); "
-    "print(json.dumps(time.perf_counter() - started))"
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,8 +51,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     Returns:
         ``types``: a row each with ``file_bytes``, ``import`` (its report, and ``peak_bytes`` of that process),
-        ``opened_s`` (the least and the most seconds of transformers' ``from_pretrained``, in a process each), and what
-        :func:`benchmarks.decode.measure` gives.
+        and what :func:`benchmarks.decode.measure` gives.
 
     Raises:
         LibraryMissingError: no llama_cpp. Pi2Error: what importing and decoding raise.
@@ -79,8 +71,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         measured = measure(model, prompt=args.prompt, tokens=args.tokens, rounds=rounds, peers=peer, seed=seed)
         kept = {key: report[key] for key in ("seconds", "types", "rounded", "bytes_out", "before_bytes", "peak_bytes")}
         del model
-        opened = spread([_run(_OPEN, folder) for _ in range(rounds)], 2)
-        rows[name] = {"file_bytes": file.stat().st_size, "import": kept, "opened_s": opened, **measured}
+        rows[name] = {"file_bytes": file.stat().st_size, "import": kept, **measured}
     return {"synthetic": "random weights", "types": rows}
 
 
@@ -129,7 +120,6 @@ TABLES = (
             "of read": at("of_read", common.percent),
             "imported in s": at("import.seconds", ".0f"),
             "with": at("import.peak_bytes", common.size),
-            "opened by transformers in s": lambda row: "{:.1f} to {:.1f}".format(*row["opened_s"]),
         },
     ),
 )

@@ -23,8 +23,7 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
 
     Defaults of llama.cpp otherwise: mmap, repacked weights. Sequences of a batch are fed in one call; each number of
     them has a context of its own. With ``repack`` false weights stay in the mapped file (repacked they are anonymous
-    memory, as much again); with ``cap`` (folder of a group) the process joins that group first; ``gpu_layers`` (0): so
-    many blocks on a GPU, which must be one that the package was built for.
+    memory, as much again); with ``cap`` (folder of a group) the process joins that group first.
     """
     if settings.get("cap"):
         cap.join(settings["cap"])
@@ -32,10 +31,7 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
 
     path, threads, context = settings["gguf"], settings["threads"], settings["context"]
     repack = settings.get("repack", True)
-    gpu_layers = settings.get("gpu_layers", 0)
-    if gpu_layers and not llama_cpp.llama_supports_gpu_offload():
-        raise RuntimeError("llama-cpp-python was built without a GPU")
-    model = _model(llama_cpp, path, repack, gpu_layers)
+    model = _model(llama_cpp, path, repack)
     batches = settings.get("batches", [1])
     contexts = {batch: _context(llama_cpp, model, batch, context, threads) for batch in batches}
 
@@ -81,13 +77,12 @@ def load(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Round]:
         "bytes": Path(path).stat().st_size,
         "threads": threads,
         "context": context,
-        "gpu_layers": gpu_layers,
         "system": llama_cpp.llama_print_system_info().decode().strip(),
     }
     return about, run_round
 
 
-def _model(llama_cpp: Any, path: str, repack: bool, gpu_layers: int) -> Any:
+def _model(llama_cpp: Any, path: str, repack: bool) -> Any:
     """The model of a file. Raises RuntimeError: it cannot be loaded, for what the log says."""
 
     @llama_cpp.llama_log_callback
@@ -100,7 +95,7 @@ def _model(llama_cpp: Any, path: str, repack: bool, gpu_layers: int) -> Any:
     llama_cpp.llama_log_set(_log_problems, None)
     llama_cpp.llama_backend_init()
     params = llama_cpp.llama_model_default_params()
-    params.n_gpu_layers = gpu_layers
+    params.n_gpu_layers = 0
     if not repack:
         _map_only(llama_cpp, params)
     model = llama_cpp.llama_model_load_from_file(path.encode(), params)

@@ -10,15 +10,17 @@ PyTorch. With ``--emulator`` layers are compiled, too, and run on Qualcomm's x86
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from benchmarks.emulator import Emulated, relative, weights_alone
 from torch_pi2.base.files import atomic_write
 from torch_pi2.machine.process import describe
 
@@ -109,6 +111,47 @@ def measure(folder: Path, tokens: int, emulator: str | None, rows: int = 64) -> 
         "bits_per_byte": before,
         "kinds": found,
     }
+
+
+class Emulated(nn.Module):
+    """A compiled module as the emulator computes it, for inputs of the shapes of ``example``.
+
+    It must be compiled without weight sharing: the emulator loads no other.
+    """
+
+    def __init__(self, module: nn.Module, example: tuple[torch.Tensor, ...]) -> None:
+        from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+        from executorch.runtime import Runtime
+
+        from torch_pi2.export.qnn import sdk
+
+        super().__init__()
+        sdk.load(sdk.find())
+        config = EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)
+        programs = {"forward": torch.export.export(module, example)}
+        self._program = bytes(to_edge_transform_and_lower(programs, compile_config=config).to_executorch().buffer)
+        self._method: Any = Runtime.get().load_program(self._program).load_method("forward")
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found: Sequence[torch.Tensor] = self._method.execute([x.contiguous() for x in inputs])
+        return tuple(y.clone() for y in found)  # the next call writes into the same memory
+
+
+def relative(got: torch.Tensor, right: torch.Tensor) -> float:
+    """L2."""
+    return float((got - right).norm() / right.norm())
+
+
+def weights_alone(quantized: nn.Module) -> nn.Module:
+    """A copy of ``quantized`` with its weights, and activations in float32."""
+    made: Any = copy.deepcopy(quantized)
+    for node in made.graph.nodes:
+        if "dequantize_per_tensor" in str(node.target) and "quantize_per_tensor" in str(node.args[0].target):
+            node.replace_all_uses_with(node.args[0].args[0])
+    made.graph.eliminate_dead_code()
+    made.recompile()
+    whole: nn.Module = made
+    return whole
 
 
 def main(argv: list[str] | None = None) -> int:

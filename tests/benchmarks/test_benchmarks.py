@@ -39,13 +39,11 @@ COMMANDS = {
 SLOW = {
     "offload": "--folder {store} --eager --tokens 2 --rounds 1 --modes bundle,pipeline --prompt 20",
     "sparsify": "{relu} --targets 0.6 --steps 10 --batch 2 --window 32 --tokens 200",
-    "quantization": "--folder {relu} --tokens 256 --calibration-tokens 640 --quantizations rtn",
 }
 #: Of a minute or more, some with extras.
 LONG = {
     "imported": f"--shape tiny --types q4_0 {SHORT}",
     "bundle": "--folder {synthetic} --kv int8 --prompts 5,20 --max-tokens 32 --tokens 3 --rounds 1 --peer executorch",
-    "bundle-offload": "--shape tiny --distinct-layers 2 --budgets 26MB,60MB --tokens 4 --rounds 1",
     "together": "--folder {store} --shards {shards} --links none --tokens 2 --rounds 1 --prompt 20 --eager",
     "serve": "--shape tiny --threads 1 --max-batch-size 2 --clients 1,2 --requests 2 --rounds 1 --prompts 8,40 "
     "--answers 2,5 --shared 20 --prefix-cache 1MiB",

@@ -19,7 +19,7 @@ from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ConfigError, Pi2Error, ShapeError, UnsupportedModelError
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
-from torch_pi2.observe.attention import Recorder
+from torch_pi2.observe.steps import Recorder
 from torch_pi2.ops import load
 
 load()

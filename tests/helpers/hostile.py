@@ -22,8 +22,7 @@ from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.gguf.families import configuration
 from torch_pi2.checkpoint.gguf.source import GgufCheckpoint
 from torch_pi2.errors import Pi2Error
-from torch_pi2.machine.device import find_device
-from torch_pi2.machine.device_presets import PRESETS
+from torch_pi2.machine.device import PRESETS, find_device
 from torch_pi2.machine.hardware import Accelerator, Bandwidth, Hardware, Kernel, Line, Rates
 from torch_pi2.machine.reads import ReadRate, Reads
 from torch_pi2.observe.accesses import Accesses, StoredLayer

@@ -17,8 +17,7 @@ from shared import small_store
 
 import torch_pi2
 from torch_pi2.errors import ArtifactError, ConfigError
-from torch_pi2.machine.device import Device, find_device, parse_device
-from torch_pi2.machine.device_presets import PRESETS
+from torch_pi2.machine.device import PRESETS, Device, find_device, parse_device
 from torch_pi2.ops import load
 from torch_pi2.types.offload import OffloadConfig
 

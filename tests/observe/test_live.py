@@ -15,8 +15,7 @@ from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ConfigError
 from torch_pi2.eval.work import work
 from torch_pi2.layers.of_model import sparse_layers
-from torch_pi2.observe.live import Firing
-from torch_pi2.observe.meter import PARTS, Meter
+from torch_pi2.observe.live import PARTS, Firing, Meter
 
 IDS_1T = torch.arange(5, 17).reshape(1, 12)
 

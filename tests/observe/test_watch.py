@@ -174,17 +174,6 @@ def test_counts_are_those_of_the_layer(
     reference.check(watched.stats(), 0.4 if method == "threshold" else 0.0)
 
 
-def test_thresholds_of_their_own(referred: Callable[[nn.Module], Reference]) -> None:
-    model = planned("llama", "dense")
-    reference = referred(model)
-    with watch(model, thresholds=0.3) as watched:
-        run(model)
-    reference.check(watched.stats(), 0.3)
-    assert int(watched.stats()["model.layers.0.mlp"].zeros.sum()) == 0  # nobody knows
-    with pytest.raises(ConfigError, match=r"firing thresholds: expected numbers >= 0 for keys of the sites, found"):
-        watch(model, thresholds={"nobody": 1.0})
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Synthetic models, quantised: layers with low-rank predictors, and experts; and the stores packed from them."""

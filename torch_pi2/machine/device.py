@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -18,13 +18,116 @@ import torch
 from torch_pi2.base.fields import Field
 from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.errors import ConfigError
-from torch_pi2.machine.device_presets import PRESETS
 from torch_pi2.ops import load
 
 _MB = 1e6
 _WHERE_FROM = ("from", "assumed")
 _AXES = {"random": ("block_bytes", "range_bytes", "depth"), "sequential": ("block_bytes", "depth")}
 _FIX = "Correct the description; its format is in docs/DEVICES.md."
+
+
+_KB4, _KB512, _MB128, _MB512 = 4 << 10, 512 << 10, 128 << 20, 512 << 20
+_PAPER = "PowerInfer-2, arXiv 2406.06282v3"
+_MEASURED, _TABLE_1 = f"{_PAPER}, measurements of UFS 4.0 around Fig. 3b", f"{_PAPER}, Table 1"
+
+
+def _figures(**figures: Any) -> dict[str, Any]:
+    """One row of a description; ``published``: where it was (``from``), ``assumed``: what of it was not."""
+    published = {"from": figures.pop("published")} if "published" in figures else {}
+    return figures | published
+
+
+def _random(block: int, reach: int, depth: int, mb_per_s: float, **source: str) -> dict[str, Any]:
+    return _figures(block_bytes=block, range_bytes=reach, depth=depth, mb_per_s=mb_per_s, **source)
+
+
+def _in_order(block: int, depth: int, mb_per_s: float, **source: str) -> dict[str, Any]:
+    return _figures(block_bytes=block, depth=depth, mb_per_s=mb_per_s, **source)
+
+
+_UFS_4_0: dict[str, Any] = {
+    "name": "ufs-4.0",
+    "source": f"{_PAPER}: OnePlus 12, Snapdragon 8 Gen 3, UFS 4.0",
+    "latency_us": {
+        "value": 5.3,
+        "assumed": "what 4 KB take longer at 450 MB/s (sequential, if one at a time) than at 1,076 MB/s (if 32 are)",
+    },
+    "max_depth": {"value": 32, "from": "Ripple, arXiv 2410.19274: one command queue of 32 entries"},
+    "cores": [
+        _figures(name=name, block_bytes=_KB4, mb_per_s=mb_per_s, published=_TABLE_1)
+        for name, mb_per_s in (("big", 1076.10), ("mid", 1007.95), ("little", 761.87))
+    ],
+    "random": [
+        _random(_KB4, _MB128, 32, 1076.10, published=f"{_TABLE_1}, big core", assumed="the depth"),
+        _random(
+            _KB4,
+            _MB512,
+            32,
+            850,
+            published=f"{_MEASURED}: below 850 MB/s",
+            assumed="just below; the depth and the core",
+        ),
+        _random(_KB512, _MB128, 32, 3500, published=_MEASURED, assumed="the range, the depth and the core"),
+        _random(
+            _KB512,
+            _MB512,
+            32,
+            3500,
+            assumed="no effect of the range at this size; the paper says that it is strongest for small blocks",
+        ),
+    ],
+    "sequential": [
+        _in_order(
+            _KB4,
+            1,
+            450,
+            published=_MEASURED,
+            assumed="the depth: less than random reads of this size can only be one at a time; the core",
+        ),
+        _in_order(_KB4, 32, 1076.10, assumed="as random reads over 128 MB"),
+        _in_order(_KB512, 1, 3844.5, assumed="4,000 MB/s and the latency"),
+        _in_order(_KB512, 32, 4000, published=_MEASURED, assumed="the depth and the core"),
+    ],
+}
+
+
+def _halved(row: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in row.items() if key not in _WHERE_FROM}
+    return {**kept, "mb_per_s": row["mb_per_s"] / 2, "assumed": "half of UFS 4.0"}
+
+
+_UFS_3_1: dict[str, Any] = {
+    "name": "ufs-3.1",
+    "source": "assumed: every bandwidth is half of ufs-4.0's, whose interface is twice as fast a lane (HS-G5 after "
+    f"HS-G4). {_PAPER} used a OnePlus Ace 2 with UFS 3.1, and has no figures of its storage",
+    "latency_us": {"value": 10.6, "assumed": "twice that of UFS 4.0"},
+    "max_depth": {"value": 32, "assumed": "as UFS 4.0"},
+    **{part: [_halved(row) for row in _UFS_4_0[part]] for part in ("cores", "random", "sequential")},
+}
+_READS = f"{_PAPER}: 1,200K random reads/s"
+_NVME: dict[str, Any] = {
+    "name": "nvme",
+    "source": f"{_PAPER}, its comparison of a PC's NVMe with UFS 4.0: 7.5 GB/s, 1,200K random reads/s",
+    "latency_us": {"value": 60, "assumed": "a usual figure of flash behind a fast controller"},
+    "max_depth": {"value": 1024, "assumed": "usual; the standard allows 65,536 in each of as many queues"},
+    "random": [
+        _random(
+            _KB4,
+            _MB512,
+            256,
+            4915.2,
+            published=_READS,
+            assumed="the size (4 KiB), the depth, and that the range does not matter",
+        ),
+        _random(_KB512, _MB512, 256, 7500, assumed="as sequential reads"),
+    ],
+    "sequential": [
+        _in_order(_KB4, 256, 4915.2, assumed="as random reads"),
+        _in_order(_KB512, 256, 7500, published=_PAPER, assumed="the size and the depth"),
+    ],
+}
+#: Descriptions that come with the package; ``from`` is where a figure was published, ``assumed`` what of it was not.
+PRESETS: dict[str, dict[str, Any]] = {preset["name"]: preset for preset in (_UFS_4_0, _UFS_3_1, _NVME)}
 
 
 @dataclass(frozen=True)

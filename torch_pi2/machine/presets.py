@@ -2,7 +2,7 @@
 
 Nothing here was measured by us; ``notes`` says of every part where it is from or that it is assumed, and the profiles
 have ``source="published"``. P is PowerInfer-2, arXiv 2406.06282v3. Storage is that of
-:mod:`torch_pi2.machine.device_presets`, asked by the model that simulates it.
+:mod:`torch_pi2.machine.device`, asked by the model that simulates it.
 """
 
 from __future__ import annotations

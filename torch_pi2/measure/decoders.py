@@ -19,8 +19,7 @@ from torch_pi2.decode.decoder import Decoder
 from torch_pi2.machine.hardware import Glue, StoreCosts
 from torch_pi2.measure.fit import six_digits
 from torch_pi2.observe import timings
-from torch_pi2.observe.attention import calls_of_step, timed_apart
-from torch_pi2.observe.steps import timed_steps
+from torch_pi2.observe.steps import attention_ms, timed_steps
 from torch_pi2.rewrite.state import store_and_budget, store_of
 from torch_pi2.store.synthetic import TokenStream
 from torch_pi2.types.offload import OffloadConfig
@@ -71,8 +70,7 @@ def _outside_us(folder: Path, compiled: bool) -> float:
     next_B1 = decoder.prompt(torch.arange(_PROMPT)[None])
     steps = [timed_steps(decoder, next_B1) for _ in range(_STEPS)]
     found = [step.seconds * 1e6 - sum(row[4] for row in step.timings) / 1e3 for step in steps]
-    sdpa = timed_apart(calls_of_step(model, decoder, next_B1), lambda: None) * 1e3
-    return statistics.quantiles(found[2:], n=4)[0] - sdpa
+    return statistics.quantiles(found[2:], n=4)[0] - attention_ms(model, decoder, next_B1) * 1e3
 
 
 def store_costs(folder: Path, size: tuple[int, int]) -> StoreCosts:

@@ -1,16 +1,33 @@
-"""Decoding steps that are fed with given tokens, not with what the model says (that repeats itself), and timed."""
+"""Decoding steps that are fed with given tokens, not with what the model says (that repeats itself), and timed.
+
+Attention inside a compiled step is not seen by torch's profiler where a step is compiled in C++; the calls of one eager
+step are repeated outside it.
+"""
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from torch_pi2.decode.attention import packed_attention
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.observe import timings
+from torch_pi2.ops import load
+
+#: Our operator or torch's SDPA, and its positional and keyword arguments.
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+#: Passes over the attention of all layers, after one to warm up.
+_PASSES = 7
 
 
 @dataclass(frozen=True)
@@ -53,3 +70,44 @@ def timed_steps(
         if seconds > limit_s and len(answers) >= 2:
             break
     return TimedSteps(seconds, timings.read(), None if store is None else store.stats(), answers)
+
+
+class Recorder(TorchFunctionMode):
+    """Keeps every call of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        load()
+        self.calls: list[Call] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.scaled_dot_product_attention, torch.ops.pi2.attention, torch.ops.pi2.attention.default):
+            self.calls.append((func, args, dict(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.inference_mode()
+def attention_ms(
+    model: nn.Module, decoder: Decoder, next_B1: torch.Tensor, evict: Callable[[], object] = lambda: None
+) -> float:
+    """Milliseconds of attention in all layers of a step with ``next_B1``: the calls of one eager step, again.
+
+    Args:
+        evict: is called before each pass; leaves nothing of the KV cache in the CPU's caches, as a step's weights do.
+    """
+    recorder = Recorder()
+    with packed_attention(model), recorder:
+        model(**decoder._inputs(next_B1), logits_to_keep=1)
+    for _, args, kwargs in recorder.calls:
+        mask = kwargs.get("attn_mask")
+        if mask is not None and mask.dtype == torch.bool:
+            # a compiled step turns it into what is added together with other work, not inside SDPA
+            kwargs["attn_mask"] = torch.zeros(mask.shape, dtype=args[0].dtype).masked_fill(~mask, -torch.inf)
+    passes = []
+    for _ in range(1 + _PASSES):
+        evict()
+        started = time.perf_counter()
+        for op, args, kwargs in recorder.calls:
+            op(*args, **kwargs)
+        passes.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(passes[1:])

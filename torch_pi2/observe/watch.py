@@ -37,7 +37,6 @@ from torch_pi2.layers.offloaded import OffloadedFFN, explained
 from torch_pi2.ops import load
 from torch_pi2.ops.constants import constants
 from torch_pi2.ops.library import unseen_by_modes
-from torch_pi2.profiling.recorder import threshold_map
 from torch_pi2.rewrite.gpu import refuse_split
 from torch_pi2.rewrite.state import get_state
 from torch_pi2.store.parts import Parts
@@ -58,27 +57,22 @@ class Watch:
         model: one that torch_pi2 has rewritten or loaded, in memory or over a store. After a conversion (``model.to``)
             it is no longer seen.
         batch_sizes: 1 to 64; 1, every token alone, is always among them.
-        thresholds: a neuron fires if its score is larger, as in :func:`torch_pi2.profiling.run.profile`; a number, or
-            one per site key. None: those of the statistics that the model was made from, so that the counts can be
-            added to them; without statistics those of its layers, which are 0 except for method ``threshold``.
+
+    A neuron fires if its score is larger than the threshold of the statistics that the model was made from, so that the
+    counts can be added to them; without statistics that of its layer, which is 0 except for method ``threshold``.
 
     Raises:
-        ConfigError: a dense model, sizes or thresholds out of range, or (by ``start``) a layer that is already watched.
+        ConfigError: a dense model, sizes out of range, or (by ``start``) a layer that is already watched.
         ArtifactError: (by ``start``) its store has been closed.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        batch_sizes: Sequence[int] = BATCH_SIZES,
-        thresholds: float | Mapping[str, float] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, *, batch_sizes: Sequence[int] = BATCH_SIZES) -> None:
         refuse_split(model, "watching", whole=True)
         self.plan: Plan = get_state(model).plan
         self.batch_sizes = _sizes(batch_sizes)
         layers = sparse_layers(model)
-        cuts = _cuts(model, layers, thresholds)
+        known = _profiled(model)
+        cuts = {layer.site.key: known.get(layer.site.key, layer.threshold) for layer in layers}
         self._groups = [
             _Group(
                 [y for y in layers if (y.site.experts is not None) == routed], cuts, () if routed else self.batch_sizes
@@ -90,7 +84,7 @@ class Watch:
         self._slots = _slots(model, layers)
         self._turn = threading.RLock()
         self._on = False
-        weakref.finalize(self, _end, self._groups).atexit = False
+        weakref.finalize(self, _drop, self._groups).atexit = False
 
     def start(self) -> Self:
         """Start or continue counting."""
@@ -102,8 +96,7 @@ class Watch:
                 for group in self._groups:
                     group.start()
             except BaseException:
-                for group in self._groups:
-                    group.drop()
+                _drop(self._groups)
                 raise
             self._on = True
         return self
@@ -165,14 +158,9 @@ class Watch:
 
 
 @checked
-def watch(
-    model: nn.Module,
-    *,
-    batch_sizes: Sequence[int] = BATCH_SIZES,
-    thresholds: float | Mapping[str, float] | None = None,
-) -> Watch:
+def watch(model: nn.Module, *, batch_sizes: Sequence[int] = BATCH_SIZES) -> Watch:
     """A :class:`Watch` of ``model``, for a ``with`` block; see there for arguments and errors."""
-    return Watch(model, batch_sizes=batch_sizes, thresholds=thresholds)
+    return Watch(model, batch_sizes=batch_sizes)
 
 
 class _Group:
@@ -255,8 +243,8 @@ class _Group:
         )
 
 
-def _end(groups: Sequence[_Group]) -> None:
-    """Let the core stop counting for a watch that is gone."""
+def _drop(groups: Sequence[_Group]) -> None:
+    """Let the core stop counting."""
     with unseen_by_modes():
         for group in groups:
             group.drop()
@@ -282,29 +270,6 @@ def _sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
             fix="The planner extrapolates beyond the largest.",
         )
     return sizes
-
-
-def _cuts(
-    model: nn.Module, layers: Sequence[SparseFFN], thresholds: float | Mapping[str, float] | None
-) -> dict[str, float]:
-    """By key the score above which a neuron fires."""
-    if thresholds is not None:
-        cuts = threshold_map([layer.site for layer in layers], thresholds)
-        _check_own(layers, cuts)
-        return cuts
-    known = _profiled(model)
-    return {layer.site.key: known.get(layer.site.key, layer.threshold) for layer in layers}
-
-
-def _check_own(layers: Sequence[SparseFFN], cuts: Mapping[str, float]) -> None:
-    for layer in layers:
-        if layer.thresholds is not None and cuts[layer.site.key] != layer.threshold:
-            raise ConfigError(
-                f"watch(thresholds={{{layer.site.key!r}: ...}})",
-                expected=f"{layer.threshold}: its neurons have thresholds of their own, and what is below them is zero",
-                found=str(cuts[layer.site.key]),
-                fix="Leave thresholds out.",
-            )
 
 
 def _profiled(model: nn.Module) -> dict[str, float]:

@@ -23,7 +23,7 @@ from torch_pi2.decode.chunked_prefill import prompt_path_lengths, takes_several_
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.decode.sequence import GeneratedSequence, Sampling, pick
 from torch_pi2.errors import BusyError, ClosedError, ConfigError, GroupError, ShapeError
-from torch_pi2.observe.meter import Meter
+from torch_pi2.observe.live import Meter
 from torch_pi2.serve.prefix import PrefixCache
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from typing import Any
 from torch_pi2.eval.work import Work
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.observe import counters
-from torch_pi2.observe.live import Firing
-from torch_pi2.observe.meter import Meter, Spent
+from torch_pi2.observe.live import Firing, Meter, Spent
 from torch_pi2.rewrite.state import ModelState, SparseState, store_of
 from torch_pi2.serve.model import ServedModel
 
