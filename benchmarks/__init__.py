@@ -16,5 +16,4 @@ BENCHMARKS = {
     "serve": "servers under load, and how long clients wait, optionally against llama-cpp-python's own",
     "prefix": "the first text of an answer whose prompt begins as one before did",
     "methods": "what methods and 4 bits cost a trained model, in memory, over a store and in a bundle",
-    "sparsify": "a dense model made sparse by training, beside the same trained on as long: zeros and loss",
 }

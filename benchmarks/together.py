@@ -104,7 +104,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     ranks, sizes = _sizes(folder, args.shards)
     ways = [_Way(args.shards, reduction) for reduction in args.reductions]
     if stages is not None:
-        _check_stages(folder, stages, ranks)
+        if len(_shards(folder, stages, by_layers=True)) != ranks:
+            raise ConfigError(str(stages), expected=f"{ranks} stages", found="others", fix="Pack as many as shards.")
         ways.append(_Way(stages, "layers"))
     context = max(_PROMPT + _WARM_UP + rounds * tokens, prompt) + 1
     rooms = Rooms(folder, context)
@@ -166,17 +167,9 @@ class _Way(NamedTuple):
 
 
 def _sizes(folder: Path, shards: Path) -> tuple[int, dict[str, int]]:
-    """How many shards there are, and what one gives each of the others for a token, in bytes. Raises ConfigError."""
-    found = shards_in(shards)
-    if not found:
-        raise ConfigError(
-            str(shards), expected="shards", found="none", fix=f"torch-pi2 pack {folder} {shards} --ranks 2"
-        )
+    """How many shards there are, and what one gives each of the others for a token, in bytes."""
+    found = _shards(folder, shards)
     with StoreReader(folder / PI2_FOLDER / STORE_FILE) as whole, StoreReader(found[0] / PI2_FOLDER / STORE_FILE) as one:
-        if one.model_hash != whole.model_hash:
-            raise ConfigError(
-                str(shards), expected=f"shards of {folder}", found="those of another model", fix="Pack them again."
-            )
         calls: dict[object, list[LayerEntry]] = {}
         for key, entry in zip(one.keys, one.entries, strict=True):
             calls.setdefault(block_of(key), []).append(entry)
@@ -189,21 +182,19 @@ def _sizes(folder: Path, shards: Path) -> tuple[int, dict[str, int]]:
     return len(found), {"chunks": 4 * chunks, "ranks": 4 * sums, "layers": hidden}
 
 
-def _check_stages(folder: Path, stages: Path, ranks: int) -> None:
-    """Raises ConfigError: others than ``ranks`` stages of the store ``folder``."""
-    found = shards_in(stages)
-    with StoreReader(folder / PI2_FOLDER / STORE_FILE) as whole:
-        parts = []
-        for path in found.values():
-            with StoreReader(path / PI2_FOLDER / STORE_FILE) as one:
-                parts.append(one.model_hash == whole.model_hash and one.shard is not None and one.shard.by_layers)
-    if len(parts) != ranks or not all(parts):
-        raise ConfigError(
-            str(stages),
-            expected=f"{ranks} stages of {folder}",
-            found=f"{len(parts)} shards" if all(parts) else "others",
-            fix=f"torch-pi2 pack {folder} {stages} --ranks {ranks} --by layers",
-        )
+def _shards(folder: Path, shards: Path, *, by_layers: bool = False) -> dict[int, Path]:
+    """By rank the shards of the store ``folder``. Raises ConfigError: there are none, or others."""
+    found, hashes = shards_in(shards), set()
+    for path in (folder, *found.values()):
+        with StoreReader(path / PI2_FOLDER / STORE_FILE) as one:
+            hashes.add(one.model_hash)
+            wrong = path != folder and (one.shard is None or one.shard.by_layers != by_layers)
+            hashes |= {"wrong"} if wrong else set()
+    if not found or len(hashes) > 1:
+        how = " --by layers" if by_layers else ""
+        fix = f"torch-pi2 pack {folder} {shards} --ranks 2{how}"
+        raise ConfigError(str(shards), expected=f"shards of {folder}{how}", found="others or none", fix=fix)
+    return found
 
 
 def _measured(

@@ -14,7 +14,7 @@ from tiny_models import _hf, randomise, tiny
 from tiny_tokenizers import TEXT, byte_tokenizer
 
 import torch_pi2
-from benchmarks import cap, decode, figures, layer, sparsify, tables
+from benchmarks import cap, decode, figures, layer, tables
 from benchmarks.__main__ import BENCHMARKS, call, main, render
 from torch_pi2.errors import ConfigError
 
@@ -38,7 +38,6 @@ COMMANDS = {
 #: Of seconds.
 SLOW = {
     "offload": "--folder {store} --eager --tokens 2 --rounds 1 --modes bundle,pipeline --prompt 20",
-    "sparsify": "{relu} --targets 0.6 --steps 10 --batch 2 --window 32 --tokens 200",
 }
 #: Of a minute or more, some with extras.
 LONG = {
@@ -74,8 +73,7 @@ def measured(
     """The result of a benchmark that keeps what it makes in ``work``."""
     monkeypatch.chdir(work)
     (work / "build").symlink_to(ROOT / "build")  # with the C++ runner
-    threads, whole = torch.get_num_threads(), sparsify.stdlib_text
-    monkeypatch.setattr(sparsify, "stdlib_text", lambda split: whole(split, max_bytes=20_000))
+    threads = torch.get_num_threads()
     monkeypatch.setattr(layer, "_BYTES", 1 << 20)
     monkeypatch.setattr(decode, "BYTES", 1 << 20)
     try:

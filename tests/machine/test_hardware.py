@@ -216,7 +216,7 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda d: d["rates"]["predictors"].update(oracle=_sparse(d)),
         "where, rates, predictors: expected names of lowrank/float",
     ),
-    "nothing": (lambda d: d["rates"].update(attention={}), "where, rates, attention: expected one or more, found none"),
+    "nothing": (lambda d: d["rates"].update(attention={}), "where, rates, attention: expected names of bfloat16"),
     "order": (
         lambda d: _sparse(d).reverse(),
         "where, rates, kernels, int4/int8, sparse: expected one line or more, each for more tokens than the one before",
@@ -226,7 +226,7 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda d: _sparse(d)[0].update(call_us=-3),
         "where, rates, kernels, int4/int8, sparse, 0, call_us: expected a number, 0 or more",
     ),
-    "memory": (lambda d: d.update(memory=d["memory"][1:2]), "where, memory: expected for each number of threads"),
+    "memory": (lambda d: d.update(memory=d["memory"][1:2]), "where, memory: expected a figure of row_bytes 0"),
     "engine": (
         lambda d: d["reads"].update(engine="mmap"),
         "where, reads, engine: expected one of io_uring, found 'mmap'",

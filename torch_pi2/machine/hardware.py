@@ -220,7 +220,16 @@ class Hardware:
         """
         key = (part, name, tokens)
         if key not in self._memo:
-            self._memo[key] = _at(self._lines(part, name), tokens)
+            table = {"predictor": "predictors", "attention": "attention"}.get(part, "kernels")
+            entry = getattr(self.rates, table).get(timed_as(name) if table == "kernels" else name)
+            if entry is None:
+                raise ConfigError(
+                    f"{table} of hardware {self.name}",
+                    expected=", ".join(getattr(self.rates, table)) or "none",
+                    found=repr(name),
+                    fix="Choose one of these, or measure again with this version: torch-pi2 doctor --measure.",
+                )
+            self._memo[key] = _at(getattr(entry, part) if table == "kernels" else entry, tokens)
         return self._memo[key]
 
     def glue_us(self, *, batch: float, hidden: int, compiled: bool) -> float:
@@ -269,20 +278,6 @@ class Hardware:
         """Read the file of :meth:`save`. Raises ArtifactError: there is none, or as :meth:`from_json`."""
         return Hardware.from_json(read_text(path), str(path))
 
-    def _lines(self, part: str, name: str) -> tuple[Line, ...]:
-        table = {"predictor": "predictors", "attention": "attention"}.get(part, "kernels")
-        name = timed_as(name) if table == "kernels" else name
-        entry = getattr(self.rates, table).get(name)
-        if entry is not None:
-            lines: tuple[Line, ...] = getattr(entry, part) if table == "kernels" else entry
-            return lines
-        raise ConfigError(
-            f"{table} of hardware {self.name}",
-            expected=", ".join(getattr(self.rates, table)) or "none",
-            found=repr(name),
-            fix="Choose one of these, or measure again with this version: torch-pi2 doctor --measure.",
-        )
-
 
 def timed_as(kernel: str) -> str:
     """The kernel of :data:`KERNELS` whose time for a byte and a multiply-add is taken for that of ``kernel``.
@@ -313,28 +308,19 @@ def _check(hardware: Hardware, where: str) -> None:
     """Raises ArtifactError for what the types and limits of single fields do not say."""
     if hardware.source not in SOURCES:
         wrong(f"{where}, source", " or ".join(SOURCES), hardware.source)
-    points = [(b.row_bytes, b.threads) for b in hardware.memory]
-    if not points or len(set(points)) < len(points) or not all((0, n) in points for _, n in points):
-        expected = "for each number of threads one figure of row_bytes 0, and of others one each"
-        wrong(f"{where}, memory", expected, points)
+    if not any(figure.row_bytes == 0 for figure in hardware.memory):
+        wrong(f"{where}, memory", "a figure of row_bytes 0", hardware.memory)
     check_reads(hardware.reads, f"{where}, reads")
-    _check_rates(hardware.rates, f"{where}, rates")
-
-
-def _check_rates(rates: Rates, where: str) -> None:
-    named: dict[str, tuple[Line, ...]] = {}
+    rates, lines = hardware.rates, dict[str, tuple[Line, ...]]()
     for table, allowed in (("kernels", KERNELS), ("predictors", PREDICTORS), ("attention", ATTENTION)):
         entries: Mapping[str, Any] = getattr(rates, table)
-        if unknown := [name for name in entries if name not in allowed]:
-            wrong(f"{where}, {table}", f"names of {', '.join(allowed)}", unknown[0])
-        if not entries:
-            wrong(f"{where}, {table}", "one or more", None)
+        if not entries or not entries.keys() <= set(allowed):
+            found = next((name for name in entries if name not in allowed), None)
+            wrong(f"{where}, rates, {table}", f"names of {', '.join(allowed)}", found)
         for name, entry in entries.items():
-            if isinstance(entry, Kernel):
-                named |= {f"{table}, {name}, {part}": getattr(entry, part) for part in ("sparse", "dense", "linear")}
-            else:
-                named[f"{table}, {name}"] = entry
-    for name, lines in named.items():
-        tokens = [line.tokens for line in lines]
+            parts = vars(entry) if isinstance(entry, Kernel) else {"": entry}
+            lines |= {f"{table}, {name}{part and ', '}{part}": found for part, found in parts.items()}
+    for name, of_name in lines.items():
+        tokens = [line.tokens for line in of_name]
         if not tokens or any(a >= b for a, b in pairwise(tokens)):
-            wrong(f"{where}, {name}", "one line or more, each for more tokens than the one before", tokens)
+            wrong(f"{where}, rates, {name}", "one line or more, each for more tokens than the one before", tokens)

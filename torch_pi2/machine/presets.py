@@ -72,15 +72,12 @@ def _sm8475() -> Hardware:
     slower = "assumed: that of sm8650-ufs4.0 times 2/3, as LPDDR5 (51.2 GB/s) is to LPDDR5X (76.8 GB/s)"
     notes = {
         "cores": "assumed: 8 (1 + 3 + 4) of Snapdragon 8+ Gen 1",
-        "threads": "assumed: as sm8650-ufs4.0",
         "memory_bytes": f"{_P}, Table 3: OnePlus Ace 2, 11 GB of 16 available",
         "memory": slower,
         "rates": slower,
-        "glue": "assumed: as sm8650-ufs4.0",
         "reads": "assumed: the device ufs-3.1 (docs/DEVICES.md), half of UFS 4.0; the paper has no figures of it",
-        "interference": "assumed: as sm8650-ufs4.0",
-        "store": "assumed: as sm8650-ufs4.0",
         "accelerator": slower,
+        **dict.fromkeys(("threads", "glue", "interference", "store"), "assumed: as sm8650-ufs4.0"),
     }
     return _phone("sm8475-ufs3.1", notes, 2 / 3, 11e9, find_device("ufs-3.1"), "Hexagon NPU of Snapdragon 8+ Gen 1")
 

@@ -55,29 +55,21 @@ def replay(
     hot_share: float | None = None,
     preload: bool | None = None,
     window: int | None = None,
-    resident: Sequence[int] | None = None,
 ) -> Replayed:
     """Replay ``accesses`` with a cache of ``slots`` slots.
 
     Args:
         policy: one of the core's, or ``optimal``.
         hot_share, preload, window: as in :class:`~torch_pi2.OffloadConfig`; None: those of the run. The optimum uses
-            ``preload`` only.
-        resident: neurons by layer that are in the cache from the beginning and never evicted, as
-            :meth:`~torch_pi2.layers.offloaded.Store.arrange` has them, instead of ``hot_share``; the most frequent if
-            not all of them fit. None: as in the run, unless ``hot_share`` is given.
+            ``preload`` only. Neurons that the run kept resident (:meth:`~torch_pi2.layers.offloaded.Store.arrange`)
+            are resident here, too, unless ``hot_share`` is given.
 
     Raises:
         ConfigError: an unknown policy, or sizes out of range.
     """
     run = accesses.run
-    if resident is None and hot_share is None:
-        resident = run.get("resident")
-    fits = resident is None or (
-        len(resident) == len(accesses.stored)
-        and all(0 <= n <= layer.neurons for n, layer in zip(resident, accesses.stored, strict=True))
-    )
-    _check(policy, slots, hot_share, window, fits)
+    resident = run.get("resident") if hot_share is None else None
+    _check(policy, slots, hot_share, window)
     counts_L3 = torch.ops.pi2.replay(
         *accesses.arguments,
         policy,
@@ -85,7 +77,7 @@ def replay(
         run["hot_share"] if hot_share is None else hot_share,
         run["preload"] if preload is None else preload,
         run["window"] if window is None else window,
-        [] if resident is None else list(resident),
+        list(resident or ()),
     )
     wanted, hits, _ = (int(n) for n in counts_L3.sum(0))
     missed_L = counts_L3[:, 2]
@@ -130,13 +122,12 @@ def slots_of(accesses: Accesses, budget: str) -> int:
     return min(accesses.slots, parse_bytes(budget) // accesses.place_bytes)
 
 
-def _check(policy: str, slots: int, hot_share: float | None, window: int | None, resident: bool = True) -> None:
+def _check(policy: str, slots: int, hot_share: float | None, window: int | None) -> None:
     check_choice("policy", policy, (*lists().policies, OPTIMAL), "Choose one of them.")
     for name, value, good, expected in (
         ("slots", slots, slots >= 0, "0 or more"),
         ("hot_share", hot_share, hot_share is None or 0 <= hot_share <= 1, "0 to 1"),
         ("window", window, window is None or window >= 0, "0 or more"),
-        ("resident", "other numbers", resident, "a number of neurons for each layer, at most those that it has"),
     ):
         if not good:
             raise ConfigError(name, expected=expected, found=str(value), fix="Correct it.")

@@ -13,7 +13,7 @@ from torch import nn
 
 from torch_pi2.base.fields import checked, shown
 from torch_pi2.errors import ArtifactError
-from torch_pi2.graph.find import Found, search
+from torch_pi2.graph.find import search
 from torch_pi2.planner.hot_neurons import gate_method
 from torch_pi2.rewrite.skeleton import skeleton
 from torch_pi2.store.folder import quantised_by, read_config
@@ -111,22 +111,14 @@ def supported(
         return Supported(type(model).__name__, sum(p.numel() for p in model.parameters()), [], {}, refused_by)
     on_meta = all(p.is_meta for p in model.parameters())
     found = search(model, args, kwargs, on_meta=on_meta, needed=False, warn=False)
-    refused = found.refused
-    return Supported(
-        type(model).__name__,
-        sum(parameter.numel() for parameter in model.parameters()),
-        [_layer(site) for site in found.sites],
-        found.left,
-        "" if refused is None else _reason(found, refused.found),
-    )
+    refused = "" if found.refused is None else found.refused.found
+    if refused and found.left:  # where layers that stay dense are named, they are the reason
+        refused = "each of its feed-forward layers stays dense"
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Supported(type(model).__name__, parameters, [_layer(site) for site in found.sites], found.left, refused)
 
 
 def _layer(site: FFNSite) -> SupportedLayer:
     method = gate_method(site)
     numbers = site.rows_per_neuron * site.intermediate * site.hidden
     return SupportedLayer(site.key, site.form, site.hidden, site.intermediate, method, method == Method.EXACT, numbers)
-
-
-def _reason(found: Found, refused: str) -> str:
-    """Where layers that stay dense are named, they are the reason."""
-    return "each of its feed-forward layers stays dense" if found.left else refused
