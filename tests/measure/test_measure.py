@@ -26,7 +26,7 @@ from torch_pi2.measure import compute as measure_compute
 from torch_pi2.measure import gpu as measure_gpu
 from torch_pi2.measure.compute import Grid
 from torch_pi2.measure.fit import Case, Samples, Size, fit, time_into
-from torch_pi2.measure.gpu import Cuda, accelerator, gpu_here
+from torch_pi2.measure.gpu import Gpu, accelerator, gpu_here
 from torch_pi2.measure.measure import measure
 from torch_pi2.measure.reads import drive
 from torch_pi2.measure.weights import Weights
@@ -379,7 +379,7 @@ def test_what_torch_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_gpu, "check_gpu", lambda _: None)
     monkeypatch.setattr(measure_gpu, "CudaTransferBuffer", lambda _: ThreadLink())
     gpu = gpu_here()
-    assert isinstance(gpu, Cuda)
+    assert isinstance(gpu, Gpu)
     assert (gpu.name, gpu.cache_bytes, gpu.free_bytes) == ("a GPU", MIB, 3 * MIB)
     assert gpu.device_us(lambda: asked.append("work")) == 1500.0
     assert asked == ["record", "work", "record", "wait"]

@@ -5,6 +5,7 @@ Each call takes other weights than the one before it: from memory, or, of a buff
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -276,28 +277,22 @@ def _predictor(weights: Weights, rows: str, int8: bool, hidden: int, intermediat
 def _attention_cases(weights: Weights, grid: Grid) -> Iterator[list[Case]]:
     """By dtype. As :func:`torch_pi2.decode.attention.packed_sdpa` over a static cache: one new token that sees all."""
     for name in grid.attention:
-        dtype = DTYPES[name]
+        dtype, cases = DTYPES[name], list[Case]()
         weights.fill(name, 1024)
-        cases = []
         for batch, width, length in product(grid.batches, _WIDTHS, grid.lengths):
-            numbers = batch * _HEADS * length * width
-            if 4 * numbers * dtype.itemsize <= weights.raw.nbytes and batch * length <= _MOST_TOKENS:
-                size = Size(hot=2 * numbers * dtype.itemsize)
-                cases.append(Case(name, batch, size, _attention(weights, dtype, batch, width, length)))
+            numbers = 2 * batch * _HEADS * length * width
+            if 2 * numbers * dtype.itemsize > weights.raw.nbytes or batch * length > _MOST_TOKENS:
+                continue
+            generator = torch.Generator().manual_seed(0)
+            query = torch.randn((batch, _HEADS * _QUERIES, 1, width), generator=generator).to(dtype)
+            mask, shape = torch.ones((batch, 1, 1, length), dtype=torch.bool), (2, batch, _HEADS, length, width)
+
+            def ready(query: Any = query, mask: Any = mask, shape: Any = shape) -> Callable[[], object]:
+                key, value = weights.numbers(math.prod(shape)).view(shape)
+                return partial(torch.ops.pi2.attention, query, key, value, mask, shape[-1] ** -0.5)
+
+            cases.append(Case(name, batch, Size(hot=numbers * dtype.itemsize), ready))
         yield cases
-
-
-def _attention(weights: Weights, dtype: torch.dtype, batch: int, width: int, length: int) -> Ready:
-    query = torch.randn((batch, _HEADS * _QUERIES, 1, width), generator=torch.Generator().manual_seed(0)).to(dtype)
-    mask = torch.ones((batch, 1, 1, length), dtype=torch.bool)
-    shape = (2, batch, _HEADS, length, width)
-    numbers = 2 * batch * _HEADS * length * width
-
-    def ready() -> Callable[[], object]:
-        key, value = weights.numbers(numbers).view(shape)
-        return partial(torch.ops.pi2.attention, query, key, value, mask, width**-0.5)
-
-    return ready
 
 
 @torch.inference_mode()

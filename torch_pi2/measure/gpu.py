@@ -1,6 +1,6 @@
 """What a GPU beside the CPU computes and reads, and what a layer takes that is divided between both.
 
-No GPU ever ran this: tests have a stand-in for :class:`Cuda`, which is all that asks a GPU itself.
+No GPU ever ran this: tests have a stand-in for :class:`Gpu`, which is all that asks a GPU itself.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,26 +29,9 @@ _LAUNCHES, _TOGETHER = 4, 64
 _WARM, _CALLS = 3, 21
 
 
-class Gpu(Protocol):
-    """What is asked of a GPU."""
-
-    name: str
-    #: Of its memory, and of what holds weights from one call to the next.
-    free_bytes: int
-    cache_bytes: int
-    device: torch.device
-    link: TransferBuffer
-
-    def device_us(self, work: Callable[[], object]) -> float:
-        """Microseconds of ``work`` by its own clock."""
-
-    def wall_us(self, work: Callable[[], object]) -> float:
-        """Microseconds from before ``work`` until it has done all of it, by the wall's clock."""
-
-
 @dataclass
-class Cuda:
-    """torch's current GPU."""
+class Gpu:
+    """torch's current GPU: its memory that is free, and what holds weights from one call to the next."""
 
     device: torch.device
 
@@ -60,6 +42,7 @@ class Cuda:
         self.link: TransferBuffer = CudaTransferBuffer(self.device)
 
     def device_us(self, work: Callable[[], object]) -> float:
+        """Microseconds of ``work`` by its own clock."""
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         first.record()
         work()
@@ -68,6 +51,7 @@ class Cuda:
         return float(first.elapsed_time(last)) * 1e3
 
     def wall_us(self, work: Callable[[], object]) -> float:
+        """Microseconds from before ``work`` until the GPU has done all of it, by the wall's clock."""
         torch.cuda.synchronize(self.device)
         started = time.perf_counter()
         work()
@@ -81,7 +65,7 @@ def gpu_here() -> Gpu | None:
         check_gpu(torch.device("cuda"))
     except DeviceError:
         return None
-    return Cuda(torch.device("cuda", torch.cuda.current_device()))
+    return Gpu(torch.device("cuda", torch.cuda.current_device()))
 
 
 @torch.inference_mode()
@@ -92,7 +76,9 @@ def accelerator(gpu: Gpu, cpu_gb_per_s: float) -> Accelerator:
 
     cpu_gb_per_s: that the CPU reads meanwhile, from memory of its own.
     """
-    parts = [_drawn(gpu, _ROWS) for _ in range(_count(gpu))]
+    nbytes, (least, most) = 2 * _ROWS * _HIDDEN, _PARTS
+    wanted = min(most, max(least, -(-_TIMES * gpu.cache_bytes // nbytes)))
+    parts = [_drawn(gpu, _ROWS) for _ in range(max(1, min(wanted, gpu.free_bytes // 2 // nbytes)))]
     one_1H, many_TH = _drawn(gpu, 1), _drawn(gpu, _TOKENS)
     read_us = _median(gpu.device_us, lambda: [F.linear(one_1H, part) for part in parts])
     multiply_us = _median(gpu.device_us, lambda: F.linear(many_TH, parts[0]))
@@ -108,13 +94,6 @@ def accelerator(gpu: Gpu, cpu_gb_per_s: float) -> Accelerator:
         merge_us=six_digits(_median(gpu.wall_us, lambda: gpu.link.enter(gpu.link.leave(one_1H)()))),
         holds_rest=True,
     )
-
-
-def _count(gpu: Gpu) -> int:
-    """Parts that weights have."""
-    nbytes, (least, most) = 2 * _ROWS * _HIDDEN, _PARTS
-    wanted = min(most, max(least, -(-_TIMES * gpu.cache_bytes // nbytes)))
-    return max(1, min(wanted, gpu.free_bytes // 2 // nbytes))
 
 
 def _drawn(gpu: Gpu, rows: int) -> torch.Tensor:
