@@ -23,9 +23,9 @@ from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import QUANTIZED, row_bytes
-from torch_pi2.layers.linear import wants_blocks
 from torch_pi2.measure.weights import Weights
 from torch_pi2.ops import load
+from torch_pi2.ops.constants import wants_blocks
 from torch_pi2.ops.linear import ROWS as BLOCK_ROWS
 
 _FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

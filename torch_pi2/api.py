@@ -10,7 +10,6 @@ Each has a CLI verb of the same name.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
@@ -20,14 +19,13 @@ from typing import Any, TypeVar, Unpack
 import torch
 from torch import nn
 
-from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.evaluating import evaluating, fresh_settings
 from torch_pi2.base.fields import checked
 from torch_pi2.base.memory import is_mapped
 from torch_pi2.decode import hf_generate
 from torch_pi2.decode.plan_controller import follow, stop_following
 from torch_pi2.distributed.ranks import Ranks, shared_folder
-from torch_pi2.errors import CalibrationError, DtypeError, StaleArtifactError, check_choice
+from torch_pi2.errors import CalibrationError, StaleArtifactError, check_choice
 from torch_pi2.fitting.fit import LAYER_FITS, cold_neurons, fit_layers
 from torch_pi2.fitting.fit import fit as fit_predictors
 from torch_pi2.fitting.loss import causal_lm_loss
@@ -46,9 +44,8 @@ from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.profiling.data import MIN_SEQUENCES, MIN_TOKENS, Batch, batches, calibration_batches, rows_of
 from torch_pi2.profiling.run import profile as profile_sites
 from torch_pi2.profiling.samples import bytes_per_token, samples_bytes
-from torch_pi2.rewrite.apply import apply
 from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu, on_the_cpu, room_on_gpu
-from torch_pi2.rewrite.rewrite import replaceable
+from torch_pi2.rewrite.rewrite import apply, replaceable
 from torch_pi2.rewrite.rewrite import restore as restore_modules
 from torch_pi2.rewrite.skeleton import on_meta
 from torch_pi2.rewrite.state import ModelState, SparseState, get_state
@@ -79,7 +76,6 @@ def _search(
             up first or gate first. needed: no layer at all is an error.
 
     Raises:
-        DtypeError: the model does not run, and its matrices are of several dtypes.
         ConfigError, StaleArtifactError: ``stats`` are of another model.
     """
     inputs: dict[str, Any] = {}
@@ -90,18 +86,7 @@ def _search(
     elif data and not hasattr(model, "config"):
         assert data[0].input_ids is not None
         inputs = {"args": (data[0].input_ids[:2, :8],)}
-    try:
-        found = search(model, needed=needed, **inputs)
-    except CalibrationError as error:
-        matrices = {dtype_name(p.dtype): name for name, p in model.named_parameters() if p.dim() == 2}
-        if len(matrices) < 2:
-            raise
-        raise DtypeError(
-            f"dtypes of {type(model).__name__}, which does not run",
-            expected="one dtype for all matrices",
-            found=", ".join(f"{dtype} ({name})" for dtype, name in sorted(matrices.items())),
-            fix="Convert the model with model.to(torch.bfloat16) (or float32) first.",
-        ) from error
+    found = search(model, needed=needed, **inputs)
     return found if stats is None else _as_profiled(found, stats)
 
 
@@ -440,11 +425,11 @@ def _optimize(
     made = _plan(model, found, stats, fitted, config)
     apply(model, SparseState(made, fitted, stats), progress, config, data, strategies, ranks)
     hf_generate.attach(model)
-    _say_lossy(get_state(model), config, progress)
+    _say_lossy(get_state(model), config)
 
 
-def _say_lossy(parts: SparseState, config: Config, progress: bool) -> None:
-    """One line on what is lossy: a warning if ``auto`` chose it, else with the progress."""
+def _say_lossy(parts: SparseState, config: Config) -> None:
+    """One line on what is lossy: a warning if ``auto`` chose it."""
     methods = lossy_methods(parts.plan)
     if not methods:
         return
@@ -455,10 +440,6 @@ def _say_lossy(parts: SparseState, config: Config, progress: bool) -> None:
     )
     if config.method == "auto":
         _log.warning("method 'auto' chose what is %s; method='exact' is lossless", line)
-    elif progress and sys.stderr.isatty():
-        from tqdm import tqdm
-
-        tqdm.write(line, file=sys.stderr)
     else:
         _log.info(line)
 

@@ -1,52 +1,29 @@
-"""``torch.compile(model, backend="torch_pi2")``: sparse FFNs in the Dynamo graph, Inductor for the rest.
+"""``torch.compile(model, backend="torch_pi2")``: Inductor, for a model that has sparse layers.
 
-Found by PyTorch through the entry point group ``torch_dynamo_backends``; nobody has to import us. The rewrite
-takes place before AOTAutograd, where an FFN is still a few linears and weights are the model's own parameters.
+Found by PyTorch through the entry point group ``torch_dynamo_backends``; nobody has to import us. Errors are those of
+eager calls, and quantised linears that read the same input (q, k, v) become one call over all their rows.
 """
 
 from __future__ import annotations
 
-import logging
-import re
+import operator
 import shutil
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from itertools import accumulate
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_pi2.base.evaluating import fresh_settings
-from torch_pi2.base.fields import argument
+from torch_pi2.base.memory import new_tensor
 from torch_pi2.base.progress import warn_once
 from torch_pi2.distributed.group import groups
-from torch_pi2.errors import ConfigError, DeviceError, DtypeError, NonFiniteError, StaleArtifactError
-from torch_pi2.graph.match import Match, Projection, match_ffns
-from torch_pi2.graph.skipped import skipped_layers
-from torch_pi2.layers.ffn import SparseFFN
+from torch_pi2.errors import ConfigError
 from torch_pi2.layers.gpu import on_gpu
 from torch_pi2.layers.offloaded import open_stores, unreadable
 from torch_pi2.ops import load
-from torch_pi2.ops.activations import exact_zeros
-from torch_pi2.predict.file import PREDICTORS_FILE
-from torch_pi2.rewrite.merge import merge_linears
-from torch_pi2.rewrite.rewrite import predictor_tensors
-from torch_pi2.store.parts import Parts
-from torch_pi2.store.storefile import STORE_FILE
-from torch_pi2.types.method import Method
-from torch_pi2.types.plan import LayerPlan, Plan, weights_hash
-
-_log = logging.getLogger("torch_pi2")
-
-_OPTIONS = ("plan", "predictors")
-#: Numbers of a parameter that are compared before each call: a few microseconds.
-_SAMPLE = 32
-#: Version, address and sample of a parameter.
-_Stamp = tuple[int, int, tuple[float, ...]]
 
 
 def backend(
@@ -56,43 +33,36 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph: FFNs become ``pi2::sparse_ffn``, everything else goes to Inductor.
+    """Compile a Dynamo graph with Inductor, to which sparse layers are single operators.
 
-    Without a plan, FFNs with a ReLU-family activation get the exact gate (lossless) and others stay dense. A
-    graph without FFNs, or one that needs gradients, is given to Inductor as it is, with one warning.
-
-    The neurons are made once per set of weights and shared by all graphs that use it; if a parameter is
-    changed in place or loaded anew, they are refreshed at the next call. Changes that PyTorch does not count
-    (``p.data.mul_(2)``, and any in place of parameters made under ``torch.inference_mode()``) are seen by a sample of
-    each parameter: those of all its numbers, as when PEFT merges or unmerges an adapter, but not those of a few rows;
-    on a GPU none is. After such, ``torch._dynamo.reset()`` and compile again, with new parameters
-    (``model.load_state_dict(..., assign=True)``). The dense weights stay in memory: they belong to the model
-    (``torch_pi2.optimize`` gives them back).
+    It makes no layer sparse: :func:`torch_pi2.optimize` or :func:`torch_pi2.load` the model first. A graph without
+    sparse layers is compiled as it is, with one warning.
 
     Args:
-        options: ``plan``: a :class:`Plan` or its folder (``my-sparse-model/pi2``: predictors in it are used);
-            ``predictors``: site key -> low-rank predictor.
+        options: none is known; Inductor's own go through ``torch._inductor.config``.
         mode: one of Inductor's modes, e.g. ``"max-autotune"``.
 
     Raises:
-        ConfigError: an option that does not exist, or a predictor is missing.
-        StaleArtifactError: the plan was made from other weights.
+        ConfigError: there are options.
         ArtifactError: from what was compiled, if neurons in a store cannot be read.
     """
-    plan, predictors = _read_options(options)
-    sparse: list[_Sparse] = []
-    merged: list[torch.Tensor] = []
-    if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs):
-        warn_once("a graph that needs gradients is compiled densely; call the model under torch.no_grad()")
-    else:
-        changed = _copy(gm)
-        sparse = _make_sparse(changed, example_inputs, plan, predictors)
-        merged = merge_linears(changed, _weights(changed, example_inputs))
-        gm = changed if sparse or merged else gm
+    if options:
+        raise ConfigError(
+            "options of the torch_pi2 backend",
+            expected="none",
+            found=", ".join(sorted(options)),
+            fix="For a plan, call torch_pi2.optimize or torch_pi2.load before torch.compile. Inductor's settings go "
+            "through torch._inductor.config or mode=.",
+        )
+    if not _our_ops(gm):
+        warn_once("a graph without sparse layers is left to Inductor: call torch_pi2.optimize before torch.compile")
+    changed = _copy(gm)
+    merged = merge_linears(changed, _weights(changed, example_inputs))
+    gm = changed if merged else gm
     placeholders = gm.graph.find_nodes(op="placeholder")
     ours = [node.meta["example_value"] for node in placeholders[len(example_inputs) :]]
-    compiled = _explaining(_inductor(gm, [*example_inputs, *ours], mode), gm)
-    return _with_rows(_together(compiled, gm), sparse, merged)
+    compiled = _together(_explaining(_inductor(gm, [*example_inputs, *ours], mode), gm), gm)
+    return (lambda *args: compiled(*args, *merged)) if merged else compiled
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None) -> Callable[..., Any]:
@@ -145,114 +115,7 @@ def _together(compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[...,
     return run
 
 
-def _read_options(options: Mapping[str, Any] | None) -> tuple[Plan | None, Mapping[str, Any]]:
-    options = options or {}
-    unknown = sorted(set(options) - set(_OPTIONS))
-    if unknown:
-        raise ConfigError(
-            "options of the torch_pi2 backend",
-            expected=f"only {', '.join(_OPTIONS)}",
-            found=", ".join(unknown),
-            fix="Remove it; Inductor's own settings go through torch._inductor.config or mode=.",
-        )
-    plan, predictors = options.get("plan"), options.get("predictors")
-    if isinstance(plan, str | Path):
-        plan, beside = _load_plan(Path(plan))
-        predictors = beside if predictors is None else predictors
-    if not isinstance(plan, Plan | None):
-        argument(plan, "plan of the torch_pi2 backend").wrong("a Plan, or a folder that has one")
-    if not isinstance(predictors, Mapping | None):
-        argument(predictors, "predictors of the torch_pi2 backend").wrong("what torch_pi2.fit gives")
-    return plan, predictors or {}
-
-
-_plans: dict[Path, tuple[int, Plan, Mapping[str, Any]]] = {}
-
-
-def _load_plan(folder: Path) -> tuple[Plan, Mapping[str, Any]]:
-    """Plan and predictors of a folder, the same objects until it changes (their identity keys the neurons)."""
-    files = [path for name in ("plan.json", PREDICTORS_FILE, STORE_FILE) if (path := folder / name).is_file()]
-    stamp = sum(path.stat().st_mtime_ns for path in files)
-    if folder not in _plans or _plans[folder][0] != stamp:
-        with Parts(folder) as parts:
-            plan = parts.plan()
-            _plans[folder] = (stamp, plan, parts.predictors(plan.model_hash))
-    return _plans[folder][1:]
-
-
-# --- neurons, shared by all graphs over the same weights ---
-
-
-@dataclass
-class _Packed:
-    """A sparse layer with the state of the parameters that it was made from.
-
-    ``made_from`` keeps plan and predictor alive: the cache knows them by id, which must not pass to others. Of
-    parameters it keeps weak references, to tell another one that got the id of one that is gone.
-    """
-
-    ffn: SparseFFN
-    names: tuple[str, ...]
-    stamps: list[_Stamp]
-    made_from: tuple[Any, ...]
-    parameters: list[weakref.ref[torch.Tensor]]
-
-    def is_of(self, parameters: Sequence[torch.Tensor]) -> bool:
-        return all(ref() is parameter for ref, parameter in zip(self.parameters, parameters, strict=True))
-
-    def refresh(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take over parameters that changed since. The neurons stay the same tensor, known to compiled code."""
-        stamps = [_stamp(parameter) for parameter in parameters]
-        if stamps != self.stamps:
-            for name, parameter in zip(self.names, parameters):
-                self.ffn.assign(name, parameter.detach())
-            self.stamps = stamps
-
-
-def _stamp(parameter: torch.Tensor) -> _Stamp:
-    version = 0 if parameter.is_inference() else parameter._version
-    seen = () if on_gpu(parameter) else tuple(_sample(parameter.detach()).tolist())  # or each call would wait for it
-    return version, parameter.data_ptr(), seen
-
-
-def _sample(values: torch.Tensor) -> torch.Tensor:
-    """Some numbers of a parameter, in rows and columns far from each other."""
-    count = min(_SAMPLE, values.numel())
-    if not values.is_contiguous():
-        return values[torch.unravel_index(torch.linspace(0, values.numel() - 1, count).long(), values.shape)]
-    return values.as_strided((count,), (max(1, values.numel() // max(1, count) - 1),), values.storage_offset())
-
-
-#: down weight -> (identity of all parameters and of the layer's plan) -> neurons; gone when the model is.
-_packed: Any = WeakTensorKeyDictionary()
-
-
-@dataclass
-class _Sparse:
-    """A sparse layer in one graph: where its dense parameters are among the graph's inputs, and what it adds."""
-
-    packed: _Packed
-    positions: list[int]
-    extra: list[torch.Tensor]
-
-
-def _with_rows(
-    compiled: Callable[..., Any], sparse: Sequence[_Sparse], merged: Sequence[torch.Tensor]
-) -> Callable[..., Any]:
-    """Call compiled code with the neurons, up to date, and merged linears as further inputs."""
-    if not sparse and not merged:
-        return compiled
-    extra = [tensor for layer in sparse for tensor in layer.extra] + [*merged]
-
-    def run(*args: Any) -> Any:
-        for layer in sparse:
-            layer.packed.refresh([args[i] for i in layer.positions])
-        return compiled(*args, *extra)
-
-    return run
-
-
-# --- the graph ---
+# --- graphs ---
 
 
 def _weights(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, torch.Tensor]:
@@ -264,51 +127,6 @@ def _weights(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node,
         if isinstance(tensor, torch.Tensor) and ("_parameters" in name or "_buffers" in name):
             found[node] = tensor
     return found
-
-
-@fresh_settings()
-def _make_sparse(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan | None, predictors: Mapping[str, Any]
-) -> list[_Sparse]:
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    tensors = {n: t for n, t in zip(placeholders, example_inputs) if isinstance(t, torch.nn.Parameter)}
-    matches, seen = match_ffns(gm, tensors)
-    if not matches and not seen.unknown and not _our_ops(gm):
-        warn_once("a graph without feed-forward layers is left to Inductor")
-    for projections, computed in seen.unknown:
-        warn_once(f"{_name(projections[-1].weight)} stays dense: another formula, of {computed}")
-    for projections, reason in seen.left:
-        warn_once(f"{_name(projections[-1].weight)} stays dense: {reason}")
-    taken = {n for m in matches for n in (*m.inside, *m.down.nodes)} | seen.named()
-    # Of a model that optimize() has rewritten, it has said what is left.
-    for loose in [] if _our_ops(gm) else skipped_layers(gm, _weights(gm, example_inputs), taken):
-        warn_once(f"{_name(loose.parameters[-1])} stays dense: {loose.reason}")
-    position = {node: index for index, node in enumerate(placeholders)}
-    chosen = [_planned(match, plan) for match in matches]
-    if plan is not None:
-        _check_plan(plan, chosen, tensors)
-    sparse = []
-    replaced: dict[fx.Node, fx.Node] = {}  # an FFN may be the input of the next one
-    for match, layer in chosen:
-        if layer is None and not exact_zeros(match.activation):
-            warn_once(f"layers with {match.activation} stay dense without a plan: no output of theirs is exactly zero")
-            continue
-        if not _keeps_shape(match):
-            warn_once(f"{_name(match.down.weight)} stays dense: its output has another shape or dtype than its input")
-            continue
-        nodes = _parameter_nodes(match)
-        try:
-            packed = _pack(match, nodes, tensors, layer, predictors)
-        except (DeviceError, DtypeError, NonFiniteError) as error:
-            warn_once(str(error))
-            continue
-        extra = _replace(gm, match, packed.ffn, replaced)
-        sparse.append(_Sparse(packed, [position[node] for node in nodes.values()], extra))
-    if sparse:
-        # no eliminate_dead_code(): it takes y.mul_(2) for dead where its result is not used; AOTAutograd knows better
-        gm.graph.lint()
-        gm.recompile()
-    return sparse
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
@@ -331,186 +149,120 @@ def _our_ops(gm: fx.GraphModule) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if node.op == "call_function" and "pi2." in str(node.target)]
 
 
-def _keeps_shape(match: Match) -> bool:
-    """The operator returns its input's shape and dtype; sizes are compared as symbols, adding no guards."""
-    x, y = match.x.meta.get("example_value"), match.down.node.meta.get("example_value")
-    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor) or x.dtype != y.dtype:
-        return False
-    return [str(size) for size in x.shape] == [str(size) for size in y.shape]
+# --- linears that read the same input, as one. Lossless ---
+#
+# The rows move once into one piece of memory, of which the modules' own tensors become views: nothing is held twice.
 
 
-def _parameter_nodes(match: Match) -> dict[str, fx.Node]:
-    """Parameters of a match by names that do not depend on the graph; a fused one has the first role's name."""
-    found: dict[str, fx.Node] = {}
-    for role, projection in _roles(match):
-        if projection.weight not in found.values():
-            found[f"{role}.weight"] = projection.weight
-        if projection.bias is not None and projection.bias not in found.values():
-            found[f"{role}.bias"] = projection.bias
-    return found
+class _Linear(NamedTuple):
+    """The arguments of a ``pi2::linear`` or ``pi2::linear_blocks`` node; ``bias`` is None or a node."""
+
+    node: fx.Node
+    op: Any
+    x: fx.Node
+    rows: fx.Node
+    bias: fx.Node | None
+    settings: tuple[Any, ...]  # weights, and whatever follows
 
 
-def _roles(match: Match) -> list[tuple[str, Projection]]:
-    gate = [("gate", match.gate.projection)] if match.gate else []
-    return [*gate, ("up", match.up.projection), ("down", match.down)]
+def _linear(node: fx.Node) -> _Linear | None:
+    for op in (torch.ops.pi2.linear, torch.ops.pi2.linear_blocks):
+        if node.op == "call_function" and node.target in (op, op.default):
+            names = [argument.name for argument in op.default._schema.arguments]
+            given: dict[str, Any] = {"int8_activations": False} | dict(zip(names, node.args)) | dict(node.kwargs)
+            x, rows, bias, *settings = (given[name] for name in names)
+            return _Linear(node, op.default, x, rows, bias, tuple(settings))
+    return None
 
 
-def _pack(
-    match: Match,
-    nodes: Mapping[str, fx.Node],
-    tensors: Mapping[fx.Node, torch.Tensor],
-    layer: LayerPlan | None,
-    predictors: Mapping[str, Any],
-) -> _Packed:
-    load()
-    parameters = [tensors[node] for node in nodes.values()]
-    rows = None if match.gate is None else match.gate.rows
-    predictor = None if layer is None else predictors.get(layer.site.key)
-    key = (*map(id, parameters), rows, match.activation, match.activation_on_up, id(layer), id(predictor))
-    shared = _packed.setdefault(tensors[match.down.weight], {})
-    if key not in shared or not shared[key].is_of(parameters):
-        name_of = {node: name for name, node in nodes.items()}
-        where = _name(match.down.weight).rpartition(".")[0]
-        site = match.site(name_of.__getitem__, key=where, layer=0, owner="")
-        order = torch.arange(site.intermediate, dtype=torch.int32) if layer is None else layer.order
-        layer_plan = (
-            LayerPlan(site, Method.EXACT, 0, order)
-            if layer is None
-            else LayerPlan(site, layer.method, layer.n_hot, order, layer.threshold, thresholds=layer.thresholds)
-        )
-        model = _holder(dict(zip(nodes, (p.detach().cpu() if on_gpu(p) else p for p in parameters))))
-        ffn = SparseFFN(site, site.weights(model), layer_plan, *predictor_tensors(predictor)).eval()
-        ffn.to(parameters[0].device)
-        stamps, references = [_stamp(p) for p in parameters], [weakref.ref(p) for p in parameters]
-        shared[key] = _Packed(ffn, tuple(nodes), stamps, (layer, predictor), references)
-    packed: _Packed = shared[key]
-    packed.refresh(parameters)
-    return packed
+@fresh_settings()
+def merge_linears(gm: fx.GraphModule, tensors: Mapping[fx.Node, torch.Tensor]) -> list[torch.Tensor]:
+    """Merge in place; returns the tensors that the graph now wants as further inputs, at the end, in this order.
 
-
-def _holder(parameters: Mapping[str, torch.Tensor]) -> Any:
-    """As much of a model as :meth:`FFNSite.weights` needs."""
-    return SimpleNamespace(get_parameter=parameters.__getitem__)
-
-
-def _replace(gm: fx.GraphModule, match: Match, ffn: SparseFFN, replaced: dict[fx.Node, fx.Node]) -> list[torch.Tensor]:
-    """Put the operators in the place of a match; returns the tensors that the graph now wants as further inputs.
-
-    ``replaced`` maps results of matches to the nodes that were put in their place; the new one is added.
+    Args:
+        gm: a Dynamo graph, before AOTAutograd; weights are placeholders.
+        tensors: placeholder -> the real tensor behind it.
     """
+    load()
+    groups: dict[tuple[Any, ...], list[_Linear]] = {}
+    rows_used: dict[fx.Node, int] = {}
+    for node in gm.graph.nodes:
+        found = _linear(node)
+        if found is None or not {found.rows, *([] if found.bias is None else [found.bias])} <= set(tensors):
+            continue
+        if on_gpu(tensors[found.rows]):  # where pieces of one memory are tensors with an offset, which graphs have as 0
+            continue
+        rows_used[found.rows] = rows_used.get(found.rows, 0) + 1
+        width = tensors[found.rows].shape[1]
+        key = (found.op, found.x, found.settings, found.bias is None, width)
+        groups.setdefault(key, []).append(found)
     extra: list[torch.Tensor] = []
-    x = replaced.get(match.x, match.x)
-    fake_mode = match.x.meta["example_value"].fake_mode
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    last_placeholder, n_placeholders = placeholders[-1], len(placeholders)
-
-    def given(tensor: torch.Tensor | None) -> fx.Node | None:
-        nonlocal last_placeholder
-        if tensor is None:
-            return None
-        with gm.graph.inserting_after(last_placeholder):
-            node = gm.graph.placeholder(f"pi2_tensor_{n_placeholders + len(extra)}")
-        node._dynamo_source = None  # what AOTAutograd expects of non-user inputs
-        node.meta["example_value"] = fake_mode.from_tensor(tensor, static_shapes=True)
-        last_placeholder = node
-        extra.append(tensor)
-        return node
-
-    result = match.down.node
-    arguments: list[Any] = [x, *(given(t) for t in ffn.tensors())]
-    operator: Any = torch.ops.pi2.sparse_ffn.default
-    if ffn.has_predictor:
-        tensors, *how = ffn.asked()
-        operator = torch.ops.pi2.predicted_ffn.default
-        arguments += [[given(t) for t in tensors], *how]
-    else:
-        arguments.append(None)  # no mask
-    *settings, own = ffn.settings(ffn.n_hot, ffn.threshold)
-    arguments += [*settings, given(own)]
-    with gm.graph.inserting_before(match.down.nodes[0]):
-        node = gm.graph.call_function(operator, tuple(arguments))
-    node.meta = dict(result.meta)
-    replaced[result] = node
-    result.replace_all_uses_with(node)
-    for old in (*reversed(match.down.nodes), *reversed(match.inside)):
-        gm.graph.erase_node(old)
+    for group in groups.values():
+        # Rows used by two linears (tied weights) can be in one place only.
+        if len(group) > 1 and all(rows_used[linear.rows] == 1 for linear in group):
+            extra += _merge(gm, group, tensors)
+    if extra:
+        gm.graph.lint()
+        gm.recompile()
     return extra
 
 
-# --- plans: which of its layers is this? ---
+def _merge(gm: fx.GraphModule, group: Sequence[_Linear], tensors: Mapping[fx.Node, torch.Tensor]) -> list[torch.Tensor]:
+    parts = [tensors[linear.rows] for linear in group]
+    extra = [_in_one_piece(parts)]
+    biases = [tensors[linear.bias] for linear in group if linear.bias is not None]
+    if biases:
+        extra.append(torch.cat(biases))
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    fake_mode = group[0].x.meta["example_value"].fake_mode
+    nodes: list[fx.Node | None] = []
+    last = placeholders[-1]
+    for tensor in extra:
+        with gm.graph.inserting_after(last):
+            last = gm.graph.placeholder(f"pi2_merged_{len(placeholders) + len(nodes)}")
+        last._dynamo_source = None  # what AOTAutograd expects of non-user inputs
+        last.meta["example_value"] = fake_mode.from_tensor(tensor, static_shapes=True)
+        nodes.append(last)
+    first = group[0]
+    bias = nodes[1] if biases else None
+    sizes = [len(part) for part in parts]
+    with gm.graph.inserting_before(first.node):
+        merged = gm.graph.call_function(first.op, (first.x, nodes[0], bias, *first.settings))
+        shape = (*first.node.meta["example_value"].shape[:-1], sum(sizes))
+        merged.meta["example_value"] = first.node.meta["example_value"].new_empty(shape)
+        pieces = gm.graph.call_function(torch.split, (merged, sizes, -1))
+        pieces.meta["example_value"] = torch.split(merged.meta["example_value"], sizes, -1)
+        results = []
+        for i, linear in enumerate(group):
+            result = gm.graph.call_function(operator.getitem, (pieces, i))
+            result.meta = dict(linear.node.meta)
+            results.append(result)
+    for linear, result in zip(group, results):
+        linear.node.replace_all_uses_with(result)
+        gm.graph.erase_node(linear.node)
+    return extra
 
 
-def _name(parameter: fx.Node) -> str:
-    """Name of a parameter as seen from the frame that is compiled, e.g. ``model.layers.0.mlp.up.weight``."""
-    source = getattr(parameter.meta.get("grapharg"), "source", None)
-    text = str(getattr(source, "name", parameter.name)) if source is not None else parameter.name
-    parts = [p for pair in re.findall(r"\['?(\w+)'?\]|\.(\w+)", text) for p in pair if p]
-    if not parts:
-        return parameter.name
-    return ".".join(p for p in parts[1:] if p not in ("_modules", "_parameters", "_orig_mod"))
+#: Rows that were moved -> the piece they are in now.
+_piece_of: Any = WeakTensorKeyDictionary()
 
 
-def _planned(match: Match, plan: Plan | None) -> tuple[Match, LayerPlan | None]:
-    """The plan's layer for this FFN, which has the same matrix first then."""
-    layer = _planned_layer(match, plan)
-    return match.swapped() if layer is not None and layer.site.up_first else match, layer
-
-
-def _planned_layer(match: Match, plan: Plan | None) -> LayerPlan | None:
-    """The plan's layer whose down weight has this name; frames below the root know only the end of it."""
-    if plan is None:
-        return None
-    name = _name(match.down.weight)
-    found = [
-        layer
-        for layer in plan.layers
-        if f".{layer.site.down.weight}".endswith(f".{name}") or f".{name}".endswith(f".{layer.site.down.weight}")
-    ]
-    exact = [layer for layer in found if layer.site.down.weight == name] or found
-    if len(exact) != 1:
-        warn_once(
-            f"{name} fits {len(exact)} layers of the plan, so it runs without it"
-            + ("; the graph is broken inside the model, use torch_pi2.optimize before torch.compile" if exact else "")
-        )
-        return None
-    site = exact[0].site.as_found()
-    same = (site.hidden, site.intermediate, site.activation, site.activation_on_up) == (
-        match.hidden,
-        match.intermediate,
-        match.activation,
-        match.activation_on_up,
-    )
-    if not same:
-        raise _stale(name, f"{match.hidden} -> {match.intermediate} {match.activation}")
-    return exact[0]
-
-
-def _check_plan(
-    plan: Plan, chosen: Sequence[tuple[Match, LayerPlan | None]], tensors: Mapping[fx.Node, torch.Tensor]
-) -> None:
-    """Compare the hash of the weights, where the whole model is in this graph (else only shapes were compared)."""
-    by_name: dict[str, torch.Tensor] = {}
-    for match, layer in chosen:
-        if layer is None:
-            continue
-        refs = {"gate": layer.site.gate, "up": layer.site.up, "down": layer.site.down}
-        for role, projection in _roles(match):
-            ref = refs[role]
-            if ref is None:
-                raise _stale(layer.site.key, "a gated layer")
-            by_name[ref.weight] = tensors[projection.weight]
-            if ref.bias is not None and projection.bias is not None:
-                by_name[ref.bias] = tensors[projection.bias]
-    model = _holder(by_name)
-    try:
-        found = weights_hash(model, [layer.site for layer in plan.layers])
-    except KeyError:
-        return
-    if found != plan.model_hash:
-        raise _stale("the model's FFN weights", found[:12], plan.model_hash[:12])
-
-
-def _stale(what: str, found: str, expected: str = "what the plan was made from") -> StaleArtifactError:
-    return StaleArtifactError(
-        f"plan for {what}", expected=expected, found=found, fix="Make a new plan for this model (torch_pi2.optimize)."
-    )
+def _in_one_piece(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All rows of ``parts`` as one tensor, whose memory they share from then on."""
+    first, width = parts[0], parts[0].shape[1]
+    total, sizes = sum(map(len, parts)), [part.nbytes for part in parts]
+    where = [part.data_ptr() for part in parts]
+    if where == [where[0] + before for before in accumulate(sizes[:-1], initial=0)]:
+        if all(p.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for p in parts):
+            return first.as_strided((total, width), (width, 1))
+        piece: torch.Tensor | None = _piece_of.get(first)
+        if piece is not None and piece.data_ptr() == where[0] and len(piece) == total:
+            return piece
+    whole = new_tensor((total, width), first.dtype)
+    for part, piece in zip(parts, whole.split([len(part) for part in parts])):
+        piece.copy_(part)
+        # through numpy: storage offsets stay 0, as the graph that is being compiled has them
+        with torch.inference_mode(part.is_inference()), torch.no_grad():
+            part.set_(torch.from_numpy(piece.numpy()).untyped_storage(), 0, part.shape, (width, 1))
+        _piece_of[part] = whole
+    return whole

@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tiny_models import BUILDERS, tiny
+from tiny_models import tiny
 
 import torch_pi2
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.errors import StaleArtifactError
-from torch_pi2.graph.find import find_sites
-from torch_pi2.rewrite.fits import check_fits
-from torch_pi2.types.plan import LayerPlan, Plan
 
 
 @pytest.fixture(scope="module")
@@ -34,32 +30,16 @@ def changed(folder: Path, **fields: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"hidden_act": "gelu"}, "config.json, model.layers.0.mlp: expected silu, which its .* found gelu. Undo"),
-        ({"hidden_act": "tanh"}, "expected silu, .* found Tanh"),
-        ({"intermediate_size": 32}, r"expected up of \[.*\], which its neurons were made for, found \[32, "),
-    ],
-)
 @pytest.mark.parametrize("kind", ["int8", "packed"])
-def test_refused_by_name(folder: Path, tmp_path: Path, kind: str, fields: dict[str, Any], message: str) -> None:
-    other = changed(shutil.copytree(folder / kind, tmp_path / "other"), **fields)
+def test_other_sizes_are_refused_by_name(folder: Path, tmp_path: Path, kind: str) -> None:
+    other = changed(shutil.copytree(folder / kind, tmp_path / "other"), intermediate_size=32)
+    message = r"config.json, model.layers.0.mlp: expected up of \[.*\], which its neurons .*, found \[32, .* Undo"
     for read in (torch_pi2.load, load_dense):
         with pytest.raises(StaleArtifactError, match=message):
             read(other)
 
 
-def test_what_is_no_activation_may_change(folder: Path, tmp_path: Path) -> None:
+def test_what_is_no_size_may_change(folder: Path, tmp_path: Path) -> None:
     """Epsilons, and other words for what it was."""
     other = changed(shutil.copytree(folder / "int8", tmp_path / "other"), hidden_act="swish", rms_norm_eps=1e-5)
     assert torch_pi2.load(other).config.rms_norm_eps == 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(BUILDERS))
-def test_no_model_is_refused_its_own_plan(name: str) -> None:
-    model = tiny(name)
-    sites = find_sites(model, strict=False)
-    layers = [LayerPlan(site, "exact", 0, torch.arange(site.intermediate).int()) for site in sites]
-    check_fits(model, Plan(layers, "0" * 64))

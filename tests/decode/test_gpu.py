@@ -32,7 +32,7 @@ from torch_pi2.layers.gpu import device_of
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import homes, sparse_layers
 from torch_pi2.layers.prompt import dense_on_gpu_from
-from torch_pi2.ops.gpu.linear import products_from
+from torch_pi2.ops.gpu.operators import products_from
 from torch_pi2.rewrite.gpu import hot_on_gpu, rest_bytes
 from torch_pi2.serve.batch import Batch, Sequence
 

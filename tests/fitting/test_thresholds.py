@@ -172,7 +172,8 @@ def test_neurons_are_skipped_where_their_score_is_below_the_threshold(score: str
             plan.thresholds * scales[layer.site.key], torch.full((INTERMEDIATE,), plan.threshold)
         )
         assert layer.site.up_first == (score == "up")
-        weights, x_TH = layer.site.as_found().weights(dense), torch.randn(9, layer.site.hidden)
+        site = layer.site.swapped() if layer.site.up_first else layer.site
+        weights, x_TH = site.weights(dense), torch.randn(9, site.hidden)
         gate_TI = F.silu(F.linear(x_TH, weights.gate, weights.bias_gate))
         up_TI = F.linear(x_TH, weights.up, weights.bias_up)
         h_TI, first_TI = gate_TI * up_TI, up_TI if score == "up" else gate_TI

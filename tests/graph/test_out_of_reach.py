@@ -9,12 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from rewriting import count_op_calls, sequential
+from rewriting import sequential
 from tiny_models import HIDDEN, INTERMEDIATE, randomise
 from torch import nn
 
 import torch_pi2
-import torch_pi2.compile as compile_module
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.layers.of_model import sites_of
 
@@ -183,19 +182,6 @@ def test_eager(name: str, caplog: pytest.LogCaptureFixture) -> None:
         assert keys == ["plain"]
         assert [key.split(",")[0] for key in left] == ["odd"]
         assert f"left dense: {next(iter(left))} ({left[next(iter(left))]})" in caplog.text
-
-
-@torch.no_grad()
-def test_compiled() -> None:
-    """Some of each kind in one graph."""
-    some = ("inside: clamp", "inside: where", "inside: nan_to_num", "inside: per neuron", "block", "gated: both")
-    model = randomise(nn.ModuleList([MLP(), *(ODD[name]() for name in some)]).eval())
-    model.forward = lambda x: torch.stack([layer(x) for layer in model])
-    fast = torch.compile(model, backend=compile_module.backend)
-    for x in inputs():
-        for found, wanted in zip(fast(x), model.forward(x)):
-            assert off(found, wanted) < 1e-5
-    assert count_op_calls(lambda: fast(X_BTH)) == 4  # the plain one, and three clamps that are numbers
 
 
 @torch.no_grad()

@@ -20,13 +20,14 @@ from triton.compiler import ASTSource, compile
 
 from torch_pi2.formats import FORMATS
 from torch_pi2.ops import load
-from torch_pi2.ops.gpu import ffn, kernels, linear
+from torch_pi2.ops.gpu import kernels
+from torch_pi2.ops.gpu import operators as ffn
 
 H, RANK = 4096, 256
 ROW = {"float": H, **{name: FORMATS[name].row_bytes(H) for name in ("int4", "int8")}}
 TILES = {"TILE": kernels.TILE, "BLOCK": ffn.BLOCK_OF_TILE}
 ROW_64, ROW_32 = FORMATS["int4"].row_bytes(64), FORMATS["int4"].row_bytes(32)
-INTEGERS = {"N_HOT", "INTERMEDIATE", "TILES", "ROWS", "cold", "most"}
+INTEGERS = {"N_HOT", "INTERMEDIATE", "TILES", "ROWS", "cold"}
 SUMS = {"MOST_TILES": 256, "PARTS": kernels.PARTS, "N": kernels.NEURONS}
 
 
@@ -61,15 +62,6 @@ def cases() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
         {"z": "*fp32", "b": "*i8", "scales": "*i8", "b_scale": "*fp32", "bias": "*fp32"} | lists,
         {"RANK": RANK, "ROW": RANK, "FORMAT": "float"} | TILES,
     )
-    for form in ("int4", "int8"):
-        found[f"dequantize_rows {form}"] = (
-            kernels.dequantize_rows,
-            {"rows": "*u8", "scales": "*fp16", "y": "*bf16"},
-            {"STRIDE": 3 * ROW[form], "H": H, "FORMAT": form, "BLOCK": linear.MOST_BLOCK},
-        )
-    signs = {"H": H, "WORDS": H // 32, "TILE": kernels.TILE, "BLOCK": ffn.BLOCK_OF_SIGNS}
-    found["list_signed"] = (kernels.list_signed, {"x": "*bf16", "signs": "*i32"} | lists, signs)
-    found["list_masked"] = (kernels.list_masked, {"mask": "*u8"} | lists, {"TILE": kernels.TILE})
     found["add_parts"] = (
         kernels.add_parts,
         {"parts": "*fp32", "counts": "*i32", "y": "*bf16"},
@@ -77,7 +69,7 @@ def cases() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
     )
     for name, (kernel, pointers, constants) in list(found.items()):
         if "experts" in kernel.arg_names:
-            own = {"experts": "*i64"} | {n: "*fp64" for n in ("cut", "most", "threshold") if n in kernel.arg_names}
+            own = {"experts": "*i64"} | {n: "*fp64" for n in ("cut", "threshold") if n in kernel.arg_names}
             own |= {"routing": "*bf16"} if kernel is kernels.add_parts else {}
             found[f"{name} of_experts"] = (kernel, pointers | own, constants | {"SLOTS": 8, "EXPERTS": 128})
             alone = {"experts": None, "SLOTS": 1, "EXPERTS": 0} | ({"routing": None} if "routing" in own else {})
@@ -99,7 +91,7 @@ def loads(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], capa
     )
     made = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": WARPS.get(kernel, 4)})
     assert made.asm["cubin"]
-    return Counter(re.findall(r"ld\.global[\w.]*|popc\.b32", made.asm["ptx"]))
+    return Counter(re.findall(r"ld\.global[\w.]*", made.asm["ptx"]))
 
 
 def traced(operator: str, kind: str) -> list[str]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from torch_pi2.ops import load
-from torch_pi2.predict.signbit import pack_signs
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -49,4 +48,3 @@ def predictors(hidden: int, cold: int, rank: int = 19) -> Iterator[tuple[Any, ..
     yield [*by_row, bias], "lowrank", 0.1, "float", False
     for weights, int8 in (("int4", True), ("int8", False)):
         yield [quantize(a, weights), quantize(b, weights), bias], "lowrank_q", 0.1, weights, int8
-    yield [pack_signs(drawn(cold, hidden, seed=9))], "signbit", 1.0, "float", False

@@ -127,7 +127,7 @@ def write_sound(root: Path) -> None:
     a, b = torch.ones(2, 4, dtype=torch.int8), torch.ones(8, 2, dtype=torch.int8)
     low = LowRank(a, torch.ones(2), b, torch.ones(8), torch.zeros(8), -0.5, card)
     sign = SignBit(torch.zeros(8, 8, dtype=torch.uint8), 4, 0.5, card)
-    report = FitReport(1.0, 1.01, 0.01, 0.01, True, 0.5, [{"step": 1}], [{"key": "a"}], {"fit": 3})
+    report = FitReport(1.0, 1.01, 0.01, 0.01, True, 0.5, ({"step": 1},), ({"key": "a"},), {"fit": 3})
     fitted = FittedPredictors({"a": low, "e": sign})
     fitted.report = report
     save_predictors(root / "predictors", fitted, HASH)

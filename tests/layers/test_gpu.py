@@ -23,9 +23,8 @@ from torch_pi2.layers import experts, ffn, gpu, linear, prompt
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import homes, sparse_layers
 from torch_pi2.layers.prompt import dense_on_gpu_from, single_steps, sparse_only
-from torch_pi2.ops.gpu import ffn as gpu_ffn
 from torch_pi2.ops.gpu import kernels
-from torch_pi2.ops.gpu import linear as gpu_linear
+from torch_pi2.ops.gpu import operators as gpu_operators
 
 IDS = torch.randint(0, 64, (1, 16), generator=torch.Generator().manual_seed(1))
 
@@ -37,7 +36,7 @@ def interpreted() -> Iterator[list[str]]:
 
     def launched(operator: Any, kind: int | None) -> Any:
         def launch(*args: object) -> torch.Tensor:
-            kinds.append(gpu_ffn.NO_PREDICTOR if kind is None else str(args[kind]))
+            kinds.append(gpu_operators.NO_PREDICTOR if kind is None else str(args[kind]))
             return operator(*args)  # type: ignore[no-any-return]
 
         return launch
@@ -45,9 +44,9 @@ def interpreted() -> Iterator[list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (prompt, experts):
             patch.setattr(module, "on_gpu", lambda _: True)
-        patch.setattr(torch.ops.pi2, "sparse_ffn", launched(gpu_ffn.sparse_ffn, None))
-        patch.setattr(torch.ops.pi2, "predicted_ffn", launched(gpu_ffn.predicted_ffn, 6))
-        patch.setattr(torch.ops.pi2, "gathered_experts", launched(gpu_ffn.gathered_experts, 5))
+        patch.setattr(torch.ops.pi2, "sparse_ffn", launched(gpu_operators.sparse_ffn, None))
+        patch.setattr(torch.ops.pi2, "predicted_ffn", launched(gpu_operators.predicted_ffn, 6))
+        patch.setattr(torch.ops.pi2, "gathered_experts", launched(gpu_operators.gathered_experts, 5))
         patch.setattr(kernels, "PARTS", 3)
         yield kinds
 
@@ -65,7 +64,7 @@ def test_the_exact_gate_gives_the_dense_models_logits(name: str) -> None:
     with interpreted() as kinds:
         many = {"drelu": 3, "opt": 2}[name]
         torch.testing.assert_close(logits(model, many - 1), logits(dense, many - 1), rtol=0, atol=1e-4)
-        assert kinds == [gpu_ffn.NO_PREDICTOR] * layers
+        assert kinds == [gpu_operators.NO_PREDICTOR] * layers
         torch.testing.assert_close(logits(model, many), logits(dense, many), rtol=0, atol=1e-4)
         assert len(kinds) == layers  # so many are dense
         with single_steps():
@@ -76,13 +75,13 @@ def test_the_exact_gate_gives_the_dense_models_logits(name: str) -> None:
 @pytest.mark.slow
 def test_predicted_and_quantised_layers_compute_what_they_do_on_the_cpu() -> None:
     ids = torch.randint(0, 64, (12, 32), generator=torch.Generator().manual_seed(0))
-    for method, weights in (("signbit", "float"), ("lowrank", "float"), ("lowrank", "int4")):
-        model = torch_pi2.optimize(tiny("drelu"), ids, method=method, weights=weights)
+    for weights in ("float", "int4"):
+        model = torch_pi2.optimize(tiny("drelu"), ids, method="lowrank", weights=weights)
         with sparse_only():
             wanted = logits(model, 1)
         with interpreted() as kinds:
             torch.testing.assert_close(logits(model, 1), wanted, rtol=0, atol=1e-4)
-        assert all(kind.startswith(method) for kind in kinds), kinds
+        assert all(kind.startswith("lowrank") for kind in kinds), kinds
 
 
 def test_quantised_layers_of_hot_neurons_are_dequantised_for_many_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,10 +92,10 @@ def test_quantised_layers_of_hot_neurons_are_dequantised_for_many_tokens_only(mo
         for layer in layers:
             layer.n_hot = layer.site.intermediate
         wanted = [logits(model, tokens) for tokens in (many - 1, many)]
-        monkeypatch.setattr(gpu_linear, "TEMPORARY_BYTES", 4 * layers[0].site.hidden * 50)
+        monkeypatch.setattr(gpu_operators, "TEMPORARY_BYTES", 4 * layers[0].site.hidden * 50)
         with interpreted() as kinds:
             torch.testing.assert_close(logits(model, many - 1), wanted[0], rtol=0, atol=1e-4)
-            assert kinds == [gpu_ffn.NO_PREDICTOR] * len(layers) * listed
+            assert kinds == [gpu_operators.NO_PREDICTOR] * len(layers) * listed
             torch.testing.assert_close(logits(model, many), wanted[1], rtol=0, atol=1e-4)
             assert len(kinds) == len(layers) * listed
 
@@ -119,7 +118,7 @@ def test_from_how_many_tokens_on_neurons_are_all_computed(rows: int, weights: st
     reads = 0.75 * (stored + 2 * factor) if factor else stored
     for share, predicted in ((0.05, True), (0.1, True), (0.5, True), (0.3, False), (1.0, False)):
         layer.expected_share, layer.n_hot = share, 0
-        layer._buffers["predictor_signs"] = torch.zeros(1) if predicted else None
+        layer.predictor_kind = "lowrank" if predicted else gpu_operators.NO_PREDICTOR
         # nobody has counted what an exact gate lets through: a tenth
         fires = 0.1 if share == 1 else share
         of_token = share if predicted else (1 + (rows - 1) * fires) / rows
@@ -138,7 +137,7 @@ def test_linear_layers_of_several_steps_have_the_bits_of_each(weights: str, monk
     layer = QuantLinear.from_linear(tiny("drelu").lm_head, weights)
     x_TK = torch.randn(1, 20, layer.in_features, generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(linear, "on_gpu", lambda _: True)
-    monkeypatch.setattr(torch.ops.pi2, "linear", gpu_linear.linear)
+    monkeypatch.setattr(torch.ops.pi2, "linear", gpu_operators.linear)
     with torch.no_grad():
         each = torch.cat([layer(x_TK[:, t : t + 1]) for t in range(20)], 1)
         with single_steps():
@@ -148,7 +147,7 @@ def test_linear_layers_of_several_steps_have_the_bits_of_each(weights: str, monk
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method", "weights"),
-    [("Mixtral", "exact", "float"), ("Mixtral", "threshold", "int4"), ("Olmoe", "signbit", "int8")],
+    [("Mixtral", "exact", "float"), ("Mixtral", "threshold", "int4"), ("Olmoe", "lowrank", "int8")],
 )
 def test_mixtures_of_experts_compute_what_they_do_on_the_cpu(name: str, method: str, weights: str) -> None:
     more = {"num_experts": 4} if name == "Olmoe" else {}
@@ -158,21 +157,7 @@ def test_mixtures_of_experts_compute_what_they_do_on_the_cpu(name: str, method: 
     wanted = logits(model, 3)
     with interpreted() as kinds:
         torch.testing.assert_close(logits(model, 3), wanted, rtol=0, atol=1e-3 * float(wanted.abs().max()))
-    assert kinds == ["signbit" if method == "signbit" else gpu_ffn.NO_PREDICTOR] * 2
-
-
-def test_first_neurons_of_experts_by_the_kernels() -> None:
-    """Without the predictors, which stay where the others are."""
-    dense = build("Mixtral", hidden_act="relu", intermediate_size=160)
-    ids = torch.randint(0, 96, (12, 16), generator=torch.Generator().manual_seed(0))
-    module = homes(torch_pi2.optimize(dense, ids, method="signbit", weights="int8"))[0]
-    part = module.part([0, 2, 3], torch.device("cpu"), 64)
-    x_TH, index_Tk = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)), torch.tensor([[0, 2], [1, 3]])
-    wanted = part.compute(x_TH, index_Tk, torch.ones(2, 2))
-    with interpreted() as kinds:
-        torch.testing.assert_close(part.compute(x_TH, index_Tk, torch.ones(2, 2)), wanted, rtol=1e-4, atol=1e-4)
-    assert kinds == [gpu_ffn.NO_PREDICTOR]
-    assert part.neuron_rows.shape[:2] == (3, 64)
+    assert kinds == ["lowrank_q" if method == "lowrank" else gpu_operators.NO_PREDICTOR] * 2
 
 
 @pytest.fixture
@@ -187,6 +172,13 @@ def test_what_has_no_kernels_stays(tmp_path_factory: pytest.TempPathFactory) -> 
         DeviceError, match=r"whose neurons are in a store: expected it on the CPU, found a move to a GPU"
     ):
         torch_pi2.load(store, budget=smallest(store)).to("meta")
+
+
+@pytest.mark.usefixtures("meta_is_a_gpu")
+def test_sign_bits_stay() -> None:
+    ids = torch.randint(0, 64, (12, 32), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(DeviceError, match=r"whose predictor looks at sign bits: expected it on the CPU"):
+        torch_pi2.optimize(tiny("drelu"), ids, method="signbit").to("meta")
 
 
 @pytest.mark.usefixtures("meta_is_a_gpu")

@@ -17,7 +17,7 @@ from tiny_models import tiny
 import torch_pi2
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.hybrid import CudaTransferBuffer, HybridFFN
+from torch_pi2.layers.gpu import CudaTransferBuffer, HybridFFN
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
 from torch_pi2.layers.prompt import sparse_only

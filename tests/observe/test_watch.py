@@ -28,7 +28,7 @@ from torch_pi2.observe.watch import Watch, watch
 from torch_pi2.ops import ACTIVATIONS
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.predict.signbit import SignBit
-from torch_pi2.rewrite.apply import apply
+from torch_pi2.rewrite.rewrite import apply
 from torch_pi2.rewrite.state import SparseState
 from torch_pi2.types.config import Config
 from torch_pi2.types.plan import LayerPlan, Plan, weights_hash
@@ -85,8 +85,7 @@ def fires(layer: SparseFFN, x_TH: torch.Tensor, cut: float) -> torch.Tensor:
     assert float(doubt.min()) > 1e-7, "roundings could decide whether a neuron fires: use other data"
     asked_TI = torch.ones_like(score_TI, dtype=torch.bool)
     if layer.has_predictor:
-        op, settings = layer.predictor_call()
-        asked_TI[:, layer.order[layer.n_hot :]] = op(x_TH, *layer.predictor(), *settings)
+        asked_TI[:, layer.order[layer.n_hot :]] = layer.predict(x_TH)
     return (score_TI.abs() > cut) & asked_TI
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from operators import opcheck
 
-from torch_pi2.errors import GradientError, LibraryMissingError, ShapeError, UnsupportedModelError
+from torch_pi2.errors import GradientError, LibraryMissingError, UnsupportedModelError
 from torch_pi2.observe import counters
 from torch_pi2.ops import ACTIVATIONS, library, load, reference
 from torch_pi2.ops.activations import Shaped, check_plain, exact_zeros, scaled, shaped
@@ -282,18 +282,6 @@ def test_bad_predictor_and_index() -> None:
         torch.ops.pi2.predict_lowrank(x[:, :-1], a, a_scale, b, b_scale, bias, 0.0)
     with pytest.raises(RuntimeError, match="index: expected 0 to 4, found 5"):
         torch.ops.pi2.plain_read(torch.zeros(5, 3, 8), torch.tensor([1, 5]))
-
-
-def test_fake_kernels_check_shapes() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        neuron_rows = torch.empty(50, 3, 24)
-        assert torch.ops.pi2.sparse_ffn(
-            torch.empty(2, 7, 24), neuron_rows, None, None, None, None, "relu", True, 3, 0.0
-        ).shape == (2, 7, 24)
-        with pytest.raises(ShapeError, match=r"expected 24 \(the layer's\), found 23"):
-            torch.ops.pi2.sparse_ffn(torch.empty(2, 23), neuron_rows, None, None, None, None, "relu", True, 3, 0.0)
 
 
 def test_counters_count_the_work() -> None:

@@ -13,7 +13,7 @@ from operators import opcheck
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.ops import load, reference
 from torch_pi2.ops.activations import ACTIVATIONS, cut, cuts, exact_zeros, on_up, second, shaped, swapped
-from torch_pi2.ops.gpu import ffn as gpu_ffn
+from torch_pi2.ops.gpu import operators as gpu_operators
 
 load()
 SIZES = [
@@ -163,7 +163,7 @@ def test_thresholds_beside_others() -> None:
     settings = (None, "silu", False, 4, 0.0, "float", False, own(300))
     opcheck(torch.ops.pi2.sparse_ffn.default, (*tensors, *settings))
     with pytest.raises(UnsupportedModelError, match="thresholds on a GPU: expected one threshold for a layer"):
-        gpu_ffn.sparse_ffn(*tensors, *settings)
+        gpu_operators.sparse_ffn(*tensors, *settings)
 
 
 NO_SECOND = "activation: expected one without second but for gated neurons"

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from operators import opcheck
 
-from torch_pi2.errors import GradientError, ShapeError
+from torch_pi2.errors import GradientError
 from torch_pi2.ops import load, reference
 
 load()
@@ -231,7 +231,5 @@ def test_refusals() -> None:
     for sinks in (torch.ones(3), torch.ones(4).half()):
         with pytest.raises(RuntimeError, match=r"pi2: sinks: expected float32 \[4\], one of each head"):
             torch.ops.pi2.attention(query, key, value, mask, 1.0, False, sinks)
-    with pytest.raises(ShapeError, match=r"query: expected \[batch, heads, tokens, width\], found \[4, 1, 8\]"):
-        torch.ops.pi2.attention(query[0].to("meta"), key.to("meta"), value.to("meta"), None, 1.0)
     with pytest.raises(GradientError, match=r"pi2\.attention"):
         torch.ops.pi2.attention(query.requires_grad_(), key, value, mask, 1.0)

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from operators import opcheck
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_pi2
-from torch_pi2.errors import ShapeError
 from torch_pi2.formats import GROUP, row_bytes
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.ops import load, reference
@@ -349,29 +347,3 @@ def test_bad_stores(path: Path) -> None:
             call(**over | change)
     with pytest.raises(RuntimeError, match="store: expected an open one, found number 1000000"):
         torch.ops.pi2.stored_experts(**over, store=1_000_000)
-
-
-def test_fakes_check_shapes() -> None:
-    with FakeTensorMode():
-        index = torch.empty(7, 2, dtype=torch.int64)
-        good = {"x": torch.empty(7, 111), "index": index, "routing": torch.empty(7, 2)}
-        neuron_rows = torch.empty(4, 85, 3, 72, dtype=torch.uint8)
-        rest = ([], "none", [], "", False, "relu", False, [])
-        assert torch.ops.pi2.experts_ffn(*good.values(), neuron_rows, *rest, "int4").shape == (7, 111)
-        assert torch.ops.pi2.stored_experts(*good.values(), 1, 0, 4, *rest).shape == (7, 111)
-        for change, message in (
-            (
-                {"routing": torch.empty(7, 3)},
-                r"routing: expected \[tokens, slots\], .*, found \(7, 3\) for x \(7, 111\)",
-            ),
-            ({"index": index[1:]}, r"index: expected \[tokens, slots\], .*, found \(6, 2\) for x"),
-            ({"x": torch.empty(7, 1, 111)}, r"index: expected .* for x \[tokens, hidden\], found \(7, 2\)"),
-        ):
-            with pytest.raises(ShapeError, match=message):
-                torch.ops.pi2.stored_experts(*(good | change).values(), 1, 0, 4, *rest)
-        message = r"neuron_rows: expected \[experts, neurons, 3 or 2, hidden\], found \(85, 3"
-        with pytest.raises(ShapeError, match=message):
-            torch.ops.pi2.experts_ffn(*good.values(), neuron_rows[0], *rest, "int4")
-        message = r"neuron_rows: expected rows of 136 bytes \(hidden size 111 of x in int8\)"
-        with pytest.raises(ShapeError, match=message):
-            torch.ops.pi2.experts_ffn(*good.values(), neuron_rows, *rest, "int8")

@@ -133,8 +133,6 @@ def test_linear_refuses_what_is_no_whole_block() -> None:
         torch.ops.pi2.dequantize(rows, "q4_k", 300, torch.float32)
     with pytest.raises(ShapeError, match=fault):
         row_bytes("q4_k", 300)
-    with torch.device("meta"), pytest.raises(ShapeError, match=fault):
-        torch.ops.pi2.linear(torch.ones(2, 300), rows.to("meta"), None, "q4_k", False)
     with pytest.raises(RuntimeError, match=r"pi2: rows: expected contiguous uint8 5 x 144 .*rows of 256 q4_k numbers"):
         torch.ops.pi2.linear(torch.ones(2, 256), rows, None, "q4_k", False)
     with pytest.raises(RuntimeError, match=r"uint8 \[rows, 144\] for 256 columns of q4_k"):
@@ -228,8 +226,6 @@ def test_opcheck_and_refusals_of_experts_in_two_formats() -> None:
     shape = r"neuron_rows: expected (contiguous )?\[experts, neurons, bytes\]"
     with pytest.raises(RuntimeError, match=rf"pi2: {shape}, none of them 0, found \[2, 8, 1, 560\]"):
         torch.ops.pi2.experts_ffn(*routed, stack[:, :, None], *settings)
-    with pytest.raises(ShapeError, match=rf"{shape}, found \(2, 8, 1, 560\)"):
-        torch.ops.pi2.experts_ffn(*(t.to("meta") for t in (*routed, stack[:, :, None])), *settings)
     with pytest.raises(RuntimeError, match=r"neuron_rows: expected .*\[neurons, 560 .*found \[8, 559\]"):
         torch.ops.pi2.experts_ffn(*routed, stack[:, :, 1:].contiguous(), *settings)
 
@@ -261,13 +257,9 @@ def test_neurons_in_two_formats_are_refused_by_name() -> None:
         call("q4_k+int8", neuron_rows[:, 1:].contiguous())
     with pytest.raises(RuntimeError, match=rf"pi2: {sizes}\), found another layout or dtype, \[8, 1, 560\]"):
         call("q4_k+int8", neuron_rows[:, None])
-    with pytest.raises(ShapeError, match=rf"{sizes}, found \(8, 559\)\. Put the bytes"):
-        call("q4_k+int8", neuron_rows[:, 1:].to("meta"))
     for weights, found in (("q4_k+q6_k", "q6_k"), ("q4_k+float", "float"), ("float+int8", "float"), ("+int8", "")):
         with pytest.raises(RuntimeError, match=rf"weights: expected int4(,| or) int8.*, found '{found}'"):
             call(weights)
-        with pytest.raises(ConfigError, match=rf"weights: expected int4 or int8.*, found '{found}'\. Name the format"):
-            call(weights, neuron_rows.to("meta"))
     with pytest.raises(RuntimeError, match=r"dtype of bias_down: expected float32 \(the weights are quantised\)"):
         call("q4_k+int8", bias_down=torch.ones(256, dtype=torch.bfloat16))
 

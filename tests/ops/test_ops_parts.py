@@ -23,10 +23,7 @@ load()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base = small_store(tmp_path_factory)
-    shards = tmp_path_factory.mktemp("shards") / "2"
-    torch_pi2.pack(base / "store", shards, ranks=2)
-    return shards
+    return small_store(tmp_path_factory) / "store"
 
 
 def _calls(model: torch.nn.Module) -> tuple[OffloadedFFN, list[tuple[Any, ...]]]:
@@ -41,10 +38,7 @@ def _calls(model: torch.nn.Module) -> tuple[OffloadedFFN, list[tuple[Any, ...]]]
 @pytest.mark.parametrize("activations", ["float", "int8"])
 @pytest.mark.parametrize("tokens", [1, 3, 11])
 def test_the_chunks_of_a_layer_are_its_sum(folder: Path, tokens: int, activations: str, isa: str) -> None:
-    store = folder.parent / "whole"
-    if not store.exists():
-        torch_pi2.pack(folder, store)
-    layer, calls = _calls(torch_pi2.load(store, budget="1GiB", activations=activations))
+    layer, calls = _calls(torch_pi2.load(folder, budget="1GiB", activations=activations))
     hidden, neurons = layer.site.hidden, layer.site.intermediate
     chunks = -(-neurons // chunk_neurons(neurons))
     x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(tokens)).to(torch.bfloat16)
@@ -54,7 +48,7 @@ def test_the_chunks_of_a_layer_are_its_sum(folder: Path, tokens: int, activation
         assert parts.dtype == torch.float32
         y = torch.ops.pi2.stored_ffn(x, layer.store.number, 0, *call)
         assert torch.equal(torch.ops.pi2.add_parts(parts, list(range(chunks)), layer.bias_down, x), y)
-        with StoreReader(store / "pi2" / "model.pi2") as reader:
+        with StoreReader(folder / "pi2" / "model.pi2") as reader:
             wanted = reference.stored_ffn(x, reader, 0, *call, chunks)
         torch.testing.assert_close(parts, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()) + 1e-7)
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from operators import opcheck
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_pi2.errors import ShapeError
 from torch_pi2.formats import GROUP, row_bytes
 from torch_pi2.ops import load, reference, rows
 from torch_pi2.ops.constants import constants
@@ -340,22 +338,6 @@ def test_bad_predicted_layers(case: tuple, message: str) -> None:
     x, *tensors = layer("float", 230, 3, 77, 3)
     with pytest.raises(RuntimeError, match=message):
         torch.ops.pi2.predicted_ffn(x, *tensors, *case, "relu", True, 30, 0.0)
-
-
-def test_fakes_check_shapes() -> None:
-    with FakeTensorMode():
-        x = torch.empty(2, 64)
-        neuron_rows = torch.empty(9, 3, 36, dtype=torch.uint8)
-        settings = (None, None, None, None, "relu", True, 0, 0.0)
-        assert torch.ops.pi2.sparse_ffn(x, neuron_rows, *settings, "int4", True).shape == (2, 64)
-        with pytest.raises(ShapeError, match=r"expected rows of 54 bytes \(hidden size 96 of x in int4\), found 36"):
-            torch.ops.pi2.sparse_ffn(torch.empty(2, 96), neuron_rows, *settings, "int4", True)
-        signs = torch.empty(9, 16, dtype=torch.uint8)
-        assert torch.ops.pi2.predict_signbit(torch.empty(2, 77), signs, 77, 1.0).shape == (2, 9)
-        with pytest.raises(ShapeError, match=r"signs: expected \[rows, 8\] bytes"):
-            torch.ops.pi2.predict_signbit(x, signs, 64, 1.0)
-        with pytest.raises(ShapeError, match=r"predictor tensor a: expected \[rows, 36\] bytes"):
-            torch.ops.pi2.predict_lowrank_q(x, signs, signs, None, "int4", False, 0.0)
 
 
 def test_timings_tell_predictor_and_layer_apart() -> None:

@@ -35,7 +35,7 @@ from torch_pi2.store.storefile import StoreReader
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 IDS = torch.randint(0, 64, (1, 12), generator=torch.Generator().manual_seed(1))
-CALIBRATION = torch.randint(0, 64, (6, 32), generator=torch.Generator().manual_seed(0))
+CALIBRATION = torch.randint(0, 64, (12, 32), generator=torch.Generator().manual_seed(0))
 
 
 def logits(model: nn.Module, tokens: int = 3) -> torch.Tensor:
@@ -82,7 +82,7 @@ def test_both_parts_together_are_the_layer(method: str, weights: str, name: str)
             layer.split = None
 
 
-@pytest.mark.parametrize(("method", "weights"), [("exact", "float"), ("exact", "int4"), ("signbit", "float")])
+@pytest.mark.parametrize(("method", "weights"), [("exact", "float"), ("exact", "int4"), ("lowrank", "float")])
 def test_no_more_goes_there_than_was_said(method: str, weights: str) -> None:
     """Of neurons with all that belongs to them, and of what is no feed-forward layer."""
     model = made(method, weights)
@@ -333,7 +333,7 @@ def test_what_a_plan_may_fill_of_a_gpu() -> None:
 def test_a_predictor_is_asked_for_neurons_on_the_cpu_alone() -> None:
     """What it would have missed of the others is computed: no further from the dense model than before."""
     dense = logits(tiny("drelu"))
-    model = made("signbit")
+    model = made("lowrank")
     without = (logits(model) - dense).abs().mean()
     layers = sparse_layers(model)
     for share in (0.2, 0.9):

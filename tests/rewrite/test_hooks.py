@@ -17,7 +17,6 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.base.hooks import has_sparse_layers
-from torch_pi2.compile import backend
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.graph.dispatch import NeuronClusterMode
 from torch_pi2.layers.ffn import SparseFFN
@@ -255,22 +254,6 @@ def test_a_forward_put_on_a_module_is_not_dropped() -> None:
     factor[0] = 1.0
     with pytest.raises(UnsupportedModelError, match=r"mlp.down has a forward of its own"):
         rewrite(model, plan)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", [0, 1, 2])
-@torch.no_grad()
-def test_the_compile_backend(where: int) -> None:
-    """Dynamo traces hooks; those registered later make it compile again only where PyTorch is asked to look."""
-    model = plain(*sequential(nn.ReLU()))
-    for register in (model[where].register_forward_pre_hook, model[where].register_forward_hook):
-        torch._dynamo.reset()
-        double = lambda m, args, *out: (out[0] if out else args[0]) * 2 - 0.1  # noqa: E731
-        handle = register(double)
-        wanted = model(X_BTH)
-        assert close(torch.compile(model, backend=backend)(X_BTH), wanted)
-        handle.remove()
-        assert not close(model(X_BTH), wanted)
 
 
 STATE_HOOKS = {

@@ -143,7 +143,7 @@ def test_parts_cannot_be_called_by_hand() -> None:
     fused, wide = first(X_BTH), torch.ones(1, INTERMEDIATE)
     assert "the modules after it" in repr(fused)
     assert (fused.dtype, fused.device.type) == (torch.float32, "cpu")
-    for use in (lambda: fused + 1, fused.norm, fused.numpy, lambda: fused.shape, lambda: F.relu(fused)):
+    for use in (lambda: fused + 1, lambda: fused.norm, lambda: fused.shape, lambda: F.relu(fused)):
         with pytest.raises(ConfigError, match=r"calling a part of .* by hand.*from 0 on.*Call the whole block"):
             use()
     for call in (lambda: act(wide), lambda: last(wide), lambda: last(act(X_BTH))):

@@ -226,7 +226,7 @@ DAMAGE: dict[str, tuple[Callable[[Damaged], Any], type[Pi2Error], str]] = {
     "no tensor of a predictor": (
         lambda d: drop(d, ROWS),
         ArtifactError,
-        r"shapes of a low-rank predictor in rows: .* found int4: a \[.*\], bias \[104\]\.",
+        r"shapes of a low-rank predictor: expected uint8 a .* found a uint8 \[.*\], bias float32 \[104\]\.",
     ),
     "order of another name": (lambda d: rename_checked(d, ORDER, ORDER + "s"), ArtifactError, "orders has checksum"),
     "no order": (lambda d: drop(d, ORDER), ArtifactError, r"its plan: expected the order of .*found none"),

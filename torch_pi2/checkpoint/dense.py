@@ -14,7 +14,7 @@ from torch_pi2.base.memory import new_tensor
 from torch_pi2.checkpoint.placing import refs_of
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.rows import row_of_neurons
-from torch_pi2.rewrite.fits import check_fits
+from torch_pi2.rewrite.place import check_sizes
 from torch_pi2.rewrite.skeleton import check_filled, fill, places, skeleton
 from torch_pi2.store.storefile import open_weights
 from torch_pi2.store.weights import QuantizedWeights, neuron_specs
@@ -33,7 +33,7 @@ def load_dense(
     with open_weights(pi2) as weights:
         weights.check_plan(plan)
         model = skeleton(folder, dtype=dtype, stored=weights.float_dtype, trust_remote_code=trust_remote_code)
-        check_fits(model, plan)
+        check_sizes(model, plan)
         weights.check_linears(model)
         kind = next(model.parameters()).dtype
         reader = _Reader(weights, plan, kind)

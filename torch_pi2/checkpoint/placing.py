@@ -11,7 +11,7 @@ from torch import nn
 
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.layers.experts import expert_groups
-from torch_pi2.rewrite.place import TRIED_EXPERTS, find_experts_way, find_way
+from torch_pi2.rewrite.place import TRIED_EXPERTS, tried_experts_strategy, tried_strategy
 from torch_pi2.rewrite.skeleton import places, put
 from torch_pi2.rewrite.strategies import log_skipped
 from torch_pi2.store.source import ExpertMatrix, Source, stored_name, wrong_shape
@@ -118,11 +118,11 @@ class Stored:
         try:
             if first.experts is not None:
                 self._read_experts(group, empty)
-                return find_experts_way(self.model, group)
+                return tried_experts_strategy(self.model, group)
             for name in names:
                 put(self.model, [name], self.checkpoint.read(self.name(name)))
             check_weights(first, first.weights(self.model))
-            return find_way(self.model, first)
+            return tried_strategy(self.model, first)
         except UnsupportedModelError as error:
             return error.with_traceback(None)  # a traceback would keep the weights in memory
         finally:

@@ -30,8 +30,8 @@ from torch_pi2.graph.find import Found, search
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.profiling.data import calibration_batches
-from torch_pi2.rewrite.fits import check_names
 from torch_pi2.rewrite.linears import check_some, find_linears
+from torch_pi2.rewrite.place import check_names
 from torch_pi2.rewrite.skeleton import model_config, skeleton
 from torch_pi2.store.folder import (
     PI2_FOLDER,

@@ -34,8 +34,8 @@ from torch_pi2.distributed.join import own_shard
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError, UnsupportedModelError
 from torch_pi2.layers.of_model import homes
 from torch_pi2.predict.file import FittedPredictors, save_predictors
-from torch_pi2.rewrite.apply import apply
 from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu
+from torch_pi2.rewrite.rewrite import apply
 from torch_pi2.rewrite.skeleton import model_config, named_class
 from torch_pi2.rewrite.state import SparseState, get_state, store_of
 from torch_pi2.store.folder import (

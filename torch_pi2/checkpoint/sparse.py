@@ -24,11 +24,11 @@ from torch_pi2.formats import FLOAT, QUANTIZED, formats_of
 from torch_pi2.graph.find import named
 from torch_pi2.layers.experts import SparseExperts, expert_groups
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.linear import QuantEmbedding, QuantLinear, can_stand_for, wants_blocks
+from torch_pi2.layers.linear import QuantEmbedding, QuantLinear, can_stand_for
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
-from torch_pi2.rewrite.fits import check_fits
-from torch_pi2.rewrite.place import place, place_experts, ways_taken
+from torch_pi2.ops.constants import wants_blocks
+from torch_pi2.rewrite.place import check_sizes, place, place_experts, strategies_used
 from torch_pi2.rewrite.rewrite import predictor_tensors
 from torch_pi2.rewrite.skeleton import check_filled, fill, places, put, skeleton
 from torch_pi2.store.folder import PI2_FOLDER
@@ -91,7 +91,7 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
     layers: list[SparseFFN] = []
     strategies: dict[str, str] = {}
     dense: dict[str, str] = {}
-    taken = ways_taken(model)
+    taken = strategies_used(model)
     for layer in sparse_layers(model):
         if (way := taken.get(layer.site.experts or layer.site.key)) is None:
             dense[layer.site.key] = "it exchanges lazy tensors with code of its block"
@@ -180,7 +180,7 @@ def load_sparse(
         own = plan if here is None else here.plan(plan)
         if here is not None and here.by_layers:
             remove_other_blocks(model, here)
-        check_fits(model, Plan([y for y in plan.layers if here is None or here.has(y.site.key)], plan.model_hash))
+        check_sizes(model, Plan([y for y in plan.layers if here is None or here.has(y.site.key)], plan.model_hash))
         weights.check_linears(model)
         kind = next(model.parameters()).dtype
         check_computed(f"dtype of {folder}", kind)

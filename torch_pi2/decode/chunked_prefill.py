@@ -13,12 +13,11 @@ from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.decode.attention import adds_masks, has_sinks, uses_sdpa
 from torch_pi2.formats import GGML
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.gpu import device_of
-from torch_pi2.layers.hybrid import HybridFFN
+from torch_pi2.layers.gpu import HybridFFN, device_of
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.prompt import dense_on_gpu_from, has_tiles, prompt_from
 from torch_pi2.ops.constants import constants
-from torch_pi2.ops.gpu.linear import products_from
+from torch_pi2.ops.gpu.operators import products_from
 
 #: Tokens of a chunk, of all sequences together, where chunks are lossless: activations of more leave the CPU's caches.
 CHUNK_TOKENS = 256

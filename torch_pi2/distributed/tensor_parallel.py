@@ -74,12 +74,12 @@ class ShardedExperts(OffloadedExperts):
 
     share: Share
 
-    def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor, first: int = 0) -> torch.Tensor:
+    def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         """See the base class."""
-        return self.share.group.run(self._summed, x, index, routing, first)
+        return self.share.group.run(self._summed, x, index, routing)
 
-    def _summed(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor, first: int) -> torch.Tensor:
-        return self.share.add_ranks(super().compute(x.float(), index, routing, first), x)
+    def _summed(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+        return self.share.add_ranks(super().compute(x.float(), index, routing), x)
 
     def biases(self) -> list[torch.Tensor | None]:
         """See the base class; only the first process adds the bias of the down matrix."""

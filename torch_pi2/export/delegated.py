@@ -121,8 +121,7 @@ def cold_part(ffn: SparseFFN, x: torch.Tensor, first: int) -> torch.Tensor:
         return torch.zeros_like(x) if ffn.bias_down is None else ffn.bias_down.expand_as(x).to(x.dtype)
     active_TC = None
     if ffn.has_predictor and not (takes_prompt_path(ffn, x) or skips_predictor(ffn, x)):
-        predict, settings = ffn.predictor_call()
-        active_TC = predict(x, *ffn.predictor(), *settings)[..., max(0, first - ffn.n_hot) :].contiguous()
+        active_TC = ffn.predict(x)[..., max(0, first - ffn.n_hot) :].contiguous()
     gate, up, thresholds = (None if b is None else b[first:] for b in (ffn.bias_gate, ffn.bias_up, ffn.thresholds))
     y: torch.Tensor = torch.ops.pi2.sparse_ffn(
         x,

@@ -24,7 +24,6 @@ from torch_pi2.base.dtypes import format_name
 from torch_pi2.base.package import __version__
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.formats import formats_of
-from torch_pi2.layers.cold import PREDICTOR_TENSORS
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import SparseLayer, layers_of
@@ -32,6 +31,7 @@ from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.prompt import PREDICTED_SHARE, PROMPT_TOKENS
 from torch_pi2.ops.activations import ACTIVATIONS, Shaped, shaped
 from torch_pi2.ops.crc32c import crc32c
+from torch_pi2.predict import LAYER_TENSORS
 from torch_pi2.store.storefile import StoreReader, format_fields
 from torch_pi2.store.weights import metadata
 from torch_pi2.store.writer import StoreAssembly, StoreLayer
@@ -291,8 +291,7 @@ def _name(key: str, role: str) -> str:
 def _small_tensors(home: SparseLayer) -> dict[str, torch.Tensor]:
     """Biases and predictors by their names in a blob."""
     if isinstance(home, SparseExperts):
-        names = (*PREDICTOR_TENSORS, "signs")
-        predictor = {name: rows for name in names if (rows := home._buffers[f"predictor_{name}"]) is not None}
+        predictor = {name: rows for name in LAYER_TENSORS if (rows := home._buffers[f"predictor_{name}"]) is not None}
         found = dict(zip(TENSORS[:3], home.biases())) | {
             "cuts": home.cuts_E if home.cuts else None,
             "thresholds": home.thresholds_E if home.thresholds else None,

@@ -206,8 +206,8 @@ def _report(
         tolerance=settings.tolerance,
         met=change <= settings.tolerance,
         skipped=accepted[-1]["skipped"] if accepted else 0.0,
-        rounds=search.rounds,
-        layers=rows,
+        rounds=tuple(search.rounds),
+        layers=tuple(rows),
         tokens=tokens,
     )
     if not report.met:

@@ -7,10 +7,10 @@ from torch.autograd import forward_ad
 
 from torch_pi2.base.dtypes import DTYPES, dtype_name
 from torch_pi2.base.hooks import refuse_global_hooks
-from torch_pi2.errors import ConfigError, DtypeError, GradientError, ShapeError
+from torch_pi2.errors import ConfigError, DtypeError, GradientError, ShapeError, check_choice
 from torch_pi2.types.method import METHODS
 from torch_pi2.types.plan import LayerPlan
-from torch_pi2.types.site import FFNSite, FFNWeights
+from torch_pi2.types.site import FFNSite
 
 
 def check_ffn_input(site: FFNSite, training: bool, x: torch.Tensor, weights: torch.dtype) -> None:
@@ -44,17 +44,6 @@ def check_ffn_input(site: FFNSite, training: bool, x: torch.Tensor, weights: tor
         )
 
 
-def refuse_vmap(site: FFNSite, x: torch.Tensor) -> None:
-    """Raise ConfigError within ``torch.vmap``, for layers that compute what it has no rule for."""
-    if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(x):
-        raise ConfigError(
-            f"input of {site.key}",
-            expected="a tensor outside of torch.vmap",
-            found="one within it",
-            fix="Call the model with a batch instead, or torch_pi2.restore(model) first.",
-        )
-
-
 def _refuse_tangent(site: FFNSite, x: torch.Tensor) -> None:
     """Forward-mode AD (``torch.func.jvp``) takes an operator that it does not know for a constant."""
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
@@ -83,47 +72,20 @@ def result_dtype(x: torch.Tensor) -> torch.dtype:
     return x.dtype
 
 
-def check_shape(what: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Raises ShapeError, with ``what`` it is, unless ``tensor`` has this shape."""
-    if tuple(tensor.shape) != shape:
-        raise ShapeError(
-            what, expected=str(shape), found=str(tuple(tensor.shape)), fix="It was made for another layer."
-        )
-
-
-def check_plan(site: FFNSite, weights: FFNWeights | None, layer_plan: LayerPlan) -> None:
-    """Raises ShapeError or ConfigError unless plan and weights (None: not seen here) are of a layer at ``site``."""
-    hidden, intermediate = site.hidden, site.intermediate
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("gate", "up"), (intermediate, hidden))
-    shapes["down"] = (hidden, intermediate)
-    shapes |= {"bias_gate": (intermediate,), "bias_up": (intermediate,), "bias_down": (hidden,)}
-    for name, tensor in ({} if weights is None else weights._asdict()).items():
-        if tensor is not None:
-            check_shape(f"{name} of {site.key}", tensor, shapes[name])
-    check_shape(f"neuron order of {site.key}", layer_plan.order, (intermediate,))
-    if layer_plan.method not in METHODS:
+def check_method(site: FFNSite, layer_plan: LayerPlan) -> None:
+    """Raises ConfigError: no layer at ``site`` computes as the plan says, which came from no file."""
+    check_choice(f"method of {site.key}", layer_plan.method, METHODS, "Correct the plan.")
+    if layer_plan.thresholds is not None and site.experts is not None:
         raise ConfigError(
-            f"method of {site.key}",
-            expected=f"one of {', '.join(METHODS)}",
-            found=repr(layer_plan.method),
-            fix="Correct the plan.",
+            f"thresholds of {site.key}",
+            expected="one for an expert: the operator of mixtures knows no others",
+            found="one for each neuron",
+            fix="Choose score='gate'.",
         )
-    if layer_plan.thresholds is not None:
-        check_shape(f"thresholds of {site.key}", layer_plan.thresholds, (intermediate,))
-        if site.experts is not None:
-            raise ConfigError(
-                f"thresholds of {site.key}",
-                expected="one for an expert: the operator of mixtures knows no others",
-                found="one for each neuron",
-                fix="Choose score='gate'.",
-            )
-    seen = torch.zeros(intermediate, dtype=torch.bool)
-    inside = (layer_plan.order >= 0) & (layer_plan.order < intermediate)
-    seen[layer_plan.order[inside].long()] = True
-    if not (0 <= layer_plan.n_hot <= intermediate and bool(seen.all())):
+    if not 0 <= layer_plan.n_hot <= site.intermediate == len(layer_plan.order):
         raise ConfigError(
             f"plan of {site.key}",
-            expected=f"an order of all {intermediate} neurons and 0 to {intermediate} hot ones",
-            found=f"{int(seen.sum())} different neurons and {layer_plan.n_hot} hot ones",
+            expected=f"an order of {site.intermediate} neurons and 0 to {site.intermediate} hot ones",
+            found=f"{len(layer_plan.order)} neurons and {layer_plan.n_hot} hot ones",
             fix="Make the plan again.",
         )

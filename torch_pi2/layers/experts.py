@@ -15,22 +15,28 @@ from torch_pi2.base.memory import new_tensor
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.graph.routed import LinearRouter, Routed
 from torch_pi2.layers.checks import check_ffn_input, result_dtype
-from torch_pi2.layers.cold import PREDICTOR_TENSORS
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.gpu import check_gpu_has_format, check_together, goes_to_gpu, on_gpu, stays
-from torch_pi2.layers.hybrid import HybridExperts, TransferBuffer, only_moves
+from torch_pi2.layers.gpu import (
+    HybridExperts,
+    TransferBuffer,
+    check_gpu_has_kernels,
+    check_together,
+    on_gpu,
+    stays,
+    stays_as_it_is,
+)
 from torch_pi2.layers.offloaded import InStore, OffloadedFFN, Store, check_store_layer
 from torch_pi2.layers.rows import convert
 from torch_pi2.ops import load
-from torch_pi2.ops.activations import check_plain
+from torch_pi2.predict import LAYER_TENSORS
 from torch_pi2.types.site import FFNSite
 
 #: Buffers that stay what they are when a model is converted, and buffers of one expert's layer that are stacked.
 _EXACT = ("predictor_a_scale", "predictor_b_scale", "predictor_bias", "cuts_E", "thresholds_E")
 _BIASES = ("bias_gate", "bias_up", "bias_down")
 _STACKED = (
-    *("neuron_rows", "order", "inverse", *_BIASES, "predictor_signs"),
-    *(f"predictor_{name}" for name in PREDICTOR_TENSORS),
+    *("neuron_rows", "order", "inverse", *_BIASES),
+    *(f"predictor_{name}" for name in LAYER_TENSORS),
 )
 
 
@@ -87,8 +93,7 @@ class SparseExperts(nn.Module):
         self.method = first.method
         self.weights, self.int8_activations, self._dtype = first.weights, first.int8_activations, first.dtype
         self.predictor_weights = first.predictor_weights
-        self.has_predictor = first.has_predictor
-        self.predictor_kind = first.predictor_kind if first.has_predictor else "none"
+        self.has_predictor, self.predictor_kind = first.has_predictor, first.predictor_kind
         if not self.has_predictor:
             self.cuts = []
         if not any(self.thresholds):
@@ -148,8 +153,7 @@ class SparseExperts(nn.Module):
 
     def predictor(self) -> list[torch.Tensor]:
         """The stacked tensors of the predictors, in the order in which the operators take them."""
-        names = ("signs",) if self.predictor_kind == "signbit" else PREDICTOR_TENSORS
-        return [tensor for name in names if (tensor := self._buffers[f"predictor_{name}"]) is not None]
+        return [tensor for name in LAYER_TENSORS if (tensor := self._buffers[f"predictor_{name}"]) is not None]
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """``hidden_states [T, H]``, ``top_k_index [T, k]`` int64 and ``top_k_weights [T, k]`` -> ``[T, H]``.
@@ -172,17 +176,15 @@ class SparseExperts(nn.Module):
             y = self.compute(hidden_states, top_k_index, top_k_weights)
         return y.to(result_dtype(hidden_states))
 
-    def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """What the experts whose tensors are here make of ``x``; arguments and result as of :meth:`forward`. On the CPU
-        without the ``first`` neurons of each.
-        """
+    def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+        """What the experts whose tensors are here make of ``x``; arguments and result as of :meth:`forward`."""
         routed, stored = (x, index, routing, self.neuron_rows), (self.weights, self.int8_activations)
         y: torch.Tensor
         if on_gpu(x):
             y = torch.ops.pi2.gathered_experts(*routed, *self._asked(self.cuts_E, self.thresholds_E), *stored)
         else:
             asked = self._asked(self.cuts, self.thresholds)
-            y = torch.ops.pi2.experts_ffn(*routed, *asked, *stored, *self.biases(), first)
+            y = torch.ops.pi2.experts_ffn(*routed, *asked, *stored, *self.biases())
         return y
 
     def biases(self) -> list[torch.Tensor | None]:
@@ -190,11 +192,10 @@ class SparseExperts(nn.Module):
         return [self._buffers[name] for name in _BIASES]
 
     def check_gpu_has_kernels(self) -> None:
-        """Raises DeviceError or UnsupportedModelError: its experts have biases, neurons of two formats, or numbers in
-        their activation.
+        """Raises DeviceError or UnsupportedModelError: its experts have biases, neurons of two formats, sign bits, or
+        numbers in their activation.
         """
-        check_gpu_has_format(self.site.key, self.weights)
-        check_plain(self.site.activation)
+        check_gpu_has_kernels(self.site, self.weights, self.predictor_kind)
         if any(bias is not None for bias in self.biases()):
             raise stays(f"{self.site.key}, whose experts have biases")
 
@@ -206,46 +207,40 @@ class SparseExperts(nn.Module):
         rows = self.predictor_weights
         return self.predictor(), self.predictor_kind, cuts, rows, self.int8_activations and bool(rows)
 
-    def split_off(self, n_gpu: Sequence[int], link: TransferBuffer, neuron_rows: torch.Tensor | None = None) -> None:
-        """So many neurons of each expert are computed at the end of ``link``, where inputs and results are from now on;
-        arguments and errors: :class:`~torch_pi2.layers.hybrid.HybridExperts`, :meth:`check_gpu_has_kernels`.
+    def split_off(self, there: Sequence[int], link: TransferBuffer, neuron_rows: torch.Tensor | None = None) -> None:
+        """These experts are computed at the end of ``link``, where inputs and results are from now on; arguments and
+        errors: :class:`~torch_pi2.layers.gpu.HybridExperts`, :meth:`check_gpu_has_kernels`.
         """
         self.check_gpu_has_kernels()
-        self.split = HybridExperts(self, n_gpu, link, neuron_rows)
+        self.split = HybridExperts(self, there, link, neuron_rows)
 
     def end_split(self) -> None:
         """Everything is computed here again."""
         self.split = None
 
+    def leave_blocks(self) -> None:
+        """Experts' predictors have their rows in order already."""
+
     def part(
-        self, experts: Sequence[int], device: torch.device, first: int = 0, neuron_rows: torch.Tensor | None = None
+        self, experts: Sequence[int], device: torch.device, neuron_rows: torch.Tensor | None = None
     ) -> SparseExperts:
-        """A module of these experts, one after another, over copies on ``device``; with ``first``, of so many of their
-        neurons, without predictors. ``neuron_rows``: theirs.
-        """
+        """A module of these experts, one after another, over copies on ``device``. ``neuron_rows``: theirs."""
         part = copy.copy(self)
         part.__class__ = SparseExperts
         part.split, part.sites = None, tuple(self.sites[expert] for expert in experts)
-        held: dict[str, torch.Tensor | None] = dict(self._buffers)
-        if first:
-            held |= {name: None for name in held if name.startswith("predictor_") or name == "inverse"}
-            held |= {name: stack[:, :first] for name in ("neuron_rows", "order") if (stack := held[name]) is not None}
-        part._buffers = held
-        for name, stack in held.items():
+        part._buffers = dict(self._buffers)
+        for name, stack in self._buffers.items():
             if stack is not None:
                 rows = [stack[expert] for expert in experts]
                 if name == "neuron_rows" and neuron_rows is not None:
                     rows = list(neuron_rows)
-                held[name] = there = torch.empty((len(experts), *stack.shape[1:]), dtype=stack.dtype, device=device)
+                there = torch.empty((len(experts), *stack.shape[1:]), dtype=stack.dtype, device=device)
                 for place, row in enumerate(rows):  # one by one: no second copy of all of them
                     there[place].copy_(row)
+                part._buffers[name] = there
         for name in ("thresholds", "cuts", "errors", "output_errors"):
             numbers = getattr(self, name)
             setattr(part, name, [numbers[expert] for expert in experts] if numbers else [])
-        if first:
-            part.site = replace(self.site, intermediate=first)
-            part.sites = tuple(replace(site, intermediate=first) for site in part.sites)
-            part.cuts, part.has_predictor, part.predictor_kind, part.predictor_weights = [], False, "none", ""
         return part
 
     # --- the dense parameters, of all experts ---
@@ -291,19 +286,10 @@ class SparseExperts(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> SparseExperts:
         """``model.to(dtype)`` converts the neurons; scales and biases of the predictors stay float32.
 
-        With experts on a GPU it stays as it is where a move is to that; whatever else is done ends the split.
-
-        Raises:
-            DeviceError, UnsupportedModelError: on the way to a GPU that has no kernels for this module.
+        Raises as ``stays_as_it_is``.
         """
-        if self.split is not None:
-            if only_moves(self.split, fn, self.dtype):
-                return self
-            self.end_split()
-        if goes_to_gpu(fn, self.order):
-            self.check_gpu_has_kernels()
-            if not self.in_memory:
-                raise stays(f"{self.site.key}, whose neurons are in a store")
+        if stays_as_it_is(self, fn):
+            return self
         if self.weights != "float":
             self._dtype = fn(torch.empty(0, dtype=self._dtype, device=self.neuron_rows.device)).dtype
         names = (*_EXACT, *(_BIASES if self.weights != "float" or not self.in_memory else ()))
@@ -342,10 +328,11 @@ class OffloadedExperts(InStore, SparseExperts):
         part._store, part.store_layer = self._store, self.first_layer + expert
         return part
 
-    def split_off(self, n_gpu: Sequence[int], link: TransferBuffer, neuron_rows: torch.Tensor | None = None) -> None:
+    def split_off(self, there: Sequence[int], link: TransferBuffer, neuron_rows: torch.Tensor | None = None) -> None:
         """See the base class. The cache is for the other neurons from now on: :meth:`Store.preload` fills it."""
-        super().split_off(n_gpu, link, neuron_rows)
-        self.store.leave_out(self.first_layer, n_gpu)
+        super().split_off(there, link, neuron_rows)
+        every = self.site.intermediate
+        self.store.leave_out(self.first_layer, [every * (expert in there) for expert in range(len(self.sites))])
 
     def end_split(self) -> None:
         super().end_split()
@@ -370,7 +357,7 @@ class OffloadedExperts(InStore, SparseExperts):
             *self._predicted(self.cuts),
         )
 
-    def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor, first: int = 0) -> torch.Tensor:
+    def compute(self, x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
         """See the base class."""
         return self.read(
             torch.ops.pi2.stored_experts,
@@ -383,7 +370,6 @@ class OffloadedExperts(InStore, SparseExperts):
             *self._asked(self.cuts, self.thresholds),
             self.int8_activations,
             *self.biases(),
-            first,
         )
 
 

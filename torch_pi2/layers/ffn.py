@@ -12,17 +12,25 @@ from torch import nn
 
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.formats import FLOAT, PAIRS, neuron_shape
-from torch_pi2.layers.checks import check_ffn_input, check_plan, needs_eval, refuse_vmap, result_dtype
-from torch_pi2.layers.cold import PREDICTOR_TENSORS, cold_part
-from torch_pi2.layers.gpu import check_gpu_has_format, check_together, goes_to_gpu, stays
-from torch_pi2.layers.hybrid import HybridFFN, TransferBuffer, only_moves
+from torch_pi2.layers.checks import check_ffn_input, check_method, needs_eval, result_dtype
+from torch_pi2.layers.gpu import (
+    HybridFFN,
+    TransferBuffer,
+    check_gpu_has_kernels,
+    check_together,
+    stays,
+    stays_as_it_is,
+)
 from torch_pi2.layers.prompt import decoded_together, has_tiles, prompt_ffn, skips_predictor, takes_prompt_path
 from torch_pi2.layers.rows import DenseForm, convert, make_quantized_rows, make_rows, permuted
-from torch_pi2.layers.sequence import FusedOutput, FusedTrace, only_input
+from torch_pi2.layers.sequence import FusedOutput, only_input
 from torch_pi2.ops import load
-from torch_pi2.ops.activations import check_plain
+from torch_pi2.ops.ffn import predicted
 from torch_pi2.ops.linear import IN_BLOCKS, from_blocks
+from torch_pi2.ops.predictors import NO_PREDICTOR
 from torch_pi2.ops.quantized import check_kind
+from torch_pi2.predict import LAYER_TENSORS, PREDICTORS
+from torch_pi2.predict.cold import Cold
 from torch_pi2.types.method import PREDICTED, Method
 from torch_pi2.types.plan import LayerPlan
 from torch_pi2.types.site import FFNSite, FFNWeights, check_weights
@@ -80,10 +88,9 @@ class SparseFFN(DenseForm):
     #: Of a part: its neurons, first to last, among those of the layer that it is a part of.
     span: tuple[int, int] = (0, 0)
     _by_batch: tuple[tuple[int, int], ...] = ()
+    #: What operators call the predictor.
+    predictor_kind: str
     predictor_a: torch.Tensor | None
-    predictor_b: torch.Tensor | None
-    predictor_bias: torch.Tensor | None
-    predictor_signs: torch.Tensor | None
     thresholds: torch.Tensor | None
 
     def __init__(
@@ -104,18 +111,14 @@ class SparseFFN(DenseForm):
         if kind != FLOAT:
             check_kind(kind)
         check_weights(site, weights)
-        check_plan(site, weights, layer_plan)
         self._set_up(site, layer_plan, lowrank, threshold, kind, int8_activations)
         self._dtype = weights.up.dtype
         if kind == "float":
             neuron_rows, self.error = make_rows(weights, self.order), 0.0
         else:
             neuron_rows, self.error = make_quantized_rows(site, weights, self.order, kind, importance, given)
-        self._hold(neuron_rows, permuted(weights.bias_gate, self.order), permuted(weights.bias_up, self.order))
-        if weights.bias_down is not None:
-            self.bias_down = (
-                weights.bias_down.detach().clone() if kind == "float" else weights.bias_down.detach().float()
-            )
+        down = None if weights.bias_down is None else weights.bias_down.detach().clone()
+        self._hold(neuron_rows, permuted(weights.bias_gate, self.order), permuted(weights.bias_up, self.order), down)
 
     @classmethod
     def empty(
@@ -139,26 +142,24 @@ class SparseFFN(DenseForm):
             check_kind(kind)
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        check_plan(site, None, layer_plan)
         layer._set_up(site, layer_plan, lowrank, threshold, kind, int8_activations)
         layer._dtype, layer.error = dtype, 0.0
         quantised = kind != "float"
         rows = site.rows_per_neuron
         shape = neuron_shape(kind, rows, site.hidden) if quantised else (rows, site.hidden)
         neuron_rows = torch.empty((site.intermediate, *shape), dtype=torch.uint8 if quantised else dtype, device="meta")
-        bias_dtype = torch.float32 if quantised else dtype
-        has = {role: ref.bias is not None for ref, role in layer.parts()}
-        biases = {
-            role: torch.empty(site.intermediate, dtype=bias_dtype, device="meta") if has.get(role) else None
-            for role in ("gate", "up")
-        }
-        layer._hold(neuron_rows, biases["gate"], biases["up"])
-        layer.bias_down = torch.empty(site.hidden, dtype=bias_dtype, device="meta") if has["down"] else None
+        sizes = ((site.gate, site.intermediate), (site.up, site.intermediate), (site.down, site.hidden))
+        biases = [
+            None if ref is None or ref.bias is None else torch.empty(size, dtype=dtype, device="meta")
+            for ref, size in sizes
+        ]
+        layer._hold(neuron_rows, *biases)
         return layer.eval()
 
-    def _hold(self, neuron_rows: torch.Tensor, bias_gate: torch.Tensor | None, bias_up: torch.Tensor | None) -> None:
+    def _hold(self, neuron_rows: torch.Tensor, *biases: torch.Tensor | None) -> None:
+        """Neurons, and the biases of gate, up and down."""
         self.register_buffer("neuron_rows", neuron_rows, persistent=False)
-        for name, bias in (("bias_gate", bias_gate), ("bias_up", bias_up), ("bias_down", None)):
+        for name, bias in zip(("bias_gate", "bias_up", "bias_down"), biases, strict=True):
             quantised = bias is not None and self.weights != "float"
             self.register_buffer(name, bias.float() if quantised and bias is not None else bias, persistent=False)
 
@@ -172,6 +173,7 @@ class SparseFFN(DenseForm):
         int8_activations: bool,
     ) -> None:
         """Everything but the weights."""
+        check_method(site, layer_plan)
         self.weights, self.int8_activations = kind, int8_activations and kind != "float"
         self.has_tiles = has_tiles()  # here, not in forward: a compiled graph could not ask
         self.site = site
@@ -186,10 +188,13 @@ class SparseFFN(DenseForm):
         self.register_buffer("inverse", torch.argsort(order), persistent=False)
         own = layer_plan.thresholds if self.threshold > 0 else None
         self.register_buffer("thresholds", None if own is None else own.float()[order], persistent=False)
-        cold = cold_part(site, self.method, order[self.n_hot :], lowrank, self.int8_activations)
-        for name in (*PREDICTOR_TENSORS, "signs"):
+        predictor, cold = PREDICTORS.get(self.method), Cold(NO_PREDICTOR, {})
+        if predictor is not None and self.n_hot < site.intermediate:
+            cold = predictor.of_cold(site, order[self.n_hot :], lowrank, self.int8_activations)
+        for name in LAYER_TENSORS:
             self.register_buffer(f"predictor_{name}", cold.tensors.get(name), persistent=False)
-        self.predictor_threshold = threshold if cold.margin is None else cold.margin
+        self.predictor_kind = cold.kind
+        self.predictor_threshold = threshold if cold.cut is None else cold.cut
         self.predictor_weights, self.predictor_in_blocks = cold.weights, cold.in_blocks
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -204,9 +209,9 @@ class SparseFFN(DenseForm):
         """
         return self.whole(only_input(self.keyword, self.site.key, args, kwargs))
 
-    def forward_fused(self, *args: Any, **kwargs: Any) -> FusedOutput | FusedTrace:
+    def forward_fused(self, *args: Any, **kwargs: Any) -> FusedOutput:
         """``forward`` of the first module of a sequence (:mod:`torch_pi2.layers.sequence`)."""
-        return FusedOutput.wrap(self.forward(*args, **kwargs), self.site)
+        return FusedOutput(self.forward(*args, **kwargs), self.site)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """:meth:`forward` for a tensor."""
@@ -221,7 +226,7 @@ class SparseFFN(DenseForm):
         else:
             n_hot = self.hot_for(decoded_together(x, self.site.hidden))
             if not self.has_predictor or n_hot == self.site.intermediate or skips_predictor(self, x):
-                y = self._compute(x, None, n_hot, self.threshold)
+                y = self._compute(x, n_hot, self.threshold)
             else:
                 y = self._predicted(x, n_hot)
         return y.to(result_dtype(x))
@@ -282,47 +287,42 @@ class SparseFFN(DenseForm):
         return self._by_batch[-1][1]
 
     def _predicted(self, x: torch.Tensor, n_hot: int) -> torch.Tensor:
-        """The mask and the layer with it in one operator: the bits of ``predictor_call`` and ``_compute``."""
-        refuse_vmap(self.site, x)
+        """The mask and the layer with it in one operator."""
         y: torch.Tensor
         y = torch.ops.pi2.predicted_ffn(x, *self.tensors(), *self.asked(), *self.settings(n_hot, self.threshold))
         return y
 
-    def asked(self) -> tuple[Any, ...]:
+    def asked(self) -> tuple[list[torch.Tensor], str, float, str, bool]:
         """What ``torch.ops.pi2.predicted_ffn`` takes after :meth:`tensors`: the predictor, and how it decides."""
-        tensors = [tensor for tensor in self.predictor() if tensor is not None]
         int8 = self.int8_activations and bool(self.predictor_weights)
-        return tensors, self.predictor_kind, self.predictor_threshold, self.predictor_format, int8
+        return self.predictor(), self.predictor_kind, self.predictor_threshold, self.predictor_format, int8
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        """Which cold neurons the predictor wants, bool ``[..., cold]``."""
+        return predicted(x, *self.asked(), ops=torch.ops.pi2)
 
     @property
     def has_predictor(self) -> bool:
         """Whether cold neurons are predicted (false for ``lowrank`` and ``signbit`` too if every neuron is hot)."""
-        return self.predictor_a is not None or self.predictor_signs is not None
-
-    @property
-    def predictor_kind(self) -> str:
-        """What ``torch.ops.pi2.predicted_ffn`` calls the predictor: ``signbit``, ``lowrank_q`` or ``lowrank``."""
-        if self.predictor_signs is not None:
-            return "signbit"
-        return "lowrank_q" if self.predictor_weights else "lowrank"
+        return self.predictor_kind != NO_PREDICTOR
 
     @property
     def predictor_format(self) -> str:
         """What operators call the format of a low-rank predictor in quantised rows: ``int4``, ``int4_blocks``."""
         return self.predictor_weights + (IN_BLOCKS if self.predictor_in_blocks else "")
 
-    def predictor(self) -> tuple[torch.Tensor | None, ...]:
-        """The predictor's tensors for cold neurons in plan order, as the operator of ``predictor_call`` takes them."""
-        return tuple(getattr(self, f"predictor_{name}") for name in self._predictor_names())
+    def predictor(self) -> list[torch.Tensor]:
+        """The predictor's tensors for cold neurons in plan order, as operators take them."""
+        return [t for name in LAYER_TENSORS if (t := self._buffers[f"predictor_{name}"]) is not None]
 
     def predictor_rows(self) -> dict[str, torch.Tensor]:
         """The predictor's tensors by name (``a``), with rows in their own order: what files and experts want."""
-        found = {name: getattr(self, f"predictor_{name}") for name in (*PREDICTOR_TENSORS, "signs")}
+        found = {name: t for name in LAYER_TENSORS if (t := self._buffers[f"predictor_{name}"]) is not None}
         if self.predictor_in_blocks:
             rank, cold = len(found["a"]), len(found["bias"])
             found["a"] = from_blocks(found["a"], self.predictor_weights, self.site.hidden)
             found["b"] = from_blocks(found["b"], self.predictor_weights, rank)[-cold:]
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        return found
 
     def leave_blocks(self) -> None:
         """The predictor's rows in their own order from now on."""
@@ -330,27 +330,13 @@ class SparseFFN(DenseForm):
             setattr(self, f"predictor_{name}", tensor)
         self.predictor_in_blocks = False
 
-    def _predictor_names(self) -> tuple[str, ...]:
-        if self.predictor_signs is not None:
-            return ("signs",)
-        return ("a", "b", "bias") if self.predictor_weights else PREDICTOR_TENSORS
-
-    def predictor_call(self) -> tuple[Any, tuple[Any, ...]]:
-        """``(op, settings)`` such that ``op(x, *predictor(), *settings)`` is the mask of cold neurons."""
-        if self.predictor_signs is not None:
-            return torch.ops.pi2.predict_signbit.default, (self.site.hidden, self.predictor_threshold)
-        if self.predictor_weights:
-            settings = (self.predictor_format, self.int8_activations, self.predictor_threshold)
-            return torch.ops.pi2.predict_lowrank_q.default, settings
-        return torch.ops.pi2.predict_lowrank.default, (self.predictor_threshold,)
-
     def forward_dense(self, x: torch.Tensor) -> torch.Tensor:
         """The same FFN with every neuron computed, from the same rows."""
-        return self._compute(x, None, self.site.intermediate, 0.0)
+        return self._compute(x, self.site.intermediate, 0.0)
 
-    def _compute(self, x: torch.Tensor, active: torch.Tensor | None, n_hot: int, threshold: float) -> torch.Tensor:
+    def _compute(self, x: torch.Tensor, n_hot: int, threshold: float) -> torch.Tensor:
         y: torch.Tensor
-        y = torch.ops.pi2.sparse_ffn(x, *self.tensors(), active, *self.settings(n_hot, threshold))
+        y = torch.ops.pi2.sparse_ffn(x, *self.tensors(), None, *self.settings(n_hot, threshold))
         return y
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -358,7 +344,7 @@ class SparseFFN(DenseForm):
         return self.neuron_rows, self.bias_gate, self.bias_up, self.bias_down
 
     def settings(self, n_hot: int, threshold: float) -> tuple[Any, ...]:
-        """And what it takes after the mask of :meth:`predictor_call`."""
+        """And what it takes after the mask of cold neurons."""
         site = self.site
         form = site.activation, site.activation_on_up
         return *form, n_hot, threshold, self.weights, self.int8_activations, self.thresholds
@@ -382,13 +368,12 @@ class SparseFFN(DenseForm):
         self.split = HybridFFN(self, n_gpu, link, neuron_rows)
 
     def check_gpu_has_kernels(self) -> None:
-        """Raises DeviceError or UnsupportedModelError: neurons of two formats or with their own thresholds, or numbers
-        in the activation.
+        """Raises DeviceError or UnsupportedModelError: neurons of two formats or with their own thresholds, sign bits,
+        or numbers in the activation.
         """
-        check_gpu_has_format(self.site.key, self.weights)
+        check_gpu_has_kernels(self.site, self.weights, self.predictor_kind)
         if self.thresholds is not None:
             raise stays(f"{self.site.key}, whose neurons have thresholds of their own")
-        check_plain(self.site.activation)
 
     def end_split(self) -> None:
         """Everything is computed here again."""
@@ -413,7 +398,7 @@ class SparseFFN(DenseForm):
         part.site = replace(self.site, intermediate=last - first)
         part.n_hot = max(0, min(self.n_hot, last) - first)
         if last < self.site.intermediate:
-            buffers["bias_down"], part.predictor_in_blocks = None, False
+            buffers["bias_down"], part.predictor_in_blocks, part.predictor_kind = None, False, NO_PREDICTOR
             buffers |= {name: None for name in buffers if name.startswith("predictor_")}
         part.follow_whole(self)
         return part
@@ -433,23 +418,10 @@ class SparseFFN(DenseForm):
     def _apply(self, fn: Any, recurse: bool = True) -> SparseFFN:
         """``model.to(dtype)`` converts the neurons; scales and biases of the predictor stay float32.
 
-        Neurons in a store stay what they are, and so do the biases that go with them.
-
-        A layer with neurons on a GPU stays as it is where a move is to that; whatever else is done ends the split.
-
-        Raises:
-            DeviceError, UnsupportedModelError: on the way to a GPU that has no kernels for this layer.
+        Neurons in a store stay what they are, and so do the biases that go with them. Raises as ``stays_as_it_is``.
         """
-        if self.split is not None:
-            if only_moves(self.split, fn, self.dtype):
-                return self
-            self.end_split()
-        if goes_to_gpu(fn, self.order):
-            self.check_gpu_has_kernels()
-            if not self.in_memory:
-                raise stays(f"{self.site.key}, whose neurons are in a store")
-            if self.predictor_in_blocks:
-                self.leave_blocks()
+        if stays_as_it_is(self, fn):
+            return self
         names = [*(f"predictor_{name}" for name in ("a_scale", "b_scale", "bias")), "thresholds"]
         if self.weights != "float" or not self.in_memory:
             names += ["bias_gate", "bias_up", "bias_down"]

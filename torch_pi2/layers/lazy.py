@@ -28,7 +28,7 @@ from torch_pi2.base.progress import log_once
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.activation import computes
 from torch_pi2.graph.elementwise import CASTS, ELEMENTWISE, RESHAPES, is_in_place, op_name, uncast
-from torch_pi2.layers.checks import refuse_vmap, result_dtype
+from torch_pi2.layers.checks import result_dtype
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.sequence import only_input
 from torch_pi2.types.site import Formula
@@ -306,8 +306,6 @@ class LazyDown:
             return None
         found = list(leaves(h.note))
         x = found[0].x
-        if len(found) > 1:
-            refuse_vmap(self.ffn.site, x)  # whether inputs are equal has no rule there
         if any(leaf.source.ffn is not self.ffn or not _equal(leaf.x, x) for leaf in found):
             return None
         if h.numel() * x.shape[-1] != x.numel() * self.ffn.site.intermediate:

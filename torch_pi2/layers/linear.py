@@ -11,29 +11,46 @@ from torch import nn
 from torch_pi2.base.dtypes import check_on_cpu, dtype_name
 from torch_pi2.base.memory import new_tensor
 from torch_pi2.base.offloaded import GuardedParameters, OffloadedParameter, apply_without_offloaded
-from torch_pi2.errors import ConfigError, GradientError, ShapeError
-from torch_pi2.formats import FORMATS, GGML, row_bytes
+from torch_pi2.errors import ConfigError, ShapeError
+from torch_pi2.formats import GGML, row_bytes
 from torch_pi2.layers.checks import result_dtype
 from torch_pi2.layers.gpu import goes_to_gpu, on_gpu
 from torch_pi2.layers.prompt import call_mode
 from torch_pi2.layers.rows import convert
 from torch_pi2.ops import load
-from torch_pi2.ops.constants import constants
-from torch_pi2.ops.gpu.linear import products_from
+from torch_pi2.ops.constants import wants_blocks
+from torch_pi2.ops.gpu.operators import products_from
 from torch_pi2.ops.linear import ROWS as BLOCK_ROWS
-from torch_pi2.ops.linear import fits, from_blocks, to_blocks
+from torch_pi2.ops.linear import from_blocks, to_blocks
 from torch_pi2.ops.quantized import check_kind, check_rows_kind, quantize
 
 #: Float32 bytes of the rows that are quantised or dequantised at a time.
 CHUNK_BYTES = 32 << 20
 
 
-def wants_blocks(weights: str, rows: int, columns: int, int8_activations: bool) -> bool:
-    """Whether such a layer has its rows in blocks here (:mod:`torch_pi2.ops.linear`)."""
-    return int8_activations and bool(constants().blocks >> FORMATS[weights].code & 1) and fits(rows, columns)
+class _OverRows(nn.Module):
+    """Shows its ``weight`` as a parameter without values, which has the ``dtype`` of the float module it stands for."""
+
+    rows: torch.Tensor
+    weight: OffloadedParameter
+    weights: str
+    _name = "the embedding"
+    _columns: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the float module that this one stands for."""
+        return self.weight.dtype
+
+    @dtype.setter
+    def dtype(self, dtype: torch.dtype) -> None:
+        self._kind = dtype  # Dynamo asks of an offloaded parameter more than it answers
+        name = f"{self._name}.weight"
+        weight = OffloadedParameter.make(name, (len(self.rows), self._columns), dtype)
+        object.__setattr__(self, "_parameters", GuardedParameters({"weight": weight}, {"weight": name}, None))
 
 
-class QuantLinear(nn.Module):
+class QuantLinear(_OverRows):
     """``x W^T + bias``: ``[..., K] -> [..., N]``, W as 4- or 8-bit integers with a scale per 32 of them, or in blocks
     as GGUF files have them (:data:`torch_pi2.formats.GGML`).
 
@@ -51,9 +68,7 @@ class QuantLinear(nn.Module):
     Buffers (not in ``state_dict`` as such): ``rows`` uint8 ``[N, row_bytes(K)]``; ``bias`` float32 ``[N]`` or None.
     """
 
-    rows: torch.Tensor
     bias: torch.Tensor | None
-    weight: OffloadedParameter
 
     def __init__(
         self,
@@ -77,9 +92,9 @@ class QuantLinear(nn.Module):
             )
         self.in_features, self.out_features = columns, len(rows)
         self.weights, self.int8_activations = weights, int8_activations
-        self._name, self.blocks = name, False
-        self.dtype = torch.float32
+        self._name, self._columns, self.blocks = name, columns, False
         self.register_buffer("rows", rows, persistent=False)
+        self.dtype = torch.float32
         self.register_buffer("bias", None if bias is None else bias.float(), persistent=False)
 
     @staticmethod
@@ -152,13 +167,6 @@ class QuantLinear(nn.Module):
                 found=str(tuple(input.shape)),
                 fix="Pass activations of the model that this layer was made from.",
             )
-        if torch.is_grad_enabled() and (input.requires_grad or self.training):
-            raise GradientError(
-                "gradients through a quantised linear layer",
-                expected="inference, without gradients",
-                found="an input that requires grad" if input.requires_grad else "a model in training mode",
-                fix="Call it under torch.no_grad() after model.eval(); to train, load the float checkpoint.",
-            )
         if self.blocks:
             y: torch.Tensor = torch.ops.pi2.linear_blocks(input, self.rows, self.bias, self.weights)
         elif on_gpu(input) and call_mode.single_steps and self.weights not in GGML:
@@ -173,17 +181,6 @@ class QuantLinear(nn.Module):
     def _times(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.ops.pi2.linear(x, self.rows, self.bias, self.weights, self.int8_activations)
         return y
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the float layer that this one stands for."""
-        return self.weight.dtype
-
-    @dtype.setter
-    def dtype(self, dtype: torch.dtype) -> None:
-        name = f"{self._name}.weight"
-        weight = OffloadedParameter.make(name, (self.out_features, self.in_features), dtype)
-        object.__setattr__(self, "_parameters", GuardedParameters({"weight": weight}, {"weight": name}, None))
 
     def dequantized(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """``[N, K]``: the numbers that the rows stand for, in ``dtype`` (None: the float layer's)."""
@@ -255,7 +252,7 @@ def can_stand_for(module: nn.Module) -> bool:
     return type(module) is nn.Embedding or (scaled and isinstance(getattr(module, "embed_scale", None), torch.Tensor))
 
 
-class QuantEmbedding(nn.Module):
+class QuantEmbedding(_OverRows):
     """Tokens ``[...]`` -> ``[..., K]`` in the dtype of the embedding it stands for; a row is read when it is wanted.
 
     Attributes:
@@ -265,9 +262,7 @@ class QuantEmbedding(nn.Module):
     Buffers (not in ``state_dict`` as such): ``rows`` uint8 ``[num_embeddings, row bytes of K]``.
     """
 
-    rows: torch.Tensor
     embed_scale: torch.Tensor | None
-    weight: OffloadedParameter
 
     def __init__(
         self,
@@ -280,9 +275,9 @@ class QuantEmbedding(nn.Module):
         super().__init__()
         load()
         self.num_embeddings, self.embedding_dim = len(rows), columns
-        self.weights, self.padding_idx = weights, padding_idx
-        self.dtype = torch.float32
+        self.weights, self.padding_idx, self._columns = weights, padding_idx, columns
         self.register_buffer("rows", rows, persistent=False)
+        self.dtype = torch.float32
         self.register_buffer("embed_scale", embed_scale, persistent=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -291,18 +286,6 @@ class QuantEmbedding(nn.Module):
         if self.embed_scale is not None:
             made = made * self.embed_scale.to(made.dtype)
         return made.reshape(*input.shape, self.embedding_dim)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the float embedding that this one stands for."""
-        return self.weight.dtype
-
-    @dtype.setter
-    def dtype(self, dtype: torch.dtype) -> None:
-        self._kind = dtype  # Dynamo asks of an offloaded parameter more than it answers
-        name = "the embedding's weight"
-        weight = OffloadedParameter.make(name, (self.num_embeddings, self.embedding_dim), dtype)
-        object.__setattr__(self, "_parameters", GuardedParameters({"weight": weight}, {"weight": name}, None))
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantEmbedding:
         convert(self, fn, recurse, apply=apply_without_offloaded)

@@ -18,12 +18,12 @@ from torch_pi2.base.fields import checked
 from torch_pi2.base.memory import trim
 from torch_pi2.errors import ArtifactError, ConfigError, OutOfMemoryError, parse_core_error
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.hybrid import TransferBuffer
+from torch_pi2.layers.gpu import TransferBuffer
 from torch_pi2.machine.device import find_device
 from torch_pi2.ops import load
 from torch_pi2.ops.constants import lists
-from torch_pi2.ops.gpu.ffn import NO_PREDICTOR
 from torch_pi2.ops.library import unseen_by_modes
+from torch_pi2.ops.predictors import NO_PREDICTOR
 from torch_pi2.types.offload import Budget, OffloadConfig
 from torch_pi2.types.plan import LayerPlan
 from torch_pi2.types.site import FFNSite
@@ -459,14 +459,7 @@ class OffloadedFFN(InStore, SparseFFN):
     def _predicted(self, x: torch.Tensor, n_hot: int) -> torch.Tensor:
         return self._stored(x, self.asked(), n_hot, self.threshold)
 
-    def _compute(self, x: torch.Tensor, active: torch.Tensor | None, n_hot: int, threshold: float) -> torch.Tensor:
-        if active is not None:
-            raise ConfigError(
-                f"a mask for {self.site.key}",
-                expected="a layer in memory",
-                found="one in a store, which predicts for itself",
-                fix="Load the model without a budget.",
-            )
+    def _compute(self, x: torch.Tensor, n_hot: int, threshold: float) -> torch.Tensor:
         return self._stored(x, ([], NO_PREDICTOR, 0.0, "", False), n_hot, threshold)
 
     def _stored(self, x: torch.Tensor, asked: tuple[Any, ...], n_hot: int, threshold: float) -> torch.Tensor:

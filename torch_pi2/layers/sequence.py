@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_leaves
 
-from torch_pi2.base.offloaded import is_metadata
 from torch_pi2.errors import ConfigError
 from torch_pi2.types.site import FFNSite
 
@@ -23,7 +22,7 @@ def only_input(keyword: str, key: str, args: tuple[Any, ...], kwargs: Mapping[st
         ConfigError: there are other arguments; what the dense layer ``key`` does with them is not known here.
     """
     given = args if not kwargs else (*args, *(v for k, v in kwargs.items() if k == keyword))
-    if len(given) == len(args) + len(kwargs) == 1 and isinstance(given[0], torch.Tensor | FusedTrace):
+    if len(given) == len(args) + len(kwargs) == 1 and isinstance(given[0], torch.Tensor | FusedOutput):
         return given[0]
     found = [type(a).__name__ for a in args] + [f"{k}={type(v).__name__}" for k, v in kwargs.items()]
     raise ConfigError(
@@ -34,56 +33,33 @@ def only_input(keyword: str, key: str, args: tuple[Any, ...], kwargs: Mapping[st
     )
 
 
-class FusedOutput(torch.Tensor):
-    """The result of an FFN on its way through the modules after its first linear.
+class FusedOutput:
+    """The result of an FFN on its way through the modules after its first linear, which alone take it.
 
-    It is not what that linear gives, so any computation with it raises ConfigError.
+    It is not what that linear gives, and no tensor, so any computation with it raises ConfigError.
     """
-
-    ffn: torch.Tensor
-    site: FFNSite
-    at: int
-
-    @staticmethod
-    def wrap(y: torch.Tensor, site: FFNSite) -> FusedOutput | FusedTrace:
-        """``y`` as the input of the module after the first linear."""
-        if torch.compiler.is_compiling():
-            return FusedTrace(y, site)
-        fused = y.as_subclass(FusedOutput)
-        fused.ffn, fused.site, fused.at = y, site, 1
-        return fused
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if is_metadata(func) and name == "__get__" and func.__self__.__name__ not in ("shape", "ndim"):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        leaves = tree_leaves((args, kwargs))
-        raise _out_of_order(next(x for x in leaves if isinstance(x, FusedOutput)).site, f"{name} of its result")
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"FusedOutput({self.site.key}: its FFN's result, for the modules after it)"
-
-
-class FusedTrace:
-    """:class:`FusedOutput` where a graph is traced: no tensor, so that only the modules after it take it."""
 
     def __init__(self, ffn: torch.Tensor, site: FFNSite) -> None:
         self.ffn, self.site, self.at = ffn, site, 1
+        self.dtype, self.device = ffn.dtype, ffn.device
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = tree_leaves((args, kwargs))
-        next(leaf for leaf in leaves if isinstance(leaf, FusedTrace))._refuse()
+        next(leaf for leaf in leaves if isinstance(leaf, FusedOutput))._refuse()
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise _out_of_order(self.site, "an operation on its result")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __getitem__ = _refuse
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise _out_of_order(self.site, f"{name} of its result")
+
     def __repr__(self) -> str:
-        return f"FusedTrace({self.site.key}: its FFN's result, for the modules after it)"
+        return f"FusedOutput({self.site.key}: its FFN's result, for the modules after it)"
 
 
 def _out_of_order(site: FFNSite, found: str) -> ConfigError:
@@ -111,7 +87,7 @@ class FusedIdentity:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x = only_input(self.keyword, self.site.key, args, kwargs)
-        if not isinstance(x, FusedTrace) and type(x) is not FusedOutput:
+        if not isinstance(x, FusedOutput):
             raise _out_of_order(self.site, "a tensor of something else")
         if x.site.key != self.site.key or x.at != self.position:
             raise _out_of_order(

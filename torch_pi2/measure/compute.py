@@ -18,13 +18,12 @@ import torch.nn.functional as F
 
 from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.formats import FLOATS, FORMATS
-from torch_pi2.layers.linear import wants_blocks
 from torch_pi2.layers.prompt import PROMPT_TOKENS, has_tiles, prompt_ffn
 from torch_pi2.machine.hardware import ATTENTION, KERNELS, PREDICTORS, Kernel, Rates
 from torch_pi2.measure.fit import Case, Ready, Samples, Size, time_into
 from torch_pi2.measure.weights import Weights
 from torch_pi2.observe import counters
-from torch_pi2.ops.constants import constants
+from torch_pi2.ops.constants import constants, wants_blocks
 
 #: A token's share of the cold neurons (None: the exact gate), the share of hot ones, the activation, and how many
 #: standard deviations a gate needs to fire. silu: every neuron asked for is added; relu: a half, or with 1.28 a tenth.

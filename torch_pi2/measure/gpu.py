@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from torch_pi2.errors import DeviceError
-from torch_pi2.layers.gpu import check_gpu
-from torch_pi2.layers.hybrid import CudaTransferBuffer, TransferBuffer
+from torch_pi2.layers.gpu import CudaTransferBuffer, TransferBuffer, check_gpu
 from torch_pi2.machine.hardware import Accelerator
 from torch_pi2.measure.fit import six_digits
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import inf, isfinite
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,16 +45,20 @@ class Shaped:
     @property
     def text(self) -> str:
         """What :func:`shaped` reads, with nine digits: those of float32."""
-        given = (
-            ("in", self.scale_in, 1.0),
-            ("out", self.scale_out, 1.0),
-            ("limit", self.limit, inf),
-            ("plus", self.plus, 0.0),
-            ("sigmas", self.sigmas, -inf),
-            ("second", float(self.second), 0.0),
-        )
+        given = [(key, float(getattr(self, name)), usual) for key, (name, usual) in _NUMBERS.items()]
         parts = [f"{key}={value:.9g}" for key, value, usual in given if value != usual]
         return f"{self.base}[{','.join(parts)}]" if parts else self.base
+
+
+#: Key of a number in a text -> the field of :class:`Shaped`, and what it is where the text does not say.
+_NUMBERS = {
+    "in": ("scale_in", 1.0),
+    "out": ("scale_out", 1.0),
+    "limit": ("limit", inf),
+    "plus": ("plus", 0.0),
+    "sigmas": ("sigmas", -inf),
+    "second": ("second", 0.0),
+}
 
 
 @lru_cache(maxsize=1024)
@@ -64,25 +69,16 @@ def shaped(text: str) -> Shaped | None:
     found = _WITH_NUMBERS.fullmatch(text)
     if found is None or found.group(1) not in _PLAIN:
         return None
-    numbers: dict[str, float] = {}
+    numbers: dict[str, Any] = {}
     for part in found.group(2).split(","):
         key, _, value = part.partition("=")
         try:
-            numbers[key] = float(value)
-        except ValueError:
+            numbers[_NUMBERS[key][0]] = float(value)
+        except (KeyError, ValueError):
             return None
-    known = {"in", "out", "limit", "plus", "sigmas", "second"}
-    if not numbers.keys() <= known or not all(map(isfinite, numbers.values())):
+    if not all(map(isfinite, numbers.values())):
         return None
-    made = Shaped(
-        found.group(1),
-        numbers.get("in", 1.0),
-        numbers.get("out", 1.0),
-        numbers.get("limit", inf),
-        numbers.get("plus", 0.0),
-        numbers.get("sigmas", -inf),
-        "second" in numbers,
-    )
+    made = Shaped(found.group(1), **numbers | {"second": "second" in numbers})
     makes_sense = made.limit > 0 and not (made.second and made.sigmas != -inf)
     return made if made.text == text and makes_sense else None
 

@@ -6,10 +6,15 @@ from types import SimpleNamespace
 
 import torch
 
-from torch_pi2.errors import ShapeError
-from torch_pi2.ops.operators import fake_of
+from torch_pi2.ops.operators import operator
 
 
+def _result(call: SimpleNamespace) -> torch.Tensor:
+    y: torch.Tensor = call.query.new_empty(call.query.transpose(1, 2).shape)
+    return y
+
+
+@operator(_result)
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -52,17 +57,3 @@ def attention(
     if mask is not None:
         weights_BNTL = weights_BNTL.where(mask.any(-1, keepdim=True), 0)
     return (weights_BNTL @ value_BNLD).transpose(1, 2).contiguous().to(query.dtype)
-
-
-@fake_of(attention)
-def _(call: SimpleNamespace) -> torch.Tensor:
-    if call.query.dim() != 4:
-        raise ShapeError(
-            "query",
-            expected="[batch, heads, tokens, width]",
-            found=str(list(call.query.shape)),
-            fix="Pass it as attention has it.",
-        )
-    batch, heads, tokens, width = call.query.shape
-    out: torch.Tensor = call.query.new_empty((batch, tokens, heads, width))
-    return out

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from torch_pi2.formats import FORMATS
 from torch_pi2.ops.library import load
+from torch_pi2.ops.linear import fits
 
 
 class Constants(NamedTuple):
@@ -74,3 +76,8 @@ def chunk_neurons(neurons: int) -> int:
     """Neurons of a chunk of a layer that has so many."""
     load()
     return int(torch.ops.pi2.chunk_neurons(neurons))
+
+
+def wants_blocks(weights: str, rows: int, columns: int, int8_activations: bool) -> bool:
+    """Whether a matrix of this size and format has its rows in blocks on this CPU (:mod:`torch_pi2.ops.linear`)."""
+    return int8_activations and bool(constants().blocks >> FORMATS[weights].code & 1) and fits(rows, columns)

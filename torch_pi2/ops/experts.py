@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from torch_pi2.errors import ShapeError
-from torch_pi2.formats import has_two_formats
-from torch_pi2.ops.ffn import ffn_output, predicted_ffn, sparse_ffn
-from torch_pi2.ops.operators import fake_of
+from torch_pi2.ops.ffn import predicted_ffn, sparse_ffn
+from torch_pi2.ops.operators import like_x, operator
 
 
+@operator(like_x)
 def experts_ffn(
     x: torch.Tensor,
     index: torch.Tensor,
@@ -74,32 +72,7 @@ def experts_ffn(
     return y_TH.to(x.dtype)
 
 
-def check_routed(x: torch.Tensor, index: torch.Tensor, routing: torch.Tensor) -> None:
-    """Raise unless there are experts and weights for every token of ``x``."""
-    for name, tensor in (("index", index), ("routing", routing)):
-        if x.dim() != 2 or tensor.dim() != 2 or tensor.shape[0] != x.shape[0] or tensor.shape != index.shape:
-            raise ShapeError(
-                name,
-                expected="[tokens, slots], both alike, for x [tokens, hidden]",
-                found=f"{tuple(tensor.shape)} for x {tuple(x.shape)}",
-                fix="Pass the router's top k of these tokens.",
-            )
-
-
-@fake_of(experts_ffn)
-def _(call: SimpleNamespace) -> torch.Tensor:
-    two = has_two_formats(call.weights)
-    if call.neuron_rows.dim() != (3 if two else 4):
-        raise ShapeError(
-            "neuron_rows",
-            expected="[experts, neurons, bytes]" if two else "[experts, neurons, 3 or 2, hidden]",
-            found=str(tuple(call.neuron_rows.shape)),
-            fix="Stack the neurons of all experts.",
-        )
-    check_routed(call.x, call.index, call.routing)
-    return ffn_output(call.x, call.neuron_rows.flatten(0, 1), call.weights)
-
-
+@operator(like_x)
 def stored_experts(
     x: torch.Tensor,
     index: torch.Tensor,
@@ -133,10 +106,3 @@ def stored_experts(
     settings: tuple[Any, ...] = (activation, activation_on_up, thresholds, weights, int8_activations)
     rest: tuple[Any, ...] = (bias_gate, bias_up, bias_down, first)
     return experts_ffn(x, index, routing, neuron_rows, *how, *settings, *rest)
-
-
-@fake_of(stored_experts)
-def _(call: SimpleNamespace) -> torch.Tensor:
-    check_routed(call.x, call.index, call.routing)
-    out: torch.Tensor = call.x.new_empty(call.x.shape)
-    return out

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from torch_pi2.errors import ShapeError, check_choice
-from torch_pi2.formats import FLOAT, GGML, QUANTIZED, row_bytes
+from torch_pi2.formats import FLOAT, formats_of, has_two_formats, row_bytes
+from torch_pi2.ops import predictors
 from torch_pi2.ops.activations import ACTIVATIONS, on_up
-from torch_pi2.ops.operators import check_hidden, fake_of
-from torch_pi2.ops.predictors import predict_lowrank, predict_lowrank_q, predict_signbit
+from torch_pi2.ops.operators import like_x, operator
 from torch_pi2.ops.rows import rounded_activations, values
 
 
+@operator(like_x, out=True)
 def sparse_ffn(
     x: torch.Tensor,
     neuron_rows: torch.Tensor,
@@ -89,55 +89,15 @@ def numbers(neuron_rows: torch.Tensor, weights: str, hidden: int) -> torch.Tenso
     """float32 ``[I, R, H]``."""
     if weights == FLOAT:
         return neuron_rows.float()
-    first, plus, down = weights.partition("+")
-    if not plus:
+    if not has_two_formats(weights):
         return values(neuron_rows, weights, hidden)
+    first, down = formats_of(weights)
     first_IB, down_IB = neuron_rows.split([neuron_rows.shape[1] - row_bytes(down, hidden), row_bytes(down, hidden)], 1)
     first_IRH = values(first_IB.unflatten(1, (-1, row_bytes(first, hidden))), first, hidden)
     return torch.cat((first_IRH, values(down_IB, down, hidden)[:, None]), 1)
 
 
-def ffn_output(x: torch.Tensor, neuron_rows: torch.Tensor, weights: str) -> torch.Tensor:
-    """An empty result of a feed-forward operator for ``x``, after the checks that need no data."""
-    first, plus, down = weights.partition("+")
-    if plus:
-        check_choice("weights", first, (*QUANTIZED, *GGML), "Name the format of gate and up rows before the +.")
-        check_choice("weights", down, QUANTIZED, "Name the format of down rows behind the +.")
-        sizes = [r * row_bytes(first, x.shape[-1]) + row_bytes(down, x.shape[-1]) for r in (2, 1)]
-        if neuron_rows.dim() != 2 or neuron_rows.shape[1] not in sizes:
-            raise ShapeError(
-                "neuron_rows",
-                expected=f"[neurons, {sizes[0]} (gate, up, down) or {sizes[1]} (up, down)] in {weights}",
-                found=str(tuple(neuron_rows.shape)),
-                fix="Put the bytes of a neuron's rows one behind the other.",
-            )
-        return x.new_empty(x.shape)
-    if neuron_rows.dim() != 3 or neuron_rows.shape[1] not in (2, 3):
-        raise ShapeError(
-            "neuron_rows",
-            expected="[neurons, 3 or 2, hidden]",
-            found=str(tuple(neuron_rows.shape)),
-            fix="Build them with torch_pi2.layers.ffn.",
-        )
-    if weights in QUANTIZED:
-        wanted = row_bytes(weights, x.shape[-1])
-        if neuron_rows.shape[2] != wanted:
-            raise ShapeError(
-                "neuron_rows",
-                expected=f"rows of {wanted} bytes (hidden size {x.shape[-1]} of x in {weights})",
-                found=str(neuron_rows.shape[2]),
-                fix="Pass hidden states of this model and the weights it was quantised to.",
-            )
-    else:
-        check_hidden(x, neuron_rows.shape[2])
-    return x.new_empty(x.shape)
-
-
-@fake_of(sparse_ffn, out=True)
-def _(call: SimpleNamespace) -> torch.Tensor:
-    return ffn_output(call.x, call.neuron_rows, call.weights)
-
-
+@operator(like_x, out=True)
 def predicted_ffn(
     x: torch.Tensor,
     neuron_rows: torch.Tensor,
@@ -173,23 +133,38 @@ def predicted_ffn(
 
 
 def predicted(
-    x: torch.Tensor, predictor: list[torch.Tensor], kind: str, cut: float, weights: str, int8_activations: bool
+    x: torch.Tensor,
+    predictor: list[torch.Tensor],
+    kind: str,
+    cut: float,
+    weights: str,
+    int8_activations: bool,
+    ops: Any = predictors,
 ) -> torch.Tensor:
-    """Which neurons the predictor of :func:`predicted_ffn` wants, bool ``[..., rows]``: of all rows that it has."""
+    """Which neurons the predictor of :func:`predicted_ffn` wants, bool ``[..., rows]``: of all rows that it has.
+
+    ``ops``: where its operators are: references, or ``torch.ops.pi2``.
+    """
+    mask: torch.Tensor
     if kind == "signbit":
-        return predict_signbit(x, predictor[0], x.shape[-1], cut)
-    if kind == "lowrank":
+        mask = ops.predict_signbit(x, predictor[0], x.shape[-1], cut)
+    elif kind == "lowrank":
         a, a_scale, b, b_scale, *bias = predictor
-        return predict_lowrank(x, a, a_scale, b, b_scale, bias[0] if bias else None, cut)
-    a, b, *bias = predictor
-    return predict_lowrank_q(x, a, b, bias[0] if bias else None, weights, int8_activations, cut)
+        mask = ops.predict_lowrank(x, a, a_scale, b, b_scale, bias[0] if bias else None, cut)
+    else:
+        a, b, *bias = predictor
+        mask = ops.predict_lowrank_q(x, a, b, bias[0] if bias else None, weights, int8_activations, cut)
+    return mask
 
 
-@fake_of(predicted_ffn, out=True)
-def _(call: SimpleNamespace) -> torch.Tensor:
-    return ffn_output(call.x, call.neuron_rows, call.weights)
+def _stored(call: SimpleNamespace) -> torch.Tensor:
+    if not call.parts:
+        return like_x(call)
+    x: torch.Tensor = call.x
+    return x.new_empty((call.parts, x.numel() // x.shape[-1], x.shape[-1]), dtype=torch.float32)
 
 
+@operator(_stored)
 def stored_ffn(
     x: torch.Tensor,
     reader: Any,
@@ -248,14 +223,7 @@ def stored_ffn(
     return torch.stack(sums)
 
 
-@fake_of(stored_ffn)
-def _(call: SimpleNamespace) -> torch.Tensor:
-    x: torch.Tensor = call.x
-    if not call.parts:
-        return x.new_empty(x.shape)
-    return x.new_empty((call.parts, x.numel() // x.shape[-1], x.shape[-1]), dtype=torch.float32)
-
-
+@operator(lambda call: call.like.new_empty(call.like.shape))
 def add_parts(parts: torch.Tensor, order: list[int], bias: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     """The sum of ``parts[i]`` for i in ``order``, added one by one from zero on, and of ``bias``: as a layer adds the
     partial sums of its chunks, so that the bits are those of a layer that has them all.
@@ -270,9 +238,3 @@ def add_parts(parts: torch.Tensor, order: list[int], bias: torch.Tensor | None, 
     if bias is not None:
         y = y + bias.float()
     return y.to(like.dtype).view(like.shape)
-
-
-@fake_of(add_parts)
-def _(call: SimpleNamespace) -> torch.Tensor:
-    like: torch.Tensor = call.like
-    return like.new_empty(like.shape)

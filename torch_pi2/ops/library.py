@@ -42,10 +42,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_pi2.errors import ConfigError, GradientError, LibraryMissingError, ShapeError
+from torch_pi2.errors import ConfigError, GradientError, LibraryMissingError
 from torch_pi2.ops import reference
-from torch_pi2.ops.gpu import ffn as gpu_ffn
-from torch_pi2.ops.gpu import linear as gpu_linear
+from torch_pi2.ops.gpu import operators as gpu
 from torch_pi2.ops.operators import FAKES
 
 _LIBRARY = "libpi2_torch.so"
@@ -54,19 +53,12 @@ _fragment: torch.library.Library | None = None
 _gathered_experts: Any = None
 
 
-def _fake_crc32c(rows: torch.Tensor) -> torch.Tensor:
-    if rows.dim() != 2 or rows.dtype != torch.uint8:
-        raise ShapeError("rows", expected="uint8 [n, bytes]", found=str(tuple(rows.shape)), fix="View them as bytes.")
-    return rows.new_empty((rows.shape[0],), dtype=torch.int64)
-
-
 #: Operator -> what it is on a GPU.
 _ON_A_GPU: dict[str, Callable[..., torch.Tensor]] = {
-    "sparse_ffn": gpu_ffn.sparse_ffn,
-    "predicted_ffn": gpu_ffn.predicted_ffn,
-    "linear": gpu_linear.linear,
-    "dequantize": gpu_linear.dequantize,
-    "predict_signbit": reference.predict_signbit,
+    "sparse_ffn": gpu.sparse_ffn,
+    "predicted_ffn": gpu.predicted_ffn,
+    "linear": gpu.linear,
+    "dequantize": reference.dequantize,
 }
 
 
@@ -124,7 +116,7 @@ def load() -> None:
             ) from error
         _check_instruction_set()
         try:
-            _fragment, _gathered_experts = _register_python_parts(), gpu_ffn.register_gathered_experts()
+            _fragment, _gathered_experts = _register_python_parts(), gpu.register_gathered_experts()
         except AttributeError as error:  # an operator that was added since
             raise LibraryMissingError(
                 f"loading {path}",
@@ -159,7 +151,7 @@ def _check_instruction_set() -> None:
 
 def _register_python_parts() -> torch.library.Library:
     fragment = torch.library.Library("pi2", "FRAGMENT")
-    for name, fake in (FAKES | {"crc32c": _fake_crc32c}).items():
+    for name, fake in (FAKES | {"crc32c": lambda rows: rows.new_empty(rows.shape[0], dtype=torch.int64)}).items():
         fragment.impl(name, _refusing_gradients(name), "Autograd", with_keyset=True)
         torch.library.register_fake(f"pi2::{name}", fake, lib=fragment)
     for name, kernel in _ON_A_GPU.items():

@@ -8,13 +8,10 @@ left of each.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 
 from torch_pi2.formats import FORMATS, GROUP
-from torch_pi2.ops.operators import fake_of
-from torch_pi2.ops.quantize import check_format
+from torch_pi2.ops.operators import operator
 from torch_pi2.ops.rows import rounded_activations, values
 
 #: Rows in a block, and columns that are together in it.
@@ -23,6 +20,7 @@ ROWS, COLUMNS = 16, 2 * GROUP
 IN_BLOCKS = "_blocks"
 
 
+@operator(lambda call: call.x.new_empty((*call.x.shape[:-1], call.rows.shape[0])), out=True)
 def linear(
     x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None, weights: str, int8_activations: bool = False
 ) -> torch.Tensor:
@@ -37,13 +35,6 @@ def linear(
     seen = rounded_activations(x) if int8_activations else x.float()
     y = seen @ values(rows, weights, x.shape[-1]).T
     return (y if bias is None else y + bias).to(x.dtype)
-
-
-@fake_of(linear, out=True)
-def _(call: SimpleNamespace) -> torch.Tensor:
-    check_format(call.rows, call.weights, call.x.shape[-1])
-    out: torch.Tensor = call.x.new_empty((*call.x.shape[:-1], call.rows.shape[0]))
-    return out
 
 
 def fits(rows: int, columns: int) -> bool:
@@ -95,6 +86,7 @@ def _sizes(weights: str, columns: int) -> list[int]:
     return [groups * FORMATS[weights].group_bytes, 2 * groups]
 
 
+@operator(lambda call: call.x.new_empty((*call.x.shape[:-1], call.blocks.shape[0])))
 def linear_blocks(x: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | None, weights: str) -> torch.Tensor:
     """:func:`linear` with int8 activations. A token's bits do not depend on how many there are.
 
@@ -104,10 +96,3 @@ def linear_blocks(x: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | No
         bias: ``[N]`` float32 or None. weights: ``int4``, ``int8``, ``q4_k``, ``q5_k`` or ``q6_k``.
     """
     return linear(x, from_blocks(blocks, weights, x.shape[-1]), bias, weights, True)
-
-
-@fake_of(linear_blocks)
-def _(call: SimpleNamespace) -> torch.Tensor:
-    check_format(call.blocks, call.weights, call.x.shape[-1])
-    out: torch.Tensor = call.x.new_empty((*call.x.shape[:-1], call.blocks.shape[0]))
-    return out

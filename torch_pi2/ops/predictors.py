@@ -6,15 +6,20 @@ from types import SimpleNamespace
 
 import torch
 
-from torch_pi2.formats import row_bytes
 from torch_pi2.ops.linear import IN_BLOCKS, from_blocks
-from torch_pi2.ops.operators import check_hidden, check_rows, fake_of
+from torch_pi2.ops.operators import operator
 from torch_pi2.ops.rows import rounded_activations, values
 
-#: What to do about bytes of another length.
-FIX = "Pass hidden states of this model and a predictor fitted to it."
+#: What no predictor is called.
+NO_PREDICTOR = "none"
 
 
+def _mask(x: torch.Tensor, cold: int) -> torch.Tensor:
+    """An empty result of a predictor for ``cold`` neurons."""
+    return x.new_empty((*x.shape[:-1], cold), dtype=torch.bool)
+
+
+@operator(lambda call: _mask(call.x, call.b.shape[0]))
 def predict_lowrank(
     x: torch.Tensor,
     a: torch.Tensor,
@@ -42,17 +47,12 @@ def predict_lowrank(
     return (~(s_TC < threshold)).reshape(*x.shape[:-1], b.shape[0])
 
 
-@fake_of(predict_lowrank)
-def _(call: SimpleNamespace) -> torch.Tensor:
-    check_hidden(call.x, call.a.shape[1], "predictor")
-    return _mask_like(call.x, call.b.shape[0])
+def _rows(call: SimpleNamespace) -> torch.Tensor:
+    shifted = call.weights.endswith(IN_BLOCKS) and call.b_bias is not None
+    return _mask(call.x, (call.b_bias if shifted else call.b).shape[0])
 
 
-def _mask_like(x: torch.Tensor, cold: int) -> torch.Tensor:
-    """An empty result of a predictor for ``cold`` neurons."""
-    return x.new_empty((*x.shape[:-1], cold), dtype=torch.bool)
-
-
+@operator(_rows)
 def predict_lowrank_q(
     x: torch.Tensor,
     a: torch.Tensor,
@@ -87,14 +87,7 @@ def predict_lowrank_q(
     return ~((s_TC if b_bias is None else s_TC + b_bias) < threshold)
 
 
-@fake_of(predict_lowrank_q)
-def _(call: SimpleNamespace) -> torch.Tensor:
-    weights = call.weights.removesuffix(IN_BLOCKS)
-    check_rows("predictor tensor a", call.a, row_bytes(weights, call.x.shape[-1]), "bytes", FIX)
-    shifted = weights != call.weights and call.b_bias is not None
-    return _mask_like(call.x, len(call.b_bias if shifted else call.b))
-
-
+@operator(lambda call: _mask(call.x, call.signs.shape[0]))
 def predict_signbit(x: torch.Tensor, signs: torch.Tensor, columns: int, margin: float) -> torch.Tensor:
     """Sign-bit predictor (SparseInfer, arXiv 2411.12692): the sign of a sum from the signs of its products.
 
@@ -115,20 +108,3 @@ def predict_signbit(x: torch.Tensor, signs: torch.Tensor, columns: int, margin: 
     differing = bits_TH @ (1 - bits_CH).T + (1 - bits_TH) @ bits_CH.T
     active = (columns - differing).double() >= margin * differing.double()
     return active | x.isnan().any(-1, keepdim=True)
-
-
-def most_differing(columns: int, margin: float) -> int:
-    """With how many differing signs, at most, :func:`predict_signbit` finds a neuron active; -1: with none at all."""
-    lowest, highest = -1, columns  # fewer are active wherever more are
-    while lowest < highest:
-        middle = (lowest + highest + 1) // 2
-        active = float(columns - middle) >= margin * float(middle)
-        lowest, highest = (middle, highest) if active else (lowest, middle - 1)
-    return lowest
-
-
-@fake_of(predict_signbit)
-def _(call: SimpleNamespace) -> torch.Tensor:
-    check_hidden(call.x, call.columns)
-    check_rows("signs", call.signs, -(-call.columns // 64) * 8, "bytes", FIX)
-    return _mask_like(call.x, call.signs.shape[0])

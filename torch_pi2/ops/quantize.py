@@ -11,9 +11,8 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from torch_pi2.errors import ShapeError
 from torch_pi2.formats import FORMATS, GROUP, row_bytes
-from torch_pi2.ops.operators import check_rows, fake_of
+from torch_pi2.ops.operators import operator
 from torch_pi2.ops.rows import values
 
 #: int4: where the value of largest magnitude may come to lie. -8 is llama.cpp's Q4_0; the others give a finer step
@@ -21,6 +20,12 @@ from torch_pi2.ops.rows import values
 INT4_ENDS = (-8.0, -8.5, -9.0, -9.5, -7.5, 7.0, 7.5, 8.0)
 
 
+def _rows(call: SimpleNamespace) -> torch.Tensor:
+    w: torch.Tensor = call.w
+    return w.new_empty((w.shape[0], row_bytes(call.weights, w.shape[1])), dtype=torch.uint8)
+
+
+@operator(_rows)
 def quantize(w: torch.Tensor, weights: str, importance: torch.Tensor | None = None) -> torch.Tensor:
     """Rows of floats as quantised rows: round to nearest, with a scale per group of 32 columns.
 
@@ -84,28 +89,7 @@ def _half(scale: torch.Tensor) -> torch.Tensor:
     return scale.half().float()
 
 
+@operator(lambda call: call.rows.new_empty((call.rows.shape[0], call.columns), dtype=call.dtype), out=True)
 def dequantize(rows: torch.Tensor, weights: str, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """The numbers of quantised rows: uint8 ``[N, row_bytes(columns)]`` -> ``[N, columns]`` in ``dtype``."""
     return values(rows, weights, columns).to(dtype).contiguous()
-
-
-@fake_of(quantize)
-def _(call: SimpleNamespace) -> torch.Tensor:
-    w: torch.Tensor = call.w
-    if w.dim() != 2:
-        fix = "Pass the weight of a linear layer."
-        raise ShapeError("w", expected="[rows, columns]", found=str(tuple(w.shape)), fix=fix)
-    return w.new_empty((w.shape[0], row_bytes(call.weights, w.shape[1])), dtype=torch.uint8)
-
-
-@fake_of(dequantize, out=True)
-def _(call: SimpleNamespace) -> torch.Tensor:
-    check_format(call.rows, call.weights, call.columns)
-    out: torch.Tensor = call.rows.new_empty((call.rows.shape[0], call.columns), dtype=call.dtype)
-    return out
-
-
-def check_format(rows: torch.Tensor, weights: str, columns: int) -> None:
-    """Raise unless ``rows`` have the bytes of so many columns."""
-    fix = "Pass the columns and the format it was quantised with."
-    check_rows("rows", rows, row_bytes(weights, columns), f"({columns} columns of {weights})", fix)

@@ -16,7 +16,7 @@ import numpy as np
 
 from torch_pi2.formats import QUANTIZED
 from torch_pi2.ops.constants import constants
-from torch_pi2.ops.gpu.linear import products_from
+from torch_pi2.ops.gpu.operators import products_from
 from torch_pi2.planner.model_shape import LayerShape, ModelShape, kept, numbers
 from torch_pi2.types.method import Method
 from torch_pi2.types.offload import OffloadConfig

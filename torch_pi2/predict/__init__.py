@@ -4,7 +4,9 @@
 the search for its samples read them from it (CONTRIBUTING.md, "Add a predictor"):
 
 * ``kind``: its :class:`~torch_pi2.types.method.Method`;
-* ``tensor_names``, and ``per_neuron``: those of them with a row for each neuron, of which layers keep the cold ones;
+* ``tensor_names``, and ``per_neuron``: those of them with a row for each neuron;
+* ``layer_tensors``: those that layers have, in the order in which operators take them;
+* ``of_cold``: what a layer keeps of the tensors for its cold neurons (:class:`~torch_pi2.predict.cold.Cold`);
 * ``read``: makes it from the tensors and JSON fields of a file, which ``tensors`` and ``fields`` write;
 * ``scores``, ``threshold``, ``card``: see :class:`~torch_pi2.types.method.Predictor`.
 """
@@ -18,5 +20,7 @@ from torch_pi2.predict.signbit import SignBit
 AnyPredictor = LowRank | SignBit
 #: Method -> class.
 PREDICTORS: dict[str, type[LowRank] | type[SignBit]] = {p.kind: p for p in (LowRank, SignBit)}
-#: Names of tensors that have a row for each neuron.
+#: Tensors that layers may have of a predictor, those of each kind in the order in which operators take them.
+LAYER_TENSORS = tuple(name for p in PREDICTORS.values() for name in p.layer_tensors)
+#: Those that have a row for each neuron.
 PER_NEURON = frozenset(name for p in PREDICTORS.values() for name in p.per_neuron)

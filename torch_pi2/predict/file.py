@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from torch_pi2.base.fields import MOST, Field
+from torch_pi2.base.fields import MOST, Field, Limits
 from torch_pi2.base.files import atomic_folder_files, check_artifact
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import read_tensors
@@ -40,13 +40,13 @@ class FitReport:
 
     dense_loss: float
     loss: float
-    change: float
+    change: Annotated[float, Limits(-MOST)]
     tolerance: float
     met: bool
     skipped: float
-    rounds: list[dict[str, Any]]
-    layers: list[dict[str, Any]]
-    tokens: dict[str, int]
+    rounds: tuple[Mapping[str, Any], ...]
+    layers: tuple[Mapping[str, Any], ...]
+    tokens: Mapping[str, int]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -125,7 +125,7 @@ def predictors_of(
     result = FittedPredictors(each_predictor(meta, tensor, where, model_hash))
     result.model_hash = meta["model_hash"]
     report = _json(meta, "report", where)
-    result.report = None if report.value is None else _report(report)
+    result.report = None if report.value is None else report.take(FitReport)
     return result
 
 
@@ -143,38 +143,9 @@ def each_predictor(
 
 def read_threshold_and_card(entry: Field) -> tuple[float, PredictorCard]:
     """Threshold and card in the JSON fields of a predictor. Raises ArtifactError."""
-    return entry.at("threshold").number(-MOST), _card(entry.at("card"))
+    return entry.at("threshold").number(-MOST), entry.at("card").take(PredictorCard)
 
 
 def _json(meta: Mapping[str, str], name: str, where: Path | str) -> Field:
     """The metadata field ``name``. Raises ArtifactError: it is missing, or not JSON."""
     return Field(parse(meta.get(name, ""), f"{where}, {name}", fix=_FIX), f"{where}, {name}", _FIX)
-
-
-def _card(card: Field) -> PredictorCard:
-    card.names(("recall", "precision", "predicted_active", "bytes", "cost_share"), ("rank", "mass_recall"))
-    mass_recall = card.at("mass_recall", None)
-    return PredictorCard(
-        recall=card.at("recall").number(),
-        precision=card.at("precision").number(),
-        predicted_active=card.at("predicted_active").number(),
-        bytes=card.at("bytes").whole(),
-        cost_share=card.at("cost_share").number(),
-        rank=card.at("rank", 0).whole(),
-        mass_recall=None if mass_recall.value is None else mass_recall.number(),
-    )
-
-
-def _report(report: Field) -> FitReport:
-    report.names([f.name for f in fields(FitReport)])
-    return FitReport(
-        dense_loss=report.at("dense_loss").number(),
-        loss=report.at("loss").number(),
-        change=report.at("change").number(-MOST),
-        tolerance=report.at("tolerance").number(),
-        met=report.at("met").flag(),
-        skipped=report.at("skipped").number(),
-        rounds=[row.names(allowed=None) for row in report.at("rounds").items()],
-        layers=[row.names(allowed=None) for row in report.at("layers").items()],
-        tokens={name: count.whole() for name, count in report.at("tokens").each().items()},
-    )

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 
+from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import Field
+from torch_pi2.base.memory import new_tensor
 from torch_pi2.errors import ArtifactError
 from torch_pi2.formats import FORMATS, GROUP, QUANTIZED, row_bytes
+from torch_pi2.ops.constants import wants_blocks
+from torch_pi2.ops.linear import ROWS, to_blocks
 from torch_pi2.ops.quantize import quantize
 from torch_pi2.ops.rows import rounded_activations, values
+from torch_pi2.predict.cold import Cold, layer_tensors
 from torch_pi2.types.method import Method, PredictorCard
-from torch_pi2.types.site import MOST_SIZE
+from torch_pi2.types.site import MOST_SIZE, FFNSite
 
 #: Bias of neurons that were not trained (hot ones): they count as active whatever the threshold.
 ALWAYS = 1e30
@@ -38,7 +44,7 @@ class LowRank:
 
     kind = Method.LOWRANK.value
     tensor_names = ("a", "a_scale", "b", "b_scale", "bias")
-    per_neuron = ("b", "b_scale", "bias")
+    layer_tensors, per_neuron = tensor_names, ("b", "b_scale", "bias")
     weights = "int8"
 
     def __init__(
@@ -99,6 +105,29 @@ class LowRank:
         return {}
 
     @staticmethod
+    def of_cold(
+        site: FFNSite, cold: torch.Tensor, tensors: Mapping[str, torch.Tensor] | None, int8_activations: bool
+    ) -> Cold:
+        """What a layer keeps of :meth:`tensors`, of either form, for its ``cold`` neurons (int64).
+
+        ``int8_activations``: it is computed with these. Raises as ``layer_tensors``.
+        """
+        a = (tensors or {}).get("a")
+        rank = 0 if a is None else len(a)
+        if a is not None and a.dtype == torch.uint8:
+            return _rows_of_cold(site, cold, tensors, a, int8_activations)
+        wanted = {
+            "a": ((rank, site.hidden), torch.int8),
+            "a_scale": ((rank,), torch.float32),
+            "b": ((site.intermediate, rank), torch.int8),
+            "b_scale": ((site.intermediate,), torch.float32),
+            "bias": ((site.intermediate,), torch.float32),
+        }
+        found = layer_tensors(site, LowRank.kind, tensors, wanted)
+        kept = {n: (t[cold] if n in LowRank.per_neuron else t.clone()).contiguous() for n, t in found.items()}
+        return Cold("lowrank", kept)
+
+    @staticmethod
     def read(tensors: dict[str, torch.Tensor], entry: Field, threshold: float, card: PredictorCard | None) -> LowRank:
         """From the tensors and JSON fields of a file. Raises ArtifactError."""
         if "weights" not in entry.value:
@@ -109,28 +138,66 @@ class LowRank:
     @staticmethod
     def from_tensors(tensors: dict[str, torch.Tensor], threshold: float, card: PredictorCard | None) -> LowRank:
         """Inverse of :meth:`tensors`. Raises ArtifactError if shapes or dtypes do not fit together."""
-        missing = set(LowRank.tensor_names) - set(tensors)
-        if missing:
-            raise ArtifactError(
-                "low-rank predictor",
-                expected="tensors a, a_scale, b, b_scale, bias",
-                found=f"no {', '.join(sorted(missing))}",
-                fix="The file is damaged; fit the predictors again.",
-            )
+        rank, neurons, hidden = _sizes(tensors)
+        wanted = {
+            "a": ((rank, hidden), torch.int8),
+            "a_scale": ((rank,), torch.float32),
+            "b": ((neurons, rank), torch.int8),
+            "b_scale": ((neurons,), torch.float32),
+            "bias": ((neurons,), torch.float32),
+        }
+        _check_tensors(tensors, wanted, "a [r, H] and b [I, r] int8, a_scale [r], b_scale and bias [I] float32")
         a, b = tensors["a"], tensors["b"]
-        shapes = {k: tuple(v.shape) for k, v in tensors.items()}
-        (r, *_), (i, *_) = (*shapes["a"], 0), (*shapes["b"], 0)
-        fits = a.dim() == b.dim() == 2 and shapes["b"] == (i, r) and shapes["a_scale"] == (r,)
-        fits = fits and shapes["b_scale"] == shapes["bias"] == (i,) and a.dtype == b.dtype == torch.int8
-        fits = fits and all(tensors[name].dtype == torch.float32 for name in ("a_scale", "b_scale", "bias"))
-        if not fits:
-            raise ArtifactError(
-                "shapes of a low-rank predictor",
-                expected="a [r, H] and b [I, r] int8, a_scale [r], b_scale and bias [I] float32",
-                found=", ".join(f"{k} {list(v)}" for k, v in shapes.items()),
-                fix="The file is damaged; fit the predictors again.",
-            )
         return LowRank(a, tensors["a_scale"], b, tensors["b_scale"], tensors["bias"], threshold, card)
+
+
+def _sizes(tensors: Mapping[str, torch.Tensor]) -> tuple[int, int, int]:
+    """Rank, neurons and columns that ``a`` and ``b`` have, 0 where they have none."""
+    (rank, hidden, *_), (neurons, *_) = ((*tensors.get(n, torch.empty(0)).shape, 0, 0) for n in "ab")
+    return rank, neurons, hidden
+
+
+def _check_tensors(
+    tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]], expected: str
+) -> None:
+    """Raises ArtifactError unless ``tensors`` are of the ``wanted`` shapes and dtypes, ``expected`` in words."""
+    if {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} != wanted:
+        raise ArtifactError(
+            "shapes of a low-rank predictor",
+            expected=expected,
+            found=", ".join(f"{name} {dtype_name(t.dtype)} {list(t.shape)}" for name, t in tensors.items()) or "none",
+            fix="The file is damaged; fit the predictors again.",
+        )
+
+
+def _rows_of_cold(
+    site: FFNSite,
+    cold: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor] | None,
+    a: torch.Tensor,
+    int8_activations: bool,
+) -> Cold:
+    """Of quantised rows, whose format their length tells."""
+    rank = len(a)
+    weights = next((k for k in QUANTIZED if a.shape[1:] == (row_bytes(k, site.hidden),)), QUANTIZED[0])
+    wanted = {
+        "a": ((rank, row_bytes(weights, site.hidden)), torch.uint8),
+        "b": ((site.intermediate, row_bytes(weights, rank)), torch.uint8),
+        "bias": ((site.intermediate,), torch.float32),
+    }
+    found = layer_tensors(site, LowRank.kind, tensors, wanted)
+    b = found["b"]
+    kept = {"bias": found["bias"][cold]} if "bias" in found else {}
+    filled = torch.cat((cold.new_zeros(-len(cold) % ROWS), cold))
+    sizes = ((rank, site.hidden), (len(filled), rank))
+    if not all(wants_blocks(weights, rows, columns, int8_activations) for rows, columns in sizes):
+        return Cold("lowrank_q", {"a": a.clone(), "b": b[cold]} | kept, weights)
+    kept.setdefault("bias", torch.zeros(len(cold)))
+    b = b[filled]
+    both = new_tensor((a.numel() + b.numel(),), torch.uint8)  # either alone is often too small for huge pages
+    for name, rows, columns, memory in zip("ab", (a, b), (site.hidden, rank), both.split([a.numel(), b.numel()])):
+        kept[name] = memory.view(rows.shape).copy_(to_blocks(rows, weights, columns))
+    return Cold("lowrank_q", kept, weights, in_blocks=True)
 
 
 #: Formats of a fitted predictor's matrices: int4 with a scale per group of 32, int8 with a scale per row.
@@ -201,18 +268,12 @@ class LowRankRows(LowRank):
         tensors: dict[str, torch.Tensor], weights: str, hidden: int, threshold: float, card: PredictorCard | None
     ) -> LowRankRows:
         """Inverse of :meth:`tensors`. Raises ArtifactError if shapes or dtypes do not fit together."""
-        found = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-        rank, neurons = ((*found.get(name, ((), None))[0], 0)[0] for name in ("a", "b"))
-        fits = weights in QUANTIZED and found == {
+        rank, neurons, _ = _sizes(tensors)
+        wanted = {
             "a": ((rank, row_bytes(weights, hidden)), torch.uint8),
             "b": ((neurons, row_bytes(weights, rank)), torch.uint8),
             "bias": ((neurons,), torch.float32),
         }
-        if not fits:
-            raise ArtifactError(
-                "shapes of a low-rank predictor in rows",
-                expected=f"uint8 a [r, row_bytes({hidden})] and b [I, row_bytes(r)], float32 bias [I], of int4 or int8",
-                found=f"{weights}: " + ", ".join(f"{name} {list(shape)}" for name, (shape, _) in found.items()),
-                fix="The file is damaged; fit the predictors again.",
-            )
+        expected = f"uint8 a [r, row_bytes({hidden})] and b [I, row_bytes(r)], float32 bias [I], of int4 or int8"
+        _check_tensors(tensors, wanted, expected)
         return LowRankRows(tensors["a"], tensors["b"], tensors["bias"], weights, hidden, threshold, card)

@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 
+from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import Field
-from torch_pi2.errors import ArtifactError, ConfigError, ShapeError
+from torch_pi2.errors import ArtifactError
 from torch_pi2.ops.predictors import predict_signbit
+from torch_pi2.predict.cold import Cold, layer_tensors
 from torch_pi2.types.method import Method, PredictorCard
+from torch_pi2.types.site import FFNSite
 
 
 def sign_bytes(hidden: int) -> int:
@@ -45,26 +48,12 @@ class SignBit:
 
     kind = Method.SIGNBIT.value
     tensor_names = ("signs", "hidden", "margin")
-    per_neuron = ("signs",)
+    layer_tensors = per_neuron = ("signs",)
     rank = 0
 
     def __init__(
         self, signs: torch.Tensor, hidden: int, margin: float = 1.0, card: PredictorCard | None = None
     ) -> None:
-        if signs.dim() != 2 or signs.dtype != torch.uint8 or signs.shape[1] != sign_bytes(hidden):
-            raise ShapeError(
-                "signs of a sign-bit predictor",
-                expected=f"uint8 [neurons, {sign_bytes(hidden)}] for hidden size {hidden}",
-                found=f"{signs.dtype} {list(signs.shape)}",
-                fix="Make it with SignBit.from_weights.",
-            )
-        if not (margin >= 0 and math.isfinite(margin)):
-            raise ConfigError(
-                "margin of a sign-bit predictor",
-                expected="a finite number, 0 or more",
-                found=str(margin),
-                fix="Calibrate it.",
-            )
         self.signs, self.hidden, self.margin, self.card = signs, hidden, margin, card
 
     @staticmethod
@@ -119,23 +108,31 @@ class SignBit:
         return cls.from_tensors(tensors, card)
 
     @staticmethod
+    def of_cold(
+        site: FFNSite, cold: torch.Tensor, tensors: Mapping[str, torch.Tensor] | None, int8_activations: bool
+    ) -> Cold:
+        """What a layer keeps of :meth:`tensors`, for its ``cold`` neurons (int64); raises as ``layer_tensors``."""
+        wanted = {
+            "signs": ((site.intermediate, sign_bytes(site.hidden)), torch.uint8),
+            "hidden": ((1,), torch.int64),
+            "margin": ((1,), torch.float64),
+        }
+        found = layer_tensors(site, SignBit.kind, tensors, wanted)
+        return Cold("signbit", {"signs": found["signs"][cold].contiguous()}, cut=float(found["margin"]))
+
+    @staticmethod
     def from_tensors(tensors: Mapping[str, torch.Tensor], card: PredictorCard | None) -> SignBit:
         """Inverse of :meth:`tensors`. Raises ArtifactError if they do not fit together."""
-        signs, hidden, margin = (tensors.get(name) for name in SignBit.tensor_names)
-        one = hidden is not None and margin is not None and hidden.numel() == margin.numel() == 1
-        if signs is None or hidden is None or margin is None or not one or hidden.is_floating_point():
-            raise ArtifactError(
-                "sign-bit predictor",
-                expected="tensors signs, hidden [1] and margin [1]",
-                found=", ".join(sorted(tensors)) or "none",
-                fix="The file is damaged; calibrate the predictors again.",
-            )
-        try:
-            return SignBit(signs, int(hidden), float(margin), card)
-        except (ShapeError, ConfigError) as error:
-            raise ArtifactError(
-                "sign-bit predictor",
-                expected=error.expected,
-                found=error.found,
-                fix="The file is damaged; calibrate the predictors again.",
-            ) from error
+        signs, hidden, margin = (tensors.get(name, torch.empty(0)) for name in SignBit.tensor_names)
+        numbers = hidden.numel() == margin.numel() == 1 and not hidden.is_floating_point()
+        if not numbers or signs.dtype != torch.uint8 or signs.shape[1:] != (sign_bytes(int(hidden)),):
+            found = ", ".join(f"{name} {dtype_name(t.dtype)} {list(t.shape)}" for name, t in tensors.items())
+            raise _damaged("uint8 signs [neurons, bytes of hidden], whole hidden [1] and margin [1]", found or "none")
+        if not (float(margin) >= 0 and math.isfinite(float(margin))):
+            raise _damaged("a finite margin, 0 or more", str(float(margin)))
+        return SignBit(signs, int(hidden), float(margin), card)
+
+
+def _damaged(expected: str, found: str) -> ArtifactError:
+    fix = "The file is damaged; calibrate the predictors again."
+    return ArtifactError("sign-bit predictor", expected=expected, found=found, fix=fix)

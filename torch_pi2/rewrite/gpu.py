@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,8 +13,7 @@ from torch_pi2.base.units import parse_bytes, size
 from torch_pi2.errors import ConfigError, OutOfMemoryError
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.gpu import check_gpu, device_of, on_gpu
-from torch_pi2.layers.hybrid import CudaTransferBuffer, HybridFFN, TransferBuffer
+from torch_pi2.layers.gpu import CudaTransferBuffer, HybridFFN, TransferBuffer, check_gpu, device_of, on_gpu
 from torch_pi2.layers.of_model import homes
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.rewrite.state import ModelState, SparseState, stored_stats
@@ -118,8 +116,7 @@ def hot_on_gpu(model: nn.Module, memory_bytes: int, link: TransferBuffer | None 
     """Put as many neurons of ``model``, which is optimised and on the CPU, on a GPU as have room, and all else.
 
     Those that its plan gives to an accelerator, if it gives it any and all have room. Else those that are wanted most,
-    of all layers; of mixtures whole experts, or the first neurons of every expert of a module, whichever are wanted
-    more; without statistics an equal share of each layer, and of mixtures of whole experts. Of a model in memory they
+    of all layers, of mixtures whole experts; without statistics an equal share of each layer. Of a model in memory they
     stay on the CPU, too: what is saved and restored is there. Of one over a store they are read into the GPU's memory,
     and the cache is for the others (:meth:`~torch_pi2.layers.offloaded.Store.preload`).
 
@@ -150,7 +147,7 @@ def hot_on_gpu(model: nn.Module, memory_bytes: int, link: TransferBuffer | None 
 
 
 def _split_off(home: SparseFFN | SparseExperts, there: Sequence[int], link: TransferBuffer) -> None:
-    """``there``: neurons that are there, the first ones: of the layer, or of each expert."""
+    """``there``: how many neurons are there, the first ones, or which experts."""
     if isinstance(home, SparseExperts):
         home.split_off(there, link, _stored_experts(home, there))
     else:
@@ -162,10 +159,10 @@ def _split_off(home: SparseFFN | SparseExperts, there: Sequence[int], link: Tran
 
 def _counts(home: SparseFFN | SparseExperts) -> list[tuple[SparseFFN, int]]:
     """Layers of ``home``, which is split, and how many neurons of each are there."""
-    if isinstance(home, SparseExperts):
-        assert home.split is not None
-        return list(zip(home.experts(), home.split.n_gpu, strict=True))
     assert home.split is not None
+    if isinstance(home, SparseExperts):
+        there, every = home.split.there, home.site.intermediate
+        return [(layer, every * (expert in there)) for expert, layer in enumerate(home.experts())]
     return [(home, home.split.n_gpu)]
 
 
@@ -178,14 +175,14 @@ def _stored_neurons(layer: SparseFFN, count: int) -> torch.Tensor | None:
 
 
 def _stored_experts(home: SparseExperts, there: Sequence[int]) -> torch.Tensor | None:
-    """The first so many neurons of each expert, of those that have any, as :func:`_stored_neurons`."""
+    """Neurons of these experts, as :func:`_stored_neurons`."""
     if not isinstance(home, OffloadedExperts):
         return None
-    rows, counts = home.neuron_rows, [(expert, count) for expert, count in enumerate(there) if count]
-    found = torch.empty((len(counts), max(there), *rows.shape[2:]), dtype=rows.dtype)
+    rows = home.neuron_rows
+    found = torch.empty((len(there), *rows.shape[1:]), dtype=rows.dtype)
     with StoreReader(home.store.path) as reader:
-        for place, (expert, count) in enumerate(counts):
-            found[place] = reader.as_computed(reader.read_layer(home.first_layer + expert, (0, count)))
+        for place, expert in enumerate(there):
+            found[place] = reader.as_computed(reader.read_layer(home.first_layer + expert))
     return found
 
 
@@ -219,99 +216,42 @@ def neuron_bytes(layer: SparseFFN) -> int:
 def _most_wanted(
     found: Sequence[SparseFFN | SparseExperts], stats: ActivationStats | None, room_bytes: int
 ) -> list[list[int]]:
-    """Of each layer, and of each expert, how many of its first neurons are wanted most and have room.
-
-    Of mixtures these are whole experts or the first neurons of all of them: which of both is wanted more.
-    """
-    ways: list[Callable[..., _Units]] = [_experts]
-    if stats is not None and any(isinstance(home, SparseExperts) for home in found):
-        ways.append(_of_every_expert)
-
-    def filled(way: Callable[..., _Units]) -> tuple[float, list[list[int]]]:
-        units = [way(h, stats) if isinstance(h, SparseExperts) else _neurons(h, stats) for h in found]
-        return _fill(units, room_bytes)
-
-    return max(map(filled, ways), key=lambda found: found[0])[1]
-
-
-class _Units(NamedTuple):
-    """What a GPU may have of a layer or mixture; of two with the same rank the first one.
-
-    Attributes:
-        rank: float64 ``[units]``, in what share of the model's tokens a neuron of each is wanted. nbytes, neurons: of
-            each unit. experts: of a mixture, so many. whole: its units are experts, and not neurons of all of them.
-        beside_bytes: there beside units, however many these are.
-    """
-
-    rank: torch.Tensor
-    nbytes: int
-    neurons: int
-    experts: int = 1
-    whole: bool = False
-    beside_bytes: int = 0
-
-    def there(self, taken: torch.Tensor) -> list[int]:
-        """Neurons of the layer, or of each expert, of the units that are ``taken``."""
-        if self.whole:
-            return [self.neurons * int(unit) for unit in taken]
-        return [int(taken.sum()) * self.neurons // self.experts] * self.experts
-
-
-def _fill(units: Sequence[_Units], room_bytes: int) -> tuple[float, list[list[int]]]:
-    """How many neurons a token wants of those units that are wanted most and have room, by byte; and these."""
-    rank = torch.cat([one.rank for one in units])
-    nbytes = torch.cat([torch.full((len(one.rank),), one.nbytes, dtype=torch.int64) for one in units])
-    neurons = torch.cat([torch.full((len(one.rank),), one.neurons, dtype=torch.int64) for one in units])
+    """Of each layer how many of its first neurons, and of each mixture which experts, are wanted most and have room."""
+    units = [_experts(h, stats) if isinstance(h, SparseExperts) else _neurons(h, stats) for h in found]
+    rank = torch.cat([rank for rank, _ in units])
+    nbytes = torch.cat([torch.full((len(rank),), nbytes, dtype=torch.int64) for rank, nbytes in units])
     by_rank = rank.argsort(descending=True, stable=True)
     taken = torch.zeros(len(by_rank), dtype=torch.bool)
-    taken[by_rank] = nbytes[by_rank].cumsum(0) <= room_bytes - sum(one.beside_bytes for one in units)
-    parts = taken.split([len(one.rank) for one in units])
-    wanted = float((rank * neurons)[taken].sum())
-    return wanted, [one.there(part) for one, part in zip(units, parts, strict=True)]
+    taken[by_rank] = nbytes[by_rank].cumsum(0) <= room_bytes
+    parts = taken.split([len(rank) for rank, _ in units])
+    return [
+        part.nonzero().flatten().tolist() if isinstance(home, SparseExperts) else [int(part.sum())]
+        for home, part in zip(found, parts, strict=True)
+    ]
 
 
-def _neurons(layer: SparseFFN, stats: ActivationStats | None) -> _Units:
-    """How often each neuron fires, falling: one comes after those before it."""
+def _neurons(layer: SparseFFN, stats: ActivationStats | None) -> tuple[torch.Tensor, int]:
+    """How often each neuron fires, falling, as one comes after those before it; and its bytes."""
     neurons = layer.site.intermediate
     if stats is None:
         rank = 1 - torch.arange(neurons, dtype=torch.float64) / neurons
     else:
         of_layer = stats[layer.site.key]
         rank = of_layer.fired[layer.order.cpu()].double() / max(1, of_layer.tokens)
-    return _Units(rank.cummin(0).values, neuron_bytes(layer), 1)
+    return rank.cummin(0).values, neuron_bytes(layer)
 
 
-def _experts(home: SparseExperts, stats: ActivationStats | None) -> _Units:
-    """How often a neuron of each expert is wanted: how often the router asks for it, times the share that fires."""
-    experts, neurons = len(home.sites), home.site.intermediate
+def _experts(home: SparseExperts, stats: ActivationStats | None) -> tuple[torch.Tensor, int]:
+    """How often a neuron of each expert is wanted: how often the router asks for it, times the share that fires; and an
+    expert's bytes.
+    """
+    experts = len(home.sites)
     nbytes = sum(t.nbytes for t in home.buffers()) // experts
     if stats is None:
-        rank = 1 - torch.arange(experts, dtype=torch.float64) / experts
-    else:
-        shares = [stats[site.key].active_share for site in home.sites]
-        rank = _asked(home, stats) * torch.tensor(shares, dtype=torch.float64)
-    return _Units(rank, nbytes, neurons, experts, whole=True)
-
-
-def _of_every_expert(home: SparseExperts, stats: ActivationStats) -> _Units:
-    """The same of chunks of neurons, those of all experts in the same places at once; without their predictors."""
-    experts, chunk = len(home.sites), HybridFFN.CHUNK
-    chunks = (home.site.intermediate - 1) // chunk
+        return 1 - torch.arange(experts, dtype=torch.float64) / experts, nbytes
     layers = [stats[site.key] for site in home.sites]
-    fired_EI = torch.stack(
-        [of.fired[order].double() / max(1, of.tokens) for of, order in zip(layers, home.order.cpu(), strict=True)]
-    )
-    wanted_I = (_asked(home, stats)[:, None] * fired_EI).mean(0)
-    rank = wanted_I[: chunks * chunk].view(chunks, chunk).mean(1)
-    nbytes = (home.neuron_rows.nbytes + home.order.nbytes) // home.site.intermediate
-    beside_bytes = 8 * (3 * experts + 1)  # thresholds, cuts and places of experts
-    return _Units(rank.cummin(0).values, nbytes * chunk, chunk * experts, experts, beside_bytes=beside_bytes)
-
-
-def _asked(home: SparseExperts, stats: ActivationStats) -> torch.Tensor:
-    """``[E]`` float64: share of tokens that the router sends to each expert."""
-    layers = [stats[site.key] for site in home.sites]
-    return torch.tensor([(of.tokens - of.borrowed) / max(1, stats.tokens) for of in layers], dtype=torch.float64)
+    wanted = [(of.tokens - of.borrowed) / max(1, stats.tokens) * of.active_share for of in layers]
+    return torch.tensor(wanted, dtype=torch.float64), nbytes
 
 
 def refuse_split(model: nn.Module, what: str, whole: bool = False) -> None:

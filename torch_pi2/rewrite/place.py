@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from torch_pi2.errors import UnsupportedModelError
-from torch_pi2.layers.experts import SparseExperts
+from torch_pi2.errors import StaleArtifactError, UnsupportedModelError
+from torch_pi2.layers.experts import SparseExperts, expert_groups
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import replacements
 from torch_pi2.layers.sequence import FusedIdentity
 from torch_pi2.rewrite import strategies
 from torch_pi2.rewrite.install import install
 from torch_pi2.rewrite.skeleton import put
-from torch_pi2.types.plan import LayerPlan
+from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import FFNSite
 
 #: Experts of a module whose weights are read to see what it computes.
@@ -25,7 +25,43 @@ _IN_FILES = {"module": "owner", "sequential": "chain"}
 _OF_FILES = {name: strategy for strategy, name in _IN_FILES.items()}
 
 
-def find_way(model: nn.Module, site: FFNSite) -> str:
+def check_names(model: nn.Module, plan: Plan) -> None:
+    """Raises StaleArtifactError if ``plan`` names parameters that ``model`` does not have."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for layer in plan.layers:
+        for ref in (layer.site.gate, layer.site.up, layer.site.down):
+            for name in (ref.weight, ref.bias) if ref else ():
+                if name is not None and name not in names:
+                    raise StaleArtifactError(
+                        "plan",
+                        expected=f"a model with a parameter {name}",
+                        found=f"{type(model).__name__} without one",
+                        fix="Make a new plan for this model.",
+                    )
+
+
+def check_sizes(model: nn.Module, plan: Plan) -> None:
+    """As :func:`check_names`, and sizes, of a ``model`` without weights: nothing else would tell.
+
+    Raises:
+        StaleArtifactError: the configuration was changed since the folder was made.
+    """
+    check_names(model, plan)
+    for group in expert_groups(plan.layers):
+        site = group[0].site
+        weights = site.weights(model)
+        wide, high = (site.intermediate, site.hidden), (site.hidden, site.intermediate)
+        for role, weight, wanted in (("up", weights.up, wide), ("down", weights.down, high)):
+            if tuple(weight.shape) != wanted:
+                raise StaleArtifactError(
+                    f"config.json, {site.key}",
+                    expected=f"{role} of {list(wanted)}, which its neurons were made for",
+                    found=str(list(weight.shape)),
+                    fix="Undo the change of config.json, or make the folder anew from the checkpoint with it.",
+                )
+
+
+def tried_strategy(model: nn.Module, site: FFNSite) -> str:
     """The strategy that is seen to compute the same, as files call it; the parameters of ``site`` have values.
 
     Raises:
@@ -44,7 +80,7 @@ def find_way(model: nn.Module, site: FFNSite) -> str:
         ) from None
 
 
-def ways_taken(model: nn.Module) -> dict[str, str]:
+def strategies_used(model: nn.Module) -> dict[str, str]:
     """Key of each layer (of experts: of their module) -> its strategy, as files call it; without lazy ones."""
     replaced = [replacement for _, replacement in replacements(model)]
     sequences = {part.site.key for part in replaced if isinstance(part, FusedIdentity)}
@@ -55,19 +91,19 @@ def ways_taken(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def place(model: nn.Module, site: FFNSite, ffn: SparseFFN, way: str) -> None:
-    """Let ``ffn`` compute ``site``, whose parameters need no values; ``way``: see :func:`find_way`."""
+def place(model: nn.Module, site: FFNSite, ffn: SparseFFN, strategy: str) -> None:
+    """Let ``ffn`` compute ``site``, whose parameters need no values; ``strategy``: see :func:`tried_strategy`."""
     for ref in (site.gate, site.up, site.down):
         for name in () if ref is None else (ref.weight, ref.bias):
             if name is not None and model.get_parameter(name).numel():
                 put(model, [name], torch.empty(0, dtype=model.get_parameter(name).dtype))
     with torch.no_grad():
-        _, overrides = strategies.find_strategy(model, site, ffn, [], [_OF_FILES[way]])  # nothing to try it with
+        _, overrides = strategies.find_strategy(model, site, ffn, [], [_OF_FILES[strategy]])  # nothing to try it with
     install(model, ffn, overrides)
 
 
-def find_experts_way(model: nn.Module, group: Sequence[LayerPlan]) -> str:
-    """As :func:`find_way`, for the experts of one module, of which the first ``TRIED_EXPERTS`` have values."""
+def tried_experts_strategy(model: nn.Module, group: Sequence[LayerPlan]) -> str:
+    """As :func:`tried_strategy`, for the experts of one module, of which the first ``TRIED_EXPERTS`` have values."""
     with torch.no_grad():
         strategies.experts_override(model, group, None, tried=TRIED_EXPERTS)
     return _IN_FILES["module"]

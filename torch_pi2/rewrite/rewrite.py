@@ -15,8 +15,9 @@ from torch import nn
 from torch_pi2.base.evaluating import evaluating, fresh_settings
 from torch_pi2.base.hooks import has_sparse_layers, refuse_global_hooks
 from torch_pi2.base.progress import bar
-from torch_pi2.errors import ConfigError, UnsupportedModelError
-from torch_pi2.fitting.gptq_model import ROLES, neuron_key
+from torch_pi2.distributed.ranks import Ranks
+from torch_pi2.errors import CalibrationError, ConfigError, UnsupportedModelError
+from torch_pi2.fitting.gptq_model import ROLES, calibrated_rows, neuron_key, warn_rounded
 from torch_pi2.graph.coverage import same_tokens
 from torch_pi2.graph.find import Found
 from torch_pi2.layers.experts import SparseExperts, expert_groups
@@ -24,10 +25,21 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops.quantized import check_quantizable
-from torch_pi2.rewrite.fits import check_names
+from torch_pi2.profiling.data import Batch
+from torch_pi2.profiling.inputs import InputStats, gather_inputs
 from torch_pi2.rewrite.gpu import refuse_split
 from torch_pi2.rewrite.install import Override, install, uninstall
-from torch_pi2.rewrite.linears import Storage, relative
+from torch_pi2.rewrite.linears import (
+    LayerError,
+    Storage,
+    check_linears,
+    check_some,
+    find_linears,
+    quantize_linears,
+    relative,
+)
+from torch_pi2.rewrite.place import check_names
+from torch_pi2.rewrite.state import SparseState
 from torch_pi2.rewrite.strategies import (
     Probe,
     experts_override,
@@ -35,6 +47,7 @@ from torch_pi2.rewrite.strategies import (
     log_skipped,
     probes_of,
 )
+from torch_pi2.types.config import Config
 from torch_pi2.types.method import Method
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import check_weights, dense_reference
@@ -67,8 +80,7 @@ def rewrite(
         strategies: what :func:`replaceable` returned for these layers, which is not tried again.
 
     Raises:
-        StaleArtifactError: the plan is for other weights. ConfigError: already rewritten, predictors missing, or there
-            are hooks on all modules.
+        StaleArtifactError: the plan is for other weights. ConfigError: already rewritten, or predictors are missing.
         UnsupportedModelError: no strategy computes the same as a layer; the message names it.
         DeviceError, DtypeError, NonFiniteError, ShapeError: weights that cannot be used.
     """
@@ -85,11 +97,12 @@ def rewrite(
         plan.check_model(model)
     storage, predictors, groups = storage or Storage(), predictors or {}, expert_groups(plan.layers)
     known = dict(strategies or {})
-    for group in groups if storage.quantised else ():
-        known[group[0].site.key] = _check_group(model, group, predictors, storage, known)
+    for group in groups:
+        if storage.quantised or group[0].site.key not in known:
+            known[group[0].site.key] = _check_group(model, group, predictors, storage, known)
     try:
         for group in bar(groups, "rewrite", progress):
-            _rewrite_group(model, group, predictors, storage, known.get(group[0].site.key))
+            _rewrite_group(model, group, predictors, storage, known[group[0].site.key])
     except BaseException as error:
         abandon(model, error)
         raise
@@ -176,22 +189,18 @@ def _make_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: Sto
 
 @torch.no_grad()
 def _rewrite_group(
-    model: nn.Module, group: Sequence[LayerPlan], predictors: Mapping[str, Any], storage: Storage, known: str | None
+    model: nn.Module, group: Sequence[LayerPlan], predictors: Mapping[str, Any], storage: Storage, known: str
 ) -> None:
     """One layer, or all experts of a module; ``known``: its strategy."""
     site = group[0].site
     made = (_make_layer(model, layer, predictors.get(layer.site.key), storage) for layer in group)
     if site.experts is not None:
         experts = SparseExperts(made, len(group)).eval()
-        install(model, experts, [experts_override(model, group, experts, tried=0 if known else None)])
+        install(model, experts, [experts_override(model, group, experts, tried=0)])
         return
     ffn = next(made)
-    probes = probes_of(site, site.weights(model))
-    if known is None:
-        known, overrides = find_strategy(model, site, ffn, probes)
-    else:
-        _, overrides = find_strategy(model, site, ffn, [], [known])
-    if known != "lazy" and _varies_in_training(overrides, probes[0]):
+    _, overrides = find_strategy(model, site, ffn, [], [known])
+    if known != "lazy" and _varies_in_training(overrides, probes_of(site, site.weights(model))[0]):
         group[0].site = ffn.site = replace(site, drops="inside")
     install(model, ffn, overrides)
 
@@ -239,3 +248,68 @@ def _check_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: St
             check_quantizable(f"{ref.weight} of {site.key}", w, storage.weights)
     lowrank, threshold = predictor_tensors(predictor)
     return SparseFFN.empty(site, layer, storage.weights, lowrank, threshold)
+
+
+def apply(
+    model: nn.Module,
+    parts: SparseState,
+    progress: bool,
+    config: Config | None = None,
+    data: list[Batch] | None = None,
+    strategies: Mapping[str, str] | None = None,
+    ranks: Ranks | None = None,
+) -> nn.Module:
+    """Rewrite ``model`` as ``parts`` and ``config`` say, and attach them to it.
+
+    ``strategies``: see :func:`rewrite`. ``ranks``: processes that make the same call and share the work of GPTQ.
+    """
+    config = config or Config()
+    if config.weights == "float":
+        rewrite(model, parts.plan, parts.predictors, progress=progress, strategies=strategies)
+    else:
+        _apply_quantised(model, parts, progress, config, data, strategies, ranks)
+        parts.weights = config.weights
+    parts.attach(model)
+    return model
+
+
+def _apply_quantised(
+    model: nn.Module,
+    parts: SparseState,
+    progress: bool,
+    config: Config,
+    data: list[Batch] | None,
+    strategies: Mapping[str, str] | None,
+    ranks: Ranks | None,
+) -> None:
+    sites = [layer.site for layer in parts.plan.layers]
+    weighted = config.quantization == "weighted"
+    if config.quantization != "rtn" and not data:
+        raise CalibrationError(
+            f"optimize(quantization='{config.quantization}')",
+            expected="calibration data",
+            found="none",
+            fix="Pass calibration=..., or leave quantization out.",
+        )
+    linears, _ = find_linears(model, sites, data[0] if data else None)
+    check_some(f"quantising {type(model).__name__}", sites, linears)
+    check_linears(linears, config.weights)
+    inputs: dict[str, InputStats] = {}
+    if data:
+        some = data if weighted else data[:1]  # the first batch is enough to measure errors of outputs
+        inputs = gather_inputs(model, some, sites, linears, progress=progress)
+    rows: dict[str, torch.Tensor] = {}
+    if data and config.quantization == "gptq":
+        how: dict[str, Any] = {"progress": progress, "ranks": ranks}
+        left = calibrated_rows(model, data, sites, linears, config.weights, rows.__setitem__, **how)
+        warn_rounded(left)
+    storage = Storage(config.weights, config.activations == "int8", inputs, weighted, rows)
+    check_linears(linears, config.weights, storage)  # what can be refused, before anything is replaced
+    rewrite(model, parts.plan, parts.predictors, progress=progress, storage=storage, strategies=strategies)
+    try:
+        for layer in sparse_layers(model):
+            parts.quantization[layer.site.key] = LayerError(layer.error, layer.output_error)
+        parts.quantization |= quantize_linears(model, linears, storage, progress=progress)
+    except BaseException as error:  # no memory, or interrupted
+        abandon(model, error)
+        raise

@@ -27,7 +27,7 @@ from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.hooks import has_hooks, hooks_inside, own_forward
 from torch_pi2.errors import StaleArtifactError, UnsupportedModelError
 from torch_pi2.graph.coverage import BranchCoverage, same_tokens, token_magnitudes
-from torch_pi2.graph.experts import parameter_shapes, probe_experts
+from torch_pi2.graph.experts import probe_experts
 from torch_pi2.graph.find import named
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
@@ -36,7 +36,7 @@ from torch_pi2.layers.sequence import FusedIdentity
 from torch_pi2.ops.activations import cuts
 from torch_pi2.rewrite.install import Override
 from torch_pi2.types.plan import LayerPlan
-from torch_pi2.types.site import ExpertsForm, FFNSite, FFNWeights, Formula, apply_formula, dense_reference
+from torch_pi2.types.site import FFNSite, FFNWeights, Formula, apply_formula, dense_reference
 
 _log = logging.getLogger("torch_pi2")
 
@@ -100,19 +100,16 @@ def experts_override(
             their weights for that.
 
     Raises:
-        StaleArtifactError: it has another number of experts, or sizes. UnsupportedModelError: it computes something
-            else as well.
+        StaleArtifactError: it has another number of experts. UnsupportedModelError: it computes something else as well.
     """
     first = group[0].site
     module = model.get_submodule(str(first.experts))
-    shapes = [tuple(model.get_parameter(ref.weight).shape) for ref in (first.up, first.down)]
-    form = ExpertsForm(len(group), first.intermediate, first.hidden, "", False, first.gated, False, first.up.transposed)
-    wanted = [*parameter_shapes(form).values()]
-    if shapes != wanted:
+    experts = len(model.get_parameter(first.up.weight))
+    if experts != len(group):
         raise StaleArtifactError(
             f"plan of {first.experts}",
-            expected=f"experts of sizes {wanted[0]} and {wanted[1]}",
-            found=f"{type(module).__name__} with {shapes[0]} and {shapes[1]}",
+            expected=f"{experts} experts, as {type(module).__name__} has",
+            found=str(len(group)),
             fix="Make a new plan for this model.",
         )
     problem = _more_than(first, model, {str(first.experts): module})
@@ -156,10 +153,8 @@ def by_module(model: nn.Module, site: FFNSite, ffn: Any, probes: Sequence[Probe]
         return f"module: it also holds {more}"
     if hooks := hooks_inside(site.owner, owner):
         return f"module: {hooks}, {_SILENT}"
-    with evaluating(owner), _as_it_was(owner) as changed:
-        problem = _runs_to(owner.forward, probes)
-    if changed and not problem:
-        problem = f"keeps something of each call ({changed[0]})"
+    with evaluating(owner):
+        problem = _tried(owner.forward, probes, owner)
     return f"module: {site.owner} {problem}" if problem else [Override(owner, getattr(ffn, "forward", None))]
 
 
@@ -189,10 +184,8 @@ def by_sequence(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequenc
             h = module.forward(h)
         return h
 
-    with evaluating(*modules), _as_it_was(*modules) as changed:
-        problem = _runs_to(run, probes)
-    if changed and not problem:
-        problem = f"keep something of each call ({changed[0]})"
+    with evaluating(*modules):
+        problem = _tried(run, probes, *modules)
     if problem:
         return f"sequential: {' -> '.join(names)} {problem}"
     overrides = [Override(modules[0], getattr(ffn, "forward_fused", None))]
@@ -230,10 +223,8 @@ def by_lazy_tensors(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Seq
         probe = torch.randn((1, 11, w_OI.shape[1]), generator=torch.Generator().manual_seed(1))
         probe = (probe * token_magnitudes(w_OI.dtype, (1, 11))).to(w_OI.dtype)
         wanted = nn.functional.linear(probe, w_OI, parameters.get("bias"))
-        with evaluating(module), _as_it_was(module) as changed:
-            problem = _runs_to(module.forward, [(probe, wanted)])
-        if changed and not problem:
-            problem = f"keeps something of each call ({changed[0]})"
+        with evaluating(module):
+            problem = _tried(module.forward, [(probe, wanted)], module)
         if problem:
             return f"lazy: {type(module).__name__} is not a plain linear layer ({problem})"
     roles = [role for members in sources.values() for role in members]
@@ -271,7 +262,7 @@ def no_strategy(site: FFNSite, reasons: Sequence[str]) -> UnsupportedModelError:
         f"rewriting {site.key or 'the FFN'} ({site.owner_class})",
         expected="modules that compute the FFN, or linears that can be replaced",
         found="; ".join(reasons),
-        fix="Move the FFN into a module of its own, or use torch.compile(model, backend='torch_pi2').",
+        fix="Move the FFN into a module of its own.",
     )
 
 
@@ -301,6 +292,13 @@ def _runs_to(call: Any, probes: Sequence[Probe]) -> str | None:
             return "computes something else as well"
     missed = coverage.missed()
     return f"computes something else as well, where no probe comes ({missed})" if missed else None
+
+
+def _tried(call: Any, probes: Sequence[Probe], *modules: nn.Module) -> str | None:
+    """As :func:`_runs_to`; ``modules`` are left as they were, and keep nothing of a call."""
+    with _as_it_was(*modules) as changed:
+        problem = _runs_to(call, probes)
+    return f"keeps something of each call ({changed[0]})" if changed and not problem else problem
 
 
 @contextmanager

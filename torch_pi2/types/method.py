@@ -11,6 +11,8 @@ from typing import Protocol, Self
 
 import torch
 
+from torch_pi2.base.fields import optional
+
 
 class Method(StrEnum):
     DENSE = "dense"  #: every neuron is computed
@@ -56,8 +58,8 @@ class PredictorCard:
     predicted_active: float
     bytes: int
     cost_share: float
-    rank: int = 0
-    mass_recall: float | None = None
+    rank: int = optional(0)
+    mass_recall: float | None = optional(None)
 
     def to_json(self) -> dict[str, float | None]:
         return asdict(self)

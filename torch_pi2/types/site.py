@@ -1,7 +1,7 @@
 """``FFNSite``: what the rest of the library knows about one feed-forward layer (design D4).
 
-Both finders (graph patterns and architecture adapters) yield it; eager ``optimize``, the compile backend
-and export all rewrite from it. A site holds *names*, never tensors, so it can be written to ``plan.json``.
+Both finders (graph patterns and architecture adapters) yield it; ``optimize``
+and export rewrite from it. A site holds *names*, never tensors, so it can be written to ``plan.json``.
 
 Shape suffixes used in the whole package: ``T`` tokens, ``H`` hidden size, ``I`` intermediate size (neurons),
 ``R`` rows per neuron (3 gated: gate, up, down; 2 plain: up, down), ``C`` cold neurons, ``r`` predictor rank.
@@ -155,10 +155,6 @@ class FFNSite:
         """The same layer with gate and up in each other's place. The activation must not need all gates at once."""
         assert self.gate is not None
         return replace(self, gate=self.up, up=self.gate, activation=swapped(self.activation))
-
-    def as_found(self) -> FFNSite:
-        """The form that finders return: the gate is first."""
-        return self.swapped() if self.up_first else self
 
     @property
     def rows_per_neuron(self) -> int:

@@ -90,31 +90,6 @@ def _dots(rows, scales, start_N, live_N, x, H: tl.constexpr, FORMAT: tl.constexp
 
 
 @triton.jit
-def dequantize_rows(rows, scales, y, STRIDE: tl.constexpr, H: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
-    """``y [N, H]``: what quantised rows stand for, each ``STRIDE`` bytes after the one before it."""
-    GROUPS: tl.constexpr = (H + 31) // 32
-    BYTES: tl.constexpr = 16 if FORMAT == "int4" else 32
-    row = tl.program_id(0).to(tl.int64)
-    g_G = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
-    k_K = tl.arange(0, BYTES)
-    inside_G = g_G < GROUPS
-    byte_GK = g_G[:, None] * BYTES + k_K[None, :]
-    w_GK = tl.load(rows + row * STRIDE + byte_GK, mask=inside_G[:, None], other=0)
-    scale_G = tl.load(scales + row * (STRIDE // 2) + (GROUPS * BYTES // 2 + g_G), mask=inside_G, other=0.0)
-    scale_GK = scale_G.to(tl.float32)[:, None]
-    h_GK = g_G[:, None] * 32 + k_K[None, :]
-    y += row * H
-    if FORMAT == "int4":
-        low_GK = ((w_GK & 15).to(tl.float32) - 8.0) * scale_GK
-        high_GK = ((w_GK >> 4).to(tl.float32) - 8.0) * scale_GK
-        tl.store(y + h_GK, low_GK.to(y.dtype.element_ty), mask=h_GK < H)
-        tl.store(y + h_GK + 16, high_GK.to(y.dtype.element_ty), mask=h_GK + 16 < H)
-    else:
-        w_GK = w_GK.to(tl.int8, bitcast=True).to(tl.float32) * scale_GK
-        tl.store(y + h_GK, w_GK.to(y.dtype.element_ty), mask=h_GK < H)
-
-
-@triton.jit
 def _of_pair(pair, experts, rows, SLOTS: tl.constexpr, EXPERTS: tl.constexpr):
     """A pair's token, its expert, and how many of an expert's ``rows`` it has: none without an expert."""
     if EXPERTS == 0:
@@ -141,17 +116,6 @@ def _listed(list_N, counts, i_N, active_N, tile):
     tl.store(list_N + place_N, i_N, mask=active_N)
     tl.store(counts + tile, tl.sum(active_N.to(tl.int32), 0))
     return place_N
-
-
-@triton.jit
-def list_masked(mask, lists, counts, cold, N_HOT, INTERMEDIATE, TILES, TILE: tl.constexpr):
-    """Hot neurons and those of ``mask [T, cold]`` (uint8) whose last ``INTERMEDIATE - N_HOT`` are of cold neurons."""
-    tile, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_N = tile * TILE + tl.arange(0, TILE)
-    is_cold_N = (i_N >= N_HOT) & (i_N < INTERMEDIATE)
-    wanted_N = tl.load(mask + token * cold + (cold - INTERMEDIATE) + i_N, mask=is_cold_N, other=0) != 0
-    active_N = (i_N < N_HOT) | (is_cold_N & wanted_N)
-    _listed(lists + (token * TILES + tile) * TILE, counts + token * TILES, i_N, active_N, tile)
 
 
 @triton.jit
@@ -268,67 +232,6 @@ def list_predicted(
     if bias is not None:
         logit_N += tl.load(bias + row_N, mask=is_cold_N, other=0.0)
     active_N = (i_N < N_HOT) | (is_cold_N & ~(logit_N < _own(cut, expert, EXPERTS)))  # NaN is active
-    _listed(lists + (pair * TILES + tile) * TILE, counts + pair * TILES, i_N, active_N, tile)
-
-
-@triton.jit
-def _ones(word):
-    """How many bits of a uint32 are 1: what compilers know for such, and Triton has no name for everywhere."""
-    word = word - ((word >> 1) & 0x55555555)
-    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
-    word = (word + (word >> 4)) & 0x0F0F0F0F
-    return ((word * 0x01010101) >> 24).to(tl.int32)
-
-
-@triton.jit
-def list_signed(
-    x,
-    signs,
-    lists,
-    counts,
-    most,
-    cold,
-    N_HOT,
-    INTERMEDIATE,
-    TILES,
-    H: tl.constexpr,
-    WORDS: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    experts=None,
-    SLOTS: tl.constexpr = 1,
-    EXPERTS: tl.constexpr = 0,
-):
-    """Hot neurons and those whose ``signs [cold, WORDS]`` (32 in an int32) differ from the token's in no more than
-    ``most`` places; rows as in :func:`list_predicted`. A NaN in a token makes all its neurons active. Of experts
-    ``most`` has their margins, which are compared in float64.
-
-    Each program packs the token's signs by itself: it reads many more of the neurons'.
-    """
-    tile, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    token, expert, neurons = _of_pair(pair, experts, INTERMEDIATE, SLOTS, EXPERTS)
-    i_N = tile * TILE + tl.arange(0, TILE)
-    is_cold_N = (i_N >= N_HOT) & (i_N < neurons)
-    row_N = expert * cold + tl.where(is_cold_N, i_N + (cold - INTERMEDIATE), 0)
-    differing_NW = tl.zeros([TILE, BLOCK], dtype=tl.int32)
-    nan_W = tl.zeros([BLOCK], dtype=tl.int32)
-    bit_K = tl.arange(0, 32)
-    for first in tl.range(0, WORDS, BLOCK):
-        w_W = first + tl.arange(0, BLOCK)
-        h_WK = w_W[:, None] * 32 + bit_K[None, :]
-        x_WK = tl.load(x + token * H + h_WK, mask=h_WK < H, other=0.0).to(tl.float32)
-        nan_W += tl.sum((x_WK != x_WK).to(tl.int32), 1)
-        word_W = tl.sum((x_WK < 0).to(tl.int32) << bit_K[None, :], 1)  # no two have a bit in common
-        inside_NW = is_cold_N[:, None] & (w_W < WORDS)[None, :]
-        sign_NW = tl.load(signs + row_N.to(tl.int64)[:, None] * WORDS + w_W[None, :], mask=inside_NW, other=0)
-        differing_NW += _ones((sign_NW ^ word_W[None, :]).to(tl.uint32, bitcast=True))
-    differing_N = tl.sum(differing_NW, 1)
-    if EXPERTS == 0:
-        near_N = differing_N <= most
-    else:
-        near_N = (H - differing_N).to(tl.float64) >= tl.load(most + expert) * differing_N.to(tl.float64)
-    near_N = tl.where(tl.sum(nan_W, 0) > 0, 1, near_N.to(tl.int32)) != 0
-    active_N = (i_N < N_HOT) | (is_cold_N & near_N)
     _listed(lists + (pair * TILES + tile) * TILE, counts + pair * TILES, i_N, active_N, tile)
 
 

@@ -1,8 +1,11 @@
-"""``sparse_ffn``, ``predicted_ffn`` and ``gathered_experts`` on a GPU, by Triton kernels that list neurons first.
+"""Operators on a GPU: feed-forward layers and mixtures by Triton kernels that list neurons first, and ``linear``.
 
 Listed neurons are gathered and computed. To ``torch.compile`` the operators are as opaque as on the CPU: for a
 ``triton_op`` Inductor takes the weights for written to (an address that comes from a sum of what was read), and copies
 them in each call.
+
+``linear``: quantised rows times few tokens in Triton, times many as a product of floats. Where one becomes the other is
+arithmetic, for feed-forward layers, too (:func:`products_from`); it was never measured.
 """
 
 from __future__ import annotations
@@ -12,28 +15,37 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.library import custom_op
 
 from torch_pi2.errors import UnsupportedModelError, check_choice
-from torch_pi2.formats import FLOAT, FORMATS, QUANTIZED
+from torch_pi2.formats import FLOAT, FORMATS, GGML, QUANTIZED
 from torch_pi2.ops import ffn as reference
 from torch_pi2.ops.activations import check_plain
 from torch_pi2.ops.operators import FAKES, arguments_of
-from torch_pi2.ops.predictors import most_differing
+from torch_pi2.ops.predictors import NO_PREDICTOR
+from torch_pi2.ops.quantize import dequantize
 from torch_pi2.ops.rows import rounded_activations
 
-#: What no predictor is called.
-NO_PREDICTOR = "none"
+#: Predictors that kernels here have.
+KINDS = (NO_PREDICTOR, "lowrank", "lowrank_q")
 #: Tokens that are computed together: sums have 256 rows a token.
 MOST_TOKENS = 64
 #: Numbers of rows that a program takes at once, of :data:`kernels.NEURONS` neurons: some 8 to 16 KB on their way.
 BLOCKS_OF_PART = {FLOAT: 1024, "int4": 2048, "int8": 1024}
 #: The same of a tile's neurons, and numbers of an output.
 BLOCK_OF_TILE, BLOCK_OF_SUM = 128, 64
-#: Words of 32 signs of a tile's neurons, and sums of other programs, that are on their way at a time.
-BLOCK_OF_SIGNS, TOGETHER = 32, 32
+#: Sums of other programs that are on their way at a time.
+TOGETHER = 32
 #: Warps of a program of :func:`kernels.listed_ffn`: as few registers a thread as let two of them share a processor.
 WARPS = 8
+
+#: What dequantising for a product of matrices may take at a time.
+TEMPORARY_BYTES = 64 << 20
+#: Of a number on its way: integers, the same as floats, these times their scales, in another dtype.
+_BYTES_OF_NUMBER = 16
+#: Of the bytes that would then be read and written, so many are worth reading again: kernels unpack, too.
+_WORTH = 0.75
 
 
 class Routed(NamedTuple):
@@ -73,13 +85,12 @@ def compute(
     y_TH: torch.Tensor,
     x_TH: torch.Tensor,
     call: SimpleNamespace,
-    active_TC: torch.Tensor | None = None,
     routed: Routed | None = None,
 ) -> None:
     """Into ``y_TH`` the results of contiguous tokens ``x_TH`` (one at least), of which all sums have room.
 
     Args:
-        call: arguments of :func:`torch_pi2.ops.ffn.predicted_ffn` by name; ``active_TC``: in place of its predictor.
+        call: arguments of :func:`torch_pi2.ops.ffn.predicted_ffn` by name.
         routed: the call is of :func:`gathered_experts`: neurons and predictors are stacked, cuts and thresholds are in
             memory.
     """
@@ -87,6 +98,7 @@ def compute(
 
     fix = "Rows of two formats are for a CPU: move it there."
     check_choice("weights on a GPU", call.weights, (FLOAT, *QUANTIZED), fix)
+    check_choice("predictor on a GPU", call.kind, KINDS, "Keep the model on the CPU.")
     check_plain(call.activation)
     tokens, hidden = x_TH.shape
     intermediate, rows = call.neuron_rows.shape[-3:-1]
@@ -105,19 +117,7 @@ def compute(
     gates: torch.Tensor | None = None
     seen_TH = rounded(x_TH) if call.int8_activations else x_TH
     held, scales, row, form = kernel_rows(call.neuron_rows, call.weights, hidden)
-    if call.kind == "signbit":
-        signs = call.predictor[0].view(torch.int32)
-        most = most_differing(hidden, call.cut) if routed is None else call.cut
-        kernels.list_signed[(tiles, pairs)](
-            x_TH, signs, lists, counts, most, signs.shape[-2], call.n_hot, intermediate, tiles,
-            H=hidden, WORDS=signs.shape[-1], TILE=kernels.TILE, BLOCK=BLOCK_OF_SIGNS, **of_experts,
-        )  # fmt: skip
-    elif active_TC is not None:
-        mask_TC = active_TC.contiguous().view(torch.uint8)
-        kernels.list_masked[(tiles, pairs)](
-            mask_TC, lists, counts, mask_TC.shape[1], call.n_hot, intermediate, tiles, TILE=kernels.TILE
-        )
-    elif call.kind == NO_PREDICTOR:
+    if call.kind == NO_PREDICTOR:
         gates = x_TH.new_empty((pairs, tiles, kernels.TILE), dtype=torch.float32)
         kernels.list_fired[(tiles, pairs)](
             seen_TH, held, scales, call.bias_gate if rows == 3 else call.bias_up, lists, gates, counts,
@@ -168,19 +168,25 @@ def _low_rank(predictor: list[torch.Tensor], kind: str) -> tuple[Any, ...]:
 
 
 def sparse_ffn(*args: Any) -> torch.Tensor:
-    """``torch.ops.pi2.sparse_ffn`` there."""
+    """``torch.ops.pi2.sparse_ffn`` there, without a mask."""
     call = arguments_of(reference.sparse_ffn, args)
     none: dict[str, Any] = {"predictor": [], "kind": NO_PREDICTOR, "cut": 0.0, "predictor_weights": ""}
     vars(call).update(none, predictor_int8_activations=False)
-    return _layer(call, call.active)
+    if call.active is not None:
+        raise _not_here("active", "None: a predictor chooses neurons", "a mask")
+    return _layer(call)
 
 
 def predicted_ffn(*args: Any) -> torch.Tensor:
     """``torch.ops.pi2.predicted_ffn`` there."""
-    return _layer(arguments_of(reference.predicted_ffn, args), None)
+    return _layer(arguments_of(reference.predicted_ffn, args))
 
 
-def _layer(call: SimpleNamespace, active: torch.Tensor | None) -> torch.Tensor:
+def _not_here(what: str, expected: str, found: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{what} on a GPU", expected=expected, found=found, fix="Keep the model on the CPU.")
+
+
+def _layer(call: SimpleNamespace) -> torch.Tensor:
     """A token's result has the same bits each time and in any company; sums are taken in float32, in another order than
     on the CPU.
 
@@ -188,20 +194,14 @@ def _layer(call: SimpleNamespace, active: torch.Tensor | None) -> torch.Tensor:
         UnsupportedModelError: neurons have thresholds of their own, which no kernel here compares with.
     """
     if call.thresholds is not None:
-        raise UnsupportedModelError(
-            "thresholds on a GPU",
-            expected="one threshold for a layer",
-            found="one for each neuron",
-            fix="Leave the model on the CPU, or choose score='gate'.",
-        )
+        raise _not_here("thresholds", "one threshold for a layer", "one for each neuron")
     x: torch.Tensor = call.x
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not x.numel():
         return y
     y_TH, x_TH = y.view(-1, x.shape[-1]), x.reshape(-1, x.shape[-1]).contiguous()
-    active_TC = None if active is None else active.reshape(len(x_TH), -1)
     for part in token_slices(len(x_TH)):
-        compute(y_TH[part], x_TH[part], call, None if active_TC is None else active_TC[part])
+        compute(y_TH[part], x_TH[part], call)
     return y
 
 
@@ -253,3 +253,51 @@ def register_gathered_experts() -> Any:
     op.register_kernel("cpu")(_experts_on_the_cpu)
     op.register_fake(FAKES["experts_ffn"])
     return op
+
+
+def products_from(stored: str, columns: int, factor_bytes: int, share: float = 1.0) -> int:
+    """Tokens of a call, 2 or more, from which on all rows are multiplied as floats, by cuBLAS.
+
+    Kernels read ``share`` of the bytes for each token, mostly again from the cache, which is no slower than memory. A
+    product reads all of them once; rows that it cannot take are read, written as factors and read again.
+
+    Args:
+        stored: format of the rows. factor_bytes: of a number that is written; 0: rows are taken as they are.
+    """
+    times = 1.0
+    if factor_bytes:
+        times = _WORTH * (1 + 2 * factor_bytes * columns / FORMATS[stored].row_bytes(columns))
+    return max(2, int(times / max(share, 1 / 1024)) + 1)
+
+
+def rows_at_once(columns: int) -> int:
+    """Quantised rows that are dequantised together."""
+    return max(1, TEMPORARY_BYTES // (_BYTES_OF_NUMBER * columns))
+
+
+def linear(
+    x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None, weights: str, int8_activations: bool = False
+) -> torch.Tensor:
+    """See :func:`torch_pi2.ops.linear.linear`; of few tokens each has the same bits in any company, except over ggml's
+    blocks, which are dequantised for any number of tokens."""
+    from torch_pi2.ops.gpu import kernels
+
+    x_TK = rounded(x.reshape(-1, x.shape[-1])) if int8_activations else x.reshape(-1, x.shape[-1]).contiguous()
+    tokens, columns = x_TK.shape
+    shape = (*x.shape[:-1], len(rows))
+    if weights in GGML or tokens >= products_from(weights, columns, x.dtype.itemsize):
+        x_TK = x_TK.to(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            slices = rows.split(rows_at_once(columns))
+            parts = [F.linear(x_TK, dequantize(part, weights, columns, x.dtype)) for part in slices]
+            y_TN = torch.cat(parts, -1)
+        return (y_TN if bias is None else (y_TN + bias).to(x.dtype)).reshape(shape)
+    y = x.new_empty(shape)
+    if tokens:
+        held, scales, row, form = kernel_rows(rows.contiguous(), weights, columns)
+        kernels.project[(-(-len(rows) // kernels.NEURONS), tokens)](
+            x_TK, held, scales, None, bias, y, len(rows),
+            H=columns, ROW=row, FORMAT=form, RELU=False, N=kernels.NEURONS,
+            BLOCK=block_of_part(form, columns),
+        )  # fmt: skip
+    return y

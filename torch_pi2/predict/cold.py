@@ -1,0 +1,64 @@
+"""What a layer keeps of a predictor: rows of its cold neurons, in plan order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from torch_pi2.errors import ConfigError, DtypeError, ShapeError
+from torch_pi2.types.site import FFNSite
+
+
+class Cold(NamedTuple):
+    """``tensors`` by name, without those that this form has not; ``kind``: what operators call it.
+
+    ``weights``: format of quantised rows, else "". ``cut``: what decides in place of the predictor's threshold.
+    ``in_blocks``: quantised rows are in blocks of 16. To fill the first of them b may have rows before those of cold
+    neurons, which mean nothing; there is a bias then.
+    """
+
+    kind: str
+    tensors: dict[str, torch.Tensor]
+    weights: str = ""
+    cut: float | None = None
+    in_blocks: bool = False
+
+
+def layer_tensors(
+    site: FFNSite,
+    method: str,
+    found: Mapping[str, torch.Tensor] | None,
+    wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+) -> dict[str, torch.Tensor]:
+    """Those of ``found`` that are ``wanted``, of which a ``bias`` may be missing.
+
+    Raises:
+        ConfigError: others are. ShapeError, DtypeError: they are of another layer, or were not made by us.
+    """
+    missing = [name for name in wanted if name != "bias" and name not in (found or {})]
+    if found is None or missing:
+        raise ConfigError(
+            f"predictor of {site.key}",
+            expected=f"tensors {', '.join(wanted)}, as its plan says {method!r}",
+            found="none" if found is None else f"no {', '.join(missing)}",
+            fix=f"Fit predictors (torch_pi2.fit with method={method!r}) and pass them, or plan without them.",
+        )
+    for name, (shape, dtype) in wanted.items():
+        tensor = found.get(name)
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ShapeError(
+                f"predictor {name} of {site.key}",
+                expected=str(shape),
+                found=str(tuple(tensor.shape)),
+                fix="It was made for another layer.",
+            )
+        if tensor is not None and tensor.dtype != dtype:
+            raise DtypeError(
+                f"predictor {name} of {site.key}",
+                expected=str(dtype),
+                found=str(tensor.dtype),
+                fix="Use a predictor made by torch_pi2.fit.",
+            )
+    return {name: found[name] for name in wanted if found.get(name) is not None}
