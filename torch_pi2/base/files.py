@@ -31,6 +31,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 #: How long a file waits for another process that writes the same one; folders do not wait.
 _PATIENCE_S = 10.0
+_STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 
 def cache_folder() -> Path:
@@ -60,7 +61,7 @@ def atomic_write(path: str | Path, data: bytes | str | Iterable[bytes]) -> None:
 
 def to_replace(path: str | Path) -> Path | None:
     """The regular file that ``path`` is or is to be, where links lead; None: a device or pipe, to be written to."""
-    if str(path) == "-":
+    if is_standard_output(path):
         return None
     try:
         mode = os.stat(path).st_mode
@@ -68,34 +69,13 @@ def to_replace(path: str | Path) -> Path | None:
         return Path(os.path.realpath(path))
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "the name of a folder")
-    return Path(os.path.realpath(path)) if stat.S_ISREG(mode) and not _led_to(path).startswith("/proc/") else None
-
-
-def _led_to(path: str | Path) -> str:
-    """The target of links, which are followed except to open files (``/dev/stdout``): those must not be replaced."""
-    at = os.fspath(path)
-    while True:
-        at = os.path.join(os.path.realpath(os.path.dirname(at)), os.path.basename(at))
-        if at.startswith("/proc/") or not os.path.islink(at):
-            return at
-        at = os.path.join(os.path.dirname(at), os.readlink(at))
-
-
-def _descriptor(path: str | Path) -> int | None:
-    """The open file of this process that ``path`` names: ``-``, ``/dev/stdout``, ``/dev/fd/3``."""
-    if str(path) == "-":
-        return 1
-    found = re.fullmatch(rf"/proc/{os.getpid()}/fd/([0-9]+)", _led_to(path))
-    return None if found is None else int(found[1])
+    open_file = os.path.abspath(path).startswith(("/dev/", "/proc/"))
+    return Path(os.path.realpath(path)) if stat.S_ISREG(mode) and not open_file else None
 
 
 def is_standard_output(path: str | Path) -> bool:
     """Whether ``path`` is standard output, so that nothing else may be written there."""
-    number = _descriptor(path)
-    try:
-        return number is not None and os.path.samestat(os.fstat(number), os.fstat(1))
-    except OSError:  # closed
-        return number == 1
+    return str(path) in _STANDARD_OUTPUT
 
 
 def check_not_standard_output(path: str | Path, what: str) -> None:
@@ -105,15 +85,14 @@ def check_not_standard_output(path: str | Path, what: str) -> None:
 
 
 def _write_to(path: str | Path, pieces: Iterable[bytes]) -> None:
-    number = _descriptor(path)
     try:
-        if number == 1:
+        if to_standard_output := is_standard_output(path):
             if sys.__stdout__ is None:  # closed, and the number may be another file's by now
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
             if sys.stdout is not None:
                 sys.stdout.flush()
-        # opened by its name, a file would be written from its beginning
-        with open(path if number is None else os.dup(number), "wb") as file:
+        # at the end: /dev/fd/3 may be a file
+        with open(os.dup(1) if to_standard_output else path, "wb" if to_standard_output else "ab") as file:
             file.writelines(pieces)
     except OSError as error:
         raise ArtifactError(
