@@ -163,7 +163,7 @@ def test_damage_is_refused(tmp_path: Path, kind: str) -> None:
         TensorReader(tmp_path / "f")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.tuples(
@@ -186,7 +186,7 @@ def test_any_names_shapes_and_dtypes_come_back(tmp_path: Path, items: list, meta
         assert reader.specs.keys() == tensors.keys()
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 4095), st.integers(0, 255), st.booleans())
 def test_random_damage_gives_an_error_or_tensors_of_the_declared_sizes(
     tmp_path: Path, place: int, value: int, cut: bool
@@ -237,18 +237,12 @@ def test_weights_files_say_what_they_are(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"pi2_version": "4"}, r"expected torch_pi2.weights version 1 or 2 or 3, found torch_pi2.weights version 4"),
-        ({"pi2_format": None}, r"expected torch_pi2.weights version 1 or 2 or 3, found None version 1"),
         ({"weights": "int3"}, r"expected weights int4 or int8 or float32 or bfloat16 or float16, found 'int3'"),
         ({"weights": "float32"}, r"linears: expected none, in a file of float32, found 1"),
         ({"linears": "{"}, r"linears: expected JSON, found damage \(Expecting property name"),
-        ({"linears": None}, r"linears: expected JSON, found damage"),
         ({"linears": '{"a": 0}'}, r"linears, a: expected a whole number, 1 or more, .*found 0"),
-        ({"linears": '{"a": "b"}'}, r"linears, a: expected a whole number, 1 or more, .*found 'b'"),
         ({"sites": '{"a": "magic"}'}, r"sites, a: expected owner or chain, found 'magic'"),
-        ({"sites": "3"}, r"sites: expected an object, found 3"),
         ({"linears": '[["a", 1]]'}, r"linears: expected an object, found \[\['a', 1\]\]"),
-        ({"linears": "[" * 100_000}, r"linears: expected JSON, found damage \(lists or objects more than 64 deep"),
-        ({"sites": '{"a": ["owner"]}'}, r"sites, a: expected owner or chain, found \['owner'\]"),
     ],
 )
 def test_other_weights_files_are_refused(tmp_path: Path, changes: dict[str, str | None], message: str) -> None:

@@ -7,9 +7,7 @@ import json
 import struct
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 
 import torch_pi2
@@ -20,7 +18,6 @@ from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import PADDING, StoreReader, part_of
 from torch_pi2.store.superblock import Superblock
 from torch_pi2.store.weights import metadata, neuron_specs
-from torch_pi2.store.writer import StoreAssembly
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import FFNSite, LinearRef
 
@@ -74,22 +71,6 @@ def store_of(folder: Path) -> Path:
 def logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.arange(3, 19)[None].view(2, 8)).logits.float()
-
-
-def stopped(error: BaseException, monkeypatch: pytest.MonkeyPatch, source: Path, out: Path, **options: Any) -> None:
-    """``pack`` that raises ``error`` at the second layer."""
-    real, calls = StoreAssembly._write_slots, []
-
-    def write(*args: Any) -> None:
-        calls.append(args)
-        if len(calls) == 2:
-            raise error
-        real(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(StoreAssembly, "_write_slots", write)
-        with pytest.raises(type(error)):
-            pack(source, out, **options)
 
 
 class Damaged:

@@ -116,7 +116,8 @@ def runner_swept(shim: Path, bundle: Path, kind: str, few: bool) -> tuple[dict[s
     return counts, findings
 
 
-@pytest.mark.parametrize("kind", [pytest.param("open", marks=pytest.mark.slow), "read", "map", "memory"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["open", "read", "map", "memory"])
 def test_a_few_calls_of_the_runner_that_fail(shim: Path, tmp_path_factory: pytest.TempPathFactory, kind: str) -> None:
     counts, findings = runner_swept(shim, shared_bundle(tmp_path_factory), kind, True)
     assert counts["refused"] > 0

@@ -175,7 +175,7 @@ def test_a_file_that_became_shorter(tmp_path: Path) -> None:
             file.read_rows("w", 0, 8)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_changed_bytes(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Whatever is in a file, it is read or refused."""

@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from hostile import (
     write_sound,
 )
 
+import torch_pi2
 from torch_pi2.base.reading import MOST_DEPTH, parse
 from torch_pi2.errors import ArtifactError
 from torch_pi2.store.storefile import StoreReader
@@ -153,8 +155,7 @@ NOT_FILES = {
 }
 
 
-@pytest.mark.parametrize("kind", NOT_FILES)
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(("name", "kind"), [*((name, "pipe") for name in TARGETS), *(("plan", k) for k in NOT_FILES)])
 def test_what_is_no_regular_file_is_refused_at_once(sound: Path, name: str, kind: str) -> None:
     path, (make, found) = path_of(sound, name), NOT_FILES[kind]
     aside = path.rename(path.with_suffix(".aside"))
@@ -169,14 +170,9 @@ def test_what_is_no_regular_file_is_refused_at_once(sound: Path, name: str, kind
         aside.rename(path)
 
 
-@pytest.mark.parametrize("kind", NOT_FILES)
-def test_a_store_that_is_no_file_is_no_missing_plan(sound: Path, tmp_path: Path, kind: str) -> None:
-    import torch_pi2
-
-    (tmp_path / "pi2").mkdir()
-    make, found = NOT_FILES[kind]
-    make(tmp_path / "pi2" / "model.pi2")
-    with bounded(tmp_path), pytest.raises(ArtifactError, match=f"model.pi2: expected .*{found}"):
+def test_a_store_that_is_no_file_is_no_missing_plan(tmp_path: Path) -> None:
+    (tmp_path / "pi2" / "model.pi2").mkdir(parents=True)
+    with pytest.raises(ArtifactError, match=r"model\.pi2: expected .*a folder"):
         torch_pi2.load(tmp_path)
 
 
@@ -226,8 +222,6 @@ def _swapped(block: Superblock) -> tuple[Any, ...]:
 
 
 def _moved(field: str, by: int) -> Any:
-    from dataclasses import replace
-
     def layers(block: Superblock) -> tuple[Any, ...]:
         first = block.layers[0]
         return (replace(first, **{field: getattr(first, field) + by}), *block.layers[1:])
@@ -250,8 +244,6 @@ POLYGLOTS = {
 
 @pytest.mark.parametrize("kind", POLYGLOTS)
 def test_superblock_and_header_say_the_same(sound: Path, kind: str) -> None:
-    from dataclasses import replace
-
     path = path_of(sound, "store")
     whole = path.read_bytes()
     with StoreReader(path) as store:

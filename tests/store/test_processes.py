@@ -76,7 +76,8 @@ class Reader:
         self._process.communicate(timeout=60)
 
 
-@pytest.mark.parametrize("engine", ["auto", pytest.param("mmap", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["auto", "mmap"])
 def test_a_store_that_is_cut_off_packed_over_and_deleted_below_another_process(
     base: Path, one: Path, engine: str
 ) -> None:

@@ -19,7 +19,7 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from stores import HASH, Damaged, logits, pack, parts_beside, rename_checked, stopped, store_of, toy
+from stores import HASH, Damaged, logits, pack, parts_beside, rename_checked, store_of, toy
 from tiny_models import tiny
 
 import torch_pi2
@@ -263,20 +263,6 @@ def test_a_model_is_of_the_class_that_its_configuration_names(tmp_path: Path) ->
         assert type(load_dense(tmp_path / folder)) is transformers.LlamaModel
 
 
-def test_lack_of_memory_is_no_fault_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch_pi2.save(torch_pi2.optimize(tiny("llama-relu")), tmp_path / "m")
-    pack(tmp_path / "m", tmp_path / "store")
-
-    def fail(*_args: Any, **_settings: Any) -> Any:
-        raise MemoryError
-
-    for name in ("from_pretrained", "from_config"):
-        monkeypatch.setattr(transformers.AutoModelForCausalLM, name, fail)
-    for folder in ("m", "store"):
-        with pytest.raises(MemoryError):
-            torch_pi2.load(tmp_path / folder)
-
-
 # --- full disks, company ---
 
 Usage = namedtuple("Usage", "total used free")
@@ -314,14 +300,6 @@ def test_a_disk_that_fills_up(toys: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert store_of(tmp_path / "out").read_bytes() == before
     pack(toys / "in", tmp_path / "out", slot_align=1024)
     assert len(store_of(tmp_path / "out").read_bytes()) > len(before)
-
-
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_errors_leave_nothing(
-    toys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
-) -> None:
-    stopped(error(), monkeypatch, toys / "in", tmp_path / "out")
-    assert os.listdir(tmp_path) == []
 
 
 def test_one_at_a_time(toys: Path, tmp_path: Path) -> None:
@@ -635,7 +613,7 @@ def _bytes(store: StoreReader) -> dict[str, torch.Tensor]:
     }
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_damage_is_noticed_or_harmless(toys: Path, tmp_path: Path, data: st.DataObject) -> None:
     """Bits, bytes cut out and put in, blocks exchanged: a Pi2Error, or every tensor as it was packed."""

@@ -51,41 +51,21 @@ def test_buckets() -> None:
     assert plan.layer_hot(1) == ((1, 0), (4, 512))
 
 
-#: Path to a field, what is put there, and what the message says.
+#: Path to a field, what is put there, and what the message says; test_hostile_files.py has what annotations refuse.
 DAMAGE = [
     (("buckets",), [], r"buckets: expected a list of 1 or more, found \[\]"),
     (("buckets", 1, "batch"), 1, r"buckets: expected ascending batch sizes, found \[1, 1\]"),
-    (("buckets", 0, "batch"), 0, r"buckets, 0, batch: expected a whole number, 1 or more, found 0"),
     (("buckets", 0, "hot", 0), 63, r"buckets, 0, hot of a: expected 64 to 1024, found 63"),
-    (("buckets", 0, "hot", 1), 701, r"hot of b: expected 0 to 700, found 701"),
     (("buckets", 0, "hot"), [64], "expected 2 numbers, one for each layer, found 1"),
-    (("buckets", 0, "hot"), None, r"buckets, 0, hot: expected a list, found None"),
-    (("buckets", 0, "hot", 0), True, "hot, 0: expected a whole number, 0 or more, found True"),
     (("buckets", 1, "accelerator", 1), 513, "accelerator of b: expected 0 to 512, found 513"),
     (("buckets", 1, "accelerator", 0), 100, "accelerator of a: expected a multiple of 512, or 1024, found 100"),
     (("buckets", 0, "resident", 1), -1, "resident, 1: expected a whole number, 0 or more, found -1"),
-    (("buckets", 0, "cache_bytes"), -1, r"cache_bytes: expected a whole number, 0 or more, found -1"),
-    (("buckets", 0, "ms", "hot"), float("nan"), r"ms, hot: expected a number, 0 or more, found nan"),
-    (("buckets", 0, "ms", "hot"), 10**400, r"ms, hot: expected a number, .* found a number of 1329 bits"),
     (("buckets", 0, "ms", "hot"), 2e15, r"ms, hot: expected a number, 0 or more, at most 1e\+15, found 2"),
-    (("buckets", 0, "ms", "hot"), -1, r"ms, hot: expected a number, 0 or more, found -1"),
-    (("buckets", 0, "ms"), [], r"buckets, 0, ms: expected an object"),
-    (("budget_bytes",), 1.5, "budget_bytes: expected a whole number, 0 or more, found 1.5"),
-    (("prompt", "dense_from", 0), -1, "prompt, dense_from, 0: expected a whole number, 0 or more"),
-    (("prompt", "chunk_tokens"), 0, "chunk_tokens: expected a whole number, 1 or more"),
-    (("offload", "policy"), 3, "offload, policy: expected text, found 3"),
     (("offload", "policy"), "mru", "offload, policy: expected lru or sieve or .*found 'mru'"),
     (("offload", "io_threads"), 0, "offload, io_threads: expected a whole number, 1 or more"),
-    (
-        ("offload", "io_threads"),
-        10**400,
-        "offload, io_threads: expected a whole .*found a number of 1329 bits",
-    ),
     (("offload", "speed"), 3, "offload: expected no other fields than policy, io_threads.*found 'speed'"),
     (("threads", "idle"), 1, "threads: expected no other fields than compute, io, found 'idle'"),
-    (("threads", "io"), -1, "threads, io: expected a whole number, 0 or more, found -1"),
     (("cluster",), 0, "cluster: expected a whole number, 1 or more, found 0"),
-    (("made_for",), "here", "made_for: expected an object, found 'here'"),
 ]
 
 
@@ -112,28 +92,8 @@ def test_nothing_is_resident_in_memory() -> None:
     assert HardwarePlan.from_json(data, LAYERS, "plan.json").buckets[1].cache_bytes == 0
 
 
-@pytest.mark.parametrize("name", ["threshold", "expected_active"])
-def test_numbers_beyond_any_float_are_damage(tmp_path: Path, name: str) -> None:
-    torch_pi2.optimize(tiny("llama-relu")).torch_pi2.plan.save(tmp_path)
-    data = json.loads((tmp_path / "plan.json").read_text())
-    data["layers"][0][name] = 10**400
-    (tmp_path / "plan.json").write_text(json.dumps(data))
-    with pytest.raises(
-        errors.ArtifactError, match=rf"layers, 0, {name}: expected a number, .*found a number of \d+ bits"
-    ):
-        Plan.load(tmp_path)
-
-
 def test_older_plans_have_times_of_passes() -> None:
     assert HardwarePlan.from_json(made().to_json() | {"passes": {"2": 1.25}}, LAYERS, "plan.json") == made()
-
-
-@pytest.mark.parametrize("name", made().to_json())
-def test_missing_fields_are_named(name: str) -> None:
-    data = made().to_json()
-    del data[name]
-    with pytest.raises(errors.ArtifactError, match=f"expected a field {name}, found none"):
-        HardwarePlan.from_json(data, LAYERS, "plan.json")
 
 
 json_values = st.recursive(
@@ -143,7 +103,7 @@ json_values = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_anything_is_read_or_refused(data: st.DataObject) -> None:
     """Some field of a sound plan becomes anything: an ArtifactError, or a plan that says the same again."""

@@ -103,7 +103,6 @@ class TensorWriter:
         metadata: strings by name.
         progress: a progress bar on standard error if it is a terminal and writing takes over two seconds.
         order: names in the order in which they lie in the file (default: large ones on pages, see in_file_order).
-        private: for this user alone to read.
 
     Raises:
         ArtifactError: the file cannot be written. ConfigError (on leaving): tensors were declared and not written.
@@ -117,9 +116,8 @@ class TensorWriter:
         *,
         progress: bool = False,
         order: Sequence[str] | None = None,
-        private: bool = False,
     ) -> None:
-        self.path, self.specs, self._mode = Path(path), dict(specs), 0o600 if private else 0o666
+        self.path, self.specs = Path(path), dict(specs)
         self._claim = ExitStack()
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
         self._entries = header
@@ -179,7 +177,7 @@ class TensorWriter:
 
     def _open(self) -> int:
         self._temporary = self._claim.enter_context(claimed(self.path))
-        return os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode)
+        return os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, name: str, tensor: torch.Tensor, *, row: int = 0) -> None:
         """Write ``tensor`` as ``name``, or as its rows from ``row`` on; it has the dtype and row shape declared.

@@ -112,12 +112,12 @@ class QuantizedWeights(TensorReader):
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
         try:
-            self.reread()
+            self._parse()
         except BaseException:
             self.close()
             raise
 
-    def reread(self) -> None:
+    def _parse(self) -> None:
         """Parse :attr:`metadata`. Raises ArtifactError: it makes no sense."""
         meta = self.metadata
         found, version = meta.get("pi2_format"), meta.get("pi2_version")
