@@ -21,7 +21,7 @@ from torch_pi2.machine.process import describe
 CHUNK, CHUNKS, BATCHES = 512, (1, 2, 4), (1, 2, 4)
 
 
-def measure(soc: str, hidden: int, precision: str, outliers: int, blocks: int) -> dict[str, Any]:
+def measure(soc: str, hidden: int, precision: str, blocks: int) -> dict[str, Any]:
     """What :func:`torch_pi2.export.qnn.lower_hot` reports of a gated layer, and its context over its unique weights."""
     from torch_pi2.export import qnn
     from torch_pi2.export.hot import HotChunks
@@ -31,7 +31,7 @@ def measure(soc: str, hidden: int, precision: str, outliers: int, blocks: int) -
     site: Any = SimpleNamespace(activation="relu", activation_on_up=False, gated=True)
     rows = [torch.randn((neurons, hidden), generator=random) / hidden**0.5 for _ in range(3)]
     graphs = {f"hot{k}_b{b}": qnn.Graph((b, 1), [k]) for k in CHUNKS for b in BATCHES}
-    settings = qnn.Settings(soc, precision=precision, outliers=outliers, blocks=blocks)
+    settings = qnn.Settings(soc, precision=precision, blocks=blocks)
     report = qnn.lower_hot(
         [HotChunks(site, rows, chunk=CHUNK)], [torch.randn((64, hidden), generator=random)], graphs, settings
     ).report
@@ -54,10 +54,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--soc", default="SM8650")
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--precision", default="w4a16")
-    parser.add_argument("--outliers", type=int, default=64)
-    parser.add_argument("--blocks", type=int, default=0)
+    parser.add_argument("--blocks", type=int, default=16)
     args = parser.parse_args(argv)
-    found = measure(args.soc, args.hidden, args.precision, args.outliers, args.blocks)
+    found = measure(args.soc, args.hidden, args.precision, args.blocks)
     atomic_write(args.out, json.dumps(found) + "\n")
     return 0
 

@@ -4,7 +4,7 @@
 
 All neurons of every layer in the precision, as in prompts on the NPU: quantised as they are compiled, computed in
 PyTorch. With ``--emulator`` layers are compiled, too, and run on Qualcomm's x86 emulator of the NPU against float32
-(needs the extra ``qnn``). Ranges are set, and outliers chosen, on other text than what is scored.
+(needs the extra ``qnn``). Ranges are set on other text than what is scored.
 """
 
 from __future__ import annotations
@@ -26,22 +26,20 @@ from torch_pi2.machine.process import describe
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "drelu-stdlib-5m"
 
-#: Precision, outliers and blocks.
-FORMS: dict[str, tuple[str, int, int | str]] = {
-    "w8a16": ("w8a16", 0, 0),
-    "w4a16, no outliers": ("w4a16", 0, 0),
-    "w4a16, 64 outliers": ("w4a16", 64, 0),
-    "w4a16, groups of 32": ("w4a16", 0, 32),
-    "w4a16, groups of 16": ("w4a16", 0, 16),
+#: Precision and blocks.
+FORMS: dict[str, tuple[str, int]] = {
+    "w8a16": ("w8a16", 0),
+    "w4a16, a scale per channel": ("w4a16", 0),
+    "w4a16, groups of 32": ("w4a16", 32),
+    "w4a16, groups of 16": ("w4a16", 16),
 }
 #: A form, and whether weights are chosen by GPTQ.
 KINDS = {
     **{name: (form, False) for name, form in FORMS.items()},
     **{f"{name}, GPTQ": (form, True) for name, form in FORMS.items() if form[0] == "w4a16"},
-    "w4a16, auto": (("w4a16", 64, "auto"), True),
 }
 #: Those that are compared on the emulator.
-COMPILED = ("w4a16, 64 outliers, GPTQ", "w4a16, groups of 32, GPTQ", "w4a16, groups of 16, GPTQ")
+COMPILED = ("w4a16, groups of 32, GPTQ", "w4a16, groups of 16, GPTQ")
 
 
 def measure(folder: Path, tokens: int, emulator: str | None, rows: int = 64) -> dict[str, Any]:
@@ -71,9 +69,9 @@ def measure(folder: Path, tokens: int, emulator: str | None, rows: int = 64) -> 
         return bits_per_byte(model, tokenizer, text, window=256, max_tokens=tokens).bits_per_byte
 
     before, found = loss(), {}
-    for name, ((precision, outliers, blocks), gptq) in KINDS.items():
+    for name, ((precision, blocks), gptq) in KINDS.items():
         how = "gptq" if gptq else "rtn"
-        settings = qnn.Settings(emulator or "SM8650", precision, outliers, blocks, False, quantization=how)
+        settings = qnn.Settings(emulator or "SM8650", precision, blocks, False, quantization=how)
         parts = [quantize(part, x, settings) for part, x in zip(hot, samples)]
         modules = [part.program.module(check_guards=False) for part in parts]
         with hot_on_npu(layers, modules, chunks):

@@ -145,7 +145,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "eos": (lambda d: d.update(eos=[-1]), r"eos, 0: expected a whole number, 0 or more, found -1"),
     "method kind": (
         lambda d: d["methods"]["fork"].update(kind="spoon"),
-        r"methods\.fork\.kind: expected one of forward",
+        r"methods\.fork\.kind: expected fork, as its name says, found 'spoon'",
     ),
     "name": (lambda d: d["methods"]["fork"].update(kind="forward"), r"fork\.kind: expected fork, as its name says"),
     "batch": (lambda d: d["methods"]["decode_b2"].update(batch=3), r"decode_b2\.batch: expected 2, as its name says"),

@@ -16,7 +16,7 @@ import torch_pi2
 from torch_pi2.export.decoder import Lanes, method_spec
 from torch_pi2.export.delegated import delegated_copy, exported_layers, prepare_rest, registered, split_hot_cold
 from torch_pi2.export.hot import hot_chunks
-from torch_pi2.export.partitioner import BlobPartitioner, lower
+from torch_pi2.export.partitioner import lower
 from torch_pi2.export.program import MethodSpec, trace
 from torch_pi2.export.store import BYTES
 
@@ -54,7 +54,6 @@ def by_executorch(programs: Programs, patch: pytest.MonkeyPatch) -> bytes:
 
     with patch.context() as inner:
         inner.setattr(lowering, "_delegated", delegated)
-        inner.setattr(lowering, "_Parts", BlobPartitioner)
         return b"".join(lower(programs, "model", blob=blob).pieces)
 
 

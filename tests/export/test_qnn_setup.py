@@ -25,8 +25,8 @@ from torch_pi2.export import qnn
 from torch_pi2.export.hot import HotChunks
 from torch_pi2.export.qnn import compile as qnn_compile
 from torch_pi2.export.qnn import lower, sdk
-from torch_pi2.export.qnn.quantize import blocks_of, check_calibration
-from torch_pi2.export.qnn.weights import block_scales, quantization_errors, rounded, split
+from torch_pi2.export.qnn.quantize import block_of, check_calibration
+from torch_pi2.export.qnn.weights import block_scales
 
 
 def tiny_hot(hidden: int = 32, neurons: int = 64, chunk: int = 32) -> HotChunks:
@@ -63,7 +63,7 @@ def fake_sdk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("without_libraries")
 def test_missing_libraries_are_named_with_their_licence() -> None:
     with pytest.raises(LibraryMissingError, match=r"onnxruntime-qnn 2\.5\.0.*QNN_SDK_ROOT.*found neither") as raised:
-        qnn.check(qnn.Settings("SM8650"))
+        qnn.check("SM8650")
     assert "Qualcomm AI Stack License" in str(raised.value)
     assert "pip install executorch==1.5.1 onnxruntime-qnn==" in str(raised.value)
     assert [type(p) for p in qnn.problems("SM8650")] == [LibraryMissingError]
@@ -107,27 +107,24 @@ def test_other_versions_of_the_package_are_refused(version: str, monkeypatch: py
 
 def test_another_executorch_is_refused(fake_sdk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.6.0")
-    with pytest.raises(VersionError, match=r"executorch: expected 1\.5\.1.*found 1\.6\.0.*pip install executorch=="):
-        sdk.check_executorch()
     assert [type(p) for p in qnn.problems("SM8750")] == [VersionError]
 
 
 def test_another_host_is_refused(fake_sdk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sdk.platform, "machine", lambda: "aarch64")
     with pytest.raises(LibraryMissingError, match=r"expected Linux on x86-64, found Linux aarch64"):
-        qnn.check(qnn.Settings("SM8650"))
+        qnn.check("SM8650")
 
 
 def test_an_unknown_soc_is_refused_first() -> None:
     with pytest.raises(ConfigError, match=r"SM8550.*SM8650.*SM8750.*found 'SM8450'"):
-        qnn.check(qnn.Settings("SM8450"))
+        qnn.check("SM8450")
     assert "SM8450" in str(qnn.problems("SM8450")[0])
 
 
 def test_wrong_settings() -> None:
     for settings, message in (
         ({"precision": "int4"}, r"precision of the hot part: expected w4a16 or w8a16 or fp16, found 'int4'"),
-        ({"outliers": 32}, "outliers of the hot part: expected a multiple of 64, or 0, found 32"),
         ({"blocks": 8}, "blocks of the hot part: expected 'auto', 0, 16, 32 or 64, found 8"),
         (
             {"precision": "w8a16", "quantization": "gptq"},
@@ -143,10 +140,9 @@ def test_groups_that_do_not_divide_a_layer() -> None:
     hot, x = tiny_hot(hidden=40, neurons=48), torch.zeros(4, 40)
     with pytest.raises(ConfigError, match=r"multiples of blocks=32, found a hidden size of 40, chunks of \[32, 16\]"):
         check_calibration(hot, x, qnn.Settings("SM8650", blocks=32))
-    assert blocks_of(hot, qnn.Settings("SM8650")) == (0,)
-    assert blocks_of(tiny_hot(), qnn.Settings("SM8650")) == (0, 16)
-    assert blocks_of(tiny_hot(), qnn.Settings("SM8650", outliers=0)) == (0,)  # groups would take more bytes
-    assert blocks_of(tiny_hot(), qnn.Settings("SM8650", "w8a16", blocks=32)) == (0,)
+    assert block_of(hot, qnn.Settings("SM8650")) == 0
+    assert block_of(tiny_hot(), qnn.Settings("SM8650")) == 16
+    assert block_of(tiny_hot(), qnn.Settings("SM8650", "w8a16", blocks=32)) == 0
 
 
 def test_scales_of_groups_are_multiples_and_no_worse_than_the_largest_weight() -> None:
@@ -168,39 +164,6 @@ def test_scales_of_groups_are_multiples_and_no_worse_than_the_largest_weight() -
     whole = (weight.reshape(12, 4, 16).abs().amax(2) / 7 / step).ceil().clamp(1, 16) * step
     assert error(scales) < 0.97 * error(whole)
     assert scales.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("graph", "message"),
-    [
-        (qnn.Graph((1, 1), [3]), r"0 to 2 chunks of layer 0, found 3"),
-        (qnn.Graph((0, 1), [1]), r"sizes of at least 1.*found shape \(0, 1\)"),
-        (qnn.Graph((1, 1), [1, 1]), r".*chunks for 1 layers, found .*chunks \[1, 1\]"),
-    ],
-)
-@pytest.mark.usefixtures("fake_sdk")
-def test_graphs_that_do_not_fit_the_layers(graph: qnn.Graph, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"graph decode_b1 of the hot parts: expected {message}"):
-        qnn.lower_hot([tiny_hot()], [None], {"decode_b1": graph}, qnn.Settings("SM8650"))
-
-
-def test_errors_of_neurons() -> None:
-    torch.manual_seed(1)
-    gate, up, down, x = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8, 6), torch.randn(20, 8)
-    up[3] *= torch.tensor([30.0, 1, 1, 1, 1, 1, 1, 1])  # one large weight takes the others' resolution
-
-    def intermediate(w_gate: torch.Tensor | None, w_up: torch.Tensor) -> torch.Tensor:
-        assert w_gate is not None
-        return torch.relu(x @ w_gate.T) * (x @ w_up.T)
-
-    errors = quantization_errors(intermediate, gate, up, down)
-    a, b = intermediate(gate, up), intermediate(rounded(gate), rounded(up))
-    for i in range(6):
-        by_hand = (a[:, i : i + 1] * down[:, i] - b[:, i : i + 1] * rounded(down)[:, i]).square().sum()
-        torch.testing.assert_close(errors[i], by_hand.double(), rtol=1e-4, atol=1e-6)
-    high, low = split(errors, 2)
-    assert 3 in high
-    assert sorted([*high.tolist(), *low.tolist()]) == list(range(6))
 
 
 def _run_with(child: str, fake: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, timeout: float = 60) -> None:
@@ -244,10 +207,11 @@ for layer in work["layers"]:
         os.kill(os.getpid(), 9)
     if os.environ.get("BAD"):
         time.sleep(60)
-    torch.export.save(torch.export.export(One(), (torch.zeros(1, 32),)), folder / (layer["name"] + ".pt2"))
-    (folder / (layer["name"] + ".context")).write_bytes(layer["name"].encode())
-    (folder / (layer["name"] + ".spec")).write_bytes(b"spec")
-    (folder / (layer["name"] + ".json")).write_text(json.dumps({"by": folder.name}))
+    place = str(folder.parent / layer["name"])
+    torch.export.save(torch.export.export(One(), (torch.zeros(1, 32),)), place + ".pt2")
+    pathlib.Path(place + ".context").write_bytes(layer["name"].encode())
+    pathlib.Path(place + ".spec").write_bytes(b"spec")
+    pathlib.Path(place + ".json").write_text(json.dumps({"by": folder.name}))
 (folder / "done.json").write_text(json.dumps({"build": "v2"}))
 """
 
@@ -264,7 +228,7 @@ def three_layers(fake_sdk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         (tmp_path / name).mkdir()
     made = lower.Job(tmp_path / "work", qnn.Settings("SM8650", "fp16", timeout_s=100), sdk.find())
     for i in range(3):
-        made.add(f"layer{i}", tiny_hot(), None, {"decode_b1": (1, 1)})
+        made.add(f"layer{i}", {"decode_b1": {"tokens": 1, "chunks": 1}}, (tiny_hot(), None), 1)
     return made
 
 

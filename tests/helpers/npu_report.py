@@ -16,17 +16,13 @@ NPU_REPORT: dict[str, Any] = {
         {
             "context_bytes": 2048,
             "block": 16,
-            "outliers": [0, 0],
             "errors": [0.12, 0.1],
-            "tried": [{"block": 0, "error": 0.14}, {"block": 16, "error": 0.1}],
             "measured_tokens": 128,
         },
         {
             "context_bytes": 4096,
             "block": 0,
-            "outliers": [64, 64],
             "errors": [0.21, 0.2],
-            "tried": [{"block": 0, "error": 0.2}, {"block": 16, "error": 0.3}],
             "measured_tokens": 128,
         },
         None,

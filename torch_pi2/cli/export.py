@@ -7,6 +7,7 @@ model, which then gets the lossless exact gate.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,13 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verdict.add_arguments(parser)
     npu = parser.add_argument_group("hot neurons on the NPU (lossy)")
     npu.add_argument("--precision", choices=_PRECISIONS, default="w4a16", help="weights and inputs there")
-    npu.add_argument("--outliers", type=int, default=64, metavar="N", help="of a chunk, neurons in 8 bits with w4a16")
+    npu.add_argument("--outliers", type=int, help=argparse.SUPPRESS)
     npu.add_argument(
         "--blocks",
         type=_blocks,
         default="auto",
         metavar="auto|0|16|32|64",
-        help="with w4a16, weights of a group that has a scale; 0: outliers instead; auto: what has the smaller error",
+        help="with w4a16, weights of a group that has a scale; 0: one scale for each output channel; auto: 16",
     )
     npu.add_argument(
         "--quantization",
@@ -126,6 +127,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.export.api import export
     from torch_pi2.export.manifest import Manifest
 
+    if args.outliers is not None:
+        print(
+            "torch-pi2: --outliers has no effect: --blocks loses less, with fewer bits (docs/QNN.md)", file=sys.stderr
+        )
     common.check_out(args.out)
     _check_target(args.target)
     model, tokenizer = _model(args), _tokenizer(args)
@@ -135,7 +140,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         args.out,
         **common.given(
             *(args, "target", "max_tokens", "max_prompt", "batches", "linears", "kv", "hot", "hot_prompts"),
-            *("hot_attention", "precision", "outliers", "blocks"),
+            *("hot_attention", "precision", "blocks"),
         ),
         tokenizer=tokenizer,
         quantization=args.quantization,
@@ -197,7 +202,7 @@ def _check_target(target: str) -> None:
         raise ConfigError(
             "--target", expected="xnnpack, or qnn: and an SoC such as qnn:SM8650", found=repr(target), fix="Correct it."
         )
-    from torch_pi2.export.qnn.lower import problems as problems_of
+    from torch_pi2.export.qnn import problems as problems_of
 
     if problems := problems_of(soc):
         raise problems[0]

@@ -143,7 +143,6 @@ def _npu(report: dict[str, Any]) -> str:
             i,
             _npu_weights(report["precision"], layer),
             common.percent(layer["errors"][-1]) if layer["errors"] else "-",
-            ", ".join(_instead(tried) for tried in layer["tried"] if tried["block"] != layer["block"]) or "-",
             common.size(layer["context_bytes"]),
         )
         for i, layer in layers
@@ -153,7 +152,6 @@ def _npu(report: dict[str, Any]) -> str:
             name,
             _part_weights(part),
             common.percent(part["errors"][0]) if part["errors"] else "-",
-            "-",
             common.size(part["context_bytes"]),
         )
         for name, part in report.get("parts", {}).items()
@@ -161,7 +159,7 @@ def _npu(report: dict[str, Any]) -> str:
     head = f"NPU: {report['soc']}, QNN {report['qnn']}"
     if layers and layers[0][1]["errors"]:
         head += f"; errors against float32 on {layers[0][1]['measured_tokens']} tokens of the calibration data"
-    shown, loss = common.table(("layer", "weights", "error", "instead", "context"), rows), report["loss"]
+    shown, loss = common.table(("layer", "weights", "error", "context"), rows), report["loss"]
     if loss is None:
         return f"{head}\n{shown}\nloss with the NPU's part: not measured"
     alone = loss["nats_per_token"]
@@ -176,20 +174,13 @@ def _npu(report: dict[str, Any]) -> str:
 
 
 def _npu_weights(precision: str, layer: dict[str, Any]) -> str:
-    if layer["block"]:
-        return f"{precision}, groups of {layer['block']}"
-    return f"{precision}, {sum(layer['outliers'])} neurons in 8 bits" if any(layer["outliers"]) else precision
+    return f"{precision}, groups of {layer['block']}" if layer["block"] else precision
 
 
 def _part_weights(part: dict[str, Any]) -> str:
     if part["block"]:
         return f"w4a16, groups of {part['block']}"
     return "w8a16" if part["errors"] else "fp16"
-
-
-def _instead(tried: dict[str, Any]) -> str:
-    kind = f"groups of {tried['block']}" if tried["block"] else "outliers"
-    return f"{kind} {common.percent(tried['error'])}"
 
 
 def _counts(counts: dict[str, int]) -> str:

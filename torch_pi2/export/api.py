@@ -52,7 +52,6 @@ def export(
     hot_prompts: Sequence[int] | None = None,
     hot_attention: str | None = None,
     precision: str = "w4a16",
-    outliers: int = 64,
     blocks: int | str = "auto",
     quantization: str = "rtn",
     weight_sharing: bool = True,
@@ -86,7 +85,7 @@ def export(
         hot_attention: in which methods the accelerator also computes attention with its projections: ``none``,
             ``prompts`` (those of ``hot_prompts``) or ``all`` (also decoding, with the last linear layer). ``kv`` has
             to be float32 or float16. Default: ``prompts`` on an NPU whose memory holds it.
-        precision, outliers, blocks, quantization, weight_sharing: of the NPU's part, see
+        precision, blocks, quantization, weight_sharing: of the NPU's part, see
             :class:`torch_pi2.export.qnn.Settings`.
         calibration: text (with ``tokenizer``), ids or batches, as for :func:`torch_pi2.optimize`, on which the inputs
             of hot parts are observed. Needed by ``qnn`` unless ``precision`` is ``fp16``.
@@ -110,7 +109,6 @@ def export(
         hot_prompts=hot_prompts,
         hot_attention=hot_attention,
         precision=precision,
-        outliers=outliers,
         blocks=blocks,
         quantization=quantization,
         weight_sharing=weight_sharing,

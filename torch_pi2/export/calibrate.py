@@ -1,4 +1,4 @@
-"""Inputs of layers on calibration data, on which hot parts are quantised; and rows on which their loss is measured."""
+"""Inputs of layers on calibration data, on which hot parts are quantised; and the loss of a model with these parts."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from torch_pi2.types.config import Config
 TOKENS = 512
 #: Most tokens on which GPTQ chooses weights; and bytes that their inputs may take in all layers.
 _MOST_TOKENS, _MOST_BYTES = 8192, 1 << 30
+#: Rows that a quantised program takes at once.
+_ROWS = 4096
 
 
 def tokens_for_weights(layers: Sequence[SparseFFN]) -> int:
@@ -31,8 +33,7 @@ def tokens_for_weights(layers: Sequence[SparseFFN]) -> int:
 
 def before_scored(first: Sequence[Batch], most: int) -> int:
     """Tokens of ``first`` whose inputs are recorded: at most ``most``, and :data:`TOKENS` remain for the loss."""
-    there = sum(0 if batch.input_ids is None else batch.input_ids.numel() for batch in first)
-    return max(TOKENS, min(most, there - TOKENS))
+    return max(TOKENS, min(most, sum(map(_size, first)) - TOKENS))
 
 
 def first_batches(data: Any, tokenizer: Any = None, tokens: int = TOKENS) -> list[Batch]:
@@ -41,10 +42,10 @@ def first_batches(data: Any, tokenizer: Any = None, tokens: int = TOKENS) -> lis
     Raises:
         CalibrationError: ``data`` is empty or of a wrong form.
     """
-    config, found, seen = Config(), list[Batch](), 0
-    for batch in batches(data, tokenizer=tokenizer, batch_size=config.batch_size, seq_len=config.seq_len):
+    found, seen = list[Batch](), 0
+    for batch in _batches(data, tokenizer):
         found.append(batch)
-        seen += 1 if batch.input_ids is None else batch.input_ids.numel()
+        seen += _size(batch)
         if seen >= tokens + TOKENS:
             break
     return found
@@ -56,22 +57,17 @@ def scored_rows(first: Sequence[Batch], tokens: int = TOKENS) -> tuple[list[Batc
     If there are none, rows of the first ``tokens``, and False. Batches that are no ids, or have further arguments, give
     no rows.
     """
-    after, within, seen = list[Batch](), list[Batch](), 0
-    budget = {id(after): TOKENS, id(within): TOKENS}
+    rows, seen = list[tuple[bool, Batch]](), 0
     for batch in first:
-        ids, mask = batch.input_ids, batch.mask_BT
-        if ids is None or mask is None or batch.args or batch.kwargs:
+        if batch.input_ids is None or batch.mask_BT is None or batch.args or batch.kwargs:
             return [], False
-        starts = seen + ids.shape[1] * torch.arange(len(ids))
-        seen += ids.numel()
-        ids, mask = ids[:, :TOKENS], mask[:, :TOKENS]
-        scored = (mask[:, 1:] & mask[:, :-1]).any(1)  # of a token alone nothing is
-        for these, chosen in ((starts >= tokens, after), (starts < tokens, within)):
-            rows = (these & scored).nonzero()[: budget[id(chosen)] // ids.shape[1], 0]
-            if len(rows):
-                chosen.append(Batch(ids[rows], mask[rows]))
-                budget[id(chosen)] -= ids[rows].numel()
-    return (after, True) if after else (within, False)
+        for ids_1T, mask_1T in zip(batch.input_ids[:, :TOKENS].split(1), batch.mask_BT[:, :TOKENS].split(1)):
+            if (mask_1T[:, 1:] & mask_1T[:, :-1]).any():  # of a token alone nothing is scored
+                rows.append((seen >= tokens, Batch(ids_1T, mask_1T)))
+            seen += batch.input_ids.shape[1]
+    after = any(late for late, _ in rows)
+    chosen = [row for late, row in rows if late == after]
+    return [row for i, row in enumerate(chosen) if sum(map(_size, chosen[: i + 1])) <= TOKENS], after
 
 
 def inputs_of(
@@ -82,16 +78,14 @@ def inputs_of(
     Raises:
         CalibrationError: ``data`` is empty or of a wrong form.
     """
-    called = called_modules(model)
-    modules = [called[ffn] for ffn in layers]
-    inputs: dict[nn.Module, list[torch.Tensor]] = {module: [] for module in modules}
 
-    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         x = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-        inputs[module].append(x.detach().reshape(-1, x.shape[-1])[:tokens].float())
+        return [x.reshape(1, -1, x.shape[-1])]
 
-    _watch(model, modules, keep, data, tokenizer, lambda: sum(map(len, inputs[modules[0]])) >= tokens)
-    return [torch.cat(inputs[module])[:tokens] for module in modules]
+    called = called_modules(model)
+    calls = calls_of(model, [called[ffn] for ffn in layers], input_of, data, tokenizer, tokens)
+    return [torch.cat([call[0][0] for call in of_layer])[:tokens] for of_layer in calls]
 
 
 def calls_of(
@@ -100,73 +94,66 @@ def calls_of(
     take: Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]],
     data: Any,
     tokenizer: Any = None,
+    tokens: int = TOKENS,
 ) -> list[list[list[torch.Tensor]]]:
     """For each module and each of the first sequences of ``data``: the tensors that ``take`` picks from a call, each
-    ``[1, T, ...]`` float32; some :data:`TOKENS` tokens in all.
+    ``[1, T, ...]`` float32; some ``tokens`` tokens in all.
 
     Raises:
         CalibrationError: ``data`` is empty or of a wrong form.
     """
-    calls: dict[int, list[list[torch.Tensor]]] = {id(module): [] for module in modules}
+    calls: dict[nn.Module, list[list[torch.Tensor]]] = {module: [] for module in modules}
+
+    def enough(module: nn.Module) -> bool:
+        return sum(call[0].shape[1] for call in calls[module]) >= tokens
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         taken = [t.detach().float() for t in take(args, kwargs)]
         batch = max(map(len, taken))
         for i in range(batch):
-            if _tokens(calls[id(module)]) < TOKENS:
-                calls[id(module)].append([t.expand(batch, *t.shape[1:])[i : i + 1, :TOKENS] for t in taken])
+            if not enough(module):
+                calls[module].append([t.expand(batch, *t.shape[1:])[i : i + 1, :tokens] for t in taken])
 
-    _watch(model, modules, keep, data, tokenizer, lambda: _tokens(calls[id(modules[0])]) >= TOKENS)
-    return [calls[id(module)] for module in modules]
-
-
-def _tokens(calls: Sequence[Sequence[torch.Tensor]]) -> int:
-    return sum(call[0].shape[1] for call in calls)
-
-
-def _watch(
-    model: nn.Module,
-    modules: Sequence[nn.Module],
-    keep: Callable[..., None],
-    data: Any,
-    tokenizer: Any,
-    enough: Callable[[], bool],
-) -> None:
-    config = Config()
     hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules]
     try:
         with torch.no_grad(), evaluating(model):
-            for batch in batches(data, tokenizer=tokenizer, batch_size=config.batch_size, seq_len=config.seq_len):
+            for batch in _batches(data, tokenizer):
                 batch.call(model)
-                if enough():
+                if enough(modules[0]):
                     break
     finally:
         for hook in hooks:
             hook.remove()
+    return list(calls.values())
+
+
+def _batches(data: Any, tokenizer: Any) -> Iterator[Batch]:
+    config = Config()
+    yield from batches(data, tokenizer=tokenizer, batch_size=config.batch_size, seq_len=config.seq_len)
+
+
+def _size(batch: Batch) -> int:
+    return 0 if batch.input_ids is None else batch.input_ids.numel()
 
 
 # --- loss of a model with its hot parts on an NPU ---------------------------------------------------------------------
 
 
-#: Rows that a quantised program takes at once.
-_ROWS = 4096
-
-
 def loss_of(
     model: nn.Module,
     layers: Sequence[SparseFFN],
-    quantized: Sequence[nn.Module | None],
+    quantized: Sequence[nn.Module],
     chunks: Mapping[str, Sequence[int]],
     batches: Sequence[Batch],
 ) -> dict[str, Any]:
     """Nats per token of ``model`` on ``batches``, and with hot parts for the NPU.
 
-    Of the methods in ``chunks`` two are measured: those with the fewest and with the most chunks. Three passes over
+    Two of the methods in ``chunks`` are measured: those with the fewest and with the most chunks. Three passes over
     ``batches``, and one layer's floats at a time.
 
     Args:
         layers: of ``model``. quantized: of each, as :class:`~torch_pi2.export.qnn.lower.Lowered` has it. chunks: method
-            -> of each layer, as many are the NPU's.
+            -> chunks of each layer that the NPU computes.
 
     Returns:
         ``tokens`` that were scored, ``nats_per_token`` of ``model`` as it is, and ``npu``: method ->
@@ -183,20 +170,15 @@ def loss_of(
 
 
 @contextmanager
-def hot_on_npu(
-    layers: Sequence[SparseFFN], quantized: Sequence[nn.Module | None], chunks: Sequence[int]
-) -> Iterator[None]:
+def hot_on_npu(layers: Sequence[SparseFFN], quantized: Sequence[nn.Module], chunks: Sequence[int]) -> Iterator[None]:
     """Within the block the first ``chunks`` of each layer are computed as by the NPU, the other neurons as before."""
-    changed = []
     try:
         for ffn, part, count in zip(layers, quantized, chunks, strict=True):
-            if part is not None and count:
-                vars(ffn)["whole"] = _with_part(ffn, part, count)
-                changed.append(ffn)
+            vars(ffn)["whole"] = _with_part(ffn, part, count)
         yield
     finally:
-        for ffn in changed:
-            del vars(ffn)["whole"]
+        for ffn in layers:
+            vars(ffn).pop("whole", None)
 
 
 def _with_part(ffn: SparseFFN, part: nn.Module, count: int) -> Any:
@@ -218,11 +200,11 @@ def _nats(model: nn.Module, batches: Sequence[Batch]) -> tuple[float, int]:
     with torch.no_grad(), evaluating(model), sparse_only():
         for batch in batches:
             found = batch.call(model)
-            logits_BTV = getattr(found, "logits", found)
-            assert batch.input_ids is not None
-            assert batch.mask_BT is not None
-            for logits_TV, ids_T, mask_T in zip(logits_BTV, batch.input_ids, batch.mask_BT):
-                scored = mask_T[1:] & mask_T[:-1]
-                nats = nn.functional.cross_entropy(logits_TV[:-1][scored].float(), ids_T[1:][scored], reduction="sum")
-                total, count = total + nats.item(), count + int(scored.sum())
+            logits_BTV, ids_BT, mask_BT = getattr(found, "logits", found), batch.input_ids, batch.mask_BT
+            assert ids_BT is not None
+            assert mask_BT is not None
+            scored_BT = mask_BT[:, 1:] & mask_BT[:, :-1]
+            logits_NV, ids_N = logits_BTV[:, :-1][scored_BT].float(), ids_BT[:, 1:][scored_BT]
+            total += float(nn.functional.cross_entropy(logits_NV, ids_N, reduction="sum"))
+            count += len(ids_N)
     return total / count, count

@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ from torch_pi2.export.attention import (
 )
 from torch_pi2.export.program import MethodSpec, named_failures
 from torch_pi2.layers.prompt import sparse_only
+
+_NOT_YET = "Run it with PyTorch; this attention is not in the exporter yet."
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -185,48 +187,40 @@ class Fork(nn.Module):
 
 def _check_attention(model: nn.Module, config: Any, max_tokens: int, kv: str, ours: bool) -> None:
     """Raises UnsupportedModelError for attention that lanes cannot hold, ConfigError for too many tokens."""
+
+    def refuse(expected: str, found: str, fix: str = _NOT_YET) -> NoReturn:
+        raise UnsupportedModelError(f"export of {type(model).__name__}", expected=expected, found=found, fix=fix)
+
     if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"export of {type(model).__name__}",
-            expected="a decoder",
-            found="an encoder and a decoder",
-            fix="Export its parts as modules, with args=... and dynamic_shapes=....",
-        )
+        fix = "Export its parts as modules, with args=... and dynamic_shapes=...."
+        refuse("a decoder", "an encoder and a decoder", fix)
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-        raise UnsupportedModelError(
-            f"export of {type(model).__name__}",
-            expected="positions in rotary embeddings or tables",
-            found="attention with linear biases (ALiBi), which it makes of a mask without positions",
-            fix="Run it with PyTorch; this attention is not in the exporter yet.",
-        )
-    places = getattr(config, "max_position_embeddings", None)
-    if places is not None and max_tokens > places:
+        found = "attention with linear biases (ALiBi), which it makes of a mask without positions"
+        refuse("positions in rotary embeddings or tables", found)
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and max_tokens > positions:
         raise ConfigError(
             "export(max_tokens=...)",
-            expected=f"at most {places}, the positions that the model has (max_position_embeddings)",
+            expected=f"at most {positions}, the positions that the model has (max_position_embeddings)",
             found=str(max_tokens),
             fix="Export with fewer.",
         )
     if kv != "float32" and not ours:
-        raise UnsupportedModelError(
-            f"export(kv='{kv}') of {type(model).__name__}",
-            expected="a model that calls the attention of transformers that it is given",
-            found="one with attention in its own code, which reads keys and values in float32",
-            fix="Leave kv out.",
-        )
+        found = "one with attention in its own code, which reads keys and values in float32"
+        refuse("a model that calls the attention of transformers that it is given", found, "Leave kv out.")
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)
     sliding = "sliding_attention" in kinds or (window and getattr(config, "use_sliding_window", True))
-    found = sorted(kinds - {"full_attention", "sliding_attention"})
+    others = sorted(kinds - {"full_attention", "sliding_attention"})
     if sliding and window and window < max_tokens and not ours:
-        found.append(f"a sliding window of {window} tokens, fewer than {max_tokens}, in attention of its own code")
-    if found:
-        raise UnsupportedModelError(
-            f"export of {type(model).__name__}",
-            expected="attention to all tokens before, or to those of a window",
-            found=", ".join(found),
-            fix="Export with max_tokens within the window, or a model with such attention.",
-        )
+        others.append(f"a sliding window of {window} tokens, fewer than {max_tokens}, in attention of its own code")
+    if others:
+        fix = "Export with max_tokens within the window, or a model with such attention."
+        refuse("attention to all tokens before, or to those of a window", ", ".join(others), fix)
+
+
+#: By the names of methods.
+Programs = Mapping[str, torch.export.ExportedProgram]
 
 
 def method_names(batches: Sequence[int], prompts: Sequence[int] = ()) -> list[str]:
@@ -273,9 +267,7 @@ _SMALL = 1 << 16
 _TOLERANCE, _ROUGH_TOLERANCE = 1e-3, 2e-2
 
 
-def check_traced(
-    lanes: Lanes, programs: Mapping[str, torch.export.ExportedProgram], *, max_prompt: int, smooth: bool, decode: bool
-) -> None:
+def check_traced(lanes: Lanes, programs: Programs, *, max_prompt: int, smooth: bool, decode: bool) -> None:
     """Compare ``programs`` with the model of ``lanes``, whose layers have to be as in ``forward``.
 
     Args:
@@ -303,44 +295,38 @@ def check_traced(
             f"export of {name}",
             expected="the same logits with keys and values of fixed size as without",
             found=f"others ({100 * least:.2g} % off within {_LEAST} tokens): its attention is of another kind",
-            fix="Run it with PyTorch; this attention is not in the exporter yet.",
+            fix=_NOT_YET,
         )
-    most = _largest(lambda n: difference(n) <= tolerance, _LEAST, length)
-    raise ConfigError(
-        "export(max_tokens=...)",
-        expected=f"at most {most}: {name} computes its attention otherwise in longer sequences (rotary embeddings that "
-        "depend on the length, a window, or a scale)",
-        found=str(length),
-        fix=f"Export with max_tokens={most}.",
-    )
-
-
-def _largest(fits: Callable[[int], bool], good: int, bad: int) -> int:
-    """The largest number that fits; ``good`` does, ``bad`` and those above it do not."""
+    good, bad = _LEAST, length
     while bad - good > 1:
         middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good
+        good, bad = (middle, bad) if difference(middle) <= tolerance else (good, middle)
+    raise ConfigError(
+        "export(max_tokens=...)",
+        expected=f"at most {good}: {name} computes its attention otherwise in longer sequences (rotary embeddings that "
+        "depend on the length, a window, or a scale)",
+        found=str(length),
+        fix=f"Export with max_tokens={good}.",
+    )
 
 
 class _Traced:
     """Traced methods, which use the last lane."""
 
-    def __init__(
-        self, lanes: Lanes, programs: Mapping[str, torch.export.ExportedProgram], max_prompt: int, decode: bool
-    ) -> None:
+    def __init__(self, lanes: Lanes, programs: Programs, max_prompt: int, decode: bool) -> None:
         self.lanes, self.lane, self.max_prompt = lanes, lanes.lanes - 1, max_prompt
         self._forward: Any = programs["forward"].module()
         self._decode: Any = programs[f"decode_b{lanes.lanes}"].module() if decode else None
 
     def read(self, ids_1T: torch.Tensor, position: int) -> torch.Tensor:
         """Logits ``[V]`` after a prompt, whose first token is at ``position``."""
-        logits_11V = torch.empty(1, 1, 0)
-        for at in range(0, ids_1T.shape[1], self.max_prompt):
-            part_1T = ids_1T[:, at : at + self.max_prompt].contiguous()
-            start = self.lane * self.lanes.max_tokens + position + at
-            logits_11V = self._forward(part_1T, torch.tensor([start]))
-        return logits_11V[0, -1]
+        start = self.lane * self.lanes.max_tokens + position
+        pieces = ids_1T.split(self.max_prompt, 1)
+        logits = [
+            self._forward(x.contiguous(), torch.tensor([start + i * self.max_prompt])) for i, x in enumerate(pieces)
+        ]
+        last: torch.Tensor = logits[-1][0, -1]
+        return last
 
     def step(self, id_11: torch.Tensor, position: int) -> torch.Tensor:
         """Logits ``[V]`` after one more token."""

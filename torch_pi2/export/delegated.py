@@ -189,17 +189,17 @@ def exported_layers(model: nn.Module) -> list[SparseLayer]:
     Raises:
         ConfigError: a dense model, or a shard. UnsupportedModelError: FFNs that are code of a bigger block.
     """
-    handle = ModelState.of(model)
+    handle, what = ModelState.of(model), f"export of {type(model).__name__}"
     if handle is None:
         raise ConfigError(
-            f"export of {type(model).__name__}",
+            what,
             expected="a model that torch_pi2.optimize or load gave",
             found="a dense model",
             fix="Call torch_pi2.optimize(model, ...) first; method='dense' keeps every neuron.",
         )
     if handle.group is not None:
         raise ConfigError(
-            f"export of {type(model).__name__}",
+            what,
             expected="a model with all of its neurons",
             found="a shard of one, of several processes",
             fix="Make one store of the shards (torch-pi2 pack SHARDS WHOLE), and export that.",
@@ -207,7 +207,7 @@ def exported_layers(model: nn.Module) -> list[SparseLayer]:
     lazy = [part.ffn.site.key for _, part in replacements(model) if isinstance(part, LazyDown)]
     if lazy:
         raise UnsupportedModelError(
-            f"export of {type(model).__name__}",
+            what,
             expected="FFNs that are modules, or chains of modules",
             found=f"{len(lazy)} whose activation is code of a bigger block ({', '.join(lazy[:3])})",
             fix="Move each FFN with its activation into a module of its own, and optimise the model again.",
@@ -236,14 +236,13 @@ def delegated_copy(model: nn.Module, layers: Sequence[SparseLayer], name: str) -
             handle.attach(model)
 
 
-def split_hot_cold(model: nn.Module, hot: Sequence[tuple[nn.Module, int] | None]) -> None:
+def split_hot_cold(model: nn.Module, hot: Sequence[tuple[nn.Module, int]]) -> None:
     """Replace each :class:`DelegatedFFN` of ``model`` by a :class:`SplitFFN`, in order of layers.
 
-    ``hot``: of each layer what the accelerator computes, and how many neurons that are; None leaves the layer whole.
+    ``hot``: what the accelerator computes of each layer, and how many neurons that are.
     """
     whole = sorted({m for m in model.modules() if isinstance(m, DelegatedFFN)}, key=lambda m: m.layer)
-    pairs = zip(whole, hot, strict=True)
-    exchange(everywhere(model, {m: SplitFFN(m, *part) for m, part in pairs if part is not None}))
+    exchange(everywhere(model, {m: SplitFFN(m, *part) for m, part in zip(whole, hot, strict=True)}))
 
 
 # --- the rest of the model --------------------------------------------------------------------------------------------

@@ -34,7 +34,8 @@ class HotChunks(nn.Module):
         chunk: neurons per chunk; the last one may be smaller.
 
     Attributes:
-        gate, up, down: a linear layer per chunk; ``gate`` is empty in plain layers.
+        gate, up, down: a linear layer per chunk; ``gate`` is empty in plain layers. hidden: H. widths: neurons of each
+            chunk.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class HotChunks(nn.Module):
         super().__init__()
         self.activation, self.activation_on_up = site.activation, site.activation_on_up
         up, down = rows[-2], rows[-1]
+        self.hidden, self.widths = up.shape[1], [len(up[i : i + chunk]) for i in range(0, len(up), chunk)]
         chunks = [slice(i, i + chunk) for i in range(0, len(up), chunk)]
 
         def linears(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.ModuleList:
@@ -64,12 +66,13 @@ class HotChunks(nn.Module):
         return part
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self._chunk(0, x)
+        y = self.chunk(0, x)
         for i in range(1, len(self.up)):
-            y = y + self._chunk(i, x)
+            y = y + self.chunk(i, x)
         return y
 
-    def _chunk(self, i: int, x: torch.Tensor) -> torch.Tensor:
+    def chunk(self, i: int, x: torch.Tensor) -> torch.Tensor:
+        """What chunk ``i`` adds."""
         act = ACTIVATIONS[self.activation]
         up = self.up[i](x)
         gated_up = act(up) if self.activation_on_up or not self.gate else up
@@ -119,16 +122,13 @@ def chunks_per_batch(
     *,
     hot_frequency: float = 0.4,
     hardware: HardwarePlan | None = None,
-    chunk: int = CHUNK,
 ) -> dict[int, list[int]]:
     """Batch size -> chunks of each layer that an accelerator computes, at least one.
 
     ``hardware`` (of the plan of ``layers``) decides if it gives an accelerator anything. Otherwise a neuron is hot for
     a batch size if it fires for any token of the batch in at least ``hot_frequency`` of the cases in ``stats``; without
-    statistics the plan's hot neurons are used, whatever the batch.
-
-    Args:
-        given: batch size -> chunks, instead (the same in every layer, at most all that a layer has).
+    statistics the plan's hot neurons are used, whatever the batch. ``given``: batch size -> chunks of every layer,
+    instead.
 
     Raises:
         ConfigError: ``given`` lacks a batch size, or has a number below 1.
@@ -139,20 +139,20 @@ def chunks_per_batch(
         if given is not None:
             return given[batch]
         if planned is not None:
-            return -(-planned.bucket(batch).accelerator[index] // chunk)
+            return -(-planned.bucket(batch).accelerator[index] // CHUNK)
         if stats is None:
-            return -(-ffn.n_hot // chunk)
-        return round(int((_frequency(stats, ffn.site.key, batch) >= hot_frequency).sum()) / chunk)
+            return -(-ffn.n_hot // CHUNK)
+        return round(int((_frequency(stats, ffn.site.key, batch) >= hot_frequency).sum()) / CHUNK)
 
-    for batch in batches if given is not None else ():
-        if given is not None and given.get(batch, 0) < 1:
-            raise ConfigError(
-                "export(hot=...)",
-                expected=f"1 or more chunks for each batch size of {list(batches)}",
-                found=f"{given.get(batch)} for {batch}",
-                fix="Correct it. (By default an NPU gets what the statistics say, and xnnpack nothing.)",
-            )
-    most = [-(-ffn.site.intermediate // chunk) for ffn in layers]
+    wrong = [] if given is None else [batch for batch in batches if given.get(batch, 0) < 1]
+    if given is not None and wrong:
+        raise ConfigError(
+            "export(hot=...)",
+            expected=f"1 or more chunks for each batch size of {list(batches)}",
+            found=f"{given.get(wrong[0])} for {wrong[0]}",
+            fix="Correct it. (By default an NPU gets what the statistics say, and xnnpack nothing.)",
+        )
+    most = [-(-ffn.site.intermediate // CHUNK) for ffn in layers]
     return {batch: [max(1, min(wanted(batch, i, ffn), most[i])) for i, ffn in enumerate(layers)] for batch in batches}
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.errors import ConfigError, Pi2Error, UnsupportedModelError
+from torch_pi2.export import qnn
 from torch_pi2.export.attention import masks_of
 from torch_pi2.export.calibrate import calls_of
 from torch_pi2.export.decoder import Lanes, sizes_of
@@ -160,7 +161,7 @@ def _is_norm(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Norm") and all(p.dim() == 1 for p in module.parameters())
 
 
-def _is_float(linear: nn.Module) -> bool:
+def _is_float(linear: Any) -> bool:
     """Whether its weights are plain floats, not quantised ones of ours or of torchao."""
     return not isinstance(linear, QuantLinear) and type(linear.weight.data) is torch.Tensor
 
@@ -247,10 +248,7 @@ def head_of(lanes: Lanes) -> nn.Module | None:
 
 
 def with_parts(lanes: Lanes, calls: Sequence[AttentionCall], parts: Mapping[str, nn.Module]) -> Lanes:
-    """A variant of ``lanes`` in which ``parts`` compute the attention of their layers (:func:`part_name`), or the head.
-
-    ``calls``: of its layers, from :func:`attention_calls`.
-    """
+    """A variant of ``lanes`` in which ``parts``, by name, compute the attention of layers, or the head."""
     variant = lanes.variant()
     replacements: dict[nn.Module, nn.Module] = {
         variant.model.get_submodule(call.name): AcceleratedAttention(call, parts[part_name(call.layer)])
@@ -293,8 +291,7 @@ def check_parts(lanes: Lanes, calls: Sequence[AttentionCall]) -> None:
 
     def read(lanes: Lanes) -> torch.Tensor:
         for cache in (cache for pair in lanes.caches() for cache in pair):  # unseen slots must not matter
-            cache.view(torch.uint8).fill_(0)
-            cache[:, :, few + 1 :].fill_(1)
+            cache.zero_()[:, :, few + 1 :].fill_(1)
         at = torch.arange(few + 1)[None]
         pieces = (slice(few), slice(few, None))
         return torch.cat([lanes.run(ids_1T[:, p], at[:, p], zero, lambda c: c[:1]) for p in pieces]).float()
@@ -437,46 +434,28 @@ def place_attention(
     where = asked or ("prompts" if soc and prompts and settings.kv != "int8" else "none")
     if where == "none":
         return PlacedAttention()
-    if where == "prompts" and not prompts:
-        raise ConfigError(
-            "export(hot_attention='prompts')",
-            expected="methods that read prompts on the accelerator (hot_prompts)",
-            found="none",
-            fix="Pass hot_prompts, sizes below max_tokens, or hot_attention='all' to decode there.",
-        )
+    if where == "prompts":
+        methods = prompts
     try:
+        if not methods:
+            raise ConfigError(
+                "export(hot_attention='prompts')",
+                expected="methods that read prompts on the accelerator (hot_prompts)",
+                found="none",
+                fix="Pass hot_prompts, sizes below max_tokens, or hot_attention='all' to decode there.",
+            )
         # quantised graphs have no 16-bit float inputs
         quantised = soc is not None and settings.precision != "fp16"
         calls = attention_calls(lanes, torch.float32 if quantised else None)
         check_parts(lanes, calls)
-    except UnsupportedModelError as error:
+        head = head_of(lanes) if where == "all" else None
+        if soc is None:
+            return PlacedAttention(where, calls, dict.fromkeys(methods, float_parts(calls, head)))
+        block = _block([call.module for call in calls] + ([] if head is None else [head]), settings, ffn_bytes)
+    except Pi2Error as error:
         if asked:
             raise
         report["attention"] = f"on the CPU: {error.found}"
-        return PlacedAttention()
-    if where == "prompts":
-        methods = prompts
-    head = head_of(lanes) if where == "all" else None
-    if soc is None:
-        return PlacedAttention(where, calls, dict.fromkeys(methods, float_parts(calls, head)))
-    from torch_pi2.export import qnn
-
-    modules = [call.module for call in calls] + ([] if head is None else [head])
-    weights = sum(p.numel() for module in modules for p in module.parameters())
-    blocks = _blocks(modules, settings.precision)
-    sizes = {block: ffn_bytes + round(weights * settings.qnn.part_bits(block) / 8) for block in blocks}
-    block = next((block for block, size in sizes.items() if size <= qnn.MOST_BYTES), None)
-    if block is None:
-        size, and_head = min(sizes.values()), "" if head is None else ", last linear layer"
-        if asked:
-            raise ConfigError(
-                f"export(hot_attention={where!r}) for {soc}",
-                expected=f"at most {qnn.MOST_BYTES >> 20} MiB of weights, which an NPU can have",
-                found=f"{size >> 20} MiB: attention of {len(calls)} layers{and_head} "
-                f"{(size - ffn_bytes) >> 20} MiB, feed-forward layers {ffn_bytes >> 20} MiB in {settings.precision}",
-                fix="Leave it out (the CPU computes attention), or pass blocks=32 for smaller feed-forward layers.",
-            )
-        report["attention"] = f"on the CPU: with it an NPU would have {size >> 20} MiB"
         return PlacedAttention()
     programs = _programs(source, calls, head, methods, block, settings.quantization == "gptq", calibration)
     lowered = qnn.lower_parts(programs, settings.qnn, progress=settings.progress)
@@ -484,13 +463,26 @@ def place_attention(
     return PlacedAttention(where, calls, lowered.modules)
 
 
-def _blocks(modules: Sequence[nn.Module], precision: str) -> tuple[int, ...]:
-    """Weights per scale to try, the best first; 0: 8 bits, and one scale per output channel."""
-    from torch_pi2.export.qnn import PART_BLOCK
+def _block(modules: Sequence[nn.Module], settings: ExportSettings, ffn_bytes: int) -> int:
+    """Weights per scale, in 4 bits; 0: 8 bits, and one scale per output channel, if an NPU's memory holds that.
 
+    Raises:
+        ConfigError: it holds neither.
+    """
     widths = {m.in_features for module in modules for m in module.modules() if isinstance(m, nn.Linear | QuantLinear)}
-    four_bits = precision == "w4a16" and not any(width % PART_BLOCK for width in widths)
-    return (0, PART_BLOCK) if four_bits else (0,)
+    four_bits = settings.precision == "w4a16" and not any(width % qnn.PART_BLOCK for width in widths)
+    weights = sum(p.numel() for module in modules for p in module.parameters())
+    for block in (0, qnn.PART_BLOCK) if four_bits else (0,):
+        size = round(weights * settings.qnn.part_bits(block) / 8)
+        if ffn_bytes + size <= qnn.MOST_BYTES:
+            return block
+    raise ConfigError(
+        f"export(hot_attention={settings.hot_attention!r}) for {settings.soc}",
+        expected=f"at most {qnn.MOST_BYTES >> 20} MiB of weights, which an NPU can have",
+        found=f"{(ffn_bytes + size) >> 20} MiB: attention and last linear layer {size >> 20} MiB, feed-forward layers "
+        f"{ffn_bytes >> 20} MiB in {settings.precision}",
+        fix="Leave it out (the CPU computes attention), or pass blocks=32 for smaller feed-forward layers.",
+    )
 
 
 def _programs(
@@ -503,8 +495,6 @@ def _programs(
     calibration: Sequence[Batch],
 ) -> Iterator[tuple[str, torch.export.ExportedProgram, Any]]:
     """Each part as the NPU's compiler takes it: its name, its program, its inputs."""
-    from torch_pi2.export.qnn import PartInputs, open_program, zeros
-
     attentions = [source.get_submodule(call.name) for call in calls]
     heads = [] if head is None else [source.get_output_embeddings()]  # type: ignore[operator]
     seen: list[Any] = [[]] * (len(attentions) + 1)
@@ -514,10 +504,10 @@ def _programs(
         part = AttentionPart(call)
         graphs = {name: call.shapes(*sizes_of(name)) for name in methods}
         samples = samples_of(part, states) if calibration else []
-        program = open_program(part, zeros(call.shapes(2, 3)), call.open)
-        yield part_name(call.layer), program, PartInputs(samples, graphs, call.open, block, gptq)
+        program = qnn.open_program(part, qnn.zeros(call.shapes(2, 3)), call.open)
+        yield part_name(call.layer), program, qnn.PartInputs(samples, graphs, call.open, block, gptq)
     if head is not None:
         width = calls[0].widths[0]
         one = {name: [((sizes_of(name)[0], 1, width), torch.float32)] for name in methods}
-        program = open_program(HeadPart(head), (torch.zeros(2, 3, width),), [(0, 1)])
-        yield HEAD, program, PartInputs([tuple(x) for x in seen[-1]], one, [(0, 1)], block)
+        program = qnn.open_program(HeadPart(head), (torch.zeros(2, 3, width),), [(0, 1)])
+        yield HEAD, program, qnn.PartInputs([tuple(x) for x in seen[-1]], one, [(0, 1)], block)

@@ -6,11 +6,11 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
-from torch_pi2.base.fields import Field
+from torch_pi2.base.fields import Field, to_json
 from torch_pi2.base.files import atomic_write, parse_json, read_text
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import ArtifactError
@@ -34,8 +34,15 @@ METHOD_KINDS = ("forward", "prefill", "decode", "fork")
 #: Neurons of a hot chunk.
 CHUNK_NEURONS = 512
 
-T = TypeVar("T")
-
+#: Fields whose place in the file is another than their name says.
+_PLACES = {
+    "class_name": ("class",),
+    "pte_bytes": ("bytes", "pte"),
+    "store_bytes": ("bytes", "store"),
+    "ffn_bytes": ("bytes", "ffn"),
+    "fixed_bytes": ("memory", "fixed_bytes"),
+    "token_bytes": ("memory", "token_bytes"),
+}
 _FIX = "Use the torch_pi2 that wrote it, or export again."
 _HEX = re.compile(r"[0-9a-f]{64}")
 _CRC = re.compile(r"[0-9a-f]{8}")
@@ -179,27 +186,13 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """As in the file."""
-        model = dict(vars(self.model))
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "kind": self.kind,
-            "target": self.target,
-            "made_by": dict(self.made_by),
-            "files": {name: dict(vars(entry)) for name, entry in self.files.items()},
-            "model": {"class": model.pop("class_name"), **model},
-            "methods": {
-                name: {**vars(method), "hot_chunks": list(method.hot_chunks)} for name, method in self.methods.items()
-            },
-            "max_tokens": self.max_tokens,
-            "lanes": self.lanes,
-            "chunk_neurons": self.chunk_neurons,
-            "eos": list(self.eos),
-            "bos": self.bos,
-            "lossy": list(self.lossy),
-            "bytes": {"pte": self.pte_bytes, "store": self.store_bytes, "ffn": self.ffn_bytes},
-            "memory": {"fixed_bytes": self.fixed_bytes, "token_bytes": self.token_bytes},
-        }
+        data: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+        for name, value in to_json(self).items():
+            if name != "where":
+                *outer, last = _PLACES.get(name, (name,))
+                (data.setdefault(outer[0], {}) if outer else data)[last] = value
+        data["model"] = {"class": data["model"].pop("class_name"), **data["model"]}
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], where: str = MANIFEST_FILE) -> Manifest:
@@ -209,28 +202,7 @@ class Manifest:
             ArtifactError: a field is missing or has a value that makes no sense, alone or beside another. The message
                 names ``where`` and the field.
         """
-        get = Field(data, where, _FIX)
-        model, sizes, memory = (get.at(name) for name in ("model", "bytes", "memory"))
-        return cls(
-            kind=get.at("kind").text(),
-            target=get.at("target").text(),
-            made_by=get.at("made_by").take(Mapping[str, str]),
-            files={name: _taken(FileEntry, entry) for name, entry in get.at("files").each().items()},
-            model=_taken(Model, model, class_name="class"),
-            methods={name: _taken(MethodEntry, method) for name, method in get.at("methods").each().items()},
-            max_tokens=get.at("max_tokens").whole(),
-            lanes=get.at("lanes").whole(),
-            chunk_neurons=get.at("chunk_neurons").whole(),
-            eos=get.at("eos").take(tuple[int, ...]),
-            bos=get.at("bos").take(int | None),
-            lossy=get.at("lossy").take(tuple[str, ...]),
-            pte_bytes=sizes.at("pte").whole(),
-            store_bytes=sizes.at("store").whole(),
-            ffn_bytes=sizes.at("ffn").whole(),
-            fixed_bytes=memory.at("fixed_bytes").whole(),
-            token_bytes=memory.at("token_bytes").whole(),
-            where=where,
-        )
+        return cls(**_fields_of(cls, Field(data, where, _FIX)), where=where)
 
     def save(self, folder: str | Path) -> None:
         """Write ``folder``/manifest.json, whole or not at all. Raises ArtifactError: it cannot be written."""
@@ -281,7 +253,7 @@ class Manifest:
         if store is not None and STORE_FILE in paths:
             paths[STORE_FILE] = store
         for name, entry in self.files.items():
-            _check_size(paths[name], entry)
+            _check_file(paths[name], entry, "sizes")
         known = {*self.files, MANIFEST_FILE, *BESIDE}
         others = {p.name for p in folder.iterdir() if not p.name.startswith(".")} - known
         if others:
@@ -297,7 +269,7 @@ class Manifest:
         total = sum(entry.bytes for entry in read.values())
         with bar(None, "verify", progress, total=total, unit="B", unit_scale=True, leave=False) as shown:
             for name, entry in read.items():
-                _check_bytes(paths[name], entry, shown, hashes=what == "all")
+                _check_file(paths[name], entry, what, shown)
         return total
 
 
@@ -327,54 +299,57 @@ def describe_files(folder: str | Path) -> dict[str, FileEntry]:
     return {path.name: FileEntry.of(path) for path in paths}
 
 
-def _check_size(path: Path, entry: FileEntry) -> None:
-    """Raises ArtifactError unless ``path`` is a file of the size that ``entry`` says."""
-    try:
-        found = path.stat().st_size if path.is_file() else None
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    if found == entry.bytes:
-        return
-    raise ArtifactError(
-        str(path),
-        expected=f"{entry.bytes} bytes, as {MANIFEST_FILE} says",
-        found="no such file" if found is None else f"{found} bytes" + (": it is cut" if found < entry.bytes else ""),
-        fix="Copy the bundle again, or export again.",
-    )
+def _check_file(path: Path, entry: FileEntry, what: str, progress: Any = None) -> None:
+    """Raises ArtifactError unless the file at ``path`` is as ``entry`` says; ``what``: see :meth:`Manifest.verify`."""
 
+    def differs(expected: str, found: str) -> ArtifactError:
+        fix = "Copy the bundle again, or export again."
+        return ArtifactError(str(path), expected=f"{expected}, as {MANIFEST_FILE} says", found=found, fix=fix)
 
-def _check_bytes(path: Path, entry: FileEntry, bar: Any, hashes: bool) -> None:
-    """Raises ArtifactError unless the file at ``path`` has the checksum of ``entry`` (``hashes``: and the SHA-256)."""
+    def sums(entry: FileEntry) -> str:
+        return f"CRC32C {entry.crc32c}" + (f" and SHA-256 {entry.sha256[:12]}..." if what == "all" else "")
+
     try:
-        found = FileEntry.of(path, bar) if hashes else FileEntry(*_read(path, bar), entry.sha256)
+        if what == "sizes":
+            size = path.stat().st_size if path.is_file() else None
+            if size != entry.bytes:
+                said = (
+                    "no such file" if size is None else f"{size} bytes" + (": it is cut" if size < entry.bytes else "")
+                )
+                raise differs(f"{entry.bytes} bytes", said)
+            return
+        found = FileEntry.of(path, progress) if what == "all" else FileEntry(*_read(path, progress), entry.sha256)
     except OSError as error:
-        raise _unreadable(path, error) from error
-    if found != entry:
         raise ArtifactError(
             str(path),
-            expected=f"{_sums(entry, hashes)}, as {MANIFEST_FILE} says",
-            found=f"{_sums(found, hashes)}: it was changed or damaged",
-            fix="Copy the bundle again, or export again.",
-        )
+            expected="a file that can be read",
+            found=error.strerror or str(error),
+            fix="Check its permissions.",
+        ) from error
+    if found != entry:
+        raise differs(sums(entry), f"{sums(found)}: it was changed or damaged")
 
 
-def _sums(entry: FileEntry, hashes: bool) -> str:
-    return f"CRC32C {entry.crc32c}" + (f" and SHA-256 {entry.sha256[:12]}..." if hashes else "")
+def _fields_of(kind: Any, found: Field) -> dict[str, Any]:
+    """The fields of a dataclass in a file, which may have more, and may have some in other places."""
+    hints = {name: hint for name, hint in get_type_hints(kind).items() if name != "where"}
+    fields = {}
+    for name, hint in hints.items():
+        at = found
+        for part in _PLACES.get(name, (name,)):
+            at = at.at(part)
+        one: Any = next((kind for kind in get_args(hint) if is_dataclass(kind)), hint)  # of a mapping
+        if not is_dataclass(one):
+            fields[name] = at.take(hint)
+        elif one is hint:
+            fields[name] = _made(one, at)
+        else:
+            fields[name] = {key: _made(one, item) for key, item in at.each().items()}
+    return fields
 
 
-def _unreadable(path: Path, error: OSError) -> ArtifactError:
-    return ArtifactError(
-        str(path),
-        expected="a file that can be read",
-        found=error.strerror or str(error),
-        fix="Check its permissions.",
-    )
-
-
-def _taken(kind: type[T], found: Field, **names: str) -> T:
-    """A dataclass, whose fields the file may call by other ``names``; unknown fields are passed over."""
-    hints = get_type_hints(kind)
-    return kind(**{name: found.at(names.get(name, name)).take(hint) for name, hint in hints.items()})
+def _made(kind: Any, found: Field) -> Any:
+    return kind(**_fields_of(kind, found))
 
 
 def _check(m: Manifest) -> None:
@@ -409,17 +384,14 @@ def _check(m: Manifest) -> None:
 
 def _check_methods(m: Manifest, require: Any) -> None:
     for name, method in m.methods.items():
-        at = f"methods.{name}"
-        require(method.kind in METHOD_KINDS, f"{at}.kind", "one of " + ", ".join(METHOD_KINDS), method.kind)
-        sized = _SIZED.fullmatch(name)
-        kind = name.partition("_")[0] if sized else name
-        require(method.kind == kind, f"{at}.kind", f"{kind}, as its name says", method.kind)
-        if sized:
-            what = "batch" if kind == "decode" else "max_tokens"
-            found, size = getattr(method, what), int(sized.group(1))
-            require(found == size, f"{at}.{what}", f"{size}, as its name says", found)
-        tokens = 1 if method.kind in ("decode", "fork") else method.max_tokens
-        require(method.max_tokens == tokens, f"{at}.max_tokens", "1", method.max_tokens)
+        at, sized = f"methods.{name}", _SIZED.fullmatch(name)
+        kind, size = (name.partition("_")[0], int(sized.group(1))) if sized else (name, 0)
+        require(kind in METHOD_KINDS and method.kind == kind, f"{at}.kind", f"{kind}, as its name says", method.kind)
+        batch = size if kind == "decode" else method.batch
+        require(method.batch == batch, f"{at}.batch", f"{batch}, as its name says", method.batch)
+        tokens = {"prefill": size, "forward": method.max_tokens}.get(kind, 1)
+        said = f"{tokens}, as its name says"
+        require(method.max_tokens == tokens, f"{at}.max_tokens", said, method.max_tokens)
         chunks = method.hot_chunks
         require(len(chunks) in (0, m.model.layers), f"{at}.hot_chunks", f"{m.model.layers} numbers, or none", chunks)
     names = set(m.methods)

@@ -18,12 +18,22 @@ from torch.utils._pytree import tree_map
 
 from torch_pi2.base.files import atomic_write
 from torch_pi2.errors import CalibrationError, ConfigError
-from torch_pi2.export.calibrate import TOKENS, before_scored, first_batches, inputs_of, scored_rows, tokens_for_weights
-from torch_pi2.export.decoder import Lanes, check_traced, method_names, method_spec, prompt_sizes, sizes_of
+from torch_pi2.export import qnn
+from torch_pi2.export.calibrate import (
+    TOKENS,
+    before_scored,
+    first_batches,
+    inputs_of,
+    loss_of,
+    scored_rows,
+    tokens_for_weights,
+)
+from torch_pi2.export.decoder import Lanes, Programs, check_traced, method_names, method_spec, prompt_sizes, sizes_of
 from torch_pi2.export.delegated import split_hot_cold
 from torch_pi2.export.hot import CHUNK, chunks_per_batch, hot_chunks
 from torch_pi2.export.hot_attention import PlacedAttention, place_attention, with_parts
 from torch_pi2.export.program import MethodSpec, trace
+from torch_pi2.export.qnn.settings import MOST_BYTES, REPORT_FILE
 from torch_pi2.export.settings import ExportSettings
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
@@ -33,7 +43,6 @@ from torch_pi2.rewrite.state import SparseState
 from torch_pi2.types.config import Config
 
 #: By the names of methods.
-Programs = Mapping[str, torch.export.ExportedProgram]
 Chunks = Mapping[str, Sequence[int]]
 
 
@@ -85,11 +94,11 @@ class Accelerated:
     """What an accelerator computes.
 
     Attributes:
-        hot: method -> of each layer the module that computes its hot neurons, and how many they are; or None.
+        hot: method -> of each layer the module that computes its hot neurons, and how many they are.
         attention: its parts.
     """
 
-    hot: Mapping[str, Sequence[tuple[nn.Module, int] | None]] = field(default_factory=dict)
+    hot: Mapping[str, Sequence[tuple[nn.Module, int]]] = field(default_factory=dict)
     attention: PlacedAttention = field(default_factory=PlacedAttention)
 
     def decoder(self, method: str, lanes: Lanes) -> Lanes:
@@ -176,15 +185,11 @@ def chunks_of(source: Source, settings: ExportSettings) -> dict[str, list[int]]:
 
 def check_npu_memory(layers: Sequence[SparseFFN], settings: ExportSettings, method: str, chunks: Sequence[int]) -> None:
     """Raises ConfigError: an NPU has not the memory for so many chunks of each layer."""
-    if settings.soc is None:
-        return
-    from torch_pi2.export import qnn
-
-    if (size := _ffn_bytes(layers, settings, chunks)) > qnn.MOST_BYTES:
+    if (size := _ffn_bytes(layers, settings, chunks)) > MOST_BYTES:
         neurons = [min(count * CHUNK, ffn.site.intermediate) for count, ffn in zip(chunks, layers)]
         raise ConfigError(
             f"hot neurons of {len(layers)} layers, graph {method}, for {settings.soc}",
-            expected=f"at most {qnn.MOST_BYTES >> 20} MiB of weights, which an NPU can have",
+            expected=f"at most {MOST_BYTES >> 20} MiB of weights, which an NPU can have",
             found=f"{size >> 20} MiB in {settings.precision} ({min(neurons)} to {max(neurons)} neurons of a layer)",
             fix="Pass fewer chunks (hot), or for fewer bits a weight precision='w4a16', blocks=32.",
         )
@@ -197,17 +202,14 @@ def hot_prompts(layers: Sequence[SparseFFN], settings: ExportSettings) -> tuple[
         ConfigError: an NPU's memory does not hold them.
     """
     prompts = None if settings.hot_prompts is None else tuple(settings.hot_prompts)
-    if settings.soc is None:
-        return prompts or ()
-    from torch_pi2.export import qnn
-
     size = _ffn_bytes(layers, settings)
-    if size <= qnn.MOST_BYTES:
-        return tuple(n for n in (128,) if n < settings.max_tokens) if prompts is None else prompts
+    if size <= MOST_BYTES:
+        default = (128,) if settings.soc is not None and settings.max_tokens > 128 else ()
+        return default if prompts is None else prompts
     if prompts:
         raise ConfigError(
             f"export(hot_prompts={prompts}) for {settings.soc}",
-            expected=f"feed-forward layers of at most {qnn.MOST_BYTES >> 20} MiB, which an NPU can have",
+            expected=f"feed-forward layers of at most {MOST_BYTES >> 20} MiB, which an NPU can have",
             found=f"{len(layers)} with {size >> 20} MiB in {settings.precision}",
             fix="Leave it out: prompts are read by the CPU, from the store.",
         )
@@ -215,7 +217,7 @@ def hot_prompts(layers: Sequence[SparseFFN], settings: ExportSettings) -> tuple[
 
 
 def _ffn_bytes(layers: Sequence[SparseFFN], settings: ExportSettings, chunks: Sequence[int] | None = None) -> int:
-    """Bytes of weights on an NPU: of whole layers, or of so many chunks of each."""
+    """Bytes of weights on an NPU, if there is one: of whole layers, or of so many chunks of each."""
     if settings.soc is None:
         return 0
     weights: int = 0
@@ -236,21 +238,17 @@ def _accelerated(source: Source, lanes: Lanes, settings: ExportSettings, staging
     attention = place_attention(source.model, lanes, [*chunks], settings, calibration, report, size)
     if settings.soc is None:
         whole = [*map(hot_chunks, source.ffns, most)]
-        modules: Mapping[str, Sequence[nn.Module | None]] = {
+        modules: Mapping[str, Sequence[nn.Module]] = {
             method: [module.first(count) for module, count in zip(whole, counts)] for method, counts in chunks.items()
         }
     else:
         modules = _compiled(source, settings, chunks, most, calibration, report)
+    neurons = [ffn.site.intermediate for ffn in source.ffns]
     hot = {
-        method: [
-            None if module is None else (module, min(count * CHUNK, ffn.site.intermediate))
-            for module, count, ffn in zip(of_layers, chunks[method], source.ffns, strict=True)
-        ]
+        method: [(m, min(count * CHUNK, n)) for m, count, n in zip(of_layers, chunks[method], neurons, strict=True)]
         for method, of_layers in modules.items()
     }
     if report:
-        from torch_pi2.export.qnn.settings import REPORT_FILE
-
         atomic_write(staging / REPORT_FILE, json.dumps(report, indent=1) + "\n")
     return Accelerated(hot, attention)
 
@@ -262,10 +260,8 @@ def _compiled(
     most: Sequence[int],
     calibration: Sequence[Batch],
     report: dict[str, Any],
-) -> Mapping[str, Sequence[nn.Module | None]]:
+) -> Mapping[str, Sequence[nn.Module]]:
     """Hot parts for the NPU: method -> module of each layer. ``report`` gets what the compiler says, and the loss."""
-    from torch_pi2.export import qnn
-
     tokens = before_scored(calibration, _calibration_tokens(source, settings))
     samples: Sequence[torch.Tensor | None] = [None] * len(source.ffns)
     if calibration:
@@ -276,8 +272,6 @@ def _compiled(
     report |= lowered.report | {"loss": None}
     rows, after = scored_rows(calibration, tokens)
     if rows:
-        from torch_pi2.export.calibrate import loss_of
-
         quantised_on = "the tokens that hot parts were quantised on"
         text = f"calibration data after {quantised_on}" if after else quantised_on
         loss = loss_of(source.model, source.ffns, lowered.quantized, chunks, rows)

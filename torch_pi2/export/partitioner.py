@@ -40,9 +40,8 @@ _WHOLE: Mapping[str, Callable[..., Any]] = {
     "pi2.predicted_ffn": predicted_ffn,
     "pi2.experts_ffn": experts_ffn,
 }
-#: Arguments that tell one model from another: tensors; and numbers, with their names in a layer.
+#: Arguments that tell one model from another.
 _WEIGHTS = ("neuron_rows", "bias_gate", "bias_up", "bias_down")
-_THRESHOLDS = {"threshold": "threshold", "cut": "predictor_threshold", "thresholds": "thresholds", "cuts": "cuts"}
 
 
 def role_of(node: torch.fx.Node) -> int | None:
@@ -65,9 +64,9 @@ def _is_constant(program: torch.export.ExportedProgram, node: torch.fx.Node) -> 
 
 
 def _mismatch(
-    program: torch.export.ExportedProgram, node: torch.fx.Node, home: SparseLayer, known: Mapping[str, str]
+    program: torch.export.ExportedProgram, node: torch.fx.Node, home: SparseLayer, known: dict[str, str]
 ) -> str:
-    """The first weight or threshold of a call that differs from those of ``home``, the layer of that name; or "".
+    """The first weight of a call that differs from that of ``home``, the layer of that name; or "".
 
     Predictors are not compared: their rows may be in another order in a program. known: name of a program's input ->
     name of the parameter or buffer.
@@ -79,9 +78,7 @@ def _mismatch(
         known_bytes = type(theirs) in (torch.Tensor, nn.Parameter)  # not so once a part of the program is lowered
         if theirs is not None and ours is not None and known_bytes and not _is_same(theirs.detach(), ours.detach()):
             return name
-    call = vars(arguments_of(_WHOLE[_operator(node)], node.args))
-    different = [name for name in _THRESHOLDS if name in call and call[name] != getattr(home, _THRESHOLDS[name])]
-    return different[0] if different else ""
+    return ""
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -297,7 +294,7 @@ def lower(
 
     calls = {key: sum(role_of(n) is not None for n in p.graph.nodes) for key, p in programs.items()}
     with quiet(), named_failures(f"lowering {name}", "operators that ExecuTorch has"):
-        partitioners = dict.fromkeys(programs, _Parts(blob_of_node, XnnpackPartitioner()))
+        partitioners = dict.fromkeys(programs, BlobPartitioner(blob_of_node, XnnpackPartitioner()))
         edge = _delegated(programs, partitioners, constant_methods or {})
         _check_delegated(edge, calls, name)
         workspace = workspace_bytes(edge)
@@ -362,26 +359,6 @@ def _check_delegated(edge: Any, calls: Mapping[str, int], name: str) -> None:
                 found=f"{found}" + (f", and {len(missed)} operators not delegated ({missed[0]})" if missed else ""),
                 fix="Report it: the partitioner has missed a layer.",
             )
-
-
-class _Uncompiled(torch.fx.GraphModule):
-    """A graph for which no Python code is generated: ExecuTorch would do so for each partition, and nobody runs it."""
-
-    def recompile(self) -> Any:
-        """Do nothing."""
-
-    def __str__(self) -> str:
-        return type(self).__name__
-
-
-class _Parts(BlobPartitioner):
-    """Partitions graphs for which no code is generated."""
-
-    def partition(self, exported_program: torch.export.ExportedProgram) -> Any:
-        found = super().partition(exported_program)
-        tagged = found.tagged_exported_program
-        tagged._graph_module = _Uncompiled(tagged.graph_module, tagged.graph)
-        return found
 
 
 # --- memory of what was lowered ---------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -22,7 +22,7 @@ from torch_pi2.decode.sequence import GeneratedSequence, StopStrings, decode_loo
 from torch_pi2.errors import ConfigError, NonFiniteError, ShapeError
 from torch_pi2.export.manifest import STORE_FILE, Manifest
 from torch_pi2.export.runtime import Program
-from torch_pi2.export.sampling import SamplingSettings, defaults_of
+from torch_pi2.export.sampling import SamplingKeywords, SamplingSettings, defaults_of
 from torch_pi2.export.text import Detokenizer, encode, load_tokenizer
 
 _log = logging.getLogger("torch_pi2")
@@ -208,35 +208,30 @@ class Bundle:
         prompt: Prompt | torch.Tensor,
         max_new_tokens: int | None = None,
         *,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        stop: str | Sequence[str] | None = None,
         seed: int = 0,
         num_return_sequences: int = 1,
         reuse: bool = False,
         stream: Stream | None = None,
+        **sampling: Unpack[SamplingKeywords],
     ) -> Generated:
         """Continue a prompt.
 
-        Greedy answers (``temperature=0``) are the same bits each time. Sequence i of a sampled answer has its own
-        generator, seeded ``seed + i``. The prompt is read once and its keys and values are copied to the other
+        Greedy answers (``temperature=0``, the default) are the same bits each time. Sequence i of a sampled answer has
+        its own generator, seeded ``seed + i``. The prompt is read once and its keys and values are copied to the other
         sequences. They end at their own times; as soon as a smaller batch holds the remaining ones, its method goes on.
 
         Args:
             prompt: text, token ids, or messages of a chat (``{"role": ..., "content": ...}``) for the tokenizer's
                 template.
             max_new_tokens: of each sequence (default: as many as fit).
-            temperature: 0 is greedy. top_k, top_p, min_p, repetition_penalty, stop: see
-                :class:`torch_pi2.export.sampling.SamplingSettings`; None: the model's generation_config.json decides.
             num_return_sequences: at most ``manifest.lanes``.
             reuse: do not read again the tokens that prompt and last call (with one sequence) begin with, as in the
                 next turn of a chat. Keys and values of the last answer come from decoding, and the rest is read as a
                 short prompt: where neurons are predicted, both miss neurons that a long prompt read at once does not.
             stream: called for every token, in order of sequences within a step. An error that it raises ends the
                 answer. It cannot call this bundle, whose KV cache is in use.
+            sampling: ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``stop``: see
+                :class:`torch_pi2.export.sampling.SamplingSettings`; None: the model's generation_config.json decides.
 
         Raises:
             ConfigError: the bundle is no decoder, an argument is wrong, or this is called within ``stream``.
@@ -247,8 +242,8 @@ class Bundle:
         with self._alone("generate", "decoder"):
             self._check_count("num_return_sequences", num_return_sequences)
             argument(reuse, "reuse").flag()
-            how = SamplingSettings(temperature, top_k, top_p, min_p, repetition_penalty, stop)
-            answers, timing = self._answer([prompt] * num_return_sequences, max_new_tokens, how, seed, stream, reuse)
+            prompts = [prompt] * num_return_sequences
+            answers, timing = self._answer(prompts, max_new_tokens, sampling, seed, stream, reuse)
         return Generated(answers[0].prompt, [answer.result() for answer in answers], *timing)
 
     @torch.no_grad()
@@ -257,16 +252,11 @@ class Bundle:
         prompts: Sequence[Prompt],
         max_new_tokens: int | None = None,
         *,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        stop: str | Sequence[str] | None = None,
         seed: int = 0,
         stream: Stream | None = None,
+        **sampling: Unpack[SamplingKeywords],
     ) -> list[Generated]:
-        """Continue several prompts together: each is read into a lane of its own, then they are decoded as a batch.
+        """Continue several prompts at once, each in a lane of its own.
 
         A lossless bundle gives each the greedy answer of :meth:`generate` (up to the last bits of logits, as methods of
         other batch sizes add in another order).
@@ -284,8 +274,7 @@ class Bundle:
             if isinstance(prompts, str):
                 argument(prompts, "prompts").wrong("a list of prompts")
             self._check_count("prompts", len(prompts))
-            how = SamplingSettings(temperature, top_k, top_p, min_p, repetition_penalty, stop)
-            answers, timing = self._answer([*prompts], max_new_tokens, how, seed, stream, False)
+            answers, timing = self._answer([*prompts], max_new_tokens, sampling, seed, stream, False)
         return [Generated(answer.prompt, [answer.result()], *timing) for answer in answers]
 
     @torch.no_grad()
@@ -377,23 +366,27 @@ class Bundle:
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def _answer(
-        self, prompts: list[Any], most: int | None, how: SamplingSettings, seed: int, stream: Stream | None, reuse: bool
+        self,
+        prompts: list[Any],
+        most: int | None,
+        sampling: SamplingKeywords,
+        seed: int,
+        stream: Stream | None,
+        reuse: bool,
     ) -> tuple[list[_Answering], tuple[float, float, int, int]]:
         """An answer to each of ``prompts``, of which identical ones are read once; and the numbers of Generated."""
+        how = SamplingSettings(**sampling)
         if most is not None:
             argument(most, "max_new_tokens").whole(1)
         if stream is not None and not callable(stream):
             argument(stream, "stream").wrong("a function, or None")
         argument(seed, "seed").whole(most=1 << 62)
         texts = [argument(prompt, "prompt").text(empty=True) for prompt in prompts if isinstance(prompt, str)]
-        has_tokenizer = self._tokenizer is not None or any(
-            (self.folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
+        names = ("tokenizer.json", "tokenizer_config.json")
+        with_text = (
+            self._tokenizer is not None or bool(texts or how.stop) or any((self.folder / n).is_file() for n in names)
         )
-        if not has_tokenizer and not texts and how.stop is not None:
-            raise ConfigError(
-                "stop", expected="a bundle with a tokenizer", found="one without", fix="Leave it out, or pass one."
-            )
-        tokenizer = self.tokenizer if has_tokenizer or texts else None
+        tokenizer = self.tokenizer if with_text else None
         how = how.with_defaults(self._sampling)
         same = all(prompt is prompts[0] for prompt in prompts)
         ids = [self._encode(prompt) for prompt in prompts[: 1 if same else None]]
@@ -416,9 +409,7 @@ class Bundle:
         self._in_first_lane = []
         started = time.perf_counter()
         read = [self._read(own, known, lane) for lane, own in enumerate(ids)]
-        decode_loop(
-            answers, read * len(answers) if same else read, step, lambda answer, logits_V: answer.choose(logits_V)
-        )
+        decode_loop(answers, read * len(answers) if same else read, step, _Answering.choose)
         done = time.perf_counter()
         if len(answers) == 1:
             self._in_first_lane = ids[0] + answers[0].tokens[:-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 
@@ -21,6 +22,17 @@ _NAMES = {
     "repetition_penalty": "repetition_penalty",
     "stop": "stop_strings",
 }
+
+
+class SamplingKeywords(TypedDict, total=False):
+    """The fields of :class:`SamplingSettings`, as keywords."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    stop: str | Sequence[str] | None
 
 
 @dataclass(frozen=True)

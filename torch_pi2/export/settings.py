@@ -11,11 +11,12 @@ from typing import Any
 from torch_pi2.base.fields import argument, check_fields, limited
 from torch_pi2.decode.executorch import check_executorch
 from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.export import qnn
 from torch_pi2.export.manifest import BESIDE, MANIFEST_FILE, Manifest
 from torch_pi2.types.config import HOT_ATTENTION, KV_FORMATS, LINEARS
 
 #: Settings that only an NPU has.
-_OF_NPU = ("precision", "outliers", "blocks", "quantization", "weight_sharing")
+_OF_NPU = ("precision", "blocks", "quantization", "weight_sharing")
 #: Settings that only a decoder has.
 _OF_DECODER = ("max_tokens", "max_prompt", "batches", "kv")
 
@@ -38,7 +39,6 @@ class ExportSettings:
     hot_prompts: Sequence[int] | None = None
     hot_attention: str | None = None
     precision: str = "w4a16"
-    outliers: int = 64
     blocks: int | str = "auto"
     quantization: str = "rtn"
     weight_sharing: bool = True
@@ -70,8 +70,6 @@ class ExportSettings:
     @property
     def qnn(self) -> Any:
         """The settings of the NPU's compiler."""
-        from torch_pi2.export import qnn
-
         assert self.soc is not None
         of_npu: dict[str, Any] = {name: getattr(self, name) for name in _OF_NPU}
         return qnn.Settings(self.soc, **of_npu)
@@ -118,9 +116,7 @@ def check_installed(settings: ExportSettings) -> None:
     """Raises what is missing on this machine for an export: ExecuTorch, or the NPU's compiler."""
     check_executorch()
     if settings.soc is not None:
-        from torch_pi2.export import qnn
-
-        qnn.check(settings.qnn)
+        qnn.check(settings.qnn.soc)
 
 
 def check_bundle_folder(folder: Path) -> None:

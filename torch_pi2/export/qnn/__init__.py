@@ -1,7 +1,7 @@
 """``torch_pi2.export.qnn``: the hot part of each layer for Qualcomm's NPU (Hexagon HTP), compiled ahead of time.
 
     settings = qnn.Settings(soc="SM8650")
-    qnn.check(settings)                                  # before any work: SoC, versions, libraries; no network
+    qnn.check(settings.soc)                              # before any work: SoC, versions, libraries; no network
     lowered = qnn.lower_hot(hot, samples, graphs, settings)
 
 Qualcomm's libraries are proprietary (Qualcomm AI Stack License) and not part of torch_pi2: docs/QNN.md says how to get

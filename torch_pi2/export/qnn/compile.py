@@ -1,4 +1,4 @@
-"""The process that compiles: ``python -m torch_pi2.export.qnn.compile FOLDER``; started by :mod:`.job` alone.
+"""The process that compiles: ``python -m torch_pi2.export.qnn.compile FOLDER``; started by :mod:`.lower` alone.
 
 Qualcomm's libraries live only in here: they print without end, must be loaded after torch, and may crash.
 
@@ -27,7 +27,7 @@ from torch_pi2.decode.executorch import EXECUTORCH
 from torch_pi2.errors import CompileError, Pi2Error, VersionError
 from torch_pi2.export.qnn import sdk
 from torch_pi2.export.qnn.quantize import PartInputs, graph_program, part_program, quantize, quantize_part
-from torch_pi2.export.qnn.settings import Settings, remediation, title
+from torch_pi2.export.qnn.settings import Settings, how_to_avoid, title
 
 _TRAFFIC = re.compile(
     rb"spill_bytes=(\d+)\s+fill_bytes=(\d+)\s+write_total_bytes=(\d+)\s+read_total_bytes=(\d+)", re.MULTILINE
@@ -68,7 +68,7 @@ def main(folder: Path) -> int:
 
 
 def _run(folder: Path) -> None:
-    job = json.loads((folder / "job.json").read_text())
+    job, work = json.loads((folder / "job.json").read_text()), folder.parent
     settings, log = Settings(**job["settings"]), _Log(folder / "log")
     sdk.load(sdk.Libraries(Path(job["libraries"]), job["origin"]))
     build = _build()
@@ -77,10 +77,10 @@ def _run(folder: Path) -> None:
     for layer in job["layers"]:
         started = time.monotonic()
         name = layer["name"]
-        given = torch.load(folder / f"{name}.pt", weights_only=False)  # our own file
+        given = torch.load(work / f"{name}.pt", weights_only=False)  # our own file
         programs: dict[str, torch.export.ExportedProgram]
         if isinstance(given, PartInputs):
-            program, errors = quantize_part(torch.export.load(folder / f"{name}.float.pt2"), given, settings)
+            program, errors = quantize_part(torch.export.load(work / f"{name}.float.pt2"), given, settings)
             facts: dict[str, Any] = {"block": given.block, "errors": errors}
             programs = {graph: part_program(program, shapes) for graph, shapes in given.graphs.items()}
         else:
@@ -88,20 +88,18 @@ def _run(folder: Path) -> None:
             quantized = quantize(hot, samples, settings)
             program = quantized.program
             facts = {
-                "outliers": quantized.outliers,
                 "block": quantized.block,
                 "errors": quantized.errors,
-                "tried": [{"block": tried, "error": error} for tried, error in quantized.tried.items()],
                 "measured_tokens": quantized.tokens,
             }
             programs = {n: graph_program(program, g["tokens"], g["chunks"]) for n, g in layer["graphs"].items()}
-        torch.export.save(program, folder / f"{name}.pt2")
+        torch.export.save(program, work / f"{name}.pt2")
         context, spec, graphs = _compile(programs, layer, settings, log, convolutions=facts["block"] > 0)
-        atomic_write(folder / f"{name}.context", context)
-        atomic_write(folder / f"{name}.spec", spec)
+        atomic_write(work / f"{name}.context", context)
+        atomic_write(work / f"{name}.spec", spec)
         seconds = round(time.monotonic() - started, 1)
         report = {"context_bytes": len(context), **facts, "graphs": graphs, "seconds": seconds}
-        atomic_write(folder / f"{name}.json", json.dumps(report))
+        atomic_write(work / f"{name}.json", json.dumps(report))
     atomic_write(folder / "done.json", json.dumps({"build": build}))
 
 
@@ -137,7 +135,7 @@ def _compile(
 ) -> tuple[bytes, bytes, dict[str, dict[str, Any]]]:
     """Context binary, compile specification and what is known of each graph."""
     log.mark()
-    what, fix = title(layer["name"]), remediation(layer["name"])
+    what, fix = title(layer["name"]), how_to_avoid(layer["name"])
     try:
         delegates, spec = _lower(programs, settings, convolutions=convolutions)
     except Pi2Error as error:

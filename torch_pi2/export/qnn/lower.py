@@ -3,6 +3,8 @@
 Each layer's hot part is compiled on its own, before the model is exported: no other partitioner can take a piece of it
 or join it with its neighbours, ExecuTorch's passes for Qualcomm (which rewrite a whole program) see nothing else, and
 only one layer at a time is in the compiler's memory.
+
+The compiler uses one core. Layers are distributed over as many processes as cores and memory allow.
 """
 
 from __future__ import annotations
@@ -27,18 +29,160 @@ from torch import nn
 
 from torch_pi2 import errors
 from torch_pi2.base.progress import bar
-from torch_pi2.decode.executorch import EXECUTORCH
-from torch_pi2.errors import CompileError, ConfigError, Pi2Error
+from torch_pi2.decode.executorch import EXECUTORCH, check_executorch
+from torch_pi2.errors import CompileError, Pi2Error
 from torch_pi2.export.hot import HotChunks
 from torch_pi2.export.qnn import sdk
 from torch_pi2.export.qnn.quantize import PartInputs, check_calibration, graph_program, part_program
-from torch_pi2.export.qnn.settings import REPORT_FORMAT, REPORT_VERSION, Graph, Settings, remediation, title
+from torch_pi2.export.qnn.settings import REPORT_FORMAT, REPORT_VERSION, Graph, Settings, how_to_avoid, title
 from torch_pi2.machine.process import cores, free_bytes
 
 _MODULE = "torch_pi2.export.qnn.compile"
-
 #: Memory of a process that compiles: in any case, and in sizes of its layer in float32.
 _PROCESS, _TIMES = 1 << 30, 6
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """Compiled hot parts.
+
+    Attributes:
+        modules: graph -> for each layer a module x ``[*shape, H]`` -> the same shape. ``torch.export`` keeps it as a
+            call of ExecuTorch's QNN delegate; in PyTorch it computes in the precision that was compiled.
+        quantized: for each layer what was compiled, in PyTorch: x ``[T, H]`` of any T -> a tuple of the sums of the
+            first 1, 2, ... chunks.
+        report: versions, settings, and per layer: bytes, groups of weights, quantisation error, and for each graph its
+            shape, chunks and DDR bytes per call as the compiler states them.
+    """
+
+    modules: dict[str, list[nn.Module]]
+    quantized: list[nn.Module]
+    report: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Other compiled parts: graph -> name -> module; of each part what :class:`Lowered` reports of a layer."""
+
+    modules: dict[str, dict[str, nn.Module]]
+    report: dict[str, dict[str, Any]]
+
+
+class CompiledHot(nn.Module):
+    """One graph of one layer's context binary: ``[..., H] -> [..., H]``, as many tokens as it was compiled for."""
+
+    def __init__(self, delegate: nn.Module) -> None:
+        super().__init__()
+        self.delegate = delegate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.higher_order.executorch_call_delegate(self.delegate, x.reshape(-1, x.shape[-1]))[0]
+        return y.reshape(x.shape)
+
+
+class CompiledPart(nn.Module):
+    """One graph of a part's context binary, with the inputs and outputs of the part."""
+
+    def __init__(self, delegate: nn.Module, arguments: Sequence[int], results: Sequence[int]) -> None:
+        super().__init__()
+        self.delegate, self.arguments, self.results = delegate, arguments, results
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = [inputs[i] for i in self.arguments]
+        found = torch.ops.higher_order.executorch_call_delegate(self.delegate, *given)
+        return tuple(found[i] for i in self.results)
+
+
+def lower_hot(
+    hot: Iterable[HotChunks],
+    samples: Sequence[torch.Tensor | None],
+    graphs: Mapping[str, Graph],
+    settings: Settings,
+    *,
+    progress: bool = False,
+) -> Lowered:
+    """Quantise and compile the hot part of each layer.
+
+    Args:
+        hot: of each layer, float32. They are consumed one at a time.
+        samples: calibration inputs of each layer ``[..., H]`` (with fp16 they may be None).
+        graphs: by the name of the method that they are for; ExecuTorch finds a graph by its method's name.
+        progress: show how many layers are compiled.
+
+    Raises:
+        ConfigError: unsupported SoC. LibraryMissingError, VersionError: as :func:`check`.
+        CalibrationError, ShapeError, NonFiniteError: as :func:`~torch_pi2.export.qnn.quantize.quantize`.
+        CompileError: the compiler refused a layer, crashed, or took too long.
+    """
+    with job(settings) as work:
+        for i, (layer, inputs) in enumerate(zip(hot, samples, strict=True)):
+            check_calibration(layer, inputs, settings)
+            sizes = {name: {"tokens": math.prod(g.shape), "chunks": g.chunks[i]} for name, g in graphs.items()}
+            work.add(f"layer{i}", sizes, (layer, inputs), sum(p.nbytes for p in layer.parameters()))
+        build, layers = work.run(progress=progress)
+        origin = work.libraries.origin
+    report = {
+        "format": REPORT_FORMAT,
+        "version": REPORT_VERSION,
+        **asdict(settings),
+        "qnn": build,
+        "libraries": origin,
+        "executorch": EXECUTORCH,
+        "layers": [layer.report for layer in layers.values()],
+    }
+    modules: dict[str, list[nn.Module]] = {
+        name: [
+            CompiledHot(_delegate(graph_program(layer.program, math.prod(graph.shape), chunks), layer))
+            for layer, chunks in zip(layers.values(), graph.chunks, strict=True)
+        ]
+        for name, graph in graphs.items()
+    }
+    return Lowered(modules, [layer.program.module(check_guards=False) for layer in layers.values()], report)
+
+
+def lower_parts(
+    parts: Iterable[tuple[str, torch.export.ExportedProgram, PartInputs]],
+    settings: Settings,
+    *,
+    progress: bool = False,
+) -> Parts:
+    """Quantise and compile other parts of a decoder, consumed one at a time, each with its name and its inputs.
+
+    Raises: as :func:`lower_hot`, but for what is of feed-forward layers.
+    """
+    graphs = {}
+    with job(settings) as work:
+        for name, program, inputs in parts:
+            path = work.folder / f"{name}.float.pt2"
+            torch.export.save(program, path)
+            sizes = {graph: {"shapes": [shape for shape, _ in shapes]} for graph, shapes in inputs.graphs.items()}
+            work.add(name, sizes, inputs, path.stat().st_size)
+            graphs[name] = inputs.graphs
+        _, compiled = work.run(progress=progress)
+    modules: dict[str, dict[str, nn.Module]] = {}
+    for name, of_part in graphs.items():
+        one = compiled[name]
+        for graph, shapes in of_part.items():
+            facts = one.report["graphs"][graph]
+            order = facts.get("arguments", [0]), facts.get("results", [0])
+            delegate = _delegate(part_program(one.program, shapes, order), one)
+            modules.setdefault(graph, {})[name] = CompiledPart(delegate, *order)
+    return Parts(modules, {name: one.report for name, one in compiled.items()})
+
+
+def _delegate(program: torch.export.ExportedProgram, compiled: Compiled) -> nn.Module:
+    """ExecuTorch's module of a graph, which is found by the name of the method that calls it."""
+    from executorch.backends.qualcomm.utils.constants import QCOM_QNN_COMPILE_SPEC
+    from executorch.exir.backend.compile_spec_schema import CompileSpec
+    from executorch.exir.lowered_backend_module import LoweredBackendModule
+
+    specs = [CompileSpec(QCOM_QNN_COMPILE_SPEC, compiled.spec)]
+    delegate: Any = LoweredBackendModule(program, "QnnBackend", compiled.context, specs)
+    delegate.meta = {"debug_handle_map": {}}
+    return delegate  # type: ignore[no-any-return]
+
+
+# --- processes that compile -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -65,25 +209,10 @@ class Job:
     layers: list[dict[str, Any]] = field(default_factory=list)
     bytes: int = 0
 
-    def add(
-        self,
-        name: str,
-        hot: HotChunks,
-        samples: torch.Tensor | None,
-        graphs: Mapping[str, tuple[int, int]],
-    ) -> None:
-        """A layer with its calibration inputs; ``graphs``: name -> tokens and chunks."""
-        torch.save((hot, samples), self.folder / f"{name}.pt")
-        self.bytes = max(self.bytes, sum(p.numel() * p.element_size() for p in hot.parameters()))
-        described = {graph: {"tokens": tokens, "chunks": chunks} for graph, (tokens, chunks) in graphs.items()}
-        self.layers.append({"name": name, "graphs": described})
-
-    def add_part(self, name: str, program: torch.export.ExportedProgram, inputs: PartInputs) -> None:
-        """Another part of a decoder."""
-        torch.export.save(program, self.folder / f"{name}.float.pt2")
-        torch.save(inputs, self.folder / f"{name}.pt")
-        self.bytes = max(self.bytes, (self.folder / f"{name}.float.pt2").stat().st_size)
-        graphs = {graph: {"shapes": [sizes for sizes, _ in shapes]} for graph, shapes in inputs.graphs.items()}
+    def add(self, name: str, graphs: Mapping[str, Any], given: Any, size: int) -> None:
+        """A layer of ``size`` bytes; ``given`` is what the process that compiles gets, ``graphs`` are reported."""
+        torch.save(given, self.folder / f"{name}.pt")
+        self.bytes = max(self.bytes, size)
         self.layers.append({"name": name, "graphs": graphs})
 
     def run(self, *, progress: bool = False) -> tuple[str, dict[str, Compiled]]:
@@ -99,50 +228,50 @@ class Job:
         environment = sdk.environment(self.libraries, self.folder / "sdk")
         count = workers(len(self.layers), self.bytes)
         environment["OMP_NUM_THREADS"] = str(max(1, cores() // count))
-        shares = [self._share(i, self.layers[i::count]) for i in range(count)]
+        running = [_Process(self, self.layers[i::count], self.folder / f"process{i}") for i in range(count)]
         try:
             with bar(None, "compiling for the NPU", progress, total=len(self.layers), unit="layer") as shown:
-                for share in shares:
-                    share.start(environment)
-                while sum(share.running() for share in shares):  # of all: any() would stop at the first
-                    shown.update(sum(share.finished() for share in shares) - shown.n)
+                for process in running:
+                    process.start(environment)
+                while sum(process.is_running() for process in running):  # of all: any() would stop at the first
+                    shown.update(sum(process.finished() for process in running) - shown.n)
                     time.sleep(0.1)
                 shown.update(len(self.layers) - shown.n)
         finally:
-            for share in shares:
-                share.end()
-        compiled = {name: found for share in shares for name, found in share.read().items()}
-        return shares[0].build(), {layer["name"]: compiled[layer["name"]] for layer in self.layers}
+            for process in running:
+                process.end()
+        build = json.loads((running[0].folder / "done.json").read_text())["build"]
+        return str(build), {layer["name"]: self._read(layer["name"]) for layer in self.layers}
 
-    def _share(self, index: int, layers: list[dict[str, Any]]) -> _Share:
-        folder = self.folder / f"process{index}"
-        folder.mkdir()
-        for layer in layers:
-            for path in [*self.folder.glob(f"{layer['name']}.*")]:
-                path.rename(folder / path.name)
-        return _Share(folder, self.settings, self.libraries, layers)
+    def _read(self, name: str) -> Compiled:
+        import torchao.quantization.pt2e  # noqa: F401  the program's quantisation operators
+
+        program = torch.export.load(self.folder / f"{name}.pt2")
+        context, spec = ((self.folder / f"{name}.{kind}").read_bytes() for kind in ("context", "spec"))
+        return Compiled(program, context, spec, json.loads((self.folder / f"{name}.json").read_text()))
 
 
 @dataclass
-class _Share:
-    """The layers of one process, one after another."""
+class _Process:
+    """A process that compiles some layers, one after another; its own ``folder`` is in that of the job."""
 
-    folder: Path
-    settings: Settings
-    libraries: sdk.Libraries
+    job: Job
     layers: list[dict[str, Any]]
+    folder: Path
     process: subprocess.Popen[bytes] | None = None
     done: int = 0
     since: float = 0.0
 
     def start(self, environment: dict[str, str]) -> None:
-        job = {
-            "settings": asdict(self.settings),
-            "libraries": str(self.libraries.folder),
-            "origin": self.libraries.origin,
+        libraries = self.job.libraries
+        work = {
+            "settings": asdict(self.job.settings),
+            "libraries": str(libraries.folder),
+            "origin": libraries.origin,
             "layers": self.layers,
         }
-        (self.folder / "job.json").write_text(json.dumps(job))
+        self.folder.mkdir()
+        (self.folder / "job.json").write_text(json.dumps(work))
         self.since = time.monotonic()
         with (self.folder / "log").open("wb") as log:
             self.process = subprocess.Popen(
@@ -154,21 +283,24 @@ class _Share:
                 start_new_session=True,  # the compiler's own children die with it
             )
 
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """Whether it is still at work. Raises what went wrong."""
         assert self.process is not None
-        code = self.process.poll()
+        code, finished, timeout = self.process.poll(), self.finished(), self.job.settings.timeout_s
         if code is None:
-            finished = self.finished()
             if finished > self.done:
                 self.done, self.since = finished, time.monotonic()
-            if time.monotonic() - self.since > self.settings.timeout_s:
-                raise self._failed(f"nothing after {self.settings.timeout_s:g} s")
+            if time.monotonic() - self.since > timeout:
+                raise self._failed(f"nothing after {timeout:g} s")
             return True
         if (self.folder / "error.json").is_file():
-            raise _error(json.loads((self.folder / "error.json").read_text()))
+            facts = json.loads((self.folder / "error.json").read_text())
+            raise getattr(errors, facts.pop("kind"))(facts.pop("what"), **facts)
         if code != 0 or not (self.folder / "done.json").is_file():
-            raise self._failed(f"the process ended with {_ending(code)}: {self._tail()}")
+            lines = (self.folder / "log").read_text(errors="replace").strip().splitlines()
+            tail = " | ".join(line.strip()[:200] for line in lines[-3:]) or "it printed nothing"
+            how = signal.Signals(-code).name if code < 0 else f"code {code}"
+            raise self._failed(f"the process ended with {how}: {tail}")
         return False
 
     def end(self) -> None:
@@ -178,33 +310,17 @@ class _Share:
             self.process.wait()
 
     def finished(self) -> int:
-        return sum((self.folder / f"{layer['name']}.json").is_file() for layer in self.layers)
-
-    def build(self) -> str:
-        return str(json.loads((self.folder / "done.json").read_text())["build"])
-
-    def read(self) -> dict[str, Compiled]:
-        return {layer["name"]: self._read(layer["name"]) for layer in self.layers}
+        return sum((self.job.folder / f"{layer['name']}.json").is_file() for layer in self.layers)
 
     def _failed(self, how: str) -> CompileError:
-        remaining = self.layers[self.finished() :]
-        where = f"{title(remaining[0]['name'])}, graphs {', '.join(remaining[0]['graphs'])}" if remaining else "its end"
-        instead = remediation(remaining[0]["name"]) if remaining else "Export again."
+        (layer, *_) = [*self.layers[self.finished() :], {"name": "its end", "graphs": {}}]
+        settings = self.job.settings
         return CompileError(
-            f"Qualcomm's compiler ({where})",
-            expected=f"a context binary for {self.settings.soc} in {self.settings.precision}",
+            f"Qualcomm's compiler ({title(layer['name'])}, graphs {', '.join(layer['graphs'])})",
+            expected=f"a context binary for {settings.soc} in {settings.precision}",
             found=how,
-            fix=f"{instead} Where it was killed, memory was short: free some.",
+            fix=f"{how_to_avoid(layer['name'])} Where it was killed, memory was short: free some.",
         )
-
-    def _tail(self) -> str:
-        lines = (self.folder / "log").read_text(errors="replace").strip().splitlines()
-        return " | ".join(line.strip()[:200] for line in lines[-3:]) or "it printed nothing"
-
-    def _read(self, name: str) -> Compiled:
-        report = json.loads((self.folder / f"{name}.json").read_text())
-        context, spec = ((self.folder / f"{name}.{kind}").read_bytes() for kind in ("context", "spec"))
-        return Compiled(_load(self.folder / f"{name}.pt2"), context, spec, report)
 
 
 def workers(layers: int, layer_bytes: int) -> int:
@@ -216,39 +332,23 @@ def workers(layers: int, layer_bytes: int) -> int:
 
 @contextmanager
 def job(settings: Settings) -> Iterator[Job]:
-    """An empty job in a temporary folder. Raises what :func:`sdk.find` and the other checks do."""
-    sdk.check_soc(settings.soc)
-    sdk.check_host()
-    sdk.check_executorch()
-    libraries = sdk.find()
+    """An empty job in a temporary folder. Raises the first of :func:`problems`."""
+    if found := problems(settings.soc):
+        raise found[0]
     with tempfile.TemporaryDirectory(prefix="torch-pi2-qnn-") as folder:
-        yield Job(Path(folder), settings, libraries)
+        yield Job(Path(folder), settings, sdk.find())
 
 
-def probe(soc: str) -> str:
-    """Load the libraries and compile one small layer, in a process of its own. Returns QNN's build.
+@functools.cache
+def check(soc: str) -> None:
+    """Everything that can be known before any work: SoC, host, versions, libraries, and one small layer compiled.
 
     Raises:
-        LibraryMissingError, VersionError, CompileError: as :meth:`Job.run`.
+        ConfigError: unsupported SoC. LibraryMissingError: no libraries; the message names their licence.
+        VersionError: ExecuTorch or the libraries have a version that does not work.
     """
     with job(Settings(soc, timeout_s=300)) as one:
-        return one.run()[0]
-
-
-def _load(path: Path) -> torch.export.ExportedProgram:
-    import torchao.quantization.pt2e  # noqa: F401  the program's quantisation operators
-
-    return torch.export.load(path)
-
-
-def _ending(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"code {code}"
-
-
-def _error(facts: dict[str, str]) -> Pi2Error:
-    kind = getattr(errors, facts.pop("kind"))
-    made: Pi2Error = kind(facts.pop("what"), **facts)
-    return made
+        one.run()
 
 
 def problems(soc: str, *, compile: bool = False) -> list[Pi2Error]:
@@ -259,199 +359,14 @@ def problems(soc: str, *, compile: bool = False) -> list[Pi2Error]:
         compile: also load the libraries and compile one small layer, in a process of its own (some 10 seconds).
     """
     found: list[Pi2Error] = []
-    for step in (lambda: sdk.check_soc(soc), sdk.check_host, sdk.check_executorch, sdk.find):
+    for step in (lambda: sdk.check_soc(soc), sdk.check_host, check_executorch, sdk.find):
         try:
             step()
         except Pi2Error as error:
             found.append(error)
     if compile and not found:
         try:
-            probe(soc)
+            check(soc)
         except Pi2Error as error:
             found.append(error)
     return found
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """Compiled hot parts.
-
-    Attributes:
-        modules: graph -> for each layer a module x ``[*shape, H]`` -> the same shape, or None without hot chunks.
-            ``torch.export`` keeps it as a call of ExecuTorch's QNN delegate; in PyTorch it computes in the precision
-            that was compiled.
-        quantized: for each layer what was compiled, in PyTorch: x ``[T, H]`` of any T -> a tuple of the sums of the
-            first 1, 2, ... chunks; None: the layer has no hot part.
-        report: versions, settings, and per layer: bytes, groups of weights or neurons with 8-bit weights, quantisation
-            error, and for each graph its shape, chunks and DDR bytes per call as the compiler states them.
-    """
-
-    modules: dict[str, list[nn.Module | None]]
-    quantized: Sequence[nn.Module | None]
-    report: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Other compiled parts: graph -> name -> module; of each part what :class:`Lowered` reports of a layer."""
-
-    modules: dict[str, dict[str, nn.Module]]
-    report: dict[str, dict[str, Any]]
-
-
-class CompiledHot(nn.Module):
-    """One graph of one layer's context binary: ``[..., H] -> [..., H]``, as many tokens as it was compiled for."""
-
-    def __init__(self, delegate: nn.Module) -> None:
-        super().__init__()
-        self.delegate = delegate
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.higher_order.executorch_call_delegate(self.delegate, x.reshape(-1, x.shape[-1]))[0]
-        return y.reshape(x.shape)
-
-
-def check(settings: Settings) -> None:
-    """Everything that can be known before any work: SoC, host, versions, libraries, and one small layer compiled.
-
-    Raises:
-        ConfigError: unsupported SoC. LibraryMissingError: no libraries; the message names their licence.
-        VersionError: ExecuTorch or the libraries have a version that does not work.
-    """
-    _probed(settings.soc)
-
-
-@functools.cache
-def _probed(soc: str) -> str:
-    return probe(soc)
-
-
-def lower_hot(
-    hot: Iterable[HotChunks | None],
-    samples: Sequence[torch.Tensor | None],
-    graphs: Mapping[str, Graph],
-    settings: Settings,
-    *,
-    progress: bool = False,
-) -> Lowered:
-    """Quantise and compile the hot part of each layer.
-
-    Args:
-        hot: of each layer, float32, or None. They are consumed one at a time.
-        samples: calibration inputs of each layer ``[..., H]`` (with fp16 they may be None).
-        graphs: by the name of the method that they are for; ExecuTorch finds a graph by its method's name.
-        progress: show how many layers are compiled.
-
-    Raises:
-        ConfigError: ``graphs`` and ``hot`` do not agree; unsupported SoC.
-        LibraryMissingError, VersionError: as :func:`check`.
-        CalibrationError, ShapeError, NonFiniteError: as :func:`~torch_pi2.export.qnn.quantize.quantize`.
-        CompileError: the compiler refused a layer, crashed, or took too long.
-    """
-    _check_graphs(len(samples), graphs)
-    with job(settings) as work:
-        for i, (layer, inputs) in enumerate(zip(hot, samples, strict=True)):
-            _add(work, i, layer, inputs, graphs)
-        build, compiled = work.run(progress=progress)
-        origin = work.libraries.origin
-    layers = [compiled.get(_name(i)) for i in range(len(samples))]
-    report = {
-        "format": REPORT_FORMAT,
-        "version": REPORT_VERSION,
-        **asdict(settings),
-        "qnn": build,
-        "libraries": origin,
-        "executorch": EXECUTORCH,
-        "layers": [None if layer is None else layer.report for layer in layers],
-    }
-    modules = {
-        name: [_module(layer, math.prod(graph.shape), graph.chunks[i]) for i, layer in enumerate(layers)]
-        for name, graph in graphs.items()
-    }
-    quantized = [None if layer is None else layer.program.module(check_guards=False) for layer in layers]
-    return Lowered(modules, quantized, report)
-
-
-class CompiledPart(nn.Module):
-    """One graph of a part's context binary, with the inputs and outputs of the part."""
-
-    def __init__(self, delegate: nn.Module, arguments: Sequence[int], results: Sequence[int]) -> None:
-        super().__init__()
-        self.delegate, self.arguments, self.results = delegate, arguments, results
-
-    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given = [inputs[i] for i in self.arguments]
-        found = torch.ops.higher_order.executorch_call_delegate(self.delegate, *given)
-        return tuple(found[i] for i in self.results)
-
-
-def lower_parts(
-    parts: Iterable[tuple[str, torch.export.ExportedProgram, PartInputs]],
-    settings: Settings,
-    *,
-    progress: bool = False,
-) -> Parts:
-    """Quantise and compile other parts of a decoder, consumed one at a time, each with its name and its inputs.
-
-    Raises: as :func:`lower_hot`, but for what is of feed-forward layers.
-    """
-    graphs = {}
-    with job(settings) as work:
-        for name, program, inputs in parts:
-            work.add_part(name, program, inputs)
-            graphs[name] = inputs.graphs
-        _, compiled = work.run(progress=progress)
-    modules: dict[str, dict[str, nn.Module]] = {}
-    for name, of_part in graphs.items():
-        one = compiled[name]
-        for graph, shapes in of_part.items():
-            facts = one.report["graphs"][graph]
-            order = facts.get("arguments", [0]), facts.get("results", [0])
-            delegate = _delegate(part_program(one.program, shapes, order), one)
-            modules.setdefault(graph, {})[name] = CompiledPart(delegate, *order)
-    return Parts(modules, {name: one.report for name, one in compiled.items()})
-
-
-def _add(work: Job, i: int, layer: HotChunks | None, samples: torch.Tensor | None, graphs: Mapping[str, Graph]) -> None:
-    most = 0 if layer is None else len(layer.up)
-    for name, graph in graphs.items():
-        if not 0 <= graph.chunks[i] <= most:
-            raise _wrong_graph(name, f"0 to {most} chunks of layer {i}", str(graph.chunks[i]))
-    wanted = {name: (math.prod(graph.shape), graph.chunks[i]) for name, graph in graphs.items() if graph.chunks[i]}
-    if layer is not None and wanted:
-        check_calibration(layer, samples, work.settings)
-        work.add(_name(i), layer, samples, wanted)
-
-
-def _module(layer: Compiled | None, tokens: int, chunks: int) -> nn.Module | None:
-    if layer is None or chunks == 0:
-        return None
-    return CompiledHot(_delegate(graph_program(layer.program, tokens, chunks), layer))
-
-
-def _delegate(program: torch.export.ExportedProgram, compiled: Compiled) -> nn.Module:
-    """ExecuTorch's module of a graph, which is found by the name of the method that calls it."""
-    from executorch.backends.qualcomm.utils.constants import QCOM_QNN_COMPILE_SPEC
-    from executorch.exir.backend.compile_spec_schema import CompileSpec
-    from executorch.exir.lowered_backend_module import LoweredBackendModule
-
-    specs = [CompileSpec(QCOM_QNN_COMPILE_SPEC, compiled.spec)]
-    delegate: Any = LoweredBackendModule(program, "QnnBackend", compiled.context, specs)
-    delegate.meta = {"debug_handle_map": {}}
-    return delegate  # type: ignore[no-any-return]
-
-
-def _name(layer: int) -> str:
-    return f"layer{layer}"
-
-
-def _check_graphs(layers: int, graphs: Mapping[str, Graph]) -> None:
-    for name, graph in graphs.items():
-        if len(graph.chunks) != layers or not graph.shape or min(graph.shape) < 1:
-            found = f"shape {tuple(graph.shape)}, chunks {list(graph.chunks)}"
-            raise _wrong_graph(name, f"sizes of at least 1, and chunks for {layers} layers", found)
-
-
-def _wrong_graph(name: str, expected: str, found: str) -> ConfigError:
-    fix = "Give every graph the chunks of every layer."
-    return ConfigError(f"graph {name} of the hot parts", expected=expected, found=found, fix=fix)

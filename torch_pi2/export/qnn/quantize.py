@@ -11,26 +11,25 @@ once, and becomes static for each graph, with the same weights and scales in all
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError, ShapeError
-from torch_pi2.export.hot import HotChunks, linear_of
-from torch_pi2.export.qnn.settings import EQUAL_BLOCK, EQUAL_OUTLIERS, Settings
-from torch_pi2.export.qnn.weights import MOST, Scales, block_scales, calibrate, quantization_errors, split
-from torch_pi2.ops.activations import ACTIVATIONS
+from torch_pi2.export.hot import HotChunks
+from torch_pi2.export.qnn.settings import BLOCK, Settings
+from torch_pi2.export.qnn.weights import MOST, Scales, block_scales, calibrate
 
 #: Inputs that are computed at once: their intermediate values are kept.
 _ROWS = 256
-
-#: One in so many calibration inputs chooses no outliers; errors are measured on it.
+#: One in so many calibration inputs is not used by GPTQ; errors are measured on it.
 _HELD = 4
 
-#: Modules of :class:`_Sums` whose weights are 8 bits wide.
-_OUTLIERS = "outliers_"
+Inputs = tuple[torch.Tensor, ...]
+#: Sizes and dtype of each input.
+Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -39,58 +38,29 @@ class Quantized:
 
     Attributes:
         program: x ``[T, H]`` float32 (any T) -> a tuple of the sums of the first 1, 2, ... chunks.
-        errors: of each sum relative to float32 (L2), on the last quarter of the calibration inputs, by which ranges
-            were set and no outliers chosen; empty with fp16.
-        outliers: how many neurons of each chunk have 8-bit weights.
+        errors: of each sum relative to float32 (L2), on the last quarter of the calibration inputs, which set ranges
+            but not GPTQ's weights; empty with fp16.
         block: weights of a group that has a scale of its own; 0: a scale for each output channel.
-        tried: error of the sum of all chunks by block, of what was compared.
         tokens: on which errors were measured.
     """
 
     program: torch.export.ExportedProgram
     errors: list[float]
-    outliers: list[int]
     block: int = 0
-    tried: dict[int, float] = field(default_factory=dict)
     tokens: int = 0
 
 
-class _Part(nn.Module):
-    """Some neurons of a chunk: ``[..., H] -> [..., H]``."""
-
-    def __init__(self, hot: HotChunks, chunk: int, neurons: torch.Tensor) -> None:
-        super().__init__()
-        self.activation, self.activation_on_up = hot.activation, hot.activation_on_up
-        gate, up, down = _chunk(hot, chunk)
-        self.gate = None if gate is None else _rows(gate, neurons)
-        self.up = _rows(up, neurons)
-        self.down = linear_of(down.weight[:, neurons], None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down(_intermediate(self, None if self.gate is None else self.gate(x), self.up(x)))
-        return y
-
-
 class _Sums(nn.Module):
-    """The sums of the first 1, 2, ... chunks; of each chunk its outliers come first."""
+    """The sums of the first 1, 2, ... chunks of ``hot``."""
 
-    def __init__(self, hot: HotChunks, splits: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(self, hot: HotChunks) -> None:
         super().__init__()
-        self.parts, self.last = nn.ModuleDict(), set[str]()
-        for i, (high, low) in enumerate(splits):
-            for name, neurons in ((f"{_OUTLIERS}{i}", high), (f"chunk_{i}", low)):
-                if len(neurons):
-                    self.parts[name] = _Part(hot, i, neurons)
-            self.last.add(f"chunk_{i}" if len(low) else f"{_OUTLIERS}{i}")
+        self.hot = hot
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        sums: list[torch.Tensor] = []
-        total: torch.Tensor | None = None
-        for name, part in self.parts.items():
-            y = part(x)
-            total = y if total is None else total + y
-            if name in self.last:
-                sums.append(total)
+        sums = [self.hot.chunk(0, x)]
+        for i in range(1, len(self.hot.up)):
+            sums.append(sums[-1] + self.hot.chunk(i, x))
         return tuple(sums)
 
 
@@ -107,21 +77,17 @@ def quantize(hot: HotChunks, samples: torch.Tensor | None, settings: Settings) -
         NonFiniteError: NaN or infinity in samples or weights.
     """
     check_calibration(hot, samples, settings)
+    sums, hidden = _Sums(hot).eval(), hot.hidden
     with torch.no_grad():
         if settings.precision == "fp16" or samples is None:
-            sums = _Sums(hot, [_all(width) for width in _widths(hot)]).eval()
-            return Quantized(_export(sums, _chunk(hot, 0)[1].in_features), [], [0] * len(hot.up))
-        x_TH = samples.reshape(-1, samples.shape[-1]).float()
-        tries = [_quantized(hot, x_TH, settings, block) for block in blocks_of(hot, settings)]
-        errors, block, splits, quantized = min(tries, key=lambda tried: tried[0][-1])
-        return Quantized(
-            _export(quantized, x_TH.shape[1]),
-            errors,
-            [len(high) for high, _ in splits],
-            block,
-            {tried[1]: tried[0][-1] for tried in tries},
-            len(held_back(x_TH)[1]),
-        )
+            return Quantized(_export(sums, hidden), [])
+        x_TH, block = samples.reshape(-1, hidden).float(), block_of(hot, settings)
+        first, last = held_back(x_TH)
+        chosen_on = [(x,) for x in first.split(_ROWS)] if settings.quantization == "gptq" else []
+        module: Any = _export(sums, hidden).module()
+        quantized = pt2e(module, [(x,) for x in x_TH.split(_ROWS)], settings, block, chosen_on)
+        errors = errors_of(sums, quantized, [(x,) for x in last.split(_ROWS)])
+        return Quantized(_export(quantized, hidden), errors, block, len(last))
 
 
 def graph_program(program: torch.export.ExportedProgram, tokens: int, chunks: int) -> torch.export.ExportedProgram:
@@ -145,21 +111,20 @@ def graph_program(program: torch.export.ExportedProgram, tokens: int, chunks: in
 
 def check_calibration(hot: HotChunks, samples: torch.Tensor | None, settings: Settings) -> None:
     """Raises what :func:`quantize` raises, before anything is computed."""
-    blocks_of(hot, settings)
-    hidden = _chunk(hot, 0)[1].in_features
+    block_of(hot, settings)
     if samples is None or samples.numel() == 0:
         if settings.precision == "fp16" and samples is None:
             return
         raise CalibrationError(
             "calibration inputs of the hot part",
-            expected=f"some [..., {hidden}] to find the ranges of 16-bit activations",
+            expected=f"some [..., {hot.hidden}] to find the ranges of 16-bit activations",
             found="none",
             fix="Give samples, or choose precision='fp16'.",
         )
-    if samples.shape[-1] != hidden:
+    if samples.shape[-1] != hot.hidden:
         raise ShapeError(
             "calibration inputs of the hot part",
-            expected=f"[..., {hidden}]",
+            expected=f"[..., {hot.hidden}]",
             found=str(tuple(samples.shape)),
             fix="Record what enters this layer's FFN.",
         )
@@ -170,100 +135,54 @@ def check_calibration(hot: HotChunks, samples: torch.Tensor | None, settings: Se
             )
 
 
-def blocks_of(hot: HotChunks, settings: Settings) -> tuple[int, ...]:
-    """Sizes of groups of weights that are tried for ``hot``; 0: a scale per output channel, and outliers.
+def block_of(hot: HotChunks, settings: Settings) -> int:
+    """Weights of ``hot`` that share a scale; 0: those of an output channel.
 
     Raises:
         ConfigError: a size was asked for that does not divide the layer.
     """
     if settings.precision != "w4a16":
-        return (0,)
-    inputs = {_chunk(hot, 0)[1].in_features, *_widths(hot)}
-    size = EQUAL_BLOCK if settings.blocks == "auto" else int(settings.blocks)
-    fits = size > 0 and not any(n % size for n in inputs)
+        return 0
+    size = BLOCK if settings.blocks == "auto" else int(settings.blocks)
+    if not size or not any(n % size for n in (hot.hidden, *hot.widths)):
+        return size
     if settings.blocks == "auto":
-        return (0, size) if fits and settings.outliers >= EQUAL_OUTLIERS else (0,)
-    if size and not fits:
-        raise ConfigError(
-            "groups of weights of the hot part",
-            expected=f"a hidden size and chunks that are multiples of blocks={size}",
-            found=f"a hidden size of {_chunk(hot, 0)[1].in_features}, chunks of {_widths(hot)} neurons",
-            fix="Choose blocks=0 (a scale per output channel), or blocks='auto'.",
-        )
-    return (size,)
-
-
-def _quantized(
-    hot: HotChunks, x_TH: torch.Tensor, settings: Settings, block: int
-) -> tuple[list[float], int, list[tuple[torch.Tensor, torch.Tensor]], torch.fx.GraphModule]:
-    """Errors, ``block``, the neurons that are outliers, and the layer with its quantised weights."""
-    first, last = held_back(x_TH)
-    splits = _splits(hot, first, settings, block)
-    chosen_on = [(x,) for x in first.split(_ROWS)] if settings.quantization == "gptq" else []
-    sums = _Sums(hot, splits).eval()
-    inputs = [(x,) for x in x_TH.split(_ROWS)]
-    quantized = pt2e(_export(sums, x_TH.shape[1]).module(), inputs, settings, block, chosen_on)
-    measured = [(x,) for x in last.split(_ROWS)]
-    return errors_of(sums, quantized, measured), block, splits, quantized
-
-
-def _splits(
-    hot: HotChunks, x_TH: torch.Tensor, settings: Settings, block: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each chunk the neurons with 8-bit weights and the others."""
-    if settings.precision != "w4a16" or settings.outliers == 0 or block:
-        return [_all(width) for width in _widths(hot)]
-    return [split(_errors(hot, i, x_TH), min(settings.outliers, width)) for i, width in enumerate(_widths(hot))]
-
-
-def _errors(hot: HotChunks, chunk: int, x_TH: torch.Tensor) -> torch.Tensor:
-    gate, up, down = _chunk(hot, chunk)
-    total = torch.zeros(len(up.weight), dtype=torch.float64)
-    for x in x_TH.split(_ROWS):
-
-        def intermediate(w_gate: torch.Tensor | None, w_up: torch.Tensor, x: torch.Tensor = x) -> torch.Tensor:
-            gated = None if gate is None or w_gate is None else nn.functional.linear(x, w_gate, gate.bias)
-            return _intermediate(hot, gated, nn.functional.linear(x, w_up, up.bias))
-
-        total += quantization_errors(intermediate, None if gate is None else gate.weight, up.weight, down.weight)
-    return total
-
-
-def _intermediate(of: Any, gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
-    act = ACTIVATIONS[of.activation]
-    if gate is None:
-        return act(up)
-    return act(gate) * (act(up) if of.activation_on_up else up)
+        return 0
+    raise ConfigError(
+        "groups of weights of the hot part",
+        expected=f"a hidden size and chunks that are multiples of blocks={size}",
+        found=f"a hidden size of {hot.hidden}, chunks of {hot.widths} neurons",
+        fix="Choose blocks=0 (a scale per output channel), or blocks='auto'.",
+    )
 
 
 def pt2e(
     module: torch.fx.GraphModule,
-    inputs: Sequence[tuple[torch.Tensor, ...]],
+    inputs: Sequence[Inputs],
     settings: Settings,
     block: int,
-    chosen_on: Sequence[tuple[torch.Tensor, ...]] = (),
+    chosen_on: Sequence[Inputs] = (),
 ) -> torch.fx.GraphModule:
     """``module`` with weights and activations quantised for the HTP, the latter to what they are on ``inputs``.
 
     ``block``: with w4a16, so many weights of a row have a scale; 0: all of it. ``chosen_on``: further inputs, on which
     4-bit weights are chosen (:func:`~torch_pi2.export.qnn.weights.calibrate`); none: they are rounded to nearest.
     """
-    from executorch.backends.qualcomm.quantizer.quantizer import ModuleQConfig, QnnQuantizer, QuantDtype
+    from executorch.backends.qualcomm.quantizer.quantizer import QnnQuantizer, QuantDtype
     from executorch.backends.qualcomm.serialization.qc_schema import QcomChipset
     from torchao.quantization.pt2e import MinMaxObserver
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
     scales = Scales()
     if chosen_on and settings.precision == "w4a16":
-        module, scales = calibrate(module, chosen_on, block, _is_outlier)
-    eight: dict[str, Any] = {"is_linear_per_channel": True, "act_observer": MinMaxObserver}
-    quantizer = QnnQuantizer(soc_model=QcomChipset[settings.soc])
+        module, scales = calibrate(module, chosen_on, block)
     four = QuantDtype.use_16a4w_block if block else QuantDtype.use_16a4w
-    quantizer.set_default_quant_config(four if settings.precision == "w4a16" else QuantDtype.use_16a8w, **eight)
+    kind = four if settings.precision == "w4a16" else QuantDtype.use_16a8w
+    quantizer = QnnQuantizer(soc_model=QcomChipset[settings.soc])
+    quantizer.set_default_quant_config(kind, is_linear_per_channel=True, act_observer=MinMaxObserver)
     if block:
         linears = [node.name for node in module.graph.nodes if node.target is torch.ops.aten.linear.default]
         quantizer.set_block_size_map(dict.fromkeys(linears, (1, block)))
-    quantizer.set_submodule_qconfig_list([(_is_outlier, ModuleQConfig(QuantDtype.use_16a8w, **eight))])
     prepared = prepare_pt2e(module, quantizer)
     for one in inputs:
         prepared(*one)
@@ -289,10 +208,6 @@ def _use_scales(prepared: torch.fx.GraphModule, scales: Mapping[str, torch.Tenso
             observer.min_val.copy_(-observer.max_val)
 
 
-def _is_outlier(node: torch.fx.Node) -> bool:
-    return any(_OUTLIERS in str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values())
-
-
 def held_back(samples: Any) -> tuple[Any, Any]:
     """Those by which weights are chosen, and those on which errors are measured; all twice where there are too few."""
     some = len(samples) - len(samples) // _HELD
@@ -314,30 +229,7 @@ def _export(module: nn.Module, hidden: int) -> torch.export.ExportedProgram:
     return torch.export.export(module, (torch.zeros(3, hidden),), dynamic_shapes=({0: tokens},))
 
 
-def _chunk(hot: HotChunks, i: int) -> tuple[nn.Linear | None, nn.Linear, nn.Linear]:
-    gate: Any = hot.gate[i] if len(hot.gate) else None
-    up: Any = hot.up[i]
-    down: Any = hot.down[i]
-    return gate, up, down
-
-
-def _widths(hot: HotChunks) -> list[int]:
-    return [_chunk(hot, i)[1].out_features for i in range(len(hot.up))]
-
-
-def _all(neurons: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.arange(0), torch.arange(neurons)
-
-
-def _rows(linear: nn.Linear, neurons: torch.Tensor) -> nn.Linear:
-    return linear_of(linear.weight[neurons], None if linear.bias is None else linear.bias[neurons])
-
-
 # --- other parts ------------------------------------------------------------------------------------------------------
-
-Inputs = tuple[torch.Tensor, ...]
-#: Of each input its sizes and its dtype.
-Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)

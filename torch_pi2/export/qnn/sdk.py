@@ -30,11 +30,6 @@ BROKEN_RELEASES = ("2.47.", "2.48.", "2.50.", "2.51.")
 LICENCE = "Qualcomm AI Stack License"
 
 
-def how_to_get_them() -> str:
-    how = how_to_install("qnn")
-    return f"{how} gets them; they are proprietary, and installing them accepts the {LICENCE} (docs/QNN.md)"
-
-
 _HOST = Path("lib/x86_64-linux-clang")
 #: In the order in which they are loaded.
 _NAMES = ("libQnnSystem.so", "libQnnHtp.so")
@@ -55,46 +50,35 @@ def find() -> Libraries:
         LibraryMissingError: there are none; the message names the licence and how to get them.
         VersionError: the package has a version that ExecuTorch's adaptor does not fit.
     """
-    root = os.environ.get("QNN_SDK_ROOT")
-    if root:
-        folder = Path(root) / _HOST
-        if not all((folder / name).is_file() for name in _NAMES):
+    how = f"{how_to_install('qnn')} gets them; they are proprietary, and installing them accepts the {LICENCE}"
+    if root := os.environ.get("QNN_SDK_ROOT"):
+        found, where = Libraries(Path(root) / _HOST, "QNN_SDK_ROOT"), "as QNN_SDK_ROOT says"
+        fix = f"Correct QNN_SDK_ROOT, or unset it: {how} (docs/QNN.md)."
+    else:
+        try:
+            distribution = importlib.metadata.distribution(PACKAGE)
+        except importlib.metadata.PackageNotFoundError as error:
             raise LibraryMissingError(
                 "Qualcomm's libraries (QNN)",
-                expected=f"{' and '.join(_NAMES)} in {folder}, as QNN_SDK_ROOT says",
-                found="no such files",
-                fix=f"Correct QNN_SDK_ROOT, or unset it: {how_to_get_them()}.",
+                expected=f"{PACKAGE} {' or '.join(PACKAGE_VERSIONS)}, or an SDK named by QNN_SDK_ROOT",
+                found="neither",
+                fix=f"{how} (docs/QNN.md).",
+            ) from error
+        version = distribution.version
+        if version not in PACKAGE_VERSIONS:
+            raise VersionError(
+                f"version of {PACKAGE}",
+                expected=f"{' or '.join(PACKAGE_VERSIONS)} (QNN {', '.join(PACKAGE_VERSIONS.values())})",
+                found=f"{version}, whose device structure ExecuTorch {EXECUTORCH} does not know",
+                fix=f"pip install {PACKAGE}=={next(iter(PACKAGE_VERSIONS))}; a newer one is not better here.",
             )
-        return Libraries(folder, "QNN_SDK_ROOT")
-    return _packaged()
-
-
-def _packaged() -> Libraries:
-    try:
-        distribution = importlib.metadata.distribution(PACKAGE)
-    except importlib.metadata.PackageNotFoundError as error:
-        raise LibraryMissingError(
-            "Qualcomm's libraries (QNN)",
-            expected=f"{PACKAGE} {' or '.join(PACKAGE_VERSIONS)}, or an SDK named by QNN_SDK_ROOT",
-            found="neither",
-            fix=f"{how_to_get_them()}.",
-        ) from error
-    if distribution.version not in PACKAGE_VERSIONS:
-        raise VersionError(
-            f"version of {PACKAGE}",
-            expected=f"{' or '.join(PACKAGE_VERSIONS)} (QNN {', '.join(PACKAGE_VERSIONS.values())})",
-            found=f"{distribution.version}, whose device structure ExecuTorch {EXECUTORCH} does not know",
-            fix=f"pip install {PACKAGE}=={next(iter(PACKAGE_VERSIONS))}; a newer one is not better here.",
-        )
-    folder = Path(str(distribution.locate_file("onnxruntime_qnn")))
-    if not all((folder / name).is_file() for name in _NAMES):
-        raise LibraryMissingError(
-            "Qualcomm's libraries (QNN)",
-            expected=f"{' and '.join(_NAMES)} in {folder}",
-            found="an installation without them",
-            fix=f"pip install --force-reinstall {PACKAGE}=={distribution.version}.",
-        )
-    return Libraries(folder, f"{PACKAGE} {distribution.version}")
+        folder = Path(str(distribution.locate_file("onnxruntime_qnn")))
+        found, where = Libraries(folder, f"{PACKAGE} {version}"), "as the package has them"
+        fix = f"pip install --force-reinstall {PACKAGE}=={version}."
+    if not all((found.folder / name).is_file() for name in _NAMES):
+        expected = f"{' and '.join(_NAMES)} in {found.folder}, {where}"
+        raise LibraryMissingError("Qualcomm's libraries (QNN)", expected=expected, found="no such files", fix=fix)
+    return found
 
 
 def check_soc(soc: str) -> None:
@@ -117,23 +101,6 @@ def check_host() -> None:
             expected="Linux on x86-64",
             found=host,
             fix="Export there and copy the bundle; target='xnnpack' works here.",
-        )
-
-
-def check_executorch() -> None:
-    """Raises LibraryMissingError or VersionError unless ExecuTorch is the version that was tried."""
-    try:
-        found = importlib.metadata.version("executorch")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise LibraryMissingError(
-            "ExecuTorch", expected=f"executorch {EXECUTORCH}", found="none", fix=f"{how_to_install('export')}."
-        ) from error
-    if found.partition("+")[0] != EXECUTORCH:
-        raise VersionError(
-            "version of executorch",
-            expected=f"{EXECUTORCH}, which was tried with Qualcomm's libraries",
-            found=found,
-            fix=f"pip install executorch=={EXECUTORCH}.",
         )
 
 

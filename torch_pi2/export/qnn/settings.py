@@ -10,7 +10,6 @@ from typing import Any
 
 from torch_pi2.base.fields import Field, argument, check_fields, limited
 from torch_pi2.base.files import parse_json, read_text
-from torch_pi2.export.manifest import CHUNK_NEURONS
 
 REPORT_FILE = "qnn.json"
 REPORT_FORMAT, REPORT_VERSION = "torch_pi2.qnn", 1
@@ -31,8 +30,8 @@ PRECISIONS = ("w4a16", "w8a16", "fp16")
 #: Weights that may share a scale, along the input.
 BLOCKS = (16, 32, 64)
 
-#: Groups of so many weights take the bytes of so many outliers in each chunk: 4.5 bits a weight.
-EQUAL_BLOCK, EQUAL_OUTLIERS = 16, 64
+#: Weights of a group by default: 4.5 bits a weight.
+BLOCK = 16
 
 #: Groups of weights outside feed-forward layers where there is no memory for 8 bits.
 PART_BLOCK = 32
@@ -55,12 +54,8 @@ class Settings:
     Attributes:
         soc: one of :data:`SOCS`.
         precision: one of :data:`PRECISIONS`; all are lossy against float32, w4a16 most.
-        outliers: with w4a16, so many neurons of each chunk of 512 have 8-bit weights: those whose 4-bit error weighs
-            most (PowerInfer-2 keeps outliers at a higher precision). A multiple of 64: of other widths the compiler
-            keeps a copy of the weights per graph.
-        blocks: with w4a16: 16, 32 or 64: each group of so many weights along the input has a scale (and none are in 8
-            bits); 0: a scale per output channel, and ``outliers``; "auto": for each layer groups of 16 or ``outliers``,
-            whichever has the smaller error, where groups take no more bytes.
+        blocks: with w4a16: 16, 32 or 64: each group of so many weights along the input has a scale; 0: a scale per
+            output channel; "auto": groups of 16 where they divide a layer.
         weight_sharing: one copy of the weights for all graphs of a layer. Phones need it; Qualcomm's x86 emulator
             refuses to load such files, so what is to run there is compiled without.
         quantization: how 4-bit weights of feed-forward layers and of attention are chosen: ``rtn`` to nearest,
@@ -70,7 +65,6 @@ class Settings:
 
     soc: str
     precision: str = limited(choices=PRECISIONS, default="w4a16")
-    outliers: int = limited(default=EQUAL_OUTLIERS)
     blocks: int | str = "auto"
     weight_sharing: bool = True
     timeout_s: float = limited(above=True, default=1800.0)
@@ -79,7 +73,6 @@ class Settings:
     def __post_init__(self) -> None:
         check_fields(self, "{} of the hot part")
         for name, good, expected in (
-            ("outliers", self.outliers % 64 == 0, "a multiple of 64, or 0"),
             ("blocks", self.blocks in ("auto", 0, *BLOCKS), "'auto', 0, 16, 32 or 64"),
             ("quantization", self.quantization == "rtn" or self.precision == "w4a16", "rtn, or gptq with w4a16"),
         ):
@@ -89,8 +82,8 @@ class Settings:
     @property
     def bits(self) -> float:
         """Of a weight, on average, with scales of groups and without those of channels."""
-        four = 4 + (8 / int(self.blocks) if self.blocks not in ("auto", 0) else 4 * self.outliers / CHUNK_NEURONS)
-        return {"w4a16": four, "w8a16": 8, "fp16": 16}[self.precision]
+        block = BLOCK if self.blocks == "auto" else int(self.blocks)
+        return {"w4a16": 4 + (8 / block if block else 0), "w8a16": 8, "fp16": 16}[self.precision]
 
     def part_bits(self, block: int) -> float:
         """Of a weight outside feed-forward layers: 8, or 4 in groups of ``block``; in fp16 16."""
@@ -103,11 +96,10 @@ def title(name: str) -> str:
     return _KINDS[kind][0].format(name.removeprefix(kind)) if kind in _KINDS else name
 
 
-def remediation(name: str) -> str:
+def how_to_avoid(name: str) -> str:
     """How to export if the part ``name`` cannot be compiled."""
     kind = name.rstrip(string.digits)
-    own = f"{_KINDS[kind][1]}, or export" if kind in _KINDS else "Export"
-    return f"{own} with target='xnnpack'."
+    return (f"{_KINDS[kind][1]}, or export" if kind in _KINDS else "Export") + " with target='xnnpack'."
 
 
 @dataclass(frozen=True)
@@ -116,7 +108,7 @@ class Graph:
 
     Attributes:
         shape: leading sizes of its input, for instance ``(2, 1)``: x is ``[2, 1, H]``. Graphs of an NPU are static.
-        chunks: hot chunks of each layer in this graph; 0: the layer has none in it.
+        chunks: hot chunks of each layer in this graph, at least one.
     """
 
     shape: tuple[int, ...]
@@ -133,15 +125,14 @@ def read_report(path: Path) -> dict[str, Any]:
     fields = Field(data, str(path), "Export the bundle again.")
     for name in ("soc", "precision", "qnn"):
         fields.at(name).text()
-    for layer in fields.at("layers").items():
-        if layer.value is not None:
-            _check_layer(layer)
-    if "parts" in data:
-        for part in fields.at("parts").each().values():
-            part.at("context_bytes").whole()
-            part.at("block").whole()
-            for error in part.at("errors").items():
-                error.number()
+    layers = [layer for layer in fields.at("layers").items() if layer.value is not None]
+    for layer in layers:
+        layer.at("measured_tokens").whole()
+    for part in [*layers, *fields.at("parts", {}).each().values()]:
+        part.at("context_bytes").whole()
+        part.at("block").whole()
+        for error in part.at("errors").items():
+            error.number()
     if (loss := fields.at("loss")).value is not None:
         loss.at("measured_on").text()
         loss.at("tokens").whole(1)
@@ -150,15 +141,3 @@ def read_report(path: Path) -> dict[str, Any]:
             method.at("nats_per_token").number()
             method.at("change").number(-1)
     return data
-
-
-def _check_layer(layer: Field) -> None:
-    for name in ("context_bytes", "block", "measured_tokens"):
-        layer.at(name).whole()
-    for count in layer.at("outliers").items(1):
-        count.whole()
-    for error in layer.at("errors").items():
-        error.number()
-    for tried in layer.at("tried").items():
-        tried.at("block").whole()
-        tried.at("error").number()

@@ -1,4 +1,4 @@
-"""4-bit weights for the NPU: scales of groups, neurons that need 8 bits, and GPTQ instead of rounding to nearest.
+"""4-bit weights for the NPU: scales of groups, and GPTQ instead of rounding to nearest.
 
 Group scales are QNN's block-wise expansion: a group's scale is a whole multiple, 1 to 16, of a sixteenth of the largest
 in its row, so 8 bits are stored for each group and a float for each row. ExecuTorch's observer takes any float, and its
@@ -9,7 +9,7 @@ PyTorch (3e-2 of the output). Here scales are multiples before any weight is div
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,40 +41,6 @@ def block_scales(weight: torch.Tensor, size: int) -> torch.Tensor:
         best, least = torch.where(error < least, multiple, best), torch.minimum(error, least)
     # the encoder finds the step from the largest scale of a row
     return best.scatter(1, most.argmax(1, keepdim=True), float(STEPS)) * step
-
-
-def rounded(weight: torch.Tensor) -> torch.Tensor:
-    """``weight`` [out, in] to 4 bits and back, with a scale per row."""
-    scale = weight.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / MOST
-    return (weight / scale).round().clamp(-MOST, MOST) * scale
-
-
-def quantization_errors(
-    intermediate: Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor],
-    gate: torch.Tensor | None,
-    up: torch.Tensor,
-    down: torch.Tensor,
-) -> torch.Tensor:
-    """The squared error of the output due to 4-bit weights of each neuron, summed over calibration inputs: ``[N]``.
-
-    Neuron i adds ``a_i d_i`` to the output, and ``b_i e_i`` with 4 bits; its error is ``sum |a_i d_i - b_i e_i|^2``:
-    that of its weights, weighed with how strongly it fires.
-
-    Args:
-        intermediate: gate and up weights ``[N, H]`` -> a ``[T, N]`` on the calibration inputs.
-        gate, up: ``[N, H]``; gate None in plain layers. down: ``[H, N]``.
-    """
-    a = intermediate(gate, up).double()
-    b = intermediate(None if gate is None else rounded(gate), rounded(up)).double()
-    d, e = down.double(), rounded(down).double()
-    squares = a.square().sum(0) * d.square().sum(0) + b.square().sum(0) * e.square().sum(0)
-    return squares - 2 * (a * b).sum(0) * (d * e).sum(0)
-
-
-def split(errors: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices of the ``count`` neurons with the largest ``errors`` and of the others, each ascending."""
-    order = errors.argsort(descending=True, stable=True)
-    return order[:count].sort().values, order[count:].sort().values
 
 
 # --- GPTQ -------------------------------------------------------------------------------------------------------------
@@ -131,20 +97,19 @@ Scales = dict[str, torch.Tensor]
 
 
 def calibrate(
-    module: torch.fx.GraphModule, inputs: Sequence[tuple[torch.Tensor, ...]], block: int, wide: Any
+    module: torch.fx.GraphModule, inputs: Sequence[tuple[torch.Tensor, ...]], block: int
 ) -> tuple[torch.fx.GraphModule, Scales]:
-    """``module`` with weights of linear layers that the NPU has in 4 bits, chosen by GPTQ, and their scales.
+    """``module`` with weights of linear layers in 4 bits, chosen by GPTQ, and their scales.
 
     Layers are solved one after another, on the inputs that the solved layers before them give. Memory: a copy of the
     module, and for one layer at a time what :class:`~torch_pi2.fitting.gptq.Solver` takes.
 
     Args:
-        inputs: of ``module``. block: weights of a row that share a scale; 0: all. wide: whether a node of ``module``
-            gets 8-bit weights, which are left alone.
+        inputs: of ``module``. block: weights of a row that share a scale; 0: all.
     """
     made, scales = copy.deepcopy(module), Scales()
     grid = NpuGrid(block)
-    for names in _levels(module, wide):
+    for names in _levels(module):
         moments = _moments(module, made, names, inputs)
         solvers: dict[int, Solver] = {}
         for name in names:
@@ -160,14 +125,14 @@ def calibrate(
     return made, scales
 
 
-def _levels(module: torch.fx.GraphModule, wide: Any) -> list[list[str]]:
+def _levels(module: torch.fx.GraphModule) -> list[list[str]]:
     """Names of weights by level: the inputs of those in a level do not depend on each other."""
     depth: dict[torch.fx.Node, int] = {}
     found: dict[int, list[str]] = {}
     for node in module.graph.nodes:
         before = max((depth[used] for used in node.all_input_nodes), default=0)
         depth[node] = before + (node.target is torch.ops.aten.linear.default)
-        if depth[node] > before and not wide(node):
+        if depth[node] > before:
             found.setdefault(before, []).append(str(node.args[1].target))
     return [found[level] for level in sorted(found)]
 
