@@ -52,7 +52,7 @@ def measure(folder: Path, tokens: int, emulator: str | None, rows: int = 64) -> 
     from torch_pi2.export import qnn
     from torch_pi2.export.calibrate import hot_on_npu, inputs_of, tokens_for_weights
     from torch_pi2.export.hot import CHUNK, hot_chunks
-    from torch_pi2.export.qnn.quantize import quantize
+    from torch_pi2.export.qnn.quantize import block_of, hot_part, quantize_part
     from torch_pi2.layers.of_model import sparse_layers
 
     dense = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
@@ -72,7 +72,7 @@ def measure(folder: Path, tokens: int, emulator: str | None, rows: int = 64) -> 
     for name, ((precision, blocks), gptq) in KINDS.items():
         how = "gptq" if gptq else "rtn"
         settings = qnn.Settings(emulator or "SM8650", precision, blocks, False, quantization=how)
-        parts = [quantize(part, x, settings) for part, x in zip(hot, samples)]
+        parts = [quantize_part(*hot_part(part, x, settings, {}), settings) for part, x in zip(hot, samples)]
         modules = [part.program.module(check_guards=False) for part in parts]
         with hot_on_npu(layers, modules, chunks):
             after = loss()
@@ -84,7 +84,7 @@ def measure(folder: Path, tokens: int, emulator: str | None, rows: int = 64) -> 
             "bits_per_byte": after,
             "change": after / before - 1,
             "change_by_weights": of_weights / before - 1,
-            "blocks": [part.block for part in parts],
+            "blocks": [block_of(part, settings) for part in hot],
             "errors": [relative(*pair) for pair in zip(got, right)],
         }
         if emulator is not None and name in COMPILED:

@@ -15,7 +15,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "export" / "android" / "run.sh"
-BENCH = ROOT / "export" / "android" / "bench.sh"
 #: Runs what is for the device on this machine, in the folder that stands for its disk, and writes down every call.
 ADB = """#!/bin/sh
 echo "$1" >>"$DISK/calls"
@@ -27,7 +26,7 @@ esac
 """
 RUNNER = """#!/bin/sh
 echo "runner: $*"
-exit ${CODE:-3}
+exit 3
 """
 TARGETS = (
     "executorch extension_module_static extension_tensor extension_data_loader extension_flat_tensor "
@@ -47,17 +46,14 @@ def disk(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(
-    disk: Path, *args: object, state: str = "device", script: Path = SCRIPT, code: int = 3
-) -> subprocess.CompletedProcess[str]:
+def run(disk: Path, *args: object, state: str = "device") -> subprocess.CompletedProcess[str]:
     environment = {
-        "CODE": str(code),
         "PATH": f"{disk / 'bin'}:{os.environ['PATH']}",
         "DISK": str(disk),
         "STATE": state,
         "PI2_DEVICE_DIR": str(disk / "device" / "it's here"),
     }
-    return subprocess.run(["bash", script, *map(str, args)], env=environment, capture_output=True, text=True)
+    return subprocess.run(["bash", SCRIPT, *map(str, args)], env=environment, capture_output=True, text=True)
 
 
 def test_script_copies_what_is_new_and_passes_options_on(disk: Path) -> None:
@@ -74,12 +70,6 @@ def test_script_copies_what_is_new_and_passes_options_on(disk: Path) -> None:
     assert (there / "bundle" / "model.pi2").read_bytes() == b"changed"
 
 
-def test_script_starts_a_folder_with_its_own_c_library_by_run(disk: Path) -> None:
-    (disk / "runner" / "run").write_text('echo "run: $* ${LD_LIBRARY_PATH:-none}"')
-    result = run(disk, disk / "runner", disk / "a bundle", "--json")
-    assert result.stdout == f"run: {disk}/device/it's here/bundle --json none\n"
-
-
 def test_script_says_what_is_missing(disk: Path) -> None:
     for args, state, message in (
         ([], "device", "arguments: expected RUNNER BUNDLE [options], found 0 arguments. "),
@@ -90,25 +80,6 @@ def test_script_says_what_is_missing(disk: Path) -> None:
         result = run(disk, *args, state=state)
         assert result.returncode == 2
         assert result.stderr.startswith(f"run.sh: {message}")
-
-
-def test_benchmark_leaves_figures_and_what_android_says_of_the_device(disk: Path) -> None:
-    for name in ("dumpsys", "getprop"):
-        (disk / "bin" / name).write_text(f'#!/bin/sh\necho "{name} $*"\n')
-        (disk / "bin" / name).chmod(0o755)
-    out, there = disk / "out", disk / "device" / "it's here"
-    asked = (out, disk / "runner", disk / "a bundle")
-    result = run(disk, *asked, "--prompt", "it's", script=BENCH, code=0)
-    assert (result.returncode, result.stdout) == (0, f"{out}\n"), result.stderr
-    assert (out / "rounds.json").read_text() == f"runner: {there}/bundle --repeat 10 --json --prompt it's\n"
-    for name in ("before.txt", "after.txt"):
-        assert (out / name).read_text().endswith("dumpsys battery\ndumpsys thermalservice\n")
-    assert (out / "device.txt").read_text().startswith("getprop ro.product.model\n")
-    assert run(disk, *asked, script=BENCH).returncode == 3  # the runner's own
-    nothing = run(disk, script=BENCH)
-    assert nothing.returncode == 2
-    assert nothing.stderr.startswith("bench.sh: arguments: expected OUT RUNNER BUNDLE [options], found 0 arguments. ")
-    assert run(disk, *asked, state="offline", script=BENCH).stderr.startswith("run.sh: adb: expected one device, ")
 
 
 def test_names_agree_with_what_uses_them() -> None:

@@ -22,9 +22,8 @@ from torch_pi2.errors import (
     VersionError,
 )
 from torch_pi2.export.describe import describe_program
-from torch_pi2.export.manifest import FileEntry, Manifest, MethodEntry, Model, describe_files
+from torch_pi2.export.manifest import Manifest, MethodEntry, Model, describe_files
 from torch_pi2.export.run import Bundle
-from torch_pi2.export.text import Detokenizer
 
 
 @pytest.fixture(scope="session")
@@ -168,19 +167,6 @@ def test_a_stream_is_the_text(bundle: Bundle) -> None:
     assert made.text == made.sequences[0].text
 
 
-def test_detokenizing_waits_for_whole_characters(bundle: Bundle) -> None:
-    text = "x é €🙂 y"
-    ids = bundle.tokenizer(text)["input_ids"]
-    steps = Detokenizer(bundle.tokenizer, [])
-    pieces = [steps.add(token) for token in ids]
-    assert "".join(pieces) + steps.rest() == text
-    assert not any("�" in piece for piece in pieces)
-    assert "" in pieces
-    cut = Detokenizer(bundle.tokenizer, ids[:2])
-    assert cut.add(bundle.tokenizer("€")["input_ids"][0]) == ""
-    assert "�" in cut.rest()
-
-
 def test_chat(bundle: Bundle) -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     ids = bundle.tokenizer("system: be brief\nuser: hi\n")["input_ids"]
@@ -322,10 +308,6 @@ def test_one_changed_bit_of_the_store_is_refused_or_never_read(module: Path, lay
         Bundle(folder, verify=True)
 
 
-def vars_of(path: Path) -> dict[str, Any]:
-    return {path.name: vars(FileEntry.of(path))}
-
-
 def larger(manifest: dict[str, Any]) -> None:
     manifest["lanes"] = 8
     manifest["methods"]["decode_b8"] = {**manifest["methods"]["decode_b4"], "batch": 8}
@@ -339,10 +321,6 @@ def larger(manifest: dict[str, Any]) -> None:
             rf"max_tokens: expected {ROOM + 8}, as .*manifest.json says, found {ROOM}\.",
         ),
         (
-            lambda d: d.update(max_tokens=ROOM - 8),
-            rf"max_tokens: expected {ROOM - 8}, as .* found {ROOM}\. The program",
-        ),
-        (
             lambda d: d["methods"]["forward"].update(max_tokens=PROMPT + 1),
             rf"input of forward: expected \(1, {PROMPT + 1}\), as .* found \(1, {PROMPT}\)",
         ),
@@ -351,10 +329,6 @@ def larger(manifest: dict[str, Any]) -> None:
             rf"logits of forward: expected \(1, 1, {VOCAB + 1}\), as .* found",
         ),
         (larger, r"methods that it lacks: expected none, as .* found decode_b8"),
-        (
-            lambda d: [d["methods"].pop("decode_b4"), d.update(lanes=2)],
-            rf"input of fork: expected \(2,\), as .* found \({LANES},\)",
-        ),
     ],
 )
 def test_what_the_program_says_of_itself_counts(copied: Path, change: Any, message: str) -> None:

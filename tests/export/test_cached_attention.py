@@ -277,19 +277,6 @@ def test_caches_in_16_and_8_bits(tmp_path: Path) -> None:
     assert sizes[1] < sizes[0]
 
 
-def test_what_a_call_says_must_be_what_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = drawn_model("Mistral", sliding_window=250, max_position_embeddings=512)
-
-    class Other:
-        def __getattr__(self, name: str) -> Any:
-            return None if name == "sliding_window" else getattr(model.config, name)
-
-    for layer in model.model.layers:  # type: ignore[union-attr]
-        monkeypatch.setattr(layer.self_attn, "config", Other())
-    with pytest.raises(UnsupportedModelError, match="a window of all tokens, and 250 in its configuration"):
-        traced(model, 300)
-
-
 def test_a_window_that_is_missing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever of it the traced methods lost: the longest that is offered is hardly longer."""
     monkeypatch.setattr(attention, "_window", lambda *_: 0)

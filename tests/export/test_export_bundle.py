@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from tiny_models import _hf, randomise, tiny
 from torch import nn
 
 import torch_pi2
-from torch_pi2.decode.executorch import load_library, set_options
 from torch_pi2.errors import ConfigError, Pi2Error, UnsupportedModelError
 from torch_pi2.export import api
 from torch_pi2.export.decoder import Lanes, check_traced, method_spec
@@ -33,6 +31,7 @@ from torch_pi2.export.manifest import Manifest
 from torch_pi2.export.partitioner import lower
 from torch_pi2.export.program import trace
 from torch_pi2.export.run import Bundle
+from torch_pi2.export.settings import ExportSettings
 from torch_pi2.export.store import write_store
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.store.storefile import StoreReader
@@ -64,20 +63,14 @@ def int4() -> nn.Module:
 @pytest.fixture(scope="module")
 def thresholds(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
     """SwiGLU, of which half of the neurons are below thresholds of their own, in 4 bit, linear layers too."""
-    return bundle_of(tmp_path_factory, "thresholds", partial(with_thresholds, "output"), batches=(1,))
+    return bundle_of(tmp_path_factory, "thresholds", with_thresholds, batches=(1,))
 
 
-@pytest.fixture(scope="module")
-def up_first(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
-    """The same, whose thresholds are of up."""
-    return bundle_of(tmp_path_factory, "up_first", partial(with_thresholds, "up"), batches=(1,))
-
-
-def with_thresholds(score: str) -> nn.Module:
+def with_thresholds() -> nn.Module:
     text = torch.randint(3, 250, (64, 24), generator=torch.Generator().manual_seed(0))
     sizes = {"hidden_size": HIDDEN, "intermediate_size": NEURONS, "num_hidden_layers": 1, "vocab_size": 256}
     model = drawn_model("Llama", **sizes, pad_token_id=None)
-    config = {"score": score, "weights": "int4", "activations": "int8", "calibration_tokens": 1500}
+    config = {"score": "output", "weights": "int4", "activations": "int8", "calibration_tokens": 1500}
     return torch_pi2.optimize(model, text, torch_pi2.Config(method="threshold", **config))
 
 
@@ -120,7 +113,7 @@ def test_an_accelerator_may_have_predicted_neurons(predicted: tuple[nn.Module, P
 
 
 @pytest.mark.parametrize(
-    "kind", ["plain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("split", "thresholds", "up_first"))]
+    "kind", ["plain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("split", "thresholds"))]
 )
 def test_greedy_text_and_logits_are_the_models(kind: str, request: pytest.FixtureRequest) -> None:
     model, folder = request.getfixturevalue(kind)
@@ -132,30 +125,6 @@ def test_greedy_text_and_logits_are_the_models(kind: str, request: pytest.Fixtur
     with torch.no_grad():
         wanted = model(torch.tensor([PROMPT])).logits[0, -1]
     torch.testing.assert_close(logits[-1].reshape(-1), wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
-
-
-@pytest.mark.slow
-def test_sequences_of_a_batch_have_positions_of_their_own(split: tuple[nn.Module, Path]) -> None:
-    from executorch.runtime import Runtime
-
-    model, folder = split
-    others = [PROMPT, [9, 200, 13]]
-    load_library()
-    set_options({"store_path": str(folder)})
-    try:
-        program = Runtime.get().load_program(folder / "model.pte")
-        forward, decode = program.load_method("forward"), program.load_method("decode_b2")
-        assert forward is not None
-        assert decode is not None
-        for lane, prompt in enumerate(others):
-            forward.execute([torch.tensor([prompt]), torch.tensor([lane * ROOM])])
-        tokens = torch.tensor([[40], [41]])
-        found = decode.execute([tokens, torch.tensor([[len(p)] for p in others])])[0].clone()
-    finally:
-        set_options({"store_path": ""})
-    with torch.no_grad():
-        wanted = [model(torch.tensor([[*p, int(t)]])).logits[0, -1] for p, t in zip(others, tokens)]
-    torch.testing.assert_close(found[:, 0], torch.stack(wanted), rtol=0, atol=2e-4)
 
 
 @pytest.mark.slow
@@ -427,30 +396,33 @@ def refusals() -> list[Any]:
     )
     return [
         pytest.param(one_layer, {}, ConfigError, "found a dense model", id="dense"),
-        pytest.param(optimized, {"target": "tpu"}, ConfigError, "'xnnpack', or 'qnn:'", id="target"),
-        pytest.param(optimized, {"linears": "int3"}, ConfigError, r"linears=.*float32 or int8 or int4", id="linears"),
-        pytest.param(optimized, {"batches": ()}, ConfigError, "batch sizes of 1 or more", id="batches"),
-        pytest.param(optimized, {"max_tokens": 2}, ConfigError, "3 or more, found 2", id="tokens"),
         pytest.param(optimized, {"hot": {8: 1}}, ConfigError, "chunks for the batch sizes in batches", id="hot"),
-        pytest.param(
-            optimized,
-            {"precision": "fp16"},
-            ConfigError,
-            r"precision=.*the default, as target is no NPU, found .fp16",
-            id="precision",
-        ),
         pytest.param(optimized, {"dynamic_shapes": {}}, ConfigError, "the example inputs that they", id="shapes"),
         pytest.param(optimized, {"max_tokens": 65}, ConfigError, "at most 64, the positions", id="positions"),
         pytest.param(optimized, few | {"tokenizer": "gpt2"}, ConfigError, "found str", id="tokenizer"),
         pytest.param(int4, few | {"linears": "int8"}, ConfigError, "those of the model are in int4", id="quantised"),
         pytest.param(lambda: torch_pi2.optimize(mlp, [(x,)]), {}, ConfigError, "example inputs", id="no args"),
-        pytest.param(optimized, {"kv": "int4"}, ConfigError, r"kv=.*float32 or float16 or int8", id="kv"),
         pytest.param(gpt_neo, few, UnsupportedModelError, "its attention is of another kind", id="local"),
         pytest.param(lambda: exact(architecture("longrope")), many, ConfigError, long, id="longrope"),
         pytest.param(not_causal, few, UnsupportedModelError, "its attention is of another kind", id="not causal"),
-        pytest.param(lambda: exact(tiny("falcon-bias")), few, UnsupportedModelError, r"found .* \(ALiBi\)", id="alibi"),
         pytest.param(t5, few, UnsupportedModelError, "an encoder and a decoder", id="encoder"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target": "tpu"}, "'xnnpack', or 'qnn:'"),
+        ({"linears": "int3"}, r"linears=.*float32 or int8 or int4"),
+        ({"kv": "int4"}, r"kv=.*float32 or float16 or int8"),
+        ({"batches": ()}, "batch sizes of 1 or more"),
+        ({"max_tokens": 2}, "3 or more, found 2"),
+        ({"precision": "fp16"}, r"precision=.*the default, as target is no NPU, found .fp16"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ExportSettings(**settings)
 
 
 @pytest.mark.slow

@@ -45,8 +45,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "Olmoe threshold": lambda: optimized("Olmoe", "threshold", {"num_experts": 6}, sparsity=0.6),
     # experts with biases and numbers in their activation, attention with sinks, a window of fewer tokens than are read
     "GptOss": lambda: optimized("GptOss", settings=GPT_OSS),
-    # a shared expert, which is a layer, beside the others
-    "Qwen2Moe": lambda: optimized("Qwen2Moe", settings={"mlp_only_layers": [], "hidden_act": "relu"}),
 }
 
 

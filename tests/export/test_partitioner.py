@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-from executorch.exir import ExecutorchBackendConfig, to_edge, to_edge_transform_and_lower
-from executorch.exir.pass_base import ExportPass
+from executorch.exir import to_edge, to_edge_transform_and_lower
 from executorch.export import ExportRecipe, LoweringRecipe, export
 from exported import (
     IDS,
     Logits,
-    Small,
     backends,
     dense,
     edge_config,
@@ -34,8 +30,6 @@ from torch import nn
 import torch_pi2
 from torch_pi2.decode import executorch as backend
 from torch_pi2.errors import ConfigError, UnsupportedModelError
-from torch_pi2.export import delegated
-from torch_pi2.export.delegated import exported_layers
 from torch_pi2.export.etdump import call_figures
 from torch_pi2.export.partitioner import Pi2Partitioner
 from torch_pi2.layers.of_model import sparse_layers
@@ -90,50 +84,6 @@ def test_any_program_of_the_model(make: Callable[[], nn.Module], way: str, tmp_p
         assert ffn.neuron_rows[0].numpy().tobytes() not in done.buffer  # weights are in the store alone
     done.get_etrecord().save(str(tmp_path / "etrecord.bin"))
     assert (tmp_path / "etrecord.bin").stat().st_size > 1000
-
-
-def of_ours() -> list[str]:
-    """What torch and ExecuTorch have of ours where their own functions and methods are."""
-    found = []
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] not in ("torch", "executorch") or not isinstance(module, ModuleType):
-            continue
-        kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == name]
-        for holder in (module, *kinds):
-            for key, value in list(vars(holder).items()):
-                if str(getattr(value, "__module__", "")).startswith("torch_pi2"):
-                    found.append(f"{name}.{key}")
-    return found
-
-
-@pytest.mark.slow
-def test_nothing_of_the_framework_is_replaced_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As passes of the user see it, which run; nor is a model known to anything global. Settings of the user, too."""
-    seen: list[Any] = []
-
-    class Look(ExportPass):
-        def call(self, graph_module: torch.fx.GraphModule) -> Any:
-            seen.append((of_ours(), dict(delegated._models)))
-            return super().call(graph_module)
-
-    model = torch_pi2.optimize(Small().eval(), [(torch.randn(80, 24),)], method="exact")
-    with torch.no_grad():
-        program = torch.export.export(model, (torch.randn(5, 24),), strict=False)
-    edge = to_edge_transform_and_lower(
-        program,
-        transform_passes=[Look()],
-        partitioner=[Pi2Partitioner(model, tmp_path / "model.pi2"), XnnpackPartitioner()],
-        compile_config=CONFIG,
-        constant_methods={"answer": 42},
-    )
-    edge.transform([Look()])
-    done = edge.to_executorch(ExecutorchBackendConfig(passes=[Look()], external_constants=True))
-    assert seen == [([], {})] * 3
-    assert "Pi2Backend" in backends(edge)
-    done.write_tensor_data_to_file(str(tmp_path))
-    assert len(list(tmp_path.glob("*.ptd"))) == 1
-    monkeypatch.setattr("executorch.exir.lowered_backend_module.legalize_graph", exported_layers)
-    assert of_ours() == ["executorch.exir.lowered_backend_module.legalize_graph"]
 
 
 @pytest.mark.slow

@@ -495,6 +495,7 @@ def _programs(
     calibration: Sequence[Batch],
 ) -> Iterator[tuple[str, torch.export.ExportedProgram, Any]]:
     """Each part as the NPU's compiler takes it: its name, its program, its inputs."""
+    precision = "w4a16" if block else "w8a16"
     attentions = [source.get_submodule(call.name) for call in calls]
     heads = [] if head is None else [source.get_output_embeddings()]  # type: ignore[operator]
     seen: list[Any] = [[]] * (len(attentions) + 1)
@@ -505,9 +506,9 @@ def _programs(
         graphs = {name: call.shapes(*sizes_of(name)) for name in methods}
         samples = samples_of(part, states) if calibration else []
         program = qnn.open_program(part, qnn.zeros(call.shapes(2, 3)), call.open)
-        yield part_name(call.layer), program, qnn.PartInputs(samples, graphs, call.open, block, gptq)
+        yield part_name(call.layer), program, qnn.PartInputs(samples, graphs, call.open, precision, block, gptq)
     if head is not None:
         width = calls[0].widths[0]
         one = {name: [((sizes_of(name)[0], 1, width), torch.float32)] for name in methods}
         program = qnn.open_program(HeadPart(head), (torch.zeros(2, 3, width),), [(0, 1)])
-        yield HEAD, program, qnn.PartInputs([tuple(x) for x in seen[-1]], one, [(0, 1)], block)
+        yield HEAD, program, qnn.PartInputs([tuple(x) for x in seen[-1]], one, [(0, 1)], precision, block)

@@ -16,9 +16,8 @@ from torch_pi2.base.fields import checked
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import Pi2Error, UnsupportedModelError
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.lazy import LazyDown
 from torch_pi2.layers.linear import QuantLinear
-from torch_pi2.layers.of_model import homes, replacements
+from torch_pi2.layers.of_model import homes
 
 
 @dataclass(frozen=True)
@@ -113,9 +112,6 @@ def export_program(
             found="a dense model",
             fix="Call torch_pi2.optimize(model, ...) first, or torch.export.export for the dense model.",
         )
-    lazy = [part.ffn.site.key for _, part in replacements(model) if isinstance(part, LazyDown)]
-    if lazy:
-        raise _dense_in_program(model, len(layers), len(layers) - len(lazy), f" (not {', '.join(lazy[:3])})")
     model.eval()
     what = f"torch.export of {type(model).__name__}"
     with torch.no_grad(), _in_row_order(model), named_failures(what, "a model that torch.export can trace"):
@@ -125,7 +121,12 @@ def export_program(
     operators = ("pi2.sparse_ffn", "pi2.experts_ffn")
     count = sum(str(node.target).startswith(operators) for node in exported.graph.nodes)
     if count < len(layers):  # more is fine: a layer may be called twice
-        raise _dense_in_program(model, len(layers), count, "")
+        raise UnsupportedModelError(
+            what,
+            expected=f"all {len(layers)} sparse FFNs as operators of the program",
+            found=f"only {count}",
+            fix="Export inputs that call all of them.",
+        )
     return exported
 
 
@@ -141,12 +142,3 @@ def _in_row_order(model: nn.Module) -> Iterator[None]:
     finally:
         for module, state in zip(layers, before, strict=True):
             vars(module).update(state)
-
-
-def _dense_in_program(model: nn.Module, expected: int, found: int, which: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"torch.export of {type(model).__name__}",
-        expected=f"all {expected} sparse FFNs as operators of the program",
-        found=f"only {found}{which}",
-        fix="Move each FFN with its activation into a module of its own, and optimise the model again.",
-    )

@@ -45,23 +45,17 @@ def is_well(server: Server) -> bool:
         (b"hello\r\n\r\n", 400, "request: expected HTTP/1.1, found none: "),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, "request: expected HTTP/1.1, found none: "),
         (b"GET / HTTP/2.0\r\nHost: a\r\n\r\n", 505, "request: expected HTTP/1.1, found another version."),
-        (b"GET / HTTP/0.9\r\nHost: a\r\n\r\n", 505, "request: expected HTTP/1.1, found another version."),
         (b"GET / HTTP/1.1\r\n\r\n", 400, "host: expected the header, found none. Send it."),
         (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400, "host: expected one header, found several."),
         (b"GET / HTTP/1.1\r\nHost: a\r\nX: b\r\n c\r\n\r\n", 400, "request: expected HTTP/1.1, found none: "),
-        (b"GET / HTTP/1.1\r\nHost: a\r\nX b\r\n\r\n", 400, "request: expected HTTP/1.1, found none: "),
-        (b"GET / HTTP/1.1\r\nHost : a\r\n\r\n", 400, "request: expected HTTP/1.1, found none: "),
         (b"GET / HTTP/1.1\nHost: a\n\n", 400, "request: expected HTTP/1.1, found none: "),
         (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n", 400, "request: expected HTTP/1.1, found none: "),
-        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n\r\n", 400, "request: expected HTTP/1.1, found none: "),
         (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400, "request: expected "),
-        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999999999999\r\n\r\n", 400, "request: expected "),
         (
             b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n",
             400,
             "request: expec",
         ),
-        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\n", 400, "request: expected HTTP/1.1"),
         (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400, "request: expected HTTP/1.1"),
         (
             b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nabc",
@@ -70,12 +64,8 @@ def is_well(server: Server) -> bool:
         ),
         (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 16777217\r\n\r\n", 413, f"body: expected at most {BIG} bytes"),
         (b"GET /" + b"a" * 20000 + b" HTTP/1.1\r\nHost: a\r\n\r\n", 431, "headers: expected at most 16384 bytes"),
-        (b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 20000, 431, "headers: expected at most 16384 bytes"),
         (b"GET / HTTP/1.1\r\nHost: a\r\n" + b"X: \r\n" * 5000, 431, "headers: expected at most 16384 bytes"),
-        (b"GET / HTTP/1.1\r\nHost: a\r\n" + b"Y" * 20000, 431, "headers: expected at most 16384 bytes"),
-        (b"\x00" * 100, 400, "request: expected HTTP/1.1, found none: "),
     ],
-    ids=range(24),
 )
 def test_requests_that_are_none(roomy: Server, bytes_sent: bytes, status: int, message: str) -> None:
     """Each has an answer, and its connection ends."""

@@ -16,8 +16,6 @@ import pytest
 import runner_calls
 from runner_calls import call, refused, run
 
-from torch_pi2.base.files import claimed
-
 IDS = ("--ids", "5,6", "--max-new-tokens", 6)
 OPTIONS = ("--logits", "--trace", "--etdump")
 
@@ -129,29 +127,6 @@ def test_ctrl_c_ends_it_and_leaves_no_half_files(predicted: Path, tmp_path: Path
         assert process.returncode in (0, -one), errors
         assert not list(tmp_path.glob(".*"))
     assert -one in ended
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("option", OPTIONS)
-def test_one_writes_at_a_time_and_what_was_killed_leaves_nothing(predicted: Path, tmp_path: Path, option: str) -> None:
-    """Under the names, and with the lock, that writers in Python have."""
-    file, command = tmp_path / "file", [runner_calls.FOLDER / "pi2_runner", predicted, *map(str, IDS), option]
-    (tmp_path / ".file.partial").write_bytes(b"half")
-    (tmp_path / ".file.lock").touch()
-    assert sound(option, run_and_read(command, file))
-    with claimed(file) as partial:
-        partial.write_bytes(b"of Python")
-        with subprocess.Popen([*command, file], env={}, stdout=subprocess.DEVNULL) as runner:
-            time.sleep(1)
-            assert runner.poll() is None
-            assert partial.read_bytes() == b"of Python"
-            runner.kill()
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
-
-
-def run_and_read(command: list[object], file: Path) -> bytes:
-    subprocess.run([*map(str, command), str(file)], env={}, check=True, capture_output=True)
-    return file.read_bytes()
 
 
 def test_a_file_has_one_writer(predicted: Path, tmp_path: Path) -> None:

@@ -214,32 +214,24 @@ def test_what_is_wrong_with_a_request_is_said_and_the_others_are_answered(talkin
     wrong: list[tuple[Any, str]] = [
         ("no JSON", "request: expected JSON, found "),
         ([1], "request: expected an object, found [1]. "),
-        ({"promptz": "d"}, "request: expected fields that docs/BUNDLE.md has, found promptz. "),
         ({}, "request: expected prompt, prompts, ids or messages, found none or several of them. "),
         (
             {"prompt": "d", "ids": [1]},
             "request: expected prompt, prompts, ids or messages, found none or several of them. ",
         ),
-        ({"prompt": 5}, "request, prompt: expected text, found 5. Correct the request."),
         ({"prompt": "d", "max_new_tokens": 0}, "request, max_new_tokens: expected 1 or more, found 0. Correct the"),
         ({"ids": [1, 999]}, "prompt: expected tokens of one sequence below 300, found the token 999. "),
-        ({"ids": [1], "temperature": "x"}, 'request, temperature: expected a number, found "x". '),
-        ({"ids": [1], "top_p": 0}, "top_p: expected more than 0, at most 1, found 0. "),
         (
             {"ids": [1], "stop": [""]},
             'request, stop: expected text, or a list of texts, none of them empty, found [""]. ',
         ),
         ({"ids": [1], "num_return_sequences": 99}, "num_return_sequences: expected 1 to 4, the lanes of the bundle, "),
         ({"ids": [1] * ROOM}, f"prompt: expected at most {ROOM - 1} tokens"),
-        ({"messages": []}, "request, messages: expected one or more, found none. "),
         ({"messages": [{"role": "tool", "content": "x"}]}, "a system message before them or none, found tool. "),
-        ({"messages": [{"role": "user"}]}, "request, messages, content: expected text, found nothing. "),
         ({"ids": [1], "chat": True}, "request, chat: expected prompt beside it, found none. "),
-        ({"ids": [1], "stream": "yes"}, 'request, stream: expected true or false, found "yes". '),
         ({"ids": [1], "system": "x"}, "request, system: expected chat and prompt beside it, found none. "),
         ({"ids": [1], "id": 1 << 64}, "request, id: expected a number of at most 64 bits, or a text, found 1.8"),
         ({"prompt": "d" * (256 * ROOM)}, f"prompt: expected at most {ROOM - 1} tokens: the bundle has room for {ROOM}"),
-        ({"ids": [1] * (1 << 18)}, "request: expected JSON of at most 262144 values, found more. Correct the request."),
     ]
     requests = [part for request, _ in wrong for part in (request, {"id": "sound", "ids": [5], "max_new_tokens": 1})]
     found = asked(talking, *requests)

@@ -26,7 +26,7 @@ from torch_pi2.base.files import atomic_write
 from torch_pi2.decode.executorch import EXECUTORCH
 from torch_pi2.errors import CompileError, Pi2Error, VersionError
 from torch_pi2.export.qnn import sdk
-from torch_pi2.export.qnn.quantize import PartInputs, graph_program, part_program, quantize, quantize_part
+from torch_pi2.export.qnn.quantize import PartInputs, part_program, quantize_part
 from torch_pi2.export.qnn.settings import Settings, how_to_avoid, title
 
 _TRAFFIC = re.compile(
@@ -77,24 +77,13 @@ def _run(folder: Path) -> None:
     for layer in job["layers"]:
         started = time.monotonic()
         name = layer["name"]
-        given = torch.load(work / f"{name}.pt", weights_only=False)  # our own file
-        programs: dict[str, torch.export.ExportedProgram]
-        if isinstance(given, PartInputs):
-            program, errors = quantize_part(torch.export.load(work / f"{name}.float.pt2"), given, settings)
-            facts: dict[str, Any] = {"block": given.block, "errors": errors}
-            programs = {graph: part_program(program, shapes) for graph, shapes in given.graphs.items()}
-        else:
-            hot, samples = given
-            quantized = quantize(hot, samples, settings)
-            program = quantized.program
-            facts = {
-                "block": quantized.block,
-                "errors": quantized.errors,
-                "measured_tokens": quantized.tokens,
-            }
-            programs = {n: graph_program(program, g["tokens"], g["chunks"]) for n, g in layer["graphs"].items()}
+        inputs: PartInputs = torch.load(work / f"{name}.pt", weights_only=False)  # our own file
+        quantized = quantize_part(torch.export.load(work / f"{name}.float.pt2"), inputs, settings)
+        program, outputs = quantized.program, inputs.outputs
+        programs = {graph: part_program(program, shapes, outputs.get(graph)) for graph, shapes in inputs.graphs.items()}
+        facts = {"block": inputs.block, "errors": quantized.errors, "measured_tokens": quantized.tokens}
         torch.export.save(program, work / f"{name}.pt2")
-        context, spec, graphs = _compile(programs, layer, settings, log, convolutions=facts["block"] > 0)
+        context, spec, graphs = _compile(programs, layer, settings, log, convolutions=inputs.block > 0)
         atomic_write(work / f"{name}.context", context)
         atomic_write(work / f"{name}.spec", spec)
         seconds = round(time.monotonic() - started, 1)
@@ -141,13 +130,9 @@ def _compile(
     except Pi2Error as error:
         raise CompileError(f"{what}, {error.what}", expected=error.expected, found=error.found, fix=fix) from error
     except Exception as error:
-        expected, instead = f"what Qualcomm's compiler takes for {settings.soc} in {settings.precision}", fix
-        if _is_short_of_memory(error):
-            expected = f"memory of this machine to compile it for {settings.soc} in {settings.precision}"
-            instead = f"Free some, or export on a machine with more. Or: {fix}"
-        raise CompileError(
-            f"{what}, {_failing([*programs], log.read())}", expected=expected, found=_reason(error, log), fix=instead
-        ) from error
+        expected = f"what Qualcomm's compiler takes for {settings.soc} in {settings.precision}, and memory for it"
+        graphs_of = f"{what}, graphs {', '.join(programs)}"
+        raise CompileError(graphs_of, expected=expected, found=_reason(error, log), fix=fix) from error
     contexts = {delegate.context for delegate in delegates.values()}
     if len(contexts) != 1:
         raise CompileError(
@@ -163,19 +148,6 @@ def _compile(
         for graph, numbers in zip(graphs.values(), traffic):
             graph |= dict(zip(names, map(int, numbers)))
     return contexts.pop(), spec, graphs
-
-
-def _is_short_of_memory(error: Exception) -> bool:
-    """As Qualcomm's libraries say it, or torch."""
-    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
-
-
-def _failing(graphs: list[str], printed: bytes) -> str:
-    """The graph that the compiler was at, by how many it had finished; all of them where it had not begun."""
-    finished = len(_TRAFFIC.findall(printed))
-    if b"Starting stage:" in printed and finished < len(graphs):
-        return f"graph {graphs[finished]}"
-    return f"graphs {', '.join(graphs)}"
 
 
 @dataclass(frozen=True)

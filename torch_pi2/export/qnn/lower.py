@@ -33,7 +33,7 @@ from torch_pi2.decode.executorch import EXECUTORCH, check_executorch
 from torch_pi2.errors import CompileError, Pi2Error
 from torch_pi2.export.hot import HotChunks
 from torch_pi2.export.qnn import sdk
-from torch_pi2.export.qnn.quantize import PartInputs, check_calibration, graph_program, part_program
+from torch_pi2.export.qnn.quantize import PartInputs, hot_part, part_program
 from torch_pi2.export.qnn.settings import REPORT_FORMAT, REPORT_VERSION, Graph, Settings, how_to_avoid, title
 from torch_pi2.machine.process import cores, free_bytes
 
@@ -52,7 +52,7 @@ class Lowered:
         quantized: for each layer what was compiled, in PyTorch: x ``[T, H]`` of any T -> a tuple of the sums of the
             first 1, 2, ... chunks.
         report: versions, settings, and per layer: bytes, groups of weights, quantisation error, and for each graph its
-            shape, chunks and DDR bytes per call as the compiler states them.
+            shape, and DDR bytes per call as the compiler states them.
     """
 
     modules: dict[str, list[nn.Module]]
@@ -62,21 +62,28 @@ class Lowered:
 
 @dataclass(frozen=True)
 class Parts:
-    """Other compiled parts: graph -> name -> module; of each part what :class:`Lowered` reports of a layer."""
+    """Compiled parts.
+
+    Attributes:
+        modules: graph -> name -> module. report: of each part what :class:`Lowered` reports of a layer. quantized: of
+            each what was compiled, in PyTorch. about: versions.
+    """
 
     modules: dict[str, dict[str, nn.Module]]
     report: dict[str, dict[str, Any]]
+    quantized: dict[str, nn.Module] = field(default_factory=dict)
+    about: dict[str, str] = field(default_factory=dict)
 
 
 class CompiledHot(nn.Module):
     """One graph of one layer's context binary: ``[..., H] -> [..., H]``, as many tokens as it was compiled for."""
 
-    def __init__(self, delegate: nn.Module) -> None:
+    def __init__(self, part: nn.Module) -> None:
         super().__init__()
-        self.delegate = delegate
+        self.part = part
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.higher_order.executorch_call_delegate(self.delegate, x.reshape(-1, x.shape[-1]))[0]
+        y: torch.Tensor = self.part(x.reshape(-1, x.shape[-1]))[0]
         return y.reshape(x.shape)
 
 
@@ -111,33 +118,21 @@ def lower_hot(
 
     Raises:
         ConfigError: unsupported SoC. LibraryMissingError, VersionError: as :func:`check`.
-        CalibrationError, ShapeError, NonFiniteError: as :func:`~torch_pi2.export.qnn.quantize.quantize`.
+        CalibrationError, ShapeError, NonFiniteError: as :func:`~torch_pi2.export.qnn.quantize.hot_part`.
         CompileError: the compiler refused a layer, crashed, or took too long.
     """
-    with job(settings) as work:
+
+    def parts() -> Iterator[tuple[str, torch.export.ExportedProgram, PartInputs]]:
         for i, (layer, inputs) in enumerate(zip(hot, samples, strict=True)):
-            check_calibration(layer, inputs, settings)
-            sizes = {name: {"tokens": math.prod(g.shape), "chunks": g.chunks[i]} for name, g in graphs.items()}
-            work.add(f"layer{i}", sizes, (layer, inputs), sum(p.nbytes for p in layer.parameters()))
-        build, layers = work.run(progress=progress)
-        origin = work.libraries.origin
-    report = {
-        "format": REPORT_FORMAT,
-        "version": REPORT_VERSION,
-        **asdict(settings),
-        "qnn": build,
-        "libraries": origin,
-        "executorch": EXECUTORCH,
-        "layers": [layer.report for layer in layers.values()],
-    }
+            sizes = {name: (math.prod(graph.shape), graph.chunks[i]) for name, graph in graphs.items()}
+            yield f"layer{i}", *hot_part(layer, inputs, settings, sizes)
+
+    lowered = lower_parts(parts(), settings, progress=progress)
     modules: dict[str, list[nn.Module]] = {
-        name: [
-            CompiledHot(_delegate(graph_program(layer.program, math.prod(graph.shape), chunks), layer))
-            for layer, chunks in zip(layers.values(), graph.chunks, strict=True)
-        ]
-        for name, graph in graphs.items()
+        name: [*map(CompiledHot, of_graph.values())] for name, of_graph in lowered.modules.items()
     }
-    return Lowered(modules, [layer.program.module(check_guards=False) for layer in layers.values()], report)
+    about = {"format": REPORT_FORMAT, "version": REPORT_VERSION, **asdict(settings), **lowered.about}
+    return Lowered(modules, [*lowered.quantized.values()], {**about, "layers": [*lowered.report.values()]})
 
 
 def lower_parts(
@@ -146,28 +141,26 @@ def lower_parts(
     *,
     progress: bool = False,
 ) -> Parts:
-    """Quantise and compile other parts of a decoder, consumed one at a time, each with its name and its inputs.
+    """Quantise and compile parts of a decoder, consumed one at a time, each with its name and its inputs.
 
     Raises: as :func:`lower_hot`, but for what is of feed-forward layers.
     """
-    graphs = {}
+    given: dict[str, PartInputs] = {}
     with job(settings) as work:
-        for name, program, inputs in parts:
-            path = work.folder / f"{name}.float.pt2"
-            torch.export.save(program, path)
-            sizes = {graph: {"shapes": [shape for shape, _ in shapes]} for graph, shapes in inputs.graphs.items()}
-            work.add(name, sizes, inputs, path.stat().st_size)
-            graphs[name] = inputs.graphs
-        _, compiled = work.run(progress=progress)
+        for name, program, given[name] in parts:
+            work.add(name, program, given[name])
+        build, compiled = work.run(progress=progress)
+        about = {"qnn": build, "libraries": work.libraries.origin, "executorch": EXECUTORCH}
     modules: dict[str, dict[str, nn.Module]] = {}
-    for name, of_part in graphs.items():
+    for name, inputs in given.items():
         one = compiled[name]
-        for graph, shapes in of_part.items():
+        for graph, shapes in inputs.graphs.items():
             facts = one.report["graphs"][graph]
             order = facts.get("arguments", [0]), facts.get("results", [0])
-            delegate = _delegate(part_program(one.program, shapes, order), one)
-            modules.setdefault(graph, {})[name] = CompiledPart(delegate, *order)
-    return Parts(modules, {name: one.report for name, one in compiled.items()})
+            program = part_program(one.program, shapes, inputs.outputs.get(graph), order)
+            modules.setdefault(graph, {})[name] = CompiledPart(_delegate(program, one), *order)
+    quantized: dict[str, nn.Module] = {name: c.program.module(check_guards=False) for name, c in compiled.items()}
+    return Parts(modules, {name: one.report for name, one in compiled.items()}, quantized, about)
 
 
 def _delegate(program: torch.export.ExportedProgram, compiled: Compiled) -> nn.Module:
@@ -209,10 +202,13 @@ class Job:
     layers: list[dict[str, Any]] = field(default_factory=list)
     bytes: int = 0
 
-    def add(self, name: str, graphs: Mapping[str, Any], given: Any, size: int) -> None:
-        """A layer of ``size`` bytes; ``given`` is what the process that compiles gets, ``graphs`` are reported."""
-        torch.save(given, self.folder / f"{name}.pt")
-        self.bytes = max(self.bytes, size)
+    def add(self, name: str, program: torch.export.ExportedProgram, inputs: PartInputs) -> None:
+        """A part, for the process that compiles it; its graphs are reported."""
+        path = self.folder / f"{name}.float.pt2"
+        torch.export.save(program, path)
+        torch.save(inputs, self.folder / f"{name}.pt")
+        self.bytes = max(self.bytes, path.stat().st_size)
+        graphs = {graph: {"shapes": [shape for shape, _ in shapes]} for graph, shapes in inputs.graphs.items()}
         self.layers.append({"name": name, "graphs": graphs})
 
     def run(self, *, progress: bool = False) -> tuple[str, dict[str, Compiled]]:

@@ -1,17 +1,15 @@
 """What the NPU computes, in its precision, as programs that also run in PyTorch: hot neurons, and other parts.
 
-All chunks of a layer are quantised once, in one graph whose outputs are the sums of the first 1, 2, ... chunks. The
-graph for k chunks is that graph cut off after its k-th output. So every number of chunks and every batch size has the
-same weights and scales, and the compiler keeps one copy of them.
-
-Another part (attention, the last linear layer) comes as a program with open sizes (:func:`open_program`), is quantised
-once, and becomes static for each graph, with the same weights and scales in all.
+A part is a program with open sizes (:func:`open_program`). It is quantised once, and becomes static for each graph,
+with the same weights and scales in all, so that the compiler keeps one copy of them. All chunks of a layer's hot
+neurons are one part, whose outputs are the sums of the first 1, 2, ... chunks; the graph for k chunks has the k-th
+output alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,20 +31,36 @@ Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
-class Quantized:
-    """A layer's hot part.
+class PartInputs:
+    """Inputs of a part, and how it is quantised.
 
     Attributes:
-        program: x ``[T, H]`` float32 (any T) -> a tuple of the sums of the first 1, 2, ... chunks.
-        errors: of each sum relative to float32 (L2), on the last quarter of the calibration inputs, which set ranges
-            but not GPTQ's weights; empty with fp16.
-        block: weights of a group that has a scale of its own; 0: a scale for each output channel.
-        tokens: on which errors were measured.
+        samples: calibration inputs; empty: it is not quantised (fp16). graphs: shapes in each graph. open: the
+            dimensions of each input that differ between calls. precision: of its weights, as in :class:`Settings`.
+            block: with w4a16, so many weights of a row have a scale; 0: all of it. gptq: choose 4-bit weights on the
+            samples, instead of rounding to nearest. outputs: graph -> the one output that it has; none: all.
+    """
+
+    samples: Sequence[Inputs]
+    graphs: Mapping[str, Shapes]
+    open: Sequence[Sequence[int]]
+    precision: str = "w8a16"
+    block: int = 0
+    gptq: bool = False
+    outputs: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A part with its quantised weights.
+
+    Attributes:
+        errors: of each output relative to float32 (L2), on the last quarter of the samples, which set ranges but not
+            GPTQ's weights; empty with fp16. tokens: on which errors were measured.
     """
 
     program: torch.export.ExportedProgram
     errors: list[float]
-    block: int = 0
     tokens: int = 0
 
 
@@ -64,12 +78,15 @@ class _Sums(nn.Module):
         return tuple(sums)
 
 
-def quantize(hot: HotChunks, samples: torch.Tensor | None, settings: Settings) -> Quantized:
-    """Bring ``hot`` into ``settings.precision`` (post-training quantisation by ExecuTorch's quantiser for the HTP).
+def hot_part(
+    hot: HotChunks, samples: torch.Tensor | None, settings: Settings, graphs: Mapping[str, tuple[int, int]]
+) -> tuple[torch.export.ExportedProgram, PartInputs]:
+    """A layer's hot neurons, float32, as a part: x ``[T, H]`` -> the sums of the first 1, 2, ... chunks.
 
     Args:
-        hot: float32.
-        samples: calibration inputs of the layer ``[..., H]`` float32; with fp16 they may be None.
+        samples: calibration inputs of the layer ``[..., H]`` float32; with fp16 they may be None. graphs: name ->
+            tokens and chunks. x has two dimensions: with 4-bit weights and x ``[2, 1, H]`` the HTP (Qualcomm's
+            emulator, QNN 2.49) computes something else; ``[2, H]`` and ``[1, 2, H]`` are right.
 
     Raises:
         CalibrationError: no samples where they are needed. ShapeError: samples of another width.
@@ -77,40 +94,24 @@ def quantize(hot: HotChunks, samples: torch.Tensor | None, settings: Settings) -
         NonFiniteError: NaN or infinity in samples or weights.
     """
     check_calibration(hot, samples, settings)
-    sums, hidden = _Sums(hot).eval(), hot.hidden
-    with torch.no_grad():
-        if settings.precision == "fp16" or samples is None:
-            return Quantized(_export(sums, hidden), [])
-        x_TH, block = samples.reshape(-1, hidden).float(), block_of(hot, settings)
-        first, last = held_back(x_TH)
-        chosen_on = [(x,) for x in first.split(_ROWS)] if settings.quantization == "gptq" else []
-        module: Any = _export(sums, hidden).module()
-        quantized = pt2e(module, [(x,) for x in x_TH.split(_ROWS)], settings, block, chosen_on)
-        errors = errors_of(sums, quantized, [(x,) for x in last.split(_ROWS)])
-        return Quantized(_export(quantized, hidden), errors, block, len(last))
-
-
-def graph_program(program: torch.export.ExportedProgram, tokens: int, chunks: int) -> torch.export.ExportedProgram:
-    """The static program for x ``[tokens, H]`` and the first ``chunks`` chunks of :attr:`Quantized.program`.
-
-    It returns a tuple of one. Weights are shared with ``program``; those of further chunks are not in it.
-
-    x has two dimensions: with 4-bit weights and x ``[2, 1, H]`` the HTP (Qualcomm's emulator, QNN 2.49) computes
-    something else; ``[2, H]`` and ``[1, 2, H]`` are right.
-    """
-    whole = program.module(check_guards=False)
-    graph, values = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
-    outputs: Any = graph.graph_copy(whole.graph, values)
-    graph.output((outputs[chunks - 1],))  # a tuple: what a delegate returns
-    with_all = torch.fx.GraphModule(whole, graph)
-    with_all.graph.eliminate_dead_code()
-    module = torch.fx.GraphModule(with_all, with_all.graph)  # copies only what is still used
-    (x,) = (node for node in whole.graph.nodes if node.op == "placeholder")
-    return torch.export.export(module, (torch.zeros(tokens, x.meta["val"].shape[-1]),), strict=False)
+    pieces: list[Inputs] = []
+    if samples is not None and settings.precision != "fp16":
+        x_TH = samples.reshape(-1, hot.hidden).float()
+        pieces = [(x,) for x in x_TH.split(max(1, min(_ROWS, len(x_TH) // _HELD)))]
+    inputs = PartInputs(
+        pieces,
+        {name: [((tokens, hot.hidden), torch.float32)] for name, (tokens, _) in graphs.items()},
+        [(0,)],
+        settings.precision,
+        block_of(hot, settings),
+        settings.quantization == "gptq",
+        {name: chunks - 1 for name, (_, chunks) in graphs.items()},
+    )
+    return open_program(_Sums(hot).eval(), (torch.zeros(3, hot.hidden),), inputs.open), inputs
 
 
 def check_calibration(hot: HotChunks, samples: torch.Tensor | None, settings: Settings) -> None:
-    """Raises what :func:`quantize` raises, before anything is computed."""
+    """Raises what :func:`hot_part` raises, before anything is computed."""
     block_of(hot, settings)
     if samples is None or samples.numel() == 0:
         if settings.precision == "fp16" and samples is None:
@@ -224,31 +225,6 @@ def errors_of(right: nn.Module, quantized: nn.Module, inputs: Iterable[tuple[tor
     return [float(e) for e in (off / whole.clamp_min(1e-300)).sqrt()]
 
 
-def _export(module: nn.Module, hidden: int) -> torch.export.ExportedProgram:
-    tokens = torch.export.Dim("tokens", min=1, max=4096)
-    return torch.export.export(module, (torch.zeros(3, hidden),), dynamic_shapes=({0: tokens},))
-
-
-# --- other parts ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PartInputs:
-    """Inputs of a part.
-
-    Attributes:
-        samples: calibration inputs; empty: it is not quantised (fp16). graphs: shapes in each graph. open: the
-            dimensions of each input that differ between calls. block: 0: 8-bit weights; else 4 bits, and a scale for
-            so many weights of a row. gptq: choose 4-bit weights on the samples, instead of rounding to nearest.
-    """
-
-    samples: Sequence[Inputs]
-    graphs: Mapping[str, Shapes]
-    open: Sequence[Sequence[int]]
-    block: int = 0
-    gptq: bool = False
-
-
 def zeros(shapes: Shapes) -> Inputs:
     return tuple(torch.zeros(sizes, dtype=dtype) for sizes, dtype in shapes)
 
@@ -272,34 +248,47 @@ class _Open(nn.Module):
         return tuple(self.module(*inputs))
 
 
-def quantize_part(
-    program: torch.export.ExportedProgram, inputs: PartInputs, settings: Settings
-) -> tuple[torch.export.ExportedProgram, list[float]]:
-    """``program`` with its weights quantised, unless they are float16; of each output the error on the last quarter of
-    the samples, on which no weights were chosen, relative to float32 (L2)."""
+def quantize_part(program: torch.export.ExportedProgram, inputs: PartInputs, settings: Settings) -> Quantized:
+    """``program`` with its weights quantised, unless they are float16 (post-training quantisation by ExecuTorch's
+    quantiser for the HTP)."""
     if not inputs.samples:
-        return program, []
+        return Quantized(program, [])
     with torch.no_grad():
         right: Any = program.module(check_guards=False)
-        precision = replace(settings, precision="w4a16" if inputs.block else "w8a16")
         first, last = held_back(inputs.samples)
         chosen_on = first if inputs.gptq else ()
-        quantized = pt2e(program.module(check_guards=False), inputs.samples, precision, inputs.block, chosen_on)
+        settings = replace(settings, precision=inputs.precision, quantization="rtn")
+        made = pt2e(program.module(check_guards=False), inputs.samples, settings, inputs.block, chosen_on)
         example: Any = program.example_inputs[0]
-        return open_program(quantized, example, inputs.open), errors_of(right, quantized, last)
+        tokens = sum(x[0].numel() // x[0].shape[-1] for x in last)
+        return Quantized(open_program(made, example, inputs.open), errors_of(right, made, last), tokens)
 
 
 def part_program(
-    program: torch.export.ExportedProgram, shapes: Shapes, order: tuple[Sequence[int], Sequence[int]] | None = None
+    program: torch.export.ExportedProgram,
+    shapes: Shapes,
+    output: int | None = None,
+    order: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> torch.export.ExportedProgram:
-    """The static program for inputs of ``shapes``; ``order``: with these of them as arguments, and so that output i is
-    result ``order[1][i]``."""
-    module: nn.Module = program.module(check_guards=False)
-    inputs = zeros(shapes)
+    """The static program for inputs of ``shapes``, whose weights are shared with ``program``.
+
+    Args:
+        output: the only one; what others need is not in it. order: with these of the inputs as arguments, and so that
+            output i is result ``order[1][i]``.
+    """
+    module, inputs = program.module(check_guards=False), zeros(shapes)
+    if output is not None:
+        graph, values = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
+        outputs: Any = graph.graph_copy(module.graph, values)
+        graph.output((outputs[output],))  # a tuple: what a delegate returns
+        with_all = torch.fx.GraphModule(module, graph)
+        with_all.graph.eliminate_dead_code()
+        module = torch.fx.GraphModule(with_all, with_all.graph)  # copies only what is still used
+    called: nn.Module = module
     if order is not None:
-        module, inputs = _Ordered(module, *order), tuple(inputs[i] for i in order[0])
+        called, inputs = _Ordered(module, *order), tuple(inputs[i] for i in order[0])
     with torch.no_grad():
-        return torch.export.export(module, inputs, strict=False)
+        return torch.export.export(called, inputs, strict=False)
 
 
 class _Ordered(nn.Module):

@@ -50,10 +50,13 @@ def find() -> Libraries:
         LibraryMissingError: there are none; the message names the licence and how to get them.
         VersionError: the package has a version that ExecuTorch's adaptor does not fit.
     """
-    how = f"{how_to_install('qnn')} gets them; they are proprietary, and installing them accepts the {LICENCE}"
+
+    def how() -> str:
+        return f"{how_to_install('qnn')} gets them; they are proprietary, and installing them accepts the {LICENCE}"
+
     if root := os.environ.get("QNN_SDK_ROOT"):
         found, where = Libraries(Path(root) / _HOST, "QNN_SDK_ROOT"), "as QNN_SDK_ROOT says"
-        fix = f"Correct QNN_SDK_ROOT, or unset it: {how} (docs/QNN.md)."
+        fix = f"Correct QNN_SDK_ROOT, or unset it: {how()} (docs/QNN.md)."
     else:
         try:
             distribution = importlib.metadata.distribution(PACKAGE)
@@ -62,7 +65,7 @@ def find() -> Libraries:
                 "Qualcomm's libraries (QNN)",
                 expected=f"{PACKAGE} {' or '.join(PACKAGE_VERSIONS)}, or an SDK named by QNN_SDK_ROOT",
                 found="neither",
-                fix=f"{how} (docs/QNN.md).",
+                fix=f"{how()} (docs/QNN.md).",
             ) from error
         version = distribution.version
         if version not in PACKAGE_VERSIONS:
