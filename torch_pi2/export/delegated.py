@@ -42,7 +42,7 @@ from torch_pi2.rewrite.state import ModelState
 #: Operator -> its role in the delegate's blob.
 ROLES = {"pi2.delegate_ffn": 0, "pi2.delegate_submit": 1, "pi2.delegate_collect": 2, "pi2.delegate_experts": 0}
 
-_models: dict[str, Sequence[SparseLayer]] = {}
+_models: dict[str, Sequence[Any]] = {}
 _submitted: dict[tuple[str, int, int], torch.Tensor] = {}
 _numbers = itertools.count()
 
@@ -84,29 +84,18 @@ def _like_first(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _layer(model: str, layer: int) -> Any:
-    if model not in _models:
-        raise ConfigError(
-            f"delegate operators of {model}",
-            expected="registered layers",
-            found="none: the export that registered them has ended",
-            fix="Run the model that torch_pi2.optimize returned, or the bundle.",
-        )
-    return _models[model][layer]
-
-
 def _whole(x: torch.Tensor, model: str, layer: int, queue: int) -> torch.Tensor:
-    y: torch.Tensor = _layer(model, layer).whole(x)
+    y: torch.Tensor = _models[model][layer].whole(x)
     return y.contiguous()
 
 
 def _mixture(x: torch.Tensor, model: str, layer: int, index: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = _layer(model, layer)(x, index, routing)
+    y: torch.Tensor = _models[model][layer](x, index, routing)
     return y.contiguous()
 
 
 def _submit(x: torch.Tensor, model: str, layer: int, first: int, queue: int) -> torch.Tensor:
-    _submitted[(model, layer, queue)] = cold_part(_layer(model, layer), x, first)
+    _submitted[(model, layer, queue)] = cold_part(_models[model][layer], x, first)
     return x.clone(memory_format=torch.contiguous_format)
 
 

@@ -22,8 +22,7 @@ from torch_pi2.decode.sequence import GeneratedSequence, StopStrings, decode_loo
 from torch_pi2.errors import ConfigError, NonFiniteError, ShapeError
 from torch_pi2.export.manifest import STORE_FILE, Manifest
 from torch_pi2.export.runtime import Program
-from torch_pi2.export.sampling import SamplingKeywords, SamplingSettings, defaults_of
-from torch_pi2.export.text import Detokenizer, encode, load_tokenizer
+from torch_pi2.export.text import Detokenizer, SamplingKeywords, SamplingSettings, defaults_of, encode, load_tokenizer
 
 _log = logging.getLogger("torch_pi2")
 
@@ -231,7 +230,7 @@ class Bundle:
             stream: called for every token, in order of sequences within a step. An error that it raises ends the
                 answer. It cannot call this bundle, whose KV cache is in use.
             sampling: ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``stop``: see
-                :class:`torch_pi2.export.sampling.SamplingSettings`; None: the model's generation_config.json decides.
+                :class:`torch_pi2.export.text.SamplingSettings`; None: the model's generation_config.json decides.
 
         Raises:
             ConfigError: the bundle is no decoder, an argument is wrong, or this is called within ``stream``.
