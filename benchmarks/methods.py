@@ -22,7 +22,7 @@ import torch_pi2
 from benchmarks.arguments import add_trained, names_of
 from benchmarks.beside import Beside, floats
 from benchmarks.tables import Result, Table, at
-from torch_pi2.base.evaluating import evaluating
+from torch_pi2.base.modules import evaluating
 from torch_pi2.base.progress import phase
 from torch_pi2.cli import common
 from torch_pi2.eval.loss import logits_of

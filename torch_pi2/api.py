@@ -19,9 +19,9 @@ from typing import Any, TypeVar, Unpack
 import torch
 from torch import nn
 
-from torch_pi2.base.evaluating import evaluating, fresh_settings
 from torch_pi2.base.fields import checked
 from torch_pi2.base.memory import is_mapped
+from torch_pi2.base.modules import evaluating, fresh_settings
 from torch_pi2.decode import hf_generate
 from torch_pi2.decode.plan_controller import follow, stop_following
 from torch_pi2.distributed.ranks import Ranks, shared_folder
@@ -344,7 +344,7 @@ def optimize(
     and ``state_dict`` keep working; :func:`restore` gives the original back, bit for bit, unless weights are quantised.
     What an optimised model no longer has (weights of its FFNs as parameters, modules within them) raises by name
     whoever reads, changes or calls it (:mod:`torch_pi2.base.offloaded`); hooks are kept or refused by name
-    (:mod:`torch_pi2.base.hooks`).
+    (:mod:`torch_pi2.base.modules`).
 
     Args:
         model: any ``nn.Module`` with feed-forward layers of a known form, on the CPU; or on one GPU, where it is again

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.memory import new_tensor
+from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.progress import warn_once
 from torch_pi2.distributed.group import groups
 from torch_pi2.errors import ConfigError

@@ -25,7 +25,7 @@ from torch_pi2.decode.plan_controller import follow
 from torch_pi2.decode.sequence import Sampling, pick
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.layers.prompt import has_tiles
-from torch_pi2.types.machine_plan import Bucket, HardwarePlan, PromptPlan
+from torch_pi2.types.plan import Bucket, HardwarePlan, PromptPlan
 
 IDS = torch.randint(1, VOCAB, (1, 7), generator=torch.Generator().manual_seed(0))
 NEW = 10

@@ -30,9 +30,8 @@ from torch_pi2.planner.hot_neurons import plan_without_data
 from torch_pi2.rewrite.rewrite import rewrite
 from torch_pi2.rewrite.state import store_and_budget
 from torch_pi2.store.synthetic import SHAPES
-from torch_pi2.types.machine_plan import HardwarePlan, PromptPlan
 from torch_pi2.types.offload import OffloadConfig
-from torch_pi2.types.plan import Plan, weights_hash
+from torch_pi2.types.plan import HardwarePlan, Plan, PromptPlan, weights_hash
 
 IDS = torch.arange(1, 9)[None]
 PREDICTORS: dict[str, dict[str, Any]] = {

@@ -26,7 +26,7 @@ from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.rewrite.state import store_of
-from torch_pi2.types.machine_plan import Bucket, HardwarePlan, PromptPlan
+from torch_pi2.types.plan import Bucket, HardwarePlan, PromptPlan
 
 IDS = torch.randint(1, VOCAB, (1, 7), generator=torch.Generator().manual_seed(0))
 FED = torch.randint(1, VOCAB, (1, VERIFIED), generator=torch.Generator().manual_seed(1))

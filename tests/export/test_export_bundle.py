@@ -35,7 +35,7 @@ from torch_pi2.export.settings import ExportSettings
 from torch_pi2.export.store import write_store
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.store.storefile import StoreReader
-from torch_pi2.types.machine_plan import Bucket, HardwarePlan, PromptPlan
+from torch_pi2.types.plan import Bucket, HardwarePlan, PromptPlan
 
 PROMPT = [7, 30, 201, 5, 90, 11]
 

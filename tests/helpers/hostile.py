@@ -34,9 +34,8 @@ from torch_pi2.store.folder import read_config
 from torch_pi2.store.source import Checkpoint
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.store.weights import QuantizedWeights
-from torch_pi2.types.machine_plan import Bucket, HardwarePlan, PromptPlan
 from torch_pi2.types.method import PredictorCard
-from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.plan import Bucket, HardwarePlan, LayerPlan, Plan, PromptPlan
 from torch_pi2.types.site import FFNSite, LinearRef
 from torch_pi2.types.stats import HIST_BINS, ActivationStats, LayerStats
 from torch_pi2.types.verdict import Loss, Speed, Verdict

@@ -23,8 +23,7 @@ from torch_pi2.machine.hardware import (
 )
 from torch_pi2.machine.reads import ReadRate, Reads
 from torch_pi2.planner.model_shape import LayerShape, ModelShape
-from torch_pi2.types.machine_plan import Bucket, HardwarePlan, PromptPlan
-from torch_pi2.types.plan import Plan
+from torch_pi2.types.plan import Bucket, HardwarePlan, Plan, PromptPlan
 from torch_pi2.types.stats import HIST_BINS, ActivationStats, LayerStats
 
 GB = 1e3  # bytes in a microsecond at 1 GB/s

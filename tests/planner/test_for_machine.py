@@ -19,8 +19,8 @@ from torch_pi2.planner.cost import resident_slots, step_ms, switch_point
 from torch_pi2.planner.for_machine import hot_count, recall, solve
 from torch_pi2.planner.model_shape import LayerShape, ModelShape
 from torch_pi2.planner.request import Request
-from torch_pi2.types.machine_plan import HardwarePlan
 from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.plan import HardwarePlan
 
 QUICK = settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 CONTEXT = 64

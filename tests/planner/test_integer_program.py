@@ -19,7 +19,7 @@ from torch_pi2.planner.for_machine import HOT_SHARES, hot_count, solve
 from torch_pi2.planner.integer_program import choose
 from torch_pi2.planner.model_shape import ModelShape
 from torch_pi2.planner.request import Request
-from torch_pi2.types.machine_plan import HardwarePlan
+from torch_pi2.types.plan import HardwarePlan
 
 
 @settings(deadline=None, max_examples=25)

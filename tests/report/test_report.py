@@ -25,8 +25,7 @@ from torch_pi2.observe.accesses import Accesses
 from torch_pi2.report.plots import Plot, places, plots
 from torch_pi2.report.runs import read_measured, read_trace
 from torch_pi2.store.parts import Parts
-from torch_pi2.types.machine_plan import Bucket, HardwarePlan, PromptPlan
-from torch_pi2.types.plan import Plan
+from torch_pi2.types.plan import Bucket, HardwarePlan, Plan, PromptPlan
 
 BATCHES = (1, 4, 16)
 MS = {"attention": 1.0, "predictor": 0.5, "hot": 0.25, "cold": 2.0, "io": 1.5, "glue": 0.75}

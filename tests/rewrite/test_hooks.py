@@ -16,7 +16,7 @@ from tiny_models import VOCAB, FunctionalBlock, GatedBlock, plain, tiny
 from torch import nn
 
 import torch_pi2
-from torch_pi2.base.hooks import has_sparse_layers
+from torch_pi2.base.modules import has_sparse_layers
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.graph.dispatch import NeuronClusterMode
 from torch_pi2.layers.ffn import SparseFFN

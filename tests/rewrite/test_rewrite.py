@@ -25,7 +25,7 @@ from rewriting import (
 from tiny_models import HIDDEN, INTERMEDIATE, FunctionalBlock, GatedBlock, plain, tiny
 from torch import nn
 
-from torch_pi2.base.hooks import has_sparse_layers
+from torch_pi2.base.modules import has_sparse_layers
 from torch_pi2.errors import (
     ConfigError,
     DtypeError,

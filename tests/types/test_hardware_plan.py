@@ -13,8 +13,7 @@ from tiny_models import tiny
 
 import torch_pi2
 from torch_pi2 import errors
-from torch_pi2.types.machine_plan import Bucket, HardwarePlan, PromptPlan
-from torch_pi2.types.plan import Plan
+from torch_pi2.types.plan import Bucket, HardwarePlan, Plan, PromptPlan
 
 LAYERS = [("a", 64, 1024), ("b", 0, 700)]
 

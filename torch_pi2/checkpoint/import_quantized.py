@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.fields import checked
 from torch_pi2.base.files import atomic_write, replacing_folder
+from torch_pi2.base.modules import fresh_settings
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.foreign import of_model, open_folder
 from torch_pi2.checkpoint.importing import ImportReport, write_imported

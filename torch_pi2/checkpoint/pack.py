@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.fields import checked
 from torch_pi2.base.files import replacing_folder
+from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.package import __version__
 from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.base.tensorfile import TensorWriter

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from torch_pi2.base.dtypes import DTYPES, dtype_name
-from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.fields import checked
 from torch_pi2.base.files import replacing_folder
+from torch_pi2.base.modules import fresh_settings
 from torch_pi2.checkpoint.calibrated import rows_of_checkpoint
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.placing import Stored, bound_plan

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from torch_pi2.base.dtypes import stands_for_another
-from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.fields import checked, shown
 from torch_pi2.base.files import replacing_folder
+from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.base.package import how_to_install
 from torch_pi2.checkpoint.card import keep_card

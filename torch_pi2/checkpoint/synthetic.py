@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from torch_pi2.base.dtypes import DTYPES
-from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.fields import checked
 from torch_pi2.base.files import replacing_folder
+from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.errors import ConfigError

@@ -19,8 +19,7 @@ from torch_pi2.formats import ACTIVATIONS
 
 if TYPE_CHECKING:
     from torch_pi2.planner.model_shape import ModelShape
-    from torch_pi2.types.machine_plan import HardwarePlan
-    from torch_pi2.types.plan import Plan
+    from torch_pi2.types.plan import HardwarePlan, Plan
     from torch_pi2.types.stats import ActivationStats
 
 EXAMPLE = "torch-pi2 plan my-model --stats my-stats --predictors my-predictors --out my-plan --hot-frequency 0.5"

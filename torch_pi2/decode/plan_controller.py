@@ -19,16 +19,15 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.fields import checked
+from torch_pi2.base.modules import fresh_settings
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import called_modules, homes, sparse_layers
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
 from torch_pi2.layers.prompt import call_mode
 from torch_pi2.rewrite.state import ModelState
-from torch_pi2.types.machine_plan import Bucket, HardwarePlan
-from torch_pi2.types.plan import Plan
+from torch_pi2.types.plan import Bucket, HardwarePlan, Plan
 
 _log = logging.getLogger("torch_pi2")
 

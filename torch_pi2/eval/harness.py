@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from torch_pi2.base.evaluating import evaluating
 from torch_pi2.base.fields import checked
+from torch_pi2.base.modules import evaluating
 from torch_pi2.base.package import missing_package
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.layers.prompt import sparse_only

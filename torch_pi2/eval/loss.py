@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torch_pi2.base.evaluating import evaluating
+from torch_pi2.base.modules import evaluating
 from torch_pi2.base.progress import bar
 from torch_pi2.decode.kv_cache import cache_name, cache_of
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError

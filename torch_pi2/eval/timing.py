@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.evaluating import evaluating
+from torch_pi2.base.modules import evaluating
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.decode.kv_cache import cache_name, cache_of
 from torch_pi2.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.evaluating import evaluating
+from torch_pi2.base.modules import evaluating
 from torch_pi2.export.hot import hot_chunks
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import called_modules

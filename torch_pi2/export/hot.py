@@ -17,7 +17,7 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.rows import row_of_each
 from torch_pi2.ops.activations import ACTIVATIONS
-from torch_pi2.types.machine_plan import HardwarePlan
+from torch_pi2.types.plan import HardwarePlan
 from torch_pi2.types.site import FFNSite
 from torch_pi2.types.stats import ActivationStats
 

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.memory import let_go
+from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.progress import bar
 from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import CalibrationError, check_made_from

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import fake_tensor_tls
 
-from torch_pi2.base.evaluating import evaluating
+from torch_pi2.base.modules import evaluating
 from torch_pi2.errors import CalibrationError, DeviceError, UnsupportedModelError
 
 

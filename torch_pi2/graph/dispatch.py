@@ -24,9 +24,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.fields import checked
-from torch_pi2.base.hooks import has_hooks, has_sparse_layers
+from torch_pi2.base.modules import fresh_settings, has_hooks, has_sparse_layers
 from torch_pi2.errors import ConfigError, GradientError
 from torch_pi2.graph.routed import masked
 from torch_pi2.ops.activations import ACTIVATIONS, cuts

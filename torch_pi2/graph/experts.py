@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.evaluating import fresh_settings
-from torch_pi2.base.hooks import has_sparse_layers
+from torch_pi2.base.modules import fresh_settings, has_sparse_layers
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.activation import identify
 from torch_pi2.graph.coverage import BranchCoverage, same_tokens, token_magnitudes

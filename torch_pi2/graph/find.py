@@ -16,9 +16,8 @@ from typing import Any
 from torch import fx, nn
 
 from torch_pi2.base.dtypes import stands_for_another
-from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.fields import checked
-from torch_pi2.base.hooks import has_sparse_layers
+from torch_pi2.base.modules import fresh_settings, has_sparse_layers
 from torch_pi2.errors import ConfigError, NoFFNFoundError, Pi2Error, UnsupportedModelError
 from torch_pi2.graph.capture import CapturedGraph, capture
 from torch_pi2.graph.elementwise import op_name

@@ -17,7 +17,7 @@ from huggingface_hub import snapshot_download
 from transformers.quantizers.base import HfQuantizer
 
 from torch_pi2.base.dtypes import DTYPES
-from torch_pi2.base.evaluating import fresh_settings
+from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.tensorfile import TensorReader
 from torch_pi2.checkpoint.save_load import finish_loading, read_model
 from torch_pi2.checkpoint.settings import LoadSettings

@@ -6,7 +6,7 @@ import torch
 from torch.autograd import forward_ad
 
 from torch_pi2.base.dtypes import DTYPES, dtype_name
-from torch_pi2.base.hooks import refuse_global_hooks
+from torch_pi2.base.modules import refuse_global_hooks
 from torch_pi2.errors import ConfigError, DtypeError, GradientError, ShapeError, check_choice
 from torch_pi2.types.method import METHODS
 from torch_pi2.types.plan import LayerPlan

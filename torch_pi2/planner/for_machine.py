@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.fields import checked
+from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.progress import bar
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.errors import CalibrationError, ConfigError
@@ -34,9 +34,8 @@ from torch_pi2.planner.model_shape import LayerShape, ModelShape
 from torch_pi2.planner.request import BATCHES, Counts, Request, check
 from torch_pi2.rewrite.gpu import neuron_bytes
 from torch_pi2.rewrite.state import get_state, stored_stats
-from torch_pi2.types.machine_plan import ACCELERATOR_CHUNK, OFFLOAD_SETTINGS, Bucket, HardwarePlan, PromptPlan
 from torch_pi2.types.method import Method
-from torch_pi2.types.plan import Plan
+from torch_pi2.types.plan import ACCELERATOR_CHUNK, OFFLOAD_SETTINGS, Bucket, HardwarePlan, Plan, PromptPlan
 from torch_pi2.types.stats import ActivationStats
 
 #: Shares of steps from which on a neuron is hot, the usual one first. 0: all neurons; above 1: none.

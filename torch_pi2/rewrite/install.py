@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_pi2.base.hooks import allow_hooks, refuse_hooks
+from torch_pi2.base.modules import allow_hooks, refuse_hooks
 from torch_pi2.base.offloaded import GuardedModules, GuardedParameters, OffloadedParameter, offload, take_back
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.experts import SparseExperts

@@ -13,8 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_pi2.base.dtypes import stands_for_another
-from torch_pi2.base.evaluating import evaluating
-from torch_pi2.base.hooks import own_forward, share_hooks
+from torch_pi2.base.modules import evaluating, own_forward, share_hooks
 from torch_pi2.base.offloaded import free_storage
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import NoFFNFoundError

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.evaluating import evaluating, fresh_settings
-from torch_pi2.base.hooks import has_sparse_layers, refuse_global_hooks
+from torch_pi2.base.modules import evaluating, fresh_settings, has_sparse_layers, refuse_global_hooks
 from torch_pi2.base.progress import bar
 from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import CalibrationError, ConfigError, UnsupportedModelError

@@ -6,7 +6,7 @@ The first of these strategies is chosen that is *seen* to compute the same on ra
 * **sequential**: the FFN is a sequence of modules inside a bigger block; the first linear computes all of it, the
   others pass the result on (OPT's ``fc1, activation_fn, fc2``).
 * **lazy**: some of the FFN is code of the block; its linears exchange a lazy tensor (:mod:`torch_pi2.layers.lazy`).
-  So do the linears of an FFN with hooks inside, which the other strategies would silence (:mod:`torch_pi2.base.hooks`).
+  So do the linears of an FFN with hooks inside, which the others would silence (:mod:`torch_pi2.base.modules`).
 
 Experts are replaced together: the ``forward`` of the module that holds them.
 """
@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.evaluating import evaluating
-from torch_pi2.base.hooks import has_hooks, hooks_inside, own_forward
+from torch_pi2.base.modules import evaluating, has_hooks, hooks_inside, own_forward
 from torch_pi2.errors import StaleArtifactError, UnsupportedModelError
 from torch_pi2.graph.coverage import BranchCoverage, same_tokens, token_magnitudes
 from torch_pi2.graph.experts import probe_experts

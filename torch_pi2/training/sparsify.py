@@ -14,9 +14,9 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.fields import checked
 from torch_pi2.base.files import check_not_current, locked, replacing_folder, writing
+from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.progress import phase
 from torch_pi2.base.units import percent
 from torch_pi2.checkpoint.card import keep_card, section, write_part

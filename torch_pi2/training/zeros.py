@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torch_pi2.base.evaluating import evaluating
+from torch_pi2.base.modules import evaluating
 from torch_pi2.errors import NonFiniteError, UnsupportedModelError
 from torch_pi2.types.site import FFNSite
 

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.base.evaluating import fresh_settings
 from torch_pi2.base.fields import checked
 from torch_pi2.base.files import replacing_folder
+from torch_pi2.base.modules import fresh_settings
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.gguf.families import configuration
 from torch_pi2.checkpoint.gguf.predictors import import_predictors

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from torch_pi2.base.evaluating import evaluating
+from torch_pi2.base.modules import evaluating
 from torch_pi2.base.progress import bar
 from torch_pi2.checkpoint.gguf.source import GgufCheckpoint
 from torch_pi2.checkpoint.settings import LoadSettings
