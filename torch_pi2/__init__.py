@@ -16,11 +16,11 @@ from torch_pi2.errors import Pi2Error
 if TYPE_CHECKING:
     from torch_pi2.api import fit, optimize, plan, profile, quantize_, restore
     from torch_pi2.checkpoint.gguf.importing import import_gguf
-    from torch_pi2.checkpoint.import_quantized import import_quantized
-    from torch_pi2.checkpoint.mapped import load_mapped
+    from torch_pi2.checkpoint.importing import import_quantized
     from torch_pi2.checkpoint.pack import pack
     from torch_pi2.checkpoint.quantize import quantize
     from torch_pi2.checkpoint.save_load import load, save
+    from torch_pi2.checkpoint.stored import load_mapped
     from torch_pi2.checkpoint.synthetic import synthetic
     from torch_pi2.decode.budget import set_budget, stats
     from torch_pi2.decode.decoder import Decoder
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch_pi2.export.run import Bundle
     from torch_pi2.graph.dispatch import NeuronClusterMode
     from torch_pi2.graph.find import find_sites
-    from torch_pi2.hf.settings import Pi2QuantizationConfig
+    from torch_pi2.hf.quantizer import Pi2QuantizationConfig
     from torch_pi2.machine.find import find_hardware
     from torch_pi2.observe.accesses import record_accesses
     from torch_pi2.observe.trace import trace
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 _FROM = {
     "api": ("fit", "optimize", "plan", "profile", "quantize_", "restore"),
     "checkpoint.gguf.importing": ("import_gguf",),
-    "checkpoint.import_quantized": ("import_quantized",),
-    "checkpoint.mapped": ("load_mapped",),
+    "checkpoint.importing": ("import_quantized",),
+    "checkpoint.stored": ("load_mapped",),
     "checkpoint.pack": ("pack",),
     "checkpoint.quantize": ("quantize",),
     "checkpoint.save_load": ("load", "save"),
@@ -64,7 +64,7 @@ _FROM = {
     "export.run": ("Bundle",),
     "graph.dispatch": ("NeuronClusterMode",),
     "graph.find": ("find_sites",),
-    "hf.settings": ("Pi2QuantizationConfig",),
+    "hf.quantizer": ("Pi2QuantizationConfig",),
     "machine.find": ("find_hardware",),
     "observe.accesses": ("record_accesses",),
     "observe.trace": ("trace",),

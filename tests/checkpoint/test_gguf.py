@@ -19,7 +19,6 @@ from torch_pi2.base.tensorfile import Spec, TensorReader, TensorWriter
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.errors import ArtifactError, ConfigError, DtypeError, NonFiniteError, Pi2Error, UnsupportedModelError
 from torch_pi2.store import gguf as gguf_files
-from torch_pi2.store.storefile import StoreReader
 
 GOLDEN = Path(__file__).parents[1] / "data" / "gguf"
 TOKENS = torch.tensor([[5, 77, 130, 9, 200, 31, 64, 250, 3, 18]])
@@ -269,14 +268,6 @@ def test_gemma3_without_a_window(made: Any, tmp_path: Path, window: int | None) 
     torch.testing.assert_close(logits(found), logits(wanted), rtol=1e-4, atol=1e-4)
 
 
-def test_gemma2_without_a_window(made: Any, tmp_path: Path) -> None:
-    """Nothing is seen in half of its layers then."""
-    keys = {"general.architecture": "gemma2", "gemma2.attention.sliding_window": 0}
-    file = ggufs.rewritten(made("gemma2")[2], tmp_path / "a.gguf", keys=keys)
-    with pytest.raises(UnsupportedModelError, match=r"a window of one token or more, found gemma2\.att"):
-        torch_pi2.import_gguf(file, tmp_path / "out")
-
-
 @pytest.mark.slow
 def test_ends_of_answers(made: Any, tmp_path: Path) -> None:
     """Tokens that are ends by their text, whatever else the file names; nothing that the file does not have."""
@@ -284,8 +275,14 @@ def test_ends_of_answers(made: Any, tmp_path: Path) -> None:
     tokens = gguf.GGUFReader(file).fields["tokenizer.ggml.tokens"].contents()
     tokens[7], tokens[9] = "<|end|>", "<|eot_id|>"
     keys = {"tokenizer.ggml.tokens": tokens}
-    for eos, ends in ((2, [2, 7, 9]), (9, [9, 2, 7]), (None, [2, 7, 9])):
-        changed = ggufs.rewritten(file, tmp_path / "a.gguf", keys={**keys, "tokenizer.ggml.eos_token_id": eos})
+    for eos, eot, ends in (
+        (2, None, [2, 7, 9]),
+        (9, None, [9, 2, 7]),
+        (None, None, [2, 7, 9]),
+        (2, 286, [2, 286, 7, 9]),
+    ):
+        ids = {"tokenizer.ggml.eos_token_id": eos, "tokenizer.ggml.eot_token_id": eot}
+        changed = ggufs.rewritten(file, tmp_path / "a.gguf", keys={**keys, **ids})
         torch_pi2.import_gguf(changed, tmp_path / "out")
         assert torch_pi2.load(tmp_path / "out").generation_config.eos_token_id == ends
     none = ["<unk>", "<s>", *(f"t{i}" for i in range(len(tokens) - 2))]
@@ -296,43 +293,38 @@ def test_ends_of_answers(made: Any, tmp_path: Path) -> None:
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, None)
 
 
+#: Model, what is said under which key (without the architecture; or which tensor is not, or more), and the message.
+REFUSED: list[tuple[str, str, Any, str]] = [
+    ("gemma2", "attention.sliding_window", 0, r"a window of one token or more, found gemma2\.att"),
+    ("mixtral", "expert_used_count", 0, "expert_used_count in .*: expected from 1 to 4, as .*, found 0"),
+    ("mixtral", "expert_used_count", 5, "expert_used_count in .*: expected from 1 to 4, as .*, found 5"),
+    ("bert", "block_count", 2, "expected gemma, gemma2, gemma3, llama.*, found 'bert'"),
+    ("llama", "block_count", None, "llama.block_count in .*: expected a whole number from 1 to"),
+    ("llama", "block_count", 3, "block_count in .*: expected 2, as its tensors have it, found 3"),
+    ("llama", "block_count", 1, "block_count in .*: expected 2, as its tensors have it, found 1"),
+    ("llama", "block_count", [1, 2], "expected a whole number from 1 to .*, found a list"),
+    ("llama", "attention.head_count_kv", 0, "head_count_kv in .*: expected a whole number from 1 to"),
+    ("llama", "attention.head_count", 0, "llama.attention.head_count in .*: expected a whole number from 1"),
+    ("llama", "attention.head_count", 3, "attention.key_length in .*: expected 256, .*found 192"),
+    ("llama", "attention.layer_norm_rms_epsilon", None, "layer_norm_rms_epsilon in .*found 'nothing'"),
+    ("llama", "embedding_length", 512, "embedding_length in .*: expected 256, .*found 512"),
+    ("llama", "logit_scale", 2.0, "expected metadata that is known, found llama.'logit_scale'"),
+    ("llama", "rope.scaling.type", "longrope", "of type none, linear or yarn, found 'longrope'"),
+    ("llama", "rope.scaling.factor", 0.5, "rope.scaling.factor 0.5"),
+    ("llama", "rope.dimension_count", 32, "heads of one width, all of it rotated"),
+    ("llama", "without", "blk.0.ffn_up.weight", "expected a tensor for model.layers.0.mlp.up_proj.weight"),
+    ("llama", "without", "output_norm.weight", "expected a tensor for model.norm.weight"),
+    ("llama", "more", "blk.0.ffn_gate_shexp.weight", "found blk.0.ffn_gate_shexp.weight as well"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"keys": {"general.architecture": "bert"}}, "expected gemma, gemma2, gemma3, llama.*, found 'bert'"),
-        ({"keys": {"llama.block_count": None}}, "llama.block_count in .*: expected a whole number from 1 to"),
-        ({"keys": {"llama.block_count": 3}}, "block_count in .*: expected 2, as its tensors have it, found 3"),
-        (
-            {"keys": {"llama.block_count": 1}},
-            "block_count in .*: expected 2, as its tensors have it, found 1",
-        ),
-        ({"keys": {"llama.attention.head_count_kv": 0}}, "head_count_kv in .*: expected a whole number from 1 to"),
-        ({"keys": {"llama.block_count": [1, 2]}}, "expected a whole number from 1 to .*, found a list"),
-        (
-            {"keys": {"llama.attention.head_count": 0}},
-            "llama.attention.head_count in .*: expected a whole number from 1",
-        ),
-        (
-            {"keys": {"llama.attention.head_count": 3}},
-            "attention.key_length in .*: expected 256, .*found 192",
-        ),
-        ({"keys": {"llama.logit_scale": 2.0}}, "expected metadata that is known, found llama.'logit_scale'"),
-        ({"keys": {"llama.rope.scaling.type": "longrope"}}, "of type none, linear or yarn, found 'longrope'"),
-        ({"keys": {"llama.rope.dimension_count": 32}}, "heads of one width, all of it rotated"),
-        ({"keys": {"llama.rope.scaling.factor": 0.5}}, "rope.scaling.factor 0.5"),
-        ({"keys": {"llama.attention.layer_norm_rms_epsilon": None}}, "layer_norm_rms_epsilon in .*found 'nothing'"),
-        (
-            {"keys": {"llama.embedding_length": 512}},
-            "embedding_length in .*: expected 256, .*found 512",
-        ),
-        ({"without": "blk.0.ffn_up.weight"}, "expected a tensor for model.layers.0.mlp.up_proj.weight"),
-        ({"without": "output_norm.weight"}, "expected a tensor for model.norm.weight"),
-        ({"more": "blk.0.ffn_gate_shexp.weight"}, "found blk.0.ffn_gate_shexp.weight as well"),
-    ],
-)
-def test_what_is_refused(made: Any, tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    _, _, file = made("llama")
+@pytest.mark.parametrize(("name", "key", "value", "message"), REFUSED)
+def test_what_is_refused(made: Any, tmp_path: Path, name: str, key: str, value: Any, message: str) -> None:
+    _, _, file = made("llama" if name == "bert" else name)
+    arch = "llama" if name == "mixtral" else name
+    keys = {"general.architecture": arch, f"{arch}.{key}": value}
+    change = {key: value} if key in ("without", "more") else {"keys": keys}
     changed = ggufs.rewritten(file, tmp_path / "a.gguf", **copy.deepcopy(change))
     with pytest.raises(Pi2Error, match=message):
         torch_pi2.import_gguf(changed, tmp_path / "out")
@@ -384,31 +376,6 @@ def test_beside_llama_cpp(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("neurons", ["all", "int8"])
-def test_packed(made: Any, tmp_path: Path, neurons: str) -> None:
-    """A store of a file's neurons, beside its linear layers in their own formats: the same tokens under a budget."""
-    _, _, file = made("qwen2")
-    typed = tmp_path / "typed.gguf"
-    ggufs.retyped(file, typed, "Q6_K" if neurons == "all" else "Q4_K")
-    report = torch_pi2.import_gguf(typed, tmp_path / "out", neurons=neurons)
-    assert (report.weights, report.neurons) == ("q6_k+int8" if neurons == "all" else "int8", 2)
-    torch_pi2.pack(tmp_path / "out", tmp_path / "packed")
-    with StoreReader(tmp_path / "packed" / "pi2" / "model.pi2") as store:
-        assert store.metadata["pi2_version"] == ("4" if neurons == "all" else "3")
-    wanted = logits(torch_pi2.load(tmp_path / "out", dtype=torch.float32))
-    assert torch.equal(logits(torch_pi2.load(tmp_path / "packed", dtype=torch.float32)), wanted)
-    assert torch.equal(logits(torch_pi2.load(tmp_path / "packed", dtype=torch.float32, budget="40MB")), wanted)
-
-
-@pytest.mark.parametrize("used", [0, 5])
-def test_more_experts_than_there_are(made: Any, tmp_path: Path, used: int) -> None:
-    _, _, file = made("mixtral")
-    changed = ggufs.rewritten(file, tmp_path / "a.gguf", keys={"llama.expert_used_count": used})
-    with pytest.raises(ArtifactError, match=rf"expert_used_count in .*: expected from 1 to 4, as .*, found {used}"):
-        torch_pi2.import_gguf(changed, tmp_path / "out")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
 def test_dtypes_that_nothing_computes_in(tmp_path: Path, dtype: torch.dtype) -> None:
     torch_pi2.import_gguf(GOLDEN / "tiny-llama.q4_k_m.gguf", tmp_path / "out")
@@ -442,12 +409,6 @@ def test_parts_of_a_model(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
     parts[2].unlink()
     with pytest.raises(ArtifactError, match=r"a-00003-of-00004.gguf: expected part 3 of 4 of a model"):
         torch_pi2.load(parts[0])
-
-
-def test_nothing_to_pack(tmp_path: Path) -> None:
-    torch_pi2.import_gguf(GOLDEN / "tiny-llama.q4_k_m.gguf", tmp_path / "out")
-    with pytest.raises(Pi2Error, match=r"expected layers of neurons, found none.*neurons='all'"):
-        torch_pi2.pack(tmp_path / "out", tmp_path / "packed")
 
 
 @pytest.mark.slow
@@ -488,14 +449,6 @@ def test_scales_that_are_no_numbers(made: Any, tmp_path: Path, kind: str, at: in
         changed.write(b"\x00\x7e")
     with pytest.raises(NonFiniteError, match=r"blk.1.ffn_up.weight: expected numbers, found NaN"):
         torch_pi2.import_gguf(typed, tmp_path / "out")
-
-
-@pytest.mark.slow
-def test_answers_end_with_their_turn(made: Any, tmp_path: Path) -> None:
-    _, _, file = made("llama")
-    changed = ggufs.rewritten(file, tmp_path / "a.gguf", keys={"tokenizer.ggml.eot_token_id": 286})
-    torch_pi2.import_gguf(changed, tmp_path / "out")
-    assert torch_pi2.load(tmp_path / "out").generation_config.eos_token_id == [2, 286]
 
 
 @pytest.mark.slow

@@ -16,11 +16,11 @@ import torch
 
 import torch_pi2
 from torch_pi2.base.files import locked
-from torch_pi2.checkpoint.gguf.cached import cached_import
+from torch_pi2.checkpoint.gguf.importing import cached_import
 from torch_pi2.errors import ArtifactError
 
 GOLDEN = Path(__file__).parents[1] / "data" / "gguf" / "tiny-llama.q4_k_m.gguf"
-KEEP = "from torch_pi2.checkpoint.gguf.cached import cached_import; from pathlib import Path; import sys\n"
+KEEP = "from torch_pi2.checkpoint.gguf.importing import cached_import; from pathlib import Path; import sys\n"
 KEEP += "print(cached_import(Path(sys.argv[1]), packed=False))"
 
 

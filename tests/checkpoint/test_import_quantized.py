@@ -6,14 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import ggufs
 import pytest
 import torch
-from quantised_folders import FORMATS, compressed, quantised
+from quantised_folders import FORMATS, quantised
 from safetensors.torch import load_file, save_file
 
 import torch_pi2
-from torch_pi2.checkpoint.foreign import open_folder
 from torch_pi2.errors import ArtifactError, Pi2Error, UnsupportedModelError
 
 TOKENS = torch.tensor([[5, 77, 130, 9, 200, 31, 64, 250, 3, 18]])
@@ -66,7 +64,6 @@ def test_classes_of_torchao_that_only_kernels_read(tmp_path: Path) -> None:
             rf"{name} of .*: expected a matrix of .*, found Int4TilePackedTo4dTen",
         ),
         ("[", rf"{name}.weight in the header of .*: expected metadata of torchao's tensors, found damage"),
-        ('{"_type": "Int4OpaqueTensor"}', r"found Int4OpaqueTensor in a folder, packed for another CPU perhaps"),
         ("[]", rf"{name} of .*: expected a matrix of Int8Tensor, .* found \[\]"),
     ):
         save_file(tensors, tmp_path / "in" / "model.safetensors", {f"{name}.weight": said})
@@ -92,48 +89,6 @@ def test_experts_that_are_floats_lose_no_more_than_8_bits_do(tmp_path: Path) -> 
     report = torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
     assert (report.weights, report.neurons, set(report.rounded.values())) == ("int8", 8, {"floats to int8"})
     assert max(report.errors.values()) < 0.01
-
-
-@pytest.mark.parametrize(("way", "bits"), [("gptq", 4.0), ("gptq of 8 bits", 8.0)])
-@pytest.mark.parametrize("name", ["block_sparse_moe.experts.0.w1", "fc1", "mlp.dense_h_to_4h"])
-def test_bits_of_feed_forward_layers(tmp_path: Path, way: str, bits: float, name: str) -> None:
-    """By whatever name."""
-    quantised(tmp_path / "in", way)
-    tensors = load_file(tmp_path / "in" / "model.safetensors")
-    kept = {key.replace("mlp.up_proj", name): value for key, value in tensors.items() if "mlp.gate" not in key}
-    save_file({key: t for key, t in kept.items() if "down_proj" not in key}, tmp_path / "in" / "model.safetensors")
-    with open_folder(tmp_path / "in") as checkpoint:
-        assert checkpoint.ffn_bits() == bits
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"quant_method": "bitsandbytes"},
-            "quant_method gptq, awq, compressed-tensors or torchao, found 'bitsandbytes'",
-        ),
-        (
-            {"quant_method": "gptq", "bits": 4, "group_size": 96},
-            "of one size, found 256 columns of .* groups of 96",
-        ),
-        ({"quant_method": "gptq", "bits": 3}, "expected gptq of 2, 4 or 8 bits, found 3"),
-        ({"quant_method": "awq", "version": "gemv"}, "awq of 4 bits, version gemm, found 4 bits, 'gemv'"),
-        (
-            compressed("float-quantized", 8),
-            "pack-quantized or int-quantized of 4 or 8 bits, found 'float-quant",
-        ),
-        ({}, "torchao, found none"),
-    ],
-)
-def test_refused_by_name(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    quantised(tmp_path / "in", "gptq")
-    config = json.loads((tmp_path / "in" / "config.json").read_text())
-    (tmp_path / "in" / "config.json").write_text(json.dumps(config | {"quantization_config": change}))
-    with pytest.raises(Pi2Error, match=message):
-        torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 #: Format -> what stands in the place of a tensor of a matrix (None: nothing), and the message.
@@ -181,6 +136,59 @@ DAMAGE: dict[str, list[tuple[str, torch.Tensor | None, str]]] = {
 }
 
 
+#: What the configuration says as well, and the tensors without which it is wrong.
+SAID: dict[str, tuple[tuple[str, ...], Any, str, str]] = {
+    "gptq": (("desc_act",), True, "g_idx", "columns in an order that no .*q_proj.g_idx says"),
+    "pack-quantized asymmetric": (
+        ("config_groups", "group_0", "weights", "symmetric"),
+        False,
+        "zero_point",
+        r"expected a tensor model.layers.0.self_attn.q_proj.weight_zero_point",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", SAID)
+def test_tensors_that_the_configuration_wants(tmp_path: Path, way: str) -> None:
+    """Without them all numbers would be others."""
+    quantised(tmp_path / "in", way)
+    place, value, ending, message = SAID[way]
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    at = config["quantization_config"]
+    for name in place[:-1]:
+        at = at[name]
+    at[place[-1]] = value
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(ending)}
+    save_file(kept, tmp_path / "in" / "model.safetensors")
+    with pytest.raises(Pi2Error, match=message):
+        torch_pi2.import_quantized(tmp_path / "in", tmp_path / "other")
+
+
+def test_biases_of_zeros_and_groups_of_another_size(tmp_path: Path) -> None:
+    """AutoGPTQ wrote biases for all linear layers; others than zeros belong to another model."""
+    quantised(tmp_path / "in", "gptq")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    bias = {"model.layers.0.mlp.down_proj.bias": torch.zeros(256).half()}
+    save_file(tensors | bias, tmp_path / "in" / "model.safetensors")
+    assert torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out").rounded == {}
+    save_file(tensors | {name: b + 0.5 for name, b in bias.items()}, tmp_path / "in" / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"found model.layers.0.mlp.down_proj.bias as well"):
+        torch_pi2.import_quantized(tmp_path / "in", tmp_path / "other")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    for said, message in (
+        ({"quant_method": "gptq", "bits": 4, "group_size": 96}, "of one size, found 256 columns of .* groups of 96"),
+        ({}, "torchao, found none"),
+    ):
+        (tmp_path / "in" / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+        with pytest.raises(Pi2Error, match=message):
+            torch_pi2.import_quantized(tmp_path / "in", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", DAMAGE)
 def test_damage(tmp_path: Path, way: str) -> None:
@@ -213,48 +221,6 @@ def test_load_of_a_checkpoint_that_is_not_ours(tmp_path: Path) -> None:
         torch_pi2.load(tmp_path / "float")
 
 
-@pytest.mark.slow
-def test_an_order_that_no_tensor_says(tmp_path: Path) -> None:
-    quantised(tmp_path / "in", "gptq")
-    config = json.loads((tmp_path / "in" / "config.json").read_text())
-    config["quantization_config"]["desc_act"] = True
-    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
-    torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")  # all of them in order, as g_idx says
-    tensors = load_file(tmp_path / "in" / "model.safetensors")
-    kept = {name: value for name, value in tensors.items() if not name.endswith("g_idx")}
-    save_file(kept, tmp_path / "in" / "model.safetensors")
-    with pytest.raises(Pi2Error, match=r"columns in an order that no .*q_proj.g_idx says"):
-        torch_pi2.import_quantized(tmp_path / "in", tmp_path / "other")
-
-
-@pytest.mark.slow
-def test_zero_points_that_are_missing(tmp_path: Path) -> None:
-    """Not symmetric, says the configuration: without them all numbers would be others."""
-    quantised(tmp_path / "in", "pack-quantized asymmetric")
-    config = json.loads((tmp_path / "in" / "config.json").read_text())
-    config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
-    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
-    torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
-    tensors = load_file(tmp_path / "in" / "model.safetensors")
-    kept = {name: value for name, value in tensors.items() if not name.endswith("zero_point")}
-    save_file(kept, tmp_path / "in" / "model.safetensors")
-    with pytest.raises(Pi2Error, match=r"expected a tensor model.layers.0.self_attn.q_proj.weight_zero_point"):
-        torch_pi2.import_quantized(tmp_path / "in", tmp_path / "other")
-
-
-@pytest.mark.slow
-def test_biases_of_zeros(tmp_path: Path) -> None:
-    """AutoGPTQ wrote them of all linear layers; others than zeros belong to another model."""
-    quantised(tmp_path / "in", "gptq")
-    tensors = load_file(tmp_path / "in" / "model.safetensors")
-    bias = {"model.layers.0.mlp.down_proj.bias": torch.zeros(256).half()}
-    save_file(tensors | bias, tmp_path / "in" / "model.safetensors")
-    assert torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out").rounded == {}
-    save_file(tensors | {name: b + 0.5 for name, b in bias.items()}, tmp_path / "in" / "model.safetensors")
-    with pytest.raises(UnsupportedModelError, match=r"found model.layers.0.mlp.down_proj.bias as well"):
-        torch_pi2.import_quantized(tmp_path / "in", tmp_path / "other")
-
-
 def test_one_scale_for_all(tmp_path: Path) -> None:
     """Strategy tensor."""
     model = quantised(tmp_path / "in", "int-quantized")
@@ -269,28 +235,3 @@ def test_one_scale_for_all(tmp_path: Path) -> None:
     wanted = logits(model)
     again = logits(torch_pi2.load(tmp_path / "out", dtype=torch.float32))
     torch.testing.assert_close(again, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("granularity", ["PerRow", "PerTensor", "PerGroup"])
-def test_beside_torchao(tmp_path: Path, granularity: str) -> None:
-    """What transformers and torchao write of a bfloat16 model, whose scales float16 has; a group is one of theirs."""
-    quantization = pytest.importorskip("torchao.quantization")
-    from transformers import AutoModelForCausalLM, TorchAoConfig
-
-    ggufs.tiny("qwen2").save_pretrained(tmp_path / "floats")
-    of = quantization.granularity.PerGroup(64) if granularity == "PerGroup" else getattr(quantization, granularity)()
-    config = TorchAoConfig(quantization.Int8WeightOnlyConfig(granularity=of, set_inductor_config=False))
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "floats", dtype=torch.bfloat16, quantization_config=config)
-    theirs.save_pretrained(tmp_path / "in")
-    report = torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
-    assert (report.rounded, sum(report.types.values())) == ({}, 14)
-    ours = torch_pi2.load(tmp_path / "out", dtype=torch.float32)
-    for name in ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"):
-        held = theirs.get_submodule(name).weight
-        scale_NG = held.scale.float().reshape(-1, held.scale.shape[-1])
-        wide = scale_NG.repeat_interleave(held.qdata.shape[1] // scale_NG.shape[1], 1)
-        assert torch.equal(ours.get_submodule(name).dequantized(), held.qdata.float() * wide)
-    neurons = torch_pi2.import_quantized(tmp_path / "in", tmp_path / "neurons", neurons="all")
-    assert neurons.weights == "int8"
-    assert {name.rpartition(".mlp.")[2] for name in neurons.rounded} == {"down_proj.weight"}

@@ -134,6 +134,8 @@ def test_known(config: dict[str, Any], settings: Format) -> None:
         (COMPRESSED, (*WEIGHTS[:2], "output_activations"), {"num_bits": 8}, "expected output_activations none"),
         (COMPRESSED, (*WEIGHTS[:2], "format"), "nvfp4-pack-quantized", "expected format pack-quantized, found 'nvfp4"),
         (COMPRESSED, ("config_groups", "group_1"), {"weights": {"num_bits": 8}}, "as many bits everywhere, found 4"),
+        (GPTQ, ("bits",), 3, "expected gptq of 2, 4 or 8 bits, found 3"),
+        (AWQ, ("version",), "gemv", "awq of 4 bits, version gemm, found 4 bits, 'gemv'"),
         ({}, ("quant_method",), "hqq", "quant_method gptq, awq, compressed-tensors or torchao, found 'hqq'"),
         ({}, ("quant_method",), ["gptq"], "quant_method gptq, awq, compressed-tensors or torchao, found"),
         (TORCHAO, ("quant_type",), {"default": {"_type": "Float8WeightOnlyConfig"}}, OF_TORCHAO + "'Float8"),

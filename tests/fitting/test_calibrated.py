@@ -198,29 +198,3 @@ def test_a_model_that_mixes_sequences_is_refused() -> None:
 
     with pytest.raises(UnsupportedModelError, match="input of head: expected the same for the same sequence"):
         calibrated_rows(Mixing().eval(), [Batch(IDS, None)], [], ["head"], "int4", {}.__setitem__)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("read", ["gate_proj", "norm"])
-def test_weights_that_another_module_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str) -> None:
-    """Large ones are on meta, of small ones the skeleton has initial values: neither may be computed with."""
-    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
-
-    tiny("llama-relu").save_pretrained(tmp_path / "float")
-    of_mlp, of_model = LlamaMLP.forward, LlamaModel.forward
-
-    def gate(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(torch.relu(x @ self.gate_proj.weight.T) * self.up_proj(x))
-
-    def norm(self: nn.Module, *args: object, **kwargs: object) -> object:
-        assert self.norm.weight.shape == (HIDDEN,)
-        made = of_model(self, *args, **kwargs)
-        made.last_hidden_state = made.last_hidden_state * self.norm.weight
-        return made
-
-    monkeypatch.setattr(LlamaMLP, "forward", gate if read == "gate_proj" else of_mlp)
-    monkeypatch.setattr(LlamaModel, "forward", norm if read == "norm" else of_model)
-    message = rf"from .*float: expected modules that compute with their own weights, found another that reads .*{read}"
-    with pytest.raises(UnsupportedModelError, match=message):
-        torch_pi2.quantize(tmp_path / "float", tmp_path / "out", quantization="gptq", calibration=IDS)
-    assert not (tmp_path / "out").exists()

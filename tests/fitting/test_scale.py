@@ -178,7 +178,7 @@ def saved(folder: Path, model: Any) -> Path:
 
 @pytest.mark.parametrize("name", ["phi3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2-relu", "opt"))])
 def test_a_mapped_model_is_the_loaded_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_pi2.checkpoint.mapped._SMALL_BYTES", 1024)
+    monkeypatch.setattr("torch_pi2.checkpoint.stored._SMALL_BYTES", 1024)
     folder = saved(tmp_path / "m", tiny(name))
     loaded, mapped = AutoModelForCausalLM.from_pretrained(folder), torch_pi2.load_mapped(folder)
     assert is_mapped(mapped)
@@ -208,7 +208,7 @@ def test_experts_that_are_stored_one_by_one_are_put_together(name: str, tmp_path
 
 
 def test_what_cannot_be_mapped_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_pi2.checkpoint.mapped._SMALL_BYTES", 1024)
+    monkeypatch.setattr("torch_pi2.checkpoint.stored._SMALL_BYTES", 1024)
     folder = saved(tmp_path / "m", tiny("llama"))
     file = folder / "model.safetensors"
     tensors = load_file(file)

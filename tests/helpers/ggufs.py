@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from torch_pi2.checkpoint.gguf.families import _COMMON as CONFIG_KEYS
 from torch_pi2.checkpoint.gguf.families import FAMILIES, llama3_divisors
 from torch_pi2.checkpoint.gguf.source import stack_name
 from torch_pi2.store.source import expert_matrix
@@ -108,7 +109,7 @@ def written(folder: Path, file: Path) -> Path:
     family = next(family for family in FAMILIES if family.model_type == kind)
     rope = dict(config.rope_parameters)
     rope = dict(rope.get("full_attention", rope))
-    said = {key: getattr(config, attribute, None) for key, attribute in family.all_keys.items()}
+    said = {key: getattr(config, attribute, None) for key, attribute in {**CONFIG_KEYS, **family.keys}.items()}
     said |= dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), config.head_dim)
     writer = gguf.GGUFWriter(file, family.arch)
     for key, value in (said | {"rope.freq_base": float(rope["rope_theta"])}).items():

@@ -20,8 +20,8 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.checkpoint import weights_writer
-from torch_pi2.checkpoint.placing import Stored
 from torch_pi2.checkpoint.save_load import load_dense
+from torch_pi2.checkpoint.stored import Stored
 from torch_pi2.errors import ConfigError, NonFiniteError, StaleArtifactError
 from torch_pi2.formats import FORMATS
 from torch_pi2.layers.experts import OffloadedExperts
@@ -238,7 +238,7 @@ def read(name):
     return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 torch.set_num_threads(1)
 torch_pi2.pack(sys.argv[1], sys.argv[3])  # everything imported and compiled once
-weights_writer._GROUP, weights_writer._STRIP = 16 << 20, 1 << 20
+weights_writer._GROUP, weights_writer._CHUNK = 16 << 20, 1 << 20
 open("/proc/self/clear_refs", "w").write("5")
 before = read("VmRSS")
 report = torch_pi2.pack(sys.argv[2], sys.argv[4])
@@ -286,11 +286,11 @@ def test_experts_of_floats_have_the_same_bits_over_a_store(tmp_path: Path, predi
 
 
 @pytest.mark.parametrize("name", ["phi3", "mixtral"])  # rows of one matrix, stacked matrices
-def test_groups_and_strips_do_not_show(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_groups_and_chunks_do_not_show(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (experts_model() if name == "mixtral" else tiny(name)).save_pretrained(tmp_path / "float")
     torch_pi2.pack(tmp_path / "float", tmp_path / "whole")
     monkeypatch.setattr(weights_writer, "_GROUP", 3000)
-    monkeypatch.setattr(weights_writer, "_STRIP", 700)
+    monkeypatch.setattr(weights_writer, "_CHUNK", 700)
     torch_pi2.pack(tmp_path / "float", tmp_path / "pieces")
     assert store_of(tmp_path / "pieces").read_bytes() == store_of(tmp_path / "whole").read_bytes()
 

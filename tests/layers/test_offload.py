@@ -247,10 +247,10 @@ def test_a_margin_that_nothing_can_be_done_with_is_refused(
     torch_pi2.pack(tmp_path / "plain", tmp_path / "store")
     with pytest.raises(
         ConfigError,
-        match=r"miss_margin: expected layers with low-rank predictors .*, found methods exact\. Leave it out",
+        match=r"miss_margin: expected layers with low-rank predictors .*, found methods exact and 0 mixtures",
     ):
         torch_pi2.load(tmp_path / "store", budget="1GiB", offload=OffloadConfig(miss_margin=1))
-    with pytest.raises(ConfigError, match=r"drop_experts: expected mixtures of experts, found 4 layers without"):
+    with pytest.raises(ConfigError, match=r"drop_experts: expected mixtures of experts, found methods"):
         torch_pi2.load(tmp_path / "store", budget="1GiB", offload=OffloadConfig(drop_experts=0.1))
     assert "lossy" not in caplog.text
 

@@ -66,6 +66,10 @@ def trim() -> None:
         _libc.malloc_trim(0)
 
 
+#: Bytes of its neighbours that the system maps with a page.
+_AROUND = 1 << 16
+
+
 class MappedFile:
     """A file as memory.
 
@@ -92,8 +96,9 @@ class MappedFile:
         if not 0 <= at < len(self._map):
             return
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) * tensor.itemsize
-        page = at % mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_DONTNEED, at - page, page + last + tensor.itemsize)
+        start = max(0, at - at % mmap.PAGESIZE - _AROUND)
+        stop = min(len(self._map), at + last + tensor.itemsize + _AROUND)
+        self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
 #: Of models whose weights are in files, those.

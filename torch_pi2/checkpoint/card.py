@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,9 @@ def write_part(folder: Path, part: str, source: str | Path, library: str = "torc
         text = _with(before, ours)
     elif before:
         text = before.rstrip(b"\n") + b"\n\n" + ours + b"\n"
-    else:
-        title = f"# {title or folder.resolve().name}\n\n"
-        text = (_front_matter(metadata(source, library)) + title).encode() + ours + b"\n"
+    else:  # texts and lists of them as JSON, which YAML has inside
+        about = "".join(f"{name}: {json.dumps(value)}\n" for name, value in metadata(source, library).items())
+        text = f"---\n{about}---\n\n# {title or folder.resolve().name}\n\n".encode() + ours + b"\n"
     atomic_write(path, text)
     return path
 
@@ -79,27 +80,18 @@ def _with(text: bytes, ours: bytes) -> bytes:
 def metadata(source: str | Path, library: str = "torch_pi2") -> dict[str, Any]:
     """Metadata for the Hub: library, tags, and the licence and base model of ``source`` if they are known."""
     found: dict[str, Any] = {"library_name": library}
-    about = _of_source(Path(source))
-    found |= {name: about[name] for name in _COPIED if _plain(about.get(name))}
+    card, about = Path(source) / CARD_FILE, None
+    if card.is_file():
+        # without the extra hf there is none; yaml, or whatever somebody's text makes it raise, is no part of the model
+        with suppress(Exception):
+            from huggingface_hub import metadata_load
+
+            about = metadata_load(card)
+    if isinstance(about, dict):
+        found |= {name: about[name] for name in _COPIED if _plain(about.get(name))}
     if not Path(source).is_dir() and _HUB_NAME.fullmatch(str(source)):
         found["base_model"] = str(source)
-    found["tags"] = ["torch_pi2", "sparse", "text-generation"]
-    return found
-
-
-def _of_source(folder: Path) -> Mapping[str, Any]:
-    """Metadata of a folder's card; empty if there is none, or it cannot be parsed."""
-    if not (folder / CARD_FILE).is_file():
-        return {}
-    try:
-        from huggingface_hub import metadata_load
-    except ImportError:  # without the extra hf
-        return {}
-    try:
-        found = metadata_load(folder / CARD_FILE)
-    except Exception:  # yaml's own, or whatever else somebody's text makes it raise: it is no part of the model
-        return {}
-    return found if isinstance(found, dict) else {}
+    return found | {"tags": ["torch_pi2", "sparse", "text-generation"]}
 
 
 def _plain(value: object) -> bool:
@@ -107,11 +99,6 @@ def _plain(value: object) -> bool:
     if isinstance(value, list):
         return 0 < len(value) <= 20 and all(isinstance(item, str) for item in value)
     return isinstance(value, str) and bool(value.strip())
-
-
-def _front_matter(data: Mapping[str, Any]) -> str:
-    """YAML; texts and lists of them are written as JSON, which YAML has inside."""
-    return "---\n" + "".join(f"{name}: {json.dumps(value)}\n" for name, value in data.items()) + "---\n\n"
 
 
 def section(title: str, lines: Mapping[str, str], remark: str, run: str) -> str:

@@ -1,66 +1,46 @@
-"""Importing quantised checkpoints of others: rows are kept bit for bit if one of our formats can hold them."""
+"""Importing quantised checkpoints of others: rows are kept bit for bit if one of our formats can hold them.
+
+``torch_pi2.import_quantized`` is here; :mod:`torch_pi2.checkpoint.gguf.importing` has ``import_gguf``.
+"""
 
 from __future__ import annotations
 
+import json
+import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from torch_pi2.base.tensorfile import TensorWriter
-from torch_pi2.checkpoint.placing import Stored, bound_plan, refs_of
-from torch_pi2.checkpoint.quantize import new_plan, other_linears
+from torch_pi2.base.dtypes import stands_for_another
+from torch_pi2.base.fields import checked
+from torch_pi2.base.files import atomic_write, replacing_folder, scratch, writing
+from torch_pi2.base.modules import fresh_settings
+from torch_pi2.base.tensorfile import Spec, TensorWriter
+from torch_pi2.checkpoint.card import keep_card
+from torch_pi2.checkpoint.foreign import TORCHAO_CLASSES, QuantizedCheckpoint, unknown_class
+from torch_pi2.checkpoint.quantize import copy_small_files, new_plan, other_linears
+from torch_pi2.checkpoint.sparse import save_without_weights
+from torch_pi2.checkpoint.stored import PackedSource, Stored, bound_plan, refs_of
 from torch_pi2.checkpoint.weights_writer import Quantizer, QuantizeReport, RelativeError, row_chunks, update_digest
-from torch_pi2.errors import UnsupportedModelError
-from torch_pi2.formats import PAIRS, QUANTIZED, formats_of
+from torch_pi2.errors import ConfigError, UnsupportedModelError, check_choice
+from torch_pi2.formats import IMPORT_NEURONS, PAIRS, QUANTIZED, formats_of
 from torch_pi2.graph.find import Found, search
 from torch_pi2.layers.linear import can_stand_for
+from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.rewrite.skeleton import skeleton
-from torch_pi2.store.folder import PI2_FOLDER, declare
-from torch_pi2.store.source import ExpertMatrix, Source, wrong_shape
+from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, declare, read_config
+from torch_pi2.store.source import ExpertMatrix, wrong_shape
+from torch_pi2.store.trust import has_tokenizer
 from torch_pi2.store.weights import WEIGHTS_FILE
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.site import FFNSite, LinearRef
-
-
-class PackedSource(Source, Protocol):
-    """A checkpoint with matrices in few bits.
-
-    Attributes:
-        about: of what model it is, for messages. by_neuron: columns of down lie together, as rows.
-    """
-
-    @property
-    def about(self) -> str: ...
-
-    @property
-    def by_neuron(self) -> bool: ...
-
-    def type_of(self, name: str) -> str:
-        """The checkpoint's name for the type of matrix ``name``; empty: floats."""
-
-    def own_format(self, name: str) -> str | None:
-        """The format of ours that has its integers; None: it has to be rounded."""
-
-    def exact(self, name: str) -> bool:
-        """Whether that format has its scales as well, so that nothing is rounded."""
-
-    def rounded_format(self, name: str) -> str:
-        """The format of ours to which it is rounded otherwise."""
-
-    def own_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows ``[start, stop)`` in :meth:`own_format`, uint8."""
-
-    def ffn_bits(self) -> float:
-        """Bits per weight in feed-forward layers."""
-
-    def unused(self) -> list[str]:
-        """Tensors that were not read."""
 
 
 @dataclass
@@ -86,6 +66,139 @@ class ImportReport(QuantizeReport):
     recall: dict[str, float] = field(default_factory=dict)
 
 
+@checked
+@fresh_settings()
+def import_quantized(
+    folder_in: str | Path | nn.Module, folder_out: str | Path, *, neurons: str = "auto", progress: bool = False
+) -> ImportReport:
+    """Write the quantised checkpoint in ``folder_in`` to ``folder_out``, for :func:`torch_pi2.load` and the rest.
+
+    ``folder_in`` may also be a Hugging Face model in memory whose linear layers torchao's ``quantize_`` has quantised;
+    it is not changed. Its tensors are in a file beside ``folder_out`` meanwhile.
+
+    These formats are read: GPTQ (2, 4, 8 bits, groups of neighbouring columns), AWQ (4 bits, ``gemm``),
+    compressed-tensors (``pack-quantized``, ``int-quantized``, 4 or 8 bits) and torchao (``Int8WeightOnlyConfig``,
+    ``IntxWeightOnlyConfig``, ``Int4WeightOnlyConfig`` where its packing is plain, and those with dynamic inputs). A
+    matrix whose integers, less their zero points, are from -8 to 7 becomes ``int4``, from -128 to 127 ``int8``, if
+    a group is a multiple of 32 columns: nothing is rounded if float16 has the scales exactly, else the scales are,
+    and the report says so. Any other matrix is rounded to ``int8``. What the configuration says of inputs is
+    ignored; other settings that change numbers (docs/GGUF.md) are refused.
+
+    Args:
+        neurons: as for :func:`torch_pi2.import_gguf`.
+
+    Raises:
+        UnsupportedModelError: another method, setting or tensor; modules in memory that its configuration does not
+            give. ArtifactError: damage, or ``folder_out`` cannot be written. NonFiniteError: a scale is no number.
+            ConfigError: another ``neurons``, or folders in one another.
+    """
+    check_choice("import_quantized(neurons=...)", neurons, IMPORT_NEURONS, "Choose one of these.")
+    load_library()
+    folder = Path(folder_out).resolve()
+    check_replaceable(folder)
+    start = time.perf_counter()
+    with (
+        _as_folder(folder_in, folder) as source,
+        QuantizedCheckpoint(source) as checkpoint,
+        replacing_folder(folder) as staging,
+    ):
+        keep_card(folder, staging)
+        copy_small_files(source, staging)
+        config = read_config(staging)
+        config.pop("quantization_config", None)
+        atomic_write(staging / "config.json", json.dumps(config, indent=2))
+        report = write_imported(checkpoint, staging, neurons, progress)
+        what = "model" if isinstance(folder_in, nn.Module) else "folder"
+        report.tokenizer = "" if has_tokenizer(staging) else f"the {what} has none"
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+@contextmanager
+def _as_folder(source: str | Path | nn.Module, folder: Path) -> Iterator[Path]:
+    """The folder ``source``, or one beside ``folder`` with what transformers would write of the model ``source``."""
+    if not isinstance(source, nn.Module):
+        path = Path(source).resolve()
+        check_separate("import_quantized", path, folder)
+        yield path
+        return
+    tensors, header = _tensors_of(source)
+    with writing(folder), scratch(folder.parent, f"{folder.name}.model") as made:
+        save_without_weights(source, made)
+        config = read_config(made)
+        config.pop("quantization_config", None)
+        atomic_write(made / "config.json", json.dumps(config))
+        _check_built_so(source, made)
+        kind = {"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}  # the header has the classes
+        atomic_write(made / "config.json", json.dumps(config | {"quantization_config": kind}))
+        specs = {name: Spec.of(tensor) for name, tensor in tensors.items()}
+        with TensorWriter(made / "model.safetensors", specs, header) as out:
+            for name, tensor in tensors.items():
+                out.write(name, tensor.cpu())
+        yield made
+
+
+def _tensors_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """What transformers writes of a ``model`` whose linear layers torchao has quantised: tensors, and the header.
+
+    Raises:
+        UnsupportedModelError: other tensors, or no model of Hugging Face. ConfigError: nothing in it is quantised.
+    """
+    kind = type(model).__name__
+    if not hasattr(type(model), "base_model_prefix"):  # what wraps a model has its methods, too
+        raise UnsupportedModelError(
+            f"import of a {kind}",
+            expected="a Hugging Face model, which can be built from its configuration",
+            found="another module",
+            fix="Pass the model itself: model._orig_mod of torch.compile's, model.merge_and_unload() of PEFT's. Of "
+            "other modules take the float model, and optimise that.",
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    header: dict[str, str] = {}
+    seen: set[int] = set()
+    for name, parameter in model.state_dict(keep_vars=True).items():
+        if id(parameter) in seen:  # tied
+            continue
+        seen.add(id(parameter))
+        tensor: Any = parameter.detach()
+        if not stands_for_another(parameter):
+            tensors[name] = tensor
+            continue
+        parts = {part: getattr(tensor, part, None) for part in ("qdata", "scale", "zero_point", "act_pre_scale")}
+        if type(tensor).__name__ not in TORCHAO_CLASSES or not name.endswith(".weight"):
+            raise unknown_class(f"{name} of a model in memory", type(tensor).__name__)
+        header[name] = json.dumps({"_type": type(tensor).__name__})
+        base = name.removesuffix(".weight")
+        tensors |= {f"{base}._weight_{part}": value for part, value in parts.items() if value is not None}
+    if not header:
+        raise ConfigError(
+            f"import of a {kind}",
+            expected="linear layers that torchao has quantised",
+            found="none",
+            fix="torch_pi2.optimize(model, weights='int8') quantises them.",
+        )
+    return tensors, header
+
+
+def _check_built_so(model: nn.Module, folder: Path) -> None:
+    """Raises UnsupportedModelError: ``model`` has other modules than the configuration in ``folder`` gives."""
+    with torch.device("meta"):
+        empty = skeleton(folder)
+    own, built = (
+        {name: type(module).__name__ for name, module in one.named_modules(remove_duplicate=False)}
+        for one in (model, empty)
+    )
+    for name in (*own, *built):
+        if own.get(name) != built.get(name):
+            raise UnsupportedModelError(
+                f"{name} of a model in memory",
+                expected=f"{built.get(name, 'nothing')}, as its configuration says",
+                found=own.get(name, "nothing"),
+                fix="What is written is built of the configuration: undo the change, or take the float model, and "
+                "optimise that.",
+            )
+
+
 def write_imported(checkpoint: PackedSource, folder: Path, neurons: str, progress: bool) -> ImportReport:
     """Write ``pi2/`` into ``folder``, where the configuration is. Raises as :func:`torch_pi2.import_gguf`."""
     (folder / PI2_FOLDER).mkdir()
@@ -93,9 +206,17 @@ def write_imported(checkpoint: PackedSource, folder: Path, neurons: str, progres
         empty = skeleton(folder)
     plan, stored = new_plan(_found(empty, neurons, checkpoint.by_neuron)), Stored(skeleton(folder), checkpoint)
     strategies, dense = stored.place_layers(plan, needed=False)
-    linears, embeddings = _what_is_packed(checkpoint, stored, empty, other_linears(empty, plan, strategies))
-    kind = neurons if neurons in QUANTIZED else _kind_of_neurons(checkpoint, strategies)
-    writer = _Importer(stored, checkpoint, plan, strategies, linears, kind, embeddings, neurons not in QUANTIZED)
+    linears = {
+        name: module.in_features
+        for name, module in other_linears(empty, plan, strategies).items()
+        if any(_is_packed(checkpoint, other) for other in stored.alias.get(f"{name}.weight", ()))
+    }
+    embeddings = {
+        name: module.embedding_dim
+        for name, module in empty.named_modules()
+        if isinstance(module, nn.Embedding) and can_stand_for(module) and _is_packed(checkpoint, f"{name}.weight")
+    }
+    writer = _Importer(stored, checkpoint, plan, strategies, linears, embeddings, neurons)
     made, found_hash = writer.write(folder / PI2_FOLDER, progress)
     _check_used(checkpoint)
     plan = bound_plan(plan, strategies, dense, found_hash)
@@ -108,25 +229,8 @@ def write_imported(checkpoint: PackedSource, folder: Path, neurons: str, progres
     return report
 
 
-def _what_is_packed(
-    checkpoint: PackedSource, stored: Stored, model: nn.Module, found: dict[str, nn.Linear]
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Columns of the linears in ``found`` and of the embeddings of ``model`` that the checkpoint has quantised."""
-    linears = {
-        name: module.in_features
-        for name, module in found.items()
-        if any(_is_packed(checkpoint, other) for other in stored.alias.get(f"{name}.weight", ()))
-    }
-    embeddings = {
-        name: module.embedding_dim
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and can_stand_for(module) and _is_packed(checkpoint, f"{name}.weight")
-    }
-    return linears, embeddings
-
-
 def _is_packed(checkpoint: PackedSource, parameter: str) -> bool:
-    return parameter in checkpoint and bool(checkpoint.type_of(parameter))
+    return parameter in checkpoint and checkpoint.packed(parameter) is not None
 
 
 def _found(model: nn.Module, neurons: str, by_neuron: bool) -> Found:
@@ -146,11 +250,6 @@ def _found(model: nn.Module, neurons: str, by_neuron: bool) -> Found:
     return Found([*wanted, *sparse] if neurons == "auto" else [], found.left)
 
 
-def _kind_of_neurons(checkpoint: PackedSource, strategies: Collection[str]) -> str:
-    """The nearest format that is not much smaller than the checkpoint's."""
-    return "int4" if not strategies or checkpoint.ffn_bits() < 6 else "int8"
-
-
 def _check_used(checkpoint: PackedSource) -> None:
     """Raises UnsupportedModelError: a tensor that the model has no parameter for."""
     if unused := checkpoint.unused():
@@ -166,7 +265,7 @@ class _Importer(Quantizer):
     """Writes the weights of an imported checkpoint.
 
     Args:
-        kind: of neurons, where ``in_pairs`` does not find another: gate and up as the checkpoint has them.
+        neurons: the format of all neurons, a name in ``QUANTIZED``; else gate and up stay as they are where they can.
     """
 
     def __init__(
@@ -176,25 +275,25 @@ class _Importer(Quantizer):
         plan: Plan,
         strategies: dict[str, str],
         linears: dict[str, int],
-        kind: str,
         embeddings: dict[str, int],
-        in_pairs: bool,
+        neurons: str,
     ) -> None:
         self._packed = checkpoint
         self.kept: Counter[str] = Counter()
         self.rounded: dict[str, str] = {}
         formats: dict[str, str] = {}
-        super().__init__(stored, plan, strategies, linears, kind, formats=formats, embeddings=embeddings)
-        if in_pairs:
+        super().__init__(stored, plan, strategies, linears, neurons, formats=formats, embeddings=embeddings)
+        if neurons not in QUANTIZED:
             kept = {layer.site.key: self._kept_format(layer.site) for layer in self._layers}
             if any(kept.values()):  # int8 costs the few others no more than it costs columns of down
-                kind = self._kind = "int4" if set(kept.values()) == {"int4"} else "int8"
-                formats |= {key: made for key, made in kept.items() if made not in (None, kind)}
+                self._kind = "int4" if set(kept.values()) == {"int4"} else "int8"
+                formats |= {key: made for key, made in kept.items() if made not in (None, self._kind)}
+            else:  # the nearest format that is not much smaller than the checkpoint's
+                self._kind = "int4" if self._bits() < 6 else "int8"
         for name in (*linears, *embeddings):
-            own = self._stored(f"{name}.weight")
-            made = checkpoint.own_format(own) or checkpoint.rounded_format(own)
-            if made != kind:
-                formats[name] = made
+            packed = checkpoint.packed(self._stored(f"{name}.weight"))
+            if packed is not None and packed.format != self._kind:
+                formats[name] = packed.format
         for name in (*self._floats, *self._biases, *(f"{name}.weight" for name in self._in_rows)):
             self._check_shape(name, stored.model)
 
@@ -206,16 +305,23 @@ class _Importer(Quantizer):
     def _kept_format(self, site: FFNSite) -> str | None:
         """The two formats of neurons that keep the rows of gate and up as they are, or the one that keeps down as well.
 
-        None: there are none, or it is int8, which is for :func:`_kind_of_neurons` to say.
+        None: there are none, or it is int8, which is for :meth:`_bits` to say.
         """
-        refs = {role: (ref, self._name_of(site, ref, role)) for role, ref in refs_of(site)}
-        down = refs.pop("down")[1]
-        if any(ref.transposed and ref.expert is None for ref, _ in refs.values()):
+        refs = refs_of(site)
+        if any(ref.transposed and ref.expert is None for role, ref in refs if role != "down"):
             return None
-        found = {self._packed.own_format(stored) for _, stored in refs.values()}
-        if found == {"int4"} and self._packed.by_neuron and self._packed.own_format(down) == "int4":
+        packed = {role: self._packed.packed(self._name_of(site, ref, role)) for role, ref in refs}
+        kept = {role: one.format if one is not None and one.kept else None for role, one in packed.items()}
+        down = kept.pop("down")
+        if {*kept.values(), down} == {"int4"} and self._packed.by_neuron:
             return "int4"
-        return next((pair for pair in PAIRS if found == {formats_of(pair)[0]}), None)
+        return next((pair for pair in PAIRS if {*kept.values()} == {formats_of(pair)[0]}), None)
+
+    def _bits(self) -> float:
+        """Bits per weight of feed-forward layers in the checkpoint; 0: there are none."""
+        names = [self._name_of(layer.site, ref, role) for layer in self._layers for role, ref in refs_of(layer.site)]
+        packed = [self._packed.packed(name) for name in names]
+        return sum(16.0 if one is None else one.bits for one in packed) / max(1, len(packed))
 
     def _name_of(self, site: FFNSite, ref: LinearRef, role: str) -> str:
         """The checkpoint's name of a site's matrix."""
@@ -232,39 +338,38 @@ class _Importer(Quantizer):
             raise wrong_shape(name, self._checkpoint.folder, list(wanted), list(found))
 
     def _write_linear(self, name: str, out: TensorWriter, digest: Any) -> float:
-        stored = self._stored(f"{name}.weight")
-        spec, own, error = self._checkpoint.spec(stored), self._packed.own_format(stored), RelativeError()
-        kind, exact = own or self._packed.rounded_format(stored), self._exact(stored)
-        for start, stop in row_chunks(spec):
-            rows = None if own is None else self._packed.own_rows(stored, start, stop)
-            if rows is None or not exact:
-                rows = self._rows(self._checkpoint.read(stored, (start, stop)), stored, error, kind, rows)
+        stored, error = self._stored(f"{name}.weight"), RelativeError()
+        packed = self._packed.packed(stored)
+        assert packed is not None
+        for start, stop in row_chunks(self._checkpoint.spec(stored)):
+            rows = self._packed.own_rows(stored, start, stop) if packed.kept else None
+            if rows is None or not packed.exact:
+                rows = self._rows(self._checkpoint.read(stored, (start, stop)), stored, error, packed.format, rows)
             update_digest(digest, rows)
             out.write(f"{name}.weight", rows, row=start)
-        self._count(name, stored, kind, own is not None)
+        self._count(name, stored, packed.format, packed.kept)
         return error.relative
-
-    def _exact(self, stored: str) -> bool:
-        return self._packed.own_format(stored) is not None and self._packed.exact(stored)
 
     def _as_stored(
         self, site: FFNSite, ref: LinearRef, role: str, neurons: torch.Tensor, kind: str
     ) -> tuple[torch.Tensor | None, bool]:
         stored, first = self._name_of(site, ref, role), int(neurons[0])
         rows_lie = (role != "down" or self._packed.by_neuron) and (not ref.transposed or ref.expert is not None)
-        same = rows_lie and self._packed.own_format(stored) == kind
+        packed = self._packed.packed(stored)
+        same = rows_lie and packed is not None and packed.kept and packed.format == kind
         if first == 0:
             self._count(stored, stored, kind, same)
-        if not same:
+        if packed is None or not same:
             return None, False
         if ref.rows is not None and ref.expert is None:  # a part of a matrix; experts are single in the file
             first += ref.rows[0]
-        return self._packed.own_rows(stored, first, first + len(neurons)), self._exact(stored)
+        return self._packed.own_rows(stored, first, first + len(neurons)), packed.exact
 
     def _count(self, name: str, stored: str, to: str, kept: bool) -> None:
         """Of matrix ``stored`` in the format ``to``. kept: its integers are."""
-        of = self._packed.type_of(stored) or "floats"
-        if kept and self._exact(stored):
+        packed = self._packed.packed(stored)
+        of = "floats" if packed is None else packed.kind
+        if kept and packed is not None and packed.exact:
             self.kept[of] += 1
         else:
             self.rounded[name] = f"{of} to {to}" + (" with float16 scales" if kept else "")

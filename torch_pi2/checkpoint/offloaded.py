@@ -12,8 +12,7 @@ from torch import nn
 
 from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.base.memory import give_back_freed_memory
-from torch_pi2.checkpoint.settings import LoadSettings, no_store
-from torch_pi2.checkpoint.sparse import load_sparse, weights_of
+from torch_pi2.checkpoint.sparse import DEFAULT_CONTEXT, LoadSettings, load_sparse, weights_of
 from torch_pi2.decode.budget import divide_budget
 from torch_pi2.distributed.join import Membership, join
 from torch_pi2.distributed.ranks import Ranks
@@ -50,9 +49,8 @@ def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], setting
     must not be two when the cache is filled.
     """
     path = folder / PI2_FOLDER / STORE_FILE
-    if not path.exists():
-        raise no_store(folder, "weights that are read whole", "Make one with torch_pi2.pack(folder, out).")
-    offload, context, budget_bytes = settings.offload_with(plan), settings.context_tokens, settings.budget_bytes
+    offload, budget_bytes = settings.offload or offload_of(plan), settings.budget_bytes
+    context = settings.context or DEFAULT_CONTEXT
     if offload.lossy:
         _check_lossy(plan, offload)
     together: Membership | None = None
@@ -101,6 +99,11 @@ def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], setting
     )
     made.attach(model)
     return model
+
+
+def offload_of(plan: Plan) -> OffloadConfig:
+    """What ``plan`` says of reading and keeping neurons. Raises ConfigError: it makes no sense."""
+    return OffloadConfig() if plan.hardware is None else OffloadConfig(**plan.hardware.offload)
 
 
 class _OverStore:
@@ -154,39 +157,36 @@ class _OverStore:
         return made
 
 
-_LEFT_OUT = "lossy: in %d %s, %s than %g %s (OffloadConfig.%s); torch-pi2 eval measures what that costs"
-
-
 def _check_lossy(plan: Plan, offload: OffloadConfig) -> None:
     """Say that results are lossy. Raises ConfigError: no layer can leave anything out, or the engine cannot tell."""
-    methods = [layer.method for layer in plan.layers if layer.site.experts is None]
+    predicted = sum(y.method == Method.LOWRANK and y.site.experts is None for y in plan.layers)
     mixtures = len({layer.site.experts for layer in plan.layers} - {None})
-    for setting, layers, noun, what, missing, less, of in (
+    for setting, layers, those, where in (
         (
             "miss_margin",
-            methods.count(Method.LOWRANK),
-            "layers",
+            predicted,
             "layers with low-rank predictors (method='lowrank'), which are no experts",
-            f"methods {', '.join(sorted({layer.method for layer in plan.layers}))}",
-            "neurons that are not in memory are left out where their predictor's score is less",
+            "%d layers, neurons that are not in memory are left out where their predictor's score is less than %g "
             "above its threshold",
         ),
         (
             "drop_experts",
             mixtures,
-            "mixtures",
             "mixtures of experts",
-            f"{len(methods)} layers without any",
-            "experts that are mostly not in memory are left out where they have less",
-            "of their token's weight",
+            "%d mixtures, experts that are mostly not in memory are left out where they have less than %g of their "
+            "token's weight",
         ),
     ):
         value = getattr(offload, setting)
         if value <= 0:
             continue
         if layers == 0:
-            fix = "Leave it out, or make the store of a model that has some."
-            raise ConfigError(f"OffloadConfig.{setting}", expected=what, found=missing, fix=fix)
+            raise ConfigError(
+                f"OffloadConfig.{setting}",
+                expected=those,
+                found=f"methods {', '.join(sorted({layer.method for layer in plan.layers}))} and {mixtures} mixtures",
+                fix="Leave it out, or make the store of a model that has some.",
+            )
         if offload.engine == "mmap":
             raise ConfigError(
                 f"OffloadConfig.{setting}",
@@ -194,7 +194,8 @@ def _check_lossy(plan: Plan, offload: OffloadConfig) -> None:
                 found="mmap, where only the system knows what is in memory",
                 fix="Choose another engine.",
             )
-        _log.warning(_LEFT_OUT, layers, noun, less, value, of, setting)
+        costs = "torch-pi2 eval measures what that costs"
+        _log.warning(f"lossy: in {where} (OffloadConfig.%s); {costs}", layers, value, setting)
 
 
 def _route_early(model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from torch_pi2.base.package import __version__
 from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.base.tensorfile import TensorWriter
 from torch_pi2.checkpoint.card import keep_card
-from torch_pi2.checkpoint.quantize import copy_small_files, float_neurons, quantize
+from torch_pi2.checkpoint.quantize import convert, copy_small_files
 from torch_pi2.distributed.partition import check_ranks, partition_layers, partition_neurons
 from torch_pi2.distributed.shard_store import ShardView, refuse_shards, shard_name
 from torch_pi2.errors import ArtifactError, ConfigError, check_choice
@@ -131,9 +131,8 @@ def pack(
     start = time.perf_counter()
     with replacing_folder(folder) as staging:
         if weights_path(source / PI2_FOLDER) is None:
-            whole, kind = staging / _NEURONS, weights or FLOAT
-            make = quantize if kind in QUANTIZED else float_neurons
-            make(source, whole, kind, trust_remote_code=trust_remote_code, progress=progress)
+            whole = staging / _NEURONS
+            convert(source, whole, weights or FLOAT, trust_remote_code=trust_remote_code, progress=progress)
         else:
             whole = source
         with Parts(whole / PI2_FOLDER) as parts, open_weights(whole / PI2_FOLDER) as reader:

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from torch_pi2.base.dtypes import DTYPES, dtype_name
+from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import checked
-from torch_pi2.base.files import replacing_folder
+from torch_pi2.base.files import not_written, replacing_folder
+from torch_pi2.base.memory import letting_go
 from torch_pi2.base.modules import fresh_settings
-from torch_pi2.checkpoint.calibrated import rows_of_checkpoint
 from torch_pi2.checkpoint.card import keep_card
-from torch_pi2.checkpoint.placing import Stored, bound_plan
-from torch_pi2.checkpoint.weights_writer import NO_HASH, NO_ROWS, FloatWriter, Quantizer, QuantizeReport
-from torch_pi2.errors import (
-    CalibrationError,
-    ConfigError,
-    check_choice,
-)
-from torch_pi2.formats import FLOATS, QUANTIZED
+from torch_pi2.checkpoint.stored import Stored, bound_plan, largest_dtype, load_mapped
+from torch_pi2.checkpoint.weights_writer import NO_HASH, NO_ROWS, Quantizer, QuantizeReport
+from torch_pi2.errors import CalibrationError, ConfigError, check_choice
+from torch_pi2.fitting.gptq_model import calibrated_rows, warn_rounded
+from torch_pi2.formats import FLOAT, QUANTIZED
 from torch_pi2.graph.experts import check_known_experts
 from torch_pi2.graph.find import Found, search
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.profiling.data import calibration_batches
 from torch_pi2.rewrite.linears import check_some, find_linears
-from torch_pi2.rewrite.place import check_names
+from torch_pi2.rewrite.place import check_sizes
 from torch_pi2.rewrite.skeleton import model_config, skeleton
 from torch_pi2.store.folder import (
     PI2_FOLDER,
@@ -49,6 +48,7 @@ from torch_pi2.store.weights import WEIGHTS_FILE
 from torch_pi2.types.config import Config
 from torch_pi2.types.method import Method
 from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.site import FFNSite
 
 
 @checked
@@ -88,37 +88,61 @@ def quantize(
         NoFFNFoundError, CalibrationError: on any of them nothing is left half-written.
     """
     source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
-    config = Config(calibration_tokens=calibration_tokens)
     _check(source, folder, weights, quantization, calibration)
-    if plan is not None:
-        _check_parts(source, Path(plan))
-
-    def make(stored: Stored, plan: Plan, strategies: dict[str, str], linears: dict[str, int]) -> Quantizer:
-        rows = NO_ROWS
-        if quantization == "gptq":
-            data = calibration_batches(stored.model, calibration, tokenizer, config)
-            sites = [layer.site for layer in plan.layers if layer.site.key in strategies]
-            rows = rows_of_checkpoint(stored, data, sites, linears, weights, folder.parent, progress=progress)
-        return Quantizer(stored, plan, strategies, linears, weights, rows=rows)
-
     parts = None if plan is None else Path(plan)
-    return convert(source, folder, make, parts=parts, trust_remote_code=trust_remote_code, progress=progress)
+    if parts is not None:
+        _check_parts(source, parts)
+
+    def calibrate(sites: list[FFNSite], linears: Collection[str]) -> Mapping[str, torch.Tensor]:
+        model = load_mapped(source, scratch=folder.parent, trust_remote_code=trust_remote_code, progress=progress)
+        data = calibration_batches(model, calibration, tokenizer, Config(calibration_tokens=calibration_tokens))
+        rows = _RowFiles(folder.parent)
+        with letting_go(model):
+            rounded = calibrated_rows(model, data, sites, linears, weights, rows.keep, progress=progress)
+        warn_rounded(rounded)
+        return rows
+
+    rows_of = calibrate if quantization == "gptq" else None
+    how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "progress": progress}
+    return convert(source, folder, weights, rows_of=rows_of, parts=parts, **how)
+
+
+class _RowFiles(dict[str, torch.Tensor]):
+    """Rows in temporary files in ``folder``, mapped: the system reads them again when they are used."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def keep(self, key: str, rows: torch.Tensor) -> None:
+        """Raises ArtifactError: it cannot be written."""
+        try:
+            with tempfile.NamedTemporaryFile(dir=self._folder) as file:
+                rows.numpy().tofile(file)
+                file.flush()
+                os.fsync(file.fileno())
+                mapped = torch.from_file(file.name, shared=False, size=rows.numel(), dtype=torch.uint8)
+        except OSError as error:
+            raise not_written(self._folder, error) from error
+        self[key] = mapped.view(rows.shape)
 
 
 def convert(
     source: Path,
     folder: Path,
-    make: MakeWriter,
+    weights: str,
     *,
-    with_linears: bool = True,
+    rows_of: Callable[[list[FFNSite], Collection[str]], Mapping[str, torch.Tensor]] | None = None,
     parts: Path | None = None,
     trust_remote_code: bool = False,
     progress: bool = False,
 ) -> QuantizeReport:
-    """Write ``folder`` from the float checkpoint ``source``, with the weights that ``make`` writes.
+    """Write ``folder`` from the float checkpoint ``source``, with neurons in the format ``weights``.
 
     Args:
-        with_linears: whether other linear layers than those of feed-forward layers are to be found.
+        weights: ``int4`` or ``int8``, for other linear layers, too; or of neurons alone a name in ``FLOATS``, or
+            ``float``: what the model has when it is loaded, so that nothing is lost.
+        rows_of: sites and names of other linear layers -> their calibrated rows (default: all are rounded).
         parts: folder of plan, predictors and statistics (default: ``source``'s own, if it has some).
 
     Raises: as :func:`quantize`.
@@ -127,11 +151,12 @@ def convert(
     check_replaceable(folder)
     start = time.perf_counter()
     check_float(source, read_config(source))
+    in_floats = weights not in QUANTIZED
     with torch.device("meta"):
         empty = skeleton(source, trust_remote_code=trust_remote_code)
     check_known_experts(f"quantize({source})", empty)
     parts = parts or source / PI2_FOLDER
-    plan = _plan_of(parts, empty, needed=not with_linears)
+    plan = _plan_of(parts, empty, needed=in_floats)
     with replacing_folder(folder) as staging:
         keep_card(folder, staging)
         (staging / PI2_FOLDER).mkdir()
@@ -139,10 +164,16 @@ def convert(
         model = skeleton(source, trust_remote_code=trust_remote_code)
         with Checkpoint(source) as checkpoint:
             stored = Stored(model, checkpoint)
-            strategies, dense = stored.place_layers(plan, needed=not with_linears)
-            linears = other_linears(empty, plan, strategies) if with_linears else {}
+            strategies, dense = stored.place_layers(plan, needed=in_floats)
+            linears = {} if in_floats else other_linears(empty, plan, strategies)
             check_some(f"quantize({source})", strategies, linears)
-            writer = make(stored, plan, strategies, {name: m.in_features for name, m in linears.items()})
+            if weights == FLOAT:
+                config = model_config(source, trust_remote_code=trust_remote_code)
+                weights = dtype_name(config.dtype or largest_dtype(checkpoint))
+            sites = [layer.site for layer in plan.layers if layer.site.key in strategies]
+            rows = NO_ROWS if rows_of is None else rows_of(sites, linears)
+            columns = {name: linear.in_features for name, linear in linears.items()}
+            writer = Quantizer(stored, plan, strategies, columns, weights, rows=rows)
             report, found_hash = writer.write(staging / PI2_FOLDER, progress)
             report.bytes_in = checkpoint.nbytes
         bound_plan(plan, strategies, dense, found_hash).save(staging / PI2_FOLDER)
@@ -204,7 +235,7 @@ def _plan_of(parts: Path, model: nn.Module, *, needed: bool) -> Plan:
     """The plan in ``parts``, or one of the layers of a checkpoint's ``model``, which is on ``meta``."""
     if (parts / "plan.json").exists():
         plan = Plan.load(parts)
-        check_names(model, plan)
+        check_sizes(model, plan)
         return plan
     return new_plan(search(model, on_meta=True, needed=needed))
 
@@ -224,35 +255,3 @@ def other_linears(model: nn.Module, plan: Plan, strategies: Mapping[str, str]) -
     """Linear layers of ``model``, on ``meta``, to quantise besides the feed-forward layers in ``strategies``."""
     sites = [layer.site for layer in plan.layers if layer.site.key in strategies]
     return find_linears(model, sites, on_meta=True)[0]
-
-
-#: Skeleton with checkpoint, plan, strategies and linears to quantise -> what writes the weights.
-MakeWriter = Callable[[Stored, Plan, dict[str, str], dict[str, int]], Quantizer]
-
-
-def float_neurons(
-    source: Path,
-    folder: Path,
-    weights: str | None = None,
-    *,
-    trust_remote_code: bool = False,
-    progress: bool = False,
-) -> QuantizeReport:
-    """Write ``folder`` as :func:`torch_pi2.quantize` does, with nothing quantised: neurons in floats.
-
-    Args:
-        weights: of the neurons, a name in ``FLOATS`` (rounding to it if they are something else); None or
-            ``float``: what the model has when it is loaded, so that nothing is lost.
-
-    Raises:
-        NonFiniteError: NaN, infinity, or a number that ``weights`` cannot hold. Others: as ``quantize``.
-    """
-
-    def make(stored: Stored, plan: Plan, strategies: dict[str, str], _linears: dict[str, int]) -> Quantizer:
-        kind = weights if weights in FLOATS else None
-        if kind is None:  # what transformers loads: as the configuration says, or as it is stored
-            dtype = model_config(source, trust_remote_code=trust_remote_code).dtype
-            kind = dtype_name(dtype) if dtype in DTYPES.values() else None
-        return FloatWriter(stored, plan, strategies, kind)
-
-    return convert(source, folder, make, with_linears=False, trust_remote_code=trust_remote_code, progress=progress)

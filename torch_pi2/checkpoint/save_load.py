@@ -23,11 +23,9 @@ from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.base.package import how_to_install
 from torch_pi2.checkpoint.card import keep_card
-from torch_pi2.checkpoint.dense import load_dense as dense_of_quantised
-from torch_pi2.checkpoint.gguf.cached import cached_import
+from torch_pi2.checkpoint.gguf.importing import cached_import
 from torch_pi2.checkpoint.offloaded import load_offloaded
-from torch_pi2.checkpoint.settings import LoadSettings
-from torch_pi2.checkpoint.sparse import load_sparse, save_weights, weights_of
+from torch_pi2.checkpoint.sparse import LoadSettings, load_sparse, save_weights, save_without_weights, weights_of
 from torch_pi2.decode.hf_generate import attach
 from torch_pi2.decode.plan_controller import follow
 from torch_pi2.distributed.join import own_shard
@@ -36,7 +34,7 @@ from torch_pi2.layers.of_model import homes
 from torch_pi2.predict.file import FittedPredictors, save_predictors
 from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu
 from torch_pi2.rewrite.rewrite import apply
-from torch_pi2.rewrite.skeleton import model_config, named_class
+from torch_pi2.rewrite.skeleton import check_filled, fill, model_config, named_class, places, skeleton
 from torch_pi2.rewrite.state import SparseState, get_state, store_of
 from torch_pi2.store.folder import (
     PI2_FOLDER,
@@ -128,13 +126,6 @@ def save_parts(parts: SparseState, pi2: Path) -> None:
     save_predictors(pi2, parts.predictors, parts.plan.model_hash)
     if parts.stats is not None:
         parts.stats.save(pi2)
-
-
-def save_without_weights(model: Any, folder: Path) -> None:
-    """Write configuration and modelling code of ``model`` without weights; dense weights there are removed."""
-    model.save_pretrained(folder, state_dict={})  # writes a file of no weights
-    for path in folder.glob("model*.safetensors*"):
-        path.unlink()
 
 
 class _Values:
@@ -282,20 +273,18 @@ def read_model(folder: Path, settings: LoadSettings) -> nn.Module:
     """What :func:`load` does before :func:`finish_loading`."""
     pi2 = folder / PI2_FOLDER
     with Parts(pi2) as parts:
+        settings.check(folder, is_shard=parts.shard is not None)
         over_store = settings.budget is not None or parts.shard is not None
-        settings.check_store(folder, over_store=over_store, is_shard=parts.shard is not None)
         plan = checked_plan(parts.plan(), settings.plan, folder)
         predictors = parts.predictors(plan.model_hash)
         stats = None if over_store else parts.stats(plan.model_hash)  # no budget counts them
     if weights_path(pi2) is not None:
         read_config(folder)  # raises if there is none
-        settings.check_quantised(folder)
         if over_store:
             return load_offloaded(folder, plan, predictors, settings)
         quantized = load_sparse(folder, plan, predictors, settings)
         SparseState(plan, predictors, stats, weights=weights_of(quantized)).attach(quantized)
         return quantized
-    settings.check_float(folder)
     model = settings.model
     if model is None:
         model = _from_pretrained(folder, settings)
@@ -364,7 +353,19 @@ def load_dense(folder: str | Path, *, dtype: torch.dtype | None = None, trust_re
     read_config(folder)  # raises if there is none
     with Parts(pi2) as parts:
         plan = parts.plan()
-    return dense_of_quantised(folder, pi2, plan, dtype=dtype, trust_remote_code=trust_remote_code)
+        predictors = parts.predictors(plan.model_hash)
+    sparse: Any = load_sparse(folder, plan, predictors, LoadSettings(dtype=dtype, trust_remote_code=trust_remote_code))
+    kind = next(sparse.parameters()).dtype
+    values = sparse.state_dict()
+    model = skeleton(folder, dtype=kind, config=sparse.config, trust_remote_code=trust_remote_code)
+
+    def read(name: str, like: torch.Tensor) -> torch.Tensor | None:
+        value: torch.Tensor | None = values.get(name)
+        return value if value is None else value.to(like.dtype)
+
+    fill(model, places(model), read, pi2)
+    check_filled(model, pi2)
+    return model
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:

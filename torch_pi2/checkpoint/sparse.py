@@ -1,9 +1,13 @@
-"""Quantised models in memory, to disk and back: rows and neurons are stored as kernels read them."""
+"""Quantised models in memory, to disk and back: rows and neurons are stored as kernels read them.
+
+Also the settings with which a folder is loaded, and what contradicts them.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +15,16 @@ import torch
 from torch import nn
 
 from torch_pi2.base.dtypes import DTYPES, check_computed, format_name
+from torch_pi2.base.fields import argument
 from torch_pi2.base.memory import new_tensor, trim
 from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.base.progress import bar
 from torch_pi2.base.tensorfile import Spec, TensorWriter
-from torch_pi2.checkpoint.dense import untie
-from torch_pi2.checkpoint.placing import bound_plan, refs_of
-from torch_pi2.checkpoint.settings import LoadSettings
+from torch_pi2.base.units import parse_bytes
+from torch_pi2.checkpoint.stored import bound_plan, refs_of
 from torch_pi2.distributed.pipeline_parallel import remove_other_blocks
-from torch_pi2.errors import ArtifactError, UnsupportedModelError
-from torch_pi2.formats import FLOAT, QUANTIZED, formats_of
+from torch_pi2.errors import ArtifactError, ConfigError, UnsupportedModelError
+from torch_pi2.formats import ACTIVATIONS, FLOAT, QUANTIZED, formats_of
 from torch_pi2.graph.find import named
 from torch_pi2.layers.experts import SparseExperts, expert_groups
 from torch_pi2.layers.ffn import SparseFFN
@@ -32,18 +36,105 @@ from torch_pi2.rewrite.place import check_sizes, place, place_experts, strategie
 from torch_pi2.rewrite.rewrite import predictor_tensors
 from torch_pi2.rewrite.skeleton import check_filled, fill, places, put, skeleton
 from torch_pi2.store.folder import PI2_FOLDER
-from torch_pi2.store.storefile import open_weights
+from torch_pi2.store.storefile import STORE_FILE, open_weights, weights_path
 from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights, metadata, neuron_specs
+from torch_pi2.types.offload import OffloadConfig
 from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.shard import GroupConfig
 
 _log = logging.getLogger("torch_pi2")
 
 _BIASES = ("bias_gate", "bias_up", "bias_down")
 
+#: Tokens that a budget has memory for, unless ``context`` says otherwise.
+DEFAULT_CONTEXT = 1024
 #: Plan of a layer, the open file, dtype of the float parameters -> the layer.
 MakeLayer = Callable[[LayerPlan, QuantizedWeights, torch.dtype], SparseFFN]
 #: The layers of all experts of a module, how many they are -> the module.
 MakeExperts = Callable[[Iterable[SparseFFN], Sequence[LayerPlan]], SparseExperts]
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """Arguments of :func:`torch_pi2.load`, which describes them.
+
+    Attributes:
+        config: a transformers configuration to build the model with, in place of the folder's.
+    """
+
+    model: nn.Module | None = None
+    trust_remote_code: bool = False
+    dtype: torch.dtype | None = None
+    activations: str = "float"
+    budget: float | str | None = None
+    offload: OffloadConfig | None = None
+    context: int | None = None
+    strict_budget: bool = False
+    plan: Plan | str | Path | None = None
+    group: GroupConfig | None = None
+    progress: bool = False
+    config: Any = None
+
+    def __post_init__(self) -> None:
+        if self.context is not None:
+            argument(self.context, "load(context=...)").whole(1, 1 << 31)
+        if self.dtype is not None:
+            check_computed("load(dtype=...)", self.dtype)
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget; None: there is none. Raises ConfigError: no number of bytes."""
+        return None if self.budget is None else parse_bytes(self.budget)
+
+    @property
+    def int8_activations(self) -> bool:
+        return self.activations == "int8"
+
+    def check(self, folder: Path, *, is_shard: bool) -> None:
+        """Raises ConfigError: a setting that contradicts another, or what is in ``folder``."""
+        path = weights_path(folder / PI2_FOLDER)
+        in_floats, has_store = path is None, path is not None and path.name == STORE_FILE
+        of_budget = {"offload": self.offload, "strict_budget": self.strict_budget or None, "context": self.context}
+        given = ", ".join(f"{name}=..." for name, value in of_budget.items() if value is not None)
+        for wrong, setting, expected, found, fix in (
+            (
+                given and self.budget is None and not is_shard,
+                given,
+                "a budget with it",
+                "none: all weights would be in memory",
+                "Pass budget=..., for instance '2.5GiB'.",
+            ),
+            (
+                self.group is not None and not is_shard,
+                "group=...",
+                "a shard",
+                "a whole model, which each process computes alone",
+                "Make shards (torch-pi2 pack --ranks N), or leave --reduction, --attention and --timeout out.",
+            ),
+            (
+                self.budget is not None and not has_store,
+                "budget=...",
+                f"a folder with a neuron store (pi2/{STORE_FILE})",
+                "float weights" if in_floats else "weights that are read whole",
+                "Make one with torch_pi2.pack(folder, out), which changes no number.",
+            ),
+            (
+                self.model is not None and not in_floats,
+                "model=...",
+                "no model: a quantised one is built from its configuration",
+                f"a {type(self.model).__name__}",
+                "Leave model out, or use load_dense for the float weights.",
+            ),
+            (
+                self.activations not in (("float",) if in_floats else ACTIVATIONS),
+                "activations=...",
+                "float, as the weights are float" if in_floats else " or ".join(ACTIVATIONS),
+                repr(self.activations),
+                "Correct it, or quantise the folder first (torch_pi2.quantize).",
+            ),
+        ):
+            if wrong:
+                raise ConfigError(f"load({folder}, {setting})", expected=expected, found=found, fix=fix)
 
 
 def weights_of(model: nn.Module) -> str:
@@ -120,6 +211,13 @@ def save_weights(model: nn.Module, plan: Plan, folder: Path) -> Plan:
         for name, tensor in tensors.items():
             out.write(name, rows_of[name].in_row_order() if name in rows_of else tensor)
     return bound_plan(plan, strategies, dense, plan.model_hash)
+
+
+def save_without_weights(model: Any, folder: Path) -> None:
+    """Write configuration and modelling code of ``model`` without weights; dense weights there are removed."""
+    model.save_pretrained(folder, state_dict={})  # writes a file of no weights
+    for path in folder.glob("model*.safetensors*"):
+        path.unlink()
 
 
 def _check_dense(model: nn.Module, dense: Mapping[str, str], others: Mapping[str, str]) -> None:
@@ -223,9 +321,18 @@ def load_sparse(
 
         fill(model, ([name for name in names if name not in ours] for names in groups), read, weights.path)
     check_filled(model, weights.path)
-    untie(model, set(weights.linears))
+    _untie(model, set(weights.linears))
     trim()
     return model
+
+
+def _untie(model: nn.Module, linears: set[str]) -> None:
+    """Note in the configuration that an output layer with weights of its own is no longer tied to the embedding."""
+    hf: Any = model
+    if getattr(getattr(model, "config", None), "tie_word_embeddings", False) and any(
+        model.get_submodule(name) is hf.get_output_embeddings() for name in linears
+    ):
+        hf.config.tie_word_embeddings = False
 
 
 def _shown(items: Iterable[Any], what: str, progress: bool) -> Iterable[Any]:

@@ -96,7 +96,18 @@ def synthetic(
         LibraryMissingError: transformers is not installed.
     """
     load_library()
-    _check(active, weights, predictor, rank, predictor_weights, locality)
+    for name, value, good, expected in (
+        ("active", active, 0 < active <= 0.9 or active == 1, "more than 0, at most 0.9, or 1"),
+        ("weights", weights, weights in (*QUANTIZED, *FLOATS), " or ".join((*QUANTIZED, *FLOATS))),
+        ("predictor", predictor, predictor in PREDICTORS, "lowrank, signbit or None"),
+        ("predictor", predictor, predictor is None or active < 1, "None where every neuron is computed (active=1)"),
+        ("rank", rank, rank >= 1, "at least 1"),
+        ("predictor_weights", predictor_weights, predictor_weights in QUANTIZED, " or ".join(QUANTIZED)),
+        ("locality", locality, 0 <= locality < 1, "0 or more, less than 1"),
+        ("distinct_layers", distinct_layers, distinct_layers is None or distinct_layers >= 1, "at least 1"),
+    ):
+        if not good:
+            raise ConfigError(f"synthetic({name}=...)", expected=expected, found=repr(value), fix="Correct it.")
     label = {
         "synthetic": "random weights: speed means something, quality does not",
         "shape": shape if isinstance(shape, str) else dict(shape),
@@ -111,10 +122,6 @@ def synthetic(
         "locality": locality,
         "seed": seed,
     } | ({} if distinct_layers is None else {"distinct_layers": distinct_layers})
-    if distinct_layers is not None and distinct_layers < 1:
-        raise ConfigError(
-            "synthetic(distinct_layers=...)", expected="at least 1", found=repr(distinct_layers), fix="Correct it."
-        )
     more = {"hidden_act": "silu" if active == 1 else "relu"} | ({} if layers is None else {"num_hidden_layers": layers})
     more |= {"dtype": weights} if weights in FLOATS else {}
     config = build_config(shape, **more, torch_pi2_synthetic=label)
@@ -126,38 +133,6 @@ def synthetic(
         _Writer(config, label, progress).write(staging / PI2_FOLDER)
         declare(staging)
     return label
-
-
-def _check(
-    active: float,
-    weights: str,
-    predictor: str | None,
-    rank: int,
-    predictor_weights: str,
-    locality: float,
-) -> None:
-    checks = (
-        ("active", active, 0 < active <= 0.9 or active == 1, "more than 0, at most 0.9, or 1"),
-        ("weights", weights, weights in (*QUANTIZED, *FLOATS), " or ".join((*QUANTIZED, *FLOATS))),
-        ("predictor", predictor, predictor in PREDICTORS, "lowrank, signbit or None"),
-        ("predictor", predictor, predictor is None or active < 1, "None where every neuron is computed (active=1)"),
-        ("rank", rank, rank >= 1, "at least 1"),
-        ("predictor_weights", predictor_weights, predictor_weights in QUANTIZED, " or ".join(QUANTIZED)),
-        ("locality", locality, 0 <= locality < 1, "0 or more, less than 1"),
-    )
-    for name, value, good, expected in checks:
-        if not good:
-            raise ConfigError(f"synthetic({name}=...)", expected=expected, found=repr(value), fix="Correct it.")
-
-
-def _check_all_sparse(config: Any) -> None:
-    if config.decoder_sparse_step != 1 or config.mlp_only_layers:
-        raise ConfigError(
-            "shape",
-            expected="experts in every layer",
-            found=f"decoder_sparse_step {config.decoder_sparse_step}, mlp_only_layers {config.mlp_only_layers}",
-            fix="Leave these out: a synthetic model has layers of one form.",
-        )
 
 
 class _Writer:
@@ -172,7 +147,13 @@ class _Writer:
         self.head_dim = getattr(config, "head_dim", None) or self.hidden // self.heads
         self.experts = getattr(config, "num_local_experts", getattr(config, "num_experts", 0))
         if config.model_type == "qwen3_moe":
-            _check_all_sparse(config)
+            if config.decoder_sparse_step != 1 or config.mlp_only_layers:
+                raise ConfigError(
+                    "shape",
+                    expected="experts in every layer",
+                    found=f"decoder_sparse_step {config.decoder_sparse_step}, mlp_only_layers {config.mlp_only_layers}",
+                    fix="Leave these out: a synthetic model has layers of one form.",
+                )
             self.intermediate = config.moe_intermediate_size
         self._generator = torch.Generator().manual_seed(int(label["seed"]))
         self._d = direction(self.hidden, self._generator)

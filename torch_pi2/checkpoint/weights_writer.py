@@ -13,10 +13,10 @@ import torch
 
 from torch_pi2.base.dtypes import DTYPES, dtype_name
 from torch_pi2.base.tensorfile import Spec, TensorWriter
-from torch_pi2.checkpoint.placing import Stored, refs_of
+from torch_pi2.checkpoint.stored import Stored, refs_of
 from torch_pi2.errors import NonFiniteError, StaleArtifactError
 from torch_pi2.fitting.gptq_model import neuron_key
-from torch_pi2.formats import row_bytes
+from torch_pi2.formats import FLOATS, row_bytes
 from torch_pi2.ops.quantized import quantize as quantize_rows
 from torch_pi2.ops.rows import row_of_neurons
 from torch_pi2.store.source import ExpertMatrix, wrong_shape
@@ -24,13 +24,10 @@ from torch_pi2.store.weights import NO_EMBEDDINGS, NO_FORMATS, WEIGHTS_FILE, met
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import FFNSite, LinearRef
 
-#: Float32 bytes of the rows that are quantised at a time.
+#: Float32 bytes of the rows that are converted at a time.
 _CHUNK = 2 << 20
-#: Bytes of float neurons made at a time: a whole layer of a model of 7 billion parameters in 16 bits. Matrices are read
-#: once for each such group of neurons.
+#: Bytes of neurons made at a time. Matrices are read once for each such group of neurons.
 _GROUP = 384 << 20
-#: Bytes of a float matrix read at a time.
-_STRIP = 16 << 20
 NO_ROWS: Mapping[str, torch.Tensor] = {}
 #: In the header until the hash is known.
 NO_HASH = "0" * 64
@@ -56,12 +53,12 @@ class QuantizeReport:
 
 
 class Quantizer:
-    """Writes the weights file of one model.
+    """Writes the weights file of one model, with neurons and rows in few bits, or with neurons in floats.
 
     Args:
         stored: the model's skeleton and its checkpoint. plan: with the checkpoint's ``model_hash``, or ``NO_HASH``.
         strategies: the layers that become neurons, by key, as :meth:`Stored.place_layers` finds them.
-        linears: name -> inputs of the other linear layers to quantise. kind: the format.
+        linears: name -> inputs of the other linear layers to quantise. kind: the format, which may be one of floats.
         formats: other formats, by linear layer, embedding and site key. embeddings: name -> width of those to quantise.
         rows: calibrated rows, which are written instead of rounded weights, under the keys of
             :mod:`torch_pi2.fitting.gptq_model`.
@@ -108,11 +105,9 @@ class Quantizer:
         )
         with TensorWriter(folder / WEIGHTS_FILE, specs, meta, progress=progress) as out:
             for name in self._floats:
-                if not specs[name].shape:
-                    out.write(name, self._checkpoint.read(self._stored(name)))
-                    continue
                 for start, stop in row_chunks(specs[name]):
-                    out.write(name, self._checkpoint.read(self._stored(name), (start, stop)), row=start)
+                    part = (start, stop) if specs[name].shape else None
+                    out.write(name, self._checkpoint.read(self._stored(name), part), row=start)
             for name in self._biases:
                 out.write(name, self._checkpoint.read(self._stored(name)).float())
             for name in self._in_rows:
@@ -164,48 +159,61 @@ class Quantizer:
         for start, stop in row_chunks(self._checkpoint.spec(stored)):
             values = self._checkpoint.read(stored, (start, stop))
             given = self._given.get(f"{name}.weight")
-            rows = self._rows(values, stored, error, given=None if given is None else given[start:stop])
+            rows = self._rows(values, stored, error, self._kind, None if given is None else given[start:stop])
             out.write(f"{name}.weight", rows, row=start)
         return error.relative
 
     def _rows(
-        self,
-        values: torch.Tensor,
-        name: str,
-        error: RelativeError,
-        kind: str = "",
-        given: torch.Tensor | None = None,
+        self, values: torch.Tensor, name: str, error: RelativeError, kind: str, given: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``values`` in the format ``kind`` (default: the neurons'), or their ``given`` calibrated rows."""
-        kind = kind or self._kind
+        """``values`` in the format ``kind``, uint8, or their ``given`` calibrated rows."""
+        if kind in FLOATS:
+            return converted(values, DTYPES[kind], name).view(torch.uint8)
         rows = quantize_rows(name, values, kind) if given is None else given
         error.add(values, torch.ops.pi2.dequantize(rows, kind, values.shape[1], torch.float32))
         return rows
 
     def _write_site(self, layer: LayerPlan, out: TensorWriter, digest: Any) -> float:
         site, order, kind = layer.site, layer.order.long(), self._format_of(layer.site)
-        specs = neuron_specs(site, kind)
-        neuron_rows = self._scratch(specs[f"{site.key}.bundles"])
-        error = RelativeError()
-        refs = refs_of(site)
-        step = max(1, _CHUNK // (4 * site.hidden))
-        for row, (role, ref) in enumerate(refs):
-            matrix = self._matrix(site, ref, role)
-            update_digest(digest, matrix)
-            by_neuron = matrix.T if role == "down" else matrix
-            rows, of = row_of_neurons(neuron_rows, row, kind, site.hidden)
-            given = self._given.get(neuron_key(site, role))
-            for start in range(0, site.intermediate, step):
-                wanted = order[start : start + step]
-                made, exact = self._as_stored(site, ref, role, wanted, of)
-                if made is None or not exact:
-                    made = given[wanted] if made is None and given is not None else made
-                    made = self._rows(by_neuron[wanted].contiguous(), ref.weight, error, of, made)
-                rows[start : start + step] = made
-            del matrix, by_neuron
-        out.write(f"{site.key}.bundles", neuron_rows)
+        spec, error = neuron_specs(site, kind)[f"{site.key}.bundles"], RelativeError()
+        # of floats half of them, which with a matrix take less than the layer does
+        most = -(-site.intermediate // 2) if kind in FLOATS else site.intermediate
+        group = max(1, min(most, _GROUP * site.intermediate // spec.nbytes))
+        for first in range(0, site.intermediate, group):
+            neurons = order[first : first + group]
+            neuron_rows = self._scratch(Spec((len(neurons), *spec.shape[1:]), torch.uint8))
+            for row, (role, ref) in enumerate(refs_of(site)):
+                matrix = self._matrix(site, ref, role)
+                if first == 0:
+                    update_digest(digest, matrix)
+                rows, of = row_of_neurons(neuron_rows, row, kind, site.hidden)
+                self._write_role(site, ref, role, matrix, neurons, rows, of, error)
+                del matrix
+            out.write(f"{site.key}.bundles", neuron_rows, row=first)
         self._write_biases(layer, out, digest)
         return error.relative
+
+    def _write_role(
+        self,
+        site: FFNSite,
+        ref: LinearRef,
+        role: str,
+        matrix: torch.Tensor,
+        neurons: torch.Tensor,
+        rows: torch.Tensor,
+        kind: str,
+        error: RelativeError,
+    ) -> None:
+        """Fill ``rows`` with those of ``neurons`` of a ``matrix`` in the format ``kind``."""
+        by_neuron, calibrated = matrix.T if role == "down" else matrix, self._given.get(neuron_key(site, role))
+        step = max(1, _CHUNK // (4 * site.hidden))
+        for start in range(0, len(neurons), step):
+            wanted = neurons[start : start + step]
+            made, exact = self._as_stored(site, ref, role, wanted, kind)
+            if made is None or not exact:
+                given = calibrated[wanted] if made is None and calibrated is not None else made
+                made = self._rows(by_neuron[wanted].contiguous(), ref.weight, error, kind, given)
+            rows[start : start + step] = made
 
     def _format_of(self, site: FFNSite) -> str:
         """The format of its neurons, or the two."""
@@ -251,73 +259,6 @@ class Quantizer:
         if held is None or held.numel() < size:
             held = self._held[spec.dtype] = torch.empty(size, dtype=spec.dtype)
         return held[:size].view(spec.shape)
-
-
-class FloatWriter(Quantizer):
-    """Writes neurons in floats, and no linear layers; ``kind``: a name in ``FLOATS`` (None: as in the checkpoint)."""
-
-    def __init__(self, stored: Stored, plan: Plan, strategies: dict[str, str], kind: str | None) -> None:
-        super().__init__(stored, plan, strategies, {}, kind or "")
-        if kind is None:
-            site = self._layers[0].site
-            name, _, _ = self._place(site, site.up, "up")
-            self._kind = dtype_name(stored.checkpoint.spec(name).dtype)
-
-    def _write_site(self, layer: LayerPlan, out: TensorWriter, digest: Any) -> float:
-        site, order = layer.site, layer.order.long()
-        refs, dtype = refs_of(site), DTYPES[self._kind]
-        group = max(1, _GROUP // (len(refs) * row_bytes(self._kind, site.hidden)))
-        for first in range(0, site.intermediate, group):
-            neurons = order[first : first + group]
-            neuron_rows = self._scratch(Spec((len(neurons), len(refs), site.hidden), dtype))
-            for row, (role, ref) in enumerate(refs):
-                for start, strip in self._strips(site, ref, role, None if first else digest):
-                    if role == "down":
-                        part = converted(strip[:, neurons], dtype, ref.weight)
-                        neuron_rows[:, row, start : start + len(strip)] = part.T
-                    else:
-                        here = ((neurons >= start) & (neurons < start + len(strip))).nonzero().flatten()
-                        neuron_rows[here, row] = converted(strip[neurons[here] - start], dtype, ref.weight)
-            out.write(f"{site.key}.bundles", neuron_rows.view(torch.uint8), row=first)
-        self._write_biases(layer, out, digest)
-        return 0.0
-
-    def _strips(self, site: FFNSite, ref: LinearRef, role: str, digest: Any) -> Iterator[tuple[int, torch.Tensor]]:
-        """First row, and rows from there on, of each strip of a matrix; ``digest`` is updated unless it is None."""
-        if ref.transposed or len(ref.rows or ()) == 3:  # its rows are not contiguous: it is read whole
-            matrix = self._whole(site, ref, role)
-            if digest is not None:
-                update_digest(digest, matrix)
-            yield 0, matrix
-            return
-        name, first, shape = self._place(site, ref, role)
-        dtype = self._checkpoint.spec(name).dtype
-        per_row = shape[1] * dtype.itemsize
-        if digest is not None:  # as torch_pi2.types.plan.weights_hash
-            digest.update(str(shape).encode() + str(dtype).encode())
-        step = max(1, _STRIP // per_row)
-        for start in range(0, shape[0], step):
-            stop = min(start + step, shape[0])
-            data = self._checkpoint.read_bytes(name, (first + start) * per_row, (first + stop) * per_row)
-            if digest is not None:
-                digest.update(data.numpy().data)
-            yield start, data.view(dtype).view(stop - start, shape[1])
-
-    def _whole(self, site: FFNSite, ref: LinearRef, role: str) -> torch.Tensor:
-        """A matrix in memory of its own, not in the scratch memory of the neurons."""
-        if ref.expert is not None:
-            return ExpertMatrix(self._checkpoint, site, ref, role).read()
-        return ref.take(self._checkpoint.read(self._stored(ref.weight))).contiguous()
-
-    def _place(self, site: FFNSite, ref: LinearRef, role: str) -> tuple[str, int, tuple[int, int]]:
-        """Name of the tensor that has a matrix, its first row there, and its shape."""
-        if ref.expert is not None:
-            found = ExpertMatrix(self._checkpoint, site, ref, role)
-            return found.name, found.first, found.shape
-        name = self._stored(ref.weight)
-        rows, columns = self._checkpoint.spec(name).shape
-        first, last = ref.rows[:2] if ref.rows else (0, rows)
-        return name, first, (last - first, columns)
 
 
 def converted(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:

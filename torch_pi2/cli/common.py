@@ -495,7 +495,7 @@ def option_of(name: str) -> str:
 
 def _with_left_out(args: argparse.Namespace) -> OffloadConfig:
     """The folder's settings of reading with :func:`left_out`. Raises ConfigError: there is no ``--budget``."""
-    from torch_pi2.checkpoint.settings import offload_of
+    from torch_pi2.checkpoint.offloaded import offload_of
     from torch_pi2.store.parts import Parts
 
     settings = left_out(args)

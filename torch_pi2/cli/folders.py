@@ -120,7 +120,7 @@ def _import(args: argparse.Namespace, name: str) -> None:
         file = gguf_in(given)
         if file is None or not file.is_file():
             return given
-        from torch_pi2.checkpoint.gguf.cached import cached_import
+        from torch_pi2.checkpoint.gguf.importing import cached_import
 
         packed = getattr(args, "budget", None) is not None
         return str(cached_import(file, packed=packed, progress=not args.quiet))

@@ -187,7 +187,7 @@ def _budget(folder: Path, store: Path, plan: Plan, predictors: Mapping[str, Any]
     import torch
 
     from torch_pi2.checkpoint.offloaded import own_predictors
-    from torch_pi2.checkpoint.settings import DEFAULT_CONTEXT
+    from torch_pi2.checkpoint.sparse import DEFAULT_CONTEXT
     from torch_pi2.decode.budget import divide_budget
     from torch_pi2.rewrite.skeleton import model_config
     from torch_pi2.store.storefile import StoreReader

@@ -16,8 +16,8 @@ try:
 except ImportError as error:
     raise missing_package("transformers", "hf", error) from error
 
+from torch_pi2.hf.quantizer import Pi2QuantizationConfig
 from torch_pi2.hf.register import register
-from torch_pi2.hf.settings import Pi2QuantizationConfig
 
 __all__ = ["Pi2QuantizationConfig"]
 

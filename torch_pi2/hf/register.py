@@ -19,11 +19,10 @@ from transformers.quantizers.auto import (
 )
 
 from torch_pi2.base.files import replacing_folder
-from torch_pi2.checkpoint.save_load import current_state, save_parts, save_without_weights
-from torch_pi2.checkpoint.sparse import save_weights
+from torch_pi2.checkpoint.save_load import current_state, save_parts
+from torch_pi2.checkpoint.sparse import save_weights, save_without_weights
 from torch_pi2.errors import ConfigError
-from torch_pi2.hf.quantizer import Pi2Quantizer
-from torch_pi2.hf.settings import Pi2QuantizationConfig
+from torch_pi2.hf.quantizer import Pi2QuantizationConfig, Pi2Quantizer
 from torch_pi2.rewrite.state import ModelState, store_of
 from torch_pi2.store.folder import HF_METHOD, PI2_FOLDER, check_separate, declare
 from torch_pi2.store.trust import remember

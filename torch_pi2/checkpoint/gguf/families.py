@@ -50,11 +50,13 @@ _ENDS = frozenset(
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
     )
 )
-#: Keys of counts that are at least one. The first five are required (``feed_forward_length`` not with experts).
-_COUNTS = (
+#: Keys that a file must have (``feed_forward_length`` not with experts).
+_REQUIRED = {
     *("context_length", "embedding_length", "block_count", "attention.head_count", "feed_forward_length"),
-    *("attention.head_count_kv", "attention.key_length", "vocab_size"),
-)
+    "attention.layer_norm_rms_epsilon",
+}
+#: Keys of counts that are at least one.
+_COUNTS = {*_COMMON} - {"attention.layer_norm_rms_epsilon"}
 #: Ends of keys whose numbers need not be whole.
 _FRACTIONS = ("epsilon", "softcapping", "rope.freq_base", "rope.freq_base_swa", "rope.scaling.factor")
 _SLIDING = {"attention.sliding_window": "sliding_window"}
@@ -85,10 +87,6 @@ class Family:
         """``q`` or ``k`` of a tensor of this name whose rows are permuted; None: they are not."""
         found = re.search(r"\.attn_([qk])\.", tensor) if self.permuted else None
         return None if found is None else found[1]
-
-    @property
-    def all_keys(self) -> dict[str, str]:
-        return {**_COMMON, **self.keys}
 
 
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
@@ -161,25 +159,22 @@ class ArchMetadata:
 
         Raises ArtifactError: something else, or nothing and no ``default``.
         """
-        self.unused.discard(key)
-        found = self._file.metadata.get(self._prefix + key, default)
+        found = self.get(key)
+        if found is None and default is not None:
+            return default
         kinds, whole = ((int, float), "") if key.endswith(_FRACTIONS) else ((int,), "whole ")
         if type(found) not in kinds or not least <= found <= most:
-            if found is None and default is None:
-                found = "nothing"
-            elif found is default:
-                return default
             raise ArtifactError(
                 f"{self._prefix}{key} in {self._file.path}",
                 expected=f"a {whole}number from {least:g} to {most:g}",
-                found="a list" if isinstance(found, GgufArray) else shown(found),
+                found="a list" if isinstance(found, GgufArray) else shown("nothing" if found is None else found),
                 fix="Get the file again, or convert the model with a current llama.cpp.",
             )
         return found
 
-    def text(self, key: str, default: str) -> str:
+    def get(self, key: str) -> Any:
         self.unused.discard(key)
-        return str(self._file.metadata.get(self._prefix + key, default))
+        return self._file.metadata.get(self._prefix + key)
 
     def has(self, key: str) -> bool:
         return self._prefix + key in self._file.metadata
@@ -200,14 +195,13 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     family, arch = family_of(file), str(file.metadata["general.architecture"])
     meta = ArchMetadata(file, arch)
     config: dict[str, Any] = {"model_type": family.model_type, **family.fixed}
-    for key, attribute in family.all_keys.items():
-        if meta.has(key):
+    required = _REQUIRED - ({"feed_forward_length"} if "expert_feed_forward_length" in family.keys else set())
+    for key, attribute in {**_COMMON, **family.keys}.items():
+        if meta.has(key) or key in required:
             config[attribute] = meta.number(key, least=key in _COUNTS, most=1 << 31 if "epsilon" not in key else 1)
-    meta.number("attention.layer_norm_rms_epsilon", most=1)
-    for needed in _COUNTS[:5]:
-        if needed != "feed_forward_length" or "expert_feed_forward_length" not in family.keys:
-            meta.number(needed, least=1)
-    config.setdefault("vocab_size", _vocabulary(file))
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    rows = tokens.count if isinstance(tokens, GgufArray) else file.tensor("token_embd.weight").shape[0]
+    config.setdefault("vocab_size", rows)
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     if not config.get("sliding_window", 1):
         if family.model_type == "gemma2":  # llama.cpp then sees nothing in every other layer
@@ -220,13 +214,9 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["rope_parameters"] = _rope(file, meta, family)
     _special(file, family, config, meta)
-    known = _tokens(file, config["vocab_size"])
-    config |= {f"{name}_token_id": known.get(key) for name, key in _TOKENS.items()}
-    if file.metadata.get(f"{arch}.attention.causal", True) is not True:
+    config |= _special_tokens(file, config["vocab_size"])
+    if meta.get("attention.causal") not in (None, True):
         _unsupported(file, "a model that sees what was before", f"{arch}.attention.causal false")
-    ends = list(dict.fromkeys([*(known[key] for key in ("eos", "eot", "eom") if key in known), *_ends(file, config)]))
-    if ends:  # of a turn, too, which is where answers of chats end
-        config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     for key in ("expert_group_count", "expert_group_used_count"):
         if meta.number(key, 0) > 1:
             _unsupported(file, "experts without groups", f"{key} {meta.number(key)}")
@@ -235,18 +225,20 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     return config
 
 
-def _tokens(file: GgufFile, vocabulary: int) -> dict[str, int]:
-    """Special tokens that a file names; ids outside the vocabulary are ignored, as llama.cpp does."""
+def _special_tokens(file: GgufFile, vocabulary: int) -> dict[str, Any]:
+    """Tokens that a file names, and those that end an answer by their text.
+
+    Ids outside the vocabulary are ignored, as llama.cpp does.
+    """
     usual = _TOKENS_OF_SPM if file.metadata.get("tokenizer.ggml.model") == "llama" else {}
     keys = (*_TOKENS.values(), "eot", "eom")
     found = {key: file.metadata.get(f"tokenizer.ggml.{key}_token_id", usual.get(key)) for key in keys}
-    return {key: token for key, token in found.items() if type(token) is int and 0 <= token < vocabulary}
-
-
-def _ends(file: GgufFile, config: Mapping[str, Any]) -> list[int]:
-    """Tokens that end an answer by their text."""
-    texts = file.texts("tokenizer.ggml.tokens")[: config["vocab_size"]]
-    return [token for token, text in enumerate(texts) if text in _ENDS]
+    known = {key: token for key, token in found.items() if type(token) is int and 0 <= token < vocabulary}
+    config: dict[str, Any] = {f"{name}_token_id": known.get(key) for name, key in _TOKENS.items()}
+    texts = file.texts("tokenizer.ggml.tokens")[:vocabulary]
+    ends = [known[key] for key in ("eos", "eot", "eom") if key in known]  # of a turn, too, where answers of chats end
+    ends = list(dict.fromkeys([*ends, *(token for token, text in enumerate(texts) if text in _ENDS)]))
+    return config | ({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})
 
 
 def _check_sizes(file: GgufFile, config: Mapping[str, Any], meta: ArchMetadata) -> None:
@@ -292,15 +284,10 @@ def _unsupported(file: GgufFile, expected: str, found: str) -> None:
     )
 
 
-def _vocabulary(file: GgufFile) -> int:
-    tokens = file.metadata.get("tokenizer.ggml.tokens")
-    return tokens.count if isinstance(tokens, GgufArray) else file.tensor("token_embd.weight").shape[0]
-
-
 def _rope(file: GgufFile, meta: ArchMetadata, family: Family) -> dict[str, Any]:
     theta = float(meta.number("rope.freq_base", 10000.0, least=1, most=1e12))
     factor = float(meta.number("rope.scaling.factor", 1.0, least=0, most=1e6))
-    kind = meta.text("rope.scaling.type", "linear" if factor > 0 else "none")
+    kind = str(meta.get("rope.scaling.type") or ("linear" if factor > 0 else "none"))
     if kind in ("linear", "yarn") and 0 < factor < 1:
         _unsupported(file, "positions that are not stretched the other way", f"rope.scaling.factor {factor:g}")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}

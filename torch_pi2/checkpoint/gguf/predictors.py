@@ -20,8 +20,7 @@ import torch
 from torch_pi2.base.modules import evaluating
 from torch_pi2.base.progress import bar
 from torch_pi2.checkpoint.gguf.source import GgufCheckpoint
-from torch_pi2.checkpoint.settings import LoadSettings
-from torch_pi2.checkpoint.sparse import load_sparse
+from torch_pi2.checkpoint.sparse import LoadSettings, load_sparse
 from torch_pi2.errors import ArtifactError, UnsupportedModelError
 from torch_pi2.fitting.train import measure
 from torch_pi2.layers.ffn import SparseFFN

@@ -13,6 +13,7 @@ import torch
 from torch_pi2.base.package import missing_package
 from torch_pi2.base.tensorfile import Spec
 from torch_pi2.checkpoint.gguf.families import Family, arch_number, family_of, rows_in_file
+from torch_pi2.checkpoint.stored import Packed
 from torch_pi2.errors import ArtifactError, NonFiniteError
 from torch_pi2.formats import ROWS
 from torch_pi2.store.gguf import GgufModel, GgufTensor, TensorType
@@ -23,8 +24,6 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SPLIT = {"Q4_0": "int4", "Q8_0": "int8", "IQ4_NL": "int8"}
 #: The integers that the sixteen nibbles of IQ4_NL index.
 _LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-#: Tensors of a file that are no parameters of the model.
-_USED_ELSEWHERE = ("rope_freqs.weight",)
 _SCALE_BYTES = 2
 #: Matrices of one row, which llama.cpp's own writer says have one dimension.
 _ONE_ROW = ".ffn_gate_inp_shexp.weight"
@@ -84,9 +83,10 @@ class GgufCheckpoint:
         self.file = GgufModel(path)
         try:
             self.family = family_of(self.file)
+            self.about, self.by_neuron = self.family.model_type, self.family.by_neuron
             blocks = arch_number(self.file, self.family, "block_count")
             self._names = tensor_names(self.family, min(blocks, len(self.file.tensors)))
-            self.used: set[str] = set(_USED_ELSEWHERE)
+            self.used = {"rope_freqs.weight"}  # which the configuration is read from
             for name, tensor in self.file.tensors.items():
                 if name.endswith(_ONE_ROW) and len(tensor.shape) == 1:
                     self.file.tensors[name] = replace(tensor, shape=(1, *tensor.shape))
@@ -136,33 +136,13 @@ class GgufCheckpoint:
         self.used.add(found[0].name)
         return found
 
-    @property
-    def about(self) -> str:
-        return self.family.model_type
-
-    @property
-    def by_neuron(self) -> bool:
-        return self.family.by_neuron
-
-    def type_of(self, name: str) -> str:
-        """The GGUF type of parameter ``name``; empty: floats."""
-        found = self._tensor(name)[0].type.name
-        return "" if found in (*_FLOATS, "F64") else found
-
-    def own_format(self, name: str) -> str | None:
-        """The format of ours in which its rows are kept; None: there is none."""
-        return own_format(self._tensor(name)[0].type.name)
-
-    def exact(self, name: str) -> bool:
-        return True
-
-    def rounded_format(self, name: str) -> str:
+    def packed(self, name: str) -> Packed | None:
+        """What matrix ``name`` is; None: floats."""
         of = self._tensor(name)[0].type
-        return "int4" if 8 * of.block_bytes < 4 * of.block else "int8"
-
-    def ffn_bits(self) -> float:
-        tensors = [t for t in self.file.tensors.values() if ".ffn_" in t.name and len(t.shape) > 1]
-        return 8 * sum(t.nbytes for t in tensors) / max(1, sum(t.rows * t.columns for t in tensors))
+        if of.name in (*_FLOATS, "F64"):
+            return None
+        own, bits = own_format(of.name), 8 * of.block_bytes / of.block
+        return Packed(of.name, bits, own or ("int4" if bits < 4 else "int8"), own is not None, own is not None)
 
     def spec(self, name: str) -> Spec:
         """Shape and dtype of the numbers; quantised ones are float32."""
@@ -185,10 +165,11 @@ class GgufCheckpoint:
         return self.file.read_rows(tensor.name, low, high)[wanted - low]
 
     def own_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """The same in :func:`own_format`'s layout."""
+        """The same in :func:`own_format`'s layout. Raises NonFiniteError: a scale is NaN or infinite."""
         tensor, _, _ = self._tensor(name)
         rows = self.rows(name, start, stop)
-        _check_scales(rows, tensor)
+        scales = rows.unflatten(1, (-1, tensor.type.block_bytes))[..., slice(*_SCALES[tensor.type.name])]
+        _check_finite(scales.contiguous().view(torch.float16), tensor.name)
         return own_rows(rows, tensor.type)
 
     def _order(self, tensor: GgufTensor) -> torch.Tensor | None:
@@ -264,12 +245,6 @@ class GgufCheckpoint:
 #: Type -> where the float16 scales are in a block.
 _SCALES = dict.fromkeys(("Q4_0", "Q8_0", "IQ4_NL", "Q5_0"), (0, 2)) | {"Q4_1": (0, 4), "Q5_1": (0, 4)}
 _SCALES |= {"Q4_K": (0, 4), "Q5_K": (0, 4), "Q6_K": (208, 210)}
-
-
-def _check_scales(rows: torch.Tensor, tensor: GgufTensor) -> None:
-    """Raises NonFiniteError: a scale is NaN or infinite."""
-    scales = rows.unflatten(1, (-1, tensor.type.block_bytes))[..., slice(*_SCALES[tensor.type.name])]
-    _check_finite(scales.contiguous().view(torch.float16), tensor.name)
 
 
 def _check_finite(values: torch.Tensor, name: str) -> torch.Tensor:

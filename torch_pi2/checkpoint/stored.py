@@ -1,0 +1,282 @@
+"""A model's skeleton and the checkpoint that has its weights: how layers can be replaced; weights mapped from files."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from torch_pi2.base.dtypes import dtype_name
+from torch_pi2.base.fields import checked
+from torch_pi2.base.files import not_written
+from torch_pi2.base.memory import MappedFile, set_mapped
+from torch_pi2.base.progress import bar
+from torch_pi2.base.tensorfile import Spec
+from torch_pi2.errors import DtypeError, UnsupportedModelError
+from torch_pi2.graph.find import search
+from torch_pi2.layers.experts import expert_groups
+from torch_pi2.rewrite.place import TRIED_EXPERTS, tried_experts_strategy, tried_strategy
+from torch_pi2.rewrite.skeleton import check_filled, fill, on_meta, places, put, skeleton
+from torch_pi2.rewrite.strategies import log_skipped
+from torch_pi2.store.folder import check_float, read_config
+from torch_pi2.store.source import Checkpoint, ExpertMatrix, Source, stored_name, wrong_shape
+from torch_pi2.types.plan import LayerPlan, Plan
+from torch_pi2.types.site import FFNSite, LinearRef, check_weights
+
+#: Smaller tensors are read into memory, and converted if the model computes in another dtype.
+_SMALL_BYTES = 1 << 20
+
+
+def refs_of(site: FFNSite) -> list[tuple[str, LinearRef]]:
+    """Role and reference of the site's matrices, in the order of a neuron's rows."""
+    gate = [] if site.gate is None else [("gate", site.gate)]
+    return [*gate, ("up", site.up), ("down", site.down)]
+
+
+def bound_plan(plan: Plan, strategies: Mapping[str, str], dense: Mapping[str, str], model_hash: str) -> Plan:
+    """``plan`` with the layers in ``strategies`` alone, bound to ``model_hash``, with the reason why others stay dense.
+
+    The hash covers all layers: statistics and predictors have the same one.
+    """
+    if not dense:
+        return replace(plan, model_hash=model_hash)
+    made_by = plan.made_by | {"left": {**plan.made_by.get("left", {}), **dense}}
+    layers = [layer for layer in plan.layers if layer.site.key in strategies]
+    return Plan(layers, model_hash, made_by)  # without hardware, which is by layer
+
+
+class Packed(NamedTuple):
+    """A matrix in few bits.
+
+    Attributes:
+        kind: the checkpoint's name for its type. bits: a weight. format: ours for it. kept: that has its integers; else
+            it is rounded to it. exact: that has its scales as well, so that nothing is rounded.
+    """
+
+    kind: str
+    bits: float
+    format: str
+    kept: bool
+    exact: bool
+
+
+class PackedSource(Source, Protocol):
+    """A checkpoint with matrices in few bits.
+
+    Attributes:
+        about: of what model it is, for messages. by_neuron: columns of down lie together, as rows.
+    """
+
+    about: str
+    by_neuron: bool
+
+    def packed(self, name: str) -> Packed | None:
+        """What matrix ``name`` is; None: floats."""
+
+    def own_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows ``[start, stop)`` of a matrix that is ``kept``, in its ``format``, uint8."""
+
+    def unused(self) -> list[str]:
+        """Tensors that were not read."""
+
+
+class Stored:
+    """A model without weights, and the checkpoint that has them.
+
+    Attributes:
+        model: its skeleton. checkpoint: its weights.
+        groups: all names of each parameter and buffer. alias: name -> all names of the same tensor.
+    """
+
+    def __init__(self, model: nn.Module, checkpoint: Source) -> None:
+        self.model, self.checkpoint = model, checkpoint
+        self.groups = places(model)
+        self.alias = {name: names for names in self.groups for name in names}
+
+    def name(self, parameter: str) -> str:
+        """The checkpoint's name of a parameter, which may be tied to another one."""
+        known = (n for n in (parameter, *self.alias.get(parameter, ())) if n in self.checkpoint)
+        return next(known, stored_name(self.checkpoint, parameter))
+
+    def place_layers(self, plan: Plan, needed: bool) -> tuple[dict[str, str], dict[str, str]]:
+        """Site key -> one of ``STRATEGIES``; and why other layers cannot be replaced, which is logged: they stay dense.
+
+        Raises:
+            UnsupportedModelError: none can be, and one is ``needed``, or some are experts.
+            ArtifactError, DtypeError, NonFiniteError: the checkpoint's tensors cannot be those of a layer.
+        """
+        for layer in plan.layers:
+            self._check_site(layer.site)
+        by_form: dict[Any, str | UnsupportedModelError] = {}
+        strategies: dict[str, str] = {}
+        refused: dict[str, UnsupportedModelError] = {}
+        for group in expert_groups(plan.layers):
+            form, keys = _form(group), [layer.site.key for layer in group]
+            if form not in by_form:
+                by_form[form] = self._try(group)
+            found = by_form[form]
+            if isinstance(found, str):
+                strategies |= dict.fromkeys(keys, found)
+            elif group[0].site.experts is None:
+                refused |= dict.fromkeys(keys, found)
+            else:  # checkpoints store experts in another form than a dense model
+                raise found
+        return strategies, log_skipped(refused, bool(strategies) or not needed)
+
+    def _check_site(self, site: FFNSite) -> None:
+        """Raises ArtifactError or DtypeError if the checkpoint's tensors cannot be those of ``site``."""
+        for role, ref in refs_of(site):
+            if ref.expert is not None:
+                found = ExpertMatrix(self.checkpoint, site, ref, role)
+                if not found.fits:
+                    expected, shape = (
+                        f"{role} {list(found.shape)} of {site.key}",
+                        self.checkpoint.spec(found.name).shape,
+                    )
+                    raise wrong_shape(found.name, self.checkpoint.folder, expected, list(shape))
+                self.checkpoint.check_float(found.name)
+                continue
+            for name in (ref.weight, ref.bias):
+                if name is not None:
+                    stored, wanted = self.name(name), tuple(self.model.get_parameter(name).shape)
+                    self.checkpoint.check_float(stored)
+                    if (shape := self.checkpoint.spec(stored).shape) != wanted:
+                        raise wrong_shape(stored, self.checkpoint.folder, list(wanted), list(shape))
+
+    def _try(self, group: list[LayerPlan]) -> str | UnsupportedModelError:
+        """How a layer, or all experts of one module, can be replaced, or why not; tried with weights in memory."""
+        first = group[0].site
+        names = {name for _, ref in refs_of(first) for name in (ref.weight, ref.bias) if name}
+        empty = {name: self.model.get_parameter(name) for name in names}
+        try:
+            if first.experts is not None:
+                self._read_experts(group, empty)
+                return tried_experts_strategy(self.model, group)
+            for name in names:
+                put(self.model, [name], self.checkpoint.read(self.name(name)))
+            check_weights(first, first.weights(self.model))
+            return tried_strategy(self.model, first)
+        except UnsupportedModelError as error:
+            return error.with_traceback(None)  # a traceback would keep the weights in memory
+        finally:
+            for name, parameter in empty.items():
+                put(self.model, [name], parameter)
+
+    def read_expert(self, site: FFNSite, role: str, ref: LinearRef) -> None:
+        """Read a matrix of one expert into the parameter that stacks those of all experts."""
+        matrix = ExpertMatrix(self.checkpoint, site, ref, role).read()
+        ref.take(self.model.get_parameter(ref.weight).detach()).copy_(matrix)
+
+    def _read_experts(self, group: list[LayerPlan], empty: dict[str, nn.Parameter]) -> None:
+        """Read the weights of some experts: all experts of a layer may be more than there is memory for."""
+        first, model = group[0].site, self.model
+        dtype = ExpertMatrix(self.checkpoint, first, first.up, "up").dtype
+        for name, parameter in empty.items():
+            put(model, [name], torch.empty(parameter.shape, dtype=dtype))  # pages are allocated when written to
+        for layer in group[:TRIED_EXPERTS]:
+            for role, ref in refs_of(layer.site):
+                self.read_expert(layer.site, role, ref)
+                if ref.bias is not None:
+                    model.get_parameter(ref.bias).detach().copy_(self.checkpoint.read(self.name(ref.bias)))
+            check_weights(layer.site, layer.site.weights(model))
+
+
+def _form(group: list[LayerPlan]) -> Any:
+    """What layers have in common if the same replacement fits all of them."""
+    site = group[0].site
+    if site.experts is not None:
+        return (site.owner_class, site.activation, site.intermediate, len(group))
+    inner = tuple(name.rpartition(".")[2] for name in site.inner)
+    return (site.owner_class, site.activation, site.activation_on_up, site.intermediate, site.owner_runs, inner)
+
+
+@checked
+def load_mapped(
+    folder: str | Path, *, scratch: str | Path | None = None, trust_remote_code: bool = False, progress: bool = False
+) -> nn.Module:
+    """The dense model of a float checkpoint, in evaluation mode, with weights in mapped files.
+
+    In :func:`torch_pi2.profile` and :func:`torch_pi2.fit` a module's weights take memory only while it is called. The
+    dtype is that of the configuration.
+
+    Args:
+        scratch: folder for temporary files, into which the experts of a layer are stacked if the checkpoint has them
+            one by one (default: ``folder``). They take as many bytes as in the checkpoint.
+
+    Raises:
+        ArtifactError: something is missing or damaged, no float weights, or ``scratch`` has too little space.
+        DtypeError: weights of another dtype than the configuration's.
+    """
+    folder = Path(folder)
+    check_float(folder, read_config(folder))
+    with Checkpoint(folder) as checkpoint:
+        model = skeleton(folder, stored=largest_dtype(checkpoint), trust_remote_code=trust_remote_code)
+        stored = Stored(model, checkpoint)
+        files = checkpoint.memory()
+        made = _stack_experts(stored, Path(scratch or folder), files, progress)
+
+        def read(name: str, now: torch.Tensor) -> torch.Tensor | None:
+            if name in made:
+                return now
+            source = stored.name(name)
+            return _read(checkpoint, source, now) if source in checkpoint else None
+
+        fill(model, stored.groups, read, folder)
+    check_filled(model, folder)
+    set_mapped(model, files)
+    return model
+
+
+def largest_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype of its largest tensor, where a configuration names none."""
+    return max(map(checkpoint.spec, checkpoint.names()), key=lambda spec: spec.nbytes).dtype
+
+
+def _read(checkpoint: Checkpoint, name: str, now: torch.Tensor) -> torch.Tensor:
+    spec = checkpoint.spec(name)
+    if spec.shape != tuple(now.shape):
+        raise wrong_shape(name, checkpoint.folder, list(now.shape), list(spec.shape))
+    if spec.nbytes < _SMALL_BYTES:
+        return checkpoint.read(name).to(now.dtype)
+    if spec.dtype != now.dtype:
+        raise DtypeError(
+            f"{name} in {checkpoint.folder}, mapped",
+            expected=f"{dtype_name(now.dtype)}, as config.json says",
+            found=dtype_name(spec.dtype),
+            fix="Load the model as a whole, or save the checkpoint in one dtype.",
+        )
+    return checkpoint.mapped(name)
+
+
+def _stack_experts(stored: Stored, scratch: Path, files: list[MappedFile], progress: bool) -> set[str]:
+    """Stack experts that the checkpoint has one by one into new mapped ``files``; the names of the parameters.
+
+    Raises:
+        ArtifactError: there is too little space.
+    """
+    parts: dict[str, list[tuple[FFNSite, str, LinearRef]]] = defaultdict(list)
+    for site in search(on_meta(stored.model), on_meta=True, needed=False).sites:
+        for role, ref in refs_of(site):
+            if ref.expert is not None and stored.name(ref.weight) not in stored.checkpoint:
+                parts[ref.weight].append((site, role, ref))
+    for name in bar(list(parts), "experts", progress and bool(parts)):
+        parameter = stored.model.get_parameter(name)
+        spec = Spec(tuple(parameter.shape), parameter.dtype)
+        try:
+            with tempfile.TemporaryFile(dir=scratch) as file:
+                os.posix_fallocate(file.fileno(), 0, spec.nbytes)
+                files.append(MappedFile(file.fileno(), shared=True))
+        except OSError as error:
+            raise not_written(scratch, error) from error
+        put(stored.model, [name], files[-1].tensor(spec.shape, spec.dtype, 0))
+        for site, role, ref in parts[name]:
+            stored.read_expert(site, role, ref)
+            files[-1].let_go(ref.take(stored.model.get_parameter(name).detach()))
+    return set(parts)
