@@ -132,14 +132,6 @@ def test_every_benchmark_is_run_here() -> None:
     assert set(COMMANDS | SLOW | LONG) == set(BENCHMARKS)
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main([name, "--help"])
-    assert stop.value.code == 0
-    assert "--json" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", ["serve", "prefix"])
 def test_an_old_name_of_an_option(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -164,26 +156,6 @@ def test_rounds_alternate_and_begin_with_another_case() -> None:
     kept = figures.alternate(("a", "b", "c"), 4, lambda name, index: order.append(name) or (name, index))
     assert order == [*"abc", *"bca", *"cab", *"abc"]
     assert kept["b"] == [("b", index) for index in range(4)]
-
-
-def test_medians_ranges_and_ratios() -> None:
-    found = figures.summary({"ms": [3.0, 1.0, 2.0]})
-    assert found == {"ms": 2.0, "spread": {"ms": [1.0, 3.0]}}
-    assert figures.ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
-
-
-def test_warm_up_rounds_are_not_kept() -> None:
-    seen: list[int] = []
-    samples = figures.timed({"case": seen.append}, 3, warm_up=2)
-    assert (seen, len(samples["case"])) == ([0, 1, 2, 3, 4], 3)
-
-
-def test_figures_of_a_layer_hang_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = call("layer", hidden=64, intermediate=256, active=[0.1, 1.0], rounds=3, rank=16, memory_size=1 << 20)
-    share = result["shares"][1]
-    assert share["bound_ms"] == min(share["gather_ms"], result["stream_ms"])
-    assert share["of_bound"] == pytest.approx(share["ms"] / share["bound_ms"], rel=0.05)
-    assert result["read_gb_per_s"] == pytest.approx(result["bytes"] / result["stream_ms"] / 1e6, rel=0.05)
 
 
 class Clock:

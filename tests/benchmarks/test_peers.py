@@ -155,14 +155,3 @@ def test_memory_caps_that_cannot_be(tmp_path: Path) -> None:
         cap.MemoryCap(4096, tmp_path).__enter__()
     with pytest.raises(cap.CapError, match=r"expected a group in .* that may be joined, found No such file"):
         cap.join(tmp_path / "none")
-
-
-@pytest.mark.parametrize("extra", [0, 1, 4096])
-def test_files_are_read_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: int) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"x" * (2 * cap._BLOCK + extra))
-    read: list[int] = []
-    real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda *args: read.append(real(*args)) or read[-1])
-    assert cap.warm(path) in ("direct", "buffered")
-    assert sum(read) == 2 * cap._BLOCK + extra

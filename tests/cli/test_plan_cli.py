@@ -12,7 +12,6 @@ from cli_calls import Ran
 from stores import SMALL
 
 import torch_pi2
-from torch_pi2 import errors
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.stats import HIST_BINS, ActivationStats, LayerStats
 
@@ -114,26 +113,14 @@ def test_text(command, root, tmp_path) -> None:
 
 
 def test_settings_reach_the_solver(command, root, tmp_path) -> None:
-    rest = ("--one-boundary", "--min-recall", 0.5, "--accelerator-memory", "1MiB")
+    rest = ("--one-boundary", "--accelerator-memory", "1MiB")
     command(root / "store", *BASE, "--budget", "1GiB", *rest, "--out", tmp_path / "p")
     hardware = Plan.load(tmp_path / "p").hardware
     assert hardware is not None
     assert len({b.hot for b in hardware.buckets}) == 1
-    assert hardware.made_for["settings"]["min_recall"] == 0.5
+    assert hardware.made_for["settings"] == {"batches": [1, 4], "fixed_hot_set": True}
     assert hardware.accelerator_bytes == 1 << 20
     assert hardware.context == 16
-
-
-def test_a_floor_of_recall_needs_statistics_that_see_misses(root) -> None:
-    model = torch_pi2.load(root / "model")
-    live = ActivationStats.load(root / "live")
-    watched = ActivationStats(live.layers, live.model_hash, live.made_by | {"watched": True})
-    message = r"min_recall of 0\.5: expected statistics of torch_pi2\.profile, which see what predictors miss"
-    with pytest.raises(errors.ConfigError, match=message):
-        torch_pi2.plan_for(model, PHONE, stats=watched, context=16, batches=(1,), min_recall=0.5)
-    for stats, floor in ((watched, None), (live, 0.5)):
-        made = torch_pi2.plan_for(model, PHONE, stats=stats, context=16, batches=(1,), min_recall=floor)
-        assert made.hardware is not None
 
 
 # --- a dense checkpoint ---
@@ -177,17 +164,11 @@ def test_a_dense_checkpoint_with_statistics(command, tmp_path, monkeypatch) -> N
             ("{model}", "--hardware", PHONE, "--out", "{tmp}/p", "--budget", "1GiB"),
             "--budget 1GiB a model over a store .*model, which has none Pack it first: torch-pi2 pack MODEL STORE",
         ),
-        (
-            ("{bare}", *map(str, BASE), "--out", "{tmp}/p", "--stats", "{live}", "--min-recall", "0.9"),
-            "min_recall of 0.9 statistics of torch_pi2.profile, which see what predictors miss .*watched",
-        ),
     ],
 )
 def test_messages(command, root, tmp_path, argv, message) -> None:
     import re
 
-    names = {name: root / name for name in ("model", "store", "bare")} | {"tmp": tmp_path, "live": tmp_path / "live"}
-    live = ActivationStats.load(root / "live")
-    ActivationStats(live.layers, live.model_hash, live.made_by | {"watched": True}).save(tmp_path / "live")
+    names = {name: root / name for name in ("model", "store", "bare")} | {"tmp": tmp_path}
     found = refusal(command(*(str(a).format(**names) for a in argv), "--json", ok=False))
     assert re.search(message, found), found

@@ -18,7 +18,6 @@ from shared import small_store
 import torch_pi2
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.machine.device import PRESETS, Device, find_device, parse_device
-from torch_pi2.ops import load
 from torch_pi2.types.offload import OffloadConfig
 
 Description = dict[str, Any]
@@ -52,9 +51,6 @@ def test_presets_give_back_every_figure_of_their_tables(preset: str) -> None:
     for row in description["sequential"]:
         found = driven(device, row["block_bytes"], depth=row["depth"], sequential=True)
         assert found == pytest.approx(row["mb_per_s"], rel=0.01), row
-    for row in description.get("cores", []):
-        found = driven(find_device(f"{preset}@{row['name']}"), row["block_bytes"], depth=32, range_bytes=128 << 20)
-        assert found == pytest.approx(row["mb_per_s"], rel=0.01), row
 
 
 def test_the_papers_figures() -> None:
@@ -62,10 +58,6 @@ def test_the_papers_figures() -> None:
     ufs = find_device("ufs-4.0")
     near = {128: 128 << 20, 512: 512 << 20}
     assert driven(ufs, 4096, depth=32, range_bytes=near[128]) == pytest.approx(1076.10, rel=0.01)
-    assert driven(find_device("ufs-4.0@mid"), 4096, depth=32, range_bytes=near[128]) == pytest.approx(1007.95, rel=0.01)
-    little = find_device("ufs-4.0@little")
-    assert little.name == "ufs-4.0@little"
-    assert driven(little, 4096, depth=32, range_bytes=near[128]) == pytest.approx(761.87, rel=0.01)
     assert driven(ufs, 4096, depth=32, range_bytes=near[512]) <= 850
     assert driven(ufs, 512 << 10, depth=32) == pytest.approx(3500, rel=0.01)
     assert driven(ufs, 512 << 10, depth=32, sequential=True) == pytest.approx(4000, rel=0.01)
@@ -76,16 +68,6 @@ def test_the_papers_figures() -> None:
     assert driven(ufs, 4096, depth=64) == pytest.approx(driven(ufs, 4096, depth=32), rel=1e-3)
     assert driven(find_device("nvme"), 4096, depth=256) / 4096e-6 == pytest.approx(1.2e6, rel=0.01)
     assert driven(find_device("nvme"), 512 << 10, depth=256, sequential=True) == pytest.approx(7500, rel=0.01)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_figure_says_where_it_is_from(preset: str) -> None:
-    d = PRESETS[preset]
-    rows = [d["latency_us"], d["max_depth"], *d.get("cores", []), *d["random"], *d["sequential"]]
-    assert all(row.get("from") or row.get("assumed") for row in rows)
-    if preset == "ufs-3.1":  # the paper has none of it
-        assert all("from" not in row for row in rows)
-        assert "assumed" in d["source"]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -145,9 +127,6 @@ def changed(path: list[Any], value: Any) -> Description:
         (["random", 1, "block_bytes"], 8192, "random: expected a row for every combination .* found none for block_b"),
         (["random", 1, "core"], "big", "device, random, 1: expected no other fields than block_bytes, range_bytes"),
         (["sequential", 0], 7, "device, sequential, 0: expected an object, found 7"),
-        (["cores"], "big", "device, cores: expected a list, found 'big'"),
-        (["cores", 1, "name"], "big", "device, cores, 1: expected another name, found big"),
-        (["cores", 2, "mb_per_s"], 2000, "cores, 2: expected a core no faster than the first, found little"),
     ],
 )
 def test_descriptions_that_make_no_sense(path: list[Any], value: Any, message: str) -> None:
@@ -156,34 +135,19 @@ def test_descriptions_that_make_no_sense(path: list[Any], value: Any, message: s
     assert str(error.value).endswith("Correct the description; its format is in docs/DEVICES.md.")
 
 
-def test_devices_are_found_by_preset_file_and_core(tmp_path: Path) -> None:
-    description = changed(["name"], "mine")
+def test_devices_are_found_by_preset_and_file(tmp_path: Path) -> None:
+    description = changed(["name"], "mine") | {"cores": []}  # as older files have
     path = tmp_path / "a@b.json"
     path.write_text(json.dumps(description))
     assert find_device(path) == Device("mine", find_device("ufs-4.0").numbers)
-    assert find_device(f"{path}@little").numbers == find_device("ufs-4.0@little").numbers
     with pytest.raises(ConfigError, match=r"device: expected ufs-4.0, ufs-3.1, nvme or a JSON file, found 'tape'"):
         find_device("tape")
-    with pytest.raises(ConfigError, match="cores of the device: expected big or mid or little, found huge"):
-        find_device("ufs-4.0@huge")
-    with pytest.raises(ConfigError, match=r"expected none \(the device has no cores\), found no name"):
-        find_device("nvme@")
     path.write_text("{")
     with pytest.raises(ArtifactError, match=r"a@b.json: expected JSON, found damage"):
         find_device(path)
     path.write_text("[]")
     with pytest.raises(ArtifactError, match=r"a@b.json: expected an object, found \[\]"):
         find_device(path)
-
-
-def test_the_operator_refuses_what_the_core_does() -> None:
-    load()
-    numbers = list(find_device("nvme").numbers)
-    with pytest.raises(RuntimeError, match="device: expected a latency, a depth and the cost of a core"):
-        torch.ops.pi2.device_times([], 1, 1, [], [])
-    for depth, sizes in ((0, [512]), (1, [])):
-        with pytest.raises(RuntimeError, match="as many offsets as sizes and a depth of 1 or more, found 1, "):
-            torch.ops.pi2.device_times(numbers, 1, depth, [0], sizes)
 
 
 def test_the_settings() -> None:

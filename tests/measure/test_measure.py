@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from thread_link import ThreadLink
 from torch.overrides import TorchFunctionMode
 
 from torch_pi2 import cli
@@ -23,10 +22,9 @@ from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError
 from torch_pi2.machine.find import cached_path, find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.measure import compute as measure_compute
-from torch_pi2.measure import gpu as measure_gpu
 from torch_pi2.measure.compute import Grid
-from torch_pi2.measure.fit import Case, Samples, Size, fit, time_into
-from torch_pi2.measure.gpu import Gpu, accelerator, gpu_here
+from torch_pi2.measure.fit import Case, Samples, Size, fit
+from torch_pi2.measure.gpu import accelerator
 from torch_pi2.measure.measure import measure
 from torch_pi2.measure.reads import drive
 from torch_pi2.measure.weights import Weights
@@ -78,12 +76,6 @@ def test_small_calls_count_like_large_ones() -> None:
     assert line.us(hot=1e9) == pytest.approx(1e6, rel=1e-3)
 
 
-def test_no_part_is_below_zero_and_the_error_says_what_does_not_fit() -> None:
-    line = fit(1, [(Size(hot=1e6, macs=0), 30.0), (Size(hot=1e6, macs=1e6), 10.0)])
-    assert min(line.call_us, line.us_per_hot_mb, line.us_per_million_macs) >= 0
-    assert line.error == pytest.approx(0.5, abs=0.2)
-
-
 def test_batches_without_an_exact_gate_take_it_from_the_one_before() -> None:
     load()
     samples = Samples()
@@ -91,18 +83,6 @@ def test_batches_without_an_exact_gate_take_it_from_the_one_before() -> None:
         samples.add(Case("k", tokens, Size(gate=gate), lambda: lambda: None), 50.0)
         samples.add(Case("k", tokens, Size(hot=1e6), lambda: lambda: None), 20.0)
     assert samples.lines("k")[1].us_per_gate_mb == samples.lines("k")[0].us_per_gate_mb > 0
-
-
-def test_every_case_is_timed_on_new_data() -> None:
-    load()
-    made: list[int] = []
-
-    def ready() -> Any:
-        made.append(0)
-        return lambda: None
-
-    time_into(Samples(), [Case("k", 1, Size(), ready)], 0.0)
-    assert len(made) == 3
 
 
 # --- what is counted ---
@@ -344,45 +324,3 @@ def test_weights_have_room_and_are_no_fewer_than_four_parts(free: int, cache: in
     gpu.free_bytes, gpu.cache_bytes = free, cache  # type: ignore[misc]
     accelerator(gpu, 1.0)  # type: ignore[arg-type]
     assert len(gpu.works[0].weights) == parts
-
-
-def test_what_torch_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The calls of ``torch.cuda`` alone; what they do is another matter."""
-    asked: list[str] = []
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            asked.append("record")
-
-        def synchronize(self) -> None:
-            asked.append("wait")
-
-        def elapsed_time(self, last: Event) -> float:
-            assert last is not self
-            return 1.5  # milliseconds
-
-    class About:
-        name, L2_cache_size = "a GPU", MIB
-
-    fakes = {
-        "current_device": lambda: 0,
-        "get_device_properties": lambda _: About,
-        "mem_get_info": lambda _: (3 * MIB, 4 * MIB),
-        "Event": Event,
-        "synchronize": lambda _: asked.append("all"),
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(measure_gpu, "check_gpu", lambda _: None)
-    monkeypatch.setattr(measure_gpu, "CudaTransferBuffer", lambda _: ThreadLink())
-    gpu = gpu_here()
-    assert isinstance(gpu, Gpu)
-    assert (gpu.name, gpu.cache_bytes, gpu.free_bytes) == ("a GPU", MIB, 3 * MIB)
-    assert gpu.device_us(lambda: asked.append("work")) == 1500.0
-    assert asked == ["record", "work", "record", "wait"]
-    asked.clear()
-    assert gpu.wall_us(lambda: asked.append("work")) > 0
-    assert asked == ["all", "work", "all"]

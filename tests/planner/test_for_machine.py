@@ -16,7 +16,7 @@ from plan_fakes import NPU, fake_hardware, fake_layer, fake_shape
 from torch_pi2.errors import ConfigError
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.planner.cost import resident_slots, step_ms, switch_point
-from torch_pi2.planner.for_machine import hot_count, recall, solve
+from torch_pi2.planner.for_machine import hot_count, solve
 from torch_pi2.planner.model_shape import LayerShape, ModelShape
 from torch_pi2.planner.request import Request
 from torch_pi2.types.offload import OffloadConfig
@@ -147,26 +147,6 @@ def test_hot_counts() -> None:
         assert {hot_count(fixed, 1, share) for share in (0.0, 0.5, 1.1)} == {count}
 
 
-@pytest.mark.parametrize("stored", [False, True])
-def test_a_floor_of_recall_is_kept(stored: bool) -> None:
-    shape = small(3, recall=0.8)
-    how: dict[str, Any] = {"batches": (1, 4), "budget_bytes": budget_of(shape, 1.0, (1, 4)) if stored else None}
-    for floor in (0.8, 0.95, 0.99, 1.0):
-        plan = checked(shape, solve(request(shape, **how, min_recall=floor)))
-        for bucket in plan.buckets:
-            often = [y.frequency(bucket.batch) for y in shape.layers]
-            pairs = [*zip(often, bucket.hot, strict=True)]
-            share = sum(f[:h].sum() + 0.8 * f[h:].sum() for f, h in pairs) / sum(f.sum() for f in often)
-            assert recall(shape, bucket.batch, bucket.hot) == pytest.approx(share)
-            assert share >= floor
-    shape = replace(small(1), layers=(fake_layer(recall=0.9), fake_layer("b", chosen=0.5, experts=2, recall=0.5)))
-    with pytest.raises(ConfigError, match=r"recall at batch 1: expected at most 0\.\d+, with every neuron hot") as info:
-        solve(request(shape, min_recall=0.99))
-    most = float(str(info.value).split("at most ")[1].split(",")[0])
-    assert 0.5 < most < 0.99
-    assert solve(request(shape, min_recall=most)).buckets[0].hot == (4096, 0)
-
-
 def test_steps_are_never_prompts() -> None:
     """Where a layer is dense from few tokens on, it still is not for as many as are decoded together."""
     shape = small(2, active=0.9, method="exact")
@@ -216,7 +196,6 @@ def test_the_smallest_budget_that_is_named_is_enough(shape, batches, context) ->
         ({"batches": ("1", True)}, r"batch sizes of 1 or more, found \('1', True\)"),
         ({"context": 0}, r"plan_for\(context\): expected 1 or more tokens, found 0"),
         ({"accelerator_bytes": -1}, r"plan_for\(accelerator_memory\): expected 0 or more bytes"),
-        ({"min_recall": 1.5}, r"plan_for\(min_recall\): expected 0 to 1, found 1.5"),
         ({"accelerator_bytes": 1}, "expected 0 bytes, found fake, which has no accelerator"),
         (
             {"accelerator_bytes": 1001, "hardware": fake_hardware(accelerator=replace(NPU, memory_bytes=1000))},

@@ -46,19 +46,6 @@ def test_a_capacity_is_hard_to_the_byte(neuron: int, chunks: int) -> None:
         assert sum(choose(costs, sizes, chunks * 512 * neuron - less)) == kept
 
 
-def test_layers_without_a_choice() -> None:
-    assert choose([[1.0], [2.0]], [[0], [0]], 100) == [0, 0]
-    assert choose([[1.0], [2.0, 1.0]], [[0], [0, 50]], 100) == [0, 1]
-
-
-def test_no_solution_within_the_time_limit() -> None:
-    random = np.random.default_rng(0)
-    sizes = [np.cumsum([0, *random.integers(1, 1000, 200)]).tolist() for _ in range(60)]
-    costs = [random.uniform(size=201).tolist() for _ in range(60)]
-    with pytest.raises(ConfigError, match="a solution in 0 seconds"):
-        choose(costs, sizes, 100_000, seconds=0.0)
-
-
 # --- a GPU, which has the rest of the model ---
 
 

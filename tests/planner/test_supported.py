@@ -120,21 +120,6 @@ def test_experts_share_a_line_of_what_is_shown(tmp_path: Path) -> None:
     assert "parameters are in these layers" in shown
 
 
-def test_inspect_of_a_checkpoint(tmp_path: Path) -> None:
-    found = describe_checkpoint(checkpoint(tmp_path), False, False)
-    assert found["contains"] == ["checkpoint"]
-    assert found["layers"][0]["method"] == "exact"
-    with pytest.raises(ConfigError, match=r"--verify: expected a neuron store .*found none"):
-        describe_checkpoint(tmp_path, True, False)
-
-
-def test_what_is_left_is_shown() -> None:
-    said = torch_pi2.supported(nn.Sequential(*(nn.Sequential(Normed()) for _ in range(3))), (X_BTH,))
-    shown = render_checkpoint({"contains": ["checkpoint"], **said.to_json()})
-    assert "nothing can be made sparse: each of its feed-forward layers stays dense" in shown
-    assert "stays dense: 3 layers, 0.0 to 2.0: a norm over all its neurons stands before the last matmul" in shown
-
-
 def test_what_cannot_be_told() -> None:
     with pytest.raises(ArtifactError, match="/nowhere"):
         torch_pi2.supported("/nowhere")

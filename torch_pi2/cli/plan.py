@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 EXAMPLE = "torch-pi2 plan my-model --stats my-stats --predictors my-predictors --out my-plan --hot-frequency 0.5"
 
 #: Options that mean nothing without --hardware.
-_OF_MACHINE = ("budget", "accelerator_memory", "context", "batches", "min_recall", "fixed_hot_set", "explain")
+_OF_MACHINE = ("budget", "accelerator_memory", "context", "batches", "fixed_hot_set", "explain")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--accelerator-memory", metavar="BYTES", help="for hot neurons (default: none are there)")
     add("--context", type=common.positive, metavar="N", help="tokens of each sequence (default: 1024)")
     add("--batches", type=_numbers, metavar="N,N", help="numbers of sequences to plan for (default: 1,2,4,8,16)")
-    add("--min-recall", type=float, metavar="R", help="share of firing neurons that must be computed (default: any)")
     add("--fixed-hot-set", action="store_true", default=None, help="the same hot neurons at all batch sizes")
     common.add_old_name(parser, "--one-boundary", "--fixed-hot-set")
     add("--explain", action="store_true", default=None, help="show the prediction only: --out may be left out")
@@ -112,14 +111,12 @@ def _for_machine(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.base.units import parse_bytes
     from torch_pi2.cli.inspect import describe
     from torch_pi2.machine.find import find_hardware
-    from torch_pi2.planner.for_machine import check_recall, solve, with_hardware, without_hot
+    from torch_pi2.planner.for_machine import solve, with_hardware, without_hot
     from torch_pi2.planner.request import BATCHES, Request
 
     hardware = find_hardware(args.hardware)
     _check_stores(args)
-    stats = _statistics(args)
-    plan, shape = _subject(args, stats)
-    check_recall(shape, stats, args.min_recall)
+    plan, shape = _subject(args, _statistics(args))
     request = Request(
         shape,
         hardware,
@@ -127,7 +124,6 @@ def _for_machine(args: argparse.Namespace) -> dict[str, Any]:
         0 if args.accelerator_memory is None else parse_bytes(args.accelerator_memory),
         args.batches or BATCHES,
         args.context or 1024,
-        args.min_recall,
         bool(args.fixed_hot_set),
     )
     solved = solve(request, progress=not args.quiet)

@@ -53,10 +53,6 @@ _UFS_4_0: dict[str, Any] = {
         "assumed": "what 4 KB take longer at 450 MB/s (sequential, if one at a time) than at 1,076 MB/s (if 32 are)",
     },
     "max_depth": {"value": 32, "from": "Ripple, arXiv 2410.19274: one command queue of 32 entries"},
-    "cores": [
-        _figures(name=name, block_bytes=_KB4, mb_per_s=mb_per_s, published=_TABLE_1)
-        for name, mb_per_s in (("big", 1076.10), ("mid", 1007.95), ("little", 761.87))
-    ],
     "random": [
         _random(_KB4, _MB128, 32, 1076.10, published=f"{_TABLE_1}, big core", assumed="the depth"),
         _random(
@@ -102,7 +98,7 @@ _UFS_3_1: dict[str, Any] = {
     f"HS-G4). {_PAPER} used a OnePlus Ace 2 with UFS 3.1, and has no figures of its storage",
     "latency_us": {"value": 10.6, "assumed": "twice that of UFS 4.0"},
     "max_depth": {"value": 32, "assumed": "as UFS 4.0"},
-    **{part: [_halved(row) for row in _UFS_4_0[part]] for part in ("cores", "random", "sequential")},
+    **{part: [_halved(row) for row in _UFS_4_0[part]] for part in ("random", "sequential")},
 }
 _READS = f"{_PAPER}: 1,200K random reads/s"
 _NVME: dict[str, Any] = {
@@ -135,7 +131,7 @@ class Device:
     """A device as the core's model has it.
 
     Attributes:
-        name: of its description, with ``@core`` if another core than the first was asked for.
+        name: of its description.
         numbers: what ``pi2::DeviceModel::parse`` (csrc/io/device_model.h) takes, in SI units.
     """
 
@@ -158,47 +154,39 @@ class Device:
 
 
 def find_device(device: str | Path) -> Device:
-    """A preset by name, or the device that a JSON file describes; ``ufs-4.0@little`` as one of its cores sees it.
+    """A preset by name, or the device that a JSON file describes.
 
     Raises:
-        ConfigError: no preset and no file has this name, or the device no such core.
+        ConfigError: no preset and no file has this name.
         ArtifactError: the file is not a description that makes sense.
     """
-    text = str(device)
-    name, core = text.rsplit("@", 1) if _core_follows(text) else (text, None)
+    name, path = str(device), Path(device)
     if name in PRESETS:
-        return parse_device(PRESETS[name], f"preset {name}", core)
-    path = Path(name)
+        return parse_device(PRESETS[name], f"preset {name}")
     if not os.path.lexists(path):
         raise ConfigError(
             "device",
             expected=f"{', '.join(PRESETS)} or a JSON file",
-            found=repr(text),
+            found=repr(name),
             fix="Name one of them; docs/DEVICES.md says how to describe another.",
         )
-    description = parse(read_bytes(path, fix=_FIX), path, fix=_FIX)
-    return parse_device(description, str(path), core)
+    return parse_device(parse(read_bytes(path, fix=_FIX), path, fix=_FIX), str(path))
 
 
-def _core_follows(text: str) -> bool:
-    return "@" in text and text not in PRESETS and not os.path.lexists(text)
-
-
-def parse_device(description: Any, what: str = "device", core: str | None = None) -> Device:
-    """The device that a description (docs/DEVICES.md) is of.
-
-    Args:
-        what: names it in errors. core: that issues the reads, one of its ``cores``; by default the first.
+def parse_device(description: Any, what: str = "device") -> Device:
+    """The device that a description (docs/DEVICES.md) is of; ``what`` names it in errors.
 
     Raises:
-        ArtifactError: it makes no sense. ConfigError: it has no such core.
+        ArtifactError: it makes no sense.
     """
     part = Field(description, what, _FIX)
-    part.names(("name", "source", "latency_us", "max_depth", "random", "sequential"), ("cores",))
+    part.names(
+        ("name", "source", "latency_us", "max_depth", "random", "sequential"), ("cores",)
+    )  # cores: of older files
     name = part.at("name").text()
     part.at("source").text()
     latency, depth = _figure(part.at("latency_us"), least=0), _figure(part.at("max_depth"), least=1)
-    numbers = [latency * 1e-6, depth, _core_cost(part.at("cores", []), core)]
+    numbers = [latency * 1e-6, depth, 0.0]  # nothing more for the core that issues reads
     for table, axes in _AXES.items():
         numbers += _table(part.at(table), axes)
     load()
@@ -206,7 +194,7 @@ def parse_device(description: Any, what: str = "device", core: str | None = None
         torch.ops.pi2.device_times(numbers, 1, 1, [], [])  # the core's own checks
     except RuntimeError as error:
         part.wrong("a device that makes sense", str(error).splitlines()[0].rpartition("pi2: device: ")[2])
-    return Device(name if core is None else f"{name}@{core}", tuple(numbers))
+    return Device(name, tuple(numbers))
 
 
 def _row(row: Field, needed: Iterable[str]) -> None:
@@ -221,29 +209,6 @@ def _row(row: Field, needed: Iterable[str]) -> None:
 def _figure(figure: Field, *, least: float) -> float:
     _row(figure, ("value",))
     return figure.at("value").number(least)
-
-
-def _core_cost(cores: Field, core: str | None) -> float:
-    """Seconds that a command takes longer than on the first core, for which the tables are."""
-    seconds: dict[str, float] = {}
-    for row in cores.items():
-        _row(row, ("name", "block_bytes", "mb_per_s"))
-        name = row.at("name").text()
-        if name in seconds:
-            row.wrong("another name", name)
-        seconds[name] = row.at("block_bytes").number(1) / (row.at("mb_per_s").number(0.1) * _MB)
-        if seconds[name] < next(iter(seconds.values())):
-            row.wrong("a core no faster than the first", name)
-    if core is None:
-        return 0.0
-    if core not in seconds:
-        raise ConfigError(
-            f"{cores.path} of the device",
-            expected=" or ".join(seconds) or "none (the device has no cores)",
-            found=core or "no name",
-            fix="Name one of them after the @, or none.",
-        )
-    return seconds[core] - next(iter(seconds.values()))
 
 
 def _table(table: Field, axes: Sequence[str]) -> list[float]:

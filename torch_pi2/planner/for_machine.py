@@ -23,12 +23,12 @@ from torch_pi2.base.fields import checked
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.progress import bar
 from torch_pi2.base.units import parse_bytes
-from torch_pi2.errors import CalibrationError, ConfigError
+from torch_pi2.errors import CalibrationError
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.ops.constants import constants
-from torch_pi2.planner.cost import expert_use, ffn_ms, switch_point, without_gpu
+from torch_pi2.planner.cost import ffn_ms, switch_point, without_gpu
 from torch_pi2.planner.integer_program import choose
 from torch_pi2.planner.model_shape import LayerShape, ModelShape
 from torch_pi2.planner.request import BATCHES, Counts, Request, check
@@ -59,7 +59,6 @@ def plan_for(
     accelerator_memory: float | str = 0,
     batches: Sequence[int] = BATCHES,
     context: int = 1024,
-    min_recall: float | None = None,
     fixed_hot_set: bool = False,
     compiled: bool = True,
     progress: bool = False,
@@ -77,8 +76,6 @@ def plan_for(
         budget: bytes of memory (or ``"2.5GiB"``) of a model over a store; None: everything is in memory.
         accelerator_memory: for hot neurons there.
         batches: numbers of sequences to plan for. context: tokens of each sequence that memory is planned for.
-        min_recall: the least share of firing neurons that is computed at every batch size: hot neurons count in full,
-            others as their predictors find them.
         fixed_hot_set: the same hot neurons at all batch sizes, so that results do not depend on the batch even where
             predictors miss some.
         compiled: whether decoding steps will be compiled (:class:`torch_pi2.Decoder`).
@@ -87,8 +84,7 @@ def plan_for(
     Raises:
         CalibrationError: there are no statistics.
         ConfigError: the model is dense, no such hardware, a budget that is too small (the smallest that is enough is
-            named), ``min_recall`` with statistics that do not see what predictors miss, or other settings that make no
-            sense.
+            named), or other settings that make no sense.
         UnsupportedModelError: accelerator memory for neurons of two formats, which it cannot have.
     """
     state = get_state(model)
@@ -102,7 +98,6 @@ def plan_for(
         )
     base = without_hot(state.plan)
     shape = ModelShape.of(model, known, base, compiled=compiled)
-    check_recall(shape, known, min_recall)
     request = Request(
         shape,
         hardware if isinstance(hardware, Hardware) else find_hardware(hardware),
@@ -110,7 +105,6 @@ def plan_for(
         parse_bytes(accelerator_memory),
         batches,
         context,
-        min_recall,
         fixed_hot_set,
     )
     return with_hardware(base, solve(request, progress=progress))
@@ -131,18 +125,6 @@ def with_hardware(plan: Plan, hardware: HardwarePlan) -> Plan:
     return Plan(layers, plan.model_hash, plan.made_by | {"planner": hardware.made_for["planner"]}, hardware)
 
 
-def check_recall(shape: ModelShape, stats: ActivationStats, min_recall: float | None) -> None:
-    """Raises ConfigError: ``min_recall`` with statistics that were watched, which do not see what predictors miss."""
-    predicted = any(layer.predictor is not None for layer in shape.layers)
-    if min_recall is not None and predicted and stats.made_by.get("watched"):
-        raise ConfigError(
-            f"min_recall of {min_recall:g}",
-            expected="statistics of torch_pi2.profile, which see what predictors miss",
-            found="statistics of a model that was watched with its predictors",
-            fix="Profile the dense model (torch-pi2 profile) and pass its statistics, or leave min_recall out.",
-        )
-
-
 def plannable_gpu_bytes(model: nn.Module, hardware: Hardware, gpu_bytes: int) -> int:
     """How many of ``gpu_bytes`` a plan for ``hardware`` divides among neurons of ``model``.
 
@@ -161,8 +143,8 @@ def solve(request: Request, *, progress: bool = False) -> HardwarePlan:
     """The plan for a machine. The same request gives the same plan.
 
     Raises:
-        ConfigError: a budget that is too small, a recall that cannot be reached (with the highest that can), or
-            settings that make no sense. UnsupportedModelError: accelerator memory for neurons of two formats.
+        ConfigError: a budget that is too small, or settings that make no sense. UnsupportedModelError: accelerator
+            memory for neurons of two formats.
     """
     check(request)
     plans: dict[int, tuple[Counts, Counts]] = {}
@@ -177,7 +159,6 @@ def solve(request: Request, *, progress: bool = False) -> HardwarePlan:
     for batch, (hot, accelerator) in plans.items():
         resident, ms = request.resident(batch, accelerator), request.step(batch, hot, accelerator)
         buckets.append(Bucket(batch, hot, accelerator or none, resident, request.cache_bytes(batch), ms))
-    settings = {"batches": list(request.batches), "min_recall": request.min_recall}
     hardware, last = request.hardware, buckets[-1]
     return HardwarePlan(
         made_for={
@@ -185,7 +166,7 @@ def solve(request: Request, *, progress: bool = False) -> HardwarePlan:
             "hash": hardware.hash,
             "source": hardware.source,
             "planner": "cost model",
-            "settings": settings | {"fixed_hot_set": request.fixed_hot_set},
+            "settings": {"batches": list(request.batches), "fixed_hot_set": request.fixed_hot_set},
         },
         budget_bytes=request.budget_bytes,
         accelerator_bytes=request.accelerator_bytes,
@@ -213,33 +194,9 @@ def hot_count(layer: LayerShape, batch: int, share: float, step: int = _STEP) ->
 
 
 def _candidates(request: Request, group: Sequence[int], step: int = _STEP) -> list[Counts]:
-    """Hot neurons by share, the usual one first, that meet the floor of recall. Each once."""
+    """Hot neurons by share, the usual one first. Each once."""
     by_share = [tuple(hot_count(y, group[0], share, step) for y in request.shape.layers) for share in HOT_SHARES]
-    candidates = list(dict.fromkeys(by_share))
-    if request.min_recall is None:
-        return candidates
-    good = [hot for hot in candidates if all(recall(request.shape, b, hot) >= request.min_recall for b in group)]
-    if not good:
-        most = {b: max(recall(request.shape, b, hot) for hot in candidates) for b in group}
-        batch = min(most, key=lambda b: most[b])
-        raise ConfigError(
-            f"recall at batch {batch}",
-            expected=f"at most {int(most[batch] * 1e4) / 1e4:.4f}, with every neuron hot that may be",
-            found=f"{request.min_recall:g}",
-            fix="Ask for less, or fit predictors with a higher target_recall.",
-        )
-    return good
-
-
-def recall(shape: ModelShape, batch: int, hot: Counts) -> float:
-    """The share of firing neurons that is computed, in the whole model: hot ones, and what predictors find."""
-    computed = fired = 0.0
-    for layer, h in zip(shape.layers, hot, strict=True):
-        use, tokens = expert_use(layer, batch)
-        f_I = use * layer.frequency(tokens)
-        computed += float(f_I[:h].sum() + (layer.recall if layer.predictor else 1.0) * f_I[h:].sum())
-        fired += float(f_I.sum())
-    return computed / fired if fired else 1.0
+    return list(dict.fromkeys(by_share))
 
 
 def _hot(request: Request, group: tuple[int, ...]) -> Counts:

@@ -40,7 +40,6 @@ class Request:
     accelerator_bytes: int = 0
     batches: Sequence[int] = BATCHES
     context: int = 1024
-    min_recall: float | None = None
     fixed_hot_set: bool = False
     _slots: dict[int, int] = field(default_factory=dict, init=False, repr=False)
     _steps: dict[Any, dict[str, float]] = field(default_factory=dict, init=False, repr=False)
@@ -155,8 +154,6 @@ def check(request: Request) -> None:
         raise _refused("context", "1 or more tokens", request.context)
     if request.accelerator_bytes < 0:
         raise _refused("accelerator_memory", "0 or more bytes", request.accelerator_bytes)
-    if request.min_recall is not None and not 0 <= request.min_recall <= 1:
-        raise _refused("min_recall", "0 to 1", request.min_recall)
     theirs, hardware = request.hardware.accelerator, request.hardware
     if request.budget_bytes is not None and request.budget_bytes < (least := request.smallest()):
         raise ConfigError(
