@@ -108,7 +108,7 @@ void check_accesses(const AccessView& accesses, const std::vector<ReplayLayer>& 
 }
 
 std::vector<ReplayCounts> replay(const AccessView& accesses, const std::vector<ReplayLayer>& layers,
-                                 const ReplayOptions& options, std::vector<std::uint8_t>* missed) {
+                                 const ReplayOptions& options) {
   check_accesses(accesses, layers);
   CachePolicy policy;
   const std::string wrong = policy_of(options.policy, &policy);
@@ -133,14 +133,6 @@ std::vector<ReplayCounts> replay(const AccessView& accesses, const std::vector<R
     if (options.window > 0)
       leave_window(&cache, &last_calls[call.layer], options.window, first[call.layer], first[call.layer + 1]);
     n.missed += static_cast<std::int64_t>(missing.size());
-    if (missed != nullptr) {
-      const std::size_t row = missed->size();
-      missed->resize(row + static_cast<std::size_t>((first[call.layer + 1] - first[call.layer] + 7) / 8), 0);
-      for (const std::int64_t slot : missing) {
-        std::uint8_t& byte = (*missed)[row + static_cast<std::size_t>(slot / 8)];
-        byte = static_cast<std::uint8_t>(byte | 1u << (slot % 8));
-      }
-    }
     for (const std::int64_t slot : missing)
       if (call.kept == nullptr || cache.used() < cache.slots() ||
           (layers[call.layer].cluster == 1 && bit(call.kept, slot)))

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from replaying import CLOSED, decoded, loaded
@@ -240,33 +239,6 @@ def test_files_that_are_none(folder: Path, tmp_path: Path) -> None:
             replay(accesses, "lru", min(accesses.slots, 100))
         except Pi2Error:
             pass
-
-
-def test_which_slots_a_replay_misses(folder: Path, tmp_path: Path) -> None:
-    accesses, _ = recorded(folder, tmp_path / "a")
-    rows = [
-        row[:n] for row, n in zip(accesses.wanted.split(_sizes(accesses)), accesses.row_bytes.tolist(), strict=True)
-    ]
-
-    def missed(slots: int) -> list[torch.Tensor]:
-        found = torch.ops.pi2.replay_missed(*accesses.arguments, "lfu", slots, 0.25, True, 0)
-        return list(found.split(accesses.row_bytes.tolist()))
-
-    assert torch.equal(torch.cat(missed(0)), torch.cat(rows))
-    half = accesses.slots // 2
-    some = missed(half)
-    assert all(torch.equal(row & wanted, row) for row, wanted in zip(some, rows, strict=True))
-    counts_L3 = torch.ops.pi2.replay(*accesses.arguments, "lfu", half, 0.25, True, 0)
-    for layer, count in enumerate(counts_L3[:, 2].tolist()):
-        bits = [np.unpackbits(row.numpy()).sum() for row, of in zip(some, accesses.layers, strict=True) if of == layer]
-        assert sum(bits) == count > 0
-    with pytest.raises(RuntimeError, match="replay: expected no negative numbers and a hot share of 0 to 1"):
-        torch.ops.pi2.replay_missed(*accesses.arguments, "lfu", -1, 0.25, True, 0)
-
-
-def _sizes(accesses: Accesses) -> list[int]:
-    """Bytes of each call's bits; what is streamed has what is kept behind what is wanted."""
-    return (accesses.row_bytes * (1 + accesses.streamed.long())).tolist()
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "static"])  # csrc/tests/test_replay.cc has all

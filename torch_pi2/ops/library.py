@@ -11,7 +11,7 @@ Operators, all under ``torch.ops.pi2``:
   by number, see :mod:`torch_pi2.layers.offloaded`; ``stored_ffn``: a layer whose neurons are in one; ``add_parts``:
   what several machines have of one.
 * ``store_record``, ``store_recorded``: what their calls want, see :mod:`torch_pi2.observe.accesses`; ``replay``,
-  ``replay_missed``, ``replay_check``: what caches would have had of it, see :mod:`torch_pi2.observe.replay`.
+  ``replay_check``: what caches would have had of it, see :mod:`torch_pi2.observe.replay`.
 * ``device_times``: when a described storage device would have finished reads, see :mod:`torch_pi2.machine.device`.
 * ``crc32c(rows) -> int64 [n]``: of each row of uint8 ``[n, bytes]``.
 * ``plain_read(neuron_rows, index?) -> int``: reads memory and does nothing with it (benchmark roofline).

@@ -78,19 +78,14 @@ bool replay_check(Tensor layers, Tensor streamed, Tensor bits, Tensor about) {
   });
 }
 
-ReplayOptions options_of(const Text& policy, int64_t slots, double hot_share, bool preload, int64_t window,
-                         const std::vector<int64_t>& fixed) {
-  STD_TORCH_CHECK(slots >= 0 && hot_share >= 0 && hot_share <= 1 && window >= 0,
-                  "pi2: replay: expected no negative numbers and a hot share of 0 to 1, found ", slots, " slots, ",
-                  hot_share, " and a window of ", window, ". See torch_pi2.observe.replay.");
-  return {policy, slots, hot_share, preload, window, fixed};
-}
-
 // int64 [layers, 3]: neurons wanted, those that were there, slots of the file that were not. Policy "optimal": the best
 // that is possible.
 Tensor replay(Tensor layers, Tensor streamed, Tensor bits, Tensor about, const Text& policy, int64_t slots,
               double hot_share, bool preload, int64_t window, std::vector<int64_t> fixed) {
-  const ReplayOptions options = options_of(policy, slots, hot_share, preload, window, fixed);
+  STD_TORCH_CHECK(slots >= 0 && hot_share >= 0 && hot_share <= 1 && window >= 0,
+                  "pi2: replay: expected no negative numbers and a hot share of 0 to 1, found ", slots, " slots, ",
+                  hot_share, " and a window of ", window, ". See torch_pi2.observe.replay.");
+  const ReplayOptions options = {policy, slots, hot_share, preload, window, fixed};
   return with(layers, streamed, bits, about, [&](const AccessView& view, const std::vector<ReplayLayer>& all) {
     const std::vector<ReplayCounts> counts =
         policy == "optimal" ? replay_optimal(view, all, options) : pi2::replay(view, all, options);
@@ -99,17 +94,6 @@ Tensor replay(Tensor layers, Tensor streamed, Tensor bits, Tensor about, const T
     for (const ReplayCounts& n : counts)
       for (const int64_t number : {n.wanted, n.hits, n.missed}) *values++ = number;
     return out;
-  });
-}
-
-// uint8, rows of bits: of each call the slots of its layer that were not there. Of policies, not of the optimum.
-Tensor replay_missed(Tensor layers, Tensor streamed, Tensor bits, Tensor about, const Text& policy, int64_t slots,
-                     double hot_share, bool preload, int64_t window, std::vector<int64_t> fixed) {
-  const ReplayOptions options = options_of(policy, slots, hot_share, preload, window, fixed);
-  return with(layers, streamed, bits, about, [&](const AccessView& view, const std::vector<ReplayLayer>& all) {
-    std::vector<std::uint8_t> missed;
-    pi2::replay(view, all, options, &missed);
-    return tensor_of(missed, ScalarType::Byte);
   });
 }
 
@@ -125,9 +109,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pi2, m) {
   m.def(
       "replay(Tensor layers, Tensor streamed, Tensor bits, Tensor about, str policy, int slots, float hot_share, "
       "bool preload, int window, int[] fixed=[]) -> Tensor");
-  m.def(
-      "replay_missed(Tensor layers, Tensor streamed, Tensor bits, Tensor about, str policy, int slots, "
-      "float hot_share, bool preload, int window, int[] fixed=[]) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pi2, CompositeExplicitAutograd, m) {
@@ -137,5 +118,4 @@ STABLE_TORCH_LIBRARY_IMPL(pi2, CompositeExplicitAutograd, m) {
   m.impl("store_recorded", TORCH_BOX(&pi2::binding::store_recorded));
   m.impl("replay_check", TORCH_BOX(&pi2::binding::replay_check));
   m.impl("replay", TORCH_BOX(&pi2::binding::replay));
-  m.impl("replay_missed", TORCH_BOX(&pi2::binding::replay_missed));
 }

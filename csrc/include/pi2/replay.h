@@ -54,10 +54,9 @@ struct ReplayCounts {
 // Throws std::invalid_argument if the accesses are not of these layers.
 void check_accesses(const AccessView& accesses, const std::vector<ReplayLayer>& layers);
 
-// By layer. Throws std::invalid_argument, also for a policy that is not known. `missed`: gets rows of bits, of each
-// call the slots of its layer that were not there.
+// By layer. Throws std::invalid_argument, also for a policy that is not known.
 std::vector<ReplayCounts> replay(const AccessView& accesses, const std::vector<ReplayLayer>& layers,
-                                 const ReplayOptions& options, std::vector<std::uint8_t>* missed = nullptr);
+                                 const ReplayOptions& options);
 
 // The most hits that any cache of options.slots can have that begins with the same keys, reads what is missing and
 // knows what comes (Belady 1966, for calls that want many keys at a time). `policy` and `window` are not read.
