@@ -21,9 +21,9 @@ from tiny_models import tiny
 from torch import nn
 
 import torch_pi2
-from torch_pi2.decode import chunked_prefill, decoder_pool, step_graph
+from torch_pi2.decode import chunked_prefill, hf_generate, step_graph
 from torch_pi2.decode.decoder import Decoder
-from torch_pi2.decode.decoder_pool import DecoderPool
+from torch_pi2.decode.hf_generate import DecoderPool
 from torch_pi2.decode.sequence import Sampling, pick
 from torch_pi2.decode.step_graph import captured
 from torch_pi2.errors import ConfigError, DeviceError
@@ -150,7 +150,7 @@ def test_a_kept_decoder_is_of_one_device(monkeypatch: pytest.MonkeyPatch) -> Non
     free.release(first)
     assert free.acquire(model, 20, 1) is first
     free.release(first)
-    monkeypatch.setattr(decoder_pool, "device_of", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(hf_generate, "device_of", lambda _: torch.device("cuda", 0))
     assert free.acquire(model, 20, 1) is not first
 
 

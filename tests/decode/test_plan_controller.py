@@ -315,22 +315,8 @@ def test_generation_is_seen_and_its_batch_followed() -> None:
     assert controller.stats()["switches"] == 1
     controller.batch(2)
     assert (controller.bucket.batch, controller.stats()["switches"]) == (2, 2)
-    with torch.no_grad():
-        model(IDS.repeat(4, 1))  # prompts, whose keys and values want their memory
-        assert controller.stats()["sequences"] == 4
-        mlp = model.model.layers[0].mlp
-        mlp(torch.randn(3, 32))  # flattened: a step of 3
-        assert controller.stats()["sequences"] == 3
-        mlp(torch.randn(5, 32))  # more than a step has
-        mlp(torch.randn(0, 4, 32))
-        assert controller.stats()["sequences"] == 3
-        model(IDS.repeat(2, 1))
-    assert controller.stats()["sequences"] == 2
-    with pytest.raises(ConfigError, match=r"sequences: expected 1 or more, found 0\. A batch has at least one\."):
-        controller.batch(0)
-    assert copy.deepcopy(model).torch_pi2.controller is controller
-    with pytest.raises(ConfigError, match=r"pickling a model that follows a plan: .* found a PlanController"):
-        pickle.dumps(model)
+    assert copy.deepcopy(model).torch_pi2.controller is None
+    assert pickle.loads(pickle.dumps(controller)) is None
     with controller:
         assert sparse_layers(model)[0].by_batch == ((1, 4), (2, 8), (4, 48))
     controller.close()
@@ -339,7 +325,6 @@ def test_generation_is_seen_and_its_batch_followed() -> None:
     assert controller_of(model) is None
     assert all(layer.by_batch == () for layer in sparse_layers(model))
     assert torch.equal(model.generate(IDS, max_new_tokens=3, do_sample=False, eos_token_id=None), wanted)
-    assert pickle.dumps(model)
 
 
 def test_another_plan_takes_over_and_restored_models_are_free() -> None:
@@ -359,25 +344,17 @@ def test_another_plan_takes_over_and_restored_models_are_free() -> None:
     assert controller_of(model) is None
 
 
-def seen_by(model: nn.Module) -> list[Any]:
-    """The controllers whose hooks are in ``model``."""
-    return [hook.__self__ for module in model.modules() for hook in module._forward_pre_hooks.values()]
-
-
-def test_a_copy_that_follows_another_plan_leaves_the_original_alone() -> None:
+def test_a_copy_follows_no_plan_until_it_is_given_one() -> None:
     model = tiny("llama-relu")
     torch_pi2.optimize(model)
     first = follow(model, plan_of(model, {1: 4, 2: 8}))
     twin, dense = copy.deepcopy(model), copy.deepcopy(model)
+    assert controller_of(twin) is None
     second = follow(twin, plan_of(twin, {1: 6, 2: 7}))
-    assert (controller_of(model), controller_of(twin)) == (first, second)
-    assert (seen_by(model), seen_by(twin)) == ([first], [second])
-    logits(twin, 2)
+    second.batch(2)
     torch_pi2.restore(dense)
-    assert (controller_of(dense), seen_by(dense)) == (None, [])
-    assert (first.stats()["sequences"], second.stats()["sequences"]) == (1, 2)
-    logits(model, 2)
-    assert (first.stats()["sequences"], sparse_layers(model)[0].by_batch) == (2, ((1, 4), (2, 8)))
+    assert (controller_of(model), controller_of(twin), controller_of(dense)) == (first, second, None)
+    assert (first.stats()["sequences"], sparse_layers(model)[0].by_batch) == (1, ((1, 4), (2, 8)))
     second.close()
     assert (controller_of(model), controller_of(twin)) == (first, None)
 
@@ -409,7 +386,6 @@ def test_what_fails_half_way_leaves_the_model_as_it_was(store: Path, before: boo
         follow(model, plan_of(model, {1: 10}, dense_from=40, budget=1, cache={1: cache}))
     assert [(layer.by_batch, layer.dense_from) for layer in sparse_layers(model)] == was
     assert controller_of(model) is first
-    assert seen_by(model) == ([first] if before else [])
     if first is not None:
         first.batch(3)  # goes on
         assert first.stats()["sequences"] == 3
@@ -421,11 +397,11 @@ def test_restored_models_follow_nothing() -> None:
     wanted = logits(model, 2)
     controller = follow(model, plan_of(model, {1: 4, 2: 8}))
     torch_pi2.restore(model)
-    assert (controller_of(model), seen_by(model)) == (None, [])
+    assert controller_of(model) is None
     controller.batch(2)
     assert controller.stats()["sequences"] == 1
     torch_pi2.optimize(model)
-    assert (controller_of(model), seen_by(model)) == (None, [])
+    assert controller_of(model) is None
     assert all(layer.by_batch == () for layer in sparse_layers(model))
     assert torch.equal(logits(model, 2), wanted)
 
@@ -555,9 +531,8 @@ def test_another_budget_keeps_to_the_plan(store: Path) -> None:
     controller.batch(4)
     torch_pi2.set_budget(model, parts.smallest + parts.in_slots(500 * slot))
     assert settled() == (300, 120, (60, 60))
-    twin = copy.deepcopy(model)  # over the same store
-    torch_pi2.set_budget(twin, parts.smallest + parts.in_slots(150 * slot))
-    assert settled() == (150, 60, (30, 30))
+    torch_pi2.set_budget(copy.deepcopy(model), parts.smallest + parts.in_slots(150 * slot))  # over the same store
+    assert opened.stats()["cache_bytes"] == 150 * slot
     controller.close()
     controller.refresh()  # follows nothing any more
     assert opened.stats()["cache_bytes"] == 150 * slot  # the budget of both
@@ -593,15 +568,19 @@ def test_guesses_are_made_with_the_hot_neurons_of_the_batch(store: Path, monkeyp
     for lookahead in (False, True):
         model, cache = over_store(store, 0.3, lookahead=lookahead, preload=False)
         neurons = sparse_layers(model)[0].site.intermediate
-        follow(model, plan_of(model, {1: 64, 2: 200, 4: neurons}, budget=1, cache=dict.fromkeys((1, 2, 4), cache)))
-        wanted[lookahead] = [logits(model, batch) for batch in (1, 2, 3, 4, 1)]
+        sizes = dict.fromkeys((1, 2, 4), cache)
+        controller = follow(model, plan_of(model, {1: 64, 2: 200, 4: neurons}, budget=1, cache=sizes))
+        wanted[lookahead] = []
+        for batch in (1, 2, 3, 4, 1):
+            controller.batch(batch)
+            wanted[lookahead].append(logits(model, batch))
         stats[lookahead] = torch_pi2.stats(model)
     assert all(map(torch.equal, wanted[False], wanted[True]))
     assert stats[False]["guessed"] == 0 < stats[True]["used"]
     assert told[False] == []
     # as loaded, followed, and then for each number of sequences that changes the bucket
     expected = ((1, 0), (1, 64), (2, 200), (4, neurons), (1, 64))
-    assert told[True] == [(layer, *now) for now in expected for layer in (0, 1)]
+    assert [sorted(told[True][i : i + 2]) for i in range(0, 10, 2)] == [[(0, *now), (1, *now)] for now in expected]
 
 
 def test_experts_have_no_hot_neurons_and_a_store_that_follows(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from tiny_models import tiny
 
 import torch_pi2
 from torch_pi2.decode.decoder import Decoder
-from torch_pi2.distributed.coordinator import Call, LocalPart, _packed, _unpacked
+from torch_pi2.distributed.coordinator import Call, _packed, _unpacked
 from torch_pi2.errors import ConfigError
 
 #: Each of several processes has one, too.
@@ -80,7 +78,9 @@ def _all_calls(model: torch.nn.Module, compiled: bool) -> list[torch.Tensor]:
         found.append(decoder.step(torch.tensor([[7], [9]])))
     found.append(decoder.step(torch.tensor([[7], [9], [3]])))
     decoder.retain([2])
-    for _ in decoder.add(ASKED, [decoder.copy_kv(0, 0, 8), decoder.copy_kv(0, 8, 15)]):
+    group = model.torch_pi2.group
+    known = [] if group and group.divides_kv else [decoder.copy_kv(0, 0, 8), decoder.copy_kv(0, 8, 15)]
+    for _ in decoder.add(ASKED, known):
         pass
     chunks = decoder.add(FEW)
     next(chunks)
@@ -195,57 +195,6 @@ coordinator.close()
     assert said.splitlines()[-1] == str(one.prompt(FEW).tolist())
     with pytest.raises(ConfigError, match=r"lead\(model\): expected .* found one that this process computes alone"):
         torch_pi2.lead(tiny("llama-relu"))
-
-
-@pytest.mark.slow
-def test_each_process_keeps_its_part_of_keys_and_values(folder: Path, tmp_path: Path) -> None:
-    """As long as it is referred to; the next coordinator knows nothing of it."""
-    script = """
-coordinator = torch_pi2.lead(model)
-if coordinator is not None:
-    decoder = Decoder(model, max_tokens=64, batch=2, compiled=False)
-    list(decoder.add(asked))
-    parts = [decoder.copy_kv(0, 0, 8)]
-    del parts
-    list(decoder.add(asked, [decoder.copy_kv(0, 0, 9)]))
-    time.sleep(1.5)  # longer than between heartbeats
-    decoder.step(torch.tensor([[1], [2]]))
-    part = decoder.copy_kv(0, 0, 9)
-    decoder.retain([0])
-    tell_errors(lambda: list(decoder.add(asked, [[*part]])), lambda: list(decoder.add(few, [part])))
-    coordinator.close()
-coordinator = torch_pi2.lead(model)
-if coordinator is None:
-    sys.exit()
-new = Decoder(model, max_tokens=64, batch=2, compiled=False)
-list(new.add(asked))
-tell_errors(lambda: decoder.prompt(few), lambda: list(new.add(asked, [part])))
-print(new.step(torch.tensor([[3]])).tolist())
-coordinator.close()
-"""
-    watched = """
-from torch_pi2.decode.lead import _Follower
-make = _Follower.make
-def noted(self, call):
-    make(self, call)
-    print(call.name, [self._parts[number][0].shape[1] for number in self._parts])
-_Follower.make = noted
-"""
-    said, other = together(tmp_path, watched + _BEGIN + script, 2, folder / "float" / "stages")
-    copied, longer, old, unknown, token = said.splitlines()
-    divided = "UnsupportedModelError add(known=...) of a model whose keys and values are divided among processes: "
-    assert copied.startswith(divided + "expected what copy_kv gave since torch_pi2.lead")
-    assert longer.startswith(
-        "ShapeError add(known=...): expected keys and values of the first tokens of the prompt, at"
-    )
-    assert old.startswith("ConfigError Decoder of a model that several processes compute: expected one that was made")
-    assert unknown == copied
-    kept = [line for line in other.splitlines() if line.startswith(("copy_kv_part", "step"))]
-    # each is gone when the next one comes, or a heartbeat
-    assert kept[:4] == ["copy_kv_part [8]", "copy_kv_part [9]", "step []", "copy_kv_part [9]"]
-    one = Decoder(torch_pi2.load(folder / "float" / "store", budget="1GiB"), max_tokens=64, compiled=False)
-    list(one.add(ASKED))
-    assert token == str(one.step(torch.tensor([[3]])).tolist())
 
 
 @pytest.mark.slow
@@ -390,16 +339,12 @@ coordinator.close()
 
 def test_messages_are_received_as_they_were_sent() -> None:
     tensors = [torch.randn(3, 4).bfloat16(), torch.zeros(2, 0), torch.tensor(7), torch.tensor([True, False])]
-    part = LocalPart(tensors, 5)
-    call = Call("step", 3, [tensors, None, 1.5, "a\n", True, range(2), part], {"x": tensors[0]}, True, [1, 2], True)
+    call = Call("step", 3, [tensors, None, 1.5, "a\n", True, range(2)], {"x": tensors[0]}, True, [1, 2], True)
     found = _unpacked(_packed(call))
     assert (found.name, found.target, found.sparse, found.gone, found.raised) == ("step", 3, True, [1, 2], True)
     assert found.args[1:6] == [None, 1.5, "a\n", True, [0, 1]]
-    assert (found.args[6].number, len(found.args[6])) == (5, 0)
     for one, other in zip([*found.args[0], found.kwargs["x"]], [*tensors, tensors[0]], strict=True):
         assert one.dtype is other.dtype
         assert torch.equal(one, other)
     with pytest.raises(ConfigError, match=r"step\(\.\.\.\) of a model .* found a set"):
         _packed(Call("step", 3, [{1}]))
-    # the others have no parts of a copy
-    assert {type(copied) for copied in (copy.copy(part), pickle.loads(pickle.dumps(part)))} == {list}

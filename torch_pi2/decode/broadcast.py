@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -15,13 +15,6 @@ from torch_pi2.layers.prompt import call_mode
 from torch_pi2.rewrite.state import ModelState
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-class Coordinated(Protocol):
-    """An object whose calls can be broadcast. ``number``: the other processes know it by this."""
-
-    model: nn.Module
-    number: int | None
 
 
 #: Names of methods that were marked with :func:`broadcast_call`.
@@ -50,8 +43,10 @@ def broadcast_call(method: Method) -> Method:
     return method
 
 
-def announce(made: Coordinated, **settings: Any) -> None:
-    """If this process has the coordinator: the others make such an object too, and follow its marked calls."""
+def announce(made: Any, **settings: Any) -> None:
+    """If this process has the coordinator: the others make such an object too, known by its ``number``, and follow its
+    marked calls.
+    """
     coordinator = coordinator_of(made.model)
     if coordinator is None:
         return
@@ -74,7 +69,7 @@ def _broadcasting(kind: type) -> type:
 
 def _broadcast(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call(self: Coordinated, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         coordinator = coordinator_of(self.model)
         if coordinator is None:  # it has been closed
             return method(self, *args, **kwargs)

@@ -17,8 +17,9 @@ from torch import nn
 
 from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import argument, checked
+from torch_pi2.base.progress import log_once
 from torch_pi2.decode.attention import adds_masks, masks_of, packed_attention
-from torch_pi2.decode.broadcast import announce, broadcast_call, check_coordinated, coordinator_of, group_of
+from torch_pi2.decode.broadcast import announce, broadcast_call, check_coordinated, group_of
 from torch_pi2.decode.budget import room_for_compiling
 from torch_pi2.decode.chunked_prefill import (
     LEAST_TOKENS,
@@ -27,9 +28,8 @@ from torch_pi2.decode.chunked_prefill import (
     takes_several_lengths,
 )
 from torch_pi2.decode.kv_cache import KeyValues, cache_name
-from torch_pi2.decode.plan_controller import PlanController, controller_of
+from torch_pi2.decode.plan_controller import controller_of
 from torch_pi2.decode.step_graph import Forward, GraphRunner, State, captured, on_device, record
-from torch_pi2.distributed.coordinator import LocalPart
 from torch_pi2.distributed.pipeline_parallel import without_logits
 from torch_pi2.errors import ConfigError, DeviceError, DtypeError, ShapeError, UnsupportedModelError
 from torch_pi2.layers.gpu import device_of
@@ -51,21 +51,6 @@ _INDUCTOR = {
     "cpp.dynamic_threads": False,
     "cpp.threads": 1,
 }
-
-
-def _through_dynamo(forward: Forward, backend: str | Callable[..., Any]) -> Forward:
-    """``forward`` compiled without guards, and so that hooks see each step."""
-    compile_step: Any = torch.compile
-    compiled: Forward = compile_step(
-        forward,
-        fullgraph=True,
-        dynamic=False,
-        backend=backend,
-        options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
-        # one for each kind of step: without guards, the code of another kind would fit too
-        isolate_recompiles=True,
-    )
-    return compiled
 
 
 def _check_ids(ids_BT: torch.Tensor, what: str) -> None:
@@ -317,8 +302,7 @@ class Decoder:
         Raises:
             ShapeError: there are ``batch`` sequences already, one is being read, the prompt leaves no room, or
                 ``known`` has more tokens.
-            UnsupportedModelError: the model cannot have sequences of different lengths; or ``known`` is none of a
-                coordinator's parts, and keys and values are divided among processes.
+            UnsupportedModelError: the model cannot have sequences of different lengths.
         """
         _check_ids(ids_1T, "add")
         check_vocabulary(self.model, ids_1T, "add")
@@ -338,15 +322,6 @@ class Decoder:
                 expected=f"keys and values of the first tokens of the prompt, at most {ids_1T.shape[1]}",
                 found=f"those of {cached}",
                 fix="Leave out what the prompt does not begin with.",
-            )
-        coordinator, group = coordinator_of(self.model), group_of(self.model)
-        divided_by = coordinator if group is not None and group.divides_kv else None
-        if divided_by and not all(isinstance(part, LocalPart) and divided_by.knows(part.number) for part in known):
-            raise UnsupportedModelError(
-                "add(known=...) of a model whose keys and values are divided among processes",
-                expected="what copy_kv gave since torch_pi2.lead: every process has a part of it",
-                found="others",
-                fix="Read the prompt whole.",
             )
         if self.lengths and not self._positions:
             raise UnsupportedModelError(
@@ -443,11 +418,8 @@ class Decoder:
     def copy_kv(self, row: int, first: int, last: int) -> list[torch.Tensor]:
         """Copy keys and values of the tokens from ``first`` to ``last`` (exclusive) of a row, for :meth:`add`.
 
-        If they are divided among processes and this one coordinates, it is this process' part. The others keep theirs
-        for as long as this is referred to.
-
         Raises:
-            ShapeError: the row has no such tokens.
+            ShapeError: the row has no such tokens. UnsupportedModelError: they are divided among processes.
         """
         if not (0 <= row < len(self.lengths) and 0 <= first < last <= self.lengths[row]):
             raise ShapeError(
@@ -456,19 +428,11 @@ class Decoder:
                 found=f"{first} to {last} of row {row}",
                 fix="Name tokens that were read or fed.",
             )
-        coordinator, group = coordinator_of(self.model), group_of(self.model)
-        if coordinator is None or group is None or not group.divides_kv:
-            return self._kv.copied(row, first, last)
-        part = LocalPart()
-        part.number = coordinator.number(part)
-        part.extend(self.copy_kv_part(row, first, last, part.number))
-        return part
-
-    @broadcast_call
-    @torch.inference_mode()
-    def copy_kv_part(self, row: int, first: int, last: int, number: int) -> LocalPart:
-        """Part of :meth:`copy_kv`."""
-        return LocalPart(self._kv.copied(row, first, last), number)
+        if (group := group_of(self.model)) is not None and group.divides_kv:
+            raise UnsupportedModelError(
+                "copy_kv", expected="all keys and values here", found="those of a stage", fix="Read prompts whole."
+            )
+        return self._kv.copied(row, first, last)
 
     # --- steps ---
 
@@ -651,16 +615,13 @@ class Decoder:
         return True
 
     def is_hooked(self) -> bool:
-        """Whether hooks see what modules do; a plan that is followed learns of steps in any case."""
+        """Whether hooks see what modules do."""
         hooks = (h for m in self.model.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()))
         # transformers leaves hooks on modules once it was asked for the outputs of layers: they do nothing now
         idle = "transformers.utils.output_capturing"
-        others = any(
-            not isinstance(getattr(hook, "__self__", None), PlanController)
-            and getattr(hook, "__module__", None) != idle
-            for hook in hooks
+        return (
+            any(getattr(hook, "__module__", None) != idle for hook in hooks) or nn.modules.module._has_any_global_hook()
         )
-        return others or nn.modules.module._has_any_global_hook()
 
     def agreed(self, numbers: list[int]) -> list[int]:
         """``numbers`` of the first of the processes that compute the model together; all pass equally many."""
@@ -679,8 +640,8 @@ class Decoder:
         check_coordinated(group)
         if not group.coordinated:
             # compiling runs a step twice more, which a process that only records does not
-            names = ("max_tokens", "rows", "chunk_tokens", "compiled")
-            group.check_same(what, ids_BT, {f"Decoder.{name}": int(getattr(self, name)) for name in names})
+            settings = self.max_tokens, self.rows, self.chunk_tokens, self.compiled
+            group.check_same(what, (settings, ids_BT.shape, ids_BT.tolist()))
 
     def _check_read(self, what: str) -> None:
         if not self.lengths:
@@ -731,22 +692,8 @@ class Decoder:
         if engine is not None:
             engine.batch(batch)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Of a copy: recorded and compiled steps hold this one's keys and values."""
-        return vars(self) | {
-            "_compiled_steps": {},
-            "_runners": {},
-            "_state": None,
-            "_adding": None,
-            "_chunks": None,
-            "number": None,
-            "cache": None if self.cache is None else True,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        if self.cache is not None:
-            self.cache = self._kv.stepping(self.batch)
+    def __reduce__(self) -> Any:
+        raise TypeError("a Decoder is neither copied nor pickled: make another one of its model")
 
     # --- recording and compiling ---
 
@@ -783,17 +730,23 @@ class Decoder:
         return self._runners[key]
 
     def _compile_and_run(self, ids_BT: torch.Tensor, forward: Forward, of_each: bool) -> torch.Tensor:
+        """Compile and run the first step of a kind. One that hooks see, or that cannot be recorded, stays eager."""
         import torch._inductor.config as inductor
 
-        hooked = self.is_hooked()
+        key = self.batch, ids_BT.shape[1], of_each
+        if self.is_hooked():
+            return self._runner(ids_BT, forward, of_each)(ids_BT)
         with self._attending(of_each), inductor.patch(self._inductor), room_for_compiling(self.model):
-            run = None if hooked else self._compiled(ids_BT, forward)
-            run = _through_dynamo(forward, self._backend) if run is None else run
-            result = run(ids_BT)
-        # Compiled code of a dense model checks at each call whether its weights have been replaced.
-        whole = not hooked and ModelState.of(self.model) is not None
-        self._compiled_steps[self.batch, ids_BT.shape[1], of_each] = captured(run, ids_BT) if whole else run
-        return result
+            run = self._compiled(ids_BT, forward)
+            if run is not None:
+                result = run(ids_BT)
+                # Compiled code of a dense model checks at each call whether its weights have been replaced.
+                whole = ModelState.of(self.model) is not None
+                self._compiled_steps[key] = captured(run, ids_BT) if whole else run
+                return result
+        log_once(f"steps of {type(self.model).__name__} are not compiled: their calls cannot be recorded")
+        self._compiled_steps[key] = self._runner(ids_BT, forward, of_each)
+        return self._compiled_steps[key](ids_BT)
 
     def _compiled(self, ids_BT: torch.Tensor, forward: Forward) -> Forward | None:
         """``forward`` compiled from its recorded calls; None: they cannot be recorded."""

@@ -20,8 +20,7 @@ from torch import nn
 from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import argument, checked, shown
 from torch_pi2.decode.decoder import Decoder, check_vocabulary
-from torch_pi2.decode.decoder_pool import decoder_for
-from torch_pi2.decode.hf_generate import pool_of
+from torch_pi2.decode.hf_generate import decoder_for, pool_of
 from torch_pi2.decode.sequence import GeneratedSequence, Sampling, decode_loop, pick
 from torch_pi2.decode.speculate import MOST_DRAFTED, Assistant, Drafts, Pace, PromptLookup, speculate
 from torch_pi2.errors import ConfigError, ShapeError
@@ -129,8 +128,7 @@ def generate(
     times as long.
 
     Over a store drafting seldom pays: each token wants neurons of its own, and wrong drafts read theirs in vain
-    (docs/SPECULATION.md). Measured times decide there, too; until there are some, a plan's prediction is used
-    (:func:`torch_pi2.follow`).
+    (docs/SPECULATION.md). Measured times decide there, too.
 
     Args:
         model: see :class:`torch_pi2.Decoder`; dense or optimised.

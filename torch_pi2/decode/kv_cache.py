@@ -165,10 +165,6 @@ class KeyValues:
         self._written = [0] * rows  # tokens of each row that may have been written
         self._stepping: dict[int, Any] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Of a copy: pickled views would be of other memory."""
-        return vars(self) | {"_stepping": {}}
-
     def reading(self, first: int, rows: int, tokens: int, known: int = 0) -> Any:
         """A cache for prompts of ``tokens`` of ``rows`` sequences from row ``first`` on; ``known`` of them are there.
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch_pi2.base.fields import checked
 from torch_pi2.decode.broadcast import BROADCAST_CALLS, coordinator_of, group_of
 from torch_pi2.decode.decoder import Decoder, check_vocabulary
-from torch_pi2.distributed.coordinator import Call, Coordinator, LocalPart, follow
+from torch_pi2.distributed.coordinator import Call, Coordinator, follow
 from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.prompt import call_mode, sparse_only
@@ -81,13 +81,11 @@ class _Follower:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._decoders: dict[int, Decoder] = {}
-        self._parts: dict[int, LocalPart] = {}
 
     def forget(self, gone: Sequence[int]) -> None:
-        """Objects with these numbers are not used any more."""
+        """Decoders with these numbers are not used any more."""
         for number in gone:
             self._decoders.pop(number, None)
-            self._parts.pop(number, None)
 
     def make(self, call: Call) -> None:
         with torch.no_grad(), sparse_only() if call.sparse else nullcontext():
@@ -96,14 +94,4 @@ class _Follower:
             elif call.name == Decoder.__name__:
                 self._decoders[call.target] = Decoder(self._model, **call.kwargs)
             elif call.name in BROADCAST_CALLS:
-                result = getattr(self._decoders[call.target], call.name)(*self._local(call.args), **call.kwargs)
-                if isinstance(result, LocalPart):
-                    assert result.number is not None
-                    self._parts[result.number] = result
-
-    def _local(self, value: Any) -> Any:
-        """``value`` with this process' own parts in it."""
-        if isinstance(value, LocalPart):
-            assert value.number is not None
-            return self._parts[value.number]
-        return [self._local(one) for one in value] if isinstance(value, list) else value
+                getattr(self._decoders[call.target], call.name)(*call.args, **call.kwargs)

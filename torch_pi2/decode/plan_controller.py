@@ -11,21 +11,19 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import nn
 
 from torch_pi2.base.fields import checked
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.of_model import called_modules, homes, sparse_layers
+from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
-from torch_pi2.layers.prompt import call_mode
 from torch_pi2.rewrite.state import ModelState
 from torch_pi2.types.plan import Bucket, HardwarePlan, Plan
 
@@ -61,18 +59,12 @@ def follow(model: nn.Module, plan: Plan | HardwarePlan) -> PlanController:
         )
     _check(layers, hardware, plan if isinstance(plan, Plan) else None)
     handle, before = ModelState.of(model) or ModelState(), controller_of(model)
-    own = before if before is not None and before._handle() is handle else None  # else a copy has the original's
     budget = handle.budget
-    with nullcontext() if own is None else own._lock:
+    with nullcontext() if before is None else before._lock:
         controller = PlanController(handle, hardware, layers)
-        if own is not None:
-            own._closed = True  # layers and store are the new one's
-    if before is not None:
-        _unhook(model, before)
+        if before is not None:
+            before._closed = True  # layers and store are the new one's
     handle.controller = controller
-    controller._hook = called_modules(model)[homes(model)[0]].register_forward_pre_hook(
-        controller._see, with_kwargs=True
-    )
     if handle.budget is not budget:  # another thread has called set_budget meanwhile
         controller.refresh()
     if ModelState.of(model) is None:  # a module that contains an optimised model
@@ -90,21 +82,15 @@ def controller_of(model: nn.Module) -> PlanController | None:
 
 def stop_following(model: nn.Module) -> None:
     """``model``, which may be dense by now, follows no plan any more; a store stays as it is."""
-    handle, controller = ModelState.of(model), controller_of(model)
-    if handle is None or controller is None:
-        return
-    if controller._handle() is handle:
+    if (controller := controller_of(model)) is not None:
         controller._leave()
-    else:  # a copy has the original's, which goes on
-        _unhook(model, controller)
-        handle.controller = None
 
 
 class PlanController:
-    """Keeps a model to its plan; :func:`follow` makes it.
+    """Keeps a model to its plan; :func:`follow` makes it. A copy of the model follows no plan.
 
-    Decoders tell it how many sequences there are (:class:`torch_pi2.Decoder`, :func:`torch_pi2.generate`). Where
-    nothing is compiled it sees it by itself, as in ``model.generate`` with any number of sequences. Thread-safe.
+    Decoders tell it how many sequences there are (:class:`torch_pi2.Decoder`, :func:`torch_pi2.generate`,
+    ``model.generate``). Where neither is used, call :meth:`batch`. Thread-safe.
 
     Attributes:
         plan: the plan. bucket: the part of it that is in force.
@@ -114,11 +100,9 @@ class PlanController:
         self.plan, self.bucket = plan, plan.bucket(1)
         self._lock, self._closed = threading.Lock(), False
         self._sequences, self._switches = 1, 0
-        self._hook: Any = None
-        # Weak references: layers that are taken out of the model (torch_pi2.restore) free their memory.
         self._handle = weakref.ref(handle)
-        self._layers = [weakref.ref(layer) for layer in layers if _has_own_hot(layer)]
-        self._prompts = [weakref.ref(layer) for layer in layers if not _is_expert(layer)]
+        #: Weak, so that layers that are taken out of the model (torch_pi2.restore) free their memory.
+        self._layers = weakref.WeakSet(layers)
         store = handle.store
         followed = plan.budget_bytes is not None and store is not None and store.config.engine != "mmap"
         self._store: Store | None = store if followed else None
@@ -141,12 +125,10 @@ class PlanController:
         is being computed, and takes milliseconds.
 
         Raises:
-            ConfigError: less than 1. ArtifactError: the store has been closed.
+            ArtifactError: the store has been closed.
         """
         if sequences == self._sequences:
             return
-        if sequences < 1:
-            raise ConfigError("sequences", expected="1 or more", found=str(sequences), fix="A batch has at least one.")
         with self._lock:
             if self._closed:
                 return
@@ -193,12 +175,10 @@ class PlanController:
             if self._closed:
                 return False
             self._closed = True
-        self._hook.remove()
-        for ref in self._layers:
-            if (layer := ref()) is not None:
+        for layer in self._layers:
+            if _has_own_hot(layer):
                 layer.by_batch = ()
-        for ref in self._prompts:
-            if (layer := ref()) is not None:
+            if not _is_expert(layer):
                 layer.dense_from = None
         handle = self._handle()
         if handle is not None and handle.controller is self:
@@ -213,16 +193,8 @@ class PlanController:
     ) -> None:
         self.close()
 
-    def __deepcopy__(self, _memo: Any) -> PlanController:
-        return self  # a copied model has the same store, and layers that know their hot neurons
-
     def __reduce__(self) -> Any:
-        raise ConfigError(
-            "pickling a model that follows a plan",
-            expected="one that does not",
-            found="a PlanController, which belongs to this process",
-            fix="Close it first (controller.close()), or save the model with torch_pi2.save.",
-        )
+        return type(None), ()  # of a copy: another store may be open, and it has its own batches
 
     def _arrange(self, bucket: Bucket) -> None:
         """Give the store the cache and the resident neurons of ``bucket``; less where the budget has less."""
@@ -237,9 +209,8 @@ class PlanController:
 
     def _announce(self, batch: int) -> None:
         """Look ahead with the hot neurons of this number of sequences."""
-        for ref in self._layers if self._store is not None else ():
-            layer = ref()
-            if isinstance(layer, OffloadedFFN) and layer.announced:
+        for layer in self._layers if self._store is not None else ():
+            if _has_own_hot(layer) and isinstance(layer, OffloadedFFN) and layer.announced:
                 layer.announce(batch)
 
     def _warn_of_a_small_cache(self, store: Store) -> None:
@@ -252,17 +223,6 @@ class PlanController:
                 planned / 2**20,
                 actual / 2**20,
             )
-
-    def _see(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """The first layer is called: ``x [B, T, H]`` has B sequences, ``[n, H]`` of a small n probably a step of n."""
-        if torch.compiler.is_compiling() or call_mode.prompt_tokens:  # a piece of a prompt beside others: was told
-            return
-        x = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
-        if x is None or x.dim() < 2:
-            return
-        sequences = x.shape[0]
-        if sequences > 0 and (x.dim() > 2 or sequences <= self.plan.buckets[-1].batch):
-            self.batch(sequences)
 
 
 def _check(layers: Sequence[SparseFFN], plan: HardwarePlan, whole: Plan | None) -> None:
@@ -284,15 +244,6 @@ def _check(layers: Sequence[SparseFFN], plan: HardwarePlan, whole: Plan | None) 
             for name, count, fewest in (("hot", bucket.hot[i], least), ("resident", bucket.resident[i], 0)):
                 if not fewest <= count <= most:
                     raise refuse(f"{fewest} to {most} {name} neurons of {layer.site.key}", str(count))
-
-
-def _unhook(model: nn.Module, controller: PlanController) -> None:
-    """``controller`` sees nothing of ``model`` any more; copies have its hook under a handle of their own."""
-    for module in model.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if getattr(hook, "__self__", None) is controller:
-                del module._forward_pre_hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _is_expert(layer: SparseFFN) -> bool:

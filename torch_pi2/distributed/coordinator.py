@@ -12,12 +12,12 @@ import math
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import FrameType, TracebackType
-from typing import Any, Self, SupportsIndex
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,7 @@ class Call:
 
     Attributes:
         name: of the method. target: number of the object that has it; None: the model.
-        args, kwargs: None, numbers, texts, tensors, a :class:`LocalPart`, and lists of these.
+        args, kwargs: None, numbers, texts, tensors, and lists of these.
         sparse: whether it is made within :func:`~torch_pi2.layers.prompt.sparse_only`.
         gone: numbers of objects that are not used any more. raised: whether the previous call raised an error.
     """
@@ -64,21 +64,6 @@ class Call:
     sparse: bool = False
     gone: Sequence[int] = ()
     raised: bool = False
-
-
-class LocalPart(list[torch.Tensor]):
-    """This process' part of something that is divided among all processes, such as keys and values.
-
-    Calls carry its ``number`` (:meth:`Coordinator.number`), for which each process takes its own part. A copy is a
-    plain list: the other processes have no copy of theirs.
-    """
-
-    def __init__(self, tensors: Iterable[torch.Tensor] = (), number: int | None = None) -> None:
-        super().__init__(tensors)
-        self.number = number
-
-    def __reduce_ex__(self, _protocol: SupportsIndex) -> tuple[Any, ...]:
-        return list, ([*self],)
 
 
 class _Channel:
@@ -254,8 +239,6 @@ def _packed(call: Call) -> torch.Tensor:
     tensors: list[torch.Tensor] = []
 
     def plain(value: Any) -> Any:
-        if isinstance(value, LocalPart):
-            return {"part": value.number}
         if isinstance(value, torch.Tensor):
             tensors.append(value.detach().cpu().contiguous())
             return {"dtype": dtype_name(value.dtype), "shape": list(value.shape)}
@@ -281,7 +264,7 @@ def _packed(call: Call) -> torch.Tensor:
 
 
 def _unpacked(message: torch.Tensor) -> Call:
-    """Inverse of :func:`_packed`. A :class:`LocalPart` is empty, with its number."""
+    """Inverse of :func:`_packed`."""
     at = 8 + int(message[:8].clone().view(torch.int64))
     fields = json.loads(bytes(message[8:at].tolist()))
 
@@ -291,8 +274,6 @@ def _unpacked(message: torch.Tensor) -> Call:
             return [restored(part) for part in value]
         if not isinstance(value, dict):
             return value
-        if "part" in value:
-            return LocalPart(number=value["part"])
         dtype = getattr(torch, value["dtype"])
         first, at = at, at + math.prod(value["shape"]) * dtype.itemsize
         return message[first:at].clone().view(dtype).view(value["shape"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -92,27 +92,17 @@ class Group:
         groups[str(group.group_name)] = self
         return str(group.group_name)
 
-    def check_same(self, what: str, ids: torch.Tensor, settings: Mapping[str, int]) -> None:
-        """Raises ConfigError, in all processes, unless they have the same ``ids``, int64 of any shape, and settings."""
-        own = [*ids.shape, *ids.flatten().tolist()]
-        digest = int.from_bytes(hashlib.sha256(repr(own).encode()).digest()[:7], "little")
+    def check_same(self, what: str, call: object) -> None:
+        """Raises ConfigError, in all processes, unless ``repr(call)`` is the same in all."""
+        digest = int.from_bytes(hashlib.sha256(repr(call).encode()).digest()[:7], "little")
         with self.together():
-            row = [[ids.numel(), digest, *settings.values()]]
-            rows = self.gather(torch.tensor(row, dtype=torch.int64, device="cpu")).tolist()
-        for rank in range(1, self.size):
-            differs = next((i for i, name in enumerate(settings, 2) if rows[rank][i] != rows[0][i]), None)
-            if differs is None and rows[rank] == rows[0]:
-                continue
-            name = what if differs is None else [*settings][differs - 2]
-            expected, found = (
-                (f"the {rows[0][0]} tokens that process 0 has", f"{rows[rank][0]} tokens, others")
-                if differs is None
-                else (f"{rows[0][differs]}, as process 0 has", str(rows[rank][differs]))
-            )
+            digests = self.gather(torch.tensor([digest], dtype=torch.int64, device="cpu")).tolist()
+        other = next((rank for rank, one in enumerate(digests) if one != digests[0]), None)
+        if other is not None:
             raise ConfigError(
-                f"{name} of process {rank} of {self.size}",
-                expected=expected,
-                found=found,
+                f"{what} of process {other} of {self.size}",
+                expected="the tokens and settings that process 0 has",
+                found="others",
                 fix="All processes make the same calls: they compute one model together.",
             )
 

@@ -1,25 +1,24 @@
 """Decoder blocks divided among the processes of a group (docs/DISTRIBUTED.md): each hands hidden states to the next.
 
-All processes run the same model on the same inputs. Blocks of other processes have no weights here. The one before this
-process' first block receives the hidden states of the stage before, the one after its last block sends its own, and
-the head returns in all processes what it returns in the last one.
+All processes run the same model on the same inputs. Blocks of other processes have no weights here. The last block of a
+process sends its hidden states, the one before the first block of the next process receives them, and the head returns
+in all processes what it returns in the last one.
+
+A model that cannot be divided is refused when it is first called: a block that returns more than hidden states, code
+outside that looks into a block, keys and values that are not kept by block. Hidden states of blocks that are elsewhere
+are NaN here, and so are logits that depend on them, which the last process refuses too.
 """
 
 from __future__ import annotations
 
-import ast
-import copy
-import inspect
 import math
-import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_pi2.distributed.group import Group
 from torch_pi2.errors import UnsupportedModelError
@@ -44,93 +43,25 @@ def remove_other_blocks(model: nn.Module, shard: Shard) -> None:
     """Take the modules out of those blocks of ``model`` (of transformers, without weights) that others have.
 
     Raises:
-        UnsupportedModelError: its blocks return more than hidden states, other code looks into them, or some take the
-            keys and values of others.
+        UnsupportedModelError: some blocks take the keys and values of others.
     """
     config = getattr(model, "config", None)
     if config is not None and (count := getattr(config.get_text_config(), "num_kv_shared_layers", 0)):
         expected = "decoder blocks with keys and values of their own"
         raise _unsupported(f"{type(model).__name__} in stages", expected, f"{count} that take those of others")
-    _remove(model, shard, here=False)
-    _try(model, shard)
-
-
-def _remove(model: nn.Module, shard: Shard, here: bool) -> None:
-    """Remove the blocks that are here, or those that are not."""
     blocks = _blocks(model, shard)
     for name, number in blocks.items():
-        if shard.has(name) != here:
-            continue
-        block = model.get_submodule(name)
-        if not _returns_one(type(block)):
-            raise _unsupported(
-                f"{type(block).__name__} in stages",
-                "decoder blocks that return hidden states alone",
-                "one that returns a tuple, or whose source cannot be read",
-            )
-        for own in (block._modules, block._parameters, block._buffers):
-            own.clear()
-        about = {"number": number, "count": len(blocks)}
-        block.__class__ = type(type(block).__name__, (_RemoteBlock, type(block)), about)
+        if not shard.has(name):
+            block = model.get_submodule(name)
+            for own in (block._modules, block._parameters, block._buffers):
+                own.clear()
+            _mix_in(block, _RemoteBlock, number=number, count=len(blocks))
 
 
-def _try(model: nn.Module, shard: Shard) -> None:
-    """Run the code around the blocks of ``model``, for a prompt and a step, on the meta device and without any block.
-
-    All processes refuse alike. Raises UnsupportedModelError: something looks into a block, a block does not take what
-    the one before returns, or keys and values are not kept by block.
-    """
-    tried: Any = copy.deepcopy(model).to("meta")
-    _remove(tried, shard, here=True)
-    order = _OrderCheck()
-    order.tokens = 2
-    for name in _blocks(tried, shard):
-        tried.get_submodule(name).register_forward_hook(order, with_kwargs=True)
-    ids = torch.zeros(1, 3, dtype=torch.int64, device="meta")
-    takes = inspect.signature(tried.forward).parameters
-    with torch.no_grad(), _MetaValuesAreTrue():
-        try:
-            output = tried(ids[:, :2], use_cache=True)
-            order.tokens, order.previous = 1, None
-            cache = {name: output[name] for name in ("cache", "past_key_values") if name in takes and name in output}
-            tried(ids[:, 2:], use_cache=True, attention_mask=torch.ones_like(ids), **cache)
-        except UnsupportedModelError:
-            raise
-        except Exception:  # the model asks for values, or takes more than ids: nothing more can be tried
-            return
-
-
-class _MetaValuesAreTrue(TorchDispatchMode):
-    """Code that asks a meta tensor for a value, such as whether all of a mask is true, gets 1."""
-
-    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return torch.ones((), dtype=args[0].dtype, device="cpu").item()
-        return func(*args, **(kwargs or {}))
-
-
-class _OrderCheck:
-    """A hook of all blocks of a tried model: each has to take what the one before has returned.
-
-    Attributes:
-        tokens: of the call. previous: number of the block before, and what it returned; None: there was none.
-    """
-
-    tokens: int
-    previous: tuple[int, torch.Tensor] | None = None
-
-    def __call__(self, block: _RemoteBlock, args: tuple[Any, ...], named: dict[str, Any], output: torch.Tensor) -> None:
-        taken, what = args[0] if args else named["hidden_states"], f"{type(block).__name__} in stages"
-        if taken.shape[:2] != (1, self.tokens):
-            expected = "hidden states [batch, tokens, ...]"
-            raise _unsupported(what, expected, f"{list(taken.shape)} of {self.tokens} tokens")
-        if self.previous is not None and (block.number <= self.previous[0] or taken is not self.previous[1]):
-            raise _unsupported(
-                what,
-                "decoder blocks that are called once each, with what the one before returned",
-                f"block {block.number} called with something else after block {self.previous[0]}",
-            )
-        self.previous = block.number, output
+def _mix_in(module: Any, mixin: type, **attributes: Any) -> None:
+    """Put ``mixin`` before the class of ``module``."""
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (mixin, kind), attributes)
 
 
 def connect_stages(model: Any, shard: Shard, group: Group) -> None:
@@ -142,38 +73,15 @@ def connect_stages(model: Any, shard: Shard, group: Group) -> None:
     head = model.get_output_embeddings()
     if head is None:
         raise _unsupported(f"{type(model).__name__} in stages", "a causal language model with a head", "none")
-    remote = {block.number: block for block in model.modules() if isinstance(block, _RemoteBlock)}
     blocks = _blocks(model, shard)
     here = shard.blocks(max(blocks.values()) + 1)
     for name, number in blocks.items():
         block = model.get_submodule(name)
         if number in here:
-            block.__class__ = type(type(block).__name__, (_LocalBlock, type(block)), {"group": group})
-    for number, source in ((here.start - 1, shard.rank - 1), (here.stop, shard.rank)):
-        if number in remote:
-            remote[number].exchange = group, source
-    head.__class__ = type(type(head).__name__, (_LastRankHead, type(head)), {"group": group})
-
-
-def _returns_one(kind: type[nn.Module]) -> bool:
-    """Whether ``forward`` returns no tuple or list, by its source: annotations in transformers are often wrong."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
-    except (OSError, SyntaxError, TypeError):
-        return False
-    nodes = [*ast.walk(tree)]
-    values = [node.value for node in nodes if isinstance(node, ast.Return)]
-    named = {ast.dump(value) for value in values if isinstance(value, ast.Name)}
-    for node in nodes:
-        if isinstance(node, ast.Assign) and {ast.dump(t).replace("Store", "Load") for t in node.targets} & named:
-            values.append(node.value)
-    return bool(values) and not any(value is None or _is_tuple(value) for value in values)
-
-
-def _is_tuple(value: ast.expr) -> bool:
-    """Also ``(a,) + others``, and a conditional expression with a tuple in one of its branches."""
-    parts = {ast.BinOp: ("left", "right"), ast.IfExp: ("body", "orelse")}.get(type(value), ())
-    return isinstance(value, (ast.Tuple, ast.List)) or any(_is_tuple(getattr(value, part)) for part in parts)
+            _mix_in(block, _LocalBlock, group=group, sends=number + 1 == here.stop and group.rank + 1 < group.size)
+        elif number + 1 == here.start:
+            block.receives_from = group
+    _mix_in(head, _LastRankHead, group=group)
 
 
 def _blocks(model: nn.Module, shard: Shard) -> dict[str, int]:
@@ -189,32 +97,39 @@ class _LocalBlock:
     """
 
     group: Group
+    #: Whether it is the last one here, and another process has the next.
+    sends: bool
 
     def forward(self, *args: Any, **named: Any) -> torch.Tensor:
-        return self.group.run(super().forward, *args, **named)  # type: ignore[misc]
+        return self.group.run(self._compute, *args, **named)
+
+    def _compute(self, *args: Any, **named: Any) -> torch.Tensor:
+        y: Any = super().forward(*args, **named)  # type: ignore[misc]
+        if not isinstance(y, torch.Tensor):
+            expected = "decoder blocks that return hidden states alone"
+            raise _unsupported(f"{type(self).__name__} in stages", expected, f"one that returns a {type(y).__name__}")
+        return self.group.send_next(y, self.group.rank) if self.sends else y
 
 
 class _RemoteBlock:
     """A mixin before the class of a decoder block that another process has.
 
-    It returns NaN, unless hidden states are exchanged there: nothing here must take them for the model's.
+    It returns NaN, unless hidden states are received there: nothing here must take them for the model's.
     """
 
     number: int
     #: Of the model's blocks.
     count: int
-    #: In the block before the first one here and the one after the last: the group, and the stage that sends.
-    exchange: tuple[Group, int] | None = None
+    #: In the block before the first one here.
+    receives_from: Group | None = None
 
     def forward(self, hidden_states: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
         for cache in (*others, *named.values()):
             if hasattr(cache, "get_seq_length"):
                 _count_tokens(cache, self.number, self.count, hidden_states)
-        if self.exchange is None:
-            return torch.full_like(hidden_states, math.nan)
-        group, source = self.exchange
-        received = group.run(group.send_next, hidden_states, source)
-        return received * math.nan if source == group.rank else received  # computed, so that no compiler drops it
+        if (group := self.receives_from) is not None:
+            return group.run(group.send_next, hidden_states, group.rank - 1)
+        return hidden_states * math.nan  # computed, so that no compiler drops what was sent before
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -238,11 +153,11 @@ def _count_tokens(cache: Any, number: int, count: int, hidden_states: torch.Tens
     """
     cache = getattr(cache, "self_attention_cache", cache)
     layers = getattr(cache, "layers", None)
-    if layers is None or len(layers) > count:
+    if layers is None or len(layers) > count or hidden_states.dim() != 3:
         raise _unsupported(
             f"{type(cache).__name__} of a model in stages",
-            f"a layer for each of {count} decoder blocks",
-            "a cache without layers" if layers is None else f"{len(layers)} layers",
+            f"a layer for each of {count} decoder blocks, with hidden states [batch, tokens, hidden]",
+            "a cache without layers" if layers is None else f"{len(layers)} layers and {list(hidden_states.shape)}",
         )
     batch, tokens = hidden_states.shape[:2]
     state = layers[number] if number < len(layers) else None
@@ -268,10 +183,27 @@ class _LastRankHead:
 
     group: Group
     out_features: int
+    #: Whether logits were compared with NaN, which is done once.
+    checked = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        last = self.group.size - 1
         wanted = torch.compiler.is_compiling() or _wanted.get()
-        here = wanted and self.group.rank == last
-        y = super().forward(x) if here else x.new_zeros(*x.shape[:-1], self.out_features)  # type: ignore[misc]
-        return self.group.run(self.group.broadcast, y, last) if wanted else y
+        if not wanted:
+            return self._no_logits(x)
+        return self.group.run(self._compute, x)
+
+    def _no_logits(self, x: torch.Tensor) -> torch.Tensor:
+        return x.new_zeros(*x.shape[:-1], self.out_features)
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        last = self.group.size - 1
+        y: torch.Tensor = super().forward(x) if self.group.rank == last else self._no_logits(x)  # type: ignore[misc]
+        if self.group.rank == last and not self.checked and not torch.compiler.is_compiling():
+            if bool(y.isnan().all()):
+                raise _unsupported(
+                    "a model in stages",
+                    "hidden states that only pass from one decoder block to the next",
+                    "code outside of blocks that uses those of several: logits are NaN",
+                )
+            self.checked = True
+        return self.group.broadcast(y, last)

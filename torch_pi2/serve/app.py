@@ -1,4 +1,4 @@
-"""OpenAI's API and the web page, as an ASGI application."""
+"""OpenAI's API, the web page and Prometheus' counters, as an ASGI application."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,13 +17,14 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from fastapi.responses import Response as PlainResponse
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from torch_pi2.errors import BusyError, ClosedError, GroupError, Pi2Error
 from torch_pi2.serve.live import Live
-from torch_pi2.serve.metrics import metrics
 from torch_pi2.serve.model import ServedModel
 from torch_pi2.serve.requests import ChatRequest, CompletionRequest
 from torch_pi2.serve.responses import ChatResponse, CompletionResponse, Response
@@ -138,6 +139,40 @@ def _sender(path: Path) -> Callable[[], Awaitable[PlainResponse]]:
     return send
 
 
+class _Collector:
+    """What /metrics counts."""
+
+    def __init__(self, models: Mapping[str, ServedModel]) -> None:
+        self._models = models
+
+    def collect(self) -> Iterator[Metric]:
+        def counter(name: str, about: str) -> CounterMetricFamily:
+            return CounterMetricFamily(f"torch_pi2_{name}", about, labels=["model", "kind"])
+
+        tokens = counter("tokens", "Tokens of prompts, of these found in the prefix cache, and of answers.")
+        seconds = counter("seconds", "Seconds of prefill and of decoding steps.")
+        ended = counter("sequences", "Sequences that ended, by reason.")
+        blocks = counter("prefix_blocks", "Blocks of 32 tokens found in the prefix cache.")
+        prefix = GaugeMetricFamily("torch_pi2_prefix_bytes", "Bytes of the prefix cache.", labels=["model", "kind"])
+        now = GaugeMetricFamily(
+            "torch_pi2_sequences_now", "Sequences decoded (live) and waiting.", labels=["model", "kind"]
+        )
+        for name, served in self._models.items():
+            counts = served.batch.counts
+            tokens.add_metric([name, "prompt"], counts.prompt_tokens)
+            tokens.add_metric([name, "answer"], counts.answer_tokens)
+            tokens.add_metric([name, "prefix"], served.batch.prefixes.tokens_found)
+            seconds.add_metric([name, "prompt"], counts.prompt_seconds)
+            seconds.add_metric([name, "step"], counts.step_seconds)
+            blocks.add_metric([name, "memory"], served.batch.prefixes.hits)
+            prefix.add_metric([name, "memory"], served.batch.prefixes.bytes)
+            for reason, count in list(counts.ended.items()):
+                ended.add_metric([name, reason], count)
+            for kind, count in served.batch.state().items():
+                now.add_metric([name, kind], count)
+        yield from (tokens, seconds, ended, blocks, prefix, now)
+
+
 def application(models: Mapping[str, ServedModel], *, api_key: str | None = None) -> FastAPI:
     """``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, ``/v1/live``, ``/health``, ``/metrics``; ``/``.
 
@@ -181,9 +216,12 @@ def application(models: Mapping[str, ServedModel], *, api_key: str | None = None
                 raise _refusal(served.batch.failure)
         return {"status": "ok"}
 
+    counters = CollectorRegistry()
+    counters.register(_Collector(models))
+
     @app.get("/metrics")
-    async def prometheus() -> PlainTextResponse:
-        return PlainTextResponse(metrics(models), media_type="text/plain; version=0.0.4")
+    async def metrics() -> PlainTextResponse:
+        return PlainTextResponse(generate_latest(counters).decode(), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/live")
     async def live(model: str | None = None) -> StreamingResponse:

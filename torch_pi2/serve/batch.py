@@ -163,7 +163,8 @@ class Batch:
         self.meter: Meter | None = None
         self._group = group_of(model)
         self._decoder = Decoder(model, max_tokens=max_tokens, batch=max_batch_size, compiled=compiled, logits=True)
-        self.prefixes = PrefixCache(prefix_bytes, ways=prompt_path_lengths(model))
+        divided = self._group is not None and self._group.divides_kv
+        self.prefixes = PrefixCache(0 if divided else prefix_bytes, ways=prompt_path_lengths(model))
         self._reading: tuple[Sequence, Generator[int]] | None = None
         self._live: list[Sequence] = []  # by row
         self._waiting: deque[Sequence] = deque()

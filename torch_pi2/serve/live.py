@@ -106,7 +106,7 @@ class Live:
         await asyncio.to_thread(self._start)
         try:
             while self._listeners and not self._closed:
-                figures, took_s = await asyncio.to_thread(self._timed_figures)
+                figures, took_s = await asyncio.to_thread(self._figures)
                 if figures["busy"]:
                     self._idle = None
                     self._send(("figures", figures))
@@ -155,13 +155,9 @@ class Live:
             store=None if store is None else store.stats(),
         )
 
-    def _timed_figures(self) -> tuple[dict[str, Any], float]:
-        """:meth:`_figures`, and the processor time that they took."""
+    def _figures(self) -> tuple[dict[str, Any], float]:
+        """What was done since the last time; and the processor time that finding out took."""
         started = time.thread_time()
-        return self._figures(), time.thread_time() - started
-
-    def _figures(self) -> dict[str, Any]:
-        """What was done since the last time."""
         before, now = self._before, self._reading()
         assert before is not None
         self._before = now
@@ -171,7 +167,7 @@ class Live:
         kinds = {kind: _mean_times(before.spent.get(kind, Spent()), now.spent.get(kind, Spent())) for kind in WORK}
         layers = self._firing.read(state["live"])  # slightly later than ``now``
         fired = any(layer.tokens for layer in layers)
-        return {
+        figures = {
             "seconds": seconds,
             **state,
             "answer_tokens": answered,
@@ -183,6 +179,7 @@ class Live:
             "store": _store_figures(before.store, now.store),
             "busy": bool(state["live"] or state["waiting"] or answered or read or fired or any(kinds.values())),
         }
+        return figures, time.thread_time() - started
 
 
 async def _next(queue: _Queue) -> Event | Exception | None:

@@ -182,11 +182,6 @@ class GenerationRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = _UNSUPPORTED
-    nullable: ClassVar[set[str]] = {"temperature", "top_p", "n", "logit_bias", "stream", "stop", "echo", "tools"} | {
-        "frequency_penalty",
-        "presence_penalty",
-        "parallel_tool_calls",
-    }
 
     model: str
     max_tokens: int | None = Field(default=None, ge=1)
@@ -234,10 +229,10 @@ class GenerationRequest(BaseModel):
     @classmethod
     def _defaults(cls, value: Any) -> Any:
         """OpenAI's null means the default."""
-        nullable = cls.nullable
-        return (
-            {k: v for k, v in value.items() if v is not None or k not in nullable} if isinstance(value, dict) else value
-        )
+        if not isinstance(value, dict):
+            return value
+        defaults = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {name: one for name, one in value.items() if one is not None or name not in defaults}
 
     @model_validator(mode="after")
     def _supported(self) -> GenerationRequest:
