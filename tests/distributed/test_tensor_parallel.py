@@ -18,7 +18,7 @@ import torch
 from sharding import ANSWERS, FEW, answers_of_one, check_answers, made_in_parts, saved, together
 
 import torch_pi2
-from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.errors import ConfigError
 
 #: Each of several processes has one, too.
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -234,8 +234,6 @@ for folder in sys.argv[4:]:
         f"{here}: expected rank-1-of-2, as this is process 1, found rank-0-of-2. Copy that folder to this machine"
     )
     assert "2 processes that share work: expected an answer of each, found none of one of them" in first
-    with pytest.raises(ArtifactError, match="shard 1 of 2 of the model of"):
-        torch_pi2.pack(tmp_path / "one" / "2", tmp_path / "whole")
 
 
 def test_a_shard_alone_is_refused(made: Path) -> None:
@@ -336,13 +334,10 @@ for call in (
     wanted = torch_pi2.generate(torch_pi2.load(store, budget="1GiB"), FEW, max_new_tokens=8).sequences
     for said in together(tmp_path, script, 2, store.parent / "2"):
         *refused, exported, equal = said.splitlines()
-        assert (
-            refused
-            == [
-                "prompt of process 1 of 2: expected the tokens and settings that process 0 has, found others. All processes "
-                "make the same calls: they compute one model together."
-            ]
-            * 5
-        )
+        assert len(refused) == 5
+        for line in refused:
+            assert line.startswith(
+                "prompt of process 1 of 2: expected the tokens and settings that process 0 has, found"
+            )
         assert "expected a model with all of its neurons, found a shard of one, of several processes" in exported
         assert equal == str(wanted)
