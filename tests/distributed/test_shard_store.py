@@ -16,8 +16,7 @@ import torch_pi2
 from torch_pi2.base.fields import Field
 from torch_pi2.cli.inspect import describe, render
 from torch_pi2.distributed.join import check_activations
-from torch_pi2.distributed.partition import partition_layers, partition_neurons
-from torch_pi2.distributed.shard_store import check_complete, shards_in
+from torch_pi2.distributed.shard_store import check_complete, partition_layers, partition_neurons, shards_in
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import StoreReader

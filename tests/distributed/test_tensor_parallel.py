@@ -336,8 +336,6 @@ for call in (
         *refused, exported, equal = said.splitlines()
         assert len(refused) == 5
         for line in refused:
-            assert line.startswith(
-                "prompt of process 1 of 2: expected the tokens and settings that process 0 has, found"
-            )
+            assert line.startswith("prompt of process 1 of 2: expected the tokens and settings that process 0 has")
         assert "expected a model with all of its neurons, found a shard of one, of several processes" in exported
         assert equal == str(wanted)

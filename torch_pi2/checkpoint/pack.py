@@ -20,8 +20,14 @@ from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.base.tensorfile import TensorWriter
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.quantize import convert, copy_small_files
-from torch_pi2.distributed.partition import check_ranks, partition_layers, partition_neurons
-from torch_pi2.distributed.shard_store import ShardView, refuse_shards, shard_name
+from torch_pi2.distributed.shard_store import (
+    ShardView,
+    check_ranks,
+    partition_layers,
+    partition_neurons,
+    refuse_shards,
+    shard_name,
+)
 from torch_pi2.errors import ArtifactError, ConfigError, check_choice
 from torch_pi2.formats import FLOAT, FLOATS, QUANTIZED
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, declare

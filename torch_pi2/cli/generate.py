@@ -81,7 +81,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.errors import ConfigError, Pi2Error, UnsupportedModelError
     from torch_pi2.observe.trace import trace
     from torch_pi2.rewrite.state import ModelState
-    from torch_pi2.serve.text import TextStream
+    from torch_pi2.serve.chat import TextStream
 
     sampling = common.sampling_of(args)
     if sampling is not None and args.prompt_lookup:

@@ -24,11 +24,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from torch_pi2.errors import BusyError, ClosedError, GroupError, Pi2Error
+from torch_pi2.serve.chat import has_template
 from torch_pi2.serve.live import Live
 from torch_pi2.serve.model import ServedModel
 from torch_pi2.serve.requests import ChatRequest, CompletionRequest
 from torch_pi2.serve.responses import ChatResponse, CompletionResponse, Response
-from torch_pi2.serve.text import has_template
 
 _log = logging.getLogger("torch_pi2")
 

@@ -19,9 +19,9 @@ from torch_pi2.decode.generate import end_tokens
 from torch_pi2.decode.sequence import LEAST_TEMPERATURE, Sampling
 from torch_pi2.errors import ConfigError
 from torch_pi2.serve.batch import Batch, EndEvent, Sequence, TokenEvent, closed
+from torch_pi2.serve.chat import TextStream, chat_ids, template_of
 from torch_pi2.serve.constraint import Constraint, Grammars, Penalties, token_of
 from torch_pi2.serve.requests import ChatRequest, CompletionRequest
-from torch_pi2.serve.text import TextStream, chat_ids, template_of
 from torch_pi2.serve.tools import ToolCallFormat, ToolSet, format_of
 
 #: Tokens of the prompt that the decoder of a completion's text is given.
