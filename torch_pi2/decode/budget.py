@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -244,25 +244,20 @@ def engine_bytes(entries: Sequence[LayerEntry], config: OffloadConfig) -> tuple[
         Staging, for neurons that a full cache cannot take; bookkeeping of all neurons; and of all slots, if the cache
         holds them all.
     """
-    spares = max(
-        min(config.in_flight, constants().chunks) * max(map(_chunk_slots, entries)), max(map(_prompt_slots, entries))
-    )
+    core = constants()
+
+    def slots(neurons: Callable[[LayerEntry], int]) -> int:
+        """Of the layer whose chunk of so many neurons has most."""
+        return max(-(-min(entry.neurons, neurons(entry)) // entry.cluster) for entry in entries)
+
+    chunk = slots(lambda entry: entry.chunk or chunk_neurons(entry.neurons))
+    spares = max(min(config.in_flight, core.chunks) * chunk, slots(lambda _: core.prompt_neurons))
     neurons = sum(entry.neurons for entry in entries)
     return (
         0 if config.engine == "mmap" else spares * max(entry.slot_bytes for entry in entries),
         neurons * (_NEURON_BYTES + lists().policies[config.policy]),
         sum(entry.slots_in_file for entry in entries) * SLOT_BYTES,
     )
-
-
-def _chunk_slots(entry: LayerEntry) -> int:
-    """Slots of a chunk."""
-    return -(-min(entry.neurons, entry.chunk or chunk_neurons(entry.neurons)) // entry.cluster)
-
-
-def _prompt_slots(entry: LayerEntry) -> int:
-    """Slots of a prompt's chunk."""
-    return -(-min(entry.neurons, constants().prompt_neurons) // entry.cluster)
 
 
 def predictor_bytes(predictor: Any) -> int:

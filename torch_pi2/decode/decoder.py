@@ -84,9 +84,9 @@ class Decoder:
     are.
 
     Between a prompt and the last step that continues it, the model must not be rewritten, moved, converted, planned
-    anew or hooked: this would not be noticed. New values in the same tensors are. Other changes take effect with the
-    next prompt, except those inside of objects that modules hold (lists and mappings are checked). A compiled model
-    must not change itself in its steps (counters, moving averages).
+    anew or hooked: this would not be noticed until the next prompt (and inside of objects that modules hold, except
+    lists and mappings, not then either). New values in the same tensors are. A compiled model must not change itself in
+    its steps (counters, moving averages).
 
     Args:
         model: a Hugging Face causal language model, dense or optimised, in evaluation mode. It is on the CPU, on a GPU,
@@ -97,8 +97,9 @@ class Decoder:
         backend: compiles the steps. ``torch_pi2`` merges linear layers with the same input into one call.
         compiled: run each step through Inductor. The first step of each number of sequences is compiled: a second per
             layer, or 2 to 5 s in all if this machine has compiled it before; counters see that step twice more.
-            Lossless except for rounding: Inductor keeps float32 between operations that it fuses. False: steps are
-            recorded and replayed, which keeps the model's bits, needs no compiler, and gains almost as much.
+            Lossless except for rounding: Inductor keeps float32 between operations that it fuses. Steps that hooks see,
+            or that cannot be recorded, are not compiled. False: steps are recorded and replayed, which keeps the
+            model's bits, needs no compiler, and gains almost as much.
         cpp_wrapper: let Inductor write the code between kernels in C++ too. This saves some 10 us per layer and token
             and takes a minute more to compile (Inductor keeps both on disk).
         logits: :meth:`prompt` and :meth:`step` return the logits ``[B, V]`` of the next token, for sampling, instead of

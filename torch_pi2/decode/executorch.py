@@ -83,12 +83,10 @@ def set_options(options: Mapping[str, str | int | bool]) -> None:
     """Set options of the backend for programs loaded from now on; an empty text restores the default.
 
     Args:
-        options: ``store_path`` (the store, or the folder it is in), ``cache_bytes_kib``, ``threads``, ``io_threads``,
-            ``engine``, ``policy``, ``direct``, ``preload``, ``trace``: see ``csrc/include/pi2/executorch.h``.
+        options: see ``csrc/include/pi2/executorch.h``.
 
     Raises:
-        ConfigError: an unknown option, or an invalid value.
-        LibraryMissingError: see :func:`load_library`.
+        ConfigError: an unknown option, or an invalid value. LibraryMissingError: see :func:`load_library`.
     """
     library = load_library()
     for key, value in options.items():
@@ -120,14 +118,7 @@ def clear_error() -> None:
 
 
 def stats(*, reset: bool = False) -> dict[str, Any]:
-    """Statistics of the open stores since the last reset.
-
-    Returns:
-        ``stores``, a list of dictionaries: ``path``, ``engine``; ``calls``, ``wanted`` and ``hits`` (neurons),
-        ``reads``, ``bytes_read``; ``wait_ns`` and ``busy_ns``, sums over compute threads; ``submit_wait_ns``, waiting
-        for what was computed beside an accelerator; ``cache_bytes``, ``resident_bytes``, ``predictor_bytes``.
-        ``opens`` and ``closes`` of this process.
-    """
+    """Statistics of the open stores since the last reset: ``pi2_et_stats`` of ``csrc/include/pi2/executorch.h``."""
     library = load_library()
     size = 1 << 16
     while True:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from torch_pi2.base.dtypes import dtype_name
-from torch_pi2.base.fields import argument, checked, shown
+from torch_pi2.base.fields import argument, checked
 from torch_pi2.decode.decoder import Decoder, check_vocabulary
 from torch_pi2.decode.hf_generate import decoder_for, pool_of
 from torch_pi2.decode.sequence import GeneratedSequence, Sampling, decode_loop, pick
@@ -154,15 +154,15 @@ def generate(
     """
     if isinstance(input_ids, str):
         tokenizer = tokenizer_of(model, tokenizer, "generate(text)")
-        input_ids = _ids_of(tokenizer, input_ids)
+        ids = list(tokenizer(input_ids)["input_ids"])
+        input_ids = torch.tensor([ids], dtype=torch.int64, device="cpu")
     _check(input_ids, num_return_sequences, max_new_tokens)
     text: dict[str, Any] = {} if tokenizer is None else {"prompt": input_ids[0].tolist(), "tokenizer": tokenizer}
     drafted = _draft_tokens(prompt_lookup, assistant_model, draft_tokens, num_return_sequences, do_sample)
     sampling = Sampling(temperature, top_k, top_p) if do_sample else None
     tokens = input_ids.shape[1]
     ends = end_tokens(model, eos_token_id)
-    _warn_of_ignored(model)
-    _warn_of_nonsense(model, tokens + max_new_tokens, do_sample or (temperature, top_k, top_p) == (1.0, 0, 1.0))
+    _warn(model, tokens + max_new_tokens, do_sample or (temperature, top_k, top_p) == (1.0, 0, 1.0))
     pool = None if compiled or decoder is not None else pool_of(model)
     if decoder is not None:
         _check_decoder(decoder, model, num_return_sequences, tokens + max(1, max_new_tokens - 1))
@@ -211,14 +211,6 @@ def _continued(
         sequences, repeat(logits_BV[0]), step, lambda sequence, logits_V: pick(logits_V, sampling, sequence.random)
     )
     return Generated([sequence.tokens for sequence in sequences], batches, step_ms, prompt_ms)
-
-
-def _ids_of(tokenizer: Any, text: str) -> torch.Tensor:
-    """``[1, T]`` of a prompt. Raises ConfigError: it has no tokens."""
-    ids = list(tokenizer(text)["input_ids"])
-    if not ids:
-        raise ConfigError("generate(text)", expected="at least one token", found=shown(text), fix="Pass some text.")
-    return torch.tensor([ids], dtype=torch.int64, device="cpu")
 
 
 def _continuation(tokenizer: Any, prompt: list[int], tokens: list[int]) -> str:
@@ -270,12 +262,9 @@ def ignored_settings(model: nn.Module) -> list[str]:
     return [name for name, none in _IGNORED.items() if getattr(config, name, None) not in none]
 
 
-def _warn_of_ignored(model: nn.Module) -> None:
+def _warn(model: nn.Module, tokens: int, sampled: bool) -> None:
     if asked := ignored_settings(model):
         _log.warning("generate: the model's generation configuration has %s, which is not applied", ", ".join(asked))
-
-
-def _warn_of_nonsense(model: nn.Module, tokens: int, sampled: bool) -> None:
     made_for = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if isinstance(made_for, int) and tokens > made_for:
         _log.warning("generate: %d tokens with the prompt, where the model was made for %d", tokens, made_for)
