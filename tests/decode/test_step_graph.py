@@ -368,17 +368,6 @@ def test_models_with_python_of_their_own(changes: Any, monkeypatch: pytest.Monke
     assert torch.equal(found, never_recorded(monkeypatch, model, count=30))
 
 
-def test_no_step_is_counted_twice() -> None:
-    model = torch_pi2.optimize(tiny("llama-relu"), method="exact")
-    decoder = Decoder(model, max_tokens=40, logits=True, compiled=False)
-    decoder.prompt(IDS)
-    with torch_pi2.watch(model) as watched:
-        for i in range(14):
-            decoder.step(torch.tensor([[i]]))
-    assert replay(decoder)._is_stable
-    assert {layer.tokens for layer in watched.stats().layers.values()} == {14}
-
-
 def test_recordings_leave_no_source_behind() -> None:
     before = len(torch.fx.graph_module._loader.eval_cache)
     decoder = Decoder(tiny("llama-relu"), max_tokens=40, compiled=False, logits=True)

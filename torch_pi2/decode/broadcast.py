@@ -52,7 +52,8 @@ def announce(made: Any, **settings: Any) -> None:
         return
     made.number = coordinator.number(made)
     with coordinator.call(Call(type(made).__name__, made.number, (), settings)):
-        made.__class__ = _broadcasting(type(made))
+        kind: type[object] = type(made)
+        made.__class__ = _broadcasting(kind)
 
 
 def check_coordinated(group: Group) -> None:

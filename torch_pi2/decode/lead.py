@@ -61,7 +61,7 @@ class _BroadcastModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         coordinator = coordinator_of(self)  # type: ignore[arg-type]
-        if coordinator is None or (torch.compiler.is_compiling() and coordinator.within):  # a compiled Decoder step
+        if coordinator is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         ids = kwargs.get("input_ids", next(iter(args), None))
         if isinstance(ids, torch.Tensor):  # refused before the others begin something that would fail halfway
