@@ -52,7 +52,7 @@ def announce(made: Any, **settings: Any) -> None:
         return
     made.number = coordinator.number(made)
     with coordinator.call(Call(type(made).__name__, made.number, (), settings)):
-        kind: type[object] = type(made)
+        kind: Any = type(made)
         made.__class__ = _broadcasting(kind)
 
 
