@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,12 @@ def built() -> None:
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared_bundle(tmp_path_factory)
+
+
+@pytest.fixture
+def copy(bundle: Path, tmp_path: Path) -> Path:
+    """A bundle that may be changed."""
+    return Path(shutil.copytree(bundle, tmp_path / "bundle"))
 
 
 @pytest.fixture(scope="session")

@@ -27,11 +27,6 @@ FIGURES = ("wanted", "hits", "reads", "bytes_read")
 TOKENIZE = BUILT / "pi2_tokenize"
 
 
-@pytest.fixture
-def copy(bundle: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(bundle, tmp_path / "bundle"))
-
-
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_greedy_answer_is_the_twins(bundle: Path, prompt: str) -> None:
     with Bundle(bundle) as twin:

@@ -109,13 +109,22 @@ DEEP = "[" * 100_000 + "]" * 100_000
 FIELDS: list[tuple[str, tuple[str, ...], str]] = [
     ("manifest.json", ("version",), "null"),
     ("manifest.json", ("files",), DEEP),
+    ("manifest.json", ("files", "model.pte", "crc32c"), "-1"),
     ("manifest.json", ("files", "model.pi2", "bytes"), "1e400"),
+    ("manifest.json", ("files", "tokenizer.json"), "[]"),
     ("manifest.json", ("methods", "forward", "max_tokens"), "1.5"),
+    ("manifest.json", ("methods", "decode_b2", "batch"), "18446744073709551616"),
+    ("manifest.json", ("model", "vocab"), "0"),
     ("manifest.json", ("eos",), '"text"'),
+    ("manifest.json", ("memory",), "{}"),
+    ("manifest.json", ("lanes",), "NaN"),
+    ("chat.json", ("version",), "2"),
     ("chat.json", ("user",), '["<"]'),
     ("chat.json", ("strips",), DEEP),
+    ("tokenizer.json", ("model",), "{}"),
     ("tokenizer.json", ("model", "merges"), "1e300"),
     ("tokenizer.json", ("added_tokens",), DEEP),
+    ("tokenizer.json", ("pre_tokenizer",), "-1"),
 ]
 
 
@@ -127,7 +136,7 @@ def test_wrong_fields_are_refused_by_name(copy: Path, name: str, path: tuple[str
         place = place[key]
     place[path[-1]] = "@@"
     text = json.dumps(data).replace('"@@"', value)
-    with_seal = name == "manifest.json" and value not in (DEEP, "1e400")
+    with_seal = name == "manifest.json" and value not in (DEEP, "NaN", "1e400")
     (copy / name).write_text(sealed(json.loads(text)) if with_seal else text)
     if name != "manifest.json":
         write_manifest(copy)
@@ -211,7 +220,7 @@ def test_files_that_the_manifest_does_not_name_are_not_used(copy: Path) -> None:
         assert message in refused(copy, *options)
 
 
-@pytest.mark.parametrize("name", ["../model.pte", "a\\b", "", "manifest.json"])
+@pytest.mark.parametrize("name", ["../model.pte", "a/b", "a\\b", "..", "", "a\nb", "manifest.json"])
 def test_names_of_files_are_plain(copy: Path, name: str) -> None:
     data = json.loads((copy / "manifest.json").read_text())
     change(copy, files={**data["files"], name: data["files"]["model.pte"]})

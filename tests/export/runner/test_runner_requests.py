@@ -20,11 +20,6 @@ from transformers import PreTrainedTokenizerFast
 from torch_pi2.export.text import Detokenizer
 
 
-@pytest.fixture
-def copy(bundle: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(bundle, tmp_path / "bundle"))
-
-
 def built(name: str, *args: object, lines: list[Any] | None = None) -> list[Any]:
     """What a program of the runner's tests answers to each line."""
     result = subprocess.run(

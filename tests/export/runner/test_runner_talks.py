@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import time
@@ -18,11 +17,6 @@ from tiny_bundle import ROOM, write_manifest
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.export.run import Bundle
 from torch_pi2.export.text import write_chat
-
-
-@pytest.fixture
-def copy(bundle: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(bundle, tmp_path / "bundle"))
 
 
 @pytest.fixture
