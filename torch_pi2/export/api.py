@@ -71,8 +71,8 @@ def export(
             ``dynamic_shapes`` as ``torch.export.export`` takes them.
         target: ``xnnpack`` (CPU) or ``qnn:SM8650`` (docs/QNN.md has the others): hot neurons on Qualcomm's NPU.
         tokenizer: written to the bundle.
-        max_tokens: of a sequence, prompt and answer together. max_prompt: tokens that one call of ``forward`` takes;
-            longer prompts are read in pieces.
+        max_tokens: length of a sequence, prompt and answer together. max_prompt: tokens that one call of ``forward``
+            takes; longer prompts are read in pieces.
         linears: format of linear layers outside FFNs in a float model: ``float32``, ``int8`` or ``int4`` (lossy;
             XNNPACK's 8-bit activations). Layers that are quantised already keep their format.
         kv: format of a decoder's keys and values: ``float32``, ``float16`` or ``int8`` (with a scale for each token
@@ -85,7 +85,7 @@ def export(
         hot_attention: in which methods the accelerator also computes attention with its projections: ``none``,
             ``prompts`` (those of ``hot_prompts``) or ``all`` (also decoding, with the last linear layer). ``kv`` has
             to be float32 or float16. Default: ``prompts`` on an NPU whose memory holds it.
-        precision, blocks, quantization, weight_sharing: of the NPU's part, see
+        precision, blocks, quantization, weight_sharing: for the NPU's part, see
             :class:`torch_pi2.export.qnn.Settings`.
         calibration: text (with ``tokenizer``), ids or batches, as for :func:`torch_pi2.optimize`, on which the inputs
             of hot parts are observed. Needed by ``qnn`` unless ``precision`` is ``fp16``.
@@ -206,7 +206,7 @@ def _write_program(
     preload_from = [min(of_layer) * CHUNK for of_layer in zip(*methods.chunks.values())] or [0] * len(layers)
 
     def blob(layer: int, role: int, first: int, queue: int) -> bytes:
-        """Of a delegate operator. The store is preloaded from the first neuron that decoding wants."""
+        """What a delegate operator becomes. The store is preloaded from the first neuron that decoding wants."""
         wanted = min(preload_from[layer], layers[layer].site.intermediate)
         return blob_of(facts, layers, layer, role, first, queue, wanted).pack()
 

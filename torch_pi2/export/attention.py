@@ -282,7 +282,7 @@ def _attention(
     layer = layers[index]
     window = _window(module, config, index, sliding_window, layer.tokens)
     layer.caller, layer.window, layer.has_sinks = module, window, s_aux is not None
-    widths = query.shape[-1], value.shape[-1]  # of a cache they are the same
+    widths = query.shape[-1], value.shape[-1]  # a cache has one width for both
     query, key, value = (
         F.pad(x, (0, max(widths) - x.shape[-1])) if len({*widths}) > 1 else x for x in (query, key, value)
     )

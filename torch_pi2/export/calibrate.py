@@ -62,7 +62,7 @@ def scored_rows(first: Sequence[Batch], tokens: int = TOKENS) -> tuple[list[Batc
         if batch.input_ids is None or batch.mask_BT is None or batch.args or batch.kwargs:
             return [], False
         for ids_1T, mask_1T in zip(batch.input_ids[:, :TOKENS].split(1), batch.mask_BT[:, :TOKENS].split(1)):
-            if (mask_1T[:, 1:] & mask_1T[:, :-1]).any():  # of a token alone nothing is scored
+            if (mask_1T[:, 1:] & mask_1T[:, :-1]).any():  # a row of one token has nothing to score
                 rows.append((seen >= tokens, Batch(ids_1T, mask_1T)))
             seen += batch.input_ids.shape[1]
     after = any(late for late, _ in rows)

@@ -53,7 +53,7 @@ def manifest_of(
     methods: Methods,
     planned: tuple[int, int],
 ) -> Manifest:
-    """Of the files in ``staging``. ``planned``: bytes of ExecuTorch's memory for the methods, and of XNNPACK's."""
+    """The manifest of the files in ``staging``. ``planned``: ExecuTorch's memory for the methods, and XNNPACK's."""
     model, layers, decoder, files = source.model, source.layers, source.decoder, describe_files(staging)
     config: Any = getattr(model, "config", None)
     text: Any = config.get_text_config(decoder=True) if decoder or not layers else None

@@ -157,7 +157,7 @@ def chunks_per_batch(
 
 
 def _frequency(stats: ActivationStats, key: str, batch: int) -> torch.Tensor:
-    """As :meth:`LayerStats.frequency`; beyond the largest measured batch, tokens are taken to fire independently."""
+    """What :meth:`LayerStats.frequency` gives; beyond the largest measured batch, tokens fire independently."""
     layer = stats[key]
     sizes = [s for s, n in zip(layer.batch_sizes, layer.batch_groups.tolist()) if n > 0]
     if batch <= sizes[-1]:

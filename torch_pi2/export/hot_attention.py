@@ -86,7 +86,7 @@ class AttentionCall:
 
     @property
     def open(self) -> list[tuple[int, ...]]:
-        """Of each input, the dimensions that count sequences or new tokens."""
+        """The dimensions of each input that count sequences or new tokens."""
         return [*[(0, 1)] * len(self.widths), (0,), (0,), (0, 2), (0, 2, 3)]
 
 
@@ -185,7 +185,7 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface. Query heads of a key head are rows of one product.
 
-    A few heads at a time, over keys and values that are joined first: of a piece of 128 tokens the scores of all heads
+    A few heads at a time, over keys and values that are joined first: the scores of all heads for 128 tokens
     do not fit into an NPU's memory on the chip, and each further step over them would be written out and read again.
     """
     batch, heads, tokens, width = query.shape
@@ -262,7 +262,7 @@ def with_parts(lanes: Lanes, calls: Sequence[AttentionCall], parts: Mapping[str,
 
 
 def float_parts(calls: Sequence[AttentionCall], head: nn.Module | None) -> dict[str, nn.Module]:
-    """By name: the part of each layer and of ``head``, in float32."""
+    """The part of each layer and of ``head`` by name, in float32."""
     parts: dict[str, nn.Module] = {part_name(call.layer): AttentionPart(call) for call in calls}
     return parts if head is None else parts | {HEAD: HeadPart(head)}
 
@@ -338,7 +338,7 @@ def samples_of(part: AttentionPart, seen: Sequence[Sequence[torch.Tensor]]) -> l
 def attention_calls(lanes: Lanes, dtype: torch.dtype | None = None) -> list[AttentionCall]:
     """How each layer calls its attention, observed on one token.
 
-    ``dtype``: of the keys and values that parts get; default: that of the cache.
+    ``dtype``: that of the keys and values that parts get (default: the cache's).
 
     Raises:
         UnsupportedModelError: the attention is not one that transformers gives the model, or it is called with

@@ -64,7 +64,7 @@ class FileEntry:
 
     @classmethod
     def of(cls, path: Path, progress: Any = None) -> FileEntry:
-        """Of the file at ``path``; ``progress`` has ``update(bytes)``. Raises OSError."""
+        """The entry of the file at ``path``; ``progress`` has ``update(bytes)``. Raises OSError."""
         digest = hashlib.sha256()
         count, crc = _read(path, progress, digest.update)
         return cls(count, crc, digest.hexdigest())
@@ -128,7 +128,7 @@ class Manifest:
         files: name -> entry, of all files but this one. methods: name -> method, of a decoder at least ``forward``,
             one ``decode_bN`` and, for more than one lane, ``fork``; of a module only ``forward``. With an accelerator
             that reads prompts ``prefill_N``.
-        max_tokens: of a sequence, prompt and answer together (the KV cache has as many). lanes: sequences at once.
+        max_tokens: length of a sequence, prompt and answer together, and of the KV cache. lanes: sequences at once.
         eos: tokens that end an answer. bos: the token that begins a text, if there is one.
         lossy: in words, what is not as in the model; empty if nothing is.
         pte_bytes, store_bytes, ffn_bytes: ``bytes`` in the file: of the two files, and of the neurons alone.
@@ -185,7 +185,7 @@ class Manifest:
             at += count
 
     def to_json(self) -> dict[str, Any]:
-        """As in the file."""
+        """What the file has."""
         data: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         for name, value in to_json(self).items():
             if name != "where":
@@ -196,7 +196,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], where: str = MANIFEST_FILE) -> Manifest:
-        """Of what is in the file; fields that it does not know are passed over.
+        """The manifest that a file has; unknown fields are passed over.
 
         Raises:
             ArtifactError: a field is missing or has a value that makes no sense, alone or beside another. The message

@@ -1,4 +1,4 @@
-"""The methods of a bundle: of a decoder, with hot parts for an accelerator, or ``forward`` of another module.
+"""The methods of a bundle: those of a decoder, with hot parts for an accelerator, or ``forward`` of another module.
 
 Each method is a :class:`~torch_pi2.export.program.MethodSpec` with a module of its own. Methods share weights and KV
 cache, and differ in what an accelerator computes in them (:class:`Accelerated`).

@@ -114,9 +114,9 @@ class BlobPartitioner(Partitioner):
     """Delegates each node that has a blob, and leaves everything else to another partitioner.
 
     Args:
-        blob: of a node.
-        rest: of the rest. It is a part of this one because each partitioner in a list decomposes the whole program
-            first: with the same operators to preserve that is done twice, with others what the next one knows
+        blob: gives the blob of a node.
+        rest: takes the other nodes. It is a part of this one because each partitioner in a list decomposes the whole
+            program first: with the same operators to preserve that is done twice, with others what the next one knows
             (quantised linears) would be gone without an error. None: those of XNNPACK are preserved.
     """
 
@@ -382,7 +382,7 @@ def workspace_bytes(edge: Any) -> int:
 
 
 def _attention_bytes(call: Any) -> int:
-    """Of a call of ``cached_attention``, at most: sums of each split of the positions, of the tiles in work at once."""
+    """The most that a call of ``cached_attention`` takes: sums of each split of the positions, of all tiles at once."""
     core = constants()
     heads, width = (call.kwargs["query"].meta["val"].shape[i] for i in (1, 3))
     _, key_heads, length, _ = call.kwargs["_all_bases"][0].meta["val"].shape
@@ -392,7 +392,7 @@ def _attention_bytes(call: Any) -> int:
 
 
 def _experts_bytes(call: Any) -> int:
-    """Of a mixture (csrc/ffn/experts.cc): a slice's results, gathered inputs and lists of its tokens."""
+    """What a mixture takes (csrc/ffn/experts.cc): a slice's results, gathered inputs and lists of its tokens."""
     (tokens, hidden), (_, slots) = (_sizes(call.args[i].meta["val"]) for i in (0, 3))
     slice_tokens = min(tokens, max(64, constants().expert_bytes // ((slots + 2) * hidden * 4)))
     return int(slice_tokens * ((slots + 2) * hidden * 4 + slots * 16))
@@ -431,7 +431,7 @@ def _sizes(tensor: torch.Tensor) -> list[int]:
 
 
 def _bytes(value: Any) -> int:
-    """Of a tensor, or of several, at their largest sizes."""
+    """Bytes of one or several tensors at their largest sizes."""
     if isinstance(value, list | tuple):
         return sum(map(_bytes, value))
     if not isinstance(value, torch.Tensor):

@@ -71,7 +71,7 @@ class Generated:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of decoding: tokens of all sequences after the first of each; 0 if there are none."""
+        """Decoding speed: tokens of all sequences after the first of each; 0 if there are none."""
         count = sum(len(s.ids) - 1 for s in self.sequences)
         return count / self.decode_seconds if count else 0.0
 
@@ -86,7 +86,7 @@ class Bundle:
         budget: bytes for all of it, or text such as "2.5GiB"; what ``manifest.memory.fixed_bytes`` leaves is for the
             neuron cache. Python and PyTorch themselves come on top. None: everything fits.
         store: the neuron store, or its folder, if it is not in ``folder`` (but on a faster disk, for instance).
-        threads: of the engine, for what it computes beside an accelerator (default: as many as ExecuTorch's pool has).
+        threads: the engine's, for what it computes beside an accelerator (default: as many as ExecuTorch's pool has).
         io_threads, engine, policy, direct, preload: as in :class:`torch_pi2.OffloadConfig`.
         trace: a file for a trace of all threads, for Perfetto, written when the bundle is closed.
         tokenizer: instead of the folder's.
@@ -222,7 +222,7 @@ class Bundle:
         Args:
             prompt: text, token ids, or messages of a chat (``{"role": ..., "content": ...}``) for the tokenizer's
                 template.
-            max_new_tokens: of each sequence (default: as many as fit).
+            max_new_tokens: most tokens of each sequence (default: as many as fit).
             num_return_sequences: at most ``manifest.lanes``.
             reuse: do not read again the tokens that prompt and last call (with one sequence) begin with, as in the
                 next turn of a chat. Keys and values of the last answer come from decoding, and the rest is read as a
@@ -301,9 +301,9 @@ class Bundle:
         """What was read from the store since the last reset, summed over bundles that have it open.
 
         Returns:
-            The fields of ``pi2_et_stats`` (``docs/BUNDLE.md``) of this store; ``hit_rate``: of the neurons wanted, the
-            share that was in the cache; ``wait_share``: of the time in layers, the share spent waiting for reads. Both
-            are None before anything was computed.
+            The fields of ``pi2_et_stats`` (``docs/BUNDLE.md``) of this store; ``hit_rate``: share of the
+            neurons wanted that was in the cache; ``wait_share``: share of the time in layers spent waiting for reads.
+            Both are None before anything was computed.
         """
         path = self.store.resolve()
         stores = [one for one in backend.stats(reset=reset)["stores"] if Path(one["path"]).resolve() == path]
@@ -503,7 +503,7 @@ class _Answering(GeneratedSequence):
 
     @property
     def position(self) -> int:
-        """Of the last token."""
+        """That of the last token."""
         return len(self.prompt) + len(self.tokens) - 1
 
     def choose(self, logits_V: torch.Tensor) -> int:

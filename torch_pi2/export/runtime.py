@@ -37,7 +37,7 @@ class Program:
     """The program of the bundle in ``folder``. Methods are loaded when they are first called, the store with them.
 
     Args:
-        options: of the delegate, see :func:`torch_pi2.decode.executorch.set_options`; None: the default.
+        options: for the delegate, see :func:`torch_pi2.decode.executorch.set_options`; None: the default.
 
     Raises:
         ArtifactError: ExecuTorch does not load it, or it is not as the manifest says. VersionError: it is of another

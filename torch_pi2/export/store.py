@@ -38,10 +38,10 @@ from torch_pi2.store.writer import StoreAssembly, StoreLayer
 from torch_pi2.types.plan import Plan
 
 MAGIC, BYTES = b"PI2BLOB\0", 512
-#: Of a layer, of a mixture of experts, and of either with more: neurons of two formats, thresholds per neuron, numbers
-#: of the activation, biases of experts.
+#: For a layer, for a mixture of experts, and for either with more: neurons of two formats, thresholds per neuron,
+#: numbers of the activation, biases of experts.
 VERSIONS = (1, 2, 3)
-#: In the order of the blob; of a sign-bit predictor ``a`` is the signs. Of a mixture: those of all experts, stacked.
+#: In the order of the blob; ``a`` of a sign-bit predictor is the signs. A mixture has those of all experts, stacked.
 TENSORS = ("bias_gate", "bias_up", "bias_down", "a", "a_scale", "b", "b_scale", "b_bias")
 #: Predictor kind and format of its rows -> code.
 PREDICTORS = {
@@ -54,8 +54,8 @@ PREDICTORS = {
 _HEAD = struct.Struct("<8sIIIIQII32s")
 _LAYER = struct.Struct("<IIIIIIIIfIdII")
 _TENSOR = struct.Struct("<QQII")
-#: Of a mixture besides, float64: the predictors' thresholds or margins, and the gates' thresholds. Of a layer the
-#: latter alone, float32 and one for each neuron.
+#: A mixture has, in float64, the predictors' thresholds or margins, and the gates' thresholds. A layer has only the
+#: latter, in float32, one for each neuron.
 NUMBERS = ("cuts", "thresholds")
 _EXPERTS, _NAME_BYTES = 376, 128
 #: At the end of version 3: numbers of an activation (in, out, limit, plus, sigmas), and zeros.
@@ -77,7 +77,7 @@ def event_of(blob: bytes) -> str:
 class Blob:
     """One delegate call. Fields as in the blob; ``tensors``: name -> (file offset, bytes, CRC32C).
 
-    Of a mixture ``layer`` is that of the first of its ``experts``, which follow each other. ``down``: the format of
+    ``layer`` of a mixture is that of the first of its ``experts``, which follow each other. ``down``: the format of
     down rows, where it is another than that of gate and up; else 0. ``shaping``: numbers of the activation, in, out,
     limit, plus and sigmas; none if it has none. ``second``: the activation is that of the second matrix, which has
     such numbers then.
@@ -147,7 +147,7 @@ class StoreFacts:
     """What blobs say of a store that has been written.
 
     Attributes:
-        name: of the file. file_bytes: its size. header_crc: CRC32C of the safetensors length and header.
+        name: the file's. file_bytes: its size. header_crc: CRC32C of the safetensors length and header.
         model_hash: 32 bytes. places: per call, tensor of the blob -> (file offset, bytes, CRC32C). first: per call,
             its layer of the store; of a mixture that of the first expert.
         ffn_bytes: of all layers, without the padding of slots. neuron_bytes: of one neuron of each layer, with it.
@@ -188,7 +188,7 @@ def write_store(path: Path, homes: Sequence[SparseLayer], plan: Plan, *, progres
     of_home = [layers_of(home) for home in homes]
     layers = [ffn for some in of_home for ffn in some]
     kinds = {ffn.site.key: kind_of(ffn) for ffn in layers}
-    kind = formats_of(next(iter(kinds.values())))[1]  # of all that say no other
+    kind = formats_of(next(iter(kinds.values())))[1]  # that of layers that name no other
     small = [_small_tensors(home) for home in homes]
     text = torch.frombuffer(bytearray(plan.to_json().encode()), dtype=torch.uint8)
     parts = {"pi2.plan": text} | {f"pi2.plan.{name}": order for name, order in plan.orders.items()}

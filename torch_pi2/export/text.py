@@ -114,7 +114,7 @@ def _described(tokenizer: Any, roles: Sequence[str], probes: Sequence[str]) -> _
 
 
 def _split(tokenizer: Any, roles: Sequence[str]) -> _Description | None:
-    """As :func:`_described`, of marked messages alone."""
+    """What :func:`_described` returns, found with marked messages alone."""
     contents = [f"{_START}Mark7 {role} é日<b>{_END}" for role in roles]
     text = _rendered(tokenizer, roles, contents)
     texts: list[str] = []

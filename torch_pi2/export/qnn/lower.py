@@ -111,7 +111,7 @@ def lower_hot(
     """Quantise and compile the hot part of each layer.
 
     Args:
-        hot: of each layer, float32. They are consumed one at a time.
+        hot: the hot part of each layer, float32, consumed one at a time.
         samples: calibration inputs of each layer ``[..., H]`` (with fp16 they may be None).
         graphs: by the name of the method that they are for; ExecuTorch finds a graph by its method's name.
         progress: show how many layers are compiled.
@@ -193,7 +193,7 @@ class Job:
     """Layers to be compiled, in a temporary folder (:func:`job`).
 
     Attributes:
-        bytes: of the floats of the largest layer so far.
+        bytes: size of the largest layer so far, in floats.
     """
 
     folder: Path
@@ -229,7 +229,9 @@ class Job:
             with bar(None, "compiling for the NPU", progress, total=len(self.layers), unit="layer") as shown:
                 for process in running:
                     process.start(environment)
-                while sum(process.is_running() for process in running):  # of all: any() would stop at the first
+                while sum(
+                    process.is_running() for process in running
+                ):  # asks every process; any() would stop at the first
                     shown.update(sum(process.finished() for process in running) - shown.n)
                     time.sleep(0.1)
                 shown.update(len(self.layers) - shown.n)

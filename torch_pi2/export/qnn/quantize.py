@@ -216,7 +216,7 @@ def held_back(samples: Any) -> tuple[Any, Any]:
 
 
 def errors_of(right: nn.Module, quantized: nn.Module, inputs: Iterable[tuple[torch.Tensor, ...]]) -> list[float]:
-    """Of each output the difference of two modules on ``inputs``, relative to the first (L2)."""
+    """The difference of each output of two modules on ``inputs``, relative to the first (L2)."""
     squares = []
     for one in inputs:
         pairs = zip(right(*one), quantized(*one), strict=True)

@@ -81,12 +81,12 @@ class Settings:
 
     @property
     def bits(self) -> float:
-        """Of a weight, on average, with scales of groups and without those of channels."""
+        """Bits of a weight on average, with scales of groups and without those of channels."""
         block = BLOCK if self.blocks == "auto" else int(self.blocks)
         return {"w4a16": 4 + (8 / block if block else 0), "w8a16": 8, "fp16": 16}[self.precision]
 
     def part_bits(self, block: int) -> float:
-        """Of a weight outside feed-forward layers: 8, or 4 in groups of ``block``; in fp16 16."""
+        """Bits of a weight outside feed-forward layers: 8, or 4 in groups of ``block``; in fp16 16."""
         return 16 if self.precision == "fp16" else 4 + 8 / block if block else 8
 
 

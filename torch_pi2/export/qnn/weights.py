@@ -28,7 +28,7 @@ _LEAST = 2.0**-23
 
 
 def block_scales(weight: torch.Tensor, size: int) -> torch.Tensor:
-    """Scales ``[out, in / size]`` of ``weight`` ``[out, in]``: of the multiples, those with the least squared error."""
+    """Scales ``[out, in / size]`` of ``weight`` ``[out, in]``: the multiples with the least squared error."""
     groups = weight.reshape(len(weight), -1, size)
     most = groups.abs().amax(2)
     step = most.amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny * STEPS * MOST) / (STEPS * MOST)
@@ -47,7 +47,7 @@ def block_scales(weight: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class _Common(NamedTuple):
-    """Of each row: a sixteenth of its largest scale, and the group that has this one."""
+    """A sixteenth of each row's largest scale, and the group that has that scale."""
 
     step_N: torch.Tensor
     largest_N: torch.Tensor
