@@ -124,7 +124,7 @@ def calls_of(
     finally:
         for hook in hooks:
             hook.remove()
-    return list(calls.values())
+    return [calls[module] for module in modules]
 
 
 def _batches(data: Any, tokenizer: Any) -> Iterator[Batch]:
