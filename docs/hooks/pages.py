@@ -1,4 +1,4 @@
-"""Pages that are made of the code when the site is built: the command line and the glossary."""
+"""The page that is made of the code when the site is built: the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from torch_pi2.cli import VERBS, build_parser
-from torch_pi2.report.glossary import GLOSSARY
 
 
 def command_line() -> str:
@@ -58,18 +57,6 @@ def _escaped(text: str) -> str:
     return re.sub(r"`+[^`]*`+|[\\*_<>|\[\]]", lambda found: found[0] if found[0][0] == "`" else f"\\{found[0]}", text)
 
 
-def glossary() -> str:
-    """The words of the report's page, which shows the same where the pointer rests on them."""
-    lines = ["# Glossary", ""]
-    for word, meaning in GLOSSARY.items():
-        lines += [f"## {word}", "", _escaped(meaning), ""]
-    return "\n".join(lines)
-
-
-MADE = {"reference/cli.md": command_line, "reference/glossary.md": glossary}
-
-
 def on_files(files: Files, *, config: Any) -> Files:
-    for name, made in MADE.items():
-        files.append(File.generated(config, name, content=made()))
+    files.append(File.generated(config, "reference/cli.md", content=command_line()))
     return files

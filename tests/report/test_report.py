@@ -23,14 +23,12 @@ from torch_pi2.cli import main
 from torch_pi2.errors import ArtifactError, LibraryMissingError, StaleArtifactError
 from torch_pi2.observe.accesses import Accesses
 from torch_pi2.report.plots import Plot, places, plots
-from torch_pi2.report.runs import read_measured, read_trace
+from torch_pi2.report.runs import read_trace
 from torch_pi2.store.parts import Parts
 from torch_pi2.types.plan import Bucket, HardwarePlan, Plan, PromptPlan
 
 BATCHES = (1, 4, 16)
 MS = {"attention": 1.0, "predictor": 0.5, "hot": 0.25, "cold": 2.0, "io": 1.5, "glue": 0.75}
-PARTS_MS = {"linears": 1.0, "sdpa": None, "predictor": 0.5, "ffn": 2.5, "head": 0.1, "python": 1}
-DECODE = {"what": "decode", "batch": 1, "ms_per_token": PARTS_MS}
 Report = dict[str, Any]
 
 
@@ -42,7 +40,6 @@ class Made:
     store: Path
     accesses: Path
     trace: Path
-    measured: Path
 
 
 def with_hardware(folder: Path) -> None:
@@ -69,7 +66,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     torch_pi2.pack(base / "saved", base / "plain")
     with_hardware(base / "saved" / "pi2")
     torch_pi2.pack(base / "saved", base / "store")
-    found = Made(base / "saved", base / "store", base / "accesses", base / "trace.json", base / "now.json")
+    found = Made(base / "saved", base / "store", base / "accesses", base / "trace.json")
     # Of the plan without a machine: a model that follows one changes its cache, which no replay repeats.
     parts: Any = torch_pi2.stats(torch_pi2.load(base / "plain", budget="1GiB"))["budget"]
     half = parts.smallest + parts.in_slots(parts.neurons // 2)
@@ -77,14 +74,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     with torch_pi2.record_accesses(stored, found.accesses), torch_pi2.trace(found.trace), torch.no_grad():
         for step in range(12):
             stored(ids[:1, step : step + 1])
-    found.measured.write_text(json.dumps(DECODE))
     return found
 
 
 @pytest.fixture(scope="module")
 def whole(made: Made) -> Report:
     """With every plot."""
-    return report.collect(made.store, trace=made.trace, accesses=made.accesses, measured=[made.measured])
+    return report.collect(made.store, trace=made.trace, accesses=made.accesses)
 
 
 def by_name(found: Report) -> dict[str, Plot]:
@@ -108,22 +104,14 @@ def test_facts_are_those_of_the_folder(made: Made, whole: Report) -> None:
         card = predictors[row["key"]].card
         assert card is not None
         assert (row["predictor"]["recall"], row["predictor"]["bytes"]) == (pytest.approx(card.recall), card.bytes)
-    assert whole["model"]["bytes"]["neurons"] == sum(row["bytes"] for row in whole["plan"]["rows"])
     assert sum(whole["model"]["bytes"].values()) == (made.store / "pi2" / "model.pi2").stat().st_size
     saved = report.collect(made.saved)  # a saved folder and a packed one say the same
     assert (saved["firing"], saved["plan"]) == (whole["firing"], whole["plan"])
     assert (saved["model"]["weights"], saved["model"]["stored"], whole["missing"]) == ("float32", False, [])
-
-
-def test_hits_are_those_of_the_run(made: Made, whole: Report) -> None:
-    cache, accesses = whole["cache"], Accesses.load(made.accesses)
-    assert cache["whole"]
-    rows = accesses.wanted.reshape(12, -1)
-    wanted = [sum(int(byte).bit_count() for byte in row) for row in rows.tolist()]
-    hits = sum(rate * count for rate, count in zip(cache["over_time"]["lfu"], wanted, strict=True))
-    assert hits == pytest.approx(accesses.run["hits"])
-    assert cache["sizes"][-1]["hit_rate"]["lru"] == 1
-    assert all(of["hit_rate"]["optimal"] >= max(of["hit_rate"].values()) - 1e-9 for of in cache["sizes"])
+    accesses = Accesses.load(made.accesses)
+    assert whole["cache"]["hit_rate"] == accesses.run["hits"] / accesses.run["wanted"]
+    assert whole["cache"]["sizes"][-1]["hit_rate"]["lru"] == 1
+    assert all(of["hit_rate"]["optimal"] >= max(of["hit_rate"].values()) - 1e-9 for of in whole["cache"]["sizes"])
 
 
 def write_trace(path: Path, spans: list[tuple[int, str, float, float]]) -> Path:
@@ -148,7 +136,7 @@ def test_a_trace_is_all_there(made: Made, whole: Report, tmp_path: Path) -> None
     spans = [(1, "ffn", 10.0, 100.0), (1, "begin", 10.0, 20.0), (1, "submit", 20.0, 5.0), (1, "wait", 50.0, 40.0)]
     nested = read_trace(write_trace(tmp_path / "t", [*spans, (2, "verify", 60.0, 90.0)]))
     step = nested["total_ms"] / len(nested["bins"])
-    busy = {name: pytest.approx(sum(threads) * step) for name, threads in nested["busy"].items()}
+    busy = {name: pytest.approx(sum(threads) * step, rel=1e-3) for name, threads in nested["busy"].items()}
     assert busy == {"cache and requests": 20, "waiting for reads": 40, "rest of the layer": 40}
     assert "3 events were lost" in by_name({**whole, "timeline": nested})["busy"].read
 
@@ -166,23 +154,9 @@ def test_neurons_are_somewhere_in_every_bucket(whole: Report) -> None:
     assert places(row, 0, stored=False) == {"accelerator": 10, "hot": 30, "cold": 60}
 
 
-def test_times_are_per_token(whole: Report, tmp_path: Path) -> None:
-    bars = [trace for trace in by_name(whole)["times"].figure["data"] if trace["type"] == "bar"]
-    assert bars[0]["x"] == [["predicted"] * 3 + ["measured"], ["1", "4", "16", "1"]]
-    totals = [sum(bar["y"][i] for bar in bars) for i in range(4)]
-    steps = [sum(MS.values()) - MS["cold"] + batch**0.5 for batch in BATCHES]
-    assert totals == pytest.approx([*(step / b for step, b in zip(steps, BATCHES, strict=True)), 5.1])
-    run = {"batch": 4, "parts": [{"part": "ffn", "measured_ms": 8.0}, {"part": "sdpa", "measured_ms": -0.5}]}
-    (tmp_path / "now.json").write_text(json.dumps({"explained": [run | {"predicted_ms": {"hot": 2.0}}]}))
-    assert read_measured(tmp_path / "now.json") == [
-        {"where": "now.json", "batch": 4, "ms": {"ffn": 8.0, "sdpa": 0.0}, "predicted": {"hot": 2.0}}
-    ]
-    assert "published figures" in by_name(whole)["times"].read
-
-
 def test_the_command_writes_one_file(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "report.html"
-    files = ["--trace", str(made.trace), "--accesses", str(made.accesses), "--measured", str(made.measured)]
+    files = ["--trace", str(made.trace), "--accesses", str(made.accesses)]
     assert main(["report", str(made.store), "-o", str(out), *files, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["file"], result["bytes"]) == (str(out), out.stat().st_size)
@@ -212,9 +186,9 @@ def test_what_is_missing_is_said(made: Made, tmp_path: Path, capsys: pytest.Capt
     wanted = (
         "no statistics in the folder",
         f"torch-pi2 plan '{folder}' --hardware measured",
-        "No measurement was given",
+        "the plan is not made for a machine",
     )
-    for said in (*wanted, "The whole model is in memory", f"torch-pi2 generate '{folder}'"):
+    for said in (*wanted, "the whole model is in memory", f"torch-pi2 generate '{folder}'"):
         assert said in out
         assert said in text
 
@@ -222,7 +196,7 @@ def test_what_is_missing_is_said(made: Made, tmp_path: Path, capsys: pytest.Capt
 def test_a_synthetic_model_says_so(tmp_path: Path) -> None:
     torch_pi2.synthetic(tmp_path / "m", "tiny", active=0.25, weights="int4", layers=2)
     found = report.collect(tmp_path / "m")
-    assert found["model"]["synthetic"] == "random weights of the shape tiny, made so that 25% of neurons fire"
+    assert found["model"]["synthetic"] == "random weights: speed means something, quality does not"
     assert "SYNTHETIC: random weights" in report.write(found, tmp_path / "r.html").read_text()
 
 
@@ -237,7 +211,7 @@ def test_names_in_files_are_no_code(whole: Report, tmp_path: Path) -> None:
 def test_figures_are_ones_that_plotly_knows(whole: Report) -> None:
     go = pytest.importorskip("plotly.graph_objects")
     found = by_name(whole)
-    assert list(found) == ["cdf", "sparsity", "plan", "predictors", "times", "hits", "sizes", "busy"]
+    assert list(found) == ["cdf", "sparsity", "plan", "times", "sizes", "busy"]
     for plot in found.values():
         go.Figure(json.loads(json.dumps(plot.figure, allow_nan=False)))
 
@@ -257,27 +231,22 @@ TRACE = '{"otherData": {"lost_events": 0}, "traceEvents": [%s]}'
 
 
 @pytest.mark.parametrize(
-    ("read", "text", "found"),
+    ("text", "found"),
     [
-        (read_trace, None, "found nothing"),
-        (read_trace, '{"traceEvents": [', r"found damage \(Expecting value"),
-        (read_trace, "[]", r"found damage \(TypeError"),
-        (read_trace, TRACE % "", "none of its spans is of a stage"),
-        (read_trace, TRACE % '{"ph": "X", "name": "ffn", "ts": 1}', "KeyError: 'tid'"),
-        (read_trace, TRACE % '{"ph": "X", "name": "ffn", "ts": NaN, "dur": 1, "tid": 1, "args": {}}', "are no times"),
-        (read_measured, None, "found nothing"),
-        (read_measured, '{"what": "layer"}', "found none of them"),
-        (read_measured, '{"explained": [{}]}', "KeyError: 'batch'"),
-        (read_measured, json.dumps(DECODE).replace("2.5", '"much"'), "'much' is no number"),
-        (read_measured, json.dumps(DECODE).replace("2.5", "NaN"), "nan is no number"),
+        (None, "found nothing"),
+        ('{"traceEvents": [', r"found damage \(Expecting value"),
+        ("[]", r"found damage \(TypeError"),
+        (TRACE % "", "none of its spans is of a stage"),
+        (TRACE % '{"ph": "X", "name": "ffn", "ts": 1}', "KeyError: 'tid'"),
+        (TRACE % '{"ph": "X", "name": "ffn", "ts": NaN, "dur": 1, "tid": 1, "args": {}}', "times that are not finite"),
     ],
 )
-def test_damaged_files_are_refused(tmp_path: Path, read: Any, text: str | None, found: str) -> None:
+def test_damaged_files_are_refused(tmp_path: Path, text: str | None, found: str) -> None:
     path = tmp_path / "file.json"
     if text is not None:
         path.write_text(text)
     with pytest.raises(ArtifactError, match=r"file\.json: expected") as error:
-        read(path)
+        read_trace(path)
     assert re.search(found, str(error.value))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch_pi2.cli import common
 
-EXAMPLE = "torch-pi2 report my-sparse-model -o report.html --trace out.json --accesses accesses --measured now.json"
+EXAMPLE = "torch-pi2 report my-sparse-model -o report.html --trace out.json --accesses accesses"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,14 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--trace", type=Path, metavar="FILE", help="a trace, from torch_pi2.trace or --trace of another verb")
     add("--accesses", type=Path, metavar="FILE", help="a recording of torch_pi2.record_accesses, to be replayed")
-    add(
-        "--measured",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="JSON of `benchmarks decode`; may be given several times",
-    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -49,7 +41,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         args.folder,
         trace=args.trace,
         accesses=args.accesses,
-        measured=args.measured,
         plan=args.plan,
         progress=not args.quiet,
     )

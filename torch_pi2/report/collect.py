@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from torch_pi2.base.dtypes import dtype_name
-from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.base.units import size
 from torch_pi2.checkpoint.save_load import checked_plan
 from torch_pi2.errors import ArtifactError
 from torch_pi2.machine import process
-from torch_pi2.report.runs import read_accesses, read_measured, read_trace
+from torch_pi2.report.runs import read_accesses, read_trace
 from torch_pi2.store.folder import read_config
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
@@ -38,26 +36,6 @@ if TYPE_CHECKING:
 Report = dict[str, Any]
 #: Points of a curve: as many as a line 300 pixels wide shows.
 _POINTS = 60
-#: Regions of a store, as the report calls them.
-_REGIONS = {
-    "bundles": "neurons",
-    "linears": "attention, embeddings, head",
-    "floats": "attention, embeddings, head",
-    "predictors": "predictors",
-    "plan": "plan and statistics",
-    "stats": "plan and statistics",
-}
-_REST = "padding and checksums"
-#: By plot: why it may be missing, and what to run; ``{0}`` is the folder.
-_HOW = {
-    "trace": "torch-pi2 generate {0} --prompt TEXT --trace out.json && torch-pi2 report {0} --trace out.json",
-    "accesses": "with torch_pi2.record_accesses(model, 'accesses'): ...   # then: torch-pi2 report {0} --accesses FILE",
-    "measured": "python -m benchmarks decode --json > now.json && torch-pi2 report {0} --measured now.json",
-    "hardware": "torch-pi2 doctor --measure && torch-pi2 plan {0} --hardware measured --out DIR   # then: --plan DIR",
-    "pack": "torch-pi2 pack {0} STORE   # then load it with a budget, and record accesses",
-    "predictor": "torch-pi2 optimize CHECKPOINT --method lowrank --out DIR",
-    "plan": "torch-pi2 plan CHECKPOINT --out DIR",
-}
 
 
 def collect(
@@ -65,7 +43,6 @@ def collect(
     *,
     trace: str | Path | None = None,
     accesses: str | Path | None = None,
-    measured: Sequence[str | Path] = (),
     plan: str | Path | None = None,
     progress: bool = False,
 ) -> Report:
@@ -74,7 +51,6 @@ def collect(
     Args:
         folder: a model that was saved (``torch_pi2.save``, ``torch-pi2 optimize``) or packed.
         trace: a file written by :class:`torch_pi2.trace`. accesses: one written by :class:`torch_pi2.record_accesses`.
-        measured: JSON of ``python -m benchmarks decode``.
         plan: folder of another plan for the model than its own, as :func:`torch_pi2.load` takes it.
         progress: show a progress bar on standard error if replaying takes over two seconds.
 
@@ -96,26 +72,24 @@ def collect(
         model_hash = own.model_hash if own else None
         stats, predictors = parts.stats(model_hash), parts.predictors(model_hash)
     followed = checked_plan(own, plan, folder) if own else None
-    model, neuron_bytes = _model(folder, inner, own, stats)
+    model = _model(folder, inner, model_hash or (stats.model_hash if stats else ""))
     verdict = Verdict.find(inner, model["model_hash"] or None)
     report: Report = {
         "model": model,
         "firing": firing_rows(stats) if stats else [],
-        "plan": plan_facts(followed, predictors, neuron_bytes) if followed else None,
-        "measured": [run for path in measured for run in read_measured(path)],
+        "plan": plan_facts(followed, predictors) if followed else None,
         "cache": None if accesses is None else read_accesses(accesses, model["model_hash"], progress=progress),
         "timeline": None if trace is None else read_trace(trace),
         "verdict": {} if verdict is None else dict(verdict.lines()),
-        "made": _made(folder, {"plan": plan, "trace": trace, "accesses": accesses}, measured),
+        "made": _made(folder, {"plan": plan, "trace": trace, "accesses": accesses}),
     }
     return report | {"missing": _missing(report, folder)}
 
 
-def _made(folder: Path, files: Mapping[str, str | Path | None], measured: Sequence[str | Path]) -> dict[str, str]:
+def _made(folder: Path, files: Mapping[str, str | Path | None]) -> dict[str, str]:
     """When, by which command and on which machine the report was made; of files the names alone."""
     about = process.describe()
-    given = [(name, path) for name, path in files.items() if path is not None]
-    words = [w for name, p in [*given, *(("measured", m) for m in measured)] for w in (f"--{name}", Path(p).name)]
+    words = [word for name, path in files.items() if path is not None for word in (f"--{name}", Path(path).name)]
     machine = f"{about['machine']['cpu']}, {about['machine']['cores']} cores, {size(about['machine']['memory_bytes'])}"
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -125,83 +99,34 @@ def _made(folder: Path, files: Mapping[str, str | Path | None], measured: Sequen
     }
 
 
-# --- the model
-
-
-def _model(
-    folder: Path, inner: Path, plan: Plan | None, stats: ActivationStats | None
-) -> tuple[dict[str, Any], dict[str, int]]:
-    """Name, sizes and bytes of the files by purpose; and the bytes of the neurons by site key."""
-    stored = os.path.lexists(inner / STORE_FILE)
-    weights, by_part, neurons = _store(inner / STORE_FILE) if stored else _saved(folder, inner, plan)
-    shape, synthetic = _shape(folder / "config.json")
+def _model(folder: Path, inner: Path, model_hash: str) -> dict[str, Any]:
+    """Name, sizes, and bytes: of a store by purpose, else by file."""
+    if stored := os.path.lexists(inner / STORE_FILE):
+        with StoreReader(inner / STORE_FILE) as store:
+            weights, by_part = store.neuron_formats, store.regions()
+    else:
+        files = [*folder.glob("*.safetensors"), *inner.glob("*.safetensors"), *inner.glob("plan.*")]
+        by_part = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files)}
+        weights = ""
+        if os.path.lexists(inner / WEIGHTS_FILE):
+            with QuantizedWeights(inner / WEIGHTS_FILE) as file:
+                weights = file.neuron_formats
+    config = read_config(folder) if os.path.lexists(folder / "config.json") else {}
+    label = config.get("torch_pi2_synthetic")
     return {
         "name": folder.resolve().name,
-        "shape": shape,
-        "synthetic": synthetic,
+        "shape": _shape(config),
+        "synthetic": label and str(label["synthetic"] if isinstance(label, dict) and "synthetic" in label else label),
         "stored": stored,
-        "weights": weights,
-        "model_hash": plan.model_hash if plan else stats.model_hash if stats else "",
+        "weights": weights or str(config.get("dtype") or ""),
+        "model_hash": model_hash,
         "bytes": by_part,
-    }, neurons
-
-
-def _store(path: Path) -> tuple[str, dict[str, int], dict[str, int]]:
-    with StoreReader(path) as store:
-        by_part = dict.fromkeys((*_REGIONS.values(), _REST), 0)
-        for region, count in store.regions().items():
-            by_part[_REGIONS.get(region, _REST)] += count
-        neurons = {key: y.neurons * y.neuron_bytes for key, y in zip(store.keys, store.entries, strict=True)}
-        return store.neuron_formats, by_part, neurons
-
-
-def _saved(folder: Path, inner: Path, plan: Plan | None) -> tuple[str, dict[str, int], dict[str, int]]:
-    """Weights in ``pi2/weights.safetensors``, or as the checkpoint has them."""
-    if os.path.lexists(inner / WEIGHTS_FILE):
-        with QuantizedWeights(inner / WEIGHTS_FILE) as file:
-            weights, specs = file.neuron_formats, file.specs
-        neurons = {n.removesuffix(".bundles"): s.nbytes for n, s in specs.items() if n.endswith(".bundles")}
-    else:
-        specs = {}
-        for path in sorted(folder.glob("*.safetensors")) if inner != folder else ():
-            with TensorReader(path) as reader:
-                specs |= reader.specs
-        neurons, weights = _float_neurons(specs, plan)
-    found = {
-        "neurons": sum(neurons.values()),
-        "attention, embeddings, head": sum(spec.nbytes for spec in specs.values()) - sum(neurons.values()),
-        "predictors": _file_bytes(inner.glob("predictors.safetensors")),
-        "plan and statistics": _file_bytes([*inner.glob("plan.*"), *inner.glob("stats.safetensors")]),
     }
-    return weights, {part: count for part, count in found.items() if count}, neurons
 
 
-def _float_neurons(specs: Mapping[str, Spec], plan: Plan | None) -> tuple[dict[str, int], str]:
-    """Bytes of neurons by site, and their dtype; nothing where the weights are not there."""
-    neurons: dict[str, int] = {}
-    dtypes: set[str] = set()
-    for layer in plan.layers if plan else ():
-        spec = specs.get(layer.site.up.weight)
-        if spec is not None:
-            values = layer.site.rows_per_neuron * layer.site.intermediate * layer.site.hidden
-            neurons[layer.site.key] = values * spec.dtype.itemsize
-            dtypes.add(dtype_name(spec.dtype))
-    return neurons, ", ".join(sorted(dtypes))
-
-
-def _file_bytes(paths: Iterable[Path]) -> int:
-    return sum(path.stat().st_size for path in paths if path.is_file())
-
-
-def _shape(path: Path) -> tuple[str, str | None]:
-    """Class and sizes, and the label of random weights (None: a real model). Raises ArtifactError: damaged."""
-    if not os.path.lexists(path):
-        return "", None
-    config = read_config(path.parent)
+def _shape(config: Mapping[str, Any]) -> str:
     text = config.get("text_config")
-    config = {**config, **text} if isinstance(text, dict) else config
-    names = config.get("architectures")
-    words = [str(names[0] if isinstance(names, list) and names else config.get("model_type", ""))]
+    sizes = {**config, **text} if isinstance(text, dict) else config
     units = {
         "num_hidden_layers": "layers",
         "hidden_size": "wide",
@@ -209,17 +134,8 @@ def _shape(path: Path) -> tuple[str, str | None]:
         "num_attention_heads": "heads",
         "vocab_size": "tokens in the vocabulary",
     }
-    words += [f"{config[name]:,} {unit}" for name, unit in units.items() if isinstance(config.get(name), int)]
-    label = config.get("torch_pi2_synthetic")
-    if not label:
-        return ", ".join(words), None
-    share, shape = (label.get("active"), label.get("shape")) if isinstance(label, dict) else (None, None)
-    said = "random weights" + (f" of the shape {shape}" if isinstance(shape, str) else "")
-    said += f", made so that {share:.0%} of neurons fire" if isinstance(share, float) else ""
-    return ", ".join(words), said
-
-
-# --- what fires
+    known = [f"{sizes[name]:,} {unit}" for name, unit in units.items() if isinstance(sizes.get(name), int)]
+    return ", ".join([str(config.get("model_type", "")), *known])
 
 
 def firing_rows(stats: ActivationStats) -> list[dict[str, Any]]:
@@ -238,9 +154,7 @@ def _firing(key: str, layers: list[LayerStats]) -> dict[str, Any]:
     sizes = [set(_batch_sizes(layer)) for layer in seen] or [set()]
     return {
         "key": key,
-        "tokens": max(layer.tokens for layer in layers),
         "neurons": len(fired),
-        "never": int((fired == 0).sum()),
         "active_share": float(np.mean([layer.active_share for layer in seen or layers])),
         "cdf": _cdf(fired),
         "by_batch": {
@@ -264,10 +178,7 @@ def _cdf(fired_I: torch.Tensor) -> list[tuple[float, float]]:
     return [(0.0, 0.0), *((float(i / n), float(below[i - 1] / below[-1])) for i in at)]
 
 
-# --- the plan
-
-
-def plan_facts(plan: Plan, predictors: Mapping[str, AnyPredictor], neuron_bytes: Mapping[str, int]) -> dict[str, Any]:
+def plan_facts(plan: Plan, predictors: Mapping[str, AnyPredictor]) -> dict[str, Any]:
     """``rows`` in order of execution, ``buckets`` by batch (0: any), ``hardware`` (None: any machine), ``curve``."""
     hardware, nothing = plan.hardware, (0,) * len(plan.layers)
     counts = [(tuple(layer.n_hot for layer in plan.layers), nothing, nothing)]
@@ -280,7 +191,7 @@ def plan_facts(plan: Plan, predictors: Mapping[str, AnyPredictor], neuron_bytes:
     curve = LossCurve.of(stats, "statistics of the plan") if isinstance(stats, dict) else None
     return {
         "planner": str(made_for.get("planner", plan.made_by.get("planner", "unknown"))),
-        "rows": [_row(key, list(group), counts, predictors, neuron_bytes) for key, group in groups],
+        "rows": [_row(key, list(group), counts, predictors) for key, group in groups],
         "buckets": buckets,
         "hardware": None if hardware is None else _hardware(hardware),
         "curve": None if curve is None else {**vars(curve), "points": [list(point) for point in curve.points]},
@@ -292,7 +203,6 @@ def _row(
     group: list[tuple[int, LayerPlan]],
     counts: Sequence[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]],
     predictors: Mapping[str, AnyPredictor],
-    neuron_bytes: Mapping[str, int],
 ) -> dict[str, Any]:
     """``hot``, ``accelerator`` and ``resident`` neurons by bucket; of predictors bytes in sum, the rest on average."""
     numbers, layers = [i for i, _ in group], [layer for _, layer in group]
@@ -300,24 +210,20 @@ def _row(
         name: [sum(bucket[kind][i] for i in numbers) for bucket in counts]
         for kind, name in enumerate(("hot", "accelerator", "resident"))
     }
-    sizes = [neuron_bytes.get(layer.site.key) for layer in layers]
     known = [predictors[layer.site.key].card for layer in layers if layer.site.key in predictors]
     cards = [card for card in known if card is not None]
     means = {
         name: float(np.mean([getattr(card, name) for card in cards]))
-        for name in (("recall", "precision", "predicted_active") if cards else ())
+        for name in (("recall", "precision", "rank") if cards else ())
     }
     return {
         "key": key,
         "experts": len(layers),
         "neurons": sum(layer.site.intermediate for layer in layers),
-        "hidden": layers[0].site.hidden,
         "method": ", ".join(sorted({layer.method for layer in layers})),
         "expected_active": float(np.mean([layer.expected_active for layer in layers])),
         **places,
-        "bytes": None if None in sizes else sum(count or 0 for count in sizes),
-        "predictor": means
-        and {"bytes": sum(c.bytes for c in cards), "rank": round(float(np.mean([c.rank for c in cards]))), **means},
+        "predictor": means and {"bytes": sum(card.bytes for card in cards), **means},
     }
 
 
@@ -335,35 +241,26 @@ def _hardware(plan: Any) -> dict[str, Any]:
     }
 
 
-# --- what is missing
-
-
 def _missing(report: Report, folder: Path) -> list[dict[str, str]]:
     """Plots that cannot be drawn: why, and what to run to get them."""
-    plan, model = report["plan"], report["model"]
+    plan, model, name = report["plan"], report["model"], shlex.quote(str(folder))
     found: list[tuple[str, str, str]] = []
     if not report["firing"]:
-        why = "There are no statistics in the folder."
-        why = "A model of random weights has no statistics: nothing was profiled." if model["synthetic"] else why
-        save = repr(str(folder / "pi2")).replace("{", "{{").replace("}", "}}")
-        how = f"with torch_pi2.watch(model) as watched: ...   # use the model\nwatched.stats().save({save})"
+        why = "there are no statistics in the folder" + (": its weights are random" if model["synthetic"] else "")
+        how = f"with torch_pi2.watch(model) as watched: ...   # then: watched.stats().save({str(folder / 'pi2')!r})"
         found.append(("Which neurons fire; sparsity by batch size", why, how))
     if plan is None:
-        found.append(("Plan, predictors", "There is no plan in the folder.", _HOW["plan"]))
-    else:
-        if not any(row["predictor"] for row in plan["rows"]):
-            methods = ", ".join(sorted({row["method"] for row in plan["rows"]}))
-            why = f"No layer has a predictor: cold neurons are chosen by {methods}."
-            found.append(("Predictors: recall and size", why, _HOW["predictor"]))
-        if not any(bucket["ms"] for bucket in plan["buckets"]):
-            why = "The plan is not made for a machine: no time is predicted."
-            found.append(("Plan by batch size; predicted times", why, _HOW["hardware"]))
-    if not report["measured"]:
-        found.append(("Measured times", "No measurement was given.", _HOW["measured"]))
+        how = "torch-pi2 plan CHECKPOINT --out DIR"
+        found.append(("Plan, predictors, predicted times", "there is no plan in the folder", how))
+    elif not any(bucket["ms"] for bucket in plan["buckets"]):
+        how = f"torch-pi2 plan {name} --hardware measured --out DIR   # then: --plan DIR"
+        found.append(("Plan by batch size; predicted times", "the plan is not made for a machine", how))
     if report["cache"] is None:
-        why = "No recording of accesses was given." if model["stored"] else "The whole model is in memory: no cache."
-        found.append(("Cache hits over time and by size", why, _HOW["accesses" if model["stored"] else "pack"]))
+        how = "with torch_pi2.record_accesses(model, FILE): ...   # then: --accesses FILE"
+        pack = f"torch-pi2 pack {name} STORE   # then load it with a budget, and record accesses"
+        why = "no recording of accesses was given" if model["stored"] else "the whole model is in memory: no cache"
+        found.append(("Cache hits by size", why, how if model["stored"] else pack))
     if report["timeline"] is None:
-        found.append(("Timeline of threads and reads", "No trace was given.", _HOW["trace"]))
-    name = shlex.quote(str(folder))
-    return [{"plot": plot, "why": why, "how": how.format(name)} for plot, why, how in found]
+        how = f"torch-pi2 generate {name} --prompt TEXT --trace FILE   # then: --trace FILE"
+        found.append(("Timeline of threads and reads", "no trace was given", how))
+    return [{"plot": plot, "why": why, "how": how} for plot, why, how in found]

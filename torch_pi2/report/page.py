@@ -13,7 +13,6 @@ from typing import Any
 from torch_pi2.base.files import atomic_write
 from torch_pi2.base.package import missing_package
 from torch_pi2.base.units import percent, size
-from torch_pi2.report.glossary import marked
 from torch_pi2.report.plots import Plot, plots
 
 _POLICY = (
@@ -32,7 +31,6 @@ p{margin:0 0 8px;color:#68707c}
 .card{background:#fff;border:1px solid #e3e6ea;border-radius:12px;padding:16px;min-width:0;margin-top:16px}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:4px 16px;margin:0}
 dt{font-weight:600}dd{margin:0;overflow-wrap:anywhere}
-abbr{text-decoration:underline dotted;cursor:help}
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:13.5px}
 th,td{padding:5px 10px;text-align:right;white-space:nowrap;border-bottom:1px solid #e3e6ea}
 th:first-child,td:first-child,.text{text-align:left}
@@ -99,13 +97,13 @@ def _page(report: Mapping[str, Any], plotly_js: str) -> Iterator[str]:
 
 def _list(rows: list[tuple[str, str]]) -> str:
     """A card of names, and HTML beside each."""
-    return f'<section class="card"><dl>{"".join(f"<dt>{marked(n)}</dt><dd>{v}</dd>" for n, v in rows)}</dl></section>\n'
+    return f'<section class="card"><dl>{"".join(f"<dt>{escape(n)}</dt><dd>{v}</dd>" for n, v in rows)}</dl></section>\n'
 
 
 def _card(plot: Plot) -> str:
     figure = json.dumps(plot.figure).replace("<", "\\u003c")  # "<" could end the script element early
     return (
-        f'<section class="card"><h3>{escape(plot.title)}</h3><p>{marked(plot.read)}</p>'
+        f'<section class="card"><h3>{escape(plot.title)}</h3><p>{escape(plot.read)}</p>'
         f'<div class="plot" id="{plot.name}"></div>'
         f'<script type="application/json" id="{plot.name}-figure">{figure}</script></section>\n'
     )
@@ -118,11 +116,11 @@ def _header(report: Mapping[str, Any]) -> Iterator[str]:
     yield f"<h1>{escape(model['name'])}</h1><p>{escape(model['shape'])}</p>"
     if hardware and hardware["source"] == "published":
         text = f"plan for PUBLISHED figures of {hardware['name']}, not measured"
-        yield f'<span class="badge warn">{marked(text)}</span>'
+        yield f'<span class="badge warn">{escape(text)}</span>'
     if model["synthetic"]:
-        yield f'<span class="badge warn">{marked("SYNTHETIC: " + model["synthetic"])}</span>'
-    yield f'<span class="badge">{marked("a neuron store" if model["stored"] else "in memory")}</span>'
-    verdict = [(name, marked(text)) for name, text in report["verdict"].items()]
+        yield f'<span class="badge warn">{escape("SYNTHETIC: " + model["synthetic"])}</span>'
+    yield f'<span class="badge">{escape("a neuron store" if model["stored"] else "in memory")}</span>'
+    verdict = [(name, escape(text)) for name, text in report["verdict"].items()]
     how = "Nobody measured it: torch-pi2 optimize, quantize and pack do, unless with --no-verdict."
     yield f"<h2>Verdict</h2>{_list(verdict or [('none', how)])}"
     facts = [("neurons' weights", model["weights"])]
@@ -149,19 +147,18 @@ def _layers(plan: Mapping[str, Any], firing: Mapping[str, float]) -> Iterator[st
     """A line per layer, or per block of experts."""
     hot = [f"hot ({bucket['batch']})" if bucket["batch"] else "hot" for bucket in plan["buckets"]]
     columns = ["layer", "method", "neurons", *(["fire"] if firing else []), *hot, "cold computed", "rank", "recall"]
-    columns += ["precision", "predictor", "neurons' bytes"]
-    yield f'<h2>Layers</h2><section class="card"><p>{marked(_NOTE)}</p><div class="scroll"><table><thead><tr>'
-    yield "".join(f"<th>{marked(name)}</th>" for name in columns) + "</tr></thead><tbody>"
+    columns += ["precision", "predictor"]
+    yield f'<h2>Layers</h2><section class="card"><p>{escape(_NOTE)}</p><div class="scroll"><table><thead><tr>'
+    yield "".join(f"<th>{escape(name)}</th>" for name in columns) + "</tr></thead><tbody>"
     for row in plan["rows"]:
         key = row["key"] if row["experts"] == 1 else f"{row['key']} ({row['experts']} experts)"
         cells = [key, row["method"], f"{row['neurons']:,}", *([percent(firing.get(row["key"]))] if firing else [])]
         cells += [*(f"{count:,}" for count in row["hot"]), percent(row["expected_active"])]
         card = row["predictor"]
         cells += (
-            [str(card["rank"] or "-"), percent(card["recall"]), percent(card["precision"]), size(card["bytes"])]
+            [f"{card['rank']:.0f}", percent(card["recall"]), percent(card["precision"]), size(card["bytes"])]
             if card
             else ["-"] * 4
         )
-        cells.append("-" if row["bytes"] is None else size(row["bytes"]))
         yield "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
     yield "</tbody></table></div></section>\n"

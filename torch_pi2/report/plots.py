@@ -11,14 +11,13 @@ import numpy as np
 
 from torch_pi2.base.units import size
 
-#: Parts of a step's time, as the planner's cost model has them; ``ffn``: hot, cold, io and merge as one.
+#: Parts of a step's time, as the planner's cost model has them.
 PARTS = {
     "attention": ("attention: linear layers", "#4e79a7"),
     "sdpa": ("attention: keys and values", "#9cc3e6"),
     "predictor": ("predictors", "#a76fa5"),
     "hot": ("hot neurons", "#e15759"),
     "cold": ("cold neurons", "#4fa8a0"),
-    "ffn": ("all of the FFN", "#b07f63"),
     "io": ("waiting for reads", "#f28e2b"),
     "merge": ("merging with the accelerator", "#e3c23f"),
     "head": ("head", "#63a355"),
@@ -70,11 +69,9 @@ def plots(report: Mapping[str, Any]) -> dict[str, list[Plot]]:
     if plan is not None:
         found["Plan"].append(_plan(plan))
         found["Plan"] += [_loss_curve(plan["curve"])] if plan["curve"] else []
-        found["Plan"] += [_predictors(plan["rows"])] if any(row["predictor"] for row in plan["rows"]) else []
-    if report["measured"] or (plan and any(bucket["ms"] for bucket in plan["buckets"])):
-        found["Time"].append(_times(plan, report["measured"]))
+        found["Time"] += [_times(plan)] if any(bucket["ms"] for bucket in plan["buckets"]) else []
     if cache is not None:
-        found["Cache"] += [_hits_over_time(cache), _hits_by_size(cache)]
+        found["Cache"].append(_hits_by_size(cache))
     if timeline is not None:
         found["Threads and reads"].append(_busy(timeline))
     return found
@@ -221,85 +218,26 @@ def _loss_curve(curve: Mapping[str, Any]) -> Plot:
     return _plot("loss-curve", "What skipping neurons costs", read, [trace], shapes=[guide], **axes)
 
 
-def _predictors(rows: Sequence[Mapping[str, Any]]) -> Plot:
-    """Recall against bytes, a bubble for each layer, as large as its rank."""
-    known = [(index, row["key"], row["predictor"]) for index, row in enumerate(rows) if row["predictor"]]
-    most = max(1, *(card["rank"] for *_, card in known), 1)
-    bubbles = {
-        "type": "scatter",
-        "mode": "markers",
-        "x": [card["bytes"] for *_, card in known],
-        "y": [card["recall"] for *_, card in known],
-        "customdata": [
-            [escape(key), card["rank"] or "none", card["precision"], card["predicted_active"], size(card["bytes"])]
-            for _, key, card in known
-        ],
-        "marker": {
-            "size": [14 + 26 * (card["rank"] / most) ** 0.5 for *_, card in known],
-            "color": [_depth_colour(index, len(rows)) for index, *_ in known],
-        },
-        "hovertemplate": "recall %{y:.1%}, precision %{customdata[2]:.1%}<br>%{customdata[4]}, rank %{customdata[1]}"
-        "<br>%{customdata[3]:.1%} of neurons predicted<extra>%{customdata[0]}</extra>",
-        "showlegend": False,
-    }
-    read = (
-        "One bubble a layer, amber for the first and blue for the last; the larger, the higher its rank. Up and left "
-        "is better: a neuron that a predictor misses is not computed, and its weights are read for every token."
-    )
-    largest = max(card["bytes"] for *_, card in known)
-    axes: dict[str, Any] = {"xaxis": _axis("bytes of the predictor", tickformat="~s", range=[0, 1.15 * largest])}
-    axes["yaxis"] = _axis("recall: firing neurons that it finds", **_PERCENT)
-    return _plot("predictors", "Predictors: recall and size", read, [bubbles], 420, **axes)
-
-
-def _times(plan: Mapping[str, Any] | None, measured: Sequence[Mapping[str, Any]]) -> Plot:
-    """Milliseconds per token by part: predicted for each batch size, and measured."""
-    steps = [("predicted", str(b["batch"]), b["batch"], b["ms"]) for b in (plan["buckets"] if plan else ()) if b["ms"]]
-    for group, field in (("measured", "ms"), ("modelled", "predicted")):
-        for run in measured:
-            same = sum(other["batch"] == run["batch"] for other in measured) > 1
-            label = f"{run['batch']}<br>{escape(run['where'])}" if same else str(run["batch"])
-            steps += [(group, label, run["batch"], run[field])] if run[field] else []
-    labels = [[group for group, *_ in steps], [label for _, label, *_ in steps]]
-    found = dict.fromkeys(part for *_, ms in steps for part in ms)
+def _times(plan: Mapping[str, Any]) -> Plot:
+    """Predicted milliseconds per token by part, for each batch size."""
+    buckets = [bucket for bucket in plan["buckets"] if bucket["ms"]]
+    labels = [str(bucket["batch"]) for bucket in buckets]
     traces = []
-    for part in [*(p for p in PARTS if p in found), *(p for p in found if p not in PARTS)]:
-        each = [ms.get(part, 0.0) / batch for *_, batch, ms in steps]
+    for part, (name, colour) in PARTS.items():
+        each = [bucket["ms"].get(part, 0.0) / bucket["batch"] for bucket in buckets]
         if any(each):
-            name, colour = PARTS.get(part, (part, "#c0c0c0"))
             traces.append(_bars(labels, each, name, colour, "%{y:.3g} ms a token"))
-    totals = [sum(ms.values()) / batch for *_, batch, ms in steps]
+    totals = [sum(bucket["ms"].values()) / bucket["batch"] for bucket in buckets]
     rates = [f"{1e3 / total:,.3g}/s" if total else "" for total in totals]
     above = {"type": "scatter", "mode": "text", "x": labels, "y": totals, "text": rates, "textposition": "top center"}
     read = (
-        "Where the time of a token goes while decoding; above each bar tokens per second of all sequences together. "
-        "Modelled is what the cost model says of the measured run, with its context and its cache."
+        "Where the time of a token goes while decoding, as predicted; above each bar tokens a second, of all sequences."
     )
-    if plan and plan["hardware"] and plan["hardware"]["source"] == "published":
+    if plan["hardware"]["source"] == "published":
         read += " Predictions are for published figures of a device, not for a machine that was measured."
-    layout = {"barmode": "stack", "xaxis": _axis(type="multicategory"), "yaxis": _axis("ms per token")}
+    layout = {"barmode": "stack", "xaxis": _axis("sequences", type="category"), "yaxis": _axis("ms per token")}
     text = {**above, "showlegend": False, "hoverinfo": "skip"}
     return _plot("times", "Time per token", read, [*traces, text], 450, **layout)
-
-
-def _hits_over_time(cache: Mapping[str, Any]) -> Plot:
-    traces = []
-    for policy, rates in cache["over_time"].items():
-        run = policy == cache["policy"]
-        line = {"width": 3 if run else 1.5}
-        name, hover = f"{policy}, as it ran" if run else policy, "%{y:.1%} hits up to pass %{x}"
-        traces.append(_lines(cache["windows"], rates, name, hover, mode="lines+markers", line=line))
-    same = "It has exactly the hits of the run." if cache["whole"] else "The run also did other things: it is close."
-    read = (
-        f"{cache['passes']:,} tokens and prompts, replayed with a cache of the run's size ({cache['share']:.0%} of all "
-        f"neurons): the share of the neurons wanted that was in the cache. {same} A line that keeps rising is a cache "
-        "that is still learning; a dip is a prompt or another topic."
-    )
-    axes: dict[str, Any] = {
-        "xaxis": _axis("tokens and prompts so far"),
-        "yaxis": _axis("hit rate", range=[0, 1.02], **_PERCENT),
-    }
-    return _plot("hits", "Cache hits over time", read, traces, **axes)
 
 
 def _hits_by_size(cache: Mapping[str, Any]) -> Plot:
@@ -320,9 +258,9 @@ def _hits_by_size(cache: Mapping[str, Any]) -> Plot:
     mark = {"type": "line", "x0": at, "x1": at, "yref": "paper", "y0": 0, "y1": 1, "line": {"dash": "dash", "width": 1}}
     note = {"text": "this run", "x": at, "yref": "paper", "y": 0.05, "showarrow": False, "xanchor": "left"}
     read = (
-        "Hits that caches of other sizes would have had on the same accesses, filled at first as the run's was. Where "
-        "a line is steep, memory buys hits; where it is flat, more memory buys little. The dotted line is the optimum, "
-        "which knows the future."
+        f"Hits of caches of other sizes on the same accesses: {cache['passes']:,} tokens and prompts, of which the run "
+        f"had {cache['hit_rate']:.1%}. Where a line is steep, memory buys hits; where it is flat, more memory buys "
+        "little. The dotted line is the optimum, which knows the future."
     )
     axes: dict[str, Any] = {"xaxis": _axis("cache, of all neurons of the store", range=[0, 1.02], **_PERCENT)}
     axes["yaxis"] = _axis("hit rate", range=[0, 1.02], **_PERCENT)
