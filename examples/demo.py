@@ -29,9 +29,9 @@ from transformers.utils import logging as transformers_logging
 import torch_pi2
 from torch_pi2.base.files import atomic_write
 from torch_pi2.base.progress import lines
-from torch_pi2.cli import doctor, verdict
+from torch_pi2.cli import build_parser, doctor, verdict
 from torch_pi2.cli.common import percent, size, stdlib_sample, table
-from torch_pi2.cli.logs import configured
+from torch_pi2.cli.terminal import configured
 from torch_pi2.eval import bits_per_byte, ffn_modules, time_decode, work
 from torch_pi2.eval.verdict import judge
 from torch_pi2.types.config import Config
@@ -224,7 +224,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "bench_ffn": layer_times,
         "verdict": found,
         "seconds": {**SECONDS, "total": total},
-        "machine": doctor.run(args),
+        "machine": doctor.run(build_parser().parse_args(["doctor"])),
     }
     atomic_write(out / "demo.json", json.dumps(report, indent=1) + "\n")
     print(f"\n{total:.0f} s. All numbers are in {out / 'demo.json'}, the model is in {out / 'model'}.")

@@ -27,7 +27,7 @@ import torch_pi2
 from examples.phone import runtimes
 from examples.phone.models import CHAT_TEMPLATE, PROMPTS, Case, cases
 from torch_pi2.base.files import atomic_write
-from torch_pi2.cli.tables import table
+from torch_pi2.cli.terminal import table
 from torch_pi2.export.describe import describe_program
 
 #: Logits of float32 models, everywhere; relative to the largest.

@@ -226,8 +226,9 @@ def test_guesses_from_the_prompt_change_no_text(command, made) -> None:
     assert guessed["drafts"]["passes"] <= len(guessed["sequences_by_step"])
     assert " drafted tokens accepted]" in command(*argv, "--prompt-lookup", "4").out
     eight = "argument --prompt-lookup: expected at most 7, found 8"
-    for option, found in ((["--prompt-lookup", "8"], eight), (["--temperature", "1"], "--temperature 1")):
-        assert _error(command(*argv, "--prompt-lookup", "4", *option, "--json", ok=False))["found"] == found
+    both = "--prompt-lookup with --temperature 1: expected one of them"
+    for option, message in ((["--prompt-lookup", "8"], eight), (["--temperature", "1"], both)):
+        assert message in command(*argv, "--prompt-lookup", "4", *option, ok=False).err
 
 
 @pytest.mark.slow
@@ -271,7 +272,7 @@ def test_eval_compares_dense_and_sparse(command, made, text_file, method) -> Non
         assert sparse["neurons_computed"] == 1
         assert sparse["neurons_used"] < 0.5
     shown = command("eval", made[method], *argv).out
-    assert "held-out bits per byte" in shown
+    assert "bits per byte" in shown
 
 
 def test_doctor_knows_the_library_and_the_extras(command) -> None:
@@ -285,7 +286,7 @@ def test_doctor_knows_the_library_and_the_extras(command) -> None:
         assert (extra["install"] is not None) == bool(extra["missing"])
     assert "all is well" in command("doctor").out
     alone = command("doctor", "--measure-folder", ".", ok=False).err
-    assert "--measure-folder: expected --measure beside it, found nothing to measure. Pass --measure." in alone
+    assert "--measure-folder: expected --measure beside it, found none. Pass --measure, or" in alone
 
 
 def test_doctor_reports_a_missing_library(command, monkeypatch) -> None:

@@ -190,4 +190,7 @@ def test_a_talk_with_a_gpu_in_it(
     assert main(["generate", str(MODEL), "--prompt", "a", "--gpu-memory", "1GiB"]) == 2
     assert "--gpu-memory 1GiB: expected all for a model that is not optimised" in capsys.readouterr().err
     assert "--gpu-memory 1GiB with --compile: expected one of them" in talk("", "--gpu-memory", "1GiB", "--compile").err
-    assert "expected a size, such as 6GiB, beside --budget" in talk("", "--gpu-memory", "all", "--budget", "1GB").err
+    assert (
+        "--gpu-memory all with --budget 1GB: expected one of them"
+        in talk("", "--gpu-memory", "all", "--budget", "1GB").err
+    )

@@ -151,7 +151,7 @@ def test_damaged_folders(
 def test_sampling_is_checked_before_anything_is_loaded(command: Command, verb: str) -> None:
     prompt = ["--prompt", "x"] if verb == "generate" else []
     ran = command(verb, "nowhere", *prompt, "--top-p", "0.5", ok=False)
-    assert "--top-p: expected a --temperature above 0, found 0.5 where the most likely token is taken" in ran.err
+    assert "--top-p 0.5: expected a --temperature above 0 beside it, found the most likely token each time" in ran.err
     ran = command(verb, "nowhere", *prompt, "--top-p", "5", ok=False)
     assert "expected more than 0 and at most 1, found 5" in ran.err
 

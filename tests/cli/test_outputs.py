@@ -17,7 +17,7 @@ import pytest
 
 from torch_pi2.base.files import atomic_write, is_standard_output, replacing_folder
 from torch_pi2.cli import main
-from torch_pi2.cli.output import OutputError, emit
+from torch_pi2.cli.terminal import OutputError, emit
 from torch_pi2.errors import ArtifactError
 from torch_pi2.observe.trace import check_path
 

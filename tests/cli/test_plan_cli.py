@@ -107,7 +107,7 @@ def test_a_store_under_a_budget_runs_as_planned(command, root, tmp_path) -> None
 def test_text(command, root, tmp_path) -> None:
     shown = command(root / "model", *BASE, "--explain").out
     assert f"predicted for {PHONE} (published), everything in memory, 16 tokens each" in shown
-    assert "batch  tokens/s" in shown
+    assert "batch  tokens per s" in shown
     assert "wrote" not in shown
     assert "wrote" in command(root / "model", *BASE, "--out", tmp_path / "p").out
 
@@ -151,7 +151,7 @@ def test_a_dense_checkpoint_with_statistics(command, tmp_path, monkeypatch) -> N
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("{model}",), "--hardware: the neuron orders and methods of a folder stay none"),
+        (("{model}",), "planning .* anew --hardware measured .*beside it none"),
         (("{model}", "--budget", "1GiB"), "--budget --hardware beside it none"),
         (("{model}", "--hardware", PHONE), "--out a folder to write into none"),
         (("{model}", "--hardware", "toaster", "--out", "{tmp}/p"), "hardware measured, sm8650-ufs4.0"),

@@ -23,7 +23,6 @@ from torch_pi2.cli import main
 from torch_pi2.errors import ArtifactError, LibraryMissingError, StaleArtifactError
 from torch_pi2.observe.accesses import Accesses
 from torch_pi2.report.plots import Plot, places, plots
-from torch_pi2.report.runs import read_trace
 from torch_pi2.store.parts import Parts
 from torch_pi2.types.plan import Bucket, HardwarePlan, Plan, PromptPlan
 
@@ -39,7 +38,6 @@ class Made:
     saved: Path
     store: Path
     accesses: Path
-    trace: Path
 
 
 def with_hardware(folder: Path) -> None:
@@ -66,12 +64,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     torch_pi2.pack(base / "saved", base / "plain")
     with_hardware(base / "saved" / "pi2")
     torch_pi2.pack(base / "saved", base / "store")
-    found = Made(base / "saved", base / "store", base / "accesses", base / "trace.json")
+    found = Made(base / "saved", base / "store", base / "accesses")
     # Of the plan without a machine: a model that follows one changes its cache, which no replay repeats.
     parts: Any = torch_pi2.stats(torch_pi2.load(base / "plain", budget="1GiB"))["budget"]
     half = parts.smallest + parts.in_slots(parts.neurons // 2)
     stored = torch_pi2.load(base / "plain", budget=half, offload=torch_pi2.OffloadConfig(policy="lfu"))
-    with torch_pi2.record_accesses(stored, found.accesses), torch_pi2.trace(found.trace), torch.no_grad():
+    with torch_pi2.record_accesses(stored, found.accesses), torch.no_grad():
         for step in range(12):
             stored(ids[:1, step : step + 1])
     return found
@@ -80,7 +78,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 @pytest.fixture(scope="module")
 def whole(made: Made) -> Report:
     """With every plot."""
-    return report.collect(made.store, trace=made.trace, accesses=made.accesses)
+    return report.collect(made.store, accesses=made.accesses)
 
 
 def by_name(found: Report) -> dict[str, Plot]:
@@ -114,33 +112,6 @@ def test_facts_are_those_of_the_folder(made: Made, whole: Report) -> None:
     assert all(of["hit_rate"]["optimal"] >= max(of["hit_rate"].values()) - 1e-9 for of in whole["cache"]["sizes"])
 
 
-def write_trace(path: Path, spans: list[tuple[int, str, float, float]]) -> Path:
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "thread_name", "ts": 0, "tid": tid, "args": {"name": name}}
-        for tid, name in ((1, "compute 0"), (2, "I/O 0"))
-    ]
-    for tid, name, begin, ms in spans:
-        events.append({"ph": "X", "name": name, "ts": 1e3 * begin, "dur": 1e3 * ms, "tid": tid, "args": {"layer": 0}})
-    path.write_text(json.dumps({"otherData": {"lost_events": 3}, "traceEvents": events}))
-    return path
-
-
-def test_a_trace_is_all_there(made: Made, whole: Report, tmp_path: Path) -> None:
-    events = json.loads(made.trace.read_text())["traceEvents"]
-    timeline = whole["timeline"]
-    assert timeline["events"] == sum(event["ph"] in ("X", "b", "C") for event in events)
-    step = timeline["total_ms"] / len(timeline["bins"])
-    counted = [event["args"]["bytes"] for event in events if event["name"] == "bytes read"]
-    assert sum(timeline["read_mb_per_s"]) * step * 1e3 == pytest.approx(max(counted) - counted[0], rel=1e-6)
-    # of nested spans the innermost counts
-    spans = [(1, "ffn", 10.0, 100.0), (1, "begin", 10.0, 20.0), (1, "submit", 20.0, 5.0), (1, "wait", 50.0, 40.0)]
-    nested = read_trace(write_trace(tmp_path / "t", [*spans, (2, "verify", 60.0, 90.0)]))
-    step = nested["total_ms"] / len(nested["bins"])
-    busy = {name: pytest.approx(sum(threads) * step, rel=1e-3) for name, threads in nested["busy"].items()}
-    assert busy == {"cache and requests": 20, "waiting for reads": 40, "rest of the layer": 40}
-    assert "3 events were lost" in by_name({**whole, "timeline": nested})["busy"].read
-
-
 def test_neurons_are_somewhere_in_every_bucket(whole: Report) -> None:
     bars = by_name(whole)["plan"].figure["data"]
     names = len(bars) // len(BATCHES)
@@ -156,7 +127,7 @@ def test_neurons_are_somewhere_in_every_bucket(whole: Report) -> None:
 
 def test_the_command_writes_one_file(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "report.html"
-    files = ["--trace", str(made.trace), "--accesses", str(made.accesses)]
+    files = ["--accesses", str(made.accesses)]
     assert main(["report", str(made.store), "-o", str(out), *files, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["file"], result["bytes"]) == (str(out), out.stat().st_size)
@@ -187,8 +158,9 @@ def test_what_is_missing_is_said(made: Made, tmp_path: Path, capsys: pytest.Capt
         "no statistics in the folder",
         f"torch-pi2 plan '{folder}' --hardware measured",
         "the plan is not made for a machine",
+        "the whole model is in memory",
     )
-    for said in (*wanted, "the whole model is in memory", f"torch-pi2 generate '{folder}'"):
+    for said in wanted:
         assert said in out
         assert said in text
 
@@ -211,7 +183,7 @@ def test_names_in_files_are_no_code(whole: Report, tmp_path: Path) -> None:
 def test_figures_are_ones_that_plotly_knows(whole: Report) -> None:
     go = pytest.importorskip("plotly.graph_objects")
     found = by_name(whole)
-    assert list(found) == ["cdf", "sparsity", "plan", "times", "sizes", "busy"]
+    assert list(found) == ["cdf", "sparsity", "plan", "times", "sizes"]
     for plot in found.values():
         go.Figure(json.loads(json.dumps(plot.figure, allow_nan=False)))
 
@@ -225,29 +197,6 @@ def test_a_browser_draws_every_plot(whole: Report, tmp_path: Path) -> None:
     assert complaints == []
     drawn = re.findall(r'<div class="plot js-plotly-plot" id="([\w-]+)"', text)
     assert drawn == list(by_name(whole))
-
-
-TRACE = '{"otherData": {"lost_events": 0}, "traceEvents": [%s]}'
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        (None, "found nothing"),
-        ('{"traceEvents": [', r"found damage \(Expecting value"),
-        ("[]", r"found damage \(TypeError"),
-        (TRACE % "", "none of its spans is of a stage"),
-        (TRACE % '{"ph": "X", "name": "ffn", "ts": 1}', "KeyError: 'tid'"),
-        (TRACE % '{"ph": "X", "name": "ffn", "ts": NaN, "dur": 1, "tid": 1, "args": {}}', "times that are not finite"),
-    ],
-)
-def test_damaged_files_are_refused(tmp_path: Path, text: str | None, found: str) -> None:
-    path = tmp_path / "file.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ArtifactError, match=r"file\.json: expected") as error:
-        read_trace(path)
-    assert re.search(found, str(error.value))
 
 
 def test_files_of_other_models_are_refused(made: Made, tmp_path: Path) -> None:

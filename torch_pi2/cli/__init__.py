@@ -1,4 +1,4 @@
-"""The ``torch-pi2`` command: one module per verb, each with ``add_arguments``, ``run`` and ``render``.
+"""The ``torch-pi2`` command: a module or class per verb, each with ``EXAMPLE``, ``add_arguments``, ``run``, ``render``.
 
 ``run`` returns a dict; ``--json`` prints it as the only thing on standard output, otherwise ``render`` turns it into
 text. Everything else (progress, logs, output of libraries) goes to standard error.
@@ -12,19 +12,16 @@ import argparse
 import contextlib
 import importlib
 import json
-import keyword
 import os
 import sys
 from collections.abc import Callable, Sequence
+from inspect import cleandoc
 from typing import Any, TextIO
 
 from torch_pi2.base.fields import argument, shown
 from torch_pi2.base.progress import lines
-from torch_pi2.cli.logs import configured
-from torch_pi2.cli.output import OutputError, emit
 from torch_pi2.cli.parser import Help, Parser, Version
-from torch_pi2.cli.signals import quiet_interrupts, sigterm_as_exit
-from torch_pi2.cli.tables import shown_on
+from torch_pi2.cli.terminal import OutputError, configured, emit, quiet_interrupts, shown_on, sigterm_as_exit
 from torch_pi2.errors import ArtifactError, Pi2Error
 
 __all__ = ["VERBS", "Parser", "build_parser", "main"]
@@ -48,14 +45,23 @@ VERBS = {
     "eval": "dense against sparse: held-out loss, work and time",
     "inspect": "what is in a folder of ours",
     "replay": "what other caches would have had of recorded accesses",
-    "report": "one HTML file that shows a model folder: neurons, plan, times, caches, reads",
+    "report": "one HTML file that shows a model folder: neurons, plan, times, caches",
     "doctor": "versions, CPU features, kernels, missing extras",
     "completion": "the script that lets a shell complete all this",
 }
-#: Verbs that compute nothing; the others wait for torch to be imported.
-_WITHOUT_TORCH = ("completion",)
-
-
+#: Where verbs are whose module has another name: module, and class in it.
+_PLACES = {
+    "sparsify": ("optimize", "Sparsify"),
+    "profile": ("optimize", "Profile"),
+    "fit": ("optimize", "Fit"),
+    "import": ("checkpoint", "Import"),
+    "quantize": ("checkpoint", "Quantize"),
+    "pack": ("checkpoint", "Pack"),
+    "synthetic": ("checkpoint", "Synthetic"),
+    "run": ("generate", "Run"),
+    "replay": ("report", "Replay"),
+    "completion": ("parser", "Completion"),
+}
 BuildParser = Callable[[], argparse.ArgumentParser]
 
 
@@ -67,17 +73,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=Version)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, help_line in VERBS.items():
-        module = importlib.import_module(f"torch_pi2.cli.{name}{'_' if keyword.iskeyword(name) else ''}")
-        verb = verbs.add_parser(
-            name,
-            help=help_line,
-            description=module.__doc__,
-            epilog=f"example:\n  {module.EXAMPLE}",
-            formatter_class=Help,
-        )
-        module.add_arguments(verb)
-        common.add_every(verb)
-        verb.set_defaults(module=module, root=parser)
+        module, of_module = _PLACES.get(name, (name, None))
+        verb: Any = importlib.import_module(f"torch_pi2.cli.{module}")
+        verb = getattr(verb, of_module) if of_module else verb
+        about = cleandoc(verb.__doc__)
+        epilog = f"example:\n  {verb.EXAMPLE}"
+        own = verbs.add_parser(name, help=help_line, description=about, epilog=epilog, formatter_class=Help)
+        verb.add_arguments(own)
+        common.add_every(own)
+        own.set_defaults(module=verb, root=parser, options=own)
     return parser
 
 
@@ -93,7 +97,7 @@ def _run(argv: Sequence[str], parser: BuildParser) -> tuple[dict[str, Any], str,
         lines("torch-pi2", not args.quiet),
         contextlib.redirect_stdout(sys.stderr),
     ):
-        if getattr(args, "verb", None) not in _WITHOUT_TORCH:
+        if getattr(args, "verb", None) != "completion":  # which computes nothing
             _begin(args)
         with sigterm_as_exit():
             result = args.module.run(args)

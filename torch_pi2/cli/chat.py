@@ -11,9 +11,10 @@ import io
 import sys
 from typing import Any
 
-from torch_pi2.cli import common
-from torch_pi2.cli.output import OutputError, emit
+from torch_pi2.cli import common, models
 from torch_pi2.cli.processes import process_group
+from torch_pi2.cli.terminal import OutputError, emit
+from torch_pi2.errors import Pi2Error
 
 EXAMPLE = "torch-pi2 chat my-sparse-model"
 
@@ -28,19 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="DIR", help="folder written by optimize, quantize or pack, or a plain checkpoint")
     add("--system", metavar="TEXT", help="the system message")
-    add("--max-new-tokens", type=common.positive, default=512, metavar="N", help="of an answer (default: 512)")
-    add(
-        "--max-tokens", type=common.positive, metavar="N", help="of the whole chat (default: the model's, at most 4096)"
-    )
-    add("--temperature", type=common.temperature, default=0.0, metavar="T", help="0 (default) is greedy")
-    add(
-        "--top-p",
-        type=common.probability,
-        default=1.0,
-        metavar="P",
-        help="sample among the likeliest tokens with this probability (default: 1, all)",
-    )
-    add("--seed", type=common.seed, default=0, help="of the first answer; the next has this plus 1 (default: 0)")
+    common.add_sampling(parser, 512)
+    add("--max-tokens", type=common.positive, help="of the whole chat (default: the model's, at most 4096)")
     common.add_decoding(parser)
     common.add_loading(parser)
 
@@ -55,10 +45,10 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
     sampling = common.sampling_of(args)
     args.context = args.max_tokens or common.MOST_TOKENS
-    model = common.load_any(args)
+    model = models.load_any(args)
     session = ChatSession(
         model,
-        common.load_tokenizer(args),
+        models.load_tokenizer(args),
         max_tokens=common.max_tokens(args, model),
         limit=args.max_new_tokens,
         sampling=sampling,
@@ -84,15 +74,13 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _answer(message: str, session: Any, args: argparse.Namespace) -> None:
-    from torch_pi2.errors import Pi2Error
-
     try:
         for piece in session.say(message):
             if not args.json:
                 emit(args.stdout, piece)
+    except OutputError:
+        raise
     except Pi2Error as error:
-        if isinstance(error, OutputError):
-            raise
         _tell(error)
         return
     except KeyboardInterrupt:
@@ -147,7 +135,6 @@ def _line(prompt: str, args: argparse.Namespace) -> str:
 
 def _command(name: str, value: str, model: Any, session: Any) -> None:
     import torch_pi2
-    from torch_pi2.errors import Pi2Error
 
     if name == "/reset":
         session.reset()

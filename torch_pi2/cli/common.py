@@ -1,53 +1,34 @@
-"""What several verbs share: types and groups of options, and loading of models and artefacts."""
+"""What several verbs share: types and groups of options, calibration text, and refusals of options."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import re
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch_pi2.base.fields import shown
-from torch_pi2.base.package import missing_package
-from torch_pi2.base.progress import phase
-from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.base.units import percent as percent
 from torch_pi2.base.units import size as size
-from torch_pi2.cli.processes import coordinated
-from torch_pi2.cli.tables import table as table
-from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
+from torch_pi2.cli.parser import add_old_name as add_old_name
+from torch_pi2.cli.terminal import records as records
+from torch_pi2.cli.terminal import table as table
+from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.formats import ACTIVATIONS, FLOATS
 from torch_pi2.types.config import METHODS, QUANTIZATIONS, SCORES, WEIGHTS, Config
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from torch_pi2.predict.file import FittedPredictors
-    from torch_pi2.types.offload import OffloadConfig
-    from torch_pi2.types.stats import ActivationStats
-
-DTYPES = ("auto", *FLOATS)
-_MODEL = "a Hugging Face causal language model"
 #: Default of ``--max-tokens``, if the model has as many positions.
 MOST_TOKENS = 4096
-#: ``--gpu-memory all``: the whole model is on the GPU.
-ALL = "all"
-#: By verb: options that reduce the memory beside the neurons.
-_LESS = {
-    "generate": ("--max-new-tokens", "--num-return-sequences"),
-    "chat": ("--max-tokens",),
-    "serve": ("--max-tokens", "--max-batch-size"),
-    "eval": ("--window", "--batch-size"),
-}
 #: Lossy fields of OffloadConfig: neurons and experts that are not in memory may be left out.
 LEAVE_OUT = ("miss_margin", "drop_experts")
+
+
+# --- types of options
 
 
 def _integer(name: str, least: int, most: int = 1 << 31) -> Callable[[str], int]:
@@ -62,8 +43,7 @@ def _integer(name: str, least: int, most: int = 1 << 31) -> Callable[[str], int]
             raise argparse.ArgumentTypeError(f"expected {expected}, found {shown(value)}")
         return value
 
-    parse_integer.__name__ = name
-    return parse_integer
+    return named(name, parse_integer, "N")
 
 
 def _number(name: str, expected: str, valid: Callable[[float], bool]) -> Callable[[str], float]:
@@ -73,11 +53,24 @@ def _number(name: str, expected: str, valid: Callable[[float], bool]) -> Callabl
             raise argparse.ArgumentTypeError(f"expected {expected}, found {text}")
         return value
 
-    parse_number.__name__ = name
-    return parse_number
+    return named(name, parse_number, "N")
 
 
-# Types of options.
+def named(name: str, kind: Callable[[str], Any], metavar: str) -> Callable[[str], Any]:
+    """``kind`` as argparse shows it: ``invalid NAME value``, and ``metavar`` in the help."""
+    kind.__name__, kind.metavar = name, metavar  # type: ignore[attr-defined]
+    return kind
+
+
+def list_of(kind: Callable[[str], Any], name: str) -> Callable[[str], Any]:
+    """A type of comma-separated values."""
+
+    def parse_list(text: str) -> tuple[Any, ...]:
+        return tuple(kind(part) for part in text.split(","))
+
+    return named(f"comma-separated list of {name}", parse_list, "N,...")
+
+
 positive = _integer("positive", 1)
 count = _integer("count", 0)
 threads = _integer("threads", 1, 1024)
@@ -87,11 +80,8 @@ probability = _number("probability", "more than 0 and at most 1", lambda value: 
 margin = _number("margin", "0 or more", lambda value: 0 <= value < math.inf)
 above_zero = _number("above_zero", "more than 0", lambda value: 0 < value < math.inf)
 share = _number("share", "0 to 1", lambda value: 0 <= value <= 1)
-
-
-def shares(text: str) -> list[float]:
-    """Comma-separated numbers above 0."""
-    return [above_zero(part) for part in text.split(",")]
+sizes = list_of(positive, "sizes")
+shares = list_of(above_zero, "shares")
 
 
 def drafted(text: str) -> int:
@@ -109,6 +99,9 @@ def temperature(text: str) -> float:
     return _number("temperature", expected, lambda t: t == 0 or LEAST_TEMPERATURE <= t < math.inf)(text)
 
 
+# --- groups of options
+
+
 def add_every(parser: argparse.ArgumentParser) -> None:
     """Options that every verb has."""
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
@@ -119,142 +112,86 @@ def add_every(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--threads", type=threads, help="compute threads, 1 to 1024 (default: torch's)")
 
 
-def add_loading(parser: argparse.ArgumentParser) -> None:
-    """How a checkpoint is loaded."""
-    group = parser.add_argument_group("loading")
-    group.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights (default: auto, the checkpoint's)")
-    group.add_argument("--trust-remote-code", action="store_true", help="run modelling code in the checkpoint folder")
-    group.add_argument("--allow-download", action="store_true", help="fetch MODEL if it is not here (default: never)")
-
-
-def add_budget(parser: argparse.ArgumentParser, of_each: str = "") -> None:
-    """``--budget``, and its lossy options."""
-    add = parser.add_argument
-    add(
-        "--budget",
-        metavar="BYTES",
-        help=f"memory for a model over a packed store, such as 2GiB{of_each} (default: all)",
-    )
-    add(
-        "--miss-margin",
-        type=margin,
-        default=0.0,
-        metavar="NATS",
-        help="lossy, with --budget: do not read a neuron whose predictor's score is less than this above its threshold",
-    )
-    add(
-        "--drop-experts",
-        type=share,
-        default=0.0,
-        metavar="SHARE",
-        help="lossy, with --budget: skip an expert with less of its token's weight if it is mostly not in memory",
-    )
-
-
-def add_decoding(parser: argparse.ArgumentParser, of_each: str = "") -> None:
-    """How a loaded model decodes."""
-    add = parser.add_argument
-    add("--activations", choices=("float", "int8"), default="float", help="int8: faster, lossy (default: float)")
-    add_budget(parser, of_each)
-    add(
-        "--gpu-memory",
-        metavar="BYTES",
-        help=f"for weights on the GPU{of_each}: all but feed-forward layers, and the neurons that fire most; all: the "
-        "whole model",
-    )
-    add_together(parser)
-    add(
-        "--compile",
-        action="store_true",
-        help="compile steps: a little faster, after a pause of seconds, longer the first time on a machine",
-    )
-
-
-def add_together(parser: argparse.ArgumentParser) -> None:
-    """How processes started by ``torchrun`` compute a model in shards."""
-    group = parser.add_argument_group("shards (pack --ranks N), with torchrun")
-    group.add_argument(
-        "--reduction",
-        choices=("chunks", "ranks"),
-        help="how results are added: chunks (default), with the bits of one machine; ranks sends less",
-    )
-    group.add_argument("--attention", help=argparse.SUPPRESS)  # GroupConfig says what became of it
-    group.add_argument(
-        "--timeout",
-        type=above_zero,
-        metavar="S",
-        help="seconds after which a silent process counts as lost (default: 120)",
-    )
-    add_old_name(parser, "--patience", "--timeout")
-
-
-def add_old_name(parser: argparse.ArgumentParser, old: str, new: str) -> None:
-    """Let the option ``new`` also be given as ``old`` for one release: with a warning, and not shown in the help."""
-    action = parser._option_string_actions[new]
-
-    class OldName(argparse.Action):
-        def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, _option: Any = None) -> None:
-            print(f"torch-pi2: {old} is now called {new}; the old name ends with the next release", file=sys.stderr)
-            action(parser, namespace, values, new)
-
-    how: dict[str, Any] = {name: getattr(action, name) for name in ("dest", "nargs", "type", "choices")}
-    parser.add_argument(old, action=OldName, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **how)
-
-
-def sampling_of(args: argparse.Namespace) -> Any:
-    """The sampling of ``--temperature`` and ``--top-p``; None: greedy. Raises ConfigError."""
-    from torch_pi2.decode.sequence import Sampling
-
-    if args.temperature > 0:
-        return Sampling(args.temperature, 0, 1.0 if args.top_p is None else args.top_p)
-    if args.top_p is not None and args.top_p < 1:
-        raise ConfigError(
-            "--top-p",
-            expected="a --temperature above 0",
-            found=f"{args.top_p:g} where the most likely token is taken",
-            fix="Pass --temperature 0.8, for instance, or leave it out.",
-        )
-    return None
-
-
-def max_tokens(args: argparse.Namespace, model: nn.Module) -> int:
-    """``--max-tokens``, or the positions of ``model``, at most :data:`MOST_TOKENS`."""
-    config: Any = getattr(model, "config", None)
-    positions = getattr(config, "max_position_embeddings", None) or MOST_TOKENS
-    return int(args.max_tokens or min(positions, MOST_TOKENS))
-
-
 def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="Hugging Face checkpoint: a folder, or a cached name")
     add_loading(parser)
 
 
+def add_loading(parser: argparse.ArgumentParser) -> None:
+    """How a checkpoint is loaded."""
+    group = parser.add_argument_group("loading")
+    dtype = "of weights (default: auto, the checkpoint's)"
+    group.add_argument("--dtype", choices=("auto", *FLOATS), default="auto", help=dtype)
+    add_trust(group)
+    group.add_argument("--allow-download", action="store_true", help="fetch MODEL if it is not here (default: never)")
+
+
+def add_trust(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    parser.add_argument("--trust-remote-code", action="store_true", help="run modelling code in the checkpoint folder")
+
+
 def add_mapped(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--mapped",
-        action="store_true",
-        help="leave weights in their files, for a MODEL larger than memory; each is read when it is used",
-    )
+    mapped = "leave weights in their files, for a MODEL larger than memory; each is read when it is used"
+    parser.add_argument("--mapped", action="store_true", help=mapped)
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to write into")
 
 
-def add_text(parser: argparse.ArgumentParser, default: str = "stdlib") -> None:
-    parser.add_argument(
-        "--text",
-        default=default,
-        metavar=f"FILE|{default}",
-        help=f"UTF-8 text (default: {default}, source of Python's standard library)",
-    )
+def add_text(parser: argparse.ArgumentParser | argparse._ArgumentGroup, default: str = "stdlib") -> None:
+    text = f"UTF-8 text (default: {default}, source of Python's standard library)"
+    parser.add_argument("--text", default=default, metavar=f"FILE|{default}", help=text)
+
+
+def add_budget(parser: argparse.ArgumentParser, of_each: str = "") -> None:
+    """``--budget``, and its lossy options."""
+    add = parser.add_argument
+    budget = f"memory for a model over a packed store, such as 2GiB{of_each} (default: all)"
+    add("--budget", metavar="BYTES", help=budget)
+    missed = "lossy, with --budget: do not read a neuron whose predictor's score is less than this above its threshold"
+    add("--miss-margin", type=margin, default=0.0, metavar="NATS", help=missed)
+    dropped = "lossy, with --budget: skip an expert with less of its token's weight if it is mostly not in memory"
+    add("--drop-experts", type=share, default=0.0, metavar="SHARE", help=dropped)
+
+
+def add_decoding(parser: argparse.ArgumentParser, of_each: str = "") -> None:
+    """How a loaded model decodes."""
+    add = parser.add_argument
+    add("--activations", choices=ACTIVATIONS, default="float", help="int8: faster, lossy")
+    add_budget(parser, of_each)
+    gpu = f"for weights on the GPU{of_each}: all but feed-forward layers, and the neurons that fire most; or all"
+    add("--gpu-memory", metavar="BYTES", help=gpu)
+    add_together(parser)
+    compiled = "compile steps: a little faster, after a pause of seconds, longer the first time on a machine"
+    add("--compile", action="store_true", help=compiled)
+
+
+def add_together(parser: argparse.ArgumentParser) -> None:
+    """How processes started by ``torchrun`` compute a model in shards."""
+    group = parser.add_argument_group("shards (pack --ranks N), with torchrun")
+    how = "how results are added: chunks (default), with the bits of one machine; ranks sends less"
+    group.add_argument("--reduction", choices=("chunks", "ranks"), help=how)
+    group.add_argument("--attention", help=argparse.SUPPRESS)  # GroupConfig says what became of it
+    lost = "seconds after which a silent process counts as lost (default: 120)"
+    group.add_argument("--timeout", type=above_zero, metavar="S", help=lost)
+    add_old_name(parser, "--patience", "--timeout")
+
+
+def add_sampling(parser: argparse.ArgumentParser, tokens: int) -> None:
+    """``--max-new-tokens`` with its default, and how tokens are chosen."""
+    add = parser.add_argument
+    add("--max-new-tokens", type=positive, default=tokens, help="of an answer, at most")
+    add("--temperature", type=temperature, default=0.0, metavar="T", help="0 is greedy")
+    top_p = "sample among the likeliest tokens with this probability in sum (default: 1; for bundles, the model's)"
+    add("--top-p", type=probability, metavar="P", help=top_p)
+    add("--seed", type=seed, default=0, help="of sampling; the next answer has this plus 1")
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """The fields of :class:`torch_pi2.types.config.Config`, with its defaults."""
     lossless = "lossless: exact, hot-frequency; lossy: lowrank, threshold, weights, activations"
-    group = parser.add_argument_group("settings", lossless)
-    add = partial(_add_setting, group)
+    add = partial(_add_setting, parser.add_argument_group("settings", lossless))
     add("--method", choices=METHODS, help="how cold neurons are chosen")
     add("--hot-frequency", type=float, metavar="F", help="neurons that fire more often than this are always computed")
     add("--target-recall", type=float, metavar="R", help="share of firing neurons that a predictor must find")
@@ -266,7 +203,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         help="what it compares: the gate, alone or times what a neuron adds to the output, or up",
     )
     add("--max-loss", type=float, metavar="L", help="skip as much as raises the loss by this, instead of --sparsity")
-    add("--tokens", type=positive, dest="calibration_tokens", metavar="N", help="calibration tokens")
+    add("--tokens", type=positive, dest="calibration_tokens", help="calibration tokens")
     add("--seed", type=seed, help="of every random choice")
 
 
@@ -278,23 +215,64 @@ def _add_setting(group: argparse._ArgumentGroup, option: str, *, help: str, **ho
 
 def add_storage(parser: argparse.ArgumentParser) -> None:
     """The fields of Config about the format of weights; only ``optimize`` has them."""
-    group = parser.add_argument_group("quantised weights (lossy)")
-    add = partial(_add_setting, group)
+    add = partial(_add_setting, parser.add_argument_group("quantised weights (lossy)"))
     add("--weights", choices=WEIGHTS, help="of FFNs and other large linear layers; float: as they are")
     add("--activations", choices=ACTIVATIONS, help="int8: also round the inputs of quantised layers")
-    add(
-        "--quantization",
-        choices=QUANTIZATIONS,
-        help="on --text. weighted: errors count as much as inputs are large; gptq: minutes",
-    )
+    how = "on --text. weighted: errors count as much as inputs are large; gptq: minutes"
+    add("--quantization", choices=QUANTIZATIONS, help=how)
+
+
+# --- what options say
+
+
+def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """The named options, as keyword arguments."""
+    return {name: getattr(args, name) for name in names}
+
+
+def option_of(name: str) -> str:
+    """The option that sets ``args.name``."""
+    return f"--{name.replace('_', '-')}"
+
+
+def needs(option: str, other: str, found: str = "none") -> ConfigError:
+    """``option`` was given without ``other``."""
+    fix = f"Pass {other}, or leave {option} out."
+    return ConfigError(option, expected=f"{other} beside it", found=found, fix=fix)
+
+
+def excludes(option: str, other: str, why: str) -> ConfigError:
+    """``option`` and ``other`` were both given."""
+    expected = f"one of them, because {why}"
+    return ConfigError(f"{option} with {other}", expected=expected, found="both", fix="Leave one of them out.")
+
+
+def left_out(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of :data:`LEAVE_OUT` that are set."""
+    return {name: value for name in LEAVE_OUT if (value := getattr(args, name, 0.0))}
+
+
+def sampling_of(args: argparse.Namespace) -> Any:
+    """The sampling of ``--temperature`` and ``--top-p``; None: greedy. Raises ConfigError."""
+    from torch_pi2.decode.sequence import Sampling
+
+    if args.temperature > 0:
+        return Sampling(args.temperature, 0, 1.0 if args.top_p is None else args.top_p)
+    if args.top_p is not None and args.top_p < 1:
+        raise needs(f"--top-p {args.top_p:g}", "a --temperature above 0", "the most likely token each time")
+    return None
+
+
+def max_tokens(args: argparse.Namespace, model: Any) -> int:
+    """``--max-tokens``, or the positions of ``model``, at most :data:`MOST_TOKENS`."""
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None) or MOST_TOKENS
+    return int(args.max_tokens or min(positions, MOST_TOKENS))
 
 
 def config_of(args: argparse.Namespace) -> Config:
     """The Config of the given options."""
-    from dataclasses import fields
-
-    given = {f.name: getattr(args, f.name, None) for f in fields(Config)}
-    return Config(**{name: value for name, value in given.items() if value is not None})
+    values = {f.name: getattr(args, f.name, None) for f in fields(Config)}
+    return Config(**{name: value for name, value in values.items() if value is not None})
 
 
 def stdlib_sample(split: str, tokenizer: Any, tokens: int) -> str:
@@ -306,13 +284,10 @@ def stdlib_sample(split: str, tokenizer: Any, tokens: int) -> str:
     return stdlib_text(split, max_bytes=math.ceil(1.25 * tokens * bytes_per_token))
 
 
-def text_of(args: argparse.Namespace, tokenizer: Any = None, tokens: int | None = None) -> str:
+def text_of(args: argparse.Namespace, tokenizer: Any, tokens: int) -> str:
     """The text that ``--text`` names: a file, or as much of ``stdlib`` or ``stdlib-heldout`` as ``tokens`` need."""
     if args.text in ("stdlib", "stdlib-heldout"):
-        from torch_pi2.profiling.text import stdlib_text
-
-        split = "train" if args.text == "stdlib" else "heldout"
-        return stdlib_text(split) if tokens is None else stdlib_sample(split, tokenizer, tokens)
+        return stdlib_sample("train" if args.text == "stdlib" else "heldout", tokenizer, tokens)
     return text_in(args.text, "--text")
 
 
@@ -322,9 +297,8 @@ def text_in(path: str, option: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         found = getattr(error, "strerror", None) or "bytes that are not UTF-8"
-        raise ConfigError(
-            f"{option} {path}", expected="a UTF-8 text file", found=found, fix="Check its name and encoding."
-        ) from error
+        fix = "Check its name and encoding."
+        raise ConfigError(f"{option} {path}", expected="a UTF-8 text file", found=found, fix=fix) from error
 
 
 def check_out(folder: Path) -> None:
@@ -342,279 +316,3 @@ def check_out(folder: Path) -> None:
             found=f"{parent}: {error.strerror or error}",
             fix="Choose another folder.",
         ) from error
-
-
-@contextmanager
-def _loading(args: argparse.Namespace, part: str, expected: str) -> Iterator[None]:
-    """Turns errors of transformers (wrong names, broken files, missing consent) into a Pi2Error."""
-    try:
-        from safetensors import SafetensorError
-        from transformers.utils import logging
-    except ImportError as error:
-        raise missing_package("transformers", "hf", error) from error
-    from torch_pi2.decode.budget import LESS
-
-    logging.disable_progress_bar()
-    try:
-        yield
-    except Pi2Error as error:
-        fix = error.fix.replace("trust_remote_code=True", "--trust-remote-code")
-        fix = fix.replace(LESS, " or ".join(_LESS.get(getattr(args, "verb", ""), ())) or LESS)
-        if fix == error.fix:
-            raise
-        raise type(error)(error.what, expected=error.expected, found=error.found, fix=fix) from error
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        message = " ".join(str(error).split())
-        if not Path(args.model).exists() and not args.allow_download:
-            message = "no such folder, and no model of that name that was fetched before"
-        if "trust_remote_code" in message:
-            fix = "Read the modelling code in that folder; if you trust it, pass --trust-remote-code."
-        else:
-            fix = "Check the folder's name and files; pass --allow-download to fetch a name from the Hub."
-        found = message if len(message) <= 300 else message[:300] + " ..."
-        raise ConfigError(f"{part} {args.model}", expected=expected, found=found, fix=fix) from error
-
-
-def _arguments(args: argparse.Namespace) -> dict[str, bool]:
-    from torch_pi2.store.trust import trusted
-
-    trust = trusted(args.model, args.trust_remote_code)
-    return {"trust_remote_code": trust, "local_files_only": not args.allow_download}
-
-
-def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """The named options, as keyword arguments."""
-    return {name: getattr(args, name) for name in names}
-
-
-def calibration(args: argparse.Namespace) -> tuple[Config, nn.Module, Any, str]:
-    """Settings, the dense model, its tokenizer, and as much text as the settings need."""
-    config = config_of(args)
-    model, tokenizer = load_dense(args), load_tokenizer(args)
-    return config, model, tokenizer, text_of(args, tokenizer, config.calibration_tokens)
-
-
-def dtype_of(args: argparse.Namespace) -> Any:
-    import torch
-
-    return "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
-
-
-def _check_dense(args: argparse.Namespace) -> None:
-    from torch_pi2.cli.folders import kind_of
-
-    if kind_of(Path(args.model)) in ("store", "quantised"):
-        raise ArtifactError(
-            f"dense model of {args.model}",
-            expected="a folder with dense weights, as optimize writes it",
-            found="one that only has a store or quantised neurons",
-            fix="Name the checkpoint that it was made from.",
-        )
-
-
-def load_dense(args: argparse.Namespace) -> nn.Module:
-    """The ordinary model of ``args.model``, in eval mode."""
-    _check_dense(args)
-    phase(f"load {args.model}")
-    if getattr(args, "mapped", False):
-        return _load_mapped(args)
-    with _loading(args, "model", _MODEL):
-        from transformers import AutoModelForCausalLM
-
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype_of(args), **_arguments(args))
-    return model.eval()
-
-
-def _load_mapped(args: argparse.Namespace) -> nn.Module:
-    import torch_pi2
-
-    if args.dtype != "auto":
-        raise ConfigError(
-            "--mapped", expected="weights as they are, --dtype auto", found=f"--dtype {args.dtype}", fix="Leave it out."
-        )
-    scratch = None if args.out is None else args.out.parent
-    if scratch is not None:
-        scratch.mkdir(parents=True, exist_ok=True)
-    how = given(args, "trust_remote_code")
-    return torch_pi2.load_mapped(args.model, scratch=scratch, progress=not args.quiet, **how)
-
-
-def load_sparse(args: argparse.Namespace) -> nn.Module:
-    """The optimised model of folder ``args.model``, in eval mode."""
-    import torch_pi2
-
-    if not (Path(args.model) / "pi2").is_dir():
-        raise ArtifactError(
-            f"model {args.model}",
-            expected="a folder written by `torch-pi2 optimize` (it has a folder pi2/)",
-            found="no pi2/ in it" if Path(args.model).is_dir() else "no such folder",
-            fix="Make one: torch-pi2 optimize MODEL --out DIR.",
-        )
-    phase(f"load {args.model}")
-    with _loading(args, "model", _MODEL):
-        dtype = None if args.dtype == "auto" else dtype_of(args)
-        more: dict[str, Any] = {"activations": getattr(args, "activations", "float")}
-        if getattr(args, "budget", None) is not None:
-            more |= given(args, "budget", "context")
-        together = {"reduction": "reduction", "attention": "attention", "timeout_s": "timeout"}
-        group = {name: getattr(args, option, None) for name, option in together.items()}
-        if group := {name: value for name, value in group.items() if value is not None}:
-            more["group"] = torch_pi2.GroupConfig(**group)
-        if left_out(args):
-            more["offload"] = _with_left_out(args)
-        if getattr(args, "gpu_memory", None) not in (None, ALL):
-            more["gpu_memory"] = args.gpu_memory
-        model = torch_pi2.load(args.model, trust_remote_code=args.trust_remote_code, dtype=dtype, **more)
-    return coordinated(args, model)
-
-
-def left_out(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of :data:`LEAVE_OUT` that are set."""
-    return {name: value for name in LEAVE_OUT if (value := getattr(args, name, 0.0))}
-
-
-def of_store(model: nn.Module) -> dict[str, Any] | None:
-    """Reads and omissions of a model over a store, for results of verbs; None: it is in memory."""
-    from torch_pi2.decode.budget import stats
-    from torch_pi2.rewrite.state import store_of
-
-    store = store_of(model)
-    if store is None:
-        return None
-    found = stats(model)
-    read = {name: found[name] for name in ("wanted", "hit_rate", "wait_share", "bytes_read")}
-    lossy = {name: getattr(store.config, name) for name in LEAVE_OUT}
-    left = {"lossy": store.config.lossy, **lossy, **{name: found[name] for name in ("left_out", "experts_left_out")}}
-    return {"budget_bytes": found["budget"].total, **read, **left, "text": str(found)}
-
-
-def option_of(name: str) -> str:
-    """The option that sets ``args.name``."""
-    return f"--{name.replace('_', '-')}"
-
-
-def _with_left_out(args: argparse.Namespace) -> OffloadConfig:
-    """The folder's settings of reading with :func:`left_out`. Raises ConfigError: there is no ``--budget``."""
-    from torch_pi2.checkpoint.offloaded import offload_of
-    from torch_pi2.store.parts import Parts
-
-    settings = left_out(args)
-    if getattr(args, "budget", None) is None:
-        raise ConfigError(
-            ", ".join(f"{option_of(name)} {value:g}" for name, value in settings.items()),
-            expected="--budget beside it, because it is about neurons that are not in memory",
-            found="all weights in memory",
-            fix="Pass --budget BYTES, or leave it out.",
-        )
-    with Parts(Path(args.model) / "pi2") as parts:
-        return replace(offload_of(parts.plan()), **settings)
-
-
-def load_any(args: argparse.Namespace, dense: bool = False) -> nn.Module:
-    """The model of ``args.model``, optimised (unless ``dense``) or plain, in eval mode, on a GPU if asked for."""
-    dense, wanted = dense or not (Path(args.model) / "pi2").is_dir(), getattr(args, "gpu_memory", None)
-    for name, value in {"budget": getattr(args, "budget", None), **left_out(args)}.items():
-        option = option_of(name)
-        if getattr(args, "dense", False) and value is not None:
-            raise ConfigError(
-                f"{option} {value} with --dense",
-                expected="one of them, because a dense model has all of its weights in memory",
-                found="both",
-                fix="Leave one of them out.",
-            )
-        if dense and value is not None:
-            raise ConfigError(
-                f"{option} {value}",
-                expected="a model over a store, as pack writes it",
-                found=f"{args.model}, whose weights are all in memory",
-                fix=f"Leave {option} out, or pack it: torch-pi2 pack {args.model} STORE.",
-            )
-    if wanted is not None:
-        _check_gpu(args, wanted, dense)
-    model = load_dense(args) if dense else load_sparse(args)
-    if wanted == ALL:
-        import torch
-
-        from torch_pi2.rewrite.gpu import move_whole
-
-        move_whole(model, torch.device("cuda"))
-    return model
-
-
-def _check_gpu(args: argparse.Namespace, wanted: str, dense: bool) -> None:
-    """Check ``--gpu-memory`` before a model is loaded, which takes long."""
-    import torch
-
-    from torch_pi2.layers.gpu import check_gpu
-    from torch_pi2.rewrite.gpu import checked_memory
-
-    over_store = getattr(args, "budget", None) is not None
-    if wanted == ALL and over_store:
-        raise ConfigError(
-            f"--gpu-memory {ALL}",
-            expected="a size, such as 6GiB, beside --budget, because a store is not loaded as a whole",
-            found=f"{ALL} and --budget {args.budget}",
-            fix="Pass a size, or leave --budget out.",
-        )
-    if wanted != ALL and args.compile:
-        raise ConfigError(
-            f"--gpu-memory {wanted} with --compile",
-            expected=f"one of them, or --gpu-memory {ALL}, because work on two devices is not compiled",
-            found="both",
-            fix="Leave --compile out.",
-        )
-    if wanted == ALL:
-        check_gpu(torch.device("cuda"))
-    elif dense:
-        raise ConfigError(
-            f"--gpu-memory {wanted}",
-            expected=f"{ALL} for a model that is not optimised, because its hot neurons are not known",
-            found=args.model,
-            fix=f"Pass --gpu-memory {ALL}, or optimise it first: torch-pi2 optimize {args.model} --out DIR.",
-        )
-    else:
-        checked_memory(wanted)
-
-
-def load_tokenizer(args: argparse.Namespace) -> Any:
-    from torch_pi2.store.trust import has_tokenizer
-
-    folder, expected = Path(args.model), "files of a Hugging Face tokenizer"
-    if folder.is_dir() and not has_tokenizer(folder):
-        raise ConfigError(
-            f"tokenizer of {folder}",
-            expected=expected,
-            found="none",
-            fix="Copy those of its model there. Of a GGUF file torch-pi2 import says why there is none.",
-        )
-    settings = folder / "tokenizer_config.json"
-    if settings.is_file():
-        parse(read_bytes(settings), settings, unique=False)  # transformers says less of a damaged one
-    with _loading(args, "tokenizer of", expected):
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(args.model, **_arguments(args))
-
-
-def load_stats(folder: Path) -> ActivationStats:
-    from torch_pi2.store.parts import Parts
-    from torch_pi2.types.stats import ActivationStats
-
-    if folder.is_dir():
-        with Parts(folder) as parts:
-            stats = parts.stats()
-        if stats is not None:
-            return stats
-    return ActivationStats.load(folder)
-
-
-def load_predictors(folder: Path | None, model_hash: str | None = None) -> FittedPredictors | None:
-    """Predictors of ``folder``, which must have been fitted to the weights with ``model_hash``."""
-    from torch_pi2.predict.file import load_predictors
-    from torch_pi2.store.parts import Parts
-
-    if folder is not None and folder.is_dir():
-        with Parts(folder) as parts:
-            if parts.has("predictors"):
-                return parts.predictors(model_hash)
-    return None if folder is None else load_predictors(folder, model_hash=model_hash)

@@ -12,11 +12,14 @@ import json
 import platform
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_pi2.base.package import how_to_install
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError, LibraryMissingError, Pi2Error, VersionError
+
+if TYPE_CHECKING:
+    from torch_pi2.machine.hardware import Hardware
 
 EXAMPLE = "torch-pi2 doctor --target qnn:SM8650"
 
@@ -28,25 +31,25 @@ _EXPORT = (
     ("transformers", (5, 5), (6, 0)),
 )
 
+#: Lines of a machine with nothing else to do have less than half of this error.
+_STEADY = 0.12
+#: Sizes and numbers of reads that a profile is shown for.
+_BLOCKS, _DEPTHS = (4096, 8192, 65536), (1, 4, 16, 64)
 #: CPU flags that matter to the kernels.
 _FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "asimddp")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", metavar="xnnpack|qnn:SOC", help="also check what exporting for it needs")
-    parser.add_argument(
-        "--compile", action="store_true", help="with --target qnn:SOC: compile a small layer to see (some 10 seconds)"
-    )
-    group = parser.add_argument_group("hardware profile")
-    group.add_argument(
-        "--measure", action="store_true", help="measure this machine, two to three minutes; let nothing else run"
-    )
-    group.add_argument(
-        "--measure-folder",
-        type=Path,
-        metavar="DIR",
-        help="on the drive that models are read from (default: the cache's)",
-    )
+    add = parser.add_argument
+    add("--target", metavar="xnnpack|qnn:SOC", help="also check what exporting for it needs")
+    add("--compile", action="store_true", help="with --target qnn:SOC: compile a small layer to see (some 10 seconds)")
+    add = parser.add_argument_group("hardware profile").add_argument
+    add("--measure", action="store_true", help="measure this machine, two to three minutes; let nothing else run")
+    folder = "on the drive that models are read from (default: the cache's)"
+    add("--measure-folder", type=Path, metavar="DIR", help=folder)
+    link = "the link between machines, with torchrun on each of them: what an exchange takes, and bytes"
+    add("--link", action="store_true", help=link)
+    add("--measure-seconds", type=float, default=60.0, metavar="S", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -54,14 +57,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     from torch_pi2.machine.process import cores
 
-    if getattr(args, "measure_folder", None) is not None and not args.measure:
-        raise ConfigError(
-            "--measure-folder", expected="--measure beside it", found="nothing to measure", fix="Pass --measure."
-        )
+    if args.link:
+        return _link(args)
+    if args.measure_folder is not None and not args.measure:
+        raise common.needs("--measure-folder", "--measure")
+    target = None if args.target is None else _target(args.target, args.compile)
     library = _library()
-    asked = getattr(args, "target", None)  # examples/demo.py asks without a command line of ours
-    target = None if asked is None else _target(asked, args.compile)
-    profile = _measured(args) if getattr(args, "measure", False) else _cached() if library["loaded"] else None
+    profile = _measured(args) if args.measure else _cached() if library["loaded"] else None
     return {
         "ok": library["loaded"] and not (target and target["problems"]),
         "versions": {
@@ -80,6 +82,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _link(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the link between the processes of a group."""
+    from dataclasses import asdict
+
+    from torch_pi2.cli.processes import together
+    from torch_pi2.measure.link import measure_link
+
+    with together(args):
+        return {"link": {name: round(value, 1) for name, value in asdict(measure_link()).items()}}
+
+
 def _measured(args: argparse.Namespace) -> dict[str, Any]:
     """Measure this machine, and keep the profile."""
     from torch_pi2.machine.find import cached_path
@@ -87,12 +100,11 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
 
     folder = args.measure_folder
     if folder is not None and not folder.is_dir():
-        raise ConfigError(
-            "--measure-folder", expected="a folder", found=str(folder), fix="Name one on the drive to be measured."
-        )
+        fix = "Name one on the drive to be measured."
+        raise ConfigError("--measure-folder", expected="a folder", found=str(folder), fix=fix)
     path = cached_path()
     common.check_out(path.parent)
-    hardware = measure(folder=folder, progress=not args.quiet)
+    hardware = measure(folder=folder, seconds=args.measure_seconds, progress=not args.quiet)
     hardware.save(path)
     return {"path": str(path), "hash": hardware.hash, "profile": json.loads(hardware.to_json())}
 
@@ -116,18 +128,23 @@ def _cached() -> dict[str, Any]:
 def _target(target: str, compile: bool) -> dict[str, Any]:
     """What is in the way of exporting for ``target``: ``problems`` with what, expected, found and fix each."""
     kind, _, soc = target.partition(":")
-    if (kind, bool(soc)) not in (("xnnpack", False), ("qnn", True)):
-        raise ConfigError(
-            "--target", expected="xnnpack, or qnn: and an SoC such as qnn:SM8650", found=repr(target), fix="Correct it."
-        )
-    problems: list[Pi2Error] = [*_packages(), *_backend()]
+    check_target(target)
+    problems = [*_packages(), *_backend()]
     if kind == "qnn":
-        from torch_pi2.export.qnn import problems as problems_of
+        from torch_pi2.export.qnn.job import problems as problems_of
 
         known = {problem.what for problem in problems}
         problems += [p for p in problems_of(soc, compile=compile) if p.what not in known]
     parts = ("what", "expected", "found", "fix")
     return {"name": target, "problems": [{name: getattr(p, name) for name in parts} for p in problems]}
+
+
+def check_target(target: str) -> None:
+    """Raises ConfigError: ``target`` is none."""
+    kind, _, soc = target.partition(":")
+    if (kind, bool(soc)) not in (("xnnpack", False), ("qnn", True)):
+        expected = "xnnpack, or qnn: and an SoC such as qnn:SM8650"
+        raise ConfigError("--target", expected=expected, found=repr(target), fix="Correct it.")
 
 
 def _packages() -> list[Pi2Error]:
@@ -215,27 +232,30 @@ def _extras() -> dict[str, dict[str, Any]]:
 
 
 def render(result: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version or '(none)'}" for name, version in result["versions"].items())
-    library = result["library"]
+    if "link" in result:
+        return f'"link": {json.dumps(result["link"])}'
+    library, target = result["library"], result["target"]
+    loaded = f"NOT LOADED: {library.get('problem')}"
     if library["loaded"]:
-        loaded = f"{library['path']}\n           kernels {library['kernels']} of {', '.join(library['kernels_built'])}"
-    else:
-        loaded = f"NOT LOADED: {library['problem']}"
-    rows = [
-        (name, ", ".join(facts["missing"]) or "complete", facts["install"] or "")
-        for name, facts in result["extras"].items()
-    ]
-    extras = common.table(("extra", "missing", "get it with"), rows) if rows else "extras unknown: not installed by pip"
-    target = "" if result["target"] is None else f"{_render_target(result['target'])}\n\n"
-    return (
-        f"versions   {versions}\n"
-        f"platform   {result['platform']}\n"
-        f"CPU        {result['cpu']['name']}: {' '.join(result['cpu']['features']) or 'no known features'}\n"
-        f"threads    {result['threads']} of {result['cores']} cores\n"
-        f"library    {loaded}\n"
-        f"{_render_hardware(result['hardware'])}\n"
-        f"{extras}\n\n{target}"
-        f"{'all is well' if result['ok'] else 'something is wrong: see above'}"
+        loaded = f"{library['path']}, kernels {library['kernels']} of {', '.join(library['kernels_built'])}"
+    extras = [{"extra": n, **of, "missing": " ".join(of["missing"]) or "-"} for n, of in result["extras"].items()]
+    lines = {
+        "versions": ", ".join(f"{name} {version or '(none)'}" for name, version in result["versions"].items()),
+        "platform": result["platform"],
+        "CPU": f"{result['cpu']['name']}: {' '.join(result['cpu']['features']) or 'no known features'}",
+        "threads": f"{result['threads']} of {result['cores']} cores",
+        "library": loaded,
+        "hardware": _render_hardware(result["hardware"]),
+    }
+    return "\n".join(
+        (
+            *(f"{name:10} {text}" for name, text in lines.items() if text),
+            "",
+            common.records(extras, ("extra", "missing", "install")) if extras else "extras: unknown without pip",
+            *([] if target is None else ["", _render_target(target)]),
+            "",
+            "all is well" if result["ok"] else "something is wrong: see above",
+        )
     )
 
 
@@ -243,18 +263,52 @@ def _render_hardware(found: dict[str, Any] | None) -> str:
     if found is None:
         return ""
     if "profile" in found:
-        from torch_pi2.cli.hardware_text import describe
         from torch_pi2.machine.hardware import Hardware
 
-        return f"hardware   measured: {found['path']}\n\n{describe(Hardware.from_json(json.dumps(found['profile'])))}\n"
+        profile = Hardware.from_json(json.dumps(found["profile"]))
+        return f"measured: {found['path']}\n\n{describe_hardware(profile)}"
     if found["path"] is None:
         problem = f" ({found['problem']})" if "problem" in found else ""
-        return f"hardware   not measured yet: torch-pi2 doctor --measure, about a minute{problem}\n"
+        return f"not measured yet: torch-pi2 doctor --measure, about a minute{problem}"
     beside = f", with {found['accelerator']}" if "accelerator" in found else ""
-    return f"hardware   measured: {found['path']}{beside}\n"
+    return f"measured: {found['path']}{beside}"
 
 
 def _render_target(target: dict[str, Any]) -> str:
     lines = [f"  {p['what']}: expected {p['expected']}, found {p['found']}\n    {p['fix']}" for p in target["problems"]]
-    head = "can be exported for" if not lines else "cannot be exported for yet:"
-    return "\n".join([f"target     {target['name']}: {head}" + ("" if lines else " here"), *lines])
+    head = "cannot be exported for yet:" if lines else "can be exported for here"
+    return "\n".join([f"target     {target['name']}: {head}", *lines])
+
+
+def describe_hardware(hardware: Hardware) -> str:
+    """What matters most of a profile to a plan."""
+    reads, other = hardware.reads, hardware.accelerator
+    memory = ", ".join(f"{b.gb_per_s:.1f} GB/s on {b.threads} threads" for b in hardware.memory if not b.row_bytes)
+    kernels = [{"format": n, **vars(line)} for n, kernel in hardware.rates.kernels.items() for line in kernel.sparse]
+    names = ("us_per_hot_mb", "us_per_cold_mb", "us_per_gate_mb", "us_per_million_macs")
+    rates = [
+        {f"depth_{depth}": block / reads.us(1000, block, reads.file_bytes, depth) * 1e3 for depth in _DEPTHS}
+        | {"MB/s_of_reads_of": f"{block >> 10} KiB", "enough": reads.best_depth(block, reads.file_bytes)}
+        for block in _BLOCKS
+    ]
+    direct = "direct" if reads.direct else "through the page cache"
+    parts = [
+        f"{hardware.name}, {hardware.source}: {hardware.threads} threads of {hardware.cores} cores; memory {memory}",
+        common.records(kernels, ("format", "tokens", "call_us", *names, "error")),
+        common.records(rates, ("MB/s_of_reads_of", *(f"depth_{depth}" for depth in _DEPTHS), "enough"))
+        + f"\n{reads.engine}, {direct}, over {common.size(reads.file_bytes)}"
+        + ("" if reads.warm else "; NOT WARMED UP: passes over the file differed, figures may be too low"),
+        "\n".join(
+            f"{name}: {', '.join(f'{field} {value:.3g}' for field, value in vars(getattr(hardware, name)).items())}"
+            for name in ("glue", "interference", "store")
+        ),
+    ]
+    if other is not None:
+        figures = (f"{name} {value:g}" for name, value in vars(other).items() if type(value) in (int, float))
+        parts.append(f"{other.name}: {', '.join(figures)}")
+    if hardware.error > _STEADY:
+        found = f"calls differ by {hardware.error:.0%} from their lines"
+        parts.append(f"NOT STEADY: {found}; measure again when nothing else runs")
+    if hardware.source == "published":
+        parts.append("\n".join(f"{name}: {note}" for name, note in hardware.notes.items()))
+    return "\n\n".join(parts)

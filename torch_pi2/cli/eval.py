@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.progress import phase
-from torch_pi2.cli import common
+from torch_pi2.cli import common, models
 from torch_pi2.cli.processes import process_group
 from torch_pi2.errors import ConfigError
 
 #: Default number of windows at once, at most.
 _WINDOWS = 8
-#: Rows of the table: title, key of the result, and format.
-_LOSS = (("held-out bits per byte", "bits_per_byte", ".4f"), ("perplexity per token", "perplexity", ".3f"))
-_WORK = (("neurons computed", "neurons_computed"), ("FFN matrix rows used", "rows_used"))
-_TIMES = (("ms per token in FFNs", "ffn_ms", ".3f"), ("ms per token in all", "total_ms", ".3f"))
+#: What is shown of a model.
+_SHOWN = ("model", "bits_per_byte", "perplexity", "neurons_computed", "rows_used", "ffn_ms", "total_ms")
 EXAMPLE = "torch-pi2 eval my-sparse-model --max-tokens 20000 --json"
 
 
@@ -56,9 +54,9 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
     _set_batch(args)
     pi2 = Path(args.model) / "pi2"
-    sparse = common.load_sparse(args)
-    dense = None if weights_path(pi2) is not None else common.load_dense(args)
-    tokenizer = common.load_tokenizer(args)
+    sparse = models.load_sparse(args)
+    dense = None if weights_path(pi2) is not None else models.load_dense(args)
+    tokenizer = models.load_tokenizer(args)
     with Parts(pi2) as parts:
         plan = parts.plan()
     methods = sorted({layer.method for layer in plan.layers})
@@ -70,7 +68,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         return result | _compared(args, dense, sparse, tokenizer, text, plan)
     if not args.lm_eval:
         result["sparse"] = _loss_and_work(args, sparse, tokenizer, text)
-    return result | {"store": common.of_store(sparse)}
+    return result | {"store": models.of_store(sparse)}
 
 
 def _set_batch(args: argparse.Namespace) -> None:
@@ -90,12 +88,12 @@ def _set_batch(args: argparse.Namespace) -> None:
         )
 
 
-def _tasks(args: argparse.Namespace, models: dict[str, Any], tokenizer: Any) -> dict[str, dict[str, Any]]:
+def _tasks(args: argparse.Namespace, forms: dict[str, Any], tokenizer: Any) -> dict[str, dict[str, Any]]:
     """Task -> ``dense`` and ``sparse`` -> metrics of lm-eval."""
     from torch_pi2.eval.harness import harness
 
     found: dict[str, dict[str, Any]] = {}
-    for of, model in models.items():
+    for of, model in forms.items():
         if model is not None:
             phase(f"lm-eval: {of}")
             figures = harness(model, tokenizer, args.lm_eval, limit=args.limit, batch_size=args.batch_size)
@@ -139,34 +137,20 @@ def _compared(
 
 
 def render(result: dict[str, Any]) -> str:
-    rows: list[tuple[str, ...]] = []
     summary = f"methods: {', '.join(result['methods'])}; "
+    forms = [{"model": name, **result[name]} for name in ("dense", "sparse") if name in result]
+    tables = [common.records(forms, _SHOWN)] if forms else []
+    if "loss_change" in result:
+        summary += f"loss {result['loss_change']:+.3%}; "
     if "sparse" in result:
-        dense, sparse = result.get("dense"), result["sparse"]
-
-        def row(name: str, key: str, shape: str) -> tuple[str, ...]:
-            return name, "-" if dense is None else f"{dense[key]:{shape}}", f"{sparse[key]:{shape}}"
-
-        rows += [row(*line) for line in _LOSS]
-        rows += [(name, common.percent(1.0), common.percent(sparse[key])) for name, key in _WORK]
-        if dense is not None:
-            rows += [row(*line) for line in _TIMES]
-            summary += f"loss {result['loss_change']:+.3%}; "
-        summary += f"{sparse['tokens']} tokens ({common.size(sparse['bytes'])}) scored; "
-    for task, found in result.get("lm_eval", {}).items():
-        names = [name for name in found["sparse"] if not name.partition(" ")[0].endswith("_stderr")]
-        for name in names:
-            figures = (_with_error(found.get(of), name) for of in ("dense", "sparse"))
-            rows.append((f"{task}: {name}", *figures))
+        summary += f"{result['sparse']['tokens']} tokens ({common.size(result['sparse']['bytes'])}) scored; "
+    tasks = [
+        {"task": task, "model": name, **{metric: f"{figure:.4f}" for metric, figure in figures.items()}}
+        for task, found in result.get("lm_eval", {}).items()
+        for name, figures in found.items()
+    ]
+    if tasks:
+        tables.append(common.records(tasks, list(dict.fromkeys(name for row in tasks for name in row))))
     if result.get("store"):
         summary += f"{result['store']['text']}; "
-    return f"{common.table(('', 'dense', 'sparse'), rows)}\n{summary}{result['threads']} threads"
-
-
-def _with_error(figures: dict[str, float] | None, name: str) -> str:
-    """A figure, with its standard error if there is one; ``-``: there are no dense weights."""
-    if figures is None:
-        return "-"
-    metric, space, rest = name.partition(" ")
-    error = figures.get(f"{metric}_stderr{space}{rest}")
-    return f"{figures[name]:.4f}" + ("" if error is None else f" +- {error:.4f}")
+    return "\n".join([*tables, f"{summary}{result['threads']} threads"])

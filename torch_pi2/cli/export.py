@@ -7,20 +7,16 @@ model, which then gets the lossless exact gate.
 from __future__ import annotations
 
 import argparse
-import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch_pi2.cli import common, verdict
+from torch_pi2.cli import common, models, verdict
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS
 from torch_pi2.types.config import HOT_ATTENTION, KV_FORMATS, LINEARS
 
-if TYPE_CHECKING:
-    from torch_pi2.types.verdict import Verdict
-
 EXAMPLE = "torch-pi2 export my-sparse-model --out bundle --target xnnpack --max-tokens 512"
-_PRECISIONS = ("w4a16", "w8a16", "fp16")
 #: Tokens of --text that are taken.
 _TOKENS = 8704
 
@@ -30,90 +26,47 @@ def _chunks(text: str) -> dict[int, int]:
     return {common.positive(batch): int(chunks) for batch, _, chunks in pairs}
 
 
-_chunks.__name__ = "comma-separated list of batch=chunks"
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(common.positive(part) for part in text.split(","))
-
-
-_sizes.__name__ = "comma-separated list of sizes"
-
-
-def _blocks(text: str) -> int | str:
-    return text if text == "auto" else int(text)
-
-
-_blocks.__name__ = "auto or size of a group"
+_CHUNKS = common.named("comma-separated list of batch=chunks", _chunks, "B=CHUNKS,...")
+_BLOCKS = common.named("auto or size of a group", lambda text: text if text == "auto" else int(text), "auto|0|16|32|64")
+_PIECES = common.named("none or sizes", lambda text: () if text == "none" else common.sizes(text), "none|N,...")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    common.add_model(parser)
-    parser.add_argument("--out", required=True, type=Path, metavar="OUT", help="folder to write")
     add = parser.add_argument
+    common.add_model(parser)
+    common.add_out(parser)
     add("--format", choices=("bundle", "gguf"), default="bundle", help=argparse.SUPPRESS)
     add("--type", help=argparse.SUPPRESS)
     add("--target", default="xnnpack", metavar="xnnpack|qnn:SOC", help="qnn: SM8550, SM8650, SM8750, SM8845 or SM8850")
-    add("--max-tokens", type=common.positive, default=512, metavar="N", help="of prompt and answer together")
-    add("--max-prompt", type=common.positive, default=256, metavar="N", help="tokens of a prompt that are read at once")
-    add("--batches", type=_sizes, default=(1, 2, 4), metavar="B,...", help="sequences decoded together")
-    add(
-        "--linears",
-        choices=LINEARS,
-        default="float32",
-        help="of a float model, layers outside FFNs; int8, int4: lossy",
-    )
+    add("--max-tokens", type=common.positive, default=512, help="of prompt and answer together")
+    add("--max-prompt", type=common.positive, default=256, help="tokens of a prompt that are read at once")
+    add("--batches", type=common.sizes, default=(1, 2, 4), help="sequences decoded together")
+    add("--linears", choices=LINEARS, default="float32", help="of a float model, outside FFNs; int8, int4: lossy")
     add("--budget", metavar="BYTES", help="memory of a packed MODEL meanwhile, such as 2GiB (default: all of it)")
     add("--kv", choices=KV_FORMATS, default="float32", help="keys and values; float16, int8: lossy")
-    add(
-        "--activations",
-        choices=ACTIVATIONS,
-        default="float",
-        help="of a model with int4 or int8 weights: also round the inputs of its layers (lossy, faster)",
+    inputs = "of a model with int4 or int8 weights: also round the inputs of its layers (lossy, faster)"
+    add("--activations", choices=ACTIVATIONS, default="float", help=inputs)
+    hot = "chunks of 512 neurons on the accelerator, by batch size (default: from the statistics; xnnpack: none)"
+    add("--hot", type=_CHUNKS, help=hot)
+    pieces = "pieces of prompts that the accelerator reads whole (default: 128 on an NPU that holds all layers)"
+    add("--hot-prompts", type=_PIECES, help=pieces)
+    attention = (
+        "where the accelerator computes attention, too: pieces of prompts, or all, which is decoding as well with "
+        "the last linear layer (default: prompts on an NPU that holds it)"
     )
-    add(
-        "--hot",
-        type=_chunks,
-        metavar="B=CHUNKS,...",
-        help="chunks of 512 neurons on the accelerator, by batch size (default: from the statistics; xnnpack: none)",
-    )
-    add(
-        "--hot-prompts",
-        type=lambda text: () if text == "none" else _sizes(text),
-        metavar="none|N,...",
-        help="pieces of prompts that the accelerator reads whole (default: 128 on an NPU that holds all layers)",
-    )
-    add(
-        "--hot-attention",
-        choices=HOT_ATTENTION,
-        help="where the accelerator computes attention, too: pieces of prompts, or all, which is decoding as well with "
-        "the last linear layer (default: prompts on an NPU that holds it)",
-    )
+    add("--hot-attention", choices=HOT_ATTENTION, help=attention)
     verdict.add_arguments(parser)
-    npu = parser.add_argument_group("hot neurons on the NPU (lossy)")
-    npu.add_argument("--precision", choices=_PRECISIONS, default="w4a16", help="weights and inputs there")
-    npu.add_argument("--outliers", type=int, help=argparse.SUPPRESS)
-    npu.add_argument(
-        "--blocks",
-        type=_blocks,
-        default="auto",
-        metavar="auto|0|16|32|64",
-        help="with w4a16, weights of a group that has a scale; 0: one scale for each output channel; auto: 16",
-    )
-    npu.add_argument(
-        "--quantization",
-        choices=("rtn", "gptq"),
-        default="rtn",
-        help="with w4a16, weights to nearest, or by what outputs lose on --text, which takes longer",
-    )
-    npu.add_argument(
-        "--no-weight-sharing",
-        action="store_true",
-        help="a copy per batch size: for Qualcomm's emulator, not for phones",
-    )
-    npu.add_argument(
-        "--text", default="stdlib", metavar="FILE|stdlib", help="UTF-8 text that hot parts are calibrated on"
-    )
+    group = parser.add_argument_group("hot neurons on the NPU (lossy)")
+    add = group.add_argument
+    add("--precision", choices=("w4a16", "w8a16", "fp16"), default="w4a16", help="weights and inputs there")
+    add("--outliers", type=int, default=64, help="of a chunk, neurons in 8 bits with w4a16")
+    blocks = "with w4a16, weights of a group that has a scale; 0: outliers instead; auto: what has the smaller error"
+    add("--blocks", type=_BLOCKS, default="auto", help=blocks)
+    how = "with w4a16, weights to nearest, or by what outputs lose on --text, which takes longer"
+    add("--quantization", choices=("rtn", "gptq"), default="rtn", help=how)
+    copies = "a copy per batch size: for Qualcomm's emulator, not for phones"
+    add("--no-weight-sharing", action="store_true", help=copies)
+    common.add_text(group)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -127,36 +80,28 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.export.api import export
     from torch_pi2.export.manifest import Manifest
 
-    if args.outliers is not None:
-        print(
-            "torch-pi2: --outliers has no effect: --blocks loses less, with fewer bits (docs/QNN.md)", file=sys.stderr
-        )
     common.check_out(args.out)
     _check_target(args.target)
     model, tokenizer = _model(args), _tokenizer(args)
     calibrated = args.target != "xnnpack" and args.precision != "fp16"
+    names = ("target", "max_tokens", "max_prompt", "batches", "linears", "kv", "hot", "hot_prompts", "hot_attention")
     export(
         model,
         args.out,
-        **common.given(
-            *(args, "target", "max_tokens", "max_prompt", "batches", "linears", "kv", "hot", "hot_prompts"),
-            *("hot_attention", "precision", "blocks"),
-        ),
+        **common.given(args, *names, "precision", "outliers", "blocks", "quantization"),
         tokenizer=tokenizer,
-        quantization=args.quantization,
         weight_sharing=not args.no_weight_sharing,
         calibration=common.text_of(args, tokenizer, _TOKENS) if calibrated else None,
         progress=not args.quiet,
     )
     manifest = Manifest.load(args.out).to_json()
-    judged = None if args.no_verdict else _verdict(args, model, manifest)
-    return {"out": str(args.out), "manifest": manifest, "verdict": None if judged is None else judged.to_json()}
+    if not args.no_verdict:
+        _keep_verdict(args, model, manifest)
+    return {"out": str(args.out), "manifest": manifest, "verdict": verdict.as_json(args.out)}
 
 
-def _verdict(args: argparse.Namespace, model: Any, manifest: dict[str, Any]) -> Verdict:
+def _keep_verdict(args: argparse.Namespace, model: Any, manifest: dict[str, Any]) -> None:
     """The verdict of MODEL, as far as the bundle computes the same; speed depends on the device."""
-    from dataclasses import replace
-
     from torch_pi2.checkpoint.card import write_card
     from torch_pi2.eval.verdict import unmeasured
     from torch_pi2.rewrite.state import get_state
@@ -174,15 +119,14 @@ def _verdict(args: argparse.Namespace, model: Any, manifest: dict[str, Any]) -> 
     found = replace(found, lossy=lossy, loss=loss, sparse_bytes=size, dense_bytes=dense_bytes)
     found.save(args.out)
     write_card(args.out, found, args.model, f"torch-pi2 run {args.out.resolve().name} --prompt 'Once upon a time'")
-    return found
 
 
 def _model(args: argparse.Namespace) -> Any:
     import torch_pi2
 
     if (Path(args.model) / "pi2").is_dir():
-        return common.load_sparse(argparse.Namespace(**vars(args), context=64))  # what checking runs on
-    return torch_pi2.optimize(common.load_dense(args))
+        return models.load_sparse(argparse.Namespace(**vars(args), context=64))  # what checking runs on
+    return torch_pi2.optimize(models.load_dense(args))
 
 
 def _tokenizer(args: argparse.Namespace) -> Any:
@@ -190,21 +134,17 @@ def _tokenizer(args: argparse.Namespace) -> Any:
     folder = Path(args.model)
     if folder.is_dir() and not any(folder.glob("tokenizer*")):
         return None
-    return common.load_tokenizer(args)
+    return models.load_tokenizer(args)
 
 
 def _check_target(target: str) -> None:
     """What can be refused before a model is loaded."""
-    if target == "xnnpack":
-        return
-    kind, _, soc = target.partition(":")
-    if kind != "qnn" or not soc:
-        raise ConfigError(
-            "--target", expected="xnnpack, or qnn: and an SoC such as qnn:SM8650", found=repr(target), fix="Correct it."
-        )
-    from torch_pi2.export.qnn import problems as problems_of
+    from torch_pi2.cli.doctor import check_target
+    from torch_pi2.export.qnn.job import problems as problems_of
 
-    if problems := problems_of(soc):
+    check_target(target)
+    kind, _, soc = target.partition(":")
+    if kind == "qnn" and (problems := problems_of(soc)):
         raise problems[0]
 
 

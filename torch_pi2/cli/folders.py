@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 from torch_pi2.errors import ArtifactError
 from torch_pi2.export.manifest import MANIFEST_FILE
@@ -14,23 +15,14 @@ from torch_pi2.store.weights import WEIGHTS_FILE
 
 #: kind -> what it is, and what is done with it; {folder}: its name.
 _KINDS = {
-    "bundle": ("a bundle, written by export", "torch-pi2 generate {folder} --prompt '...'"),
-    "store": ("a neuron store, written by pack", "torch-pi2 generate {folder} --prompt '...'"),
-    "shards": (
-        "shards of a model, written by pack --ranks",
-        "torchrun --nproc-per-node N -m torch_pi2 generate {folder} --prompt '...'",
-    ),
-    "quantised": (
-        "a quantised model, written by quantize, import or synthetic",
-        "torch-pi2 generate {folder} --prompt '...'",
-    ),
+    "bundle": ("a bundle", "torch-pi2 generate {folder} --prompt '...'"),
+    "store": ("a store of pack", "torch-pi2 generate {folder} --prompt '...'"),
+    "shards": ("shards of pack", "torchrun --nproc-per-node N -m torch_pi2 generate {folder} --prompt '...'"),
+    "quantised": ("a quantised model", "torch-pi2 generate {folder} --prompt '...'"),
     "optimised": ("an optimised model", "torch-pi2 generate {folder} --prompt '...'"),
-    "checkpoint": ("a checkpoint that is not optimised", "torch-pi2 optimize {folder} --out DIR"),
-    "statistics": ("statistics, written by profile", "torch-pi2 optimize MODEL --stats {folder} --out DIR"),
-    "predictors": (
-        "predictors, written by fit",
-        "torch-pi2 optimize MODEL --stats STATS --predictors {folder} --out DIR",
-    ),
+    "checkpoint": ("a checkpoint", "torch-pi2 optimize {folder} --out DIR"),
+    "statistics": ("statistics of profile", "torch-pi2 optimize MODEL --stats {folder} --out DIR"),
+    "predictors": ("predictors of fit", "torch-pi2 optimize MODEL --stats STATS --predictors {folder} --out DIR"),
     "plan": ("a plan", "torch-pi2 inspect {folder}"),
 }
 #: (verb, kind) -> the nearest command to what the verb would have done.
@@ -38,27 +30,20 @@ _NEAREST = {("chat", "bundle"): "torch-pi2 run {folder} --chat --prompt '...'"}
 #: Verbs that take a GGUF file as well.
 _TAKE_GGUF = ("generate", "chat", "serve")
 _FLOAT = ("checkpoint", "optimised")
-_PACKED = ("quantised", "store", "shards")
 _OPTIMISED = ("optimised", "quantised", "store")
 _TALKING = ("checkpoint", *_OPTIMISED, "shards")
-#: verb -> its argument that is a folder, what it takes in words, and those kinds.
-_TAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "sparsify": ("model", "a checkpoint with float weights", _FLOAT),
-    "profile": ("model", "a checkpoint with float weights", _FLOAT),
-    "fit": ("model", "a checkpoint with float weights", _FLOAT),
-    "optimize": ("model", "a checkpoint with float weights", _FLOAT),
-    "quantize": ("source", "a checkpoint with float weights", _FLOAT),
-    "pack": ("source", "a checkpoint, or a model of optimize, quantize or pack", (*_FLOAT, *_PACKED)),
-    "plan": ("model", "a checkpoint, or a model of optimize, quantize or pack", ("checkpoint", *_OPTIMISED)),
-    "export": ("model", "a checkpoint, or a model of optimize, quantize or pack", ("checkpoint", *_OPTIMISED)),
-    "run": ("bundle", "a bundle: a folder with manifest.json", ("bundle",)),
-    "generate": ("model", "a checkpoint, a model of optimize, quantize or pack, or a bundle", (*_TALKING, "bundle")),
-    "chat": ("model", "a checkpoint, or a model of optimize, quantize or pack", _TALKING),
-    "serve": ("models", "checkpoints, or models of optimize, quantize or pack", _TALKING),
-    "eval": ("model", "a model of optimize, quantize or pack", _TALKING),
-    "inspect": ("folder", "a folder that torch-pi2 wrote, or a checkpoint", tuple(_KINDS)),
-    "report": ("folder", "a model of optimize, quantize or pack", _OPTIMISED),
+#: verb -> the kinds of folders that it takes.
+_TAKES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("sparsify", "profile", "fit", "optimize", "quantize"), _FLOAT),
+    **dict.fromkeys(("pack", "chat", "serve", "eval"), _TALKING),
+    **dict.fromkeys(("plan", "export"), ("checkpoint", *_OPTIMISED)),
+    "run": ("bundle",),
+    "generate": (*_TALKING, "bundle"),
+    "inspect": tuple(_KINDS),
+    "report": _OPTIMISED,
 }
+#: Arguments of verbs that are folders.
+_ARGUMENTS = ("model", "models", "source", "bundle", "folder")
 
 
 def kind_of(folder: Path) -> str | None:
@@ -86,47 +71,39 @@ def check(args: argparse.Namespace) -> None:
     verb = getattr(args, "verb", None)
     if verb not in _TAKES:
         return
-    if verb in _TAKE_GGUF:
-        _import(args, _TAKES[verb][0])
-    name, taken, kinds = _TAKES[verb]
-    given = getattr(args, name)
-    for path in given if isinstance(given, list) else [given]:
-        if (file := gguf_in(path)) is not None and file.is_file():
-            raise ArtifactError(
-                f"torch-pi2 {verb} {path}",
-                expected=taken,
-                found="a GGUF file",
-                fix=f"Use: torch-pi2 import {file} --out DIR",
-            )
-        folder, kind, of = Path(path), kind_of(Path(path)), ""
+    kinds, argument = _TAKES[verb], next(name for name in _ARGUMENTS if hasattr(args, name))
+    given = getattr(args, argument)
+    paths = [_imported(path, args) for path in given] if isinstance(given, list) else [_imported(given, args)]
+    setattr(args, argument, paths if isinstance(given, list) else paths[0])
+    for path in paths:
+        folder, kind, part = Path(path), kind_of(Path(path)), ""
         if kind is None and verb != "inspect":  # which takes a store's file
-            folder, kind, of = *_holder(folder), "a part of "
-        if kind is None or (kind in kinds and not of):
+            folder, kind, part = *_holder(folder), "a part of "
+        found, command = _KINDS.get(kind or "", ("", ""))
+        if (file := gguf_in(path)) is not None and file.is_file():
+            found, command, part = "a GGUF file", f"torch-pi2 import {file} --out DIR", ""
+        elif kind is None or (kind in kinds and not part):
             continue
-        found, command = _KINDS[kind]
-        command = _NEAREST.get((verb, kind), command) if kind not in kinds else f"torch-pi2 {verb} {{folder}} ..."
+        elif kind in kinds:
+            command = f"torch-pi2 {verb} {{folder}} ..."
+        else:
+            command = _NEAREST.get((verb, kind), command)
         raise ArtifactError(
             f"torch-pi2 {verb} {path}",
-            expected=taken,
-            found=of + found,
-            fix=f"Use: {command.format(folder=folder)}",
+            expected=" or ".join(_KINDS[kind][0] for kind in kinds),
+            found=part + found,
+            fix=f"Use: {command.replace('{folder}', str(folder))}",
         )
 
 
-def _import(args: argparse.Namespace, name: str) -> None:
-    """Replace a GGUF file by the folder of its import, made now or earlier."""
+def _imported(given: Any, args: argparse.Namespace) -> Any:
+    """``given``; in place of a GGUF file the folder of its import, made now or earlier, if the verb takes them."""
+    file = gguf_in(given) if args.verb in _TAKE_GGUF else None
+    if file is None or not file.is_file():
+        return given
+    from torch_pi2.checkpoint.gguf.cached import cached_import
 
-    def folder_of(given: str) -> str:
-        file = gguf_in(given)
-        if file is None or not file.is_file():
-            return given
-        from torch_pi2.checkpoint.gguf.importing import cached_import
-
-        packed = getattr(args, "budget", None) is not None
-        return str(cached_import(file, packed=packed, progress=not args.quiet))
-
-    given = getattr(args, name)
-    setattr(args, name, [folder_of(one) for one in given] if isinstance(given, list) else folder_of(given))
+    return str(cached_import(file, packed=getattr(args, "budget", None) is not None, progress=not args.quiet))
 
 
 def _holder(path: Path) -> tuple[Path, str | None]:

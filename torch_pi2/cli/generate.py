@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from contextlib import nullcontext
@@ -10,60 +11,39 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_pi2.cli import common
-from torch_pi2.cli.output import emit
+from torch_pi2.cli import common, models
 from torch_pi2.cli.processes import process_group
+from torch_pi2.cli.terminal import emit, muted
+from torch_pi2.errors import ConfigError, Pi2Error, UnsupportedModelError
 
 if TYPE_CHECKING:
     from torch_pi2.decode.generate import Generated
 
 EXAMPLE = "torch-pi2 generate my-sparse-model --prompt 'def main(' --max-new-tokens 64"
 
-#: Options that bundles do not support, with their defaults; and options of ``run`` that this verb lacks.
-_OF_MODELS = {"dense": False, "compile": False, "activations": "float", "prompt_lookup": 0, "gpu_memory": None}
-_OF_MODELS |= {"reduction": None, "attention": None, "timeout": None}
-_OF_MODELS |= dict.fromkeys(common.LEAVE_OUT, 0.0) | {
-    "dtype": "auto",
-    "trust_remote_code": False,
-    "allow_download": False,
-}
-_OF_RUN = dict.fromkeys(("ids", "system", "store", "io_threads", "engine", "policy", "verify")) | {"chat": False}
-_OF_RUN |= dict.fromkeys(("top_k", "min_p", "repetition_penalty", "stop"))
+#: Options that bundles do not support.
+_OF_MODELS = (
+    *("dense", "compile", "activations", "prompt_lookup", "gpu_memory", "reduction", "attention", "timeout"),
+    *(*common.LEAVE_OUT, "dtype", "trust_remote_code", "allow_download"),
+)
+#: Options of ``run`` that this verb lacks.
+_OF_RUN = (
+    *("ids", "system", "store", "io_threads", "engine", "policy", "verify", "chat"),
+    *("top_k", "min_p", "repetition_penalty", "stop"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", metavar="DIR", help="folder written by optimize, quantize, pack or export, or a plain checkpoint"
-    )
-    parser.add_argument("--prompt", required=True, help="text to continue")
-    parser.add_argument("--max-new-tokens", type=common.positive, default=64, metavar="N", help="at most N")
-    parser.add_argument(
-        "--temperature", type=common.temperature, default=0.0, metavar="T", help="0 (default) is greedy"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=common.probability,
-        metavar="P",
-        help="sample among the likeliest tokens that together have this probability (default: 1; for bundles, the "
-        "model's)",
-    )
-    parser.add_argument(
-        "--num-return-sequences",
-        type=common.positive,
-        default=1,
-        metavar="N",
-        help="continue the prompt N times in one batch, each with its own seed",
-    )
-    parser.add_argument("--seed", type=common.seed, default=0, help="of sampling")
-    parser.add_argument(
-        "--prompt-lookup",
-        type=common.drafted,
-        default=0,
-        metavar="K",
-        help="greedy: draft up to K tokens (1 to 7) from what followed the last ones earlier, and verify them together",
-    )
-    parser.add_argument("--dense", action="store_true", help="run the dense model of the folder")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="what threads did, for Perfetto (docs/TRACES.md)")
+    add = parser.add_argument
+    add("model", metavar="DIR", help="folder written by optimize, quantize, pack or export, or a plain checkpoint")
+    add("--prompt", required=True, help="text to continue")
+    common.add_sampling(parser, 64)
+    several = "continue the prompt N times in one batch, each with its own seed"
+    add("--num-return-sequences", type=common.positive, default=1, help=several)
+    lookup = "greedy: draft up to K tokens (1 to 7) from what followed the last ones earlier, and verify them together"
+    add("--prompt-lookup", type=common.drafted, default=0, metavar="K", help=lookup)
+    add("--dense", action="store_true", help="run the dense model of the folder")
+    add("--trace", type=Path, metavar="FILE", help="what threads did, for Perfetto (docs/TRACES.md)")
     common.add_decoding(parser)
     common.add_loading(parser)
 
@@ -78,38 +58,27 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.cli.folders import kind_of
     from torch_pi2.decode.decoder import check_vocabulary
     from torch_pi2.decode.generate import generate
-    from torch_pi2.errors import ConfigError, Pi2Error, UnsupportedModelError
     from torch_pi2.observe.trace import trace
     from torch_pi2.rewrite.state import ModelState
     from torch_pi2.serve.chat import TextStream
 
     sampling = common.sampling_of(args)
     if sampling is not None and args.prompt_lookup:
-        raise ConfigError(
-            "--prompt-lookup",
-            expected="the most likely token each time",
-            found=f"--temperature {args.temperature:g}",
-            fix="Leave one of them out.",
-        )
-    if args.num_return_sequences > 1 and args.temperature == 0:
-        raise ConfigError(
-            "--num-return-sequences",
-            expected="a --temperature above 0",
-            found=f"{args.num_return_sequences} sequences that would all be the most likely one",
-            fix="Pass --temperature 0.8, for instance, or leave it out.",
-        )
+        raise common.excludes("--prompt-lookup", f"--temperature {args.temperature:g}", "drafts are verified greedily")
+    if args.num_return_sequences > 1 and sampling is None:
+        alike = "sequences that would all be the most likely one"
+        raise common.needs("--num-return-sequences", "a --temperature above 0", alike)
     if kind_of(Path(args.model)) == "bundle":
         return _of_bundle(args)
-    args.top_p = 1.0 if args.top_p is None else args.top_p
     recorded = trace(args.trace) if args.trace else None  # fails before loading if the path cannot be written
     if args.trace and is_standard_output(args.trace):
         args.stdout = sys.stderr
-    tokenizer = common.load_tokenizer(args)
+    tokenizer = models.load_tokenizer(args)
     inputs = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
     if inputs["input_ids"].numel() == 0:
         raise ConfigError("--prompt", expected="at least one token", found=repr(args.prompt), fix="Pass some text.")
     args.context = args.num_return_sequences * (inputs["input_ids"].numel() + args.max_new_tokens)
-    model: Any = common.load_any(args, args.dense)
+    model: Any = models.load_any(args, args.dense)
     check_vocabulary(model, inputs["input_ids"])
     prompt, shown = inputs["input_ids"][0].tolist(), not args.json and args.num_return_sequences == 1
     text = TextStream(tokenizer, before=prompt)
@@ -147,7 +116,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         "new_tokens": count,
         "ms_per_token": elapsed * 1e3 / max(1, count),
         "sparse": ModelState.of(model) is not None,
-        "store": common.of_store(model),
+        "store": models.of_store(model),
         "trace": recorded and recorded.summary(),
         **more,
     }
@@ -155,22 +124,18 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _of_bundle(args: argparse.Namespace) -> dict[str, Any]:
     """With ExecuTorch: the result of ``run``, and the fields that this verb has for every folder."""
-    from torch_pi2.cli import run
-    from torch_pi2.errors import ConfigError
-
-    for name, default in _OF_MODELS.items():
-        if getattr(args, name) != default:
+    for name in _OF_MODELS:
+        if getattr(args, name) != args.options.get_default(name):
             raise ConfigError(
                 f"{common.option_of(name)} with {args.model}",
                 expected="an option that bundles support",
                 found="one for models that PyTorch runs",
                 fix="Leave it out; torch-pi2 run --help lists the options of bundles.",
             )
-    result = run.run(argparse.Namespace(**vars(args) | _OF_RUN | {"bundle": Path(args.model)}))
+    result = Run.run(argparse.Namespace(**vars(args) | dict.fromkeys(_OF_RUN) | {"bundle": Path(args.model)}))
     count, seconds = result["new_tokens"], result["prompt_seconds"] + result["decode_seconds"]
     texts = [sequence["text"] for sequence in result["sequences"]]
-    both = {"text": texts[0], "texts": texts, "ms_per_token": seconds * 1e3 / max(1, count)}
-    return result | both
+    return result | {"text": texts[0], "texts": texts, "ms_per_token": seconds * 1e3 / max(1, count)}
 
 
 def _by_transformers(model: Any, inputs: Any, tokenizer: Any, args: argparse.Namespace) -> Generated:
@@ -181,7 +146,7 @@ def _by_transformers(model: Any, inputs: Any, tokenizer: Any, args: argparse.Nam
     torch.manual_seed(args.seed)
     how: dict[str, Any] = {"do_sample": False}
     if args.temperature > 0:
-        how = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
+        how = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p or 1.0, "top_k": 0}
     with torch.no_grad():
         ids = model.generate(**inputs.to(model.device), max_new_tokens=args.max_new_tokens, **how)[0].tolist()
     prompt = inputs["input_ids"][0].tolist()
@@ -190,9 +155,7 @@ def _by_transformers(model: Any, inputs: Any, tokenizer: Any, args: argparse.Nam
 
 def render(result: dict[str, Any]) -> str:
     if "bundle" in result:
-        from torch_pi2.cli import run
-
-        return run.render(result)
+        return Run.render(result)
     kind = "sparse" if result["sparse"] else "dense"
     speed = f"{result['new_tokens']} tokens, {result['ms_per_token']:.1f} ms each with the prompt, {kind}"
     if result["store"]:
@@ -207,3 +170,134 @@ def render(result: dict[str, Any]) -> str:
     heads = [f"--- {i + 1} of {len(texts)}\n" if len(texts) > 1 else "" for i in range(len(texts))]
     body = "\n".join(f"{head}{result['prompt']}{text}" for head, text in zip(heads, texts, strict=True))
     return f"{body}\n[{speed}]"
+
+
+class Run:
+    """Run a bundle with ExecuTorch on this machine: streams the text, then shows speed and reads."""
+
+    EXAMPLE = "torch-pi2 run bundle --prompt 'def main(' --max-new-tokens 64 --budget 2GiB"
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("bundle", type=Path, metavar="BUNDLE", help="folder written by `torch-pi2 export`")
+        prompt = parser.add_mutually_exclusive_group(required=True)
+        prompt.add_argument("--prompt", help="text to continue")
+        prompt.add_argument("--ids", type=_IDS, help="token ids to continue; needs no tokenizer")
+        add("--chat", action="store_true", help="--prompt is a user's message; apply the tokenizer's chat template")
+        add("--system", metavar="TEXT", help="with --chat: the system message")
+        common.add_sampling(parser, 64)
+        add("--top-k", type=int, help="sample among the N likeliest tokens (0: all)")
+        add("--min-p", type=float, metavar="P", help="sample among tokens at least P times as likely as the likeliest")
+        add("--repetition-penalty", type=float, help="for tokens that have occurred; 1: none")
+        defaults = "may be repeated. Defaults of these and --top-p are in the model's generation_config.json"
+        add("--stop", action="append", metavar="TEXT", help=f"end answers before it; {defaults}")
+        add("--num-return-sequences", type=common.positive, default=1, help="answers to one prompt")
+        add("--budget", metavar="BYTES", help="memory for all but Python, such as 2GiB (default: no limit)")
+        add("--store", type=Path, metavar="PATH", help="the neuron store, or its folder (default: BUNDLE)")
+        add("--io-threads", type=common.positive, help="threads that read the store (default: 64)")
+        add("--engine", metavar="NAME", help="that reads the store; a wrong name lists them (default: auto)")
+        add("--policy", metavar="NAME", help="of the neuron cache; a wrong name lists them (default: lfu)")
+        add("--trace", type=Path, metavar="FILE", help="what threads did, for Perfetto (docs/TRACES.md)")
+        verify = (
+            "first compare the hash of every file, the whole store included; --no-verify: compare sizes only "
+            "(default: checksums of what is loaded)"
+        )
+        add("--verify", action=argparse.BooleanOptionalAction, help=verify)
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> dict[str, Any]:
+        from torch_pi2.cli.folders import kind_of
+        from torch_pi2.export.run import Bundle
+
+        if args.system is not None and not args.chat:
+            raise common.needs("--system", "--chat")
+        if args.chat and args.prompt is None:
+            raise common.needs("--chat", "--prompt", "--ids")
+        prompt: Any = list(args.ids) if args.prompt is None else args.prompt
+        if args.chat:
+            system = [] if args.system is None else [{"role": "system", "content": args.system}]
+            prompt = [*system, {"role": "user", "content": args.prompt}]
+        if kind_of(args.bundle) == "bundle":
+            _start_threads(args.threads, args.verbose)
+        streamed = not args.json and args.num_return_sequences == 1
+        before = ["" if args.chat or args.prompt is None else args.prompt]  # the prompt is written with the first text
+
+        def stream(_sequence: int, _token: int, text: str) -> None:
+            emit(args.stdout, (before.pop() if before else "") + text)
+
+        settings = common.given(args, "budget", "store", "threads", "io_threads", "trace", "engine", "policy", "verify")
+        sampling = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "seed")
+        with Bundle(args.bundle, **settings) as bundle:
+            output = bundle.generate(
+                prompt,
+                args.max_new_tokens,
+                **common.given(args, *sampling, "num_return_sequences"),
+                stream=stream if streamed else None,
+            )
+            read = bundle.stats()
+            target, loading = bundle.manifest.target, bundle.load_seconds
+        return {
+            "bundle": str(args.bundle),
+            "target": target,
+            "prompt": args.prompt,
+            "prompt_tokens": len(output.prompt_ids),
+            "new_tokens": sum(len(s.ids) for s in output.sequences),
+            "sequences": [{"text": s.text, "ids": s.ids, "ended": s.ended} for s in output.sequences],
+            "tokens_per_second": output.tokens_per_second,
+            "prompt_tokens_per_second": len(output.prompt_ids) / output.prompt_seconds,
+            "load_seconds": loading,
+            **{name: getattr(output, name) for name in ("prompt_seconds", "decode_seconds", "decode_steps")},
+            "hit_rate": read["hit_rate"],
+            "wait_share": read["wait_share"],
+            "store": {name: value for name, value in read.items() if name not in ("hit_rate", "wait_share")},
+            "trace": None if args.trace is None else str(args.trace),
+            "streamed": streamed,
+        }
+
+    @staticmethod
+    def render(result: dict[str, Any]) -> str:
+        facts = [
+            f"{result['new_tokens']} tokens",
+            f"{result['tokens_per_second']:.1f} tokens/s",
+            f"prompt of {result['prompt_tokens']} at {result['prompt_tokens_per_second']:.1f} tokens/s",
+        ]
+        if result["hit_rate"] is not None:
+            facts.append(f"{common.percent(result['hit_rate'])} of neurons in the cache")
+            facts.append(f"{common.percent(result['wait_share'])} of the time waiting for reads")
+        if result["trace"]:
+            facts.append(f"threads in {result['trace']}")
+        several = len(result["sequences"]) > 1
+        answers = [f"[{i}] {s['text']}" if several else s["text"] for i, s in enumerate(result["sequences"])]
+        if not any(s["text"] for s in result["sequences"]):
+            answers = [f"ids: {', '.join(map(str, s['ids']))}" for s in result["sequences"]]
+        elif result["streamed"]:
+            answers = [""]  # already written
+        elif result["prompt"]:
+            answers = [result["prompt"], *answers]
+        return "\n".join([*answers, f"[{', '.join(facts)}]"])
+
+
+def _id(text: str) -> int:
+    if not re.fullmatch(r"[0-9]+", text):  # int() takes more; the C++ runner does not
+        raise ValueError(text)
+    return int(text)
+
+
+_IDS = common.list_of(_id, "token ids")
+
+
+def _start_threads(count: int | None, verbose: bool) -> None:
+    """Start ExecuTorch's thread pool, which XNNPACK and our delegate share, with ``count`` threads or its default.
+
+    Its messages about missing files of CPU information are discarded; nothing else is.
+    """
+    from torch_pi2.decode.executorch import load_library
+
+    load_library()
+    from executorch.extension.pybindings import portable_lib
+
+    with muted(verbose):
+        portable_lib._threadpool_get_thread_count()
+        if count is not None:
+            portable_lib._unsafe_reset_threadpool(count)

@@ -10,8 +10,8 @@ import argparse
 import math
 import os
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,37 +30,53 @@ if TYPE_CHECKING:
 _EXPERT = re.compile(r"(.*experts)\.\d+")
 #: Fields of which it has the sum.
 _SUMMED = ("bytes",)
+#: What is shown of a layer.
+_COLUMNS = (
+    *("key", "form", "neurons", "sparsity", "active_share", "borrowed_tokens", "method", "hot", "cold"),
+    *("expected_active", "rank", "recall", "precision", "bytes", "bundle_bytes", "slot_bytes", "padding_share"),
+)
+#: What is known of a store without its folder, beside its layers.
+_NOTHING: dict[str, Any] = {
+    "left": {},
+    "matrices": {},
+    **dict.fromkeys(("budget", "thresholds", "fit", "verdict")),
+}
 EXAMPLE = "torch-pi2 inspect my-sparse-model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder",
-        type=Path,
-        metavar="DIR",
-        help="written by profile, fit, plan, optimize, pack or export; a checkpoint; or a file model.pi2",
-    )
-    parser.add_argument(
-        "--verify", action="store_true", help="read the whole store, or bundle, and compare it with its checksums"
-    )
-    parser.add_argument("--trust-remote-code", action="store_true", help="run modelling code in the checkpoint folder")
+    add = parser.add_argument
+    folder = "written by profile, fit, plan, optimize, pack or export; a checkpoint; or a file model.pi2"
+    add("folder", type=Path, metavar="DIR", help=folder)
+    verify = "read the whole store, or bundle, and compare it with its checksums"
+    add("--verify", action="store_true", help=verify)
+    common.add_trust(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.cli.folders import kind_of
 
-    if kind_of(args.folder) == "shards":
-        return {"folder": str(args.folder), **_shards(args.folder, args.verify, not args.quiet)}
-    if kind_of(args.folder) == "checkpoint":
-        return {"folder": str(args.folder), **describe_checkpoint(args.folder, args.verify, args.trust_remote_code)}
-    return {"folder": str(args.folder), **describe(args.folder, args.verify, not args.quiet)}
+    folder, kind = args.folder, kind_of(args.folder)
+    if kind == "checkpoint":
+        found = describe_checkpoint(folder, args.verify, args.trust_remote_code)
+    elif kind == "shards":
+        found = _shards(folder, args.verify, not args.quiet)
+    else:
+        found = describe(folder, args.verify, not args.quiet)
+    return {"folder": str(folder), **found}
+
+
+def render(result: dict[str, Any]) -> str:
+    kinds: dict[str, Any] = {"bundle": render_bundle, "checkpoint": render_checkpoint, "shards": _render_shards}
+    return str(kinds.get(result["contains"][0], _render_folder)(result))
+
+
+# --- folders of ours
 
 
 def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[str, Any]:
     """What is in ``folder``: ``contains``, file sizes, one dict per layer, what a store's bytes are for, budgets,
-    and the verdict.
-
-    A bundle has other facts: see :func:`torch_pi2.cli.inspect_bundle.describe_bundle`.
+    and the verdict. A bundle has other facts.
 
     Args:
         folder: one of ours, or a neuron store without one. verify: compare all of the store with its checksums.
@@ -75,11 +91,14 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
     if (folder / "manifest.json").is_file():
         return describe_bundle(folder, verify, progress)
     if folder.is_file():
-        return _describe_file(folder, verify, progress)
+        store, slots = _store(folder, verify, progress)
+        files = {folder.name: store["bytes"]}
+        facts = {"files": files, "bytes": store["bytes"], "layers": list(slots.values())}
+        return {"contains": ["store"], **_NOTHING, **facts, "store": store}
     inner = folder / "pi2" if (folder / "pi2").is_dir() else folder
-    if verify and not os.path.lexists(inner / STORE_FILE):
-        raise _nothing_to_verify(folder)
     has_store = os.path.lexists(inner / STORE_FILE)
+    if verify and not has_store:
+        raise _nothing_to_verify(folder)
     with Parts(inner) as parts:
         present = [name for name in ("stats", "predictors", "plan") if parts.has(name)]
         if not present:
@@ -89,13 +108,12 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
                 found="none of them" if folder.is_dir() else "no such folder",
                 fix="Pass a folder written by torch-pi2 profile, fit, plan, optimize or pack.",
             )
-        store, slots = _store(inner / STORE_FILE, verify, progress) if has_store else (None, {})
+        store, slots = _store(inner / STORE_FILE, verify, progress) if has_store else ({}, {})
         stats, predictors = parts.stats(), parts.predictors()
         plan = parts.plan() if parts.has("plan") else None
         here = plan if plan is None or parts.shard is None else parts.shard.plan(plan)
-    judged = verdict.read(folder, None if plan is None else plan.model_hash)
     layers: dict[str, dict[str, Any]] = {}
-    for found in (_stats(stats), _predictors(predictors), _plan(here), slots):
+    for found in (*_of_layers(stats, predictors, here), slots):
         for key, facts in found.items():
             layers.setdefault(key, {"key": key}).update(facts)
     report = predictors.report.to_json() if predictors.report else None
@@ -107,29 +125,43 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
         "bytes": sum(files.values()),
         "layers": list(layers.values()),
         "left": plan.made_by.get("left", {}) if plan else {},
-        "store": store,
+        "store": store or None,
         "budget": _budget(folder, inner / STORE_FILE, plan, predictors) if has_store and plan else None,
         "matrices": _matrices(inner),
         "thresholds": _budget_of_loss(plan, stats),
         "fit": report and {name: report[name] for name in ("change", "tolerance", "met", "skipped", "tokens")},
-        "verdict": None if judged is None else judged.to_json(),
+        "verdict": verdict.as_json(folder, None if plan is None else plan.model_hash),
     }
 
 
-def _describe_file(path: Path, verify: bool, progress: bool) -> dict[str, Any]:
-    """As :func:`describe`, of a store alone."""
-    store, layers = _store(path, verify, progress)
-    facts = {"files": {path.name: store["bytes"]}, "bytes": store["bytes"], "layers": list(layers.values())}
-    return {"contains": ["store"], **_NOTHING_ELSE, **facts, "store": store}
-
-
-#: Of a store without its folder nothing is known but its layers.
-_NOTHING_ELSE: dict[str, Any] = {"left": {}, "matrices": {}}
-_NOTHING_ELSE |= dict.fromkeys(("budget", "thresholds", "fit", "verdict"))
+def _of_layers(
+    stats: ActivationStats | None, predictors: FittedPredictors, plan: Plan | None
+) -> tuple[dict[str, dict[str, Any]], ...]:
+    """Facts by layer of each."""
+    fired = {
+        s.key: {"neurons": s.intermediate, "tokens": s.tokens, "sparsity": s.sparsity, "active_share": s.active_share}
+        | ({} if s.experts is None else {"borrowed_tokens": s.borrowed})
+        for s in stats or ()
+    }
+    cards = {key: p.card.to_json() for key, p in predictors.items() if p.card is not None}
+    chosen = {
+        layer.site.key: {
+            "form": layer.site.form,
+            "hidden": layer.site.hidden,
+            "neurons": layer.site.intermediate,
+            "method": layer.method,
+            "hot": layer.n_hot,
+            "cold": layer.n_cold,
+            "threshold": layer.threshold,
+            "expected_active": layer.expected_active,
+        }
+        for layer in (plan.layers if plan else ())
+    }
+    return fired, cards, chosen
 
 
 def _shards(folder: Path, verify: bool, progress: bool) -> dict[str, Any]:
-    """The stores of a folder of shards, by the names of theirs. Raises ArtifactError, as :func:`describe`."""
+    """The stores of a folder of shards, by name. Raises ArtifactError, as :func:`describe`."""
     from torch_pi2.distributed.shard_store import shards_in
     from torch_pi2.store.storefile import STORE_FILE
 
@@ -152,34 +184,6 @@ def _budget_of_loss(plan: Plan | None, stats: ActivationStats | None) -> dict[st
     made = stats.made_by if plan is None and stats else plan.made_by.get("stats") if plan else None
     curve = LossCurve.of(made, "statistics of the plan") if isinstance(made, dict) else None
     return None if curve is None else curve.to_json()
-
-
-def _stats(stats: ActivationStats | None) -> dict[str, dict[str, Any]]:
-    return {
-        s.key: {"neurons": s.intermediate, "tokens": s.tokens, "sparsity": s.sparsity, "active_share": s.active_share}
-        | ({} if s.experts is None else {"borrowed_tokens": s.borrowed})
-        for s in stats or ()
-    }
-
-
-def _predictors(predictors: FittedPredictors) -> dict[str, dict[str, Any]]:
-    return {key: p.card.to_json() for key, p in predictors.items() if p.card is not None}
-
-
-def _plan(plan: Plan | None) -> dict[str, dict[str, Any]]:
-    return {
-        layer.site.key: {
-            "form": layer.site.form,
-            "hidden": layer.site.hidden,
-            "neurons": layer.site.intermediate,
-            "method": layer.method,
-            "hot": layer.n_hot,
-            "cold": layer.n_cold,
-            "threshold": layer.threshold,
-            "expected_active": layer.expected_active,
-        }
-        for layer in (plan.layers if plan else ())
-    }
 
 
 def _budget(folder: Path, store: Path, plan: Plan, predictors: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,112 +243,70 @@ def _store(path: Path, verify: bool, progress: bool) -> tuple[dict[str, Any], di
     return facts, layers
 
 
-#: field -> (column title, how it is shown), for those that some layer has.
-_COLUMNS: dict[str, tuple[str, Any]] = {
-    "form": ("form", str),
-    "neurons": ("neurons", str),
-    "sparsity": ("zeros", common.percent),
-    "active_share": ("firing", common.percent),
-    "borrowed_tokens": ("tokens of others", str),
-    "method": ("method", str),
-    "hot": ("hot", str),
-    "cold": ("cold", str),
-    "expected_active": ("cold computed", common.percent),
-    "rank": ("rank", str),
-    "recall": ("recall", common.percent),
-    "precision": ("precision", common.percent),
-    "bytes": ("predictor", common.size),
-    "bundle_bytes": ("bundle", common.size),
-    "slot_bytes": ("slot", common.size),
-    "padding_share": ("padding", common.percent),
-}
-
-
-def render(result: dict[str, Any]) -> str:
-    if "bundle" in result["contains"]:
-        return render_bundle(result)
-    if "checkpoint" in result["contains"]:
-        return render_checkpoint(result)
-    if "shards" in result["contains"]:
-        return "\n".join(f"{name}: {_render_store(store)}" for name, store in result["shards"].items())
-    layers = _by_block(result["layers"], _COLUMNS)
-    columns = [name for name in _COLUMNS if any(name in layer for layer in layers)]
-    rows = [
-        [layer["key"], *(_COLUMNS[c][1](layer[c]) if layer.get(c) is not None else "-" for c in columns)]
-        for layer in layers
-    ]
+def _render_folder(result: dict[str, Any]) -> str:
     files = ", ".join(f"{name} {common.size(count)}" for name, count in result["files"].items())
-    shown = common.table(["layer", *(_COLUMNS[c][0] for c in columns)], rows) if rows else "no layers of neurons"
-    shown += "".join(f"\n{line}" for line in _stays_dense(result["left"]))
-    kinds = ", ".join(f"{count} {kind}" for kind, count in result["matrices"].items())
-    shown += f"\nlinear layers and embeddings: {kinds}" if kinds else ""
-    fit = result["fit"]
-    fitted = (
-        f"\nfit: loss {fit['change']:+.2%} (tolerance {fit['tolerance']:.1%}{'' if fit['met'] else ', NOT met'}), "
-        f"{common.percent(fit['skipped'])} of cold neurons skipped, on text of the fit that was held back"
-        if fit
-        else ""
-    )
-    chosen = result["thresholds"]
-    fitted += f"\n{_render_thresholds(chosen)}" if chosen else ""
-    stored = f"\n{_render_store(result['store'])}" if result["store"] else ""
-    budget = f"\n{_render_budget(result['budget'])}" if result["budget"] else ""
-    judged = verdict.shown(result["verdict"])
-    return f"{', '.join(result['contains'])}: {files}\n{shown}{fitted}{stored}{budget}{judged}"
+    layers = common.records(_by_block(result["layers"]), _COLUMNS) if result["layers"] else "no layers of neurons"
+    lines = [f"{', '.join(result['contains'])}: {files}", layers]
+    lines += _stays_dense(result["left"])
+    if result["matrices"]:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in result["matrices"].items())
+        lines.append(f"linear layers and embeddings: {kinds}")
+    if fit := result["fit"]:
+        lines.append(
+            f"fit: loss {fit['change']:+.2%} (tolerance {fit['tolerance']:.1%}{'' if fit['met'] else ', NOT met'}), "
+            f"{common.percent(fit['skipped'])} of cold neurons skipped, on text of the fit that was held back"
+        )
+    if chosen := result["thresholds"]:
+        points = ", ".join(f"{p['skipped']:.0%} {p['change']:+.2%}" for p in chosen["loss_curve"])
+        lines.append(
+            f"thresholds on the score '{chosen['score']}': loss {chosen['loss_change']:+.2%} (max_loss "
+            f"{chosen['max_loss']:.1%}) on calibration text that was held back\n"
+            f"neurons skipped, and what that does to the loss there: {points}"
+        )
+    lines += [_render_store(result["store"])] if result["store"] else []
+    lines += [_render_budget(result["budget"])] if result["budget"] else []
+    return "\n".join(lines) + verdict.shown(result["verdict"])
 
 
-def _render_thresholds(chosen: dict[str, Any]) -> str:
-    points = ", ".join(f"{p['skipped']:.0%} {p['change']:+.2%}" for p in chosen["loss_curve"])
-    return (
-        f"thresholds on the score '{chosen['score']}': loss {chosen['loss_change']:+.2%} (max_loss "
-        f"{chosen['max_loss']:.1%}) on calibration text that was held back\nneurons skipped, and what that does to the "
-        f"loss there: {points}"
-    )
-
-
-def _by_block(layers: Sequence[dict[str, Any]], fields: Iterable[str]) -> list[dict[str, Any]]:
-    """``layers`` with one for the experts of each block, ``KEY.0-7``: of ``fields`` the mean, or what all have."""
+def _by_block(layers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``layers`` with one for the experts of each block, ``KEY.0-7``, of which a column has the mean, or the sum."""
     shown: list[dict[str, Any]] = []
-    for name, group in groupby(layers, key=_block):
+    for name, group in groupby(layers, key=lambda layer: (found := _EXPERT.fullmatch(layer["key"])) and found.group(1)):
         own = list(group)
         if name is None or len(own) == 1:
             shown += own
             continue
         row: dict[str, Any] = {"key": f"{own[0]['key']}-{own[-1]['key'].rpartition('.')[2]}"}
-        for field in fields:
-            values = [layer[field] for layer in own if layer.get(field) is not None]
-            if values:
+        for field in _COLUMNS[1:]:
+            if values := [layer[field] for layer in own if layer.get(field) is not None]:
                 row[field] = _of_all(field, values)
         shown.append(row)
     return shown
 
 
-def _block(layer: dict[str, Any]) -> str | None:
-    found = _EXPERT.fullmatch(layer["key"])
-    return None if found is None else found.group(1)
-
-
 def _of_all(field: str, values: list[Any]) -> Any:
-    if field not in _SUMMED and len(set(values)) == 1:
+    if field in _SUMMED:
+        return sum(values)
+    if len(set(values)) == 1:
         return values[0]
     if isinstance(values[0], str):
         return ", ".join(sorted(set(values)))
-    total = sum(values)
-    if field in _SUMMED:
-        return total
-    return round(total / len(values)) if isinstance(values[0], int) else total / len(values)
+    mean = sum(values) / len(values)
+    return round(mean) if isinstance(values[0], int) else mean
+
+
+def _render_shards(result: dict[str, Any]) -> str:
+    return "\n".join(f"{name}: {_render_store(store)}" for name, store in result["shards"].items())
 
 
 def _render_store(store: dict[str, Any]) -> str:
     parts = ", ".join(f"{name.replace('_', ' ')} {common.size(count)}" for name, count in store["regions"].items())
-    verified = store["verified_bytes"]
+    shard, verified = store["shard"], store["verified_bytes"]
     checked = "" if verified is None else f"\nverified: {common.size(verified)} are as they were packed"
     made = "\nprovenance: " + ", ".join(_flat(store["provenance"])) if store["provenance"] else ""
     made += f", FFN weights {store['model_hash'][:12]}" if made else ""
-    of = f" of {store['shard']['of']}" if store["shard"] else ""
-    head = f"store version {store['format_version']}: {store['neurons']}{of} neurons in {store['weights']}"
-    if shard := store["shard"]:
-        head = f"shard {shard['rank']} of {shard['ranks']}, {head}"
+    of_whole, rank = (f" of {shard['of']}", f"shard {shard['rank']} of {shard['ranks']}, ") if shard else ("", "")
+    head = f"{rank}store version {store['format_version']}: {store['neurons']}{of_whole} neurons in {store['weights']}"
     return f"{head}, {common.size(store['bytes'])}: {parts}{made}{checked}"
 
 
@@ -401,12 +363,12 @@ def _nothing_to_verify(folder: Path) -> ConfigError:
 
 
 def render_checkpoint(result: dict[str, Any]) -> str:
-    rows = []
-    for (form, hidden, neurons, method, lossless), group in groupby(result["layers"], key=_alike):
+    rows, alike = [], ("form", "hidden", "neurons", "method", "lossless")
+    for values, group in groupby(result["layers"], key=lambda layer: [layer[name] for name in alike]):
         keys = [layer["key"] for layer in group]
         named = keys[0] if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"
-        how = "zeros: lossless" if lossless else "small values: lossy, needs calibration text"
-        rows.append([named, len(keys), form, hidden, neurons, method, how])
+        how = "zeros: lossless" if values[-1] else "small values: lossy, needs calibration text"
+        rows.append([named, len(keys), *values[:-1], how])
     header = ["feed-forward layers", "count", "form", "hidden", "neurons", "method", "what is skipped"]
     lines = [f"checkpoint of {result['model']}, not optimised: no weights were read"]
     if (method := result.get("quantised_by")) and not result["refused"]:
@@ -421,16 +383,11 @@ def render_checkpoint(result: dict[str, Any]) -> str:
 
 def _stays_dense(left: dict[str, str]) -> list[str]:
     """Lines that say which layers stay dense, and why."""
-    by_reason: dict[str, list[str]] = {}
+    by_reason: dict[str, list[str]] = defaultdict(list)
     for name, reason in left.items():
-        by_reason.setdefault(reason, []).append(name)
+        by_reason[reason].append(name)
     lines = []
     for reason, names in by_reason.items():
         which = names[0] if len(names) == 1 else f"{len(names)} layers, {names[0]} to {names[-1]}"
         lines.append(f"stays dense: {which}: {reason}")
     return lines
-
-
-def _alike(layer: dict[str, Any]) -> tuple[Any, ...]:
-    """What layers that share a line of the table have in common."""
-    return tuple(layer[name] for name in ("form", "hidden", "neurons", "method", "lossless"))

@@ -8,32 +8,27 @@ torch_pi2.load() use its sparse form. Several processes of one machine share pro
 from __future__ import annotations
 
 import argparse
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.cli import common, verdict
-from torch_pi2.cli.processes import together
-from torch_pi2.cli.profile import render as render_profile
-from torch_pi2.errors import ConfigError
+from torch_pi2.cli import common, models, verdict
+from torch_pi2.cli.processes import end_of_group, together
+from torch_pi2.training.settings import ACTIVATIONS, SparsifySettings
 from torch_pi2.types.config import Config
-
-__all__ = ["EXAMPLE", "add_arguments", "render", "run"]
 
 EXAMPLE = "torch-pi2 optimize my-model --out my-sparse-model --method lowrank"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     common.add_model(parser)
     common.add_out(parser)
-    parser.add_argument("--stats", type=Path, metavar="DIR", help="folder written by profile (default: profile now)")
-    parser.add_argument(
-        "--predictors", type=Path, metavar="DIR", help="folder written by fit (needs --stats; default: fit now)"
-    )
+    add("--stats", type=Path, metavar="DIR", help="folder written by profile (default: profile now)")
+    add("--predictors", type=Path, metavar="DIR", help="folder written by fit (needs --stats; default: fit now)")
     common.add_text(parser)
-    parser.add_argument(
-        "--hardware", metavar="NAME", help="plan for it, too: measured, a preset, or a file (default: for none)"
-    )
+    add("--hardware", metavar="NAME", help="plan for it, too: measured, a preset, or a file (default: for none)")
     common.add_config(parser)
     common.add_storage(parser)
     verdict.add_arguments(parser)
@@ -50,29 +45,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     common.check_out(args.out)
     check_replaceable(args.out)
     check_separate("optimize", args.model, args.out)
-    stats = common.load_stats(args.stats) if args.stats else None
+    stats = models.load_stats(args.stats) if args.stats else None
     if args.predictors and stats is None:
-        raise ConfigError(
-            "--predictors",
-            expected="--stats beside it",
-            found="no --stats",
-            fix="Pass the statistics they were fitted with.",
-        )
-    predictors = common.load_predictors(args.predictors, stats.model_hash if stats else None)
+        raise common.needs("--predictors", "--stats")
+    predictors = models.load_predictors(args.predictors, stats.model_hash if stats else None)
     with together(args):
-        config, model, tokenizer, text = common.calibration(args)
+        config, model, tokenizer, text = models.load_calibration(args)
         dense_bytes = bytes_of(model)
-        model = torch_pi2.optimize(
-            model,
-            text,
-            config,
-            tokenizer=tokenizer,
-            stats=stats,
-            predictors=predictors,
-            hardware=args.hardware,
-            shared=True,
-            progress=not args.quiet,
-        )
+        how = {"tokenizer": tokenizer, "stats": stats, "predictors": predictors, "hardware": args.hardware}
+        model = torch_pi2.optimize(model, text, config, **how, shared=True, progress=not args.quiet)
 
         def save() -> None:
             torch_pi2.save(model, args.out, tokenizer=tokenizer)
@@ -105,11 +86,163 @@ def _judge(args: argparse.Namespace, model: Any, tokenizer: Any, config: Config,
 
 
 def render(result: dict[str, Any]) -> str:
-    errors = result["quantization"]
-    if not errors:
-        return render_profile(result)
-    rows = [
-        [name, f"{e['weight']:.4f}", "-" if e["output"] is None else f"{e['output']:.4f}"] for name, e in errors.items()
-    ]
-    shown = common.table([f"in {result['weights']}", "error of weights", "error of outputs"], rows)
-    return f"{shown}\n{render_profile(result)}"
+    errors = [{"layer": name, **error} for name, error in result["quantization"].items()]
+    shown = f"in {result['weights']}, relative errors:\n{common.records(errors, ('layer', 'weight', 'output'))}\n"
+    return (shown if errors else "") + Profile.render(result)
+
+
+class Profile:
+    """Record how often each FFN neuron fires on calibration text, and write stats.safetensors.
+
+    Several processes can share the text: `torchrun --nproc-per-node N -m torch_pi2 profile ...`. The result is the
+    same as that of one process with as many threads.
+    """
+
+    EXAMPLE = "torch-pi2 profile my-model --out my-stats --tokens 20000"
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        common.add_model(parser)
+        common.add_mapped(parser)
+        common.add_out(parser)
+        common.add_text(parser)
+        common.add_config(parser)
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> dict[str, Any]:
+        import torch_pi2
+        from torch_pi2.cli.inspect import describe
+        from torch_pi2.distributed.ranks import Ranks
+
+        common.check_out(args.out)
+        with together(args):
+            config, model, tokenizer, text = models.load_calibration(args)
+            how = {"tokenizer": tokenizer, "config": config, "progress": not args.quiet}
+            stats = torch_pi2.profile(model, text, shared=True, **how)
+            Ranks(together=True).first(lambda: stats.save(args.out))
+        return {"out": str(args.out), **describe(args.out)}
+
+    @staticmethod
+    def render(result: dict[str, Any]) -> str:
+        from torch_pi2.cli.inspect import render as render_folder
+
+        return f"{render_folder(result)}\nwrote {result['out']}"
+
+
+class Fit:
+    """Fit activation predictors to a profiled model, and write predictors.safetensors.
+
+    Samples and fitted layers are kept in OUT.fitting meanwhile: the same command resumes after a kill. Several
+    processes can share the layers: `torchrun --nproc-per-node N -m torch_pi2 fit ...`. The result is the same as that
+    of one process with as many threads.
+    """
+
+    EXAMPLE = "torch-pi2 fit my-model --stats my-stats --out my-predictors --target-recall 0.97"
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        Profile.add_arguments(parser)
+        parser.add_argument("--stats", required=True, type=Path, metavar="DIR", help="folder written by profile")
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> dict[str, Any]:
+        import torch_pi2
+        from torch_pi2.cli.inspect import describe
+        from torch_pi2.distributed.ranks import Ranks
+        from torch_pi2.predict.file import save_predictors
+
+        common.check_out(args.out)
+        with together(args):
+            stats = models.load_stats(args.stats)
+            config, model, tokenizer, text = models.load_calibration(args)
+            work = args.out.with_name(f"{args.out.name}.fitting")
+            how = {"tokenizer": tokenizer, "config": config, "work": work, "progress": not args.quiet}
+            predictors = torch_pi2.fit(model, text, stats=stats, **how)
+
+            def save() -> None:
+                save_predictors(args.out, predictors, stats.model_hash)
+                shutil.rmtree(work, ignore_errors=True)
+
+            Ranks(together=True).first(save)
+        return {"out": str(args.out), **describe(args.out)}
+
+    render = Profile.render
+
+
+class Sparsify:
+    """Train a dense model on until most values of its FFN neurons are exactly zero, and write a checkpoint. Lossy.
+
+    The activation becomes ReLU; a penalty is steered until the share of zeros is the target. Checkpoints are kept in
+    OUT.training: the same command resumes after a kill. Several GPUs or machines:
+    `accelerate launch -m torch_pi2 sparsify ...`. The result is an ordinary checkpoint of transformers, which
+    `torch-pi2 optimize` makes fast.
+    """
+
+    EXAMPLE = "torch-pi2 sparsify my-model --out my-relu-model --text corpus/*.txt --steps 1000 --distill"
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        common.add_model(parser)
+        common.add_out(parser)
+        default = SparsifySettings()
+
+        def add(option: str, kind: Any, what: str, **more: Any) -> None:
+            """An option that is a field of SparsifySettings."""
+            field = option.removeprefix("--").replace("-", "_")
+            parser.add_argument(option, type=kind, default=getattr(default, field), help=what, **more)
+
+        documents = "UTF-8 documents to train on; stdlib: source of Python's standard library"
+        parser.add_argument("--text", nargs="+", required=True, metavar="FILE|stdlib", help=documents)
+        heldout = "documents to measure on (default: the last 2 %% of --text, which are not trained on)"
+        parser.add_argument("--heldout", nargs="+", metavar="FILE|stdlib-heldout", help=heldout)
+        add("--activation", str, "drelu: also on up; needs modelling code", choices=ACTIVATIONS)
+        add("--target-sparsity", common.probability, "share of zeros", metavar="S")
+        add("--steps", common.count, "of the optimiser; 0: one pass over the text")
+        add("--batch", common.positive, "windows a step")
+        add("--window", common.positive, "tokens")
+        add("--accumulate", common.positive, "forward passes a step")
+        add("--learning-rate", float, "the highest", metavar="F")
+        add("--lora", common.count, "train adapters of this rank alone (package peft)", metavar="R")
+        distill = "share of the loss from the dense model's predictions (without SHARE: 0.5)"
+        parser.add_argument("--distill", type=float, nargs="?", const=0.5, default=0.0, metavar="SHARE", help=distill)
+        parser.add_argument("--revive", action="store_true", help="reinitialise the gates of neurons that never fire")
+        parser.add_argument("--float32", action="store_true", help="compute in float32, not in bfloat16")
+        add("--save-every", common.count, "steps between checkpoints; 0: ten in all")
+        add("--seed", common.seed, "of every random choice")
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> dict[str, Any]:
+        import torch_pi2
+
+        common.check_out(args.out)
+        names = ("activation", "target_sparsity", "steps", "batch", "window", "accumulate", "learning_rate", "lora")
+        heldout = args.heldout or (["stdlib-heldout"] if args.text == ["stdlib"] else None)
+        report = torch_pi2.sparsify(
+            models.load_dense(args),
+            args.out,
+            _documents(args.text, "--text"),
+            heldout=None if heldout is None else _documents(heldout, "--heldout"),
+            tokenizer=models.load_tokenizer(args),
+            progress=not args.quiet,
+            **common.given(args, *names, "distill", "revive", "save_every", "seed"),
+            bf16=not args.float32,
+        )
+        end_of_group(args)
+        return {"out": str(args.out), **report.to_json(), "lines": report.lines()}
+
+    @staticmethod
+    def render(result: dict[str, Any]) -> str:
+        lines = (f"{name + ':':10}{value}" for name, value in result["lines"].items())
+        return "\n".join([*lines, f"wrote {result['out']}; next: torch-pi2 optimize {result['out']} --out DIR"])
+
+
+def _documents(given: list[str], option: str) -> list[str]:
+    from torch_pi2.profiling.text import read_files, stdlib_files
+
+    found: list[str] = []
+    for name in given:
+        if name in ("stdlib", "stdlib-heldout"):
+            found += read_files(stdlib_files("heldout" if name.endswith("heldout") else "train", with_tests=True))
+        else:
+            found.append(common.text_in(name, option))
+    return found

@@ -1,4 +1,4 @@
-"""argparse for this command line: mistakes become errors of ours, and the help shows defaults."""
+"""argparse for this command line: mistakes become errors of ours, the help shows defaults, old names, completion."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import difflib
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from torch_pi2.cli.output import emit
+from torch_pi2.cli.terminal import emit
 from torch_pi2.errors import ConfigError
 
 
@@ -43,18 +44,21 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         """Wrap long lines; keep the others, and indented examples, as they were written."""
-        width -= len(indent)
         lines: list[str] = []
         for line in text.splitlines():
             lines += [line] if len(line) <= width or line.startswith(" ") else textwrap.wrap(line, width)
-        return "\n".join(indent + line for line in lines)
+        return "\n".join(lines)
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        """Numbers are N, whatever they are of."""
+        return str(getattr(action.type, "metavar", "N" if action.type in (int, float) else action.dest.upper()))
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, default = action.help, action.default
         if text is None or not action.option_strings or has_no_default(default) or re.search(r"\bdefault\b", text):
             return text
-        shown = ",".join(map(str, default)) if isinstance(default, tuple | list) else str(default)
-        return f"{text} (default: {shown.replace('%', '%%')})"
+        words = ",".join(map(str, default)) if isinstance(default, tuple | list) else str(default)
+        return f"{text} (default: {words.replace('%', '%%')})"
 
 
 def has_no_default(default: Any) -> bool:
@@ -80,3 +84,54 @@ class Version(argparse.Action):
             torch = "missing"
         emit(sys.stdout, f"torch-pi2 {__version__} (torch {torch}, Python {platform.python_version()})\n")
         parser.exit()
+
+
+def add_old_name(parser: argparse.ArgumentParser, old: str, new: str) -> None:
+    """Let the option ``new`` also be given as ``old`` for one release: with a warning, and not shown in the help."""
+    action = parser._option_string_actions[new]
+
+    class OldName(argparse.Action):
+        def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, _option: Any = None) -> None:
+            print(f"torch-pi2: {old} is now called {new}; the old name ends with the next release", file=sys.stderr)
+            action(parser, namespace, values, new)
+
+    how: dict[str, Any] = {name: getattr(action, name) for name in ("dest", "nargs", "type", "choices")}
+    parser.add_argument(old, action=OldName, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **how)
+
+
+class Completion:
+    """Print a shell's completion script for verbs, options, their values, files and folders.
+
+    bash:  torch-pi2 completion bash > ~/.local/share/bash-completion/completions/torch-pi2
+    zsh:   torch-pi2 completion zsh > DIR/_torch-pi2, where DIR is in $fpath
+    tcsh:  torch-pi2 completion tcsh > ~/.torch-pi2.tcsh, and source it in ~/.tcshrc
+    """
+
+    EXAMPLE = "torch-pi2 completion bash"
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="which it is for")
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> dict[str, Any]:
+        import shtab  # whose scripts are complete: no Python is started at a TAB
+
+        for action in _actions(args.root):
+            if action.type is Path or action.dest in ("model", "text"):
+                files = str(action.metavar or "").startswith(("FILE", "PATH"))
+                action.complete = shtab.FILE if files else shtab.DIRECTORY  # type: ignore[attr-defined]
+        return {"shell": args.shell, "script": shtab.complete(args.root, args.shell)}
+
+    @staticmethod
+    def render(result: dict[str, Any]) -> str:
+        return str(result["script"]).rstrip("\n")
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Options and arguments of all verbs."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for verb in action.choices.values():
+                yield from _actions(verb)

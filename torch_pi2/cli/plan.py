@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_pi2.cli import common, verdict
+from torch_pi2.cli import common, models, verdict
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS
 
 if TYPE_CHECKING:
     from torch_pi2.planner.model_shape import ModelShape
-    from torch_pi2.types.plan import HardwarePlan, Plan
+    from torch_pi2.types.machine_plan import HardwarePlan
+    from torch_pi2.types.plan import Plan
     from torch_pi2.types.stats import ActivationStats
 
 EXAMPLE = "torch-pi2 plan my-model --stats my-stats --predictors my-predictors --out my-plan --hot-frequency 0.5"
 
 #: Options that mean nothing without --hardware.
-_OF_MACHINE = ("budget", "accelerator_memory", "context", "batches", "fixed_hot_set", "explain")
+_OF_MACHINE = ("budget", "accelerator_memory", "context", "batches", "min_recall", "fixed_hot_set", "explain")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,15 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--predictors", type=Path, metavar="DIR", help="folder written by fit")
     add("--out", type=Path, metavar="DIR", help="folder to write into (torch_pi2.load(MODEL, plan=DIR))")
     add = parser.add_argument_group("machine and budgets (lossless but for what predictors miss)").add_argument
-    add(
-        "--hardware",
-        metavar="NAME",
-        help="measured (torch-pi2 doctor --measure), a preset, or a file (checkpoints: torch-pi2 optimize --hardware)",
-    )
+    hardware = "measured (torch-pi2 doctor --measure), a preset, or a file (checkpoints: torch-pi2 optimize --hardware)"
+    add("--hardware", metavar="NAME", help=hardware)
+    several = "several, and the link between them (docs/DISTRIBUTED.md): which has what, predicted; writes nothing"
+    add("--machines", type=Path, metavar="FILE", help=several)
     add("--budget", metavar="BYTES", help="memory, with a store: 2.5GiB, 700MB (default: everything in memory)")
     add("--accelerator-memory", metavar="BYTES", help="for hot neurons (default: none are there)")
-    add("--context", type=common.positive, metavar="N", help="tokens of each sequence (default: 1024)")
-    add("--batches", type=_numbers, metavar="N,N", help="numbers of sequences to plan for (default: 1,2,4,8,16)")
+    add("--context", type=common.positive, help="tokens of each sequence (default: 1024)")
+    add("--batches", type=common.sizes, help="numbers of sequences to plan for (default: 1,2,4,8,16)")
+    add("--min-recall", type=float, help="share of firing neurons that must be computed (default: any)")
     add("--fixed-hot-set", action="store_true", default=None, help="the same hot neurons at all batch sizes")
     common.add_old_name(parser, "--one-boundary", "--fixed-hot-set")
     add("--explain", action="store_true", default=None, help="show the prediction only: --out may be left out")
@@ -54,17 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_config(parser)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(common.positive(part) for part in text.split(","))
-
-
 def run(args: argparse.Namespace) -> dict[str, Any]:
     _check(args)
+    if args.machines is not None:
+        return _for_group(args, _subject(args, _statistics(args))[1])
     if args.out is not None:
         common.check_out(args.out)
     result = _for_any_machine(args) if args.hardware is None else _for_machine(args)
-    judged = verdict.read(Path(args.model)) if Path(args.model).is_dir() else None
-    return result | {"verdict": None if judged is None else judged.to_json()}
+    return result | {"verdict": verdict.as_json(Path(args.model))}
 
 
 def _is_ours(args: argparse.Namespace) -> bool:
@@ -74,25 +73,28 @@ def _is_ours(args: argparse.Namespace) -> bool:
 def _check(args: argparse.Namespace) -> None:
     """Raises ConfigError for options that contradict each other or are missing."""
     ours, given = _is_ours(args), [common.option_of(name) for name in _OF_MACHINE if getattr(args, name) is not None]
-    if args.hardware is None and (given or ours):
-        raise ConfigError(
-            given[0] if given else f"planning {args.model} anew",
-            expected="--hardware beside it" if given else "--hardware: the neuron orders and methods of a folder stay",
-            found="none",
-            fix="Pass --hardware measured, after torch-pi2 doctor --measure.",
-        )
-    if args.out is None and args.explain is None:
+    if args.machines is not None:
+        others = [f"--{name}" for name in ("hardware", "out") if getattr(args, name) is not None]
+        if others := others + [name for name in given if name != "--context"]:
+            raise common.excludes(others[0], "--machines", "that file has memory and hardware of each machine")
+    elif args.hardware is None and given:
+        raise common.needs(given[0], "--hardware")
+    elif args.hardware is None and ours:
+        raise common.needs(f"planning {args.model} anew", "--hardware measured (torch-pi2 doctor --measure)")
+    elif args.out is None and args.explain is None:
         raise ConfigError("--out", expected="a folder to write into", found="none", fix="Pass --out DIR.")
     if args.stats is None and not ours:
-        raise ConfigError(
-            "--stats",
-            expected="a folder written by torch-pi2 profile",
-            found="none, and no folder of ours",
-            fix="Pass --stats DIR.",
-        )
+        expected, found = "a folder written by torch-pi2 profile", "none, and no folder of ours"
+        raise ConfigError("--stats", expected=expected, found=found, fix="Pass --stats DIR.")
     if args.predictors is not None and ours:
+        found = str(args.predictors)
+        raise ConfigError("--predictors", expected="none: the folder has its own", found=found, fix="Leave it out.")
+    if args.out is not None and os.path.lexists(args.out / "model.pi2"):
         raise ConfigError(
-            "--predictors", expected="none: the folder has its own", found=str(args.predictors), fix="Leave it out."
+            f"--out {args.out}",
+            expected="a folder of its own: the store there has its plan inside",
+            found="model.pi2",
+            fix="Write it elsewhere, and pass that folder to torch_pi2.load(..., plan=DIR).",
         )
 
 
@@ -100,9 +102,9 @@ def _for_any_machine(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
     from torch_pi2.cli.inspect import describe
 
-    stats = common.load_stats(args.stats)
-    predictors = common.load_predictors(args.predictors, stats.model_hash)
-    plan = torch_pi2.plan(common.load_dense(args), stats, predictors, config=common.config_of(args))
+    stats = models.load_stats(args.stats)
+    predictors = models.load_predictors(args.predictors, stats.model_hash)
+    plan = torch_pi2.plan(models.load_dense(args), stats, predictors, config=common.config_of(args))
     plan.save(args.out)
     return {"out": str(args.out), **describe(args.out)}
 
@@ -111,19 +113,26 @@ def _for_machine(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.base.units import parse_bytes
     from torch_pi2.cli.inspect import describe
     from torch_pi2.machine.find import find_hardware
-    from torch_pi2.planner.for_machine import solve, with_hardware, without_hot
+    from torch_pi2.planner.for_machine import check_recall, solve, with_hardware, without_hot
     from torch_pi2.planner.request import BATCHES, Request
 
     hardware = find_hardware(args.hardware)
-    _check_stores(args)
-    plan, shape = _subject(args, _statistics(args))
+    budget = None if args.budget is None else parse_bytes(args.budget)
+    if budget is not None and not _has_store(args):
+        expected, found = "a model over a store", f"{args.model}, which has none"
+        fix = "Pack it first: torch-pi2 pack MODEL STORE."
+        raise ConfigError(f"--budget {args.budget}", expected=expected, found=found, fix=fix)
+    stats = _statistics(args)
+    plan, shape = _subject(args, stats)
+    check_recall(shape, stats, args.min_recall)
     request = Request(
         shape,
         hardware,
-        None if args.budget is None else parse_bytes(args.budget),
+        budget,
         0 if args.accelerator_memory is None else parse_bytes(args.accelerator_memory),
         args.batches or BATCHES,
         args.context or 1024,
+        args.min_recall,
         bool(args.fixed_hot_set),
     )
     solved = solve(request, progress=not args.quiet)
@@ -134,34 +143,14 @@ def _for_machine(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _check_stores(args: argparse.Namespace) -> None:
-    """Raises ConfigError: a budget without a store, or a store in ``--out``, whose own plan would contradict this."""
-    from torch_pi2.base.units import parse_bytes
-    from torch_pi2.store.storefile import STORE_FILE
-
-    if args.out is not None and os.path.lexists(args.out / STORE_FILE):
-        raise ConfigError(
-            f"--out {args.out}",
-            expected="a folder of its own: the store there has its plan inside",
-            found=STORE_FILE,
-            fix="Write it elsewhere, and pass that folder to torch_pi2.load(..., plan=DIR).",
-        )
-    if args.budget is None:
-        return
-    parse_bytes(args.budget)  # raises
-    if not os.path.lexists(Path(args.model) / "pi2" / STORE_FILE):
-        raise ConfigError(
-            f"--budget {args.budget}",
-            expected="a model over a store",
-            found=f"{args.model}, which has none",
-            fix="Pack it first: torch-pi2 pack MODEL STORE.",
-        )
+def _has_store(args: argparse.Namespace) -> bool:
+    return os.path.lexists(Path(args.model) / "pi2" / "model.pi2")
 
 
 def _statistics(args: argparse.Namespace) -> ActivationStats:
     """The statistics to plan with: of ``--stats``, or of the folder MODEL."""
     if args.stats is not None:
-        return common.load_stats(args.stats)
+        return models.load_stats(args.stats)
     from torch_pi2.store.parts import Parts
 
     with Parts(Path(args.model) / "pi2") as parts:
@@ -182,35 +171,33 @@ def _subject(args: argparse.Namespace, stats: ActivationStats) -> tuple[Plan, Mo
     from torch_pi2.planner.for_machine import without_hot
     from torch_pi2.planner.model_shape import ModelShape
     from torch_pi2.rewrite.state import get_state
-    from torch_pi2.store.parts import Parts
 
     if _is_ours(args):
-        with Parts(Path(args.model) / "pi2") as parts:
-            plan = parts.plan()
-        model = _loaded(args, Path(args.model))
+        model = _loaded(args)
     else:
-        predictors = common.load_predictors(args.predictors, stats.model_hash)
+        predictors = models.load_predictors(args.predictors, stats.model_hash)
         config = common.config_of(args)
-        model = torch_pi2.optimize(common.load_dense(args), None, config, stats=stats, predictors=predictors)
-        plan = get_state(model).plan
+        model = torch_pi2.optimize(models.load_dense(args), None, config, stats=stats, predictors=predictors)
+    plan = get_state(model).plan
     return plan, ModelShape.of(model, stats, without_hot(plan), compiled=not args.eager)
 
 
-def _loaded(args: argparse.Namespace, folder: Path) -> Any:
+def _loaded(args: argparse.Namespace) -> Any:
     """A folder of ours; one with a store with as little memory as a token needs."""
     import torch_pi2
     from torch_pi2.cli.inspect import describe
-    from torch_pi2.store.storefile import STORE_FILE
     from torch_pi2.types.offload import OffloadConfig
 
-    how: dict[str, Any] = {"dtype": None if args.dtype == "auto" else common.dtype_of(args)}
-    if os.path.lexists(folder / "pi2" / STORE_FILE) and "cliff" in (budget := describe(folder)["budget"] or {}):
+    folder = Path(args.model)
+    how: dict[str, Any] = {"dtype": models.dtype_of(args), "activations": args.activations or "float"}
+    if _has_store(args) and "cliff" in (budget := describe(folder)["budget"] or {}):
         how |= {"budget": budget["cliff"], "offload": OffloadConfig(preload=False)}
-    activations = args.activations or "float"
-    return torch_pi2.load(folder, trust_remote_code=args.trust_remote_code, activations=activations, **how)
+    return torch_pi2.load(folder, trust_remote_code=args.trust_remote_code, **how)
 
 
 def _facts(plan: HardwarePlan) -> dict[str, Any]:
+    from torch_pi2.planner.for_machine import min_acceptance_rate
+
     return {
         **plan.made_for,
         "budget_bytes": plan.budget_bytes,
@@ -219,6 +206,10 @@ def _facts(plan: HardwarePlan) -> dict[str, Any]:
         "offload": dict(plan.offload),
         "threads": dict(plan.threads),
         "cluster": plan.cluster,
+        "passes": [
+            {"guesses": n - 1, "steps": steps, "min_acceptance_rate": min_acceptance_rate(plan.passes, n - 1)}
+            for n, steps in plan.passes.items()
+        ],
         "dense_from": list(plan.prompt.dense_from),
     }
 
@@ -230,16 +221,35 @@ def _buckets(plan: HardwarePlan) -> list[dict[str, Any]]:
             "tokens_per_s": bucket.batch * 1e3 / bucket.total_ms,
             "ms": dict(bucket.ms),
             "total_ms": bucket.total_ms,
-            "hot": sum(bucket.hot),
-            "accelerator": sum(bucket.accelerator),
-            "resident": sum(bucket.resident),
+            **{name: sum(getattr(bucket, name)) for name in ("hot", "accelerator", "resident")},
             "cache_bytes": bucket.cache_bytes,
         }
         for bucket in plan.buckets
     ]
 
 
+def _for_group(args: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:
+    """All possible partitions (``ways``) among several machines, the fastest first, and the command that makes it."""
+    from torch_pi2.planner.group import plan_partition, read_machines
+
+    members, link = read_machines(args.machines)
+    context = args.context or 1024
+    plans = plan_partition(shape, members, link, context=context)
+    best = plans[0]
+    shares = ",".join(map(str, best.shares))
+    return {
+        "machines": [m.hardware.name for m in members],
+        "link": asdict(link),
+        "context": context,
+        "ways": [asdict(plan) | {"tokens_per_s": plan.tokens_per_s} for plan in plans],
+        "pack": f"torch-pi2 pack {args.model} OUT --ranks {len(members)} --by {best.by} --shares {shares}",
+        "generate": "" if best.way == "layers" else f"--reduction {best.way}",
+    }
+
+
 def render(result: dict[str, Any]) -> str:
+    if "ways" in result:
+        return _render_group(result)
     shown = []
     if "contains" in result:
         from torch_pi2.cli.inspect import render as render_folder
@@ -256,19 +266,26 @@ def render(result: dict[str, Any]) -> str:
 
 def _render_machine(about: dict[str, Any], buckets: list[dict[str, Any]]) -> str:
     """Predicted steps by batch size."""
-    parts = [part for part in buckets[0]["ms"] if any(bucket["ms"].get(part, 0) >= 5e-4 for bucket in buckets)]
-    header = ("batch", "tokens/s", "ms", *parts, "hot", "accelerator", "resident", "cache")
-    rows = [
-        (
-            bucket["batch"],
-            f"{bucket['tokens_per_s']:.2f}",
-            f"{bucket['total_ms']:.3f}",
-            *(f"{bucket['ms'].get(part, 0):.3f}" for part in parts),
-            *(bucket[name] for name in ("hot", "accelerator", "resident")),
-            common.size(bucket["cache_bytes"]),
-        )
-        for bucket in buckets
-    ]
+    rows = [bucket | {f"{part}_ms": ms for part, ms in bucket["ms"].items() if ms >= 5e-4} for bucket in buckets]
+    parts = [f"{part}_ms" for part in buckets[0]["ms"]]
+    names = ("batch", "tokens_per_s", "total_ms", *parts, "hot", "accelerator", "resident", "cache_bytes")
     budget = "everything in memory" if about["budget_bytes"] is None else f"budget {common.size(about['budget_bytes'])}"
     head = f"predicted for {about['hardware']} ({about['source']}), {budget}, {about['context']} tokens each"
-    return f"{head}:\n{common.table(header, rows)}"
+    shown = f"{head}:\n{common.records(rows, names)}"
+    if about["passes"]:
+        passes = common.records(about["passes"], ("guesses", "steps", "min_acceptance_rate"))
+        shown += f"\ndrafted tokens that a pass verifies, its time in steps, and how many must be right:\n{passes}"
+    return shown
+
+
+def _render_group(result: dict[str, Any]) -> str:
+    fields = ("memory_bytes", "in_memory")
+    rows = [plan | {name: [member[name] for member in plan["members"]] for name in fields} for plan in result["ways"]]
+    names = ("way", "tokens_per_s", "ms", "link_ms", "shares", *fields)
+    how = f"\ntorchrun ... -m torch_pi2 generate OUT {result['generate']}" if result["generate"] else ""
+    link = result["link"]
+    return (
+        f"{', '.join(result['machines'])}; {link['mbit_per_s']:.0f} Mbit/s, {link['exchange_us']:.0f} us an exchange; "
+        f"predicted, of one sequence after {result['context']} tokens\n{common.records(rows, names)}\n"
+        f"{result['pack']}{how}"
+    )

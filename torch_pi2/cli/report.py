@@ -1,4 +1,4 @@
-"""Write an HTML page about a model folder: how neurons fire, the plan, its times, cache hits and reads.
+"""Write an HTML page about a model folder: how neurons fire, the plan, its times, cache hits.
 
 The page needs no network and no other files. It ends with a list of what is missing and the commands to get it.
 """
@@ -12,20 +12,15 @@ from typing import Any
 
 from torch_pi2.cli import common
 
-EXAMPLE = "torch-pi2 report my-sparse-model -o report.html --trace out.json --accesses accesses"
+EXAMPLE = "torch-pi2 report my-sparse-model -o report.html --accesses accesses"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, metavar="MODEL_DIR", help="written by optimize, quantize, synthetic or pack")
     add("-o", "--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page")
-    add(
-        "--plan",
-        type=Path,
-        metavar="DIR",
-        help="another plan than the folder's own (torch-pi2 plan MODEL_DIR --out DIR)",
-    )
-    add("--trace", type=Path, metavar="FILE", help="a trace, from torch_pi2.trace or --trace of another verb")
+    plan = "another plan than the folder's own (torch-pi2 plan MODEL_DIR --out DIR)"
+    add("--plan", type=Path, metavar="DIR", help=plan)
     add("--accesses", type=Path, metavar="FILE", help="a recording of torch_pi2.record_accesses, to be replayed")
 
 
@@ -37,13 +32,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     check_path(args.out)
     if is_standard_output(args.out):
         args.stdout = sys.stderr
-    found = report.collect(
-        args.folder,
-        trace=args.trace,
-        accesses=args.accesses,
-        plan=args.plan,
-        progress=not args.quiet,
-    )
+    files = common.given(args, "accesses", "plan")
+    found = report.collect(args.folder, **files, progress=not args.quiet)
     path = report.write(found, args.out)
     size = None if to_replace(path) is None else path.stat().st_size
     return {"file": str(path), "bytes": size, "report": found}
@@ -52,6 +42,71 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def render(result: dict[str, Any]) -> str:
     lines = [result["file"] if result["bytes"] is None else f"{result['file']}: {common.size(result['bytes'])}"]
     for lacking in result["report"]["missing"]:
-        lines.append(f"missing: {lacking['plot']}. {lacking['why']}")
-        lines += [f"    {line}" for line in lacking["how"].splitlines()]
+        lines += [f"missing: {lacking['plot']}; {lacking['why']}", f"    {lacking['how']}"]
     return "\n".join(lines)
+
+
+#: What is shown of a replayed cache.
+_CACHE = ("share", "cache_bytes", "policy", "hit_rate", "reads_per_pass", "read_bytes_per_pass")
+
+
+class Replay:
+    """Print the hit rates of caches of other sizes and policies on recorded accesses.
+
+    FILE is written by torch_pi2.record_accesses(model, FILE). The replayed cache is that of stores; `optimal` knows the
+    future. Hot share, initial filling and window are those of the run unless they are given.
+    """
+
+    EXAMPLE = "torch-pi2 replay accesses.safetensors --budget 30%,50%,700MiB --policies lru,lfu,optimal"
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("file", type=Path, metavar="FILE", help="written by torch_pi2.record_accesses")
+        budget = "of the cache: shares of all neurons, or bytes, comma-separated"
+        add("--budget", default="30%,50%,70%", metavar="SIZES", help=budget)
+        add("--policies", metavar="NAMES", help="comma-separated (default: all, and optimal)")
+        hot = "of the cache, for the most frequent neurons: never evicted (default: as it ran)"
+        add("--hot-share", type=float, help=hot)
+        add("--window", type=int, help="calls of a layer whose neurons stay; 0: none (default: as it ran)")
+        add("--empty", action="store_true", help="begin with an empty cache instead of the most frequent neurons")
+
+    @staticmethod
+    def run(args: argparse.Namespace) -> dict[str, Any]:
+        from torch_pi2.observe import replay
+        from torch_pi2.observe.accesses import Accesses
+        from torch_pi2.ops.constants import lists
+
+        accesses = Accesses.load(args.file)
+        policies = args.policies.split(",") if args.policies else [*lists().policies, replay.OPTIMAL]
+        slots = [replay.slots_of(accesses, text) for text in args.budget.split(",")]
+        how = {"hot_share": args.hot_share, "window": args.window, "preload": False if args.empty else None}
+        caches = replay.replay_all(accesses, policies, slots, progress=not args.quiet, **how)
+        again = replay.as_run(accesses) if accesses.run["whole"] else None
+        return {
+            "file": str(args.file),
+            "model_hash": accesses.model_hash,
+            "calls": len(accesses.layers),
+            "passes": accesses.passes,
+            "neurons": sum(layer.neurons for layer in accesses.stored),
+            "slots": accesses.slots,
+            "run": accesses.run,
+            "as_run": again and {**again.to_json(), "same": again.hits == accesses.run["hits"]},
+            "caches": [cache.to_json() for cache in caches],
+        }
+
+    @staticmethod
+    def render(result: dict[str, Any]) -> str:
+        run, again = result["run"], result["as_run"]
+        hit_rate = common.percent(run["hits"] / run["wanted"] if run["wanted"] else 0.0, 2)
+        same = "not comparable: the cache changed by more than the recorded calls"
+        if again is not None:
+            other = f"A REPLAY HAS {common.percent(again['hit_rate'], 2)}"
+            same = "a replay has the same hits" if again["same"] else other
+        slots = f"{result['neurons']} neurons in {result['slots']} slots"
+        share = common.percent(run["slots"] / result["slots"])
+        return (
+            f"{result['calls']} calls, {result['passes']} tokens and prompts; {slots}\n"
+            f"the run: {run['policy']}, {share} of the slots, {hit_rate} hits ({same})\n"
+            f"{common.records(result['caches'], _CACHE)}"
+        )

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.cli import common
+from torch_pi2.cli import common, models
 from torch_pi2.cli.processes import is_follower, process_group
+from torch_pi2.errors import ConfigError
 
 EXAMPLE = "torch-pi2 serve my-sparse-model --port 8000"
 
@@ -30,32 +31,19 @@ _TELLS_S = 5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("models", nargs="+", metavar="DIR", help="folders written by optimize, quantize or pack, or plain checkpoints")
-    add("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: 127.0.0.1, this machine alone)")
-    add("--port", type=common.port, default=8000, metavar="N", help="0: any that is free (default: 8000)")
-    add(
-        "--max-batch-size", type=common.positive, default=8, metavar="N", help="sequences decoded together (default: 8)"
-    )
-    add("--max-queue", type=common.count, default=64, metavar="N", help="sequences that may wait (default: 64)")
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on; the default is for this machine alone")
+    add("--port", type=common.port, default=8000, help="0: any that is free")
+    add("--max-batch-size", type=common.positive, default=8, help="sequences decoded together")
+    add("--max-queue", type=common.count, default=64, help="sequences that may wait")
     common.add_old_name(parser, "--lanes", "--max-batch-size")
     common.add_old_name(parser, "--waiting", "--max-queue")
-    add(
-        "--max-tokens",
-        type=common.positive,
-        metavar="N",
-        help="of each, with its prompt (default: 4096 or the model's)",
-    )
+    add("--max-tokens", type=common.positive, help="of each, with its prompt (default: 4096 or the model's)")
     common.add_decoding(parser, ", of each model")
-    add(
-        "--prefix-cache",
-        default="256MiB",
-        metavar="BYTES",
-        help="for keys and values of prompts, of each model, to be used for prompts that begin alike; not in --budget "
-        "(default: 256MiB; 0: none)",
-    )
+    prefix = "for keys and values of prompts, of each model, for prompts that begin alike; not in --budget; 0: none"
+    add("--prefix-cache", default="256MiB", metavar="BYTES", help=prefix)
     common.add_loading(parser)
-    parser.epilog = (
-        f"{parser.epilog}\n\nIf the environment variable {KEY} is set, clients have to send it as the API key."
-    )
+    key = f"If the environment variable {KEY} is set, clients have to send it as the API key."
+    parser.epilog = f"{parser.epilog}\n\n{key}"
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -68,20 +56,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
         raise missing_package("fastapi, uvicorn and prometheus-client", "serve", error) from error
     from torch_pi2.base.units import parse_bytes
-    from torch_pi2.errors import ConfigError
 
     key = os.environ.get(KEY, "")
     if not (key.isascii() and key.isprintable() and key == key.strip()):
-        raise ConfigError(
-            KEY, expected="printable ASCII, as HTTP headers allow", found="other characters", fix="Choose another key."
-        )
+        expected = "printable ASCII, as HTTP headers allow"
+        raise ConfigError(KEY, expected=expected, found="other characters", fix="Choose another key.")
     for name, value in (("budget", args.budget), ("prefix-cache", args.prefix_cache)):
         parse_bytes(value or 0, f"--{name}")  # before models are loaded
     names = [Path(folder).resolve().name for folder in args.models]
     if len(set(names)) < len(names):
-        raise ConfigError(
-            "folders", expected="a name for each model", found=", ".join(names), fix="Rename one of the folders."
-        )
+        found = ", ".join(names)
+        raise ConfigError("folders", expected="a name for each model", found=found, fix="Rename one of the folders.")
     with process_group(args, *args.models) as args.models:
         if is_follower():
             _served(args, names[0], args.models[0])  # ends with the first process
@@ -98,11 +83,11 @@ def _run(args: argparse.Namespace, names: list[str], listening: socket.socket) -
 
     from torch_pi2.serve.app import application
 
-    models = {name: _served(args, name, folder) for name, folder in zip(names, args.models, strict=True)}
-    app = application(models, api_key=os.environ.get(KEY) or None)
+    loaded = {name: _served(args, name, folder) for name, folder in zip(names, args.models, strict=True)}
+    app = application(loaded, api_key=os.environ.get(KEY) or None)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_S + 5, server_header=False)
     server = _server(config)
-    for served in models.values():
+    for served in loaded.values():
         served.batch.start()
     try:
         with _address(args):
@@ -112,12 +97,12 @@ def _run(args: argparse.Namespace, names: list[str], listening: socket.socket) -
         print(f"torch-pi2: a page to talk to them, and to look on: {where}/", file=sys.stderr, flush=True)
         server.run(sockets=[listening])
     finally:
-        for served in models.values():
+        for served in loaded.values():
             served.batch.close(0)
-    for served in models.values():
+    for served in loaded.values():
         if served.batch.failure is not None:
             raise served.batch.failure
-    return {name: vars(served.batch.counts) for name, served in models.items()}
+    return {name: vars(served.batch.counts) for name, served in loaded.items()}
 
 
 def url_of(host: str, port: int) -> str:
@@ -127,8 +112,6 @@ def url_of(host: str, port: int) -> str:
 @contextlib.contextmanager
 def _address(args: argparse.Namespace) -> Iterator[None]:
     """Raises ConfigError: the address cannot be listened on."""
-    from torch_pi2.errors import ConfigError
-
     try:
         yield
     except OSError as error:
@@ -148,8 +131,8 @@ def _server(config: Any) -> Any:
 
         async def on_tick(self, counter: int) -> bool:
             """Also ends the server some time after a process of a model's group was lost."""
-            models = self.config.app.state.models.values()  # type: ignore[union-attr]
-            if self.failed_at is None and any(served.batch.failure is not None for served in models):
+            served = self.config.app.state.models.values()  # type: ignore[union-attr]
+            if self.failed_at is None and any(one.batch.failure is not None for one in served):
                 self.failed_at = time.monotonic()
             if self.failed_at is not None and time.monotonic() > self.failed_at + _TELLS_S:
                 self.should_exit = True
@@ -185,7 +168,7 @@ def _served(args: argparse.Namespace, name: str, folder: str) -> Any:
 
     most = args.max_tokens or common.MOST_TOKENS
     of_this = argparse.Namespace(**vars(args) | {"model": folder, "context": args.max_batch_size * most})
-    model = common.load_any(of_this)
+    model = models.load_any(of_this)
     batch = Batch(
         model,
         max_tokens=common.max_tokens(args, model),
@@ -194,7 +177,7 @@ def _served(args: argparse.Namespace, name: str, folder: str) -> Any:
         compiled=args.compile,
         prefix_bytes=parse_bytes(args.prefix_cache),
     )
-    return ServedModel(name, model, common.load_tokenizer(of_this), batch)
+    return ServedModel(name, model, models.load_tokenizer(of_this), batch)
 
 
 def render(result: dict[str, Any]) -> str:

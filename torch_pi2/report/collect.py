@@ -1,4 +1,4 @@
-"""Gathers the facts of a report as plain JSON values: from a model folder, and from files that runs of the model wrote.
+"""Gathers the facts of a report as plain JSON values: from a model folder, and from accesses that a run recorded.
 
 A *row* is a feed-forward layer, or all experts of a block together: a mixture has thousands.
 """
@@ -18,9 +18,10 @@ import torch
 
 from torch_pi2.base.units import size
 from torch_pi2.checkpoint.save_load import checked_plan
-from torch_pi2.errors import ArtifactError
+from torch_pi2.errors import ArtifactError, check_made_from
 from torch_pi2.machine import process
-from torch_pi2.report.runs import read_accesses, read_trace
+from torch_pi2.observe.accesses import Accesses
+from torch_pi2.observe.replay import OPTIMAL, replay_all
 from torch_pi2.store.folder import read_config
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
@@ -36,12 +37,13 @@ if TYPE_CHECKING:
 Report = dict[str, Any]
 #: Points of a curve: as many as a line 300 pixels wide shows.
 _POINTS = 60
+#: Cache policies that are compared, beside the run's; and sizes of the cache.
+_POLICIES, _SIZES = ("lru", "lfu", OPTIMAL), 10
 
 
 def collect(
     folder: str | Path,
     *,
-    trace: str | Path | None = None,
     accesses: str | Path | None = None,
     plan: str | Path | None = None,
     progress: bool = False,
@@ -50,7 +52,7 @@ def collect(
 
     Args:
         folder: a model that was saved (``torch_pi2.save``, ``torch-pi2 optimize``) or packed.
-        trace: a file written by :class:`torch_pi2.trace`. accesses: one written by :class:`torch_pi2.record_accesses`.
+        accesses: a file written by :class:`torch_pi2.record_accesses`.
         plan: folder of another plan for the model than its own, as :func:`torch_pi2.load` takes it.
         progress: show a progress bar on standard error if replaying takes over two seconds.
 
@@ -78,10 +80,9 @@ def collect(
         "model": model,
         "firing": firing_rows(stats) if stats else [],
         "plan": plan_facts(followed, predictors) if followed else None,
-        "cache": None if accesses is None else read_accesses(accesses, model["model_hash"], progress=progress),
-        "timeline": None if trace is None else read_trace(trace),
+        "cache": None if accesses is None else _cache(accesses, model["model_hash"], progress=progress),
         "verdict": {} if verdict is None else dict(verdict.lines()),
-        "made": _made(folder, {"plan": plan, "trace": trace, "accesses": accesses}),
+        "made": _made(folder, {"plan": plan, "accesses": accesses}),
     }
     return report | {"missing": _missing(report, folder)}
 
@@ -241,6 +242,35 @@ def _hardware(plan: Any) -> dict[str, Any]:
     }
 
 
+def _cache(path: str | Path, model_hash: str, *, progress: bool = False) -> dict[str, Any]:
+    """Replay the recording in ``path`` with caches of other sizes.
+
+    Returns:
+        Facts of the run, and ``sizes``: by share of the store ``hit_rate`` by policy.
+
+    Raises:
+        ArtifactError: missing or damaged. StaleArtifactError: recorded with weights other than ``model_hash``.
+    """
+    accesses = Accesses.load(path)
+    fix = "Record them with this model (torch_pi2.record_accesses)."
+    check_made_from(str(path), accesses.model_hash, model_hash, "accesses of FFN weights", fix)
+    run = accesses.run
+    policies = list(dict.fromkeys((run["policy"], *_POLICIES)))
+    slots = dict.fromkeys(round(accesses.slots * n / _SIZES) for n in range(1, _SIZES + 1))
+    swept = replay_all(accesses, policies, list(slots), progress=progress)
+    by_size = [[cache for cache in swept if cache.slots == count] for count in slots]
+    return {
+        "passes": accesses.passes,
+        "policy": run["policy"],
+        "share": run["slots"] / accesses.slots,
+        "hit_rate": run["hits"] / max(1, run["wanted"]),
+        "sizes": [
+            {"share": of[0].share, "bytes": of[0].cache_bytes, "hit_rate": {m.policy: m.hit_rate for m in of}}
+            for of in by_size
+        ],
+    }
+
+
 def _missing(report: Report, folder: Path) -> list[dict[str, str]]:
     """Plots that cannot be drawn: why, and what to run to get them."""
     plan, model, name = report["plan"], report["model"], shlex.quote(str(folder))
@@ -260,7 +290,4 @@ def _missing(report: Report, folder: Path) -> list[dict[str, str]]:
         pack = f"torch-pi2 pack {name} STORE   # then load it with a budget, and record accesses"
         why = "no recording of accesses was given" if model["stored"] else "the whole model is in memory: no cache"
         found.append(("Cache hits by size", why, how if model["stored"] else pack))
-    if report["timeline"] is None:
-        how = f"torch-pi2 generate {name} --prompt TEXT --trace FILE   # then: --trace FILE"
-        found.append(("Timeline of threads and reads", "no trace was given", how))
     return [{"plot": plot, "why": why, "how": how} for plot, why, how in found]

@@ -32,17 +32,6 @@ _PLACES = {
     "cold": ("cold, in memory", "#9ccfca"),
     "cold_read": ("cold, read when it is not in the cache", "#cbe6e3"),
 }
-#: What threads do, in the colour of the part of a step that it belongs to.
-_STAGES = {
-    "computing neurons": "#4fa8a0",
-    "predicting": "#a76fa5",
-    "linear layers": "#4e79a7",
-    "attention": "#9cc3e6",
-    "cache and requests": "#e3c23f",
-    "waiting for reads": "#f28e2b",
-    "waiting for threads": "#c9b38c",
-    "rest of the layer": "#9aa0a6",
-}
 _PERCENT = {"tickformat": ".0%"}
 #: Layers that can have a label each.
 _LABELS = 12
@@ -60,8 +49,8 @@ class Plot:
 
 def plots(report: Mapping[str, Any]) -> dict[str, list[Plot]]:
     """By section, the plots that the report has facts for."""
-    firing, plan, cache, timeline = (report[name] for name in ("firing", "plan", "cache", "timeline"))
-    found: dict[str, list[Plot]] = {"Neurons": [], "Plan": [], "Time": [], "Cache": [], "Threads and reads": []}
+    firing, plan, cache = (report[name] for name in ("firing", "plan", "cache"))
+    found: dict[str, list[Plot]] = {"Neurons": [], "Plan": [], "Time": [], "Cache": []}
     if any(row["cdf"] for row in firing):
         found["Neurons"].append(_cdf([row for row in firing if row["cdf"]]))
     if any(row["by_batch"] for row in firing):
@@ -72,8 +61,6 @@ def plots(report: Mapping[str, Any]) -> dict[str, list[Plot]]:
         found["Time"] += [_times(plan)] if any(bucket["ms"] for bucket in plan["buckets"]) else []
     if cache is not None:
         found["Cache"].append(_hits_by_size(cache))
-    if timeline is not None:
-        found["Threads and reads"].append(_busy(timeline))
     return found
 
 
@@ -265,25 +252,3 @@ def _hits_by_size(cache: Mapping[str, Any]) -> Plot:
     axes: dict[str, Any] = {"xaxis": _axis("cache, of all neurons of the store", range=[0, 1.02], **_PERCENT)}
     axes["yaxis"] = _axis("hit rate", range=[0, 1.02], **_PERCENT)
     return _plot("sizes", "Cache hits by size", read, traces, shapes=[mark], annotations=[note], **axes)
-
-
-def _busy(timeline: Mapping[str, Any]) -> Plot:
-    """What compute threads do over the whole trace, and what is read meanwhile."""
-    bins = timeline["bins"]
-    step = bins[0]
-    at = [end - step / 2 for end in bins]
-    traces = [
-        _bars(at, threads, name, _STAGES[name], "%{y:.2f} threads", width=step)
-        for name, threads in timeline["busy"].items()
-    ]
-    read_trace = _lines(at, timeline["read_mb_per_s"], "MB/s read", "%{y:,.0f} MB/s", yaxis="y2", fill="tozeroy")
-    lost = f" {timeline['lost']:,} events were lost while recording, the oldest ones: raise capacity."
-    read = (
-        f"The whole trace, {timeline['total_ms']:,.0f} ms and {timeline['events']:,} events, as means over {step:.3g} "
-        "ms. Gaps are what PyTorch computes itself. Orange is time in which reading was not hidden. "
-        "Perfetto (ui.perfetto.dev) shows every span of the file."
-    ) + (lost if timeline["lost"] else "")
-    layout: dict[str, Any] = {"barmode": "stack", "bargap": 0, "hovermode": "x"}
-    layout |= {"xaxis": _axis("ms since the first event", anchor="y2"), "yaxis": _axis("threads", domain=[0.42, 1])}
-    layout |= {"yaxis2": _axis("MB/s", domain=[0, 0.32], rangemode="tozero")}
-    return _plot("busy", "What threads do", read, [*traces, read_trace], 440, **layout)

@@ -1,0 +1,264 @@
+"""Loading of what a verb was given: models, tokenizers, statistics and predictors."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch_pi2.base.extras import missing_package
+from torch_pi2.base.progress import phase
+from torch_pi2.base.reading import parse, read_bytes
+from torch_pi2.cli import common
+from torch_pi2.cli.processes import coordinated
+from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
+from torch_pi2.types.config import Config
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from torch_pi2.predict.file import FittedPredictors
+    from torch_pi2.types.stats import ActivationStats
+
+#: ``--gpu-memory all``: the whole model is on the GPU.
+_ALL = "all"
+#: By verb: options that reduce the memory beside the neurons.
+_LESS = {
+    "generate": "--max-new-tokens or --num-return-sequences",
+    "chat": "--max-tokens",
+    "serve": "--max-tokens or --max-batch-size",
+    "eval": "--window or --batch-size",
+}
+
+
+@contextmanager
+def _loading(args: argparse.Namespace, part: str, expected: str) -> Iterator[None]:
+    """Turns errors of transformers (wrong names, broken files, missing consent) into a Pi2Error."""
+    try:
+        from safetensors import SafetensorError
+        from transformers.utils import logging
+    except ImportError as error:
+        raise missing_package("transformers", "hf", error) from error
+    from torch_pi2.decode.budget import LESS
+
+    logging.disable_progress_bar()
+    try:
+        yield
+    except Pi2Error as error:
+        fix = error.fix.replace("trust_remote_code=True", "--trust-remote-code")
+        fix = fix.replace(LESS, _LESS.get(getattr(args, "verb", ""), LESS))
+        if fix == error.fix:
+            raise
+        raise type(error)(error.what, expected=error.expected, found=error.found, fix=fix) from error
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        found = " ".join(str(error).split())
+        if not Path(args.model).exists() and not args.allow_download:
+            found = "no such folder, and no model of that name that was fetched before"
+        fix = "Check the folder's name and files; pass --allow-download to fetch a name from the Hub."
+        if "trust_remote_code" in found:
+            fix = "Read the modelling code in that folder; if you trust it, pass --trust-remote-code."
+        found = found if len(found) <= 300 else found[:300] + " ..."
+        raise ConfigError(f"{part} {args.model}", expected=expected, found=found, fix=fix) from error
+
+
+def _of_transformers(args: argparse.Namespace) -> dict[str, bool]:
+    from torch_pi2.store.trust import trusted
+
+    trust = trusted(args.model, args.trust_remote_code)
+    return {"trust_remote_code": trust, "local_files_only": not args.allow_download}
+
+
+def dtype_of(args: argparse.Namespace) -> Any:
+    """None: ``auto``."""
+    import torch
+
+    return None if args.dtype == "auto" else getattr(torch, args.dtype)
+
+
+def load_dense(args: argparse.Namespace) -> nn.Module:
+    """The ordinary model of ``args.model``, in eval mode."""
+    from torch_pi2.cli.folders import kind_of
+
+    if kind_of(Path(args.model)) in ("store", "quantised"):
+        raise ArtifactError(
+            f"dense model of {args.model}",
+            expected="a folder with dense weights, as optimize writes it",
+            found="one that only has a store or quantised neurons",
+            fix="Name the checkpoint that it was made from.",
+        )
+    phase(f"load {args.model}")
+    if getattr(args, "mapped", False):
+        return _load_mapped(args)
+    with _loading(args, "model", "a Hugging Face causal language model"):
+        from transformers import AutoModelForCausalLM
+
+        dtype = dtype_of(args) or "auto"
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, **_of_transformers(args))
+    return model.eval()
+
+
+def _load_mapped(args: argparse.Namespace) -> nn.Module:
+    import torch_pi2
+
+    if args.dtype != "auto":
+        raise common.excludes("--mapped", f"--dtype {args.dtype}", "mapped weights stay as they are")
+    scratch = None if args.out is None else args.out.parent
+    if scratch is not None:
+        scratch.mkdir(parents=True, exist_ok=True)
+    trust = args.trust_remote_code
+    return torch_pi2.load_mapped(args.model, scratch=scratch, progress=not args.quiet, trust_remote_code=trust)
+
+
+def load_sparse(args: argparse.Namespace) -> nn.Module:
+    """The optimised model of folder ``args.model``, in eval mode."""
+    import torch_pi2
+
+    if not (Path(args.model) / "pi2").is_dir():
+        raise ArtifactError(
+            f"model {args.model}",
+            expected="a folder written by `torch-pi2 optimize` (it has a folder pi2/)",
+            found="no pi2/ in it" if Path(args.model).is_dir() else "no such folder",
+            fix="Make one: torch-pi2 optimize MODEL --out DIR.",
+        )
+    phase(f"load {args.model}")
+    with _loading(args, "model", "a Hugging Face causal language model"):
+        how: dict[str, Any] = {"activations": getattr(args, "activations", "float"), "dtype": dtype_of(args)}
+        if getattr(args, "budget", None) is not None:
+            how |= common.given(args, "budget", "context")
+        options = {"reduction": "reduction", "attention": "attention", "timeout_s": "timeout"}
+        group = {name: getattr(args, option, None) for name, option in options.items()}
+        if group := {name: value for name, value in group.items() if value is not None}:
+            how["group"] = torch_pi2.GroupConfig(**group)
+        if common.left_out(args):
+            how["offload"] = _lossy_offload(args)
+        if getattr(args, "gpu_memory", None) not in (None, _ALL):
+            how["gpu_memory"] = args.gpu_memory
+        model = torch_pi2.load(args.model, trust_remote_code=args.trust_remote_code, **how)
+    return coordinated(args, model)
+
+
+def _lossy_offload(args: argparse.Namespace) -> Any:
+    """The folder's settings of reading with the options that leave neurons out."""
+    from torch_pi2.checkpoint.settings import offload_of
+    from torch_pi2.store.parts import Parts
+
+    settings = common.left_out(args)
+    if getattr(args, "budget", None) is None:
+        options = ", ".join(f"{common.option_of(name)} {value:g}" for name, value in settings.items())
+        raise common.needs(options, "--budget", "all weights in memory")
+    with Parts(Path(args.model) / "pi2") as parts:
+        return replace(offload_of(parts.plan()), **settings)
+
+
+def load_any(args: argparse.Namespace, dense: bool = False) -> nn.Module:
+    """The model of ``args.model``, optimised (unless ``dense``) or plain, in eval mode, on a GPU if asked for."""
+    in_memory, wanted = dense or not (Path(args.model) / "pi2").is_dir(), getattr(args, "gpu_memory", None)
+    for name, value in {"budget": getattr(args, "budget", None), **common.left_out(args)}.items():
+        option = f"{common.option_of(name)} {value}"
+        if dense and value is not None:
+            raise common.excludes(option, "--dense", "a dense model has all of its weights in memory")
+        if in_memory and value is not None:
+            raise ConfigError(
+                option,
+                expected="a model over a store, as pack writes it",
+                found=f"{args.model}, whose weights are all in memory",
+                fix=f"Leave {common.option_of(name)} out, or pack it: torch-pi2 pack {args.model} STORE.",
+            )
+    if wanted is not None:
+        _check_gpu(args, wanted, in_memory)
+    model = load_dense(args) if in_memory else load_sparse(args)
+    if wanted == _ALL:
+        import torch
+
+        from torch_pi2.rewrite.gpu import move_whole
+
+        move_whole(model, torch.device("cuda"))
+    return model
+
+
+def _check_gpu(args: argparse.Namespace, wanted: str, dense: bool) -> None:
+    """Check ``--gpu-memory`` before a model is loaded, which takes long."""
+    import torch
+
+    from torch_pi2.layers.gpu import check_gpu
+    from torch_pi2.rewrite.gpu import checked_memory
+
+    option = f"--gpu-memory {wanted}"
+    if wanted == _ALL and getattr(args, "budget", None) is not None:
+        raise common.excludes(option, f"--budget {args.budget}", "a store is not loaded as a whole")
+    if wanted != _ALL and args.compile:
+        raise common.excludes(option, "--compile", "work on two devices is not compiled")
+    if wanted == _ALL:
+        check_gpu(torch.device("cuda"))
+    elif dense:
+        raise ConfigError(
+            option,
+            expected=f"{_ALL} for a model that is not optimised, because its hot neurons are not known",
+            found=args.model,
+            fix=f"Pass --gpu-memory {_ALL}, or optimise it first: torch-pi2 optimize {args.model} --out DIR.",
+        )
+    else:
+        checked_memory(wanted)
+
+
+def of_store(model: nn.Module) -> dict[str, Any] | None:
+    """Reads and omissions of a model over a store, for results of verbs; None: it is in memory."""
+    from torch_pi2.decode.budget import stats
+    from torch_pi2.rewrite.state import store_of
+
+    store = store_of(model)
+    if store is None:
+        return None
+    found = stats(model)
+    names = ("wanted", "hit_rate", "wait_share", "bytes_read", "left_out", "experts_left_out")
+    lossy = {"lossy": store.config.lossy, **{name: getattr(store.config, name) for name in common.LEAVE_OUT}}
+    return {"budget_bytes": found["budget"].total, **{n: found[n] for n in names}, **lossy, "text": str(found)}
+
+
+def load_tokenizer(args: argparse.Namespace) -> Any:
+    from torch_pi2.store.tokenizer import has_tokenizer
+
+    folder, expected = Path(args.model), "files of a Hugging Face tokenizer"
+    if folder.is_dir() and not has_tokenizer(folder):
+        fix = "Copy those of its model there. Of a GGUF file torch-pi2 import says why there is none."
+        raise ConfigError(f"tokenizer of {folder}", expected=expected, found="none", fix=fix)
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file():
+        parse(read_bytes(settings), settings, unique=False)  # transformers says less of a damaged one
+    with _loading(args, "tokenizer of", expected):
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(args.model, **_of_transformers(args))
+
+
+def load_calibration(args: argparse.Namespace) -> tuple[Config, nn.Module, Any, str]:
+    """Settings, the dense model, its tokenizer, and as much text as the settings need."""
+    config = common.config_of(args)
+    model, tokenizer = load_dense(args), load_tokenizer(args)
+    return config, model, tokenizer, common.text_of(args, tokenizer, config.calibration_tokens)
+
+
+def load_stats(folder: Path) -> ActivationStats:
+    from torch_pi2.store.parts import Parts
+    from torch_pi2.types.stats import ActivationStats
+
+    if folder.is_dir():
+        with Parts(folder) as parts:
+            if (stats := parts.stats()) is not None:
+                return stats
+    return ActivationStats.load(folder)
+
+
+def load_predictors(folder: Path | None, model_hash: str | None = None) -> FittedPredictors | None:
+    """Predictors of ``folder``, which must have been fitted to the weights with ``model_hash``."""
+    from torch_pi2.predict.file import load_predictors
+    from torch_pi2.store.parts import Parts
+
+    if folder is not None and folder.is_dir():
+        with Parts(folder) as parts:
+            if parts.has("predictors"):
+                return parts.predictors(model_hash)
+    return None if folder is None else load_predictors(folder, model_hash=model_hash)

@@ -1,0 +1,202 @@
+"""What a command shares with its terminal: standard output, tables, messages of libraries, and signals."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FrameType
+from typing import Any, TextIO
+
+from torch_pi2.base.units import percent, size
+from torch_pi2.errors import ArtifactError
+
+#: Columns of the terminal that results go to; None: a pipe or file, whose lines may be of any length.
+_columns: ContextVar[int | None] = ContextVar("columns", default=None)
+#: Names of fields that are shares.
+_SHARE = re.compile(r"share|rate|recall|precision|sparsity|active|used|computed|error$|in_memory|_change$")
+#: Loggers that give advice to developers at start-up; their errors are still shown.
+_OTHERS = ("torch", "torch.utils._pytree", "torchao", "transformers", "executorch", "root")
+#: Modules whose Python warnings are such advice.
+_WARNERS = r"(torch|torchao|transformers|executorch|huggingface_hub)(\.|$)"
+
+
+class OutputError(ArtifactError):
+    """Standard output cannot be written."""
+
+
+def emit(file: TextIO | None, text: str) -> None:
+    """Write ``text`` to standard output and flush. Raises OutputError, or BrokenPipeError: the reader has gone."""
+    try:
+        if file is None:
+            raise OSError("it is closed")
+        file.write(text)
+        file.flush()
+    except BrokenPipeError:
+        raise
+    except (OSError, UnicodeEncodeError) as error:
+        found = getattr(error, "strerror", None) or str(error)
+        fix = "Write it elsewhere."
+        if isinstance(error, UnicodeEncodeError):
+            found = f"{error.encoding} without {error.object[error.start]!a}"
+            fix = "Set PYTHONIOENCODING=utf-8, or use --json."
+        expected = "a file or terminal that takes the result"
+        raise OutputError("standard output", expected=expected, found=found, fix=fix) from error
+
+
+# --- tables
+
+
+@contextmanager
+def shown_on(file: TextIO | None) -> Iterator[None]:
+    """Tables inside the block are for ``file``."""
+    is_terminal = getattr(file, "isatty", bool)()  # not if it is closed or has no isatty
+    token = _columns.set(shutil.get_terminal_size().columns if is_terminal else None)
+    try:
+        yield
+    finally:
+        _columns.reset(token)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns of text; numbers are aligned to the right.
+
+    In a terminal, columns that do not fit go into further tables below, each with the first column.
+    """
+    body = [list(header), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in body) for i in range(len(header))]
+    numbers = [all(re.match(r"[-+]?\d|-?$", row[i]) for row in body[1:]) for i in range(len(header))]
+    groups: list[list[int]] = [[0]]
+    for i in range(1, len(header)):
+        if len(groups[-1]) > 1 and sum(2 + widths[j] for j in (*groups[-1], i)) - 2 > (_columns.get() or sys.maxsize):
+            groups.append([0])
+        groups[-1].append(i)
+
+    def line(cells: Sequence[str], group: Sequence[int]) -> str:
+        return "  ".join(cells[i].rjust(widths[i]) if numbers[i] else cells[i].ljust(widths[i]) for i in group).rstrip()
+
+    rule = ["-" * width for width in widths]
+    return "\n\n".join("\n".join(line(row, group) for row in (body[0], rule, *body[1:])) for group in groups)
+
+
+def records(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """A table of results as ``--json`` has them: the fields ``names``, each by :func:`shown`, that some row has."""
+    found = [name for name in names if any(row.get(name) is not None for row in rows)]
+    return table([name.replace("_", " ") for name in found], [[shown(n, row.get(n)) for n in found] for row in rows])
+
+
+def shown(name: str, value: Any) -> str:
+    """A field of a result: by its name, bytes as a size and shares in per cent."""
+    if value is None:
+        return "-"
+    if isinstance(value, dict):
+        return ", ".join(f"{count} {what}" for what, count in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return " ".join(shown(name, one) for one in value)
+    if name.endswith("bytes"):
+        return size(value)
+    if isinstance(value, float):
+        return percent(value) if _SHARE.search(name) else f"{value:.4g}"
+    return str(value)
+
+
+# --- messages of libraries
+
+
+@contextmanager
+def configured(verbose: bool = False, quiet: bool = False) -> Iterator[None]:
+    """Inside the block, our log messages are shown by ``-v`` and ``-q``, and only errors of other libraries.
+
+    ``import torch_pi2`` changes no logger and no filter. verbose: show the advice of other libraries too.
+    """
+    ours = logging.getLogger("torch_pi2")
+    handler = logging.StreamHandler(sys.stderr)
+    levels = {ours: logging.INFO if verbose else logging.ERROR if quiet else logging.WARNING}
+    if not verbose:
+        levels |= {logging.getLogger(name): logging.ERROR for name in _OTHERS}
+    before = {logger: logger.level for logger in levels}
+    for logger, wanted in levels.items():
+        logger.setLevel(wanted)
+    ours.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            if quiet:
+                warnings.filterwarnings("ignore")
+            elif not verbose:
+                warnings.filterwarnings("ignore", module=_WARNERS)
+            yield
+    finally:
+        ours.removeHandler(handler)
+        for logger, level in before.items():
+            logger.setLevel(level)
+
+
+@contextmanager
+def muted(verbose: bool = False) -> Iterator[None]:
+    """Discard what C++ code writes to standard error, unless ``verbose``; for the start of a library only."""
+    if verbose:
+        yield
+        return
+    sys.stderr.flush()
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
+
+
+# --- signals
+
+
+@contextmanager
+def quiet_interrupts() -> Iterator[None]:
+    """Ctrl-C ends the process at once, without a traceback from the module that is being imported."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # nohup: leave it so
+        yield
+        return
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        os.write(2, b"torch-pi2: interrupted\n")
+        os._exit(130)
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def sigterm_as_exit() -> Iterator[None]:
+    """SIGTERM (from kill, timeout, a stopping container) raises SystemExit, so that verbs clean up as after Ctrl-C."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except SystemExit as end:
+        if end.code == 128 + signal.SIGTERM:
+            with contextlib.suppress(OSError):
+                os.write(2, b"torch-pi2: ended by SIGTERM\n")
+        raise
+    finally:
+        if signal.getsignal(signal.SIGTERM) is stop:  # else it is to be ignored until the process has ended
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
