@@ -356,6 +356,27 @@ def test_a_folder_for_another_verb(command: Command, tmp_path: Path, verb: str, 
     assert "usage:" not in err
 
 
+@pytest.mark.parametrize(
+    ("verb", "given", "fix"),
+    [
+        ("generate", "bundle/model.pte", "torch-pi2 generate {}/bundle ..."),
+        ("chat", "bundle/model.pte", "torch-pi2 run {}/bundle --chat --prompt '...'"),
+        ("run", "store/pi2/model.pi2", "torch-pi2 generate {}/store --prompt '...'"),
+        ("serve", "store/pi2/model.pi2", "torch-pi2 serve {}/store ..."),
+        ("chat", "store/pi2", "torch-pi2 chat {}/store ..."),
+        ("run", "checkpoint/model.safetensors", "torch-pi2 optimize {}/checkpoint --out DIR"),
+    ],
+)
+def test_a_part_of_a_folder(command: Command, tmp_path: Path, verb: str, given: str, fix: str) -> None:
+    for mark in ("bundle/manifest.json", "bundle/model.pte", "store/pi2/model.pi2", "checkpoint/config.json", given):
+        (tmp_path / mark).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / mark).is_dir() or (tmp_path / mark).touch()
+    code, out, err = command(verb, tmp_path / given, *NEEDS.get(verb, []))
+    assert (code, out) == (2, "")
+    assert err.endswith(f"Use: {fix.format(tmp_path)}\n")
+    assert "found a part of a" in err
+
+
 def test_commands_that_are_named_parse() -> None:
     """Every ``Use:`` is a command line of ours."""
     from torch_pi2.cli.folders import _KINDS, _NEAREST

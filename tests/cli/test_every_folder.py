@@ -64,50 +64,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 GENERATES = ("checkpoint", "optimised", "quantised", "store", "bundle")
 TALKS = ("checkpoint", "optimised", "quantised", "store")
-#: What is named instead, by verb and kind. Given folders stand for ``{}``, those that hold what was given for ``{..}``.
-INSTEAD = {
-    ("generate", "program"): "torch-pi2 generate {..} ...",
-    ("generate", "store's file"): "torch-pi2 generate {../..} ...",
-    ("generate", "store's pi2"): "torch-pi2 generate {..} ...",
-    ("generate", "weights"): "torch-pi2 generate {..} ...",
-    ("run", "program"): "torch-pi2 run {..} ...",
-    ("run", "store's file"): "torch-pi2 generate {../..} --prompt '...'",
-    ("run", "store's pi2"): "torch-pi2 generate {..} --prompt '...'",
-    ("run", "weights"): "torch-pi2 optimize {..} --out DIR",
-    **{("run", kind): "torch-pi2 generate {} --prompt '...'" for kind in ("optimised", "quantised", "store")},
-    ("run", "checkpoint"): "torch-pi2 optimize {} --out DIR",
-    ("chat", "bundle"): "torch-pi2 run {} --chat --prompt '...'",
-    ("chat", "program"): "torch-pi2 run {..} --chat --prompt '...'",
-    ("serve", "bundle"): "torch-pi2 generate {} --prompt '...'",
-    ("serve", "program"): "torch-pi2 generate {..} --prompt '...'",
-    **{(verb, "store's file"): f"torch-pi2 {verb} {{../..}} ..." for verb in ("chat", "serve")},
-    **{
-        (verb, kind): f"torch-pi2 {verb} {{..}} ..."
-        for verb in ("chat", "serve")
-        for kind in ("store's pi2", "weights")
-    },
-    **{
-        (verb, kind): command
-        for verb in ("generate", "run", "chat", "serve")
-        for kind, command in (
-            ("stats", "torch-pi2 optimize MODEL --stats {} --out DIR"),
-            ("predictors", "torch-pi2 optimize MODEL --stats STATS --predictors {} --out DIR"),
-            ("plan", "torch-pi2 inspect {}"),
-        )
-    },
-}
 NEEDS = {"generate": ["--prompt", "x"], "run": ["--prompt", "x"], "chat": [], "serve": []}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("verb", "kind"), INSTEAD)
-def test_the_verb_that_is_named(command: Command, kinds: dict[str, Path], verb: str, kind: str) -> None:
-    given, wanted = kinds[kind], INSTEAD[verb, kind]
-    for mark, folder in (("{../..}", given.parent.parent), ("{..}", given.parent), ("{}", given)):
-        wanted = wanted.replace(mark, str(folder))
-    ran = command(verb, given, *NEEDS[verb], ok=False)
-    assert (ran.code, ran.out) == (2, "")
-    assert ran.err.endswith(f"Use: {wanted}\n")
 
 
 @pytest.mark.parametrize("verb", NEEDS)
