@@ -154,8 +154,7 @@ class Pack:
     """Write a model as a neuron store: every neuron in a slot that storage reads whole, with a checksum.
 
     IN is a float checkpoint (optimised or not), a folder with quantised weights (from `torch-pi2 quantize`, `synthetic`
-    or `optimize --weights int4`), a store, or a folder with all shards of a model, which become one store again. Only
-    --weights changes numbers. After a kill the same command resumes.
+    or `optimize --weights int4`), or a store. Only --weights changes numbers.
     """
 
     EXAMPLE = "torch-pi2 pack my-int4-model my-store"
@@ -184,12 +183,11 @@ class Pack:
     @staticmethod
     def run(args: argparse.Namespace) -> dict[str, Any]:
         import torch_pi2
-        from torch_pi2.cli.folders import kind_of
 
         common.check_out(args.out)
         how = common.given(args, "weights", "slot_align", "cluster", "ranks", "shares", "by", "trust_remote_code")
         report = torch_pi2.pack(args.source, args.out, **how, progress=not args.quiet)
-        whole = args.ranks == 1 and kind_of(args.source) != "shards"  # shards have no speed or loss of their own
+        whole = args.ranks == 1  # shards have no speed or loss of their own
         if whole and not args.no_verdict:
             verdict.of_folder(args, "pack", [f"{args.weights} neurons"] if args.weights in FLOATS else [])
         judged = verdict.as_json(args.out) if whole else None
@@ -198,12 +196,10 @@ class Pack:
     @staticmethod
     def render(result: dict[str, Any]) -> str:
         parts = [(name.replace("_", " "), common.size(count)) for name, count in result["regions"].items()]
-        resumed = f", {result['resumed_layers']} of them by an earlier call" if result["resumed_layers"] else ""
-        sizes = f"{common.size(result['file_bytes'])}, {common.size(result['bytes_written'])} written"
         return (
             f"{common.table(('part', 'bytes'), parts)}\n"
-            f"{result['out']}: {result['neurons']} neurons of {result['layers']} layers{resumed}; "
-            f"{sizes} in {result['seconds']:.1f} s{verdict.shown(result['verdict'])}"
+            f"{result['out']}: {result['neurons']} neurons of {result['layers']} layers; "
+            f"{common.size(result['file_bytes'])} in {result['seconds']:.1f} s{verdict.shown(result['verdict'])}"
         )
 
 

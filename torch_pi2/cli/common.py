@@ -197,11 +197,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     add("--target-recall", type=float, metavar="R", help="share of firing neurons that a predictor must find")
     add("--tolerance", type=float, metavar="T", help="relative change of the loss that is accepted")
     add("--sparsity", type=float, metavar="S", help="share of neurons that the threshold method skips")
-    add(
-        "--score",
-        choices=SCORES,
-        help="what it compares: the gate, alone or times what a neuron adds to the output, or up",
-    )
+    add("--score", choices=SCORES, help="what it compares: the gate, alone or times its neuron's output, or up")
     add("--max-loss", type=float, metavar="L", help="skip as much as raises the loss by this, instead of --sparsity")
     add("--tokens", type=positive, dest="calibration_tokens", help="calibration tokens")
     add("--seed", type=seed, help="of every random choice")

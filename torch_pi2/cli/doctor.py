@@ -47,9 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--measure", action="store_true", help="measure this machine, two to three minutes; let nothing else run")
     folder = "on the drive that models are read from (default: the cache's)"
     add("--measure-folder", type=Path, metavar="DIR", help=folder)
-    link = "the link between machines, with torchrun on each of them: what an exchange takes, and bytes"
-    add("--link", action="store_true", help=link)
-    add("--measure-seconds", type=float, default=60.0, metavar="S", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -57,8 +54,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     from torch_pi2.machine.process import cores
 
-    if args.link:
-        return _link(args)
     if args.measure_folder is not None and not args.measure:
         raise common.needs("--measure-folder", "--measure")
     target = None if args.target is None else _target(args.target, args.compile)
@@ -82,17 +77,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _link(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure the link between the processes of a group."""
-    from dataclasses import asdict
-
-    from torch_pi2.cli.processes import together
-    from torch_pi2.measure.link import measure_link
-
-    with together(args):
-        return {"link": {name: round(value, 1) for name, value in asdict(measure_link()).items()}}
-
-
 def _measured(args: argparse.Namespace) -> dict[str, Any]:
     """Measure this machine, and keep the profile."""
     from torch_pi2.machine.find import cached_path
@@ -104,7 +88,7 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("--measure-folder", expected="a folder", found=str(folder), fix=fix)
     path = cached_path()
     common.check_out(path.parent)
-    hardware = measure(folder=folder, seconds=args.measure_seconds, progress=not args.quiet)
+    hardware = measure(folder=folder, progress=not args.quiet)
     hardware.save(path)
     return {"path": str(path), "hash": hardware.hash, "profile": json.loads(hardware.to_json())}
 
@@ -131,7 +115,7 @@ def _target(target: str, compile: bool) -> dict[str, Any]:
     check_target(target)
     problems = [*_packages(), *_backend()]
     if kind == "qnn":
-        from torch_pi2.export.qnn.job import problems as problems_of
+        from torch_pi2.export.qnn.lower import problems as problems_of
 
         known = {problem.what for problem in problems}
         problems += [p for p in problems_of(soc, compile=compile) if p.what not in known]
@@ -232,8 +216,6 @@ def _extras() -> dict[str, dict[str, Any]]:
 
 
 def render(result: dict[str, Any]) -> str:
-    if "link" in result:
-        return f'"link": {json.dumps(result["link"])}'
     library, target = result["library"], result["target"]
     loaded = f"NOT LOADED: {library.get('problem')}"
     if library["loaded"]:

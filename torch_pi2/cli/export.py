@@ -140,7 +140,7 @@ def _tokenizer(args: argparse.Namespace) -> Any:
 def _check_target(target: str) -> None:
     """What can be refused before a model is loaded."""
     from torch_pi2.cli.doctor import check_target
-    from torch_pi2.export.qnn.job import problems as problems_of
+    from torch_pi2.export.qnn.lower import problems as problems_of
 
     check_target(target)
     kind, _, soc = target.partition(":")

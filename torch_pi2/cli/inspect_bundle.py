@@ -20,7 +20,7 @@ def describe_bundle(folder: Path, verify: bool, progress: bool) -> dict[str, Any
     Raises:
         ArtifactError: the manifest or a file is missing, damaged, or does not belong to the bundle.
     """
-    from torch_pi2.export.contents import describe_program
+    from torch_pi2.export.describe import describe_program
     from torch_pi2.export.manifest import PROGRAM_FILE, STORE_FILE, Manifest
     from torch_pi2.export.qnn.settings import REPORT_FILE, read_report
 

@@ -205,7 +205,6 @@ class Sparsify:
         add("--lora", common.count, "train adapters of this rank alone (package peft)", metavar="R")
         distill = "share of the loss from the dense model's predictions (without SHARE: 0.5)"
         parser.add_argument("--distill", type=float, nargs="?", const=0.5, default=0.0, metavar="SHARE", help=distill)
-        parser.add_argument("--revive", action="store_true", help="reinitialise the gates of neurons that never fire")
         parser.add_argument("--float32", action="store_true", help="compute in float32, not in bfloat16")
         add("--save-every", common.count, "steps between checkpoints; 0: ten in all")
         add("--seed", common.seed, "of every random choice")
@@ -224,7 +223,7 @@ class Sparsify:
             heldout=None if heldout is None else _documents(heldout, "--heldout"),
             tokenizer=models.load_tokenizer(args),
             progress=not args.quiet,
-            **common.given(args, *names, "distill", "revive", "save_every", "seed"),
+            **common.given(args, *names, "distill", "save_every", "seed"),
             bf16=not args.float32,
         )
         end_of_group(args)

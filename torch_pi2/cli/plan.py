@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("machine and budgets (lossless but for what predictors miss)").add_argument
     hardware = "measured (torch-pi2 doctor --measure), a preset, or a file (checkpoints: torch-pi2 optimize --hardware)"
     add("--hardware", metavar="NAME", help=hardware)
-    several = "several, and the link between them (docs/DISTRIBUTED.md): which has what, predicted; writes nothing"
-    add("--machines", type=Path, metavar="FILE", help=several)
     add("--budget", metavar="BYTES", help="memory, with a store: 2.5GiB, 700MB (default: everything in memory)")
     add("--accelerator-memory", metavar="BYTES", help="for hot neurons (default: none are there)")
     add("--context", type=common.positive, help="tokens of each sequence (default: 1024)")
@@ -58,8 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     _check(args)
-    if args.machines is not None:
-        return _for_group(args, _subject(args, _statistics(args))[1])
     if args.out is not None:
         common.check_out(args.out)
     result = _for_any_machine(args) if args.hardware is None else _for_machine(args)
@@ -73,11 +68,7 @@ def _is_ours(args: argparse.Namespace) -> bool:
 def _check(args: argparse.Namespace) -> None:
     """Raises ConfigError for options that contradict each other or are missing."""
     ours, given = _is_ours(args), [common.option_of(name) for name in _OF_MACHINE if getattr(args, name) is not None]
-    if args.machines is not None:
-        others = [f"--{name}" for name in ("hardware", "out") if getattr(args, name) is not None]
-        if others := others + [name for name in given if name != "--context"]:
-            raise common.excludes(others[0], "--machines", "that file has memory and hardware of each machine")
-    elif args.hardware is None and given:
+    if args.hardware is None and given:
         raise common.needs(given[0], "--hardware")
     elif args.hardware is None and ours:
         raise common.needs(f"planning {args.model} anew", "--hardware measured (torch-pi2 doctor --measure)")
@@ -196,8 +187,6 @@ def _loaded(args: argparse.Namespace) -> Any:
 
 
 def _facts(plan: HardwarePlan) -> dict[str, Any]:
-    from torch_pi2.planner.for_machine import min_acceptance_rate
-
     return {
         **plan.made_for,
         "budget_bytes": plan.budget_bytes,
@@ -206,10 +195,6 @@ def _facts(plan: HardwarePlan) -> dict[str, Any]:
         "offload": dict(plan.offload),
         "threads": dict(plan.threads),
         "cluster": plan.cluster,
-        "passes": [
-            {"guesses": n - 1, "steps": steps, "min_acceptance_rate": min_acceptance_rate(plan.passes, n - 1)}
-            for n, steps in plan.passes.items()
-        ],
         "dense_from": list(plan.prompt.dense_from),
     }
 
@@ -228,28 +213,7 @@ def _buckets(plan: HardwarePlan) -> list[dict[str, Any]]:
     ]
 
 
-def _for_group(args: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:
-    """All possible partitions (``ways``) among several machines, the fastest first, and the command that makes it."""
-    from torch_pi2.planner.group import plan_partition, read_machines
-
-    members, link = read_machines(args.machines)
-    context = args.context or 1024
-    plans = plan_partition(shape, members, link, context=context)
-    best = plans[0]
-    shares = ",".join(map(str, best.shares))
-    return {
-        "machines": [m.hardware.name for m in members],
-        "link": asdict(link),
-        "context": context,
-        "ways": [asdict(plan) | {"tokens_per_s": plan.tokens_per_s} for plan in plans],
-        "pack": f"torch-pi2 pack {args.model} OUT --ranks {len(members)} --by {best.by} --shares {shares}",
-        "generate": "" if best.way == "layers" else f"--reduction {best.way}",
-    }
-
-
 def render(result: dict[str, Any]) -> str:
-    if "ways" in result:
-        return _render_group(result)
     shown = []
     if "contains" in result:
         from torch_pi2.cli.inspect import render as render_folder
@@ -271,21 +235,4 @@ def _render_machine(about: dict[str, Any], buckets: list[dict[str, Any]]) -> str
     names = ("batch", "tokens_per_s", "total_ms", *parts, "hot", "accelerator", "resident", "cache_bytes")
     budget = "everything in memory" if about["budget_bytes"] is None else f"budget {common.size(about['budget_bytes'])}"
     head = f"predicted for {about['hardware']} ({about['source']}), {budget}, {about['context']} tokens each"
-    shown = f"{head}:\n{common.records(rows, names)}"
-    if about["passes"]:
-        passes = common.records(about["passes"], ("guesses", "steps", "min_acceptance_rate"))
-        shown += f"\ndrafted tokens that a pass verifies, its time in steps, and how many must be right:\n{passes}"
-    return shown
-
-
-def _render_group(result: dict[str, Any]) -> str:
-    fields = ("memory_bytes", "in_memory")
-    rows = [plan | {name: [member[name] for member in plan["members"]] for name in fields} for plan in result["ways"]]
-    names = ("way", "tokens_per_s", "ms", "link_ms", "shares", *fields)
-    how = f"\ntorchrun ... -m torch_pi2 generate OUT {result['generate']}" if result["generate"] else ""
-    link = result["link"]
-    return (
-        f"{', '.join(result['machines'])}; {link['mbit_per_s']:.0f} Mbit/s, {link['exchange_us']:.0f} us an exchange; "
-        f"predicted, of one sequence after {result['context']} tokens\n{common.records(rows, names)}\n"
-        f"{result['pack']}{how}"
-    )
+    return f"{head}:\n{common.records(rows, names)}"
