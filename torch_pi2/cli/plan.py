@@ -70,9 +70,9 @@ def _check(args: argparse.Namespace) -> None:
     ours, given = _is_ours(args), [common.option_of(name) for name in _OF_MACHINE if getattr(args, name) is not None]
     if args.hardware is None and given:
         raise common.needs(given[0], "--hardware")
-    elif args.hardware is None and ours:
+    if args.hardware is None and ours:
         raise common.needs(f"planning {args.model} anew", "--hardware measured (torch-pi2 doctor --measure)")
-    elif args.out is None and args.explain is None:
+    if args.out is None and args.explain is None:
         raise ConfigError("--out", expected="a folder to write into", found="none", fix="Pass --out DIR.")
     if args.stats is None and not ours:
         expected, found = "a folder written by torch-pi2 profile", "none, and no folder of ours"
