@@ -151,7 +151,7 @@ def test_a_dense_checkpoint_with_statistics(command, tmp_path, monkeypatch) -> N
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("{model}",), "planning .* anew --hardware measured .*beside it none"),
+        (("{model}",), "planning .* anew --hardware, because neuron orders and methods of a folder stay none"),
         (("{model}", "--budget", "1GiB"), "--budget --hardware beside it none"),
         (("{model}", "--hardware", PHONE), "--out a folder to write into none"),
         (("{model}", "--hardware", "toaster", "--out", "{tmp}/p"), "hardware measured, sm8650-ufs4.0"),

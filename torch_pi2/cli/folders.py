@@ -35,8 +35,8 @@ _TALKING = ("checkpoint", *_OPTIMISED, "shards")
 #: verb -> the kinds of folders that it takes.
 _TAKES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("sparsify", "profile", "fit", "optimize", "quantize"), _FLOAT),
-    **dict.fromkeys(("pack", "chat", "serve", "eval"), _TALKING),
-    **dict.fromkeys(("plan", "export"), ("checkpoint", *_OPTIMISED)),
+    **dict.fromkeys(("chat", "serve", "eval"), _TALKING),
+    **dict.fromkeys(("plan", "export", "pack"), ("checkpoint", *_OPTIMISED)),
     "run": ("bundle",),
     "generate": (*_TALKING, "bundle"),
     "inspect": tuple(_KINDS),

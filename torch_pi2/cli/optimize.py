@@ -86,9 +86,11 @@ def _judge(args: argparse.Namespace, model: Any, tokenizer: Any, config: Config,
 
 
 def render(result: dict[str, Any]) -> str:
-    errors = [{"layer": name, **error} for name, error in result["quantization"].items()]
-    shown = f"in {result['weights']}, relative errors:\n{common.records(errors, ('layer', 'weight', 'output'))}\n"
-    return (shown if errors else "") + Profile.render(result)
+    shown, errors = "", [{"layer": name, **error} for name, error in result["quantization"].items()]
+    if errors:
+        table = common.records(errors, ("layer", "weight", "output"))
+        shown = f"relative errors of {result['weights']}:\n{table}\n"
+    return shown + Profile.render(result)
 
 
 class Profile:

@@ -71,7 +71,9 @@ def _check(args: argparse.Namespace) -> None:
     if args.hardware is None and given:
         raise common.needs(given[0], "--hardware")
     if args.hardware is None and ours:
-        raise common.needs(f"planning {args.model} anew", "--hardware measured (torch-pi2 doctor --measure)")
+        expected = "--hardware, because neuron orders and methods of a folder stay"
+        fix = "Pass --hardware measured, after torch-pi2 doctor --measure."
+        raise ConfigError(f"planning {args.model} anew", expected=expected, found="none", fix=fix)
     if args.out is None and args.explain is None:
         raise ConfigError("--out", expected="a folder to write into", found="none", fix="Pass --out DIR.")
     if args.stats is None and not ours:
