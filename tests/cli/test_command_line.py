@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from torch_pi2 import Config, cli
-from torch_pi2.base.version import __version__
+from torch_pi2.base.package import __version__
 from torch_pi2.cli import terminal
 from torch_pi2.cli.parser import Help, has_no_default
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_pi2.base.extras import missing_package
+from torch_pi2.base.package import missing_package
 from torch_pi2.base.progress import phase
 from torch_pi2.base.reading import parse, read_bytes
 from torch_pi2.cli import common
@@ -219,7 +219,7 @@ def of_store(model: nn.Module) -> dict[str, Any] | None:
 
 
 def load_tokenizer(args: argparse.Namespace) -> Any:
-    from torch_pi2.store.tokenizer import has_tokenizer
+    from torch_pi2.store.trust import has_tokenizer
 
     folder, expected = Path(args.model), "files of a Hugging Face tokenizer"
     if folder.is_dir() and not has_tokenizer(folder):
