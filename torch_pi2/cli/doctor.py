@@ -115,7 +115,7 @@ def _target(target: str, compile: bool) -> dict[str, Any]:
     check_target(target)
     problems = [*_packages(), *_backend()]
     if kind == "qnn":
-        from torch_pi2.export.qnn.lower import problems as problems_of
+        from torch_pi2.export.qnn import problems as problems_of
 
         known = {problem.what for problem in problems}
         problems += [p for p in problems_of(soc, compile=compile) if p.what not in known]

@@ -7,6 +7,7 @@ model, which then gets the lossless exact gate.
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("hot neurons on the NPU (lossy)")
     add = group.add_argument
     add("--precision", choices=("w4a16", "w8a16", "fp16"), default="w4a16", help="weights and inputs there")
-    add("--outliers", type=int, default=64, help="of a chunk, neurons in 8 bits with w4a16")
-    blocks = "with w4a16, weights of a group that has a scale; 0: outliers instead; auto: what has the smaller error"
+    add("--outliers", type=int, help=argparse.SUPPRESS)
+    blocks = "with w4a16, weights of a group that has a scale; 0: one scale for each output channel; auto: 16"
     add("--blocks", type=_BLOCKS, default="auto", help=blocks)
     how = "with w4a16, weights to nearest, or by what outputs lose on --text, which takes longer"
     add("--quantization", choices=("rtn", "gptq"), default="rtn", help=how)
@@ -80,6 +81,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.export.api import export
     from torch_pi2.export.manifest import Manifest
 
+    if args.outliers is not None:
+        gone = "--outliers has no effect: --blocks loses less, with fewer bits (docs/QNN.md)"
+        print(f"torch-pi2: {gone}", file=sys.stderr)
     common.check_out(args.out)
     _check_target(args.target)
     model, tokenizer = _model(args), _tokenizer(args)
@@ -88,7 +92,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     export(
         model,
         args.out,
-        **common.given(args, *names, "precision", "outliers", "blocks", "quantization"),
+        **common.given(args, *names, "precision", "blocks", "quantization"),
         tokenizer=tokenizer,
         weight_sharing=not args.no_weight_sharing,
         calibration=common.text_of(args, tokenizer, _TOKENS) if calibrated else None,
@@ -140,7 +144,7 @@ def _tokenizer(args: argparse.Namespace) -> Any:
 def _check_target(target: str) -> None:
     """What can be refused before a model is loaded."""
     from torch_pi2.cli.doctor import check_target
-    from torch_pi2.export.qnn.lower import problems as problems_of
+    from torch_pi2.export.qnn import problems as problems_of
 
     check_target(target)
     kind, _, soc = target.partition(":")

@@ -148,6 +148,4 @@ def _npu_weights(precision: str, part: dict[str, Any]) -> str:
     """precision: of layers; empty: a part of another kind, which has its own."""
     if part["block"]:
         return f"{precision or 'w4a16'}, groups of {part['block']}"
-    if not precision:
-        return "w8a16" if part["errors"] else "fp16"
-    return f"{precision}, {sum(part['outliers'])} neurons in 8 bits" if any(part["outliers"]) else precision
+    return precision or ("w8a16" if part["errors"] else "fp16")
