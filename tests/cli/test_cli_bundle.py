@@ -280,7 +280,7 @@ def test_export_passes_on_what_is_asked(
     model = torch.nn.Linear(2, 2)
     monkeypatch.setattr(api, "export", exporter)
     monkeypatch.setattr("torch_pi2.cli.export._model", lambda args: model)
-    monkeypatch.setattr("torch_pi2.cli.common.load_tokenizer", lambda args: "tokenizer")
+    monkeypatch.setattr("torch_pi2.cli.models.load_tokenizer", lambda args: "tokenizer")
     out = tmp_path / "bundle"
     ran = command(
         *("export", "m", "--out", out, "--max-tokens", 99, "--batches", "1,2", "--hot", "1=3,2=4", "--no-verdict"),
