@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from cli_calls import Ran
 from sparsifying import TEXTS, dense_llama
+
+from torch_pi2.cli import build_parser
+from torch_pi2.training.settings import SparsifySettings
 
 FEW = ["--steps", "10", "--batch", "4", "--window", "32", "--learning-rate", "3e-3"]
 
@@ -54,3 +58,10 @@ def test_mistakes(root: Path, command: Callable[..., Ran], more: list[str], mess
         return
     assert (ran.code, (root / "x").exists()) == (2, False)
     assert message in ran.err
+
+
+def test_defaults_are_those_of_the_settings() -> None:
+    args = vars(build_parser().parse_args(["sparsify", "m", "--out", "o", "--text", "t"]))
+    settings = asdict(SparsifySettings())
+    assert settings.pop("bf16") != args["float32"]
+    assert {name: args[name] for name in settings} == settings

@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
         own = verbs.add_parser(name, help=help_line, description=about, epilog=epilog, formatter_class=Help)
         verb.add_arguments(own)
         common.add_every(own)
-        own.set_defaults(module=verb, root=parser, options=own)
+        own.set_defaults(module=verb, root=parser)
     return parser
 
 

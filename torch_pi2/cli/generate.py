@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "torch-pi2 generate my-sparse-model --prompt 'def main(' --max-new-tokens 64"
 
-#: Options that bundles do not support.
+#: Options that bundles do not support, unless they are left at their defaults.
 _OF_MODELS = (
     *("dense", "compile", "activations", "prompt_lookup", "gpu_memory", "reduction", "attention", "timeout"),
     *(*common.LEAVE_OUT, "dtype", "trust_remote_code", "allow_download"),
@@ -125,7 +125,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 def _of_bundle(args: argparse.Namespace) -> dict[str, Any]:
     """With ExecuTorch: the result of ``run``, and the fields that this verb has for every folder."""
     for name in _OF_MODELS:
-        if getattr(args, name) != args.options.get_default(name):
+        if getattr(args, name) not in (None, False, 0, "auto", "float"):
             raise ConfigError(
                 f"{common.option_of(name)} with {args.model}",
                 expected="an option that bundles support",

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from torch_pi2.cli import common, verdict
 from torch_pi2.cli.inspect_bundle import describe_bundle, render_bundle
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
-from torch_pi2.types.stats import LossCurve
 
 if TYPE_CHECKING:
     from torch_pi2.predict.file import FittedPredictors
@@ -181,6 +180,8 @@ def _matrices(inner: Path) -> dict[str, int]:
 
 def _budget_of_loss(plan: Plan | None, stats: ActivationStats | None) -> dict[str, Any] | None:
     """What a loss budget made of thresholds, and its curve; None: there was no budget."""
+    from torch_pi2.types.stats import LossCurve
+
     made = stats.made_by if plan is None and stats else plan.made_by.get("stats") if plan else None
     curve = LossCurve.of(made, "statistics of the plan") if isinstance(made, dict) else None
     return None if curve is None else curve.to_json()

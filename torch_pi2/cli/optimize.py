@@ -15,7 +15,6 @@ from typing import Any
 
 from torch_pi2.cli import common, models, verdict
 from torch_pi2.cli.processes import end_of_group, together
-from torch_pi2.training.settings import ACTIVATIONS, SparsifySettings
 from torch_pi2.types.config import Config
 
 EXAMPLE = "torch-pi2 optimize my-model --out my-sparse-model --method lowrank"
@@ -186,30 +185,25 @@ class Sparsify:
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         common.add_model(parser)
         common.add_out(parser)
-        default = SparsifySettings()
-
-        def add(option: str, kind: Any, what: str, **more: Any) -> None:
-            """An option that is a field of SparsifySettings."""
-            field = option.removeprefix("--").replace("-", "_")
-            parser.add_argument(option, type=kind, default=getattr(default, field), help=what, **more)
-
+        add = parser.add_argument  # with the defaults of SparsifySettings, whose module needs torch
         documents = "UTF-8 documents to train on; stdlib: source of Python's standard library"
-        parser.add_argument("--text", nargs="+", required=True, metavar="FILE|stdlib", help=documents)
+        add("--text", nargs="+", required=True, metavar="FILE|stdlib", help=documents)
         heldout = "documents to measure on (default: the last 2 %% of --text, which are not trained on)"
-        parser.add_argument("--heldout", nargs="+", metavar="FILE|stdlib-heldout", help=heldout)
-        add("--activation", str, "drelu: also on up; needs modelling code", choices=ACTIVATIONS)
-        add("--target-sparsity", common.probability, "share of zeros", metavar="S")
-        add("--steps", common.count, "of the optimiser; 0: one pass over the text")
-        add("--batch", common.positive, "windows a step")
-        add("--window", common.positive, "tokens")
-        add("--accumulate", common.positive, "forward passes a step")
-        add("--learning-rate", float, "the highest", metavar="F")
-        add("--lora", common.count, "train adapters of this rank alone (package peft)", metavar="R")
+        add("--heldout", nargs="+", metavar="FILE|stdlib-heldout", help=heldout)
+        shapes = ("relu-gate", "drelu")
+        add("--activation", choices=shapes, default=shapes[0], help="drelu: also on up; needs modelling code")
+        add("--target-sparsity", type=common.probability, default=0.95, metavar="S", help="share of zeros")
+        add("--steps", type=common.count, default=0, help="of the optimiser; 0: one pass over the text")
+        add("--batch", type=common.positive, default=16, help="windows a step")
+        add("--window", type=common.positive, default=512, help="tokens")
+        add("--accumulate", type=common.positive, default=1, help="forward passes a step")
+        add("--learning-rate", type=float, default=5e-5, metavar="F", help="the highest")
+        add("--lora", type=common.count, default=0, help="train adapters of this rank alone (package peft); 0: none")
         distill = "share of the loss from the dense model's predictions (without SHARE: 0.5)"
-        parser.add_argument("--distill", type=float, nargs="?", const=0.5, default=0.0, metavar="SHARE", help=distill)
-        parser.add_argument("--float32", action="store_true", help="compute in float32, not in bfloat16")
-        add("--save-every", common.count, "steps between checkpoints; 0: ten in all")
-        add("--seed", common.seed, "of every random choice")
+        add("--distill", type=float, nargs="?", const=0.5, default=0.0, metavar="SHARE", help=distill)
+        add("--float32", action="store_true", help="compute in float32, not in bfloat16")
+        add("--save-every", type=common.count, default=0, help="steps between checkpoints; 0: ten in all")
+        add("--seed", type=common.seed, default=0, help="of every random choice")
 
     @staticmethod
     def run(args: argparse.Namespace) -> dict[str, Any]:

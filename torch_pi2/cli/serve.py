@@ -31,7 +31,7 @@ _TELLS_S = 5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("models", nargs="+", metavar="DIR", help="folders written by optimize, quantize or pack, or plain checkpoints")
-    add("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on; the default is for this machine alone")
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: 127.0.0.1, this machine alone)")
     add("--port", type=common.port, default=8000, help="0: any that is free")
     add("--max-batch-size", type=common.positive, default=8, help="sequences decoded together")
     add("--max-queue", type=common.count, default=64, help="sequences that may wait")

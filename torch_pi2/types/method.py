@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Protocol, Self
-
-import torch
+from typing import TYPE_CHECKING, Protocol, Self
 
 from torch_pi2.base.fields import optional
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Method(StrEnum):
