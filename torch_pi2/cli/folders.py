@@ -101,7 +101,7 @@ def _imported(given: Any, args: argparse.Namespace) -> Any:
     file = gguf_in(given) if args.verb in _TAKE_GGUF else None
     if file is None or not file.is_file():
         return given
-    from torch_pi2.checkpoint.gguf.cached import cached_import
+    from torch_pi2.checkpoint.gguf.importing import cached_import
 
     return str(cached_import(file, packed=getattr(args, "budget", None) is not None, progress=not args.quiet))
 

@@ -142,7 +142,7 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
 
 def _lossy_offload(args: argparse.Namespace) -> Any:
     """The folder's settings of reading with the options that leave neurons out."""
-    from torch_pi2.checkpoint.settings import offload_of
+    from torch_pi2.checkpoint.offloaded import offload_of
     from torch_pi2.store.parts import Parts
 
     settings = common.left_out(args)

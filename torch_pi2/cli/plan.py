@@ -19,14 +19,13 @@ from torch_pi2.formats import ACTIVATIONS
 
 if TYPE_CHECKING:
     from torch_pi2.planner.model_shape import ModelShape
-    from torch_pi2.types.machine_plan import HardwarePlan
-    from torch_pi2.types.plan import Plan
+    from torch_pi2.types.plan import HardwarePlan, Plan
     from torch_pi2.types.stats import ActivationStats
 
 EXAMPLE = "torch-pi2 plan my-model --stats my-stats --predictors my-predictors --out my-plan --hot-frequency 0.5"
 
 #: Options that mean nothing without --hardware.
-_OF_MACHINE = ("budget", "accelerator_memory", "context", "batches", "min_recall", "fixed_hot_set", "explain")
+_OF_MACHINE = ("budget", "accelerator_memory", "context", "batches", "fixed_hot_set", "explain")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--accelerator-memory", metavar="BYTES", help="for hot neurons (default: none are there)")
     add("--context", type=common.positive, help="tokens of each sequence (default: 1024)")
     add("--batches", type=common.sizes, help="numbers of sequences to plan for (default: 1,2,4,8,16)")
-    add("--min-recall", type=float, help="share of firing neurons that must be computed (default: any)")
     add("--fixed-hot-set", action="store_true", default=None, help="the same hot neurons at all batch sizes")
     common.add_old_name(parser, "--one-boundary", "--fixed-hot-set")
     add("--explain", action="store_true", default=None, help="show the prediction only: --out may be left out")
@@ -106,7 +104,7 @@ def _for_machine(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.base.units import parse_bytes
     from torch_pi2.cli.inspect import describe
     from torch_pi2.machine.find import find_hardware
-    from torch_pi2.planner.for_machine import check_recall, solve, with_hardware, without_hot
+    from torch_pi2.planner.for_machine import solve, with_hardware, without_hot
     from torch_pi2.planner.request import BATCHES, Request
 
     hardware = find_hardware(args.hardware)
@@ -115,9 +113,7 @@ def _for_machine(args: argparse.Namespace) -> dict[str, Any]:
         expected, found = "a model over a store", f"{args.model}, which has none"
         fix = "Pack it first: torch-pi2 pack MODEL STORE."
         raise ConfigError(f"--budget {args.budget}", expected=expected, found=found, fix=fix)
-    stats = _statistics(args)
-    plan, shape = _subject(args, stats)
-    check_recall(shape, stats, args.min_recall)
+    plan, shape = _subject(args, _statistics(args))
     request = Request(
         shape,
         hardware,
@@ -125,7 +121,6 @@ def _for_machine(args: argparse.Namespace) -> dict[str, Any]:
         0 if args.accelerator_memory is None else parse_bytes(args.accelerator_memory),
         args.batches or BATCHES,
         args.context or 1024,
-        args.min_recall,
         bool(args.fixed_hot_set),
     )
     solved = solve(request, progress=not args.quiet)
