@@ -9,7 +9,6 @@ from typing import Any
 
 from torch_pi2.cli import common
 from torch_pi2.formats import ACTIVATIONS
-from torch_pi2.types.config import Config
 
 #: The trained model of this repository.
 TRAINED = Path(__file__).resolve().parent.parent / "examples" / "models" / "drelu-stdlib-5m"
@@ -68,14 +67,6 @@ def add_folder(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="model folder (default: work/bench/llama-1b-int4-0.1, made if needed)",
     )
-
-
-def add_trained(parser: argparse.ArgumentParser, tokens: int = Config.calibration_tokens) -> None:
-    """A real model in floats, and the calibration text."""
-    add = parser.add_argument
-    add("--folder", type=Path, default=TRAINED, metavar="DIR", help="a decoder in floats (default: the trained model)")
-    add("--calibration-tokens", type=common.positive, default=tokens, metavar="N")
-    add("--trust-remote-code", action="store_true", help="run modelling code in the folder")
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:

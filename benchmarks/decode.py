@@ -21,11 +21,11 @@ from benchmarks import traffic
 from benchmarks.arguments import add_activations, add_lengths, add_peers, list_of
 from benchmarks.figures import medians, ratios, spread, summary
 from benchmarks.gguf import write_gguf
-from benchmarks.memory import BYTES, Memory
 from benchmarks.peer import Peer
 from benchmarks.peer_command import CommandPeer, program
 from benchmarks.subject import Subject, synthetic_folder
 from benchmarks.tables import Result, Table, at, ranged
+from benchmarks.traffic import BYTES, Memory
 from torch_pi2.cli import common
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ConfigError

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torch_pi2
-from benchmarks.arguments import add_trained, names_of
-from benchmarks.beside import Beside, floats
+from benchmarks.arguments import TRAINED, names_of
 from benchmarks.tables import Result, Table, at
 from torch_pi2.base.modules import evaluating
 from torch_pi2.base.progress import phase
@@ -50,7 +49,9 @@ WEIGHTS: dict[str, ConfigFields] = {"float": {}, "int4": {"weights": "int4", "qu
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add_trained(parser)
+    add("--folder", type=Path, default=TRAINED, metavar="DIR", help="a decoder in floats (default: the trained model)")
+    add("--calibration-tokens", type=common.positive, default=Config.calibration_tokens, metavar="N")
+    add("--trust-remote-code", action="store_true", help="run modelling code in the folder")
     add(
         "--weights",
         type=names_of(WEIGHTS),
@@ -122,6 +123,56 @@ def _everywhere(model: nn.Module, tokenizer: Any, ids_NT: torch.Tensor, wanted: 
         with torch_pi2.Bundle(folder / "bundle") as bundle:
             points["bundle"] = beside(lambda ids_T: bundle.logits(ids_T.tolist())[None])
     return {"rows_used": done.rows_used, **points}
+
+
+def floats(args: argparse.Namespace) -> tuple[Callable[[], Any], Any]:
+    """A function that loads the model of ``--folder`` in float32, anew each time; and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    trust = args.trust_remote_code or args.folder == TRAINED  # our own model brings its code
+
+    def make() -> Any:
+        return AutoModelForCausalLM.from_pretrained(args.folder, trust_remote_code=trust, dtype=torch.float32).eval()
+
+    return make, AutoTokenizer.from_pretrained(args.folder, trust_remote_code=trust)
+
+
+@dataclass
+class Beside:
+    """Sums over tokens.
+
+    Attributes:
+        dense_nats, nats: losses. divergence: of the next token's distribution from the dense model's. same: tokens of
+            which the most likely next one is the same.
+    """
+
+    dense_nats: float = 0.0
+    nats: float = 0.0
+    divergence: float = 0.0
+    same: float = 0.0
+    tokens: int = 0
+
+    def add(self, dense_BTV: torch.Tensor, logits_BTV: torch.Tensor, ids_BT: torch.Tensor) -> None:
+        """``dense_BTV``: logarithms of the dense model's probabilities, float32; ``logits_BTV`` for the same tokens."""
+        found_BTV = F.log_softmax(logits_BTV.float(), -1)
+        self.dense_nats += _nats(dense_BTV, ids_BT)
+        self.nats += _nats(found_BTV, ids_BT)
+        self.divergence += float((dense_BTV.exp() * (dense_BTV - found_BTV)).sum())
+        self.same += float((dense_BTV.argmax(-1) == found_BTV.argmax(-1)).sum())
+        self.tokens += ids_BT.numel()
+
+    def to_json(self) -> dict[str, float]:
+        """``loss``: relative increase; ``kl``: in nats per token; ``agreement``: share of tokens."""
+        return {
+            "loss": self.nats / self.dense_nats - 1,
+            "kl": self.divergence / self.tokens,
+            "agreement": self.same / self.tokens,
+        }
+
+
+def _nats(logs_BTV: torch.Tensor, ids_BT: torch.Tensor) -> float:
+    """Negative log likelihood of every token but the first of each row."""
+    return -float(logs_BTV[:, :-1].gather(-1, ids_BT[:, 1:, None]).sum())
 
 
 TABLES = (

@@ -23,10 +23,10 @@ from benchmarks.arguments import add_activations, add_peers, add_seed, from_to, 
 from benchmarks.clients import Load, Request, check, load
 from benchmarks.figures import alternate, ratios, spread, summary
 from benchmarks.gguf import write_gguf
-from benchmarks.memory import Memory
 from benchmarks.server import Server
 from benchmarks.subject import WORK, synthetic_folder
 from benchmarks.tables import Result, Table, at, ranged
+from benchmarks.traffic import Memory
 from benchmarks.words import save_tokenizer, text, vocabulary
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError

@@ -16,6 +16,7 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.eval.work import work
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.observe.live import PARTS, Firing, Meter
+from torch_pi2.observe.watch import Watch
 
 IDS_1T = torch.arange(5, 17).reshape(1, 12)
 
@@ -58,7 +59,7 @@ def test_what_fired_is_what_was_used() -> None:
 def test_hot_and_cold_ones_are_told_apart() -> None:
     ids = [list(range(start, start + 64)) for start in range(0, 640, 64)]
     model = torch_pi2.optimize(dense(), ids, method="exact", hot_frequency=0.05)
-    with torch_pi2.watch(model, batch_sizes=(1,)) as watched:
+    with Watch(model, batch_sizes=(1,)) as watched:
         stepped(model)
     stats = watched.stats()
     firing = Firing(model)

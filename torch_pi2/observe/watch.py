@@ -35,7 +35,6 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.offloaded import OffloadedFFN, explained
 from torch_pi2.ops import load
-from torch_pi2.ops.constants import constants
 from torch_pi2.ops.library import unseen_by_modes
 from torch_pi2.rewrite.gpu import refuse_split
 from torch_pi2.rewrite.state import get_state
@@ -56,20 +55,20 @@ class Watch:
     Args:
         model: one that torch_pi2 has rewritten or loaded, in memory or over a store. After a conversion (``model.to``)
             it is no longer seen.
-        batch_sizes: 1 to 64; 1, every token alone, is always among them.
+        batch_sizes: ascending from 1 (every token alone) to 64 at most.
 
     A neuron fires if its score is larger than the threshold of the statistics that the model was made from, so that the
     counts can be added to them; without statistics that of its layer, which is 0 except for method ``threshold``.
 
     Raises:
-        ConfigError: a dense model, sizes out of range, or (by ``start``) a layer that is already watched.
+        ConfigError: a dense model, or (by ``start``) a layer that is already watched.
         ArtifactError: (by ``start``) its store has been closed.
     """
 
     def __init__(self, model: nn.Module, *, batch_sizes: Sequence[int] = BATCH_SIZES) -> None:
         refuse_split(model, "watching", whole=True)
         self.plan: Plan = get_state(model).plan
-        self.batch_sizes = _sizes(batch_sizes)
+        self.batch_sizes = tuple(batch_sizes)
         layers = sparse_layers(model)
         known = _profiled(model)
         cuts = {layer.site.key: known.get(layer.site.key, layer.threshold) for layer in layers}
@@ -158,9 +157,9 @@ class Watch:
 
 
 @checked
-def watch(model: nn.Module, *, batch_sizes: Sequence[int] = BATCH_SIZES) -> Watch:
-    """A :class:`Watch` of ``model``, for a ``with`` block; see there for arguments and errors."""
-    return Watch(model, batch_sizes=batch_sizes)
+def watch(model: nn.Module) -> Watch:
+    """A :class:`Watch` of ``model``, for a ``with`` block; see there for errors."""
+    return Watch(model)
 
 
 class _Group:
@@ -257,19 +256,6 @@ def _already() -> ConfigError:
         found="another one running",
         fix="Stop that one first; its statistics can be read while it counts.",
     )
-
-
-def _sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
-    sizes = tuple(sorted({1, *batch_sizes}))
-    largest, most = constants().most_group, constants().most_sizes + 1  # the core does not count size 1
-    if sizes[0] < 1 or sizes[-1] > largest or len(sizes) > most:
-        raise ConfigError(
-            "batch_sizes",
-            expected=f"at most {most} of 1 to {largest}",
-            found=", ".join(map(str, batch_sizes)),
-            fix="The planner extrapolates beyond the largest.",
-        )
-    return sizes
 
 
 def _profiled(model: nn.Module) -> dict[str, float]:
