@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import torch_pi2
+from torch_pi2.machine.find import preset
 from torch_pi2.machine.hardware import Hardware
-from torch_pi2.machine.presets import preset
 from torch_pi2.observe.accesses import Accesses
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.stats import ActivationStats

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from torch_pi2.cli.doctor import describe_hardware as describe
 from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
-from torch_pi2.machine.find import cached_path, find_hardware
+from torch_pi2.machine.find import PRESETS, cached_path, find_hardware
 from torch_pi2.machine.hardware import (
     KERNELS,
     PREDICTORS,
@@ -28,7 +28,6 @@ from torch_pi2.machine.hardware import (
     Line,
     Rates,
 )
-from torch_pi2.machine.presets import PRESETS
 from torch_pi2.machine.reads import ReadRate, Reads, monotone
 
 MIB = 1 << 20
