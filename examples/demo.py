@@ -203,9 +203,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         same = texts["exact gate"] == texts["dense"]
         print(f"(exact gate: {'the same text as dense, character for character' if same else 'NOT the text of dense'})")
 
-    with section("bench ffn: one layer of a 7B model, 10 % of neurons active"):
+    with section("bench layer: one layer of a 7B model in bfloat16, 10 % of neurons active"):
         torch.set_num_threads(threads)
-        layer_times = call("ffn")
+        layer_times = call("layer", weights="bf16", active=[0.1, 1.0])
         print(render(layer_times))
 
     out = Path(args.out)
@@ -213,7 +213,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         torch_pi2.save(forms[2], out / "model", tokenizer=tokenizer)
         found = verdict_on(forms[2], model, out / "model", tokenizer, results["low-rank"]).to_json()
         print(verdict.shown(found).lstrip("\n"))
-        print(f"A layer of a 7B model: {layer_times['sparse_over_dense']:.2f} of the dense time.")
+        sparse, whole = (share["ms"] for share in layer_times["shares"])
+        print(f"A layer of a 7B model: {sparse / whole:.2f} of the dense time.")
     total = round(time.perf_counter() - started, 1)
     report = {
         "results": results,
@@ -221,7 +222,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "stats": stats.summary(),
         "generated": texts,
         "exact_gate_same_text": same,
-        "bench_ffn": layer_times,
+        "bench_layer": layer_times,
         "verdict": found,
         "seconds": {**SECONDS, "total": total},
         "machine": doctor.run(build_parser().parse_args(["doctor"])),

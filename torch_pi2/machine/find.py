@@ -15,9 +15,9 @@ from functools import lru_cache
 from itertools import product
 from pathlib import Path
 
-from torch_pi2.base.arguments import checked
+from torch_pi2.base.fields import checked
 from torch_pi2.base.files import cache_folder
-from torch_pi2.base.version import __version__
+from torch_pi2.base.package import __version__
 from torch_pi2.errors import ConfigError
 from torch_pi2.machine import process
 from torch_pi2.machine.device import Device, find_device
