@@ -75,7 +75,7 @@ def _read_gguf(path: Path) -> None:
         configuration(checkpoint.file)
         for name in _GGUF_NAMES:
             if name in checkpoint:
-                checkpoint.own_format(name)
+                checkpoint.packed(name)
                 checkpoint.read(name)
         checkpoint.unused()
 

@@ -350,24 +350,14 @@ def parse_json(text: str, where: str | Path, format_name: str, *versions: int) -
     else:
         found = " version ".join(shown(data.get(name)).strip("'") for name in ("format", "version"))
     if data.get("format") != format_name or type(data.get("version")) is not int or data["version"] not in versions:
-        raise ArtifactError(
-            str(where),
-            expected=f"{format_name} version {versions[-1]}",
-            found=found,
-            fix="Use the torch_pi2 that wrote it, or make it again.",
-        )
+        raise _of_another_version(where, format_name, versions[-1], found)
     return data
 
 
 def check_artifact(path: Path | str, meta: Mapping[str, str], fmt: str, version: int, model_hash: str | None) -> None:
     """Refuse a tensor file of another format or version, or one made from other weights."""
     if meta.get("format") != fmt or meta.get("version") != str(version):
-        raise ArtifactError(
-            str(path),
-            expected=f"{fmt} version {version}",
-            found=f"{meta.get('format')} version {meta.get('version')}",
-            fix="Use the torch_pi2 that wrote it, or make it again.",
-        )
+        raise _of_another_version(path, fmt, version, f"{meta.get('format')} version {meta.get('version')}")
     if "model_hash" not in meta:
         raise ArtifactError(
             str(path), expected="the hash of a model's weights", found="none", fix="The file is damaged; make it again."
@@ -379,3 +369,8 @@ def check_artifact(path: Path | str, meta: Mapping[str, str], fmt: str, version:
             found=meta["model_hash"][:12],
             fix="It belongs to another model or to an older checkpoint; make it again for this one.",
         )
+
+
+def _of_another_version(where: str | Path, wanted: str, version: int, found: str) -> ArtifactError:
+    fix = "Use the torch_pi2 that wrote it, or make it again."
+    return ArtifactError(str(where), expected=f"{wanted} version {version}", found=found, fix=fix)

@@ -10,16 +10,15 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import Field
 from torch_pi2.base.files import atomic_folder_files, check_artifact
 from torch_pi2.base.reading import parse
-from torch_pi2.base.tensorfile import read_tensors
+from torch_pi2.base.tensorfile import Spec, read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError
 
 #: Versions: plain; with a threshold for each neuron; with scores of up in place of the gate.
@@ -388,26 +387,21 @@ def _layer(row: Field, tensors: Mapping[str, torch.Tensor], where: Path | str) -
     key = row.at("key").text(empty=True)
     found = {name: tensors[f"{key}.{name}"] for name in _TENSORS if f"{key}.{name}" in tensors}
     if missing := [name for name in _TENSORS if name not in found]:
-        raise ArtifactError(f"{where}: {key}", expected="all its tensors", found=f"no {', '.join(missing)}", fix=_FIX)
+        _refuse(f"{where}: {key}", "all its tensors", f"no {', '.join(missing)}")
     sizes = tuple(size.whole(1) for size in row.at("batch_sizes").items(1, 64))
     neurons = found["fired"].shape[0] if found["fired"].dim() else 0
     known = {"I": neurons, "K": len(sizes), "BINS": HIST_BINS}
-    for name, (axes, dtype) in _TENSORS.items():
-        shape = tuple(known[axis] for axis in axes)
-        if tuple(found[name].shape) != shape or found[name].dtype != dtype:
-            said = f"{dtype_name(found[name].dtype)} {list(found[name].shape)}"
-            wanted = f"{dtype_name(dtype)} {list(shape)}"
-            raise ArtifactError(f"{where}, {key}.{name}", expected=wanted, found=said, fix=_FIX)
-        values = found[name]
-        if values.numel() and not 0 <= float(values.min()) <= float(values.max()) < math.inf:
-            raise ArtifactError(f"{where}, {key}.{name}", expected="numbers of 0 or more", found="others", fix=_FIX)
     own = tensors.get(f"{key}.{_OWN}")
+    kinds, values = dict(_TENSORS), dict(found)
     if own is not None:
-        if own.dtype != torch.float32 or tuple(own.shape) != (neurons,):
-            said = f"{dtype_name(own.dtype)} {list(own.shape)}"
-            raise ArtifactError(f"{where}, {key}.{_OWN}", expected=f"float32 [{neurons}]", found=said, fix=_FIX)
-        if not bool(((own >= 0) & (own < math.inf)).all()):
-            raise ArtifactError(f"{where}, {key}.{_OWN}", expected="numbers of 0 or more", found="others", fix=_FIX)
+        kinds[_OWN], values[_OWN] = (("I",), torch.float32), own
+    for name, value in values.items():
+        axes, dtype = kinds[name]
+        wanted = Spec(tuple(known[axis] for axis in axes), dtype)
+        if Spec.of(value) != wanted:
+            _refuse(f"{where}, {key}.{name}", str(wanted), str(Spec.of(value)))
+        if value.numel() and not 0 <= float(value.min()) <= float(value.max()) < math.inf:
+            _refuse(f"{where}, {key}.{name}", "numbers of 0 or more", "others")
     experts, tokens = row.at("experts", None), row.at("tokens").whole()
     return LayerStats(
         key=key,
@@ -421,6 +415,10 @@ def _layer(row: Field, tensors: Mapping[str, torch.Tensor], where: Path | str) -
         up_first=row.at("up_first", False).flag(),
         **found,
     )
+
+
+def _refuse(what: str, expected: str, found: str) -> NoReturn:
+    raise ArtifactError(what, expected=expected, found=found, fix=_FIX)
 
 
 def _file(path: str | Path) -> Path:
