@@ -162,8 +162,6 @@ def test_compiled_steps_have_the_hot_neurons_of_their_batch(folders: dict[str, P
 @pytest.mark.parametrize(
     ("entries", "error", "message"),
     [
-        ([(2, 5), (1, 5)], ConfigError, r"by batch: expected ascending numbers of tokens, from 1, found 2, 1\."),
-        ([(0, 5)], ConfigError, r"expected ascending numbers of tokens, from 1, found 0\."),
         ([(1, -1)], ShapeError, r"by batch: expected 0 \(those that no predictor has rows for\) to 48, found -1\."),
         ([(1, 5), (2, 49)], ShapeError, r"to 48, found 5, 49\."),
     ],

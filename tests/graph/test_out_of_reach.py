@@ -15,7 +15,7 @@ from torch import nn
 
 import torch_pi2
 from torch_pi2.errors import UnsupportedModelError
-from torch_pi2.layers.of_model import sites_of
+from torch_pi2.layers.of_model import sparse_layers
 
 X_BTH = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
 MAGNITUDES = (1e-3, 1.0, 30.0, 1e3, 1e5, 1e9)
@@ -173,11 +173,11 @@ def test_eager(name: str, caplog: pytest.LogCaptureFixture) -> None:
     torch_pi2.optimize(model, [(X_BTH.repeat(8, 2, 1),)], torch_pi2.Config(method="exact"))
     for x, y in zip(inputs(), wanted):
         assert off(model(x), y) < 1e-5
-    keys = [site.key for site in sites_of(model)]
+    keys = [layer.site.key for layer in sparse_layers(model)]
     left = model.torch_pi2.left
     if name in {*FOUND, *CLAMPED}:
         assert (keys, left) == (["plain", "odd"], {})
-        assert sites_of(model)[1].activation == CLAMPED.get(name, "relu")
+        assert sparse_layers(model)[1].site.activation == CLAMPED.get(name, "relu")
     else:
         assert keys == ["plain"]
         assert [key.split(",")[0] for key in left] == ["odd"]

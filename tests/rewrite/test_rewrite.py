@@ -37,7 +37,7 @@ from torch_pi2.errors import (
 )
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.lazy import LazyDown, LazyFFN, LazySource
-from torch_pi2.layers.of_model import replacement_of, replacements, sites_of, sparse_layers
+from torch_pi2.layers.of_model import replacement_of, replacements, sparse_layers
 from torch_pi2.layers.sequence import FusedIdentity
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.rewrite.rewrite import restore, rewrite
@@ -101,7 +101,7 @@ def test_rewrite_and_restore(name, method):
     assert {name: type(module) for name, module in now.items()} == classes
     assert [name for name, _ in model.named_parameters()] == list(parameters)
     calls = count_op_calls(lambda: model(X_BTH))
-    assert calls == len(sites_of(model)), "the sparse operator must run, not a dense fallback"
+    assert calls == len(sparse_layers(model)), "the sparse operator must run, not a dense fallback"
     for x in (X_BTH, X_BTH[:1, :1], X_BTH.repeat(1, 3, 1)):
         restored_free = copy.deepcopy(model)
         assert close(model(x), restore(restored_free)(x))
@@ -356,12 +356,12 @@ def test_an_ffn_that_no_way_can_rewrite_is_named():
     assert not has_sparse_layers(model)
 
 
-def test_sites_of_lists_what_is_sparse():
+def test_sparse_layers_are_listed():
     model = tiny("llama-relu")
-    assert sites_of(model) == []
+    assert sparse_layers(model) == []
     plan = make_plan(model)
     rewrite(model, plan)
-    assert sites_of(model) == [layer.site for layer in plan.layers]
+    assert [layer.site for layer in sparse_layers(model)] == [layer.site for layer in plan.layers]
     assert "relu(gate) * up, exact, 12 hot" in repr(model)
 
 

@@ -245,7 +245,7 @@ class SparseFFN(DenseForm):
         with one, what it would have missed. What was compiled before does not see another setting.
 
         Raises (when it is set):
-            ConfigError: not ascending, or a layer with a threshold, whose hot neurons are part of what it computes.
+            ConfigError: a layer with a threshold, whose hot neurons are part of what it computes.
             ShapeError: fewer hot neurons than ``least_hot``, or more than there are.
         """
         return self._by_batch
@@ -253,14 +253,7 @@ class SparseFFN(DenseForm):
     @by_batch.setter
     def by_batch(self, entries: Sequence[tuple[int, int]]) -> None:
         chosen = tuple((int(batch), int(hot)) for batch, hot in entries)
-        site, batches, hot = self.site, [batch for batch, _ in chosen], [n for _, n in chosen]
-        if batches and (sorted(set(batches)) != batches or batches[0] < 1):
-            raise ConfigError(
-                f"hot neurons of {site.key} by batch",
-                expected="ascending numbers of tokens, from 1",
-                found=", ".join(map(str, batches)),
-                fix="Make the plan again.",
-            )
+        site, hot = self.site, [n for _, n in chosen]
         if hot and not self.least_hot <= min(hot) <= max(hot) <= site.intermediate:
             raise ShapeError(
                 f"hot neurons of {site.key} by batch",

@@ -8,17 +8,11 @@ from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.lazy import LazyDown, LazySource
 from torch_pi2.layers.sequence import FusedIdentity
-from torch_pi2.types.site import FFNSite
 
 #: What holds weights: a layer, or all experts of a block.
 SparseLayer = SparseFFN | SparseExperts
 #: What the ``forward`` of a module of an optimised model may be a method of.
 Replacement = SparseFFN | SparseExperts | FusedIdentity | LazySource | LazyDown
-
-
-def sites_of(model: nn.Module) -> list[FFNSite]:
-    """The FFN sites that are sparse in ``model`` now, in order of execution; empty for a dense model."""
-    return [layer.site for layer in sparse_layers(model)]
 
 
 def sparse_layers(model: nn.Module) -> list[SparseFFN]:
