@@ -115,7 +115,7 @@ def test_a_divided_model_answers_requests() -> None:
 def test_prompts_go_the_ways_of_what_is_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of parts of layers there, which ask no predictor, and of quantised linear layers."""
     ids = torch.randint(0, 64, (12, 32), generator=torch.Generator().manual_seed(0))
-    model = torch_pi2.optimize(tiny("drelu"), ids, method="signbit", weights="int4")
+    model = torch_pi2.optimize(tiny("drelu"), ids, method="lowrank", weights="int4")
     inside = sum(layer.neuron_rows.nbytes for layer in sparse_layers(model))
     hot_on_gpu(model, rest_bytes(model) + inside // 2, ThreadLink())
     monkeypatch.setattr(chunked_prefill, "device_of", lambda _: torch.device("cuda"))

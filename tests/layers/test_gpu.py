@@ -152,12 +152,13 @@ def test_linear_layers_of_several_steps_have_the_bits_of_each(weights: str, monk
 def test_mixtures_of_experts_compute_what_they_do_on_the_cpu(name: str, method: str, weights: str) -> None:
     more = {"num_experts": 4} if name == "Olmoe" else {}
     dense = build(name, hidden_act="relu", **more)
-    ids = torch.randint(0, 96, (12, 16), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 96, (48, 16), generator=torch.Generator().manual_seed(0))
     model = torch_pi2.optimize(dense, None if method == "exact" else ids, method=method, weights=weights)
     wanted = logits(model, 3)
     with interpreted() as kinds:
         torch.testing.assert_close(logits(model, 3), wanted, rtol=0, atol=1e-3 * float(wanted.abs().max()))
-    assert kinds == ["lowrank_q" if method == "lowrank" else gpu_operators.NO_PREDICTOR] * 2
+    assert len(kinds) == 2
+    assert all(kind.startswith("lowrank" if method == "lowrank" else gpu_operators.NO_PREDICTOR) for kind in kinds)
 
 
 @pytest.fixture
