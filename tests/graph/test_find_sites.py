@@ -189,6 +189,8 @@ PRODUCTS = {
     "addmm": (addmm, (True, True)),
     "linear of a transpose": (lambda x, w, b: F.linear(x, w.t(), b), (True, True)),
     "matmul of a transpose": (lambda x, w, b: x @ w.mT + b, (False, False)),
+    "einsum": (lambda x, w, b: torch.einsum("bth,hi->bti", x, w) + b, (True, True)),
+    "einsum with an ellipsis": (lambda x, w, b: torch.einsum("...h, ih -> ...i", x, w) + b, (False, False)),
 }
 
 
@@ -203,6 +205,23 @@ def test_weights_in_any_layout(spelling):
     assert (weights.up.shape, weights.down.shape) == ((INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
     assert FFNSite.from_json(site.to_json()) == site
     assert ("transposed" in site.to_json()["up"]) == turned[0]
+
+
+@pytest.mark.parametrize("equation", ["bth,hi->bit", "bth,th->bt", "bhh,hi->bhi"])
+def test_other_sums_are_no_product(equation):
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(HIDDEN, HIDDEN))
+            self.down = nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, x):
+            size = HIDDEN if "bhh" in equation or "th->" in equation else 5
+            y = torch.einsum(equation, x[:, :1].expand(-1, size, -1), self.w)
+            return self.down(F.relu(y if y.shape[-1] == HIDDEN else y.mT.contiguous()))
+
+    with pytest.raises(NoFFNFoundError):
+        find_sites(Other(), (X_BTH,))
 
 
 def test_order_keys_and_names_of_a_strange_model():

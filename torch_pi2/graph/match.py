@@ -169,6 +169,8 @@ def _as_matmul(node: fx.Node, tensors: Tensors) -> Projection | None:
         (x, weight), transposed = node.args, True
     elif name == "addmm" and len(node.args) == 3 and not node.kwargs:  # Conv1D: bias + x @ weight
         (bias, x, weight), transposed = node.args, True
+    elif name == "einsum" and len(node.args) == 3 and not node.kwargs and _is_product(node):
+        (_, x, weight), transposed = node.args, str(node.args[0]).replace(" ", "")[-1] == _second(node)[-1]
     else:
         return None
     if (stored := turned(weight)) is not None:
@@ -177,6 +179,24 @@ def _as_matmul(node: fx.Node, tensors: Tensors) -> Projection | None:
     if isinstance(x, fx.Node) and _is_parameter(weight, tensors, 2) and bias_fits:
         return Projection(x, weight, bias, (node,), transposed)  # type: ignore[arg-type]
     return None
+
+
+def _second(node: fx.Node) -> str:
+    """The letters of the second operand of an einsum."""
+    return str(node.args[0]).replace(" ", "").partition("->")[0].rpartition(",")[2]
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Whether an einsum is the product of ``[..., in]`` and a matrix: its last dimension goes, another comes."""
+    equation = str(node.args[0]).replace(" ", "")
+    first, _, rest = equation.partition(",")
+    matrix, arrow, result = rest.partition("->")
+    leading = first[:-1]
+    if not arrow or len(matrix) != 2 or len(set(matrix)) != 2 or not matrix.isalpha() or not first[-1:].isalpha():
+        return False
+    plain = leading.replace("...", "", 1)
+    distinct = len(set(plain) | set(matrix)) == len(plain) + 2 and (plain.isalpha() or not plain)
+    return distinct and first[-1] in matrix and result == leading + matrix.replace(first[-1], "")
 
 
 def turned(node: Any) -> fx.Node | None:
