@@ -117,7 +117,7 @@ def steps_of(writer: str, sources: Path, out: Path) -> int:
 
 
 #: Writers in the fast run; the others take seconds each.
-FAST = ("save", "pack float", "plan")
+FAST = ("pack float", "plan")
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_in_parts(tmp_path_factory, "models-in-shards", MADE)
 
 
-_SLOW = ("thresholds of neurons", "signs")
+_SLOW = ("thresholds of neurons", "signs", "biases")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in _SLOW)) for n in MADE])

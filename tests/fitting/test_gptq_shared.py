@@ -46,6 +46,7 @@ def test_several_processes_find_the_rows_of_one(tmp_path: Path) -> None:
     assert min(n for n, _ in shared) > 0
 
 
+@pytest.mark.slow
 def test_an_error_of_one_process_is_that_of_all(tmp_path: Path) -> None:
     script = """
 import torch_pi2

@@ -84,6 +84,7 @@ def test_guesses_about_the_next_layer_are_read_before_it(folders: tuple[Path, Pa
     assert stats["used"] > 0.4 * (stats["wanted"] - stats["hits"])  # of four layers the first has none before it
 
 
+@pytest.mark.slow
 def test_compiled_decoding_over_a_store(folders: tuple[Path, Path]) -> None:
     plain, store = folders
     tokens = []
