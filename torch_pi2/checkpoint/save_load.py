@@ -313,25 +313,20 @@ def checked_plan(own: Plan, other: Plan | str | Path | None, folder: Path) -> Pl
     if other is None:
         return own
     made = other if isinstance(other, Plan) else Plan.load(other)
-    for what, of in _FIXED:
-        expected, found = of(own), of(made)
-        if expected != found:
-            raise StaleArtifactError(
-                f"plan for {folder}",
-                expected=f"{what} as in its own plan" + (f" ({expected[:12]})" if isinstance(expected, str) else ""),
-                found="others" + (f" ({found[:12]})" if isinstance(found, str) else ""),
-                fix="Plan this folder itself: torch-pi2 plan FOLDER --hardware measured --out DIR.",
-            )
+    fixed: tuple[tuple[str, Callable[[Plan], Any]], ...] = (  # how many neurons are hot, and when, may change
+        ("weights", lambda plan: plan.model_hash),
+        ("layers", lambda plan: [layer.site for layer in plan.layers]),
+        ("neuron orders", lambda plan: plan.orders_hash),
+        ("methods and thresholds", lambda plan: [(layer.method, layer.threshold) for layer in plan.layers]),
+    )
+    if different := [what for what, of in fixed if of(own) != of(made)]:
+        raise StaleArtifactError(
+            f"plan for {folder}",
+            expected=f"{different[0]} as in its own plan",
+            found="others",
+            fix="Plan this folder itself: torch-pi2 plan FOLDER --hardware measured --out DIR.",
+        )
     return made
-
-
-#: What must be the same in another plan: how many neurons are hot, and when, may change.
-_FIXED: tuple[tuple[str, Callable[[Plan], Any]], ...] = (
-    ("weights", lambda plan: plan.model_hash),
-    ("layers", lambda plan: [layer.site for layer in plan.layers]),
-    ("neuron orders", lambda plan: plan.orders_hash),
-    ("methods and thresholds", lambda plan: [(layer.method, layer.threshold) for layer in plan.layers]),
-)
 
 
 def load_dense(folder: str | Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> nn.Module:

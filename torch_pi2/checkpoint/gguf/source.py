@@ -214,13 +214,7 @@ class GgufCheckpoint:
             tensor[start:stop] = self.read(name, (row + start, row + stop))
 
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Raises ArtifactError: only stacks of experts are read so, and experts are single here."""
-        raise ArtifactError(
-            f"{name} of {self.folder}",
-            expected="experts one by one",
-            found=f"bytes {start} to {stop} of a stack",
-            fix="Load the model's original checkpoint with transformers, and optimise that.",
-        )
+        raise NotImplementedError("only stacks of experts are read so, and experts are single here")
 
     def check_float(self, name: str) -> None:
         """Every number of a GGUF file can be had as a float. Raises ArtifactError: there is no such tensor."""
