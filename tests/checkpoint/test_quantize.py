@@ -503,12 +503,12 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "tiny, int4, 10.0 % active" in capsys.readouterr().out
 
 
-_MEMORY_GPTQ = """
+_MEMORY = """
 import re, sys, torch, torch_pi2
 def read(name):
     return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 torch.set_num_threads(1)
-how = {"quantization": "gptq", "calibration": torch.arange(256).view(8, 32) % 60}
+how = {"quantization": "gptq", "calibration": torch.arange(256).view(8, 32) % 60} if sys.argv[5] == "gptq" else {}
 torch_pi2.quantize(sys.argv[1], sys.argv[3], **how)  # everything imported and compiled once
 open("/proc/self/clear_refs", "w").write("5")
 before = read("VmRSS")
@@ -516,28 +516,15 @@ torch_pi2.quantize(sys.argv[2], sys.argv[4], **how)
 print(read("VmHWM") - before)
 """
 
-_MEMORY = """
-import re, sys, torch, torch_pi2
-def read(name):
-    return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
-torch.set_num_threads(1)
-torch_pi2.quantize(sys.argv[1], sys.argv[3])  # everything imported and compiled once
-open("/proc/self/clear_refs", "w").write("5")
-before = read("VmRSS")
-torch_pi2.quantize(sys.argv[2], sys.argv[4])
-print(read("VmHWM") - before)
-"""
-
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
 @pytest.mark.parametrize(
-    ("script", "hidden", "intermediate", "layers", "most"),
-    [(_MEMORY, 1024, 4096, 4, 2.0), (_MEMORY_GPTQ, 512, 512, 16, 12.0)],
-    ids=["rtn", "gptq"],
+    ("quantization", "hidden", "intermediate", "layers", "most"),
+    [("rtn", 1024, 4096, 4, 2.0), ("gptq", 512, 512, 16, 12.0)],
 )
 def test_memory_is_bounded_by_a_layer(
-    tmp_path: Path, script: str, hidden: int, intermediate: int, layers: int, most: float
+    tmp_path: Path, quantization: str, hidden: int, intermediate: int, layers: int, most: float
 ) -> None:
     """GPTQ has moments of inputs, too, 36 bytes for each pair: here less than three quarters of all layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -556,6 +543,7 @@ def test_memory_is_bounded_by_a_layer(
     folders = [str(tmp_path / name) for name in ("small", "big", "a", "b")]
     # what is held is measured, not what malloc keeps of freed blocks below 32 MB (those of real models are larger)
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144"}
-    done = subprocess.run([sys.executable, "-c", script, *folders], capture_output=True, text=True, env=environment)
+    command = [sys.executable, "-c", _MEMORY, *folders, quantization]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < most * layer
