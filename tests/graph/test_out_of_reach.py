@@ -184,6 +184,7 @@ def test_eager(name: str, caplog: pytest.LogCaptureFixture) -> None:
         assert f"left dense: {next(iter(left))} ({left[next(iter(left))]})" in caplog.text
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_nothing_but_odd_layers() -> None:
     with pytest.raises(

@@ -32,7 +32,7 @@ from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.predict.signbit import SignBit
 from torch_pi2.profiling import MIN_TOKENS, ActivationStats, batches
 from torch_pi2.profiling import profile as profile_sites
-from torch_pi2.profiling.inputs import EXPERT_TOKENS, gather_inputs
+from torch_pi2.profiling.run import EXPERT_TOKENS, gather_inputs
 from torch_pi2.rewrite.linears import Storage
 from torch_pi2.rewrite.rewrite import apply, rewrite
 from torch_pi2.rewrite.state import SparseState

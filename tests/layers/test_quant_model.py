@@ -28,7 +28,7 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops.constants import constants
-from torch_pi2.profiling.inputs import SAMPLE_TOKENS, InputStats, gather_inputs
+from torch_pi2.profiling.run import SAMPLE_TOKENS, InputStats, gather_inputs
 from torch_pi2.rewrite.linears import Storage, find_linears, quantize_linears
 from torch_pi2.rewrite.rewrite import rewrite
 from torch_pi2.types.method import Method

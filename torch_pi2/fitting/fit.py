@@ -116,7 +116,10 @@ def fit(
     ranks = Ranks(together=work is not None)
     made_from = {"model": model_hash, "text": digest(sets), "statistics": digest([cold, cuts]), **vars(settings)}
     with work_folder(work, made_from, ranks):
-        samples = _samples(model, sets, sites, cuts, settings, work, ranks, progress)
+        held_back = max(1, min(settings.n_tokens // 4, 4096))
+        wanted = {"fit": settings.n_tokens, "calibrate": held_back, "evaluate": held_back}
+        how = {"seed": settings.seed, "max_bytes": settings.max_bytes, "progress": progress}
+        samples = _samples(model, sets, wanted, sites, cuts, work, ranks, how)
         layers = [
             Layer(
                 s,
@@ -164,23 +167,20 @@ def fit(
 def _samples(
     model: nn.Module,
     sets: Mapping[str, list[Batch]],
+    wanted: Mapping[str, int],
     sites: Sequence[FFNSite],
     cuts: Mapping[str, float | torch.Tensor],
-    settings: FitSettings,
     work: Path | None,
     ranks: Ranks,
-    progress: bool,
+    how: Mapping[str, Any],
 ) -> dict[str, Mapping[str, Samples]]:
-    """Name of a set of sequences -> site key -> its samples."""
+    """Name of a set of sequences -> site key -> its samples, of the ``wanted`` number of tokens."""
     if not sites:
         return {name: {} for name in sets}
-    held_back = max(1, min(settings.n_tokens // 4, 4096))
-    wanted = dict(zip(sets, (settings.n_tokens, held_back, held_back)))
-    bounds: dict[str, Any] = {"seed": settings.seed, "max_bytes": settings.max_bytes, "progress": progress}
 
     def collect(name: str) -> Mapping[str, Samples]:
         folder = None if work is None else work / f"samples-{name}"
-        return collect_samples(model, sets[name], sites, wanted[name], thresholds=cuts, folder=folder, **bounds)
+        return collect_samples(model, sets[name], sites, wanted[name], thresholds=cuts, folder=folder, **how)
 
     if work is not None:
         ranks.map(lambda name: len(collect(name)), list(sets))
@@ -267,13 +267,9 @@ def fit_layers(
     ranks = Ranks(together=work is not None)
     made_from: dict[str, Any] = {"model": model_hash, "text": digest(data), "statistics": digest([cold, cuts])}
     made_from |= {"method": str(method), "n_tokens": n_tokens, "target_recall": target_recall, "seed": seed}
-    options: dict[str, Any] = {"thresholds": cuts, "seed": seed, "progress": progress}
-    options["max_bytes"] = samples_bytes(model, sites, n_tokens)
+    how = {"seed": seed, "max_bytes": samples_bytes(model, sites, n_tokens), "progress": progress}
     with work_folder(work, made_from, ranks):
-        folder = None if work is None else work / "samples"
-        if folder is not None:
-            ranks.first(lambda: len(collect_samples(model, data, sites, n_tokens, folder=folder, **options)))
-        samples = collect_samples(model, data, sites, n_tokens, folder=folder, **options)
+        samples = _samples(model, {"all": data}, {"all": n_tokens}, sites, cuts, work, ranks, how)["all"]
 
         def fitted(site: FFNSite) -> AnyPredictor:
             return LAYER_FITS[method](model, site, samples[site.key], cold[site.key], target_recall)

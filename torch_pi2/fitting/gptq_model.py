@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -86,9 +86,9 @@ def calibrated_rows(
     experts = modules_of(sites)
     if not slices and not experts:
         return uncalibrated
-    batch = _one_batch(model, data, slices)
+    ids_BT, mask_BT = _one_batch(model, data, slices)
     with bar(None, "GPTQ", progress, total=len(slices) + len(experts)) as shown, evaluating(model):
-        run = _Run(batch, slices, experts, weights, keep, uncalibrated, shown.update, ranks)
+        run = _Run(mask_BT, slices, experts, weights, keep, uncalibrated, shown.update, ranks)
         hooks = []
         for name in slices:
             module = model.get_submodule(name)
@@ -99,7 +99,7 @@ def calibrated_rows(
             hooks.append(module.register_forward_pre_hook(run.before_experts(name, own, model), with_kwargs=True))
             hooks.append(module.register_forward_hook(run.after_experts(name)))
         try:
-            Batch(batch.input_ids.repeat(2, 1), batch.mask_BT.repeat(2, 1)).call(model)
+            Batch(ids_BT.repeat(2, 1), mask_BT.repeat(2, 1)).call(model)
         except _DoneError:
             pass
         finally:
@@ -131,15 +131,8 @@ def _slices(
     return slices, uncalibrated
 
 
-class _Tokens(NamedTuple):
-    """Token ids, and a mask that is False for padding."""
-
-    input_ids: torch.Tensor
-    mask_BT: torch.Tensor
-
-
-def _one_batch(model: nn.Module, data: Sequence[Batch], names: Collection[str]) -> _Tokens:
-    """One batch of as many sequences as fit in memory. Raises CalibrationError."""
+def _one_batch(model: nn.Module, data: Sequence[Batch], names: Collection[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids of as many sequences as fit in memory, and a mask that is False for padding. Raises CalibrationError."""
     ids: list[torch.Tensor] = []
     for batch in data:
         if batch.input_ids is None or batch.args or batch.kwargs:
@@ -157,7 +150,7 @@ def _one_batch(model: nn.Module, data: Sequence[Batch], names: Collection[str]) 
         _log.warning("GPTQ sees %d of %d sequences, to bound memory", most, len(ids))
         ids = ids[:: -(-len(ids) // most)]
     ids_BT = torch.cat([F.pad(row, (0, longest - row.shape[1]), value=-1) for row in ids])
-    return _Tokens(ids_BT.clamp(min=0), ids_BT >= 0)
+    return ids_BT.clamp(min=0), ids_BT >= 0
 
 
 def _token_bytes(model: nn.Module, names: Collection[str]) -> int:
@@ -177,7 +170,7 @@ class _Run:
 
     def __init__(
         self,
-        tokens: _Tokens,
+        mask_BT: torch.Tensor,
         slices: Mapping[str, list[_Slice]],
         experts: Collection[str],
         weights: str,
@@ -187,7 +180,7 @@ class _Run:
         ranks: Ranks | None,
     ) -> None:
         self._ranks = ranks
-        self._real_T = tokens.mask_BT.flatten()
+        self._real_T = mask_BT.flatten()
         self._slices, self._weights, self._keep = slices, weights, keep
         self._uncalibrated, self._step = uncalibrated, step
         self.waiting = {*slices, *experts}

@@ -262,17 +262,14 @@ def _match_down(
     allowed = set(inside) | set(down.nodes)
     escaping = next((u for n in inside for u in n.users if u not in allowed), None)
     if escaping is not None:
-        seen.blocked_by.append(f"{op_name(escaping.target)} (uses the inside of an FFN)")
         seen.left.append(([*sources, down], f"{op_name(escaping.target)} uses what it computes inside"))
         return None
     # what is changed may be a view of the input, so that no in-place change in between is looked at more closely
     if any(_changes_something(n) and order[inside[0]] < order[n] < order[down.node] for n in order if n not in allowed):
-        seen.blocked_by.append("an in-place change between an FFN's projections")
         seen.left.append(([*sources, down], "something is changed in place between its projections"))
         return None
     if rounded := next((n for n in region if _rounds(n, sources[0].node)), None):
         dtype = rounded.meta["example_value"].dtype
-        seen.blocked_by.append(f"a cast to {dtype}")
         seen.left.append(([*sources, down], f"a cast to {dtype} between its projections"))
         return None
     streams = (

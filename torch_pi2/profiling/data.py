@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,23 +154,16 @@ def calibration_batches(model: nn.Module, data: Any, tokenizer: Any, config: Con
 
 
 def _normalise(data: Any, tokenizer: Any, batch_size: int, seq_len: int) -> Iterator[Batch]:
-    if isinstance(data, Batch):
-        yield data
-    elif isinstance(data, str):
-        yield from _windows([_encode(data, tokenizer)], tokenizer, batch_size, seq_len)
-    elif isinstance(data, (list, tuple)) and data and all(isinstance(t, str) for t in data):
-        yield from _windows([_encode(t, tokenizer) for t in data], tokenizer, batch_size, seq_len)
+    data = [data] if isinstance(data, str | Batch | Mapping) else data
+    if isinstance(data, (list, tuple)) and data and all(isinstance(text, str) for text in data):
+        windows = [w for text in data for w in _windows(_encode(text, tokenizer), seq_len)]
+        yield from _spread_out(windows, batch_size, getattr(tokenizer, "pad_token_id", None) or 0)
     elif isinstance(data, torch.Tensor):
         ids_NT = _check_ids(data, "calibration ids")
-        yield from _windows(list(ids_NT.reshape(1, -1) if ids_NT.dim() == 1 else ids_NT), None, batch_size, seq_len)
-    elif isinstance(data, Mapping):
-        yield _from_dict(data)
-    elif isinstance(data, Iterable):
-        yield from _from_items(data, tokenizer, batch_size, seq_len)
-    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):  # a map-style Dataset
-        yield from _from_items((data[i] for i in range(len(data))), tokenizer, batch_size, seq_len)
+        rows = [ids_NT] if ids_NT.dim() == 1 else ids_NT
+        yield from _spread_out([w for ids in rows for w in _windows(ids, seq_len)], batch_size)
     else:
-        raise _form_error(data)
+        yield from _from_items(data, tokenizer, batch_size, seq_len)
 
 
 def _form_error(item: Any) -> CalibrationError:
@@ -213,20 +206,13 @@ def _encode(text: str, tokenizer: Any) -> torch.Tensor:
     found = tokenizer(text)
     if isinstance(found, Mapping) or hasattr(found, "input_ids"):
         found = found["input_ids"]
-    elif hasattr(found, "ids"):  # the tokenizers library's Encoding
-        found = found.ids
     ids = torch.as_tensor(found)
     return ids.long() if not ids.numel() else _check_ids(ids, "ids from the tokenizer").reshape(-1)
 
 
-def _windows(texts: Sequence[torch.Tensor], tokenizer: Any, batch_size: int, seq_len: int) -> Iterator[Batch]:
-    """Cut every sequence into windows; row r of batch b is window ``r * n_batches + b``: far from its neighbours."""
-    where = [(i, s) for i, ids in enumerate(texts) for s in range(0, len(ids), seq_len) if len(ids) - s >= 2 or s == 0]
-    where = [(i, s) for i, s in where if len(texts[i]) > 0]
-    n_batches = -(-len(where) // batch_size)
-    pad = getattr(tokenizer, "pad_token_id", None) or 0
-    for b in range(n_batches):
-        yield _pad([texts[i][s : s + seq_len] for i, s in where[b::n_batches]], pad)
+def _windows(ids: torch.Tensor, seq_len: int) -> list[torch.Tensor]:
+    """Parts of at most ``seq_len`` tokens; one token at the end says nothing about the next."""
+    return [part for i, part in enumerate(ids.split(seq_len)) if len(part) > 1 or (not i and len(part))]
 
 
 def _pad(rows: Sequence[torch.Tensor], pad: int) -> Batch:
@@ -276,9 +262,13 @@ def _grid(first: torch.Tensor | None) -> torch.Tensor | None:
     return torch.ones(size if len(size) == 2 else (1, size[0]), dtype=torch.bool)
 
 
-def _from_items(data: Iterable[Any], tokenizer: Any, batch_size: int, seq_len: int) -> Iterator[Batch]:
+def _from_items(data: Any, tokenizer: Any, batch_size: int, seq_len: int) -> Iterator[Batch]:
+    try:
+        items = iter(data)
+    except TypeError as error:
+        raise _form_error(data) from error
     waiting: list[torch.Tensor] = []
-    for item in data:
+    for item in items:
         if isinstance(item, tuple | list) and len(item) == 1 and _are_ids(item[0]):
             item = item[0]  # as TensorDataset gives it
         if isinstance(item, list) and item and all(isinstance(value, torch.Tensor) for value in item):
@@ -294,7 +284,7 @@ def _from_items(data: Iterable[Any], tokenizer: Any, batch_size: int, seq_len: i
             yield _from_dict({"input_ids": item})
         elif isinstance(item, (torch.Tensor, str)) or (isinstance(item, list) and item and isinstance(item[0], int)):
             ids = _encode(item, tokenizer) if isinstance(item, str) else _check_ids(torch.as_tensor(item), "ids")
-            waiting.extend(w for w in ids.split(seq_len) if len(w))
+            waiting += _windows(ids, seq_len)
             if len(waiting) >= _BATCHES_AHEAD * batch_size:
                 yield from _spread_out(waiting, batch_size)
                 waiting = []
@@ -303,29 +293,24 @@ def _from_items(data: Iterable[Any], tokenizer: Any, batch_size: int, seq_len: i
     yield from _spread_out(waiting, batch_size)
 
 
-def _spread_out(rows: Sequence[torch.Tensor], batch_size: int) -> Iterator[Batch]:
+def _spread_out(rows: Sequence[torch.Tensor], batch_size: int, pad: int = 0) -> Iterator[Batch]:
     """Batches whose rows lie far apart in ``rows``, which may be neighbouring windows of one text."""
     n_batches = -(-len(rows) // batch_size)
     for b in range(n_batches):
-        yield _pad(rows[b::n_batches], 0)
+        yield _pad(rows[b::n_batches], pad)
 
 
 def digest(values: Any) -> str:
     """Hash of tensors, batches, numbers and texts in lists and dicts."""
     found = hashlib.sha256()
-    for value in _leaves(values):
+    plain = [list(vars(value).values()) if isinstance(value, Batch) else value for value in tree_leaves(values)]
+    for value in tree_leaves(plain):
         if isinstance(value, torch.Tensor):
             found.update(str((tuple(value.shape), value.dtype)).encode())
-            value = value.contiguous().view(torch.uint8) if value.dim() else value.reshape(1).view(torch.uint8)
-            found.update(value.numpy().data)
+            found.update(value.reshape(-1).contiguous().view(torch.uint8).numpy().data)
         else:
             found.update(repr(value).encode())
     return found.hexdigest()[:16]
-
-
-def _leaves(values: Any) -> Sequence[Any]:
-    plain = [list(vars(value).values()) if isinstance(value, Batch) else value for value in tree_leaves(values)]
-    return tree_leaves(plain)
 
 
 def rows_of(data: list[Batch]) -> list[Batch]:

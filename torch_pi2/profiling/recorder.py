@@ -7,6 +7,7 @@ the length of the data.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -74,6 +75,18 @@ def real_tokens(key: str, batch: Batch | None, rows: int) -> tuple[torch.Tensor,
             )
         return torch.ones(rows, dtype=torch.bool), None
     return mask_BT.flatten(), (mask_BT.shape[0], mask_BT.shape[1])
+
+
+def _check_finite(what: str, values_TK: torch.Tensor, real_T: torch.Tensor) -> None:
+    """Raises NonFiniteError: NaN or infinity for a real token."""
+    broken_T = ~torch.isfinite(values_TK).all(-1) & real_T
+    if bool(broken_T.any()):
+        raise NonFiniteError(
+            what,
+            expected="finite numbers",
+            found=f"NaN or infinity for {int(broken_T.sum())} of {int(real_T.sum())} tokens",
+            fix="Check the checkpoint and the dtype (float16 overflows at 65504: try bfloat16).",
+        )
 
 
 #: Tokens sampled from each module of experts, for those experts that get fewer than ``MIN_TOKENS``.
@@ -161,14 +174,7 @@ class RoutedRecorder:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y_TH: torch.Tensor) -> None:
             routed = Routed.of(args, kwargs, len(block.sites))
             real_T, _ = real_tokens(block.name, self.batch, len(routed.x_TH))
-            finite_T = torch.isfinite(y_TH).all(-1)
-            if not bool(finite_T[real_T].all()):
-                raise NonFiniteError(
-                    f"output of {block.name}",
-                    expected="finite numbers",
-                    found=f"NaN or infinity for {int((~finite_T & real_T).sum())} of {int(real_T.sum())} tokens",
-                    fix="Check the checkpoint and the dtype (float16 overflows at 65504: try bfloat16).",
-                )
+            _check_finite(f"output of {block.name}", y_TH, real_T)
             routed = Routed(*(tensor.detach()[real_T] for tensor in routed))
             block.calls += 1
             block.sample(routed, self.part)
@@ -246,14 +252,7 @@ class ActivationRecorder(TorchDispatchMode):
         if x is None:
             return  # down alone, e.g. a weight used elsewhere too
         real_T, grid = real_tokens(site.key, self.batch, len(h_TI))
-        finite_T = torch.isfinite(h_TI).all(-1)
-        if not bool(finite_T[real_T].all()):
-            raise NonFiniteError(
-                f"activations of {site.key} (layer {site.layer})",
-                expected="finite numbers",
-                found=f"NaN or infinity for {int((~finite_T & real_T).sum())} of {int(real_T.sum())} tokens",
-                fix="Check the checkpoint and the dtype (float16 overflows at 65504: try bfloat16).",
-            )
+        _check_finite(f"activations of {site.key} (layer {site.layer})", h_TI, real_T)
         if site.gated and not site.activation_on_up and gate_TI is not None:
             score_TI = ACTIVATIONS[site.activation](gate_TI).abs()
         else:
@@ -363,20 +362,13 @@ def _check_vocabulary(batch: Batch, vocabulary: Any) -> None:
         )
 
 
-def finite(threshold: float | torch.Tensor) -> bool:
-    """Whether all of it is finite and 0 or more."""
-    if isinstance(threshold, torch.Tensor):
-        return bool(((threshold >= 0) & (threshold < float("inf"))).all())
-    return 0 <= threshold < float("inf")
-
-
 def threshold_map(sites: Sequence[FFNSite], thresholds: float | Mapping[str, Cut] | None) -> dict[str, float | Cut]:
     """One firing threshold per site, from one number for all or a mapping; None: 0 (exact zeros)."""
     given: Mapping[str, float | Cut] = (
         {s.key: float(thresholds) for s in sites} if isinstance(thresholds, (int, float)) else dict(thresholds or {})
     )
     unknown = set(given) - {s.key for s in sites}
-    bad = {k: v for k, v in given.items() if not finite(v)}
+    bad = {k: v for k, v in given.items() if not all(0 <= end < math.inf for end in (torch.as_tensor(v).aminmax()))}
     if unknown or bad:
         raise ConfigError(
             "firing thresholds",

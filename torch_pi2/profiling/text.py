@@ -24,12 +24,11 @@ def _is_heldout(rel_path: str) -> bool:
     return int.from_bytes(digest[:4], "little") % _HELDOUT_SHARE == 0
 
 
-def stdlib_files(split: str, *, root: str | Path | None = None, with_tests: bool = False) -> list[Path]:
+def stdlib_files(split: str, *, with_tests: bool = False) -> list[Path]:
     """Sorted paths of the standard library's ``.py`` files belonging to ``split``.
 
     Args:
         split: ``"train"`` or ``"heldout"``.
-        root: library folder; defaults to the running interpreter's.
         with_tests: add the library's own test suites to the training split where they are installed.
 
     Raises:
@@ -37,7 +36,7 @@ def stdlib_files(split: str, *, root: str | Path | None = None, with_tests: bool
     """
     if split not in ("train", "heldout"):
         raise ValueError(f"split must be 'train' or 'heldout', found {split!r}")
-    base = Path(root if root is not None else sysconfig.get_paths()["stdlib"])
+    base = Path(sysconfig.get_paths()["stdlib"])
     chosen = []
     for path in base.rglob("*.py"):
         rel = path.relative_to(base)

@@ -22,7 +22,7 @@ from torch_pi2.graph.experts import all_experts, known_experts, without_experts
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.ops.quantized import check_importance, check_quantizable
 from torch_pi2.profiling.data import Batch
-from torch_pi2.profiling.inputs import InputStats
+from torch_pi2.profiling.run import InputStats
 from torch_pi2.rewrite.install import everywhere, exchange
 from torch_pi2.types.site import FFNSite
 

@@ -25,7 +25,7 @@ from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops.quantized import check_quantizable
 from torch_pi2.profiling.data import Batch
-from torch_pi2.profiling.inputs import InputStats, gather_inputs
+from torch_pi2.profiling.run import InputStats, gather_inputs
 from torch_pi2.rewrite.gpu import refuse_split
 from torch_pi2.rewrite.install import Override, install, uninstall
 from torch_pi2.rewrite.linears import (
