@@ -134,7 +134,7 @@ def calibrate(
             "target_recall", expected="more than 0, at most 1", found=str(target_recall), fix="0.95 is a good start."
         )
     index = torch.arange(held_back.intermediate) if neurons is None else neurons.long()
-    score_NC, fired_NC = _scores(predictor, held_back)[:, index], held_back.fired()[:, index]
+    score_NC, fired_NC = _scores(predictor, held_back, index), held_back.fired()[:, index]
     hit = score_NC[fired_NC]
     # Without a single firing neuron nothing need be predicted: a threshold above every score.
     if len(hit):
@@ -162,7 +162,7 @@ def measure(
             predicted neurons carry (missing a tiny activation costs little).
     """
     index = torch.arange(held_back.intermediate) if neurons is None else neurons.long()
-    active_NC = (_scores(predictor, held_back) >= predictor.threshold)[:, index]
+    active_NC = _scores(predictor, held_back, index) >= predictor.threshold
     fired_NC = held_back.fired()[:, index]
     both = float((active_NC & fired_NC).sum())
     fired, active = float(fired_NC.sum()), float(active_NC.sum())
@@ -185,10 +185,10 @@ def measure(
     )
 
 
-def _scores(predictor: Predictor, samples: Samples) -> torch.Tensor:
+def _scores(predictor: Predictor, samples: Samples, neurons: torch.Tensor) -> torch.Tensor:
     if not len(samples):
         raise CalibrationError(
             "held-back samples", expected="at least one token", found="none", fix="Collect more tokens."
         )
     with torch.no_grad():
-        return torch.cat([predictor.scores(x) for x in samples.x_NH.split(1024)])
+        return torch.cat([predictor.scores(x)[:, neurons] for x in samples.x_NH.split(1024)])

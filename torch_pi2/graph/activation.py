@@ -18,7 +18,7 @@ from itertools import chain
 import torch
 
 from torch_pi2.base.modules import fresh_settings
-from torch_pi2.graph.coverage import MAGNITUDES, BranchCoverage
+from torch_pi2.graph.operations import MAGNITUDES, BranchCoverage
 from torch_pi2.ops.activations import ACTIVATIONS, Shaped, exact_zeros
 from torch_pi2.types.site import Formula, apply_formula
 

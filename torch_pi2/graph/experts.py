@@ -23,7 +23,7 @@ from torch import nn
 from torch_pi2.base.modules import fresh_settings, has_sparse_layers
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.activation import identify
-from torch_pi2.graph.coverage import BranchCoverage, same_tokens, token_magnitudes
+from torch_pi2.graph.operations import BranchCoverage, same_tokens, token_magnitudes
 from torch_pi2.ops.activations import cuts
 from torch_pi2.types.site import ExpertsForm, FFNSite, Formula, LinearRef, dense_reference
 

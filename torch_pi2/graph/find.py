@@ -20,9 +20,9 @@ from torch_pi2.base.fields import checked
 from torch_pi2.base.modules import fresh_settings, has_sparse_layers
 from torch_pi2.errors import ConfigError, NoFFNFoundError, Pi2Error, UnsupportedModelError
 from torch_pi2.graph.capture import CapturedGraph, capture
-from torch_pi2.graph.elementwise import op_name
 from torch_pi2.graph.experts import all_experts, expert_sites, known_experts, unknown_experts, without_experts
 from torch_pi2.graph.match import Match, Projection, Seen, match_ffns
+from torch_pi2.graph.operations import op_name
 from torch_pi2.graph.skipped import not_reached, skipped_layers
 from torch_pi2.ops.activations import ACTIVATIONS, scaled
 from torch_pi2.types.site import ExpertsForm, FFNSite
@@ -128,8 +128,8 @@ def search(
         for projections, computed in seen.unknown:
             unknown[_owner_of(graph, names, [p.weight for p in projections])] = f"another formula, of {computed}"
         taken = {n for m in matches for n in (*m.inside, *m.down.nodes)} | seen.named()
-        for loose in skipped_layers(graph.gm, constants, taken):
-            left[_owner_of(graph, names, [n for n in loose.parameters if n in graph.tensors])] = loose.reason
+        for parameters, reason in skipped_layers(graph.gm, constants, taken):
+            left[_owner_of(graph, names, [n for n in parameters if n in graph.tensors])] = reason
     reached = {id(tensor) for graph in graphs for tensor in graph.tensors.values()}
     left |= not_reached(model, reached, known_experts(experts))
     sites = _with_experts(model, sites, known_experts(experts))

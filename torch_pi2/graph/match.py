@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from torch_pi2.graph.activation import identify
-from torch_pi2.graph.elementwise import CASTS, ELEMENTWISE, RESHAPES, is_in_place, op_name, uncast
+from torch_pi2.graph.operations import CASTS, ELEMENTWISE, RESHAPES, is_in_place, op_name, uncast
 from torch_pi2.types.site import FFNSite, Formula, LinearRef
 
 Tensors = Mapping[fx.Node, torch.Tensor]

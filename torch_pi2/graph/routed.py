@@ -88,10 +88,10 @@ def fired_scores(site: FFNSite, weights: FFNWeights, x_TH: torch.Tensor) -> torc
 
 def intermediate(site: FFNSite, weights: FFNWeights, x_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """An expert's gate, as :func:`first_products`, and the input of its down matrix: ``[N, I]`` float32."""
-    gate_NI, _ = first_products(site, weights, x_NH)
+    gate_NI, up_NI = first_products(site, weights, x_NH)
     h_NI = ACTIVATIONS[site.activation](gate_NI)
     if site.gated:
-        up_NI = F.linear(x_NH, weights.up, weights.bias_up).float()
+        up_NI = F.linear(x_NH, weights.up, weights.bias_up).float() if up_NI is None else up_NI
         h_NI = h_NI * on_up(site.activation, site.activation_on_up)(up_NI)
     return gate_NI, h_NI
 

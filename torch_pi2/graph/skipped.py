@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from torch_pi2.graph.elementwise import CASTS, ELEMENTWISE, RESHAPES, op_name
 from torch_pi2.graph.match import turned
+from torch_pi2.graph.operations import CASTS, ELEMENTWISE, RESHAPES, op_name
 
 #: What mixes tokens or activations: no feed-forward layer has it inside.
 _MIXES = re.compile(
@@ -49,24 +49,16 @@ class _Loose:
     plain: bool
 
 
-@dataclass(frozen=True)
-class SkippedLayer:
-    """A layer that stays dense: the parameters of its matmuls, and why."""
-
-    parameters: tuple[fx.Node, ...]
-    reason: str
-
-
 def skipped_layers(
     gm: fx.GraphModule, tensors: Mapping[fx.Node, torch.Tensor], taken: Set[fx.Node]
-) -> list[SkippedLayer]:
-    """Layers of ``gm`` that look feed-forward, and none of whose matmuls is in ``taken``.
+) -> list[tuple[tuple[fx.Node, ...], str]]:
+    """Layers of ``gm`` that look feed-forward, and none of whose matmuls is in ``taken``: parameters, and the reason.
 
     Args:
         tensors: placeholder -> the parameter or buffer that it stands for.
     """
     linears = {found.node: found for node in gm.graph.nodes if (found := _as_linear(node, tensors)) is not None}
-    left: list[SkippedLayer] = []
+    skipped: list[tuple[tuple[fx.Node, ...], str]] = []
     for down in linears.values():
         if down.node in taken:
             continue
@@ -76,16 +68,21 @@ def skipped_layers(
         sources, region, own = walk
         if len(sources) == 1 and _is_norm(region):  # a product of low rank with a norm in it, as DeepSeek's queries
             continue
-        firsts = list(dict.fromkeys(linears.get(source.x, source) for source in sources))  # an adapter's is behind it
+        behind = [linears.get(source.x, source) for source in sources]  # of an adapter, whose matmuls follow each other
+        firsts = next((list(dict.fromkeys(some)) for some in (sources, behind) if _begin(some, down)), [])
         between = [source for source in sources if source not in firsts]
-        fits = len({first.x for first in firsts}) == 1 and all(first.n_in == down.n_out for first in firsts)
-        fits = fits and any(first.n_out >= down.n_in for first in firsts)
-        if fits and taken.isdisjoint(s.node for s in (*firsts, *between)):
+        if firsts and taken.isdisjoint(s.node for s in (*firsts, *between)):
             parameters = tuple(dict.fromkeys(n for s in (*firsts, *between, down) for n in s.own))
             reason = _reason([*sources, down], region, own) or (_MORE if between or len(firsts) > 3 else "")
             if reason:
-                left.append(SkippedLayer(parameters, reason))
-    return left
+                skipped.append((parameters, reason))
+    return skipped
+
+
+def _begin(firsts: list[_Loose], down: _Loose) -> bool:
+    """Whether these can be the matmuls that a layer begins with, which have one input."""
+    fits = len({first.x for first in firsts}) == 1 and all(first.n_in == down.n_out for first in firsts)
+    return fits and any(first.n_out >= down.n_in for first in firsts)
 
 
 def not_reached(model: nn.Module, reached: Set[int], apart: Iterable[str]) -> dict[str, str]:

@@ -27,7 +27,7 @@ from torch_pi2.base.offloaded import is_metadata
 from torch_pi2.base.progress import log_once
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.activation import computes
-from torch_pi2.graph.elementwise import CASTS, ELEMENTWISE, RESHAPES, is_in_place, op_name, uncast
+from torch_pi2.graph.operations import CASTS, ELEMENTWISE, RESHAPES, is_in_place, op_name, uncast
 from torch_pi2.layers.checks import result_dtype
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.sequence import only_input

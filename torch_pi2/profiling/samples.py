@@ -58,11 +58,6 @@ class Samples:
         )
 
 
-def sample_bytes(site: FFNSite, n_tokens: int, element_bytes: int) -> int:
-    """Memory that ``n_tokens`` samples of a site take."""
-    return n_tokens * (site.hidden * element_bytes + -(-site.intermediate // 8))
-
-
 def routed_tokens(n_tokens: int, share: float) -> int:
     """Tokens to sample for an expert that gets ``share`` of all on average, where other layers have ``n_tokens``.
 
@@ -238,4 +233,5 @@ def bytes_per_token(model: nn.Module, sites: Sequence[FFNSite]) -> int:
 def samples_bytes(model: nn.Module, sites: Sequence[FFNSite], n_tokens: int) -> int:
     """Memory that :func:`collect_samples` takes; more than ``n_tokens * bytes_per_token`` if there are experts."""
     tokens = _tokens(model, sites, n_tokens)
-    return sum(sample_bytes(s, tokens[s.key], model.get_parameter(s.up.weight).element_size()) for s in sites)
+    rows = {s.key: s.hidden * model.get_parameter(s.up.weight).element_size() + -(-s.intermediate // 8) for s in sites}
+    return sum(tokens[key] * row for key, row in rows.items())
