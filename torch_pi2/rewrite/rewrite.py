@@ -17,7 +17,6 @@ from torch_pi2.base.progress import bar
 from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import CalibrationError, ConfigError, UnsupportedModelError
 from torch_pi2.fitting.gptq_model import ROLES, calibrated_rows, neuron_key, warn_rounded
-from torch_pi2.graph.operations import same_tokens
 from torch_pi2.graph.find import Found
 from torch_pi2.graph.operations import same_tokens
 from torch_pi2.layers.experts import SparseExperts, expert_groups

@@ -25,7 +25,6 @@ from torch import nn
 
 from torch_pi2.base.modules import evaluating, has_hooks, hooks_inside, own_forward
 from torch_pi2.errors import StaleArtifactError, UnsupportedModelError
-from torch_pi2.graph.operations import BranchCoverage, same_tokens, token_magnitudes
 from torch_pi2.graph.experts import probe_experts
 from torch_pi2.graph.find import named
 from torch_pi2.graph.operations import BranchCoverage, same_tokens, token_magnitudes
