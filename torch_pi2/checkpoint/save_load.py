@@ -256,12 +256,15 @@ def load(
 def _check_ours(folder: Path) -> None:
     """Raises ArtifactError: a file, or a checkpoint that torch_pi2 did not write."""
     check_folder(folder)
+    expected = f"a folder that torch_pi2 wrote, with {PI2_FOLDER}/ in it"
+    if not folder.is_dir():
+        raise ArtifactError(str(folder), expected=expected, found="nothing", fix="Check the folder's name.")
     if (folder / PI2_FOLDER).exists() or not (folder / "config.json").is_file():
         return
     by = quantised_by(read_config(folder))
     raise ArtifactError(
         str(folder),
-        expected=f"a folder that torch_pi2 wrote, with {PI2_FOLDER}/ in it",
+        expected=expected,
         found=f"a checkpoint that {shown(by)} has quantised" if by else "a checkpoint without one",
         fix="Import it: torch_pi2.import_quantized(folder, other)."
         if by
