@@ -84,6 +84,7 @@ def test_low_rank_predictor_reaches_its_recall(
     assert predicted.float().mean() < 0.5
 
 
+@pytest.mark.slow
 def test_predicted_neurons_come_whole_from_the_store(
     minimal: ModuleType, dense: Any, tokenizer: Any, calibration_ids: torch.Tensor, tmp_path: Path
 ) -> None:

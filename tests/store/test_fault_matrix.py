@@ -63,8 +63,8 @@ def swept(shim: Path, how_many: str, folder: Path, pairs: Sequence[str]) -> list
 @pytest.mark.parametrize(
     "pairs",
     [
-        ["load:open", "load:read", "load-preloaded:thread", "generate:read", "generate:memory", "prompt:memory"],
-        ["pack:read", "pack:write", "pack:name", "pack:memory", "pack:kill", "save:write", "save:size", "save:kill"],
+        ["load:open", "load:read", "load-preloaded:thread", "generate:read", "generate:memory"],
+        ["pack:write", "pack:name", "pack:memory", "pack:kill", "save:write"],
     ],
     ids=["reading", "writing"],
 )
