@@ -50,7 +50,7 @@ def test_from_a_checkpoint_to_a_sparse_model_by_mapped_weights(command, checkpoi
 def test_what_does_not_belong_together_is_refused(command, checkpoint: Path, tmp_path: Path) -> None:
     parts, text = tmp_path / "parts", ["--text", checkpoint / "text.py", *TOKENS]
     ran = command("profile", checkpoint, "--mapped", "--dtype", "bfloat16", "--out", parts, *text, ok=False)
-    assert "--mapped: expected weights as they are, --dtype auto, found --dtype bfloat16" in ran.err
+    assert "--mapped with --dtype bfloat16: expected one of them" in ran.err
     command("profile", checkpoint, "--out", parts, *text)
     ran = command("quantize", checkpoint, tmp_path / "small", "--plan", parts, ok=False)
     assert "plan.json" in ran.err

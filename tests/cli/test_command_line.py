@@ -199,27 +199,6 @@ def test_verbose_and_quiet_exclude_each_other(command: Command) -> None:
     assert "not allowed with argument" in command("doctor", "-v", "-q")[2]
 
 
-def test_quiet_is_without_progress(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[bool] = []
-
-    class Stats:
-        def save(self, _folder: Path) -> None:
-            pass
-
-    def profile(*_args: object, progress: bool, **_more: object) -> Stats:
-        asked.append(progress)
-        return Stats()
-
-    monkeypatch.setattr("torch_pi2.profile", profile, raising=False)
-    monkeypatch.setattr("torch_pi2.cli.models.load_calibration", lambda _args: (Config(), None, None, ""))
-    monkeypatch.setattr("torch_pi2.cli.inspect.describe", lambda _folder: {})
-    for option in ([], ["-q"]):
-        assert command("profile", "m", "--out", tmp_path / "s", "--json", *option)[0] == 0
-    assert asked == [True, False]
-    sources = (REPO / "torch_pi2" / "cli").glob("*.py")
-    assert [p.name for p in sources if re.search(r"progress\W{1,3}True[,)}]", p.read_text())] == []
-
-
 @pytest.mark.slow
 def test_generate_says_nothing_of_other_libraries(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "torch_pi2"]
