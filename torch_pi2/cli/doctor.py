@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import operator
 import platform
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +26,7 @@ if TYPE_CHECKING:
 EXAMPLE = "torch-pi2 doctor --target qnn:SM8650"
 
 _PACKAGES = ("torch", "numpy", "safetensors", "transformers", "executorch", "torchao", "onnxruntime-qnn")
-#: What the exporter needs besides torch: package, from which version on, and below which.
-_EXPORT = (
-    ("executorch", (1, 5, 1), (1, 5, 2)),
-    ("torchao", (0, 18), (0, 19)),
-    ("transformers", (5, 5), (6, 0)),
-)
-
+_COMPARE = {"==": operator.eq, ">=": operator.ge, "<": operator.lt}
 #: Lines of a machine with nothing else to do have less than half of this error.
 _STEADY = 0.12
 #: Sizes and numbers of reads that a profile is shown for.
@@ -134,20 +130,27 @@ def check_target(target: str) -> None:
 def _packages() -> list[Pi2Error]:
     """Python packages that the exporter needs, and are not here or of another version."""
     found: list[Pi2Error] = []
-    for name, least, below in _EXPORT:
+    for name, wanted in _requirements("export", "hf").items():
         version = _version(name)
-        fits = version is not None and least <= _numbers(version) < below
-        if not fits:
-            expected = f"{'.'.join(map(str, least))} or later, below {'.'.join(map(str, below))}"
-            fix = how_to_install("export", "hf")
+        if version is None or not all(_COMPARE[how](_numbers(version), _numbers(n)) for how, n in wanted):
+            expected = " and ".join(f"{how} {number}" for how, number in wanted)
             kind = LibraryMissingError if version is None else VersionError
+            fix = how_to_install("export", "hf")
             found.append(kind(f"package {name}", expected=expected, found=version or "none", fix=fix))
     return found
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """Of the release: 1.5.1+cpu is (1, 5, 1)."""
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+def _requirements(*extras: str) -> dict[str, list[tuple[str, str]]]:
+    """Package -> comparisons with versions, as the installed package declares them for the extras; else none."""
+    wanted = shlex.split(how_to_install(*extras))[2:]
+    if "-e" in wanted:  # a checkout that pip has not installed
+        return {}
+    return {re.split(r"[^\w.-]", text)[0]: re.findall(r"(==|>=|<)([\d.]+)", text) for text in wanted}
+
+
+def _numbers(version: str) -> list[int]:
+    """Of the release: 1.5.1+cpu is [1, 5, 1]."""
+    return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3]]
 
 
 def _backend() -> list[Pi2Error]:
@@ -196,23 +199,16 @@ def _library() -> dict[str, Any]:
 
 
 def _extras() -> dict[str, dict[str, Any]]:
-    """Optional dependencies as the installed package declares them, and the command that gets what is missing."""
+    """Optional dependencies, and the command that gets what is missing."""
     try:
-        metadata = importlib.metadata.metadata("torch-pi2")
+        extras = importlib.metadata.metadata("torch-pi2").get_all("Provides-Extra") or []
     except importlib.metadata.PackageNotFoundError:
         return {}
-    wanted: dict[str, list[str]] = {extra: [] for extra in metadata.get_all("Provides-Extra") or []}
-    for line in metadata.get_all("Requires-Dist") or []:
-        requirement, _, marker = line.partition(";")
-        named = re.search(r"extra == ['\"]([\w-]+)['\"]", marker)
-        name = re.match(r"[\w.-]+", requirement.strip())
-        if named and name and name.group() not in ("torch-pi2", "torch_pi2"):
-            wanted.setdefault(named.group(1), []).append(name.group())
-    result: dict[str, dict[str, Any]] = {}
-    for extra, names in wanted.items():
-        missing = [name for name in names if _version(name) is None]
-        result[extra] = {"missing": missing, "install": how_to_install(extra) if missing else None}
-    return result
+    found = {}
+    for extra in extras:
+        missing = [name for name in _requirements(extra) if _version(name) is None]
+        found[extra] = {"missing": missing, "install": how_to_install(extra) if missing else None}
+    return found
 
 
 def render(result: dict[str, Any]) -> str:
