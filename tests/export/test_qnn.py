@@ -123,7 +123,7 @@ def test_a_block_on_the_emulator(soc: str, precision: str, activation: str, bloc
     loaded = Runtime.get().load_program(tmp_path / "model.pte")
     for name, x in inputs.items():
         (got,) = loaded.load_method(name).execute([x])
-        assert relative(got, right[name]) < TOLERANCE
+        assert relative(got, right[name]) < (TOLERANCE if blocks or precision != "w4a16" else 2 * TOLERANCE)
 
 
 def run_on_emulator(module: nn.Module, x: torch.Tensor, folder: Path) -> list[torch.Tensor]:
