@@ -277,9 +277,14 @@ def _unpacked(packed: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
 
 
 def _integers(
-    files: Checkpoint, base: str, q_NK: torch.Tensor, scale_NG: torch.Tensor, z_NG: torch.Tensor | None = None
+    files: Checkpoint,
+    base: str,
+    q_NK: torch.Tensor,
+    scale_NG: torch.Tensor,
+    z_NG: torch.Tensor | None = None,
+    offset_NG: torch.Tensor | None = None,
 ) -> _Integers:
-    """A matrix whose numbers are ``scale (q - z)``.
+    """A matrix whose numbers are ``scale (q - z)``, or ``scale q + offset``.
 
     Raises:
         ArtifactError: shapes that do not belong together. NonFiniteError: a scale or zero point is no number.
@@ -288,20 +293,22 @@ def _integers(
     sound = scale_NG.dim() == 2 and len(scale_NG) == rows > 0 and scale_NG.shape[1] > 0
     if not sound or columns % scale_NG.shape[1] or columns < scale_NG.shape[1]:
         raise _wrong(files, base, f"scales of {rows} rows of {columns}", str(list(scale_NG.shape)))
-    if z_NG is not None and z_NG.shape != scale_NG.shape:
-        raise _wrong(files, base, f"zero points for scales of {list(scale_NG.shape)}", str(list(z_NG.shape)))
-    if not all(bool(numbers.float().isfinite().all()) for numbers in (scale_NG, z_NG) if numbers is not None):
+    numbers = [one for one in (scale_NG, z_NG, offset_NG) if one is not None]
+    if odd := [one for one in numbers if one.shape != scale_NG.shape]:
+        raise _wrong(files, base, f"zero points for scales of {list(scale_NG.shape)}", str(list(odd[0].shape)))
+    if not all(bool(one.float().isfinite().all()) for one in numbers):
         raise NonFiniteError(
             f"scales of {base} in {files.folder}",
             expected="numbers",
             found="NaN or an infinity",
             fix="The checkpoint is damaged; get it again.",
         )
-    offset_NG = None
     if z_NG is not None and bool(((z_NG == z_NG.round()) & (z_NG.abs() <= _MOST_ZERO)).all()):
         q_NK = q_NK - z_NG.to(torch.int16).repeat_interleave(columns // z_NG.shape[1], 1)
     elif z_NG is not None:
         offset_NG = -z_NG.double() * scale_NG.double()
+    if offset_NG is not None and not bool(offset_NG.any()):
+        offset_NG = None
     return _Integers(q_NK.contiguous(), scale_NG.contiguous(), offset_NG)
 
 
@@ -368,9 +375,9 @@ def _torchao(files: Checkpoint, base: str, kind: str) -> _Integers:
     q_NK = _matrix(files, f"{base}._weight_qdata", torch.int8)
     scale_NG, zero = files.read(f"{base}._weight_scale"), f"{base}._weight_zero_point"
     if kind == _INT4:  # two integers in a byte; scales and zeros by group, and the zeros are added to the product
-        n_NK, scale_NG = torch.stack((q_NK << 4 >> 4, q_NK >> 4), -1).flatten(1).to(torch.int16), _transposed(scale_NG)
-        zero_NG = _transposed(files.read(zero)).double()
-        return _integers(files, base, n_NK, scale_NG, -zero_NG / scale_NG.double() if zero_NG.any() else None)
+        n_NK = torch.stack((q_NK << 4 >> 4, q_NK >> 4), -1).flatten(1).to(torch.int16)
+        scale_NG, zero_NG = (_transposed(one) for one in (scale_NG, files.read(zero)))
+        return _integers(files, base, n_NK, scale_NG, offset_NG=zero_NG)
     n_NK, scale_NG = q_NK.to(torch.int16), _by_row(scale_NG, len(q_NK))
     return _integers(files, base, n_NK, scale_NG, _by_row(files.read(zero), len(n_NK)) if zero in files else None)
 
