@@ -42,10 +42,10 @@ def _plan(sources: Path, out: Path) -> None:
 
 
 def _stats(sources: Path, out: Path) -> None:
-    many, bits = torch.zeros(3, 1 << 12, dtype=torch.int64), torch.zeros(1, 1 << 9, dtype=torch.uint8)
+    many = torch.zeros(3, 1 << 12, dtype=torch.int64)
     counts, sums, one = (many[0].clone(), many[1].clone()), many[0].double(), torch.zeros(1, dtype=torch.int64)
     bins = torch.zeros(HIST_BINS, dtype=torch.int64)
-    layer = LayerStats("a", 0, 0.0, 9, *counts, sums, (1,), one, many[2:].clone(), bins, bits)
+    layer = LayerStats("a", 0, 0.0, 9, *counts, sums, (1,), one, many[2:].clone(), bins)
     ActivationStats({"a": layer}, "ab" * 32).save(out)
 
 
