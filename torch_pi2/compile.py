@@ -1,4 +1,4 @@
-"""``torch.compile(model, backend="torch_pi2")``: Inductor, for a model that has sparse layers.
+"""``torch.compile(model, backend="torch_pi2")``: sparse FFNs in the Dynamo graph, Inductor for the rest.
 
 Found by PyTorch through the entry point group ``torch_dynamo_backends``; nobody has to import us. Errors are those of
 eager calls, and quantised linears that read the same input (q, k, v) become one call over all their rows.
@@ -10,12 +10,14 @@ import operator
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from torch_pi2.base.fields import argument
 from torch_pi2.base.memory import new_tensor
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.progress import warn_once
@@ -24,6 +26,13 @@ from torch_pi2.errors import ConfigError
 from torch_pi2.layers.gpu import on_gpu
 from torch_pi2.layers.offloaded import open_stores, unreadable
 from torch_pi2.ops import load
+from torch_pi2.predict.file import PREDICTORS_FILE
+from torch_pi2.rewrite.fx_pass import SparseCall, make_sparse, our_ops, weights_of
+from torch_pi2.store.parts import Parts
+from torch_pi2.store.storefile import STORE_FILE
+from torch_pi2.types.plan import Plan
+
+_OPTIONS = ("plan", "predictors")
 
 
 def backend(
@@ -33,36 +42,43 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph with Inductor, to which sparse layers are single operators.
+    """Compile a Dynamo graph: FFNs become ``pi2::sparse_ffn``, everything else goes to Inductor.
 
-    It makes no layer sparse: :func:`torch_pi2.optimize` or :func:`torch_pi2.load` the model first. A graph without
-    sparse layers is compiled as it is, with one warning.
+    Without a plan, FFNs with a ReLU-family activation get the exact gate (lossless) and others stay dense. A
+    graph without FFNs, or one that needs gradients, is given to Inductor as it is, with one warning.
+
+    The neurons are made once per set of weights and shared by all graphs that use it; if a parameter is
+    changed in place or loaded anew, they are refreshed at the next call. Changes that PyTorch does not count
+    (``p.data.mul_(2)``, and any in place of parameters made under ``torch.inference_mode()``) are seen by a sample of
+    each parameter: those of all its numbers, as when PEFT merges or unmerges an adapter, but not those of a few rows;
+    on a GPU none is. After such, ``torch._dynamo.reset()`` and compile again, with new parameters
+    (``model.load_state_dict(..., assign=True)``). The dense weights stay in memory: they belong to the model
+    (``torch_pi2.optimize`` gives them back).
 
     Args:
-        options: none is known; Inductor's own go through ``torch._inductor.config``.
+        options: ``plan``: a :class:`Plan` or its folder (``my-sparse-model/pi2``: predictors in it are used);
+            ``predictors``: site key -> low-rank predictor.
         mode: one of Inductor's modes, e.g. ``"max-autotune"``.
 
     Raises:
-        ConfigError: there are options.
+        ConfigError: an option that does not exist, or a predictor is missing.
+        StaleArtifactError: the plan was made from other weights.
         ArtifactError: from what was compiled, if neurons in a store cannot be read.
     """
-    if options:
-        raise ConfigError(
-            "options of the torch_pi2 backend",
-            expected="none",
-            found=", ".join(sorted(options)),
-            fix="For a plan, call torch_pi2.optimize or torch_pi2.load before torch.compile. Inductor's settings go "
-            "through torch._inductor.config or mode=.",
-        )
-    if not _our_ops(gm):
-        warn_once("a graph without sparse layers is left to Inductor: call torch_pi2.optimize before torch.compile")
-    changed = _copy(gm)
-    merged = merge_linears(changed, _weights(changed, example_inputs))
-    gm = changed if merged else gm
+    plan, predictors = _read_options(options)
+    sparse: list[SparseCall] = []
+    merged: list[torch.Tensor] = []
+    if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in example_inputs):
+        warn_once("a graph that needs gradients is compiled densely; call the model under torch.no_grad()")
+    else:
+        changed = _copy(gm)
+        sparse = make_sparse(changed, example_inputs, plan, predictors)
+        merged = merge_linears(changed, weights_of(changed, example_inputs))
+        gm = changed if sparse or merged else gm
     placeholders = gm.graph.find_nodes(op="placeholder")
     ours = [node.meta["example_value"] for node in placeholders[len(example_inputs) :]]
-    compiled = _together(_explaining(_inductor(gm, [*example_inputs, *ours], mode), gm), gm)
-    return (lambda *args: compiled(*args, *merged)) if merged else compiled
+    compiled = _explaining(_inductor(gm, [*example_inputs, *ours], mode), gm)
+    return _with_rows(_together(compiled, gm), sparse, merged)
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None) -> Callable[..., Any]:
@@ -73,7 +89,7 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | Non
     if shutil.which("openssl") is None:  # a command with which torch would name the headers that it keeps compiled
         patches = {**patches, "cpp_cache_precompile_headers": False}
     # Code that Inductor kept on disk calls operators as their schemas were; another version's may be others.
-    operators: list[Any] = [node.target for node in _our_ops(gm)]
+    operators: list[Any] = [node.target for node in our_ops(gm)]
     schemas = sorted({str(getattr(operator, "default", operator)._schema) for operator in operators})
     caching: Any = torch.compiler.config
     with caching.patch(cache_key_tag="".join([caching.cache_key_tag, *schemas])):
@@ -115,18 +131,58 @@ def _together(compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[...,
     return run
 
 
+def _read_options(options: Mapping[str, Any] | None) -> tuple[Plan | None, Mapping[str, Any]]:
+    options = options or {}
+    unknown = sorted(set(options) - set(_OPTIONS))
+    if unknown:
+        raise ConfigError(
+            "options of the torch_pi2 backend",
+            expected=f"only {', '.join(_OPTIONS)}",
+            found=", ".join(unknown),
+            fix="Remove it; Inductor's own settings go through torch._inductor.config or mode=.",
+        )
+    plan, predictors = options.get("plan"), options.get("predictors")
+    if isinstance(plan, str | Path):
+        plan, beside = _load_plan(Path(plan))
+        predictors = beside if predictors is None else predictors
+    if not isinstance(plan, Plan | None):
+        argument(plan, "plan of the torch_pi2 backend").wrong("a Plan, or a folder that has one")
+    if not isinstance(predictors, Mapping | None):
+        argument(predictors, "predictors of the torch_pi2 backend").wrong("what torch_pi2.fit gives")
+    return plan, predictors or {}
+
+
+_plans: dict[Path, tuple[int, Plan, Mapping[str, Any]]] = {}
+
+
+def _load_plan(folder: Path) -> tuple[Plan, Mapping[str, Any]]:
+    """Plan and predictors of a folder, the same objects until it changes (their identity keys the neurons)."""
+    files = [path for name in ("plan.json", PREDICTORS_FILE, STORE_FILE) if (path := folder / name).is_file()]
+    stamp = sum(path.stat().st_mtime_ns for path in files)
+    if folder not in _plans or _plans[folder][0] != stamp:
+        with Parts(folder) as parts:
+            plan = parts.plan()
+            _plans[folder] = (stamp, plan, parts.predictors(plan.model_hash))
+    return _plans[folder][1:]
+
+
+def _with_rows(
+    compiled: Callable[..., Any], sparse: Sequence[SparseCall], merged: Sequence[torch.Tensor]
+) -> Callable[..., Any]:
+    """Call compiled code with the neurons, up to date, and merged linears as further inputs."""
+    if not sparse and not merged:
+        return compiled
+    extra = [tensor for layer in sparse for tensor in layer.extra] + [*merged]
+
+    def run(*args: Any) -> Any:
+        for layer in sparse:
+            layer.packed.refresh([args[i] for i in layer.positions])
+        return compiled(*args, *extra)
+
+    return run
+
+
 # --- graphs ---
-
-
-def _weights(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, torch.Tensor]:
-    """Placeholders that are parameters or buffers of the model, with their tensors."""
-    found = {}
-    for node, tensor in zip(gm.graph.find_nodes(op="placeholder"), example_inputs):
-        source = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
-        name = source() if callable(source) else str(source)
-        if isinstance(tensor, torch.Tensor) and ("_parameters" in name or "_buffers" in name):
-            found[node] = tensor
-    return found
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
@@ -143,10 +199,6 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     if hasattr(gm, "_param_name_to_source"):
         copy._param_name_to_source = gm._param_name_to_source
     return copy
-
-
-def _our_ops(gm: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in gm.graph.nodes if node.op == "call_function" and "pi2." in str(node.target)]
 
 
 # --- linears that read the same input, as one. Lossless ---

@@ -3,7 +3,7 @@
 From every matmul with a parameter (the candidate *down*), walk back through elementwise operations to the
 matmuls they start from (*gate* and *up*), which must share their input. What lies between is recognised by
 :mod:`.activation`. Attention never matches: softmax, transposes and products of activations stop the walk.
-Used on captured graphs of eager models.
+Used on captured graphs of eager models and, by the compile backend, on Dynamo graphs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import fx
 
 from torch_pi2.graph.activation import identify
 from torch_pi2.graph.operations import CASTS, ELEMENTWISE, RESHAPES, is_in_place, op_name, uncast
+from torch_pi2.ops.activations import swapped
 from torch_pi2.types.site import FFNSite, Formula, LinearRef
 
 Tensors = Mapping[fx.Node, torch.Tensor]
@@ -81,6 +82,11 @@ class Match:
     inside: tuple[fx.Node, ...]
     region: tuple[fx.Node, ...]
     scaled: tuple[fx.Node, float] | None = None
+
+    def swapped(self) -> Match:
+        """As :meth:`FFNSite.swapped`."""
+        assert self.gate is not None
+        return replace(self, gate=self.up, up=self.gate, activation=swapped(self.activation))
 
     def site(self, name_of: Callable[[fx.Node], str], **where: Any) -> FFNSite:
         """The site of this FFN, whose parameters are called so; ``where``: what of it a graph does not say."""
