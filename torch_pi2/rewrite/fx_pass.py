@@ -124,8 +124,8 @@ def make_sparse(
         warn_once(f"{_name(projections[-1].weight)} stays dense: {reason}")
     taken = {n for m in matches for n in (*m.inside, *m.down.nodes)} | seen.named()
     # Of a model that optimize() has rewritten, it has said what is left.
-    for loose in [] if our_ops(gm) else skipped_layers(gm, weights_of(gm, example_inputs), taken):
-        warn_once(f"{_name(loose.parameters[-1])} stays dense: {loose.reason}")
+    for parameters, reason in [] if our_ops(gm) else skipped_layers(gm, weights_of(gm, example_inputs), taken):
+        warn_once(f"{_name(parameters[-1])} stays dense: {reason}")
     position = {node: index for index, node in enumerate(placeholders)}
     chosen = [_planned(match, plan) for match in matches]
     if plan is not None:
