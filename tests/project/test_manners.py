@@ -175,7 +175,7 @@ def test_every_error_says_what_expected_found_and_fix(error: type[errors.Pi2Erro
 
 def _project_files() -> list[Path]:
     """Everything that belongs to the project, without asking git (which a user may not have)."""
-    skipped = {"build", "dist", "work", "demo-out", "__pycache__", "_lib"}
+    skipped = {".git", "build", "dist", "work", "demo-out", "__pycache__", "_lib"}
 
     def walk(folder: Path) -> Iterator[Path]:
         for path in sorted(folder.iterdir()):
