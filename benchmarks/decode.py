@@ -76,7 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-m, -t, -p, -n, -r 1 and -o json added; batch 1 only",
     )
     parser.set_defaults(memory_size=BYTES)
-    add("--peer-file", type=Path, metavar="FILE", help="what these programs load (default: the Q4_0 file of the shape)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -95,8 +94,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     import torch_pi2
 
-    peers, batch, commands, peer_file, seed = args.peers, args.batch, args.peer_commands, args.peer_file, args.seed
-    _check_commands(commands, peer_file, batch)
+    peers, batch, commands, seed = args.peers, args.batch, args.peer_commands, args.seed
+    for command in commands:
+        program(command)
+    if commands and 1 not in batch:
+        raise ConfigError(
+            "--batch with --peer-command",
+            expected="1 among the sizes: such a program takes one sequence at once",
+            found=",".join(map(str, batch)),
+            fix="Add 1, or use --peer llama.cpp.",
+        )
     shape, weights, active = args.shape or "mistral-7b", args.weights or "int4", args.active or 0.1
     folder = synthetic_folder(shape, weights, seed, folder=args.folder, active=active)
     machine.reset_peak()
@@ -104,14 +111,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     subject = Subject.of(model, folder)
     subject.check(args.shape, args.weights, args.active)
     gguf = folder.parent / f"{subject.stem}.q4_0.gguf"
-    if peers or (commands and peer_file is None):
+    if peers or commands:
         write_gguf(gguf, model.config, seed=seed)
     threads = torch.get_num_threads()
     about = {"gguf": str(gguf), "threads": threads, "batches": batch}
     start: dict[str, StartPeer] = {
         name: lambda context: Peer("benchmarks.peer_llama", {**about, "context": context}) for name in peers
     }
-    start |= {c: partial(CommandPeer, c, Path(peer_file or gguf), threads) for c in commands}
+    start |= {c: partial(CommandPeer, c, gguf, threads) for c in commands}
     measured = measure(
         model,
         prompt=args.prompt,
@@ -125,25 +132,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         seed=seed,
     )
     return {**subject.label(), **measured}
-
-
-def _check_commands(commands: Sequence[str], file: str | Path | None, batch: Sequence[int]) -> None:
-    for command in commands:
-        program(command)
-    if commands and 1 not in batch:
-        raise ConfigError(
-            "--batch with --peer-command",
-            expected="1 among the sizes: such a program takes one sequence at once",
-            found=",".join(map(str, batch)),
-            fix="Add 1, or use --peer llama.cpp.",
-        )
-    if file is not None and not (commands and Path(file).is_file()):
-        raise ConfigError(
-            "--peer-file",
-            expected="a file, and --peer-command for what loads it",
-            found=f"{'no such file as ' if commands else 'only '}{Path(file).name}",
-            fix="Give both, or leave it out.",
-        )
 
 
 def measure(

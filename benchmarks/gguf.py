@@ -92,7 +92,7 @@ def write_gguf(path: str | Path, config: Any, *, seed: int = 0, tokens: Sequence
             f"model type {config.model_type}",
             expected=", ".join(_ARCHITECTURES),
             found=config.model_type,
-            fix="Bench without peers that read it, or give a command another --peer-file.",
+            fix="Bench without peers that read it.",
         )
     bad = [f"{n} {s}" for n, s in _tensors(config) if _is_quantised(n, s) and s[-1] % _BLOCK]
     if bad:

@@ -79,15 +79,7 @@ class CommandPeer:
             tempfile.TemporaryFile("w+", errors="replace") as out,
             tempfile.TemporaryFile("w+", errors="replace") as log,
         ):
-            try:
-                process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=log)
-            except OSError as error:
-                raise PeerError(
-                    self.name,
-                    expected="a program that the system can start",
-                    found=str(error.strerror),
-                    fix=f"Run it by hand: {shlex.join(words)}",
-                ) from error
+            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=log)
             _, status, usage = os.wait4(process.pid, 0)  # its own memory, which subprocess does not tell
             process.returncode = os.waitstatus_to_exitcode(status)
             out.seek(0)
