@@ -144,8 +144,8 @@ def test_a_model_that_moves() -> None:
 
 
 def test_a_kept_decoder_is_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-
-    model, free = tiny("llama"), DecoderPool()
+    model = tiny("llama")
+    free = DecoderPool(type(model))
     first = free.acquire(model, 20, 1)
     free.release(first)
     assert free.acquire(model, 20, 1) is first

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from torch_pi2.decode.decoder import Decoder
-from torch_pi2.decode.plan_controller import controller_of
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.layers.gpu import device_of
 from torch_pi2.rewrite.state import store_of
@@ -40,11 +39,21 @@ _LEAST_TOKENS = 256
 class DecoderPool:
     """At most one Decoder of a model in memory. It does not keep the model alive, and on the CPU no keys and values.
 
-    Over a store nothing is pooled: its memory is part of the budget. Threads may use the pool at the same time.
+    Over a store nothing is pooled: its memory is part of the budget. Threads may use the pool at the same time. A copy
+    of the model gets an empty pool.
+
+    Args:
+        kind: the class of the model, in which :class:`_Generate` is installed (also where the model is unpickled).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Any) -> None:
         self._free: list[tuple[Decoder, object]] = []
+        self._class = kind
+        if not isinstance(vars(kind).get(_NAME), _Generate):
+            setattr(kind, _NAME, _Generate(kind))
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._class,)
 
     def acquire(self, model: nn.Module, tokens: int, sequences: int) -> Decoder:
         """A Decoder for this many tokens and sequences: the pooled one if it is free and fits, else a new one."""
@@ -81,33 +90,8 @@ def _kind(model: nn.Module) -> object:
 
 
 def decoder_for(model: nn.Module, tokens: int, sequences: int, compiled: bool = False) -> Decoder:
-    """A Decoder with logits that reads prompts as the followed plan says, if there is one."""
-    controller = controller_of(model)
-    planned = 0 if controller is None or store_of(model) is None else controller.plan.prompt.chunk_tokens
-    return Decoder(
-        model,
-        max_tokens=tokens,
-        batch=sequences,
-        compiled=compiled,
-        logits=True,
-        chunk_tokens=planned,
-    )
-
-
-class _Pool(DecoderPool):
-    """The pool of a model of class ``kind``, in which it installs :class:`_Generate`.
-
-    A copy of the model gets an empty pool; a pickled one installs ``generate`` in its new process.
-    """
-
-    def __init__(self, kind: Any) -> None:
-        super().__init__()
-        self._kind = kind
-        if not isinstance(vars(kind).get(_NAME), _Generate):
-            setattr(kind, _NAME, _Generate(kind))
-
-    def __reduce__(self) -> Any:
-        return type(self), (self._kind,)
+    """A Decoder with logits."""
+    return Decoder(model, max_tokens=tokens, batch=sequences, compiled=compiled, logits=True)
 
 
 class _Generate:
@@ -220,7 +204,7 @@ def attach(model: nn.Module) -> None:
     """Let ``model.generate`` use our steps, if it is a model of transformers that generates by its class."""
     detach(model)
     if hasattr(type(model), "_sample") and hasattr(type(model), _NAME):
-        object.__setattr__(model, ATTRIBUTE, _Pool(type(model)))
+        object.__setattr__(model, ATTRIBUTE, DecoderPool(type(model)))
 
 
 def detach(model: nn.Module) -> None:

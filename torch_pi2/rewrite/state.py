@@ -38,7 +38,7 @@ class ModelState:
     Attributes:
         store: that the model reads its neurons from; None: it is in memory. budget: of the store.
         group: of the processes that each have a shard of it; None: this one has all.
-        controller: lets it follow a plan (:func:`torch_pi2.follow`), of this model or of that which it is a copy of.
+        controller: lets it follow a plan (:func:`torch_pi2.follow`).
     """
 
     store: Store | None = None

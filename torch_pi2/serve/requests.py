@@ -31,29 +31,24 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class JsonSchema(BaseModel):
-    """``schema`` is a name of pydantic's own, so that the field needs another."""
-
-    model_config = ConfigDict(populate_by_name=True)
-
-    wanted: dict[str, Any] | bool = Field(default=True, alias="schema")
-
-
 class ResponseFormat(BaseModel):
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    json_schema: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _whole(self) -> ResponseFormat:
         if self.type == "json_schema" and self.json_schema is None:
             raise ValueError("json_schema is missing")
+        if not isinstance(self.schema_wanted, (dict, bool, type(None))):
+            raise ValueError("json_schema.schema: expected an object, true or false")
         return self
 
     @property
     def schema_wanted(self) -> dict[str, Any] | bool | None:
         """The schema of the answer; None: any text."""
         if self.type == "json_schema" and self.json_schema is not None:
-            return self.json_schema.wanted
+            schema: dict[str, Any] | bool | None = self.json_schema.get("schema", True)
+            return True if schema is None else schema
         return {"type": "object"} if self.type == "json_object" else None
 
 
