@@ -166,7 +166,7 @@ class _Chain:
     """Takes the place of a group: its processes run one after another in this one; ``sent`` is what they hand on."""
 
     def __init__(self, rank: int, size: int, sent: list[torch.Tensor]) -> None:
-        self.rank, self.size, self._sent = rank, size, sent
+        self.rank, self.size, self._sent, self.logits_checked = rank, size, sent, False
 
     def run(self, work: Callable[..., torch.Tensor], *arguments: Any, **named: Any) -> torch.Tensor:
         return work(*arguments, **named)

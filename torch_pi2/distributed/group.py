@@ -49,11 +49,12 @@ class Group:
         coordinated: whether the first process broadcasts its calls. coordinator: in the first one, its
             :class:`~torch_pi2.distributed.coordinator.Coordinator`.
         divides_kv: whether each process has only the keys and values of its own layers.
+        logits_checked: whether a pipeline's logits were compared with NaN, which is done once.
     """
 
     coordinated = False
     coordinator: Any = None
-    divides_kv = False
+    divides_kv = logits_checked = False
 
     def __init__(self, timeout_s: float) -> None:
         self.rank, self.size, self.timeout_s = dist.get_rank(), dist.get_world_size(), timeout_s

@@ -183,8 +183,6 @@ class _LastRankHead:
 
     group: Group
     out_features: int
-    #: Whether logits were compared with NaN, which is done once.
-    checked = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wanted = torch.compiler.is_compiling() or _wanted.get()
@@ -198,12 +196,14 @@ class _LastRankHead:
     def _compute(self, x: torch.Tensor) -> torch.Tensor:
         last = self.group.size - 1
         y: torch.Tensor = super().forward(x) if self.group.rank == last else self._no_logits(x)  # type: ignore[misc]
-        if self.group.rank == last and not self.checked and not torch.compiler.is_compiling():
-            if bool(y.isnan().all()):
+        if self.group.rank == last and not self.group.logits_checked and not torch.compiler.is_compiling():
+            with torch._C.DisableTorchFunction():  # a step that is being recorded does not see it
+                wrong = bool(y.isnan().all())
+            if wrong:
                 raise _unsupported(
                     "a model in stages",
                     "hidden states that only pass from one decoder block to the next",
                     "code outside of blocks that uses those of several: logits are NaN",
                 )
-            self.checked = True
+            self.group.logits_checked = True
         return self.group.broadcast(y, last)
