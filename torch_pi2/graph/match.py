@@ -417,7 +417,13 @@ def _halves_last(node: Any) -> bool:
 
 def _is_tensor(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
-    return not isinstance(value, (int, float, bool, torch.Size))
+    return not isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size))
+
+
+def _hint(value: Any) -> int:
+    """A size as a number; symbolic sizes by the example they were traced with."""
+    node = getattr(value, "node", None)
+    return int(node.hint if node is not None and node.hint is not None else value)
 
 
 def _probe_shapes(sources: Sequence[Projection], region: Sequence[fx.Node]) -> list[tuple[int, ...]] | None:
@@ -428,7 +434,7 @@ def _probe_shapes(sources: Sequence[Projection], region: Sequence[fx.Node]) -> l
         example = projection.node.meta.get("example_value")
         if not isinstance(example, torch.Tensor):
             return None
-        real = tuple(example.shape)
+        real = tuple(_hint(size) for size in example.shape)
         shapes.append(real if literal or len(real) < 2 else (*[1] * (len(real) - 2), 4, real[-1]))
     elements = sum(torch.Size(shape).numel() for shape in shapes)
     return shapes if elements <= _MAX_PROBE else None
@@ -449,7 +455,7 @@ def _evaluate(
             return values[node]
         if node.op == "get_attr":
             return attrgetter(str(node.target))(gm)
-        return node.meta["example_value"]
+        return _hint(node.meta["example_value"])
 
     for node in region:
         args: Any = fx.map_arg(node.args, value)
