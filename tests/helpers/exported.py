@@ -14,6 +14,7 @@ from tiny_models import _LLAMA, _hf, drelu_module, randomise
 from torch import nn
 
 import torch_pi2
+from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.export.decoder import Lanes, method_names, method_spec
 
 #: Neurons: two chunks of an accelerator, and some more.
@@ -112,7 +113,8 @@ def quantised() -> nn.Module:
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
 
     model = exact()
-    quantize_(model, Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int8))
+    config = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int8)
+    quantize_(model, config, lambda m, _: type(m) is nn.Linear and not isinstance(m.weight, OffloadedParameter))
     return model
 
 
