@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,12 @@ def test_budgets_that_cannot_be(folder: Path, caplog: pytest.LogCaptureFixture) 
         store.resize(0)
     with pytest.raises(ArtifactError, match=CLOSED):
         torch_pi2.set_budget(model, parts.smallest)
+
+
+def test_what_a_policy_remembers_is_in_the_budget(folder: Path) -> None:
+    lru, ghosts = (torch_pi2.stats(loaded(folder, 0.5, policy=p))["budget"] for p in ("lru", "s3-fifo"))
+    assert ghosts.neuron_tables == lru.neuron_tables + 4 * lru.neurons // lru.slot
+    assert replace(ghosts, neuron_tables=lru.neuron_tables, total=lru.total) == lru
 
 
 _MEASURE = """

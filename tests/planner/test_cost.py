@@ -105,6 +105,16 @@ def test_a_predicted_layer_by_hand() -> None:
     assert all_hot["predictor"] == all_hot["cold"] == 0
 
 
+def test_several_tokens_ask_for_more_but_not_for_all_of_each() -> None:
+    layer = fake_layer()
+    one, four = predicted_share(layer, 1), predicted_share(layer, 4)
+    assert (one <= four).all()
+    assert (four <= np.minimum(1, 4 * one + 1e-12)).all()
+    # tokens that want the same share its reads: neurons fire for all of four tokens or for none
+    same = replace(layer, frequencies=((1, layer.frequency(1)), (4, layer.frequency(1))), predicted_active=0.0)
+    assert predicted_share(same, 4) == pytest.approx(layer.frequency(1) * (1 - 0.05**4))
+
+
 def test_neurons_without_exact_zeros_are_used_when_they_are_computed() -> None:
     free = fake_hardware(call_us=0.0, macs_per_us=1e15)
     exact = fake_layer(**PLAIN, exact_zeros=False)
