@@ -17,7 +17,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import torch_pi2
-from torch_pi2.errors import CalibrationError, ConfigError
+from torch_pi2.errors import CalibrationError, ConfigError, ShapeError
 from torch_pi2.eval.loss import bits_per_byte
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
@@ -147,7 +147,7 @@ def test_text_without_a_tokenizer_is_refused_by_name(folder: Path, tmp_path: Pat
         ConfigError, match=r"generate\(text\): tokenizer: expected a tokenizer: called with text .* a int"
     ):
         torch_pi2.generate(model, "text", tokenizer=5)
-    with pytest.raises(ConfigError, match=r"input_ids: expected one prompt, int64 \[1, tokens\], found int64 \[1, 0\]"):
+    with pytest.raises(ShapeError, match=r"input_ids: expected one prompt, int64 \[1, tokens\], found int64 \[1, 0\]"):
         torch_pi2.generate(loaded, "")
     with pytest.raises(ConfigError, match=r"expected a tokenizer, found none: the prompt was given as token ids"):
         _ = torch_pi2.generate(loaded, torch.tensor([[5]]), max_new_tokens=1).text

@@ -47,6 +47,7 @@ def test_an_optimised_model_follows_the_plan_of_its_machine(tmp_path: Path) -> N
     assert engine is not None
     assert engine.plan is plan.hardware
     for batch in (1, 4, 16):
+        engine.batch(batch)  # calls of the model alone do not say how many sequences there are
         assert torch.equal(logits(planned, batch), logits(plain, batch))  # the exact gate: every plan has the same bits
         assert engine.bucket.batch == batch
     folder = torch_pi2.save(planned, tmp_path / "m")
@@ -78,6 +79,7 @@ def test_a_store_follows_the_plan_of_its_budget(tmp_path: Path) -> None:
     model = torch_pi2.load(tmp_path / "s", budget=room, plan=tmp_path / "plan", context=64)
     assert torch_pi2.stats(model)["store"].config.policy == hardware.offload["policy"]
     for batch in (1, 4, 2, 1):
+        model.torch_pi2.controller.batch(batch)
         assert torch.equal(logits(model, batch), wanted[batch])
         stats = torch_pi2.stats(model)
         assert stats["cache_bytes"] == hardware.bucket(batch).cache_bytes
