@@ -354,7 +354,7 @@ class PromptPlan:
     Attributes:
         dense_from: by layer, from how many tokens in one call on every neuron is computed; 0: never. Calls of no more
             tokens than the largest bucket has sequences are steps, whatever it says.
-        chunk_tokens: tokens of a long prompt for which layers in a store are read once.
+        chunk_tokens: not read any more; files of earlier versions have it.
     """
 
     dense_from: tuple[int, ...]
