@@ -1,6 +1,6 @@
 # Needs Python 3.11+, make and a C++ compiler. Everything else comes from pip into .venv.
 #   make demo      a trained model, dense against sparse, in a few minutes
-#   make test      the fast tests, C++ and Python: seven minutes on two cores
+#   make test      the fast tests, C++ and Python: five minutes on two cores
 #   make nightly   every check there is, as one table
 PYTHON ?= python3
 VENV := .venv
