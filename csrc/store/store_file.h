@@ -1,4 +1,4 @@
-// model.pi2 as the core sees it: the superblock, one entry per layer (docs/FORMATS.md). Everything else in the file is
+// model.pi2 as the core sees it: the superblock, one entry per layer (docs/STORE.md). Everything else in the file is
 // for the reader in Python.
 #pragma once
 

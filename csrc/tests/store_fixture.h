@@ -1,4 +1,4 @@
-// A small store in a file of its own, written byte by byte as docs/FORMATS.md says, and removed at the end.
+// A small store in a file of its own, written byte by byte as docs/STORE.md says, and removed at the end.
 #pragma once
 
 #include <unistd.h>

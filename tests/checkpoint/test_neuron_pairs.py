@@ -331,7 +331,7 @@ def test_a_store_that_says_otherwise(tmp_path: Path) -> None:
 
 
 def test_superblock_of_two_formats() -> None:
-    """Version 3 only where it is needed; each value is at its place in the file (docs/FORMATS.md)."""
+    """Version 3 only where it is needed; each value is at its place in the file (docs/STORE.md)."""
     one = LayerEntry(8192, 0, 4, 256, 3, 5, 1024, 272, 0, 0)
     two = replace(one, weights=9, row_bytes=144, down=5, down_row_bytes=272, cluster=2)
     data = Superblock(1 << 20, bytes(32), (one, two)).pack()

@@ -2,7 +2,7 @@
 
 By neurons a machine has chunks of each layer, by layers whole decoder blocks, either way in proportion to its share.
 
-A shard is a store whose metadata and superblock say which chunks of each layer it has (docs/FORMATS.md). Its plan,
+A shard is a store whose metadata and superblock say which chunks of each layer it has (docs/STORE.md). Its plan,
 predictors and statistics are those of the whole model. A shard of whole layers has no weights of other blocks.
 """
 

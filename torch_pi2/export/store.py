@@ -1,6 +1,6 @@
 """The neuron store of a bundle: ``model.pi2`` with only the feed-forward layers, and their delegate blobs.
 
-A store as ``torch-pi2 pack`` writes it (docs/FORMATS.md), without the rest of the model, which is in ``model.pte``.
+A store as ``torch-pi2 pack`` writes it (docs/STORE.md), without the rest of the model, which is in ``model.pte``.
 Besides plan and biases it has each layer's predictor as it is computed with, ``KEY.predictor.*``: rows of cold neurons
 in plan order; of a mixture those of all experts, stacked, and their ``KEY.cuts`` and ``KEY.thresholds``. The delegate
 parses no JSON: a blob has the offsets of everything its layer needs.

@@ -1,7 +1,7 @@
 """Reading ``pi2/model.pi2``, the neuron store: the weights of a model with every neuron in a slot of its own.
 
 It is a safetensors file that replaces ``weights.safetensors``: the same metadata and tensors, but neurons are in slots
-that a device reads whole, each with a checksum, and a superblock says where (docs/FORMATS.md). This is the reader in
+that a device reads whole, each with a checksum, and a superblock says where (docs/STORE.md). This is the reader in
 Python; the C++ core reads superblock and slots itself.
 """
 

@@ -1,4 +1,4 @@
-"""The superblock of a neuron store: all that the C++ core reads to find neurons (docs/FORMATS.md has the offsets)."""
+"""The superblock of a neuron store: all that the C++ core reads to find neurons (docs/STORE.md has the offsets)."""
 
 from __future__ import annotations
 

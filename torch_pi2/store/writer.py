@@ -1,4 +1,4 @@
-"""The one writer of neuron stores: what is in the file, in which order, and where (docs/FORMATS.md)."""
+"""The one writer of neuron stores: what is in the file, in which order, and where (docs/STORE.md)."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ class Shard:
         return Plan([self.layer(layer) for layer in here], plan.model_hash, plan.made_by)
 
     def to_json(self) -> str:
-        """For a store's metadata (docs/FORMATS.md)."""
+        """For a store's metadata (docs/STORE.md)."""
         layers = {key: {"neurons": mine.whole, "chunks": mine.chunks} for key, mine in self.layers.items()}
         return json.dumps({"rank": self.rank, "ranks": self.ranks, "layers": layers})
 
