@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,14 @@ def test_killed_between_the_two_renames_the_earlier_folder_comes_back(earlier: P
         raise ConfigError("x", expected="y", found="z", fix="w")
     assert content(earlier.parent) == {"m/old": "old"}
     assert os.listdir(earlier.parent) == ["m"]
+
+
+def test_files_of_a_memory_file_system_are_replaced() -> None:
+    """``/dev/shm`` is no device: what is there is not written to at its end."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        for text in ("{}", "[]"):
+            files.atomic_write(Path(folder) / "a.json", text)
+        assert (Path(folder) / "a.json").read_text() == "[]"
 
 
 def test_others_may_read_what_safetensors_makes_for_its_owner(tmp_path: Path) -> None:

@@ -115,6 +115,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
         both = [ours, XnnpackPartitioner()][::order]
         with pytest.raises(ConfigError, match=rf"a program of the model .*found a layer of another one \({rows}\)"):
             to_edge_transform_and_lower(exported_program(other), partitioner=both, compile_config=CONFIG)
+    other = exact()
+    for ffn in sparse_layers(other):
+        ffn.threshold = 0.25  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"a program of the model .*found a layer of another one \(threshold\)"):
+        to_edge_transform_and_lower(exported_program(other), partitioner=[ours], compile_config=CONFIG)
 
     class Twice(nn.Module):
         def __init__(self) -> None:

@@ -138,6 +138,16 @@ class AdaptedBehindANorm(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
+class Three(Normed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(INTERMEDIATE, INTERMEDIATE - 8)
+        self.down = nn.Linear(INTERMEDIATE - 8, HIDDEN)
+
+    def forward(self, x):
+        return self.down(F.relu(self.more(F.relu(self.up(x)))))
+
+
 class Joined(Normed):
     def forward(self, x):
         h = F.relu(self.up(x))
@@ -175,6 +185,7 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "topk": (TopK, "1", "topk between its matmuls"),
     "adapter": (Adapted, "1", "more matmuls than gate, up and down"),
     "adapter behind a norm": (AdaptedBehindANorm, "1", "more matmuls than gate, up and down"),
+    "three matmuls": (Three, "1", "more matmuls than gate, up and down"),
     "cat": (Joined, "1", "cat between its matmuls"),
 }
 

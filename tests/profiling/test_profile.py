@@ -244,6 +244,17 @@ def test_every_form_of_data_reaches_the_model(data: object) -> None:
     assert all(s.tokens == stats.tokens for s in stats)
 
 
+def test_a_map_style_dataset_ends_by_its_length() -> None:
+    class Windows(torch.utils.data.Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.arange(10) + 10 * index  # no IndexError
+
+    assert sum(batch.input_ids.numel() for batch in batches(Windows(), batch_size=4, seq_len=10)) == 80
+
+
 def test_short_texts_are_padded_with_the_tokenizers_token() -> None:
     (batch,) = batches(["a" * 40, "b" * 30], tokenizer=Characters(), batch_size=2)
     assert batch.input_ids is not None

@@ -314,6 +314,11 @@ def test_bad_plans_and_weights_leave_the_model_dense():
     with pytest.raises(ConfigError, match="plan of 2"):
         rewrite(model, plan, {layer.site.key: predictor() for layer in plan.layers})
     plan.layers[1].n_hot = 0
+    for number in (int(plan.layers[0].order[2]), -1, INTERMEDIATE):  # twice, and none of the layer
+        wrong = copy.deepcopy(plan)
+        wrong.layers[0].order[3] = number
+        with pytest.raises(ConfigError, match=f"plan of 0: expected an order of {INTERMEDIATE} different neurons"):
+            rewrite(model, wrong, {layer.site.key: predictor() for layer in plan.layers})
     plan.layers[0].method = "magic"
     with pytest.raises(ConfigError, match="'magic'"):
         rewrite(model, plan)

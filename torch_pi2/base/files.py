@@ -69,7 +69,7 @@ def to_replace(path: str | Path) -> Path | None:
         return Path(os.path.realpath(path))
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "the name of a folder")
-    open_file = os.path.abspath(path).startswith(("/dev/", "/proc/"))
+    open_file = re.match(r"/dev/(fd/|std)|/proc/[^/]+/fd/", os.path.abspath(path)) is not None
     return Path(os.path.realpath(path)) if stat.S_ISREG(mode) and not open_file else None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.dtypes import dtype_name
+from torch_pi2.base.dtypes import DTYPES, dtype_name
 from torch_pi2.base.fields import checked
 from torch_pi2.base.files import not_written, replacing_folder
 from torch_pi2.base.memory import letting_go
@@ -169,7 +169,8 @@ def convert(
             check_some(f"quantize({source})", strategies, linears)
             if weights == FLOAT:
                 config = model_config(source, trust_remote_code=trust_remote_code)
-                weights = dtype_name(config.dtype or largest_dtype(checkpoint))
+                known = config.dtype in DTYPES.values()
+                weights = dtype_name(config.dtype if known else largest_dtype(checkpoint))
             sites = [layer.site for layer in plan.layers if layer.site.key in strategies]
             rows = NO_ROWS if rows_of is None else rows_of(sites, linears)
             columns = {name: linear.in_features for name, linear in linears.items()}

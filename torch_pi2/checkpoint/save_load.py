@@ -29,6 +29,7 @@ from torch_pi2.checkpoint.sparse import LoadSettings, load_sparse, save_weights,
 from torch_pi2.decode.hf_generate import attach
 from torch_pi2.decode.plan_controller import follow
 from torch_pi2.distributed.join import own_shard
+from torch_pi2.distributed.shard_store import refuse_shards
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError, UnsupportedModelError
 from torch_pi2.layers.of_model import homes
 from torch_pi2.predict.file import FittedPredictors, save_predictors
@@ -343,6 +344,7 @@ def load_dense(folder: str | Path, *, dtype: torch.dtype | None = None, trust_re
 
     Raises:
         ArtifactError: something is missing or damaged. StaleArtifactError: plan and weights do not belong together.
+        ConfigError: a shard, which has a part of the neurons.
     """
     folder = Path(folder)
     pi2 = folder / PI2_FOLDER
@@ -350,6 +352,7 @@ def load_dense(folder: str | Path, *, dtype: torch.dtype | None = None, trust_re
         return _from_pretrained(folder, LoadSettings(dtype=dtype, trust_remote_code=trust_remote_code)).eval()
     read_config(folder)  # raises if there is none
     with Parts(pi2) as parts:
+        refuse_shards(folder, parts.shard)
         plan = parts.plan()
         predictors = parts.predictors(plan.model_hash)
     sparse: Any = load_sparse(folder, plan, predictors, LoadSettings(dtype=dtype, trust_remote_code=trust_remote_code))

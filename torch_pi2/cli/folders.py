@@ -26,7 +26,10 @@ _KINDS = {
     "plan": ("a plan", "torch-pi2 inspect {folder}"),
 }
 #: (verb, kind) -> the nearest command to what the verb would have done.
-_NEAREST = {("chat", "bundle"): "torch-pi2 run {folder} --chat --prompt '...'"}
+_NEAREST = {
+    ("chat", "bundle"): "torch-pi2 run {folder} --chat --prompt '...'",
+    ("pack", "shards"): "torch-pi2 pack FOLDER OUT, with the folder that they were packed from",
+}
 #: Verbs that take a GGUF file as well.
 _TAKE_GGUF = ("generate", "chat", "serve")
 _FLOAT = ("checkpoint", "optimised")

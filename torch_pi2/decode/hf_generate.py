@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from torch_pi2.decode.decoder import Decoder
+from torch_pi2.decode.plan_controller import controller_of
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.layers.gpu import device_of
 from torch_pi2.rewrite.state import store_of
@@ -125,6 +126,8 @@ class _Generate:
 def _sample(model: Any, input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> Any:
     """transformers' loop with our steps, if a Decoder can do what is asked; else with the model's own."""
     loop, pool = type(model)._sample, pool_of(model)
+    if (controller := controller_of(model)) is not None:
+        controller.batch(len(input_ids))
     if pool is not None and _supports(input_ids, config, kwargs):
         try:
             decoder = pool.acquire(model, max(config.max_length, input_ids.shape[1] + 1), len(input_ids))

@@ -87,10 +87,10 @@ def stop_following(model: nn.Module) -> None:
 
 
 class PlanController:
-    """Keeps a model to its plan; :func:`follow` makes it. A copy of the model follows no plan.
+    """Keeps a model to its plan; :func:`follow` makes it. A copy follows no plan, and keeps its hot neurons by batch.
 
     Decoders tell it how many sequences there are (:class:`torch_pi2.Decoder`, :func:`torch_pi2.generate`,
-    ``model.generate``). Where neither is used, call :meth:`batch`. Thread-safe.
+    ``model.generate`` without beams). Where none is used, call :meth:`batch`. Thread-safe.
 
     Attributes:
         plan: the plan. bucket: the part of it that is in force.

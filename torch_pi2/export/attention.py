@@ -1,6 +1,6 @@
 """How the attention of a Hugging Face decoder is traced, with a KV cache in buffers of the program.
 
-Models that call the attention function of transformers get :mod:`~torch_pi2.export.attention`. Models with
+Models that call the attention function of transformers get our operator of it. Models with
 attention in their own code read whole lanes of the cache under a mask.
 """
 

@@ -191,7 +191,7 @@ def exported_layers(model: nn.Module) -> list[SparseLayer]:
             what,
             expected="a model with all of its neurons",
             found="a shard of one, of several processes",
-            fix="Make one store of the shards (torch-pi2 pack SHARDS WHOLE), and export that.",
+            fix="Export the folder that the shards were packed from.",
         )
     lazy = [part.ffn.site.key for _, part in replacements(model) if isinstance(part, LazyDown)]
     if lazy:

@@ -42,6 +42,8 @@ _WHOLE: Mapping[str, Callable[..., Any]] = {
 }
 #: Arguments that tell one model from another.
 _WEIGHTS = ("neuron_rows", "bias_gate", "bias_up", "bias_down")
+#: Argument of such an operator -> attribute of its layer.
+_THRESHOLDS = {"threshold": "threshold", "cut": "predictor_threshold", "thresholds": "thresholds", "cuts": "cuts"}
 
 
 def role_of(node: torch.fx.Node) -> int | None:
@@ -66,7 +68,7 @@ def _is_constant(program: torch.export.ExportedProgram, node: torch.fx.Node) -> 
 def _mismatch(
     program: torch.export.ExportedProgram, node: torch.fx.Node, home: SparseLayer, known: dict[str, str]
 ) -> str:
-    """The first weight of a call that differs from that of ``home``, the layer of that name; or "".
+    """The first weight or threshold of a call that differs from those of ``home``, the layer of that name; or "".
 
     Predictors are not compared: their rows may be in another order in a program. known: name of a program's input ->
     name of the parameter or buffer.
@@ -78,7 +80,9 @@ def _mismatch(
         known_bytes = type(theirs) in (torch.Tensor, nn.Parameter)  # not so once a part of the program is lowered
         if theirs is not None and ours is not None and known_bytes and not _is_same(theirs.detach(), ours.detach()):
             return name
-    return ""
+    call = vars(arguments_of(_WHOLE[_operator(node)], node.args))
+    different = [name for name in _THRESHOLDS if name in call and call[name] != getattr(home, _THRESHOLDS[name])]
+    return different[0] if different else ""
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypedDict
 
 import torch
@@ -24,6 +27,10 @@ FORMAT = "torch_pi2.chat"
 VERSION = 3  # in 2 there were no earlier answers
 
 _log = logging.getLogger("torch_pi2")
+
+#: Bounds of a template: lines that it runs, and characters that it writes.
+MOST_STEPS = 1_000_000
+MOST_TEXT = 1 << 24
 
 #: White space around a marked message, some of it not ASCII.
 _START, _END = "\u3000\x1c \n", "\n \x1f\u00a0"
@@ -44,8 +51,40 @@ _Description = tuple[list[str], list[bool]]
 
 
 def render_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
-    """The text of ``messages`` by the tokenizer's template, up to the answer. Raises what the template raises."""
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+    """The text of ``messages`` by the tokenizer's template, up to the answer. Raises what the template raises.
+
+    Raises:
+        ConfigError: the template runs for more than ``MOST_STEPS`` lines or writes more than ``MOST_TEXT`` characters.
+            Jinja's sandbox bounds one ``range``, but not nested loops.
+    """
+    with _bounded():
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """Bounds the templates that are rendered in the block, see :func:`render_messages`."""
+    steps = text = 0
+
+    def count(frame: FrameType, event: str, value: Any) -> Any:
+        nonlocal steps, text
+        steps += 1
+        text += len(value) if event == "return" and isinstance(value, str) else 0
+        if steps > MOST_STEPS or text > MOST_TEXT:
+            raise ConfigError(
+                "chat template",
+                expected=f"one that ends within {MOST_STEPS} lines and {MOST_TEXT} characters",
+                found="more",
+                fix="Correct tokenizer.chat_template, or shorten the chat.",
+            )
+        return count if frame.f_code.co_filename == "<template>" else None
+
+    before = sys.gettrace()
+    sys.settrace(count)  # of this thread
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def describe_template(tokenizer: Any) -> dict[str, Any] | None:
@@ -59,6 +98,9 @@ def describe_template(tokenizer: Any) -> dict[str, Any] | None:
         before its next question; None if the template does more with answers. ``strips``: for each role whether white
         space at both ends of its messages (that of :meth:`str.strip`) is removed. None if there is no template, or if
         it does more with questions.
+
+    Raises:
+        ConfigError: see :func:`render_messages`.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         return None
@@ -135,6 +177,8 @@ def _rendered(tokenizer: Any, roles: Sequence[str], contents: Sequence[str]) -> 
     messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
     try:
         return render_messages(tokenizer, messages)
+    except ConfigError:
+        raise
     except Exception:
         return None
 
@@ -245,6 +289,8 @@ def chat_text(tokenizer: Any, messages: Any) -> str:
         )
     try:
         return render_messages(tokenizer, messages)
+    except ConfigError:
+        raise
     except Exception as error:  # a template raises what it likes: it is a program
         raise ConfigError(
             "chat",

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 from torch import nn
@@ -141,6 +141,7 @@ class MatmulIndex:
         return None
 
 
+@runtime_checkable
 class Scorer(Protocol):
     """The part of a predictor that the modes use."""
 
@@ -341,16 +342,16 @@ class NeuronClusterMode(PredictedMaskMode):
             _refuse_hooks(self._model, site)
         return super().__enter__()
 
-    def computed_share(self) -> float:
-        """Multiply-adds over those of the dense FFNs (the tokens of a call share the union of neurons)."""
-        return self._share("computed", "dense")
+    def computed_share(self, key: str | None = None) -> float:
+        """Multiply-adds over those of the dense FFNs, or of site ``key`` (a call's tokens share a union of neurons)."""
+        return self._share("computed", "dense", key)
 
-    def needed_share(self) -> float:
+    def needed_share(self, key: str | None = None) -> float:
         """Share of (token, neuron) pairs that are hot, or predicted and fire: what batching cannot blur."""
-        return self._share("needed", "pairs")
+        return self._share("needed", "pairs", key)
 
-    def _share(self, part: str, whole: str) -> float:
-        counters = self.counters.values()
+    def _share(self, part: str, whole: str, key: str | None) -> float:
+        counters = [self.counters[key]] if key is not None else list(self.counters.values())
         return sum(c[part] for c in counters) / max(1, sum(c[whole] for c in counters))
 
     def _decides(self, site: FFNSite) -> bool:

@@ -68,7 +68,7 @@ def skipped_layers(
         sources, region, own = walk
         if len(sources) == 1 and _is_norm(region):  # a product of low rank with a norm in it, as DeepSeek's queries
             continue
-        behind = [linears.get(source.x, source) for source in sources]  # of an adapter, whose matmuls follow each other
+        behind = _behind(sources, linears, tensors)
         firsts = next((list(dict.fromkeys(some)) for some in (sources, behind) if _begin(some, down)), [])
         between = [source for source in sources if source not in firsts]
         if firsts and taken.isdisjoint(s.node for s in (*firsts, *between)):
@@ -77,6 +77,19 @@ def skipped_layers(
             if reason:
                 skipped.append((parameters, reason))
     return skipped
+
+
+def _behind(
+    sources: list[_Loose], linears: Mapping[fx.Node, _Loose], tensors: Mapping[fx.Node, torch.Tensor]
+) -> list[_Loose]:
+    """What the latest of ``sources`` are made from: an adapter is two matmuls in a row, and a layer may have three."""
+    order = {node: number for number, node in enumerate(sources[0].node.graph.nodes)}
+    latest = max(order[source.x] for source in sources)
+    found: list[_Loose] = []
+    for source in sources:
+        walk = _walk(source, linears, tensors) if order[source.x] == latest else None
+        found += [source] if walk is None else walk[0]
+    return found
 
 
 def _begin(firsts: list[_Loose], down: _Loose) -> bool:

@@ -82,10 +82,19 @@ def check_method(site: FFNSite, layer_plan: LayerPlan) -> None:
             found="one for each neuron",
             fix="Choose score='gate'.",
         )
-    if not 0 <= layer_plan.n_hot <= site.intermediate == len(layer_plan.order):
+    order, own = layer_plan.order, layer_plan.thresholds
+    each_once = torch.equal(order.long().sort().values, torch.arange(site.intermediate, device=order.device))
+    if not each_once or not 0 <= layer_plan.n_hot <= site.intermediate:
         raise ConfigError(
             f"plan of {site.key}",
-            expected=f"an order of {site.intermediate} neurons and 0 to {site.intermediate} hot ones",
-            found=f"{len(layer_plan.order)} neurons and {layer_plan.n_hot} hot ones",
+            expected=f"an order of {site.intermediate} different neurons and 0 to {site.intermediate} hot ones",
+            found=f"{len(order.unique())} different neurons from {len(order)}, and {layer_plan.n_hot} hot ones",
+            fix="Make the plan again.",
+        )
+    if own is not None and len(own) != len(order):
+        raise ConfigError(
+            f"thresholds of {site.key}",
+            expected=f"one for each of {len(order)} neurons",
+            found=f"{len(own)}",
             fix="Make the plan again.",
         )

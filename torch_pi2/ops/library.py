@@ -173,7 +173,8 @@ def _refusing_gradients(name: str) -> Any:
                         f"torch.ops.pi2.{packet_name}",
                         expected="no gradients (it is an inference operator)",
                         found=f"argument {position} requires grad while grad mode is on",
-                        fix="Run under torch.no_grad() or inference_mode(); to train, torch_pi2.restore(model) first.",
+                        fix="Run under torch.no_grad() or inference_mode(); to train, torch_pi2.restore(model) first "
+                        "(quantised weights: load the float checkpoint).",
                     )
         return op.redispatch(keyset & after_autograd, *args, **kwargs)
 

@@ -1,6 +1,6 @@
 """What a model asks of a machine: sizes, formats and firing frequencies by layer.
 
-:func:`torch_pi2.planner.cost.step_cost` predicts milliseconds from it.
+:func:`torch_pi2.planner.cost.step_ms` predicts milliseconds from it.
 """
 
 from __future__ import annotations

@@ -206,6 +206,7 @@ def _encode(text: str, tokenizer: Any) -> torch.Tensor:
     found = tokenizer(text)
     if isinstance(found, Mapping) or hasattr(found, "input_ids"):
         found = found["input_ids"]
+    found = getattr(found, "ids", found)  # of a tokenizers.Encoding
     ids = torch.as_tensor(found)
     return ids.long() if not ids.numel() else _check_ids(ids, "ids from the tokenizer").reshape(-1)
 
@@ -263,8 +264,9 @@ def _grid(first: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _from_items(data: Any, tokenizer: Any, batch_size: int, seq_len: int) -> Iterator[Batch]:
-    try:
-        items = iter(data)
+    try:  # a map-style Dataset ends by its length, not by an IndexError
+        by_index = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not hasattr(data, "__iter__")
+        items = (data[i] for i in range(len(data))) if by_index else iter(data)
     except TypeError as error:
         raise _form_error(data) from error
     waiting: list[torch.Tensor] = []

@@ -39,7 +39,7 @@ class ResponseFormat(BaseModel):
     def _whole(self) -> ResponseFormat:
         if self.type == "json_schema" and self.json_schema is None:
             raise ValueError("json_schema is missing")
-        if not isinstance(self.schema_wanted, (dict, bool, type(None))):
+        if self.type == "json_schema" and not isinstance(self.schema_wanted, (dict, bool)):
             raise ValueError("json_schema.schema: expected an object, true or false")
         return self
 
@@ -47,8 +47,8 @@ class ResponseFormat(BaseModel):
     def schema_wanted(self) -> dict[str, Any] | bool | None:
         """The schema of the answer; None: any text."""
         if self.type == "json_schema" and self.json_schema is not None:
-            schema: dict[str, Any] | bool | None = self.json_schema.get("schema", True)
-            return True if schema is None else schema
+            schema: dict[str, Any] | bool = self.json_schema.get("schema", True)
+            return schema
         return {"type": "object"} if self.type == "json_object" else None
 
 

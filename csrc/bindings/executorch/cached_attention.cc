@@ -1,5 +1,5 @@
 // pi2::write_cache.out for ExecuTorch: new keys and values into the lanes of a cache, which is a buffer of the program;
-// pi2::cached_attention.out: that, and attention to what is then in it. torch_pi2/export/cached_attention.py has their
+// pi2::cached_attention.out: that, and attention to what is then in it. torch_pi2/export/attention.py has their
 // references.
 #include <algorithm>
 #include <cmath>

@@ -95,7 +95,7 @@ SignbitArgs signbit_args(const Tensor& x, const Tensor& signs, int64_t columns, 
   STD_TORCH_CHECK(signs.is_contiguous(),
                   "pi2: layout of signs: expected contiguous, found strided. Call .contiguous().");
   STD_TORCH_CHECK(margin >= 0 && std::isfinite(margin), "pi2: margin: expected a finite number of at least 0, found ",
-                  margin, ". Calibrate it with torch_pi2.fitting.train.calibrate_signbit.");
+                  margin, ". Calibrate it with torch_pi2.fitting.train.calibrate.");
   SignbitArgs args;
   args.columns = columns;
   args.signs = signs.const_data_ptr();
