@@ -161,7 +161,7 @@ def test_at_the_command_line(made: Made, tmp_path: Path, capfd: pytest.CaptureFi
     assert f"--predictors {tmp_path / 'none.txt'}: expected a UTF-8 text file" in capfd.readouterr().err
     (tmp_path / "none").mkdir()
     assert cli.main(["import", str(tmp_path / "none"), "--out", str(tmp_path / "o"), "--predictors", "stdlib"]) == 2
-    assert "--predictors: expected a GGUF file, found folder" in capfd.readouterr().err
+    assert "--predictors: expected a GGUF file beside it, found folder" in capfd.readouterr().err
 
 
 def without(name: str) -> Callable[[Any], dict[str, torch.Tensor]]:

@@ -254,17 +254,17 @@ def test_an_answer_ends_when_its_client_goes_away(long: Path) -> None:
     """Streamed or not, in the queue or not: others are answered soon after."""
     with served(long) as made:
         ask = client(made)
-        stream = ask.completions.create(model=long.name, prompt="def", stream=True)
+        stream = ask.completions.create(model=long.name, prompt="def", temperature=0, stream=True)
         assert next(iter(stream)).choices[0].text
         stream.close()
         until(lambda: made.said().count("/v1/completions: the client has gone") == 1)
         with pytest.raises(openai.APITimeoutError):
-            ask.completions.create(model=long.name, prompt="def", timeout=0.3)
+            ask.completions.create(model=long.name, prompt="def", temperature=0, timeout=0.3)
         until(lambda: made.said().count("/v1/completions: the client has gone") == 2)
-        running = ask.completions.create(model=long.name, prompt="def", stream=True)
+        running = ask.completions.create(model=long.name, prompt="def", temperature=0, stream=True)
         next(iter(running))
         with pytest.raises(openai.APITimeoutError):  # waits behind it, and is never begun
-            ask.completions.create(model=long.name, prompt="def", timeout=0.3)
+            ask.completions.create(model=long.name, prompt="def", temperature=0, timeout=0.3)
         running.close()
         until(lambda: made.said().count("/v1/completions: the client has gone") == 3)
         assert ask.completions.create(model=long.name, prompt="def", max_tokens=3).choices[0].text
