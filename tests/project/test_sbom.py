@@ -51,16 +51,13 @@ def test_every_package_whose_headers_were_compiled_in(sbom: dict[str, Any]) -> N
     builds = sorted((ROOT / "build").glob("py3-*/.ninja_deps"))
     assert builds, "no build of this checkout: make install"
     site = Path(str(metadata.distribution("torch").locate_file(""))).resolve()
-    read: set[str] = set()
+    read: set[Path] = set()
     for build in builds:
         command = [sys.executable, "-m", "ninja", "-C", str(build.parent), "-t", "deps"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        read |= {line.strip() for line in done.stdout.splitlines() if line.startswith("    ")}
-    others = {
-        p
-        for p in (Path(r).resolve() for r in read if Path(r).is_absolute())
-        if ROOT not in p.parents or site in p.parents
-    }
+        lines = done.stdout.splitlines()  # relative to the build where ccache made them so
+        read |= {(build.parent / line.strip()).resolve() for line in lines if line.startswith("    ")}
+    others = {p for p in read if ROOT not in p.parents or site in p.parents}
     assert others, "ninja remembers nothing"
     # The C and C++ libraries, the compiler's and the kernel's headers: of the system.
     foreign = {p for p in others if p.parts[1] not in ("usr", "lib")}

@@ -28,7 +28,7 @@ _KINDS = {
 #: (verb, kind) -> the nearest command to what the verb would have done.
 _NEAREST = {
     ("chat", "bundle"): "torch-pi2 run {folder} --chat --prompt '...'",
-    ("pack", "shards"): "torch-pi2 pack FOLDER OUT, with the folder that they were packed from",
+    ("pack", "shards"): "torch-pi2 pack FOLDER OUT",
 }
 #: Verbs that take a GGUF file as well.
 _TAKE_GGUF = ("generate", "chat", "serve")
