@@ -45,15 +45,14 @@ def from_to(text: str) -> list[int]:
     return ends
 
 
-def add_lengths(parser: argparse.ArgumentParser, prompt: int, tokens: int, rounds: int, seed: bool = True) -> None:
-    """Tokens of prompt and answer, and rounds, with these defaults (prompt 0: no such option)."""
+def add_lengths(parser: argparse.ArgumentParser, prompt: int, tokens: int, rounds: int) -> None:
+    """Tokens of prompt and answer, rounds and seed, with these defaults (prompt 0: no such option)."""
     add = parser.add_argument
     if prompt:
         add("--prompt", type=common.positive, default=prompt, metavar="T", help="tokens of the prompt")
     add("--tokens", type=common.positive, default=tokens, metavar="N", help="tokens of the answer")
     add("--rounds", type=common.positive, default=rounds, metavar="N", help="alternating rounds")
-    if seed:
-        add_seed(parser)
+    add_seed(parser)
 
 
 def add_seed(parser: argparse.ArgumentParser) -> None:

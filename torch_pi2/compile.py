@@ -27,7 +27,7 @@ from torch_pi2.layers.gpu import on_gpu
 from torch_pi2.layers.offloaded import open_stores, unreadable
 from torch_pi2.ops import load
 from torch_pi2.predict.file import PREDICTORS_FILE
-from torch_pi2.rewrite.fx_pass import SparseCall, make_sparse, our_ops, weights_of
+from torch_pi2.rewrite.fx_pass import SparseCall, further_input, make_sparse, our_ops, weights_of
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import STORE_FILE
 from torch_pi2.types.plan import Plan
@@ -265,16 +265,8 @@ def _merge(gm: fx.GraphModule, group: Sequence[_Linear], tensors: Mapping[fx.Nod
     biases = [tensors[linear.bias] for linear in group if linear.bias is not None]
     if biases:
         extra.append(torch.cat(biases))
-    placeholders = gm.graph.find_nodes(op="placeholder")
     fake_mode = group[0].x.meta["example_value"].fake_mode
-    nodes: list[fx.Node | None] = []
-    last = placeholders[-1]
-    for tensor in extra:
-        with gm.graph.inserting_after(last):
-            last = gm.graph.placeholder(f"pi2_merged_{len(placeholders) + len(nodes)}")
-        last._dynamo_source = None  # what AOTAutograd expects of non-user inputs
-        last.meta["example_value"] = fake_mode.from_tensor(tensor, static_shapes=True)
-        nodes.append(last)
+    nodes = [further_input(gm, tensor, fake_mode) for tensor in extra]
     first = group[0]
     bias = nodes[1] if biases else None
     sizes = [len(part) for part in parts]

@@ -31,7 +31,7 @@ from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.layers.prompt import PREDICTED_SHARE, PROMPT_TOKENS
 from torch_pi2.ops.activations import ACTIVATIONS, Shaped, shaped
 from torch_pi2.ops.crc32c import crc32c
-from torch_pi2.predict import LAYER_TENSORS
+from torch_pi2.predict import tensors_among
 from torch_pi2.store.storefile import StoreReader, format_fields
 from torch_pi2.store.weights import metadata
 from torch_pi2.store.writer import StoreAssembly, StoreLayer
@@ -291,7 +291,7 @@ def _name(key: str, role: str) -> str:
 def _small_tensors(home: SparseLayer) -> dict[str, torch.Tensor]:
     """Biases and predictors by their names in a blob."""
     if isinstance(home, SparseExperts):
-        predictor = {name: rows for name in LAYER_TENSORS if (rows := home._buffers[f"predictor_{name}"]) is not None}
+        predictor = tensors_among(home._buffers)
         found = dict(zip(TENSORS[:3], home.biases())) | {
             "cuts": home.cuts_E if home.cuts else None,
             "thresholds": home.thresholds_E if home.thresholds else None,

@@ -142,11 +142,9 @@ class Search:
             predictor.int8_activations = self._settings.activations == "int8"
         return predictor
 
-    def cost(
-        self, layer: Layer, rank: int, weights: str | None = None, recall: float | None = None, *, probe: bool = False
-    ) -> float:
+    def cost(self, layer: Layer, rank: int, weights: str | None = None, *, probe: bool = False) -> float:
         """Bytes that a token reads, of predictor and neurons, as a share of the dense FFN's."""
-        predictor, site, cold = self.predictor(layer, rank, weights, recall, probe=probe), layer.site, len(layer.cold)
+        predictor, site, cold = self.predictor(layer, rank, weights, probe=probe), layer.site, len(layer.cold)
         assert predictor.card is not None
         dense = site.rows_per_neuron * site.hidden * site.intermediate * self._settings.weight_bits / 8
         return read_bytes(predictor, cold) / dense + predictor.card.predicted_active * cold / site.intermediate

@@ -143,7 +143,7 @@ def calibrate(
         finite = score_NC[score_NC < ALWAYS / 2]
         threshold = float(finite.max()) + 1.0 if finite.numel() else 0.0
     new = predictor.at_threshold(threshold)
-    new.card = measure(new, held_back, site, neurons=neurons, weights=weights)
+    new.card = _card(new, score_NC, fired_NC, held_back, site, index, weights)  # at_threshold changes no score
     return new
 
 
@@ -162,8 +162,21 @@ def measure(
             predicted neurons carry (missing a tiny activation costs little).
     """
     index = torch.arange(held_back.intermediate) if neurons is None else neurons.long()
-    active_NC = _scores(predictor, held_back, index) >= predictor.threshold
-    fired_NC = held_back.fired()[:, index]
+    score_NC, fired_NC = _scores(predictor, held_back, index), held_back.fired()[:, index]
+    return _card(predictor, score_NC, fired_NC, held_back, site, index, weights)
+
+
+def _card(
+    predictor: Predictor,
+    score_NC: torch.Tensor,
+    fired_NC: torch.Tensor,
+    held_back: Samples,
+    site: FFNSite,
+    index: torch.Tensor,
+    weights: FFNWeights | None,
+) -> PredictorCard:
+    """The card of ``predictor``, whose scores of the neurons ``index`` are ``score_NC``."""
+    active_NC = score_NC >= predictor.threshold
     both = float((active_NC & fired_NC).sum())
     fired, active = float(fired_NC.sum()), float(active_NC.sum())
     dense_macs = site.rows_per_neuron * site.hidden * site.intermediate

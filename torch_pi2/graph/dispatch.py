@@ -107,6 +107,7 @@ class MatmulIndex:
     """
 
     def __init__(self, sites: Sequence[FFNSite], parameters: Mapping[str, torch.Tensor]) -> None:
+        self._parameters = parameters
         self.members: dict[str, list[Member]] = defaultdict(list)
         for site in sites:
             for role in ("gate", "up", "down"):
@@ -139,6 +140,13 @@ class MatmulIndex:
             if inside:
                 return Matmul(x, name, start, stop, bias, inside)
         return None
+
+    def result(self, hit: Matmul, member: Member, out: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """``[T, I]``: the rows of ``member`` in ``out``, in ``dtype`` if given, with a bias that is added later."""
+        y_TI = out.reshape(-1, out.shape[-1])[:, member.start - hit.start : member.stop - hit.start]
+        y_TI = y_TI if dtype is None else y_TI.to(dtype)
+        ref = getattr(member.site, member.role)
+        return y_TI + ref.take_bias(self._parameters[ref.bias]) if hit.bias is None and ref.bias else y_TI
 
 
 @runtime_checkable
@@ -183,8 +191,7 @@ class PredictedMaskMode(TorchDispatchMode):
             self._hot[s.key] = torch.ones(s.intermediate, dtype=torch.bool, device="cpu")
             self._hot[s.key][slice(None) if cold is None else cold[s.key]] = False
         dense = [s for s in sites if s.experts is None]
-        self._params = site_tensors(dense, lambda name: model.get_parameter(name).detach())
-        self._index = MatmulIndex(dense, self._params)
+        self._index = MatmulIndex(dense, site_tensors(dense, lambda name: model.get_parameter(name).detach()))
         self._thresholds = {k: v for k, v in (thresholds or {}).items() if isinstance(v, torch.Tensor) or v > 0}
         self._predictors = predictors
         #: By site, of the call in progress: neurons that are wanted before any gate is known, and those that count.
@@ -232,11 +239,7 @@ class PredictedMaskMode(TorchDispatchMode):
                 self._wanted[site.key] = self._predict(site, hit.x.reshape(-1, hit.x.shape[-1]))
                 self._keep[site.key] = self._wanted[site.key].clone()
             if role == ("gate" if site.gated else "up") and self._decides(site):
-                first_TI = out.reshape(-1, out.shape[-1])[:, member.start - hit.start : member.stop - hit.start]
-                ref = site.gate or site.up
-                if hit.bias is None and ref.bias:  # added by a later operation
-                    first_TI = first_TI + ref.take_bias(self._params[ref.bias])
-                self._keep[site.key] &= self._fires(site, first_TI)
+                self._keep[site.key] &= self._fires(site, self._index.result(hit, member, out))
         return out
 
     def _check(self, hit: Matmul) -> None:

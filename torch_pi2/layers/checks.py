@@ -9,7 +9,7 @@ from torch_pi2.base.dtypes import DTYPES, dtype_name
 from torch_pi2.base.modules import refuse_global_hooks
 from torch_pi2.errors import ConfigError, DtypeError, GradientError, ShapeError, check_choice
 from torch_pi2.types.method import METHODS
-from torch_pi2.types.plan import LayerPlan
+from torch_pi2.types.plan import LayerPlan, is_permutation
 from torch_pi2.types.site import FFNSite
 
 
@@ -83,8 +83,7 @@ def check_method(site: FFNSite, layer_plan: LayerPlan) -> None:
             fix="Choose score='gate'.",
         )
     order, own = layer_plan.order, layer_plan.thresholds
-    each_once = torch.equal(order.long().sort().values, torch.arange(site.intermediate, device=order.device))
-    if not each_once or not 0 <= layer_plan.n_hot <= site.intermediate:
+    if not is_permutation(order, site.intermediate) or not 0 <= layer_plan.n_hot <= site.intermediate:
         raise ConfigError(
             f"plan of {site.key}",
             expected=f"an order of {site.intermediate} different neurons and 0 to {site.intermediate} hot ones",

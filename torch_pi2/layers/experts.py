@@ -28,7 +28,7 @@ from torch_pi2.layers.gpu import (
 from torch_pi2.layers.offloaded import InStore, OffloadedFFN, Store, check_store_layer
 from torch_pi2.layers.rows import convert
 from torch_pi2.ops import load
-from torch_pi2.predict import LAYER_TENSORS
+from torch_pi2.predict import LAYER_TENSORS, tensors_among
 from torch_pi2.types.site import FFNSite
 
 #: Buffers that stay what they are when a model is converted, and buffers of one expert's layer that are stacked.
@@ -153,7 +153,7 @@ class SparseExperts(nn.Module):
 
     def predictor(self) -> list[torch.Tensor]:
         """The stacked tensors of the predictors, in the order in which the operators take them."""
-        return [tensor for name in LAYER_TENSORS if (tensor := self._buffers[f"predictor_{name}"]) is not None]
+        return [*tensors_among(self._buffers).values()]
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """``hidden_states [T, H]``, ``top_k_index [T, k]`` int64 and ``top_k_weights [T, k]`` -> ``[T, H]``.

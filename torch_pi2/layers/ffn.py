@@ -29,7 +29,7 @@ from torch_pi2.ops.ffn import predicted
 from torch_pi2.ops.linear import IN_BLOCKS, from_blocks
 from torch_pi2.ops.predictors import NO_PREDICTOR
 from torch_pi2.ops.quantized import check_kind
-from torch_pi2.predict import LAYER_TENSORS, PREDICTORS
+from torch_pi2.predict import LAYER_TENSORS, PREDICTORS, tensors_among
 from torch_pi2.predict.cold import Cold
 from torch_pi2.types.method import PREDICTED, Method
 from torch_pi2.types.plan import LayerPlan
@@ -306,11 +306,11 @@ class SparseFFN(DenseForm):
 
     def predictor(self) -> list[torch.Tensor]:
         """The predictor's tensors for cold neurons in plan order, as operators take them."""
-        return [t for name in LAYER_TENSORS if (t := self._buffers[f"predictor_{name}"]) is not None]
+        return [*tensors_among(self._buffers).values()]
 
     def predictor_rows(self) -> dict[str, torch.Tensor]:
         """The predictor's tensors by name (``a``), with rows in their own order: what files and experts want."""
-        found = {name: t for name in LAYER_TENSORS if (t := self._buffers[f"predictor_{name}"]) is not None}
+        found = tensors_among(self._buffers)
         if self.predictor_in_blocks:
             rank, cold = len(found["a"]), len(found["bias"])
             found["a"] = from_blocks(found["a"], self.predictor_weights, self.site.hidden)

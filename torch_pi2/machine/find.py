@@ -35,7 +35,7 @@ from torch_pi2.machine.hardware import (
     Line,
     Rates,
 )
-from torch_pi2.machine.reads import ReadRate, Reads, monotone
+from torch_pi2.machine.reads import ReadRate, Reads, monotone, six_digits
 
 _P = "PowerInfer-2, arXiv 2406.06282v3"
 #: Weights of the linear layers of Mistral-7B, of which Bamboo-7B has the sizes: 32 layers and the head.
@@ -143,7 +143,7 @@ def _phone(name: str, notes: dict[str, str], speed: float, memory: float, storag
         cores=8,
         threads=6,
         memory_bytes=int(memory),
-        memory=(Bandwidth(0, 6, _round(gb_per_s)), Bandwidth(2048, 6, _round(gb_per_s))),
+        memory=(Bandwidth(0, 6, six_digits(gb_per_s)), Bandwidth(2048, 6, six_digits(gb_per_s))),
         rates=_rates(gb_per_s, _CPU_PROMPT * _WEIGHTS_7B * speed),
         glue=Glue(150.0, 0.0, 15.0, 0.0),
         reads=device_reads(storage),
@@ -152,9 +152,9 @@ def _phone(name: str, notes: dict[str, str], speed: float, memory: float, storag
             name=npu,
             memory_bytes=int(memory),
             launch_us=60.0,
-            stream_gb_per_s=_round(_NPU_GB_PER_S * speed),
-            shared_gb_per_s=_round(_BOTH_GB_PER_S * speed),
-            gmacs_per_s=_round(_NPU_PROMPT * _WEIGHTS_7B * speed / 1e9),
+            stream_gb_per_s=six_digits(_NPU_GB_PER_S * speed),
+            shared_gb_per_s=six_digits(_BOTH_GB_PER_S * speed),
+            gmacs_per_s=six_digits(_NPU_PROMPT * _WEIGHTS_7B * speed / 1e9),
             merge_us=5.0,
         ),
     )
@@ -164,12 +164,12 @@ def _rates(gb_per_s: float, macs_per_s: float) -> Rates:
     us_per_mb, us_per_million = 1e3 / gb_per_s, 1e12 / macs_per_s
 
     def line(tokens: int, *, cold: bool = True) -> Line:
-        mb = _round(us_per_mb)
-        macs = _round((1 - 1 / tokens) * us_per_million)
+        mb = six_digits(us_per_mb)
+        macs = six_digits((1 - 1 / tokens) * us_per_million)
         return Line(tokens, 5.0, mb, mb if cold else 0.0, mb if cold else 0.0, macs, 0.0)
 
     sparse, dense = (tuple(line(n, cold=cold) for n in _TOKENS) for cold in (True, False))
-    attention = tuple(Line(n, 5.0, _round(us_per_mb), 0.0, 0.0, 0.0, 0.0) for n in _TOKENS)
+    attention = tuple(Line(n, 5.0, six_digits(us_per_mb), 0.0, 0.0, 0.0, 0.0) for n in _TOKENS)
     return Rates(
         kernels=dict.fromkeys(KERNELS, Kernel(sparse, dense, dense)),
         predictors=dict.fromkeys(PREDICTORS, dense) | {"signbit": tuple(_bits(line) for line in dense)},
@@ -178,7 +178,7 @@ def _rates(gb_per_s: float, macs_per_s: float) -> Rates:
 
 
 def _bits(line: Line) -> Line:
-    return replace(line, us_per_million_macs=_round(line.us_per_million_macs / 64))
+    return replace(line, us_per_million_macs=six_digits(line.us_per_million_macs / 64))
 
 
 def device_reads(device: Device) -> Reads:
@@ -187,7 +187,7 @@ def device_reads(device: Device) -> Reads:
     def per_s(block: int, range_bytes: int, depth: int, *, sequential: bool = False) -> float:
         step = block if sequential else 3 * block
         times = device.read_times(range(0, _READS * step, step), [block] * _READS, depth=depth, range_bytes=range_bytes)
-        return _round(_READS / float(times[-1]))
+        return six_digits(_READS / float(times[-1]))
 
     rows = monotone([ReadRate(*at, reads_per_s=per_s(*at)) for at in product(_BLOCKS, _RANGES, _DEPTHS)])
     stream = per_s(512 * _KIB, 512 * _MIB, 32, sequential=True) * 512 * _KIB / 1e9
@@ -196,11 +196,7 @@ def device_reads(device: Device) -> Reads:
         direct=True,
         warm=True,
         file_bytes=_RANGES[-1],
-        stream_gb_per_s=_round(stream),
+        stream_gb_per_s=six_digits(stream),
         cpu_us_per_read=0.0,
         engines={"pread": rows},
     )
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.6g}")

@@ -107,6 +107,11 @@ class Reads:
         return next(depth for depth in DEPTHS if per_s[depth] >= enough)
 
 
+def six_digits(value: float) -> float:
+    """More are noise, and make files long."""
+    return float(f"{value:.6g}")
+
+
 def monotone(rows: Sequence[ReadRate]) -> tuple[ReadRate, ...]:
     """Measured rows with the noise taken out that would make a larger, wider or deeper read faster.
 
@@ -118,7 +123,7 @@ def monotone(rows: Sequence[ReadRate]) -> tuple[ReadRate, ...]:
     for key in sorted(found):
         longest = max(t for other, t in found.items() if all(a <= b for a, b in zip(other, key, strict=True)))
         shortest = min(t for other, t in found.items() if all(a >= b for a, b in zip(other, key, strict=True)))
-        made.append(ReadRate(*key, reads_per_s=float(f"{key[2] / math.sqrt(longest * shortest):.6g}")))
+        made.append(ReadRate(*key, reads_per_s=six_digits(key[2] / math.sqrt(longest * shortest))))
     return tuple(made)
 
 

@@ -17,7 +17,7 @@ from torch_pi2.checkpoint.save_load import load
 from torch_pi2.checkpoint.synthetic import synthetic
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.machine.hardware import Glue, StoreCosts
-from torch_pi2.measure.fit import six_digits
+from torch_pi2.machine.reads import six_digits
 from torch_pi2.observe import timings
 from torch_pi2.observe.steps import attention_ms, timed_steps
 from torch_pi2.rewrite.state import store_and_budget, store_of

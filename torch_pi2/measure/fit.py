@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from torch_pi2.machine.hardware import Line
+from torch_pi2.machine.reads import six_digits
 
 #: Passes over all cases: medians of three are not of the first, which warms up.
 _LEAST_PASSES = 3
@@ -72,11 +73,6 @@ def fit(tokens: int, samples: Sequence[tuple[Size, float]]) -> Line:
     error = float(np.abs(relative @ (found / scale) - 1).mean())
     call, hot, cold, gate, macs = (six_digits(float(c)) for c in found / scale)
     return Line(tokens, call, hot, cold, gate, macs, six_digits(error))
-
-
-def six_digits(value: float) -> float:
-    """More are noise, and make files long."""
-    return float(f"{value:.6g}")
 
 
 @torch.inference_mode()

@@ -1,6 +1,6 @@
 """What a GPU beside the CPU computes and reads, and what a layer takes that is divided between both.
 
-No GPU ever ran this: tests have a stand-in for :class:`Gpu`, which is all that asks a GPU itself.
+No GPU ever ran this: tests replace :class:`Gpu`, which is all that asks a GPU itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch_pi2.errors import DeviceError
 from torch_pi2.layers.gpu import CudaTransferBuffer, TransferBuffer, check_gpu
 from torch_pi2.machine.hardware import Accelerator
-from torch_pi2.measure.fit import six_digits
+from torch_pi2.machine.reads import six_digits
 
 #: Of the weights: numbers of a row and rows of a part (64 MiB of bfloat16), whose tokens are multiplied in prompts.
 _HIDDEN, _ROWS, _TOKENS = 4096, 8192, 2048

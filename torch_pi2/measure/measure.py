@@ -20,9 +20,10 @@ from torch_pi2.errors import ConfigError, LibraryMissingError
 from torch_pi2.machine import process
 from torch_pi2.machine.find import cached_path
 from torch_pi2.machine.hardware import Bandwidth, Hardware
+from torch_pi2.machine.reads import six_digits
 from torch_pi2.measure.compute import FULL, Grid, rates, sparse_cases
 from torch_pi2.measure.decoders import glue, store_costs
-from torch_pi2.measure.fit import median_us, six_digits
+from torch_pi2.measure.fit import median_us
 from torch_pi2.measure.gpu import Gpu, accelerator, gpu_here
 from torch_pi2.measure.reads import drive, interference, reads
 from torch_pi2.measure.weights import Weights

@@ -18,8 +18,8 @@ import torch
 from torch_pi2.base.files import not_written, scratch
 from torch_pi2.errors import ArtifactError
 from torch_pi2.machine.hardware import Interference
-from torch_pi2.machine.reads import ReadRate, Reads, monotone
-from torch_pi2.measure.fit import Ready, median_us, six_digits
+from torch_pi2.machine.reads import ReadRate, Reads, monotone, six_digits
+from torch_pi2.measure.fit import Ready, median_us
 from torch_pi2.ops.constants import lists
 
 _KIB, _MIB = 1 << 10, 1 << 20

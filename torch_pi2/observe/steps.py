@@ -6,7 +6,6 @@ step are repeated outside it.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -56,19 +55,14 @@ class TimedSteps:
         return float(self.stats["wanted"] - self.stats["hits"]) if self.stats else 0.0
 
 
-def timed_steps(
-    decoder: Decoder, ids_BT: torch.Tensor, store: Store | None = None, limit_s: float = math.inf
-) -> TimedSteps:
-    """Feed ``ids_BT``, a token of each sequence a step; after ``limit_s`` and two steps it ends early."""
+def timed_steps(decoder: Decoder, ids_BT: torch.Tensor, store: Store | None = None) -> TimedSteps:
+    """Feed ``ids_BT``, a token of each sequence a step."""
     if store is not None:
         store.stats(reset=True)
     timings.read()  # forget what was before
-    answers, seconds, started = list[torch.Tensor](), 0.0, time.perf_counter()
-    for next_B1 in ids_BT.split(1, dim=1):
-        answers.append(decoder.step(next_B1))
-        seconds = time.perf_counter() - started
-        if seconds > limit_s and len(answers) >= 2:
-            break
+    started = time.perf_counter()
+    answers = [decoder.step(next_B1) for next_B1 in ids_BT.split(1, dim=1)]
+    seconds = time.perf_counter() - started
     return TimedSteps(seconds, timings.read(), None if store is None else store.stats(), answers)
 
 

@@ -123,25 +123,21 @@ def read_settings(shape: ModelShape, hardware: Hardware) -> OffloadConfig:
       read with them.
     """
     default, slot = OffloadConfig(), shape.place_bytes
-    us = {size: _read_us(shape, hardware, size) for size in (slot, *(1 << n for n in range(16, 21)))}
+    reads, whole = hardware.reads, shape.store_bytes
+    depth = reads.best_depth(slot, whole)
+    sizes = (slot, *(1 << n for n in range(16, 21)))
+    us = {size: reads.us(_READS, size, whole, depth) / _READS for size in sizes}  # of one of many over the whole store
     us_per_byte = (us[_LONGEST_RUN] - us[slot]) / max(1, _LONGEST_RUN - slot)
     fixed_us = max(0.0, us[slot] - us_per_byte * slot)
     gap = int(fixed_us / us_per_byte) if us_per_byte > 0 else _LONGEST_GAP
     speed = {size: size / us[size] for size in us if size >= 1 << 16}
     run = next(size for size in sorted(speed) if speed[size] >= _ENOUGH * max(speed.values()))
-    depth = hardware.reads.best_depth(slot, shape.store_bytes)
     return OffloadConfig(
         io_threads=depth,
         in_flight=max(2, min(default.in_flight, depth)),
         run_bytes=max(run, slot),
         gap_bytes=min(_LONGEST_GAP, gap // _SECTOR * _SECTOR),
     )
-
-
-def _read_us(shape: ModelShape, hardware: Hardware, size: int) -> float:
-    """Microseconds of one of many reads of ``size`` bytes over a whole store."""
-    whole, reads = shape.store_bytes, hardware.reads
-    return reads.us(_READS, size, whole, reads.best_depth(shape.place_bytes, whole)) / _READS
 
 
 def _refused(name: str, expected: str, value: object) -> ConfigError:

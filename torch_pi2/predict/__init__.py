@@ -13,6 +13,10 @@ the search for its samples read them from it (CONTRIBUTING.md, "Add a predictor"
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
+
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.predict.signbit import SignBit
 
@@ -24,3 +28,8 @@ PREDICTORS: dict[str, type[LowRank] | type[SignBit]] = {p.kind: p for p in (LowR
 LAYER_TENSORS = tuple(name for p in PREDICTORS.values() for name in p.layer_tensors)
 #: Those that have a row for each neuron.
 PER_NEURON = frozenset(name for p in PREDICTORS.values() for name in p.per_neuron)
+
+
+def tensors_among(buffers: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    """The predictor's tensors among a layer's ``buffers``, by name, in the order in which operators take them."""
+    return {name: tensor for name in LAYER_TENSORS if (tensor := buffers[f"predictor_{name}"]) is not None}

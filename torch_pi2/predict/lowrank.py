@@ -116,13 +116,7 @@ class LowRank:
         rank = 0 if a is None else len(a)
         if a is not None and a.dtype == torch.uint8:
             return _rows_of_cold(site, cold, tensors, a, int8_activations)
-        wanted = {
-            "a": ((rank, site.hidden), torch.int8),
-            "a_scale": ((rank,), torch.float32),
-            "b": ((site.intermediate, rank), torch.int8),
-            "b_scale": ((site.intermediate,), torch.float32),
-            "bias": ((site.intermediate,), torch.float32),
-        }
+        wanted = _of_int8(rank, site.intermediate, site.hidden)
         found = layer_tensors(site, LowRank.kind, tensors, wanted)
         kept = {n: (t[cold] if n in LowRank.per_neuron else t.clone()).contiguous() for n, t in found.items()}
         return Cold("lowrank", kept)
@@ -139,13 +133,7 @@ class LowRank:
     def from_tensors(tensors: dict[str, torch.Tensor], threshold: float, card: PredictorCard | None) -> LowRank:
         """Inverse of :meth:`tensors`. Raises ArtifactError if shapes or dtypes do not fit together."""
         rank, neurons, hidden = _sizes(tensors)
-        wanted = {
-            "a": ((rank, hidden), torch.int8),
-            "a_scale": ((rank,), torch.float32),
-            "b": ((neurons, rank), torch.int8),
-            "b_scale": ((neurons,), torch.float32),
-            "bias": ((neurons,), torch.float32),
-        }
+        wanted = _of_int8(rank, neurons, hidden)
         _check_tensors(tensors, wanted, "a [r, H] and b [I, r] int8, a_scale [r], b_scale and bias [I] float32")
         a, b = tensors["a"], tensors["b"]
         return LowRank(a, tensors["a_scale"], b, tensors["b_scale"], tensors["bias"], threshold, card)
@@ -155,6 +143,30 @@ def _sizes(tensors: Mapping[str, torch.Tensor]) -> tuple[int, int, int]:
     """Rank, neurons and columns that ``a`` and ``b`` have, 0 where they have none."""
     (rank, hidden, *_), (neurons, *_) = ((*tensors.get(n, torch.empty(0)).shape, 0, 0) for n in "ab")
     return rank, neurons, hidden
+
+
+#: Tensor name -> shape and dtype.
+_Table = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def _of_int8(rank: int, neurons: int, hidden: int) -> _Table:
+    """The tensors of an int8 predictor."""
+    return {
+        "a": ((rank, hidden), torch.int8),
+        "a_scale": ((rank,), torch.float32),
+        "b": ((neurons, rank), torch.int8),
+        "b_scale": ((neurons,), torch.float32),
+        "bias": ((neurons,), torch.float32),
+    }
+
+
+def _of_rows(weights: str, rank: int, neurons: int, hidden: int) -> _Table:
+    """The tensors of a predictor in quantised rows."""
+    return {
+        "a": ((rank, row_bytes(weights, hidden)), torch.uint8),
+        "b": ((neurons, row_bytes(weights, rank)), torch.uint8),
+        "bias": ((neurons,), torch.float32),
+    }
 
 
 def _check_tensors(
@@ -180,11 +192,7 @@ def _rows_of_cold(
     """Of quantised rows, whose format their length tells."""
     rank = len(a)
     weights = next((k for k in QUANTIZED if a.shape[1:] == (row_bytes(k, site.hidden),)), QUANTIZED[0])
-    wanted = {
-        "a": ((rank, row_bytes(weights, site.hidden)), torch.uint8),
-        "b": ((site.intermediate, row_bytes(weights, rank)), torch.uint8),
-        "bias": ((site.intermediate,), torch.float32),
-    }
+    wanted = _of_rows(weights, rank, site.intermediate, site.hidden)
     found = layer_tensors(site, LowRank.kind, tensors, wanted)
     b = found["b"]
     kept = {"bias": found["bias"][cold]} if "bias" in found else {}
@@ -269,11 +277,7 @@ class LowRankRows(LowRank):
     ) -> LowRankRows:
         """Inverse of :meth:`tensors`. Raises ArtifactError if shapes or dtypes do not fit together."""
         rank, neurons, _ = _sizes(tensors)
-        wanted = {
-            "a": ((rank, row_bytes(weights, hidden)), torch.uint8),
-            "b": ((neurons, row_bytes(weights, rank)), torch.uint8),
-            "bias": ((neurons,), torch.float32),
-        }
+        wanted = _of_rows(weights, rank, neurons, hidden)
         expected = f"uint8 a [r, row_bytes({hidden})] and b [I, row_bytes(r)], float32 bias [I], of int4 or int8"
         _check_tensors(tensors, wanted, expected)
         return LowRankRows(tensors["a"], tensors["b"], tensors["bias"], weights, hidden, threshold, card)

@@ -219,8 +219,7 @@ class ActivationRecorder(TorchDispatchMode):
         super().__init__()
         sites = [site for site in sites if site.experts is None]
         self._sink = sink
-        self._params = site_tensors(sites, lambda name: model.get_parameter(name).detach())
-        self._index = MatmulIndex(sites, self._params)
+        self._index = MatmulIndex(sites, site_tensors(sites, lambda name: model.get_parameter(name).detach()))
         self._x: dict[str, torch.Tensor] = {}
         self._gate: dict[str, torch.Tensor] = {}
         self.batch: Batch | None = None
@@ -233,17 +232,14 @@ class ActivationRecorder(TorchDispatchMode):
         hit = self._index.find(func, args, kwargs)
         if hit is None:
             return out
-        for site, role, start, stop in hit.members:
+        for member in hit.members:
+            site, role = member.site, member.role
             if role == "down":
                 self._emit(site, hit.x)
                 continue
             self._x[site.key] = hit.x
             if role == "gate" and not site.activation_on_up:
-                gate = out.reshape(-1, out.shape[-1])[:, start - hit.start : stop - hit.start].float()
-                assert site.gate is not None
-                if hit.bias is None and site.gate.bias:  # added by a later operation
-                    gate = gate + site.gate.take_bias(self._params[site.gate.bias])
-                self._gate[site.key] = gate
+                self._gate[site.key] = self._index.result(hit, member, out, torch.float32)
         return out
 
     def _emit(self, site: FFNSite, h: torch.Tensor) -> None:

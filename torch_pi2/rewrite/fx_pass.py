@@ -216,6 +216,16 @@ def _holder(parameters: Mapping[str, torch.Tensor]) -> Any:
     return SimpleNamespace(get_parameter=parameters.__getitem__)
 
 
+def further_input(gm: fx.GraphModule, tensor: torch.Tensor, fake_mode: Any) -> fx.Node:
+    """A placeholder for ``tensor`` behind all others."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    with gm.graph.inserting_after(placeholders[-1]):
+        node = gm.graph.placeholder(f"pi2_tensor_{len(placeholders)}")
+    node._dynamo_source = None  # what AOTAutograd expects of non-user inputs
+    node.meta["example_value"] = fake_mode.from_tensor(tensor, static_shapes=True)
+    return node
+
+
 def _replace(gm: fx.GraphModule, match: Match, ffn: SparseFFN, replaced: dict[fx.Node, fx.Node]) -> list[torch.Tensor]:
     """Put the operators in the place of a match; returns the tensors that the graph now wants as further inputs.
 
@@ -224,20 +234,12 @@ def _replace(gm: fx.GraphModule, match: Match, ffn: SparseFFN, replaced: dict[fx
     extra: list[torch.Tensor] = []
     x = replaced.get(match.x, match.x)
     fake_mode = match.x.meta["example_value"].fake_mode
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    last_placeholder, n_placeholders = placeholders[-1], len(placeholders)
 
     def given(tensor: torch.Tensor | None) -> fx.Node | None:
-        nonlocal last_placeholder
         if tensor is None:
             return None
-        with gm.graph.inserting_after(last_placeholder):
-            node = gm.graph.placeholder(f"pi2_tensor_{n_placeholders + len(extra)}")
-        node._dynamo_source = None  # what AOTAutograd expects of non-user inputs
-        node.meta["example_value"] = fake_mode.from_tensor(tensor, static_shapes=True)
-        last_placeholder = node
         extra.append(tensor)
-        return node
+        return further_input(gm, tensor, fake_mode)
 
     result = match.down.node
     arguments: list[Any] = [x, *(given(t) for t in ffn.tensors())]

@@ -284,12 +284,7 @@ def _order(site: FFNSite, orders: dict[str, torch.Tensor], beside: str) -> torch
     if order is None or order.dtype != torch.int32 or tuple(order.shape) != (site.intermediate,):
         found = "none" if order is None else f"{dtype_name(order.dtype)} {list(order.shape)}"
     else:
-        seen = torch.zeros(site.intermediate, dtype=torch.bool)
-        least, most = (int(n) for n in order.aminmax())
-        if least >= 0 and most < site.intermediate:
-            for some in order.split(1 << 20):  # indices take eight bytes each
-                seen[some.long()] = True
-        if bool(seen.all()):
+        if is_permutation(order, site.intermediate):
             return order
         found = "numbers that occur twice, or are none of theirs"
     raise ArtifactError(
@@ -298,6 +293,18 @@ def _order(site: FFNSite, orders: dict[str, torch.Tensor], beside: str) -> torch
         found=found,
         fix=_FIX,
     )
+
+
+def is_permutation(order: torch.Tensor, count: int) -> bool:
+    """Whether ``order`` has each of the numbers from 0 to ``count`` - 1 once."""
+    if len(order) != count:
+        return False
+    seen = torch.zeros(count, dtype=torch.bool)
+    least, most = (int(n) for n in order.aminmax())
+    if least >= 0 and most < count:
+        for some in order.split(1 << 20):  # indices take eight bytes each
+            seen[some.long()] = True
+    return bool(seen.all())
 
 
 def weights_hash(model: HasParameters, sites: list[FFNSite]) -> str:
