@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from examples.phone.models import PROMPTS, QUESTIONS, Case
-from torch_pi2.decode.executorch import load_library, set_options
+from torch_pi2.export.executorch import load_library, set_options
 from torch_pi2.export.run import Bundle
 
 BUILD = Path(__file__).parents[2] / "build"

@@ -18,9 +18,9 @@ from torch import nn
 from torch.library import opcheck
 
 import torch_pi2
-from torch_pi2.decode import executorch as backend
 from torch_pi2.errors import ConfigError, UnsupportedModelError
 from torch_pi2.export import attention
+from torch_pi2.export import executorch as backend
 from torch_pi2.export.attention import KV_DTYPES, cached_attention, define, packed, takes_attention, unpacked
 from torch_pi2.export.decoder import Lanes, check_traced, method_spec
 from torch_pi2.export.manifest import Manifest

@@ -20,8 +20,8 @@ from pte import Layer, Store, call, layer, one_call, write_pte
 from torch import nn
 
 from torch_pi2 import ops
-from torch_pi2.decode import executorch as backend
 from torch_pi2.errors import ConfigError, LibraryMissingError, VersionError
+from torch_pi2.export import executorch as backend
 from torch_pi2.export.store import Blob
 
 TOKENS = torch.export.Dim("tokens", min=1, max=64)

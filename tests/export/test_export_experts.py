@@ -14,8 +14,8 @@ from tiny_experts import build
 from torch import nn
 
 import torch_pi2
-from torch_pi2.decode import executorch as backend
 from torch_pi2.errors import ArtifactError, UnsupportedModelError
+from torch_pi2.export import executorch as backend
 from torch_pi2.export.manifest import Manifest
 from torch_pi2.export.run import Bundle
 from torch_pi2.layers.experts import SparseExperts

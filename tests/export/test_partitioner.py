@@ -28,8 +28,8 @@ from tiny_models import _hf, tiny
 from torch import nn
 
 import torch_pi2
-from torch_pi2.decode import executorch as backend
 from torch_pi2.errors import ConfigError, UnsupportedModelError
+from torch_pi2.export import executorch as backend
 from torch_pi2.export.etdump import call_figures
 from torch_pi2.export.partitioner import Pi2Partitioner
 from torch_pi2.layers.of_model import sparse_layers

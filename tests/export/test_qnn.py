@@ -312,7 +312,7 @@ def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
     sdk.load(sdk.find())
     from executorch.runtime import Runtime
 
-    from torch_pi2.decode.executorch import load_library, set_options, stats
+    from torch_pi2.export.executorch import load_library, set_options, stats
 
     methods = describe_program(folder / "model.pte")["methods"]
     for name in ("decode_b1", "decode_b2"):  # of each of two layers one hot part, between submit and collect

@@ -13,7 +13,7 @@ from shared import shared_folder
 from tiny_tokenizers import byte_tokenizer
 
 import torch_pi2
-from torch_pi2.decode.executorch import load_library, set_options
+from torch_pi2.export.executorch import load_library, set_options
 from torch_pi2.export.run import Bundle
 
 pytestmark = pytest.mark.slow

@@ -155,7 +155,7 @@ def _numbers(version: str) -> list[int]:
 
 def _backend() -> list[Pi2Error]:
     """Whether our library for ExecuTorch can be loaded."""
-    from torch_pi2.decode.executorch import load_library
+    from torch_pi2.export.executorch import load_library
 
     try:
         load_library()

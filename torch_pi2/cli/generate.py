@@ -292,7 +292,7 @@ def _start_threads(count: int | None, verbose: bool) -> None:
 
     Its messages about missing files of CPU information are discarded; nothing else is.
     """
-    from torch_pi2.decode.executorch import load_library
+    from torch_pi2.export.executorch import load_library
 
     load_library()
     from executorch.extension.pybindings import portable_lib

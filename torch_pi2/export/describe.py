@@ -14,9 +14,9 @@ from torch import nn
 
 from torch_pi2.base.package import __version__, missing_package
 from torch_pi2.decode.budget import engine_bytes, scratch_bytes, wanted_neurons
-from torch_pi2.decode.executorch import EXECUTORCH
 from torch_pi2.errors import ArtifactError
 from torch_pi2.export.decoder import prompt_sizes, sizes_of
+from torch_pi2.export.executorch import EXECUTORCH
 from torch_pi2.export.hot import CHUNK
 from torch_pi2.export.manifest import (
     CONTEXT_METHOD,

@@ -17,9 +17,9 @@ import torch
 from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.files import check_not_standard_output
 from torch_pi2.base.units import parse_bytes
-from torch_pi2.decode import executorch as backend
 from torch_pi2.decode.sequence import GeneratedSequence, StopStrings, decode_loop
 from torch_pi2.errors import ConfigError, NonFiniteError, ShapeError
+from torch_pi2.export import executorch as backend
 from torch_pi2.export.manifest import STORE_FILE, Manifest
 from torch_pi2.export.runtime import Program
 from torch_pi2.export.text import Detokenizer, SamplingKeywords, SamplingSettings, defaults_of, encode, load_tokenizer

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from torch_pi2.decode import executorch as backend
 from torch_pi2.errors import (
     ArtifactError,
     ConfigError,
@@ -21,6 +20,7 @@ from torch_pi2.errors import (
     StaleArtifactError,
     VersionError,
 )
+from torch_pi2.export import executorch as backend
 from torch_pi2.export.manifest import CONTEXT_METHOD, PROGRAM_FILE, Manifest
 
 #: Options are global to the library until a store is opened with them: one program at a time sets them and opens.
@@ -37,7 +37,7 @@ class Program:
     """The program of the bundle in ``folder``. Methods are loaded when they are first called, the store with them.
 
     Args:
-        options: for the delegate, see :func:`torch_pi2.decode.executorch.set_options`; None: the default.
+        options: for the delegate, see :func:`torch_pi2.export.executorch.set_options`; None: the default.
 
     Raises:
         ArtifactError: ExecuTorch does not load it, or it is not as the manifest says. VersionError: it is of another

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.fields import argument, check_fields, limited
-from torch_pi2.decode.executorch import check_executorch
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.export import qnn
+from torch_pi2.export.executorch import check_executorch
 from torch_pi2.export.manifest import BESIDE, MANIFEST_FILE, Manifest
 from torch_pi2.types.config import HOT_ATTENTION, KV_FORMATS, LINEARS
 

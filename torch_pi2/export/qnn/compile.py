@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from torch_pi2.base.files import atomic_write
-from torch_pi2.decode.executorch import EXECUTORCH
 from torch_pi2.errors import CompileError, Pi2Error, VersionError
+from torch_pi2.export.executorch import EXECUTORCH
 from torch_pi2.export.qnn import sdk
 from torch_pi2.export.qnn.quantize import PartInputs, part_program, quantize_part
 from torch_pi2.export.qnn.settings import Settings, how_to_avoid, title

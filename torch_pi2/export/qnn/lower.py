@@ -29,8 +29,8 @@ from torch import nn
 
 from torch_pi2 import errors
 from torch_pi2.base.progress import bar
-from torch_pi2.decode.executorch import EXECUTORCH, check_executorch
 from torch_pi2.errors import CompileError, Pi2Error
+from torch_pi2.export.executorch import EXECUTORCH, check_executorch
 from torch_pi2.export.hot import HotChunks
 from torch_pi2.export.qnn import sdk
 from torch_pi2.export.qnn.quantize import PartInputs, hot_part, part_program

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_pi2.base.package import how_to_install
-from torch_pi2.decode.executorch import EXECUTORCH
 from torch_pi2.errors import ConfigError, LibraryMissingError, VersionError
+from torch_pi2.export.executorch import EXECUTORCH
 from torch_pi2.export.qnn.settings import SOCS
 
 #: Versions of onnxruntime-qnn that ExecuTorch's adaptor works with. 2.3, 2.4, 2.6 and 2.7 do not: the field
