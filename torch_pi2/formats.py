@@ -105,7 +105,7 @@ PAIRS = tuple(f"{name}+int8" for name in ("int4", *GGML))
 #: What rows of linear layers and embeddings may be in.
 ROWS = tuple(name for name in FORMATS if name not in FLOATS)
 #: Which feed-forward layers of what is imported may become neurons, and in what.
-IMPORT_NEURONS = ("auto", "none", "all", *QUANTIZED)
+IMPORT_NEURONS = ("auto", "all", *QUANTIZED)
 #: What layers may see their inputs as: as they are, or rounded per group.
 ACTIVATIONS = (FLOAT, "int8")
 

@@ -350,8 +350,6 @@ def test_arguments(made: Any, tmp_path: Path) -> None:
         AttributeError, match=r"no attribute 'export_gguf' any more: run llama.cpp's convert_hf_to_gguf"
     ):
         _ = torch_pi2.export_gguf
-    with pytest.raises(UnsupportedModelError, match="expected a model without experts, found 8 of them"):
-        torch_pi2.import_gguf(made("mixtral")[2], tmp_path / "out", neurons="none")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -181,7 +181,6 @@ ZERO = np.concatenate((np.zeros(3, np.float32), np.ones(253, np.float32)))
     [
         ({"threshold": 0.5}, {}, UnsupportedModelError, "a threshold of 0, found powerinfer.sparse_threshold 0.5"),
         ({"predictors": lambda _: {}}, {}, UnsupportedModelError, "found no blk.0.fc1.weight.*Leave predictors out"),
-        ({}, {"neurons": "none"}, UnsupportedModelError, "none.: .* row by row, found PowerInfer.s, which"),
         (
             {"change": {"blk.1.ffn_norm.weight": ZERO}},
             {},

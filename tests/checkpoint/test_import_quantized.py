@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import ggufs
 import pytest
 import torch
 from quantised_folders import FORMATS, quantised
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, TorchAoConfig
 
 import torch_pi2
 from torch_pi2.errors import ArtifactError, Pi2Error, UnsupportedModelError
@@ -31,6 +33,28 @@ def test_nothing_is_rounded(tmp_path: Path, way: str) -> None:
     again = torch_pi2.load(tmp_path / "out", dtype=torch.float32)
     assert again.get_submodule("model.layers.0.mlp.up_proj").weights == FORMATS[way][-1]
     torch.testing.assert_close(logits(again), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_what_transformers_saves_of_torchao(tmp_path: Path, kind: str) -> None:
+    """Integers and scales are kept."""
+    quantization = pytest.importorskip("torchao.quantization")
+    group = quantization.granularity.PerGroup(32)
+    int4 = quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=group)
+    config = TorchAoConfig(int4 if kind == "int4" else quantization.Int8WeightOnlyConfig(set_inductor_config=False))
+    ggufs.tiny("qwen2").save_pretrained(tmp_path / "floats")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "floats", dtype=torch.bfloat16, quantization_config=config)
+    theirs.save_pretrained(tmp_path / "in")
+    report = torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
+    assert (report.rounded, sum(report.types.values())) == ({}, 14)
+    ours = torch_pi2.load(tmp_path / "out", dtype=torch.float32)
+    for name in ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"):
+        of: Any = theirs.get_submodule(name).weight.detach()
+        scale_NG = of.scale.float().reshape(len(of.qdata), -1)
+        wide = scale_NG.repeat_interleave(of.qdata.shape[1] // scale_NG.shape[1], 1)
+        assert torch.equal(ours.get_submodule(name).dequantized(), of.qdata.float() * wide)
+        assert ours.get_submodule(name).weights == kind
 
 
 def test_scales_that_float16_does_not_have(tmp_path: Path) -> None:
@@ -59,12 +83,9 @@ def test_classes_of_torchao_that_only_kernels_read(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "in" / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj"
     for said, message in (
-        (
-            '{"_type": "Int4TilePackedTo4dTensor"}',
-            rf"{name} of .*: expected a matrix of .*, found Int4TilePackedTo4dTen",
-        ),
+        ('{"_type": "Int4TilePackedTo4dTensor"}', rf"{name} of .*: expected a matrix of .*, found 'Int4TilePackedTo4"),
         ("[", rf"{name}.weight in the header of .*: expected metadata of torchao's tensors, found damage"),
-        ("[]", rf"{name} of .*: expected a matrix of Int8Tensor, .* found \[\]"),
+        ("[]", rf"{name} of .*: expected a matrix of Int8Tensor .* found \[\]"),
     ):
         save_file(tensors, tmp_path / "in" / "model.safetensors", {f"{name}.weight": said})
         with pytest.raises(Pi2Error, match=message):

@@ -115,7 +115,7 @@ def test_gate_and_up_are_the_files_bytes(typed: Typed, kind: str) -> None:
 
 def torch_pi2_none(file: Path) -> Path:
     """The same file with plain linear layers, of which nothing is rounded."""
-    torch_pi2.import_gguf(file, file.parent / "linears", neurons="none")
+    torch_pi2.import_gguf(file, file.parent / "linears")
     return file.parent / "linears"
 
 

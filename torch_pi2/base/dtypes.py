@@ -39,8 +39,8 @@ def stands_for_another(tensor: torch.Tensor) -> str:
         return ""
     return (
         f"weights of class {kind.__name__}, quantised or spread by another library: give the float model, "
-        "which weights='int4' or 'int8' quantises, or take torchao's over with "
-        "torch_pi2.import_quantized(model, folder)"
+        "which weights='int4' or 'int8' quantises, or import what transformers saves of torchao's: "
+        "torch_pi2.import_quantized(folder, other)"
     )
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,18 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.base.dtypes import stands_for_another
 from torch_pi2.base.fields import checked
-from torch_pi2.base.files import atomic_write, replacing_folder, scratch, writing
+from torch_pi2.base.files import atomic_write, replacing_folder
 from torch_pi2.base.modules import fresh_settings
-from torch_pi2.base.tensorfile import Spec, TensorWriter
+from torch_pi2.base.tensorfile import TensorWriter
 from torch_pi2.checkpoint.card import keep_card
-from torch_pi2.checkpoint.foreign import TORCHAO_CLASSES, QuantizedCheckpoint, unknown_class
+from torch_pi2.checkpoint.foreign import QuantizedCheckpoint
 from torch_pi2.checkpoint.quantize import copy_small_files, new_plan, other_linears
-from torch_pi2.checkpoint.sparse import save_without_weights
 from torch_pi2.checkpoint.stored import PackedSource, Stored, bound_plan, refs_of
 from torch_pi2.checkpoint.weights_writer import Quantizer, QuantizeReport, RelativeError, row_chunks, update_digest
-from torch_pi2.errors import ConfigError, UnsupportedModelError, check_choice
+from torch_pi2.errors import UnsupportedModelError, check_choice
 from torch_pi2.formats import IMPORT_NEURONS, PAIRS, QUANTIZED, formats_of
 from torch_pi2.graph.find import Found, search
 from torch_pi2.layers.linear import can_stand_for
@@ -69,134 +65,41 @@ class ImportReport(QuantizeReport):
 @checked
 @fresh_settings()
 def import_quantized(
-    folder_in: str | Path | nn.Module, folder_out: str | Path, *, neurons: str = "auto", progress: bool = False
+    folder_in: str | Path, folder_out: str | Path, *, neurons: str = "auto", progress: bool = False
 ) -> ImportReport:
     """Write the quantised checkpoint in ``folder_in`` to ``folder_out``, for :func:`torch_pi2.load` and the rest.
 
-    ``folder_in`` may also be a Hugging Face model in memory whose linear layers torchao's ``quantize_`` has quantised;
-    it is not changed. Its tensors are in a file beside ``folder_out`` meanwhile.
-
     These formats are read: GPTQ (2, 4, 8 bits, groups of neighbouring columns), AWQ (4 bits, ``gemm``),
     compressed-tensors (``pack-quantized``, ``int-quantized``, 4 or 8 bits) and torchao (``Int8WeightOnlyConfig``,
-    ``IntxWeightOnlyConfig``, ``Int4WeightOnlyConfig`` where its packing is plain, and those with dynamic inputs). A
-    matrix whose integers, less their zero points, are from -8 to 7 becomes ``int4``, from -128 to 127 ``int8``, if
-    a group is a multiple of 32 columns: nothing is rounded if float16 has the scales exactly, else the scales are,
-    and the report says so. Any other matrix is rounded to ``int8``. What the configuration says of inputs is
-    ignored; other settings that change numbers (docs/GGUF.md) are refused.
+    ``IntxWeightOnlyConfig``, and those with dynamic inputs). A matrix whose integers, less their zero points, are from
+    -8 to 7 becomes ``int4``, from -128 to 127 ``int8``, if a group is a multiple of 32 columns: nothing is rounded if
+    float16 has the scales exactly, else the scales are, and the report says so. Any other matrix is rounded to
+    ``int8``. What the configuration says of inputs is ignored; other settings that change numbers (docs/GGUF.md) are
+    refused.
 
     Args:
         neurons: as for :func:`torch_pi2.import_gguf`.
 
     Raises:
-        UnsupportedModelError: another method, setting or tensor; modules in memory that its configuration does not
-            give. ArtifactError: damage, or ``folder_out`` cannot be written. NonFiniteError: a scale is no number.
-            ConfigError: another ``neurons``, or folders in one another.
+        UnsupportedModelError: another method, setting or tensor. ArtifactError: damage, or ``folder_out`` cannot be
+            written. NonFiniteError: a scale is no number. ConfigError: another ``neurons``, or folders in one another.
     """
     check_choice("import_quantized(neurons=...)", neurons, IMPORT_NEURONS, "Choose one of these.")
     load_library()
-    folder = Path(folder_out).resolve()
+    source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
+    check_separate("import_quantized", source, folder)
     check_replaceable(folder)
     start = time.perf_counter()
-    with (
-        _as_folder(folder_in, folder) as source,
-        QuantizedCheckpoint(source) as checkpoint,
-        replacing_folder(folder) as staging,
-    ):
+    with QuantizedCheckpoint(source) as checkpoint, replacing_folder(folder) as staging:
         keep_card(folder, staging)
         copy_small_files(source, staging)
         config = read_config(staging)
         config.pop("quantization_config", None)
         atomic_write(staging / "config.json", json.dumps(config, indent=2))
         report = write_imported(checkpoint, staging, neurons, progress)
-        what = "model" if isinstance(folder_in, nn.Module) else "folder"
-        report.tokenizer = "" if has_tokenizer(staging) else f"the {what} has none"
+        report.tokenizer = "" if has_tokenizer(staging) else "the folder has none"
     report.seconds = time.perf_counter() - start
     return report
-
-
-@contextmanager
-def _as_folder(source: str | Path | nn.Module, folder: Path) -> Iterator[Path]:
-    """The folder ``source``, or one beside ``folder`` with what transformers would write of the model ``source``."""
-    if not isinstance(source, nn.Module):
-        path = Path(source).resolve()
-        check_separate("import_quantized", path, folder)
-        yield path
-        return
-    tensors, header = _tensors_of(source)
-    with writing(folder), scratch(folder.parent, f"{folder.name}.model") as made:
-        save_without_weights(source, made)
-        config = read_config(made)
-        config.pop("quantization_config", None)
-        atomic_write(made / "config.json", json.dumps(config))
-        _check_built_so(source, made)
-        kind = {"quant_method": "torchao", "quant_type": "Int8WeightOnlyConfig"}  # the header has the classes
-        atomic_write(made / "config.json", json.dumps(config | {"quantization_config": kind}))
-        specs = {name: Spec.of(tensor) for name, tensor in tensors.items()}
-        with TensorWriter(made / "model.safetensors", specs, header) as out:
-            for name, tensor in tensors.items():
-                out.write(name, tensor.cpu())
-        yield made
-
-
-def _tensors_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """What transformers writes of a ``model`` whose linear layers torchao has quantised: tensors, and the header.
-
-    Raises:
-        UnsupportedModelError: other tensors, or no model of Hugging Face. ConfigError: nothing in it is quantised.
-    """
-    kind = type(model).__name__
-    if not hasattr(type(model), "base_model_prefix"):  # what wraps a model has its methods, too
-        raise UnsupportedModelError(
-            f"import of a {kind}",
-            expected="a Hugging Face model, which can be built from its configuration",
-            found="another module",
-            fix="Pass the model itself: model._orig_mod of torch.compile's, model.merge_and_unload() of PEFT's. Of "
-            "other modules take the float model, and optimise that.",
-        )
-    tensors: dict[str, torch.Tensor] = {}
-    header: dict[str, str] = {}
-    seen: set[int] = set()
-    for name, parameter in model.state_dict(keep_vars=True).items():
-        if id(parameter) in seen:  # tied
-            continue
-        seen.add(id(parameter))
-        tensor: Any = parameter.detach()
-        if not stands_for_another(parameter):
-            tensors[name] = tensor
-            continue
-        parts = {part: getattr(tensor, part, None) for part in ("qdata", "scale", "zero_point", "act_pre_scale")}
-        if type(tensor).__name__ not in TORCHAO_CLASSES or not name.endswith(".weight"):
-            raise unknown_class(f"{name} of a model in memory", type(tensor).__name__)
-        header[name] = json.dumps({"_type": type(tensor).__name__})
-        base = name.removesuffix(".weight")
-        tensors |= {f"{base}._weight_{part}": value for part, value in parts.items() if value is not None}
-    if not header:
-        raise ConfigError(
-            f"import of a {kind}",
-            expected="linear layers that torchao has quantised",
-            found="none",
-            fix="torch_pi2.optimize(model, weights='int8') quantises them.",
-        )
-    return tensors, header
-
-
-def _check_built_so(model: nn.Module, folder: Path) -> None:
-    """Raises UnsupportedModelError: ``model`` has other modules than the configuration in ``folder`` gives."""
-    with torch.device("meta"):
-        empty = skeleton(folder)
-    own, built = (
-        {name: type(module).__name__ for name, module in one.named_modules(remove_duplicate=False)}
-        for one in (model, empty)
-    )
-    for name in (*own, *built):
-        if own.get(name) != built.get(name):
-            raise UnsupportedModelError(
-                f"{name} of a model in memory",
-                expected=f"{built.get(name, 'nothing')}, as its configuration says",
-                found=own.get(name, "nothing"),
-                fix="What is written is built of the configuration: undo the change, or take the float model, and "
-                "optimise that.",
-            )
 
 
 def write_imported(checkpoint: PackedSource, folder: Path, neurons: str, progress: bool) -> ImportReport:
@@ -204,7 +107,7 @@ def write_imported(checkpoint: PackedSource, folder: Path, neurons: str, progres
     (folder / PI2_FOLDER).mkdir()
     with torch.device("meta"):
         empty = skeleton(folder)
-    plan, stored = new_plan(_found(empty, neurons, checkpoint.by_neuron)), Stored(skeleton(folder), checkpoint)
+    plan, stored = new_plan(_found(empty, neurons)), Stored(skeleton(folder), checkpoint)
     strategies, dense = stored.place_layers(plan, needed=False)
     linears = {
         name: module.in_features
@@ -233,21 +136,12 @@ def _is_packed(checkpoint: PackedSource, parameter: str) -> bool:
     return parameter in checkpoint and checkpoint.packed(parameter) is not None
 
 
-def _found(model: nn.Module, neurons: str, by_neuron: bool) -> Found:
+def _found(model: nn.Module, neurons: str) -> Found:
     """The layers that become neurons."""
     found = search(model, on_meta=True, needed=False)
-    if neurons in ("all", *QUANTIZED):
+    if neurons != "auto":
         return found
-    wanted = [site for site in found.sites if site.experts is not None]
-    if neurons == "none" and (wanted or by_neuron):
-        raise UnsupportedModelError(
-            "an import with neurons='none'",
-            expected="a model without experts" if wanted else "down matrices that lie row by row",
-            found=f"{len(wanted)} of them" if wanted else "PowerInfer's, which lie neuron by neuron",
-            fix="Leave it out: these are always neurons.",
-        )
-    sparse = [site for site in found.sites if site.experts is None and exact_zeros(site.activation)]
-    return Found([*wanted, *sparse] if neurons == "auto" else [], found.left)
+    return Found([y for y in found.sites if y.experts is not None or exact_zeros(y.activation)], found.left)
 
 
 def _check_used(checkpoint: PackedSource) -> None:

@@ -69,7 +69,6 @@ def import_gguf(
         neurons: ``auto``: experts, and layers whose activation gives zeros (ReLU); none of other layers. ``all``: all
             layers, as a neuron store and thresholds need them; ``int4`` or ``int8``: all, in this format throughout
             (GPUs read no other; ``int4`` of a Q4_0 file is smaller, and rounds down by some 8 %).
-            ``none``: none; experts are refused then.
         predictors: text (a str, a list of them, or token ids ``[N, T]``, some 2,000 tokens) on which the recall of a
             PowerInfer file's predictors is measured. They then decide which neurons are computed (lossy). None: they
             are ignored, and the exact gate, which misses nothing, decides.
