@@ -219,7 +219,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     report = {
         "results": results,
         "predictors": {key: card.to_json() for key, card in cards.items()},
-        "stats": stats.summary(),
+        "stats": {"tokens": stats.tokens, "layers": [{"key": s.key, "sparsity": s.sparsity} for s in stats]},
         "generated": texts,
         "exact_gate_same_text": same,
         "bench_layer": layer_times,

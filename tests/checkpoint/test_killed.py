@@ -43,9 +43,11 @@ def _plan(sources: Path, out: Path) -> None:
 
 def _stats(sources: Path, out: Path) -> None:
     many = torch.zeros(3, 1 << 12, dtype=torch.int64)
-    counts, sums, one = (many[0].clone(), many[1].clone()), many[0].double(), torch.zeros(1, dtype=torch.int64)
+    counts = {"fired": many[0].clone(), "zeros": many[1].clone(), "abs_sum": many[0].double()}
+    batches = {"batch_groups": torch.zeros(1, dtype=torch.int64), "batch_fired": many[2:].clone()}
     bins = torch.zeros(HIST_BINS, dtype=torch.int64)
-    layer = LayerStats("a", 0, 0.0, 9, *counts, sums, (1,), one, many[2:].clone(), bins)
+    head = {"key": "a", "layer": 0, "threshold": 0.0, "tokens": 9, "batch_sizes": (1,)}
+    layer = LayerStats(**head, **counts, **batches, score_hist=bins)
     ActivationStats({"a": layer}, "ab" * 32).save(out)
 
 

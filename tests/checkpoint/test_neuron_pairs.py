@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -20,11 +21,13 @@ from torch_pi2.errors import ArtifactError, ConfigError, DeviceError, Pi2Error, 
 from torch_pi2.formats import GGML, PAIRS, formats_of, neuron_shape, row_bytes
 from torch_pi2.layers.of_model import homes, sparse_layers
 from torch_pi2.layers.prompt import sparse_only
-from torch_pi2.ops import reference
+from torch_pi2.ops.operators import REFERENCES
 from torch_pi2.ops.rows import row_of_neurons
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.store.superblock import LayerEntry, Superblock
 from torch_pi2.store.weights import QuantizedWeights
+
+reference = SimpleNamespace(**REFERENCES)
 
 GOLDEN = Path(__file__).parents[1] / "data" / "gguf" / "tiny-llama.q4_k_m.gguf"
 TOKENS = torch.tensor([[5, 77, 130, 9, 200, 31, 64, 250, 3, 18]])

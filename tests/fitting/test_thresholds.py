@@ -21,6 +21,7 @@ from tiny_models import INTERMEDIATE
 
 import torch_pi2
 from torch_pi2 import errors
+from torch_pi2.base.fields import to_json
 from torch_pi2.cli.inspect import describe, render
 from torch_pi2.fitting import thresholds
 from torch_pi2.fitting.loss import causal_lm_loss, divergences
@@ -224,13 +225,13 @@ def test_the_curve_is_in_the_folder_and_shown(tmp_path: Path, caplog: pytest.Log
     curve = LossCurve.of(model.torch_pi2.stats.made_by, "here")
     assert curve.loss_change == model.torch_pi2.loss_change
     found = describe(tmp_path / "m")
-    assert found["thresholds"] == curve.to_json()
+    assert found["thresholds"] == to_json(curve)
     shown = render(found)
     assert f"thresholds on the score 'output': loss {curve.loss_change:+.2%} (max_loss 5.0%)" in shown
-    assert f"{curve.points[0][0]:.0%} {curve.points[0][1]:+.2%}" in shown
+    assert f"{curve.loss_curve[0].skipped:.0%} {curve.loss_curve[0].change:+.2%}" in shown
     (drawn,) = [plot for plot in plots(collect(tmp_path / "m"))["Plan"] if plot.name == "loss-curve"]
-    assert drawn.figure["data"][0]["x"] == [skipped for skipped, _ in curve.points]
-    assert drawn.figure["data"][0]["y"] == [change for _, change in curve.points]
+    assert drawn.figure["data"][0]["x"] == [point.skipped for point in curve.loss_curve]
+    assert drawn.figure["data"][0]["y"] == [point.change for point in curve.loss_curve]
     assert f"the loss is {curve.loss_change:+.2%} there" in drawn.read
 
 
@@ -247,9 +248,9 @@ def test_the_curve_is_in_the_folder_and_shown(tmp_path: Path, caplog: pytest.Log
     ],
 )
 def test_damaged_curves(wrong: dict, message: str) -> None:
-    made = LossCurve("gate", 0.01, 0.009, ((0.5, 0.009),)).to_json()
+    made = {"score": "gate", "max_loss": 0.01, "loss_change": 0.009, "loss_curve": [{"skipped": 0.5, "change": 0.009}]}
     assert LossCurve.of({"tokens": 5}, "here") is None
-    assert LossCurve.of(made, "here").to_json() == made
+    assert to_json(LossCurve.of(made, "here")) == made
     with pytest.raises(errors.ArtifactError, match=message):
         LossCurve.of(made | wrong, "here")
 

@@ -18,7 +18,7 @@ from torch_pi2.errors import ConfigError, GradientError, StaleArtifactError
 from torch_pi2.graph import find_sites
 from torch_pi2.graph.dispatch import NeuronClusterMode, PredictedMaskMode
 from torch_pi2.ops.activations import ACTIVATIONS
-from torch_pi2.ops.reference import sparse_ffn
+from torch_pi2.ops.ffn import sparse_ffn
 from torch_pi2.predict.lowrank import LowRank
 from torch_pi2.types.plan import LayerPlan, Plan, weights_hash
 from torch_pi2.types.site import FFNSite, LinearRef
@@ -248,8 +248,8 @@ def test_a_bound_plan_can_be_pickled_and_comes_back_unbound() -> None:
     ffn = FFN("silu")
     plan = pickle.loads(pickle.dumps(make_plan(ffn, [ffn.site("silu")], "exact")))
     with pytest.raises(ConfigError, match="not bound"):
-        plan.parameters()
-    assert plan.bind(ffn).parameters()["up.weight"] is ffn.up.weight
+        plan.model()
+    assert plan.bind(ffn).model() is ffn
 
 
 def test_missing_predictor_is_refused() -> None:

@@ -118,9 +118,9 @@ def write_sound(root: Path) -> None:
         Plan(layers, HASH, {"planner": "x"}, hardware).save(root / name)
     many = [torch.arange(8) for _ in range(3)]
     bins = torch.zeros(HIST_BINS, dtype=torch.int64)
-    one = LayerStats(
-        "a", 0, 0.0, 9, many[0], many[1], many[2].double(), (1,), bins[:1].clone(), many[0][None] + 0, bins
-    )
+    counts = {"fired": many[0], "zeros": many[1], "abs_sum": many[2].double(), "score_hist": bins}
+    batches = {"batch_sizes": (1,), "batch_groups": bins[:1].clone(), "batch_fired": many[0][None] + 0}
+    one = LayerStats(key="a", layer=0, threshold=0.0, tokens=9, **counts, **batches)
     ActivationStats({"a": one}, HASH, {"seed": 3}).save(root / "stats")
     card = PredictorCard(0.9, 0.5, 0.2, 100, 0.1, 2, None)
     a, b = torch.ones(2, 4, dtype=torch.int8), torch.ones(8, 2, dtype=torch.int8)

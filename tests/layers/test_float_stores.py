@@ -27,8 +27,8 @@ from torch_pi2.formats import FORMATS
 from torch_pi2.layers.experts import OffloadedExperts
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
+from torch_pi2.ops import ffn as reference
 from torch_pi2.ops import load as load_library
-from torch_pi2.ops import reference
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import StoreReader
 

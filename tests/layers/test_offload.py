@@ -25,7 +25,8 @@ from torch_pi2.decode.decoder import Decoder
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.offloaded import STATISTICS, OffloadedFFN, Store
-from torch_pi2.ops import load, reference
+from torch_pi2.ops import ffn as reference
+from torch_pi2.ops import load
 from torch_pi2.rewrite.state import store_and_budget
 from torch_pi2.store.storefile import StoreReader
 from torch_pi2.types.offload import OffloadConfig

@@ -21,7 +21,7 @@ from torch_pi2.layers.gpu import CudaTransferBuffer, HybridFFN
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
 from torch_pi2.layers.prompt import sparse_only
-from torch_pi2.ops import reference
+from torch_pi2.ops import ffn as reference
 from torch_pi2.profiling.data import Batch
 from torch_pi2.store.storefile import StoreReader
 

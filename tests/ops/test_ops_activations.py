@@ -11,7 +11,8 @@ from drawn_layers import layer as make
 from operators import opcheck
 
 from torch_pi2.errors import UnsupportedModelError
-from torch_pi2.ops import load, reference
+from torch_pi2.ops import ffn as reference
+from torch_pi2.ops import load
 from torch_pi2.ops.activations import ACTIVATIONS, cut, cuts, exact_zeros, on_up, second, shaped, swapped
 from torch_pi2.ops.gpu import operators as gpu_operators
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from operators import opcheck
 
 from torch_pi2.errors import GradientError
-from torch_pi2.ops import load, reference
+from torch_pi2.ops import attention as reference
+from torch_pi2.ops import load
 
 load()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -12,7 +12,8 @@ from operators import opcheck
 import torch_pi2
 from torch_pi2.formats import GROUP, row_bytes
 from torch_pi2.layers.offloaded import Store
-from torch_pi2.ops import load, reference
+from torch_pi2.ops import experts as reference
+from torch_pi2.ops import load
 from torch_pi2.predict.signbit import pack_signs
 from torch_pi2.store.storefile import StoreReader
 

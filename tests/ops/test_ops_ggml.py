@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import gguf
 import pytest
 import torch
@@ -11,10 +13,13 @@ from operators import opcheck
 
 from torch_pi2.errors import ConfigError, GradientError, ShapeError
 from torch_pi2.formats import FORMATS, GGML, QUANTIZED, row_bytes
-from torch_pi2.ops import load, reference
+from torch_pi2.ops import load
 from torch_pi2.ops.constants import constants
+from torch_pi2.ops.operators import REFERENCES
 from torch_pi2.ops.quantized import quantize
 from torch_pi2.ops.rows import row_of_neurons, values
+
+reference = SimpleNamespace(**REFERENCES)
 
 load()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

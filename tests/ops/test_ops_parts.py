@@ -14,7 +14,8 @@ from shared import small_store
 import torch_pi2
 from torch_pi2.distributed.shard_store import shards_in
 from torch_pi2.layers.offloaded import OffloadedFFN, Store
-from torch_pi2.ops import load, reference
+from torch_pi2.ops import ffn as reference
+from torch_pi2.ops import load
 from torch_pi2.ops.constants import chunk_neurons, constants
 from torch_pi2.store.storefile import StoreReader
 

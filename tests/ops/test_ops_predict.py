@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from operators import opcheck
 
 from torch_pi2.formats import GROUP, row_bytes
-from torch_pi2.ops import load, reference, rows
+from torch_pi2.ops import load, rows
 from torch_pi2.ops.constants import constants
 from torch_pi2.ops.linear import to_blocks
+from torch_pi2.ops.operators import REFERENCES
 from torch_pi2.predict.signbit import pack_signs
+
+reference = SimpleNamespace(**REFERENCES)
 
 load()
 FORMATS = [("int4", False), ("int4", True), ("int8", False), ("int8", True)]

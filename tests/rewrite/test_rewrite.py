@@ -251,7 +251,7 @@ def test_partly_shared_weights_keep_their_memory():
 
 @torch.no_grad()
 def test_lowrank_computes_what_the_reference_says():
-    from torch_pi2.ops import reference
+    from torch_pi2.ops import predictors as reference
 
     model = plain(nn.LayerNorm(HIDDEN), sequential(nn.ReLU()))
     plan = make_plan(model, (X_BTH,), method="lowrank")

@@ -98,7 +98,7 @@ def test_orders(folder: Path) -> None:
     orders = load_file(path)
     for change in ({"layers.0.order": torch.zeros(12, dtype=torch.int32)}, {"layers.0.order": torch.arange(12)}):
         save_file(orders | change, path, metadata={"model_hash": "ab" * 32})
-        with pytest.raises(ArtifactError, match=r"expected the order of layers\.0, .* a permutation of 12"):
+        with pytest.raises(ArtifactError, match=r"expected layers\.0\.order, a permutation of 12"):
             Plan.load(folder)
     del orders["layers.1.order"]
     save_file(orders, path, metadata={"model_hash": "ab" * 32})

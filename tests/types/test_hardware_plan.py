@@ -47,17 +47,16 @@ def test_round_trip() -> None:
 def test_buckets() -> None:
     plan = made()
     assert [plan.bucket(n).batch for n in (1, 2, 4, 5, 99)] == [1, 4, 4, 4, 4]
-    assert plan.layer_hot(1) == ((1, 0), (4, 512))
 
 
 #: Path to a field, what is put there, and what the message says; test_hostile_files.py has what annotations refuse.
 DAMAGE = [
     (("buckets",), [], r"buckets: expected a list of 1 or more, found \[\]"),
     (("buckets", 1, "batch"), 1, r"buckets: expected ascending batch sizes, found \[1, 1\]"),
-    (("buckets", 0, "hot", 0), 63, r"buckets, 0, hot of a: expected 64 to 1024, found 63"),
+    (("buckets", 0, "hot", 0), 63, r"buckets, 0, hot: expected 64 to 1024 for a, found 63"),
     (("buckets", 0, "hot"), [64], "expected 2 numbers, one for each layer, found 1"),
-    (("buckets", 1, "accelerator", 1), 513, "accelerator of b: expected 0 to 512, found 513"),
-    (("buckets", 1, "accelerator", 0), 100, "accelerator of a: expected a multiple of 512, or 1024, found 100"),
+    (("buckets", 1, "accelerator", 1), 513, "accelerator: expected 0 to 512 for b, found 513"),
+    (("buckets", 1, "accelerator", 0), 100, "accelerator: expected a multiple of 512, or 1024, for a, found 100"),
     (("buckets", 0, "resident", 1), -1, "resident, 1: expected a whole number, 0 or more, found -1"),
     (("buckets", 0, "ms", "hot"), 2e15, r"ms, hot: expected a number, 0 or more, at most 1e\+15, found 2"),
     (("offload", "policy"), "mru", "offload, policy: expected lru or sieve or .*found 'mru'"),

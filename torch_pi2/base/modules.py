@@ -8,7 +8,7 @@ value, or stays dense. A module that does not run after a rewrite has :class:`No
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -64,6 +64,21 @@ def fresh_settings() -> Iterator[None]:
             torch.use_deterministic_algorithms(deterministic, warn_only=warns)
             torch.set_float32_matmul_precision(precision)
             torch.set_default_dtype(dtype)
+
+
+@contextmanager
+def other_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """These modules have these forwards while inside."""
+    before = {module: module.__dict__.get("forward") for module in forwards}
+    try:
+        for module, forward in forwards.items():
+            module.__dict__["forward"] = forward
+        yield
+    finally:
+        for module, forward in before.items():
+            del module.__dict__["forward"]
+            if forward is not None:
+                module.__dict__["forward"] = forward
 
 
 def _on_cpu() -> AbstractContextManager[object]:

@@ -172,7 +172,6 @@ def add_together(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("shards (pack --ranks N), with torchrun")
     how = "how results are added: chunks (default), with the bits of one machine; ranks sends less"
     group.add_argument("--reduction", choices=("chunks", "ranks"), help=how)
-    group.add_argument("--attention", help=argparse.SUPPRESS)  # GroupConfig says what became of it
     lost = "seconds after which a silent process counts as lost (default: 120)"
     group.add_argument("--timeout", type=above_zero, metavar="S", help=lost)
     add_old_name(parser, "--patience", "--timeout")

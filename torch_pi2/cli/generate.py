@@ -23,7 +23,7 @@ EXAMPLE = "torch-pi2 generate my-sparse-model --prompt 'def main(' --max-new-tok
 
 #: Options that bundles do not support, unless they are left at their defaults.
 _OF_MODELS = (
-    *("dense", "compile", "activations", "prompt_lookup", "gpu_memory", "reduction", "attention", "timeout"),
+    *("dense", "compile", "activations", "prompt_lookup", "gpu_memory", "reduction", "timeout"),
     *(*common.LEAVE_OUT, "dtype", "trust_remote_code", "allow_download"),
 )
 #: Options of ``run`` that this verb lacks.

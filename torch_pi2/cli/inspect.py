@@ -180,11 +180,12 @@ def _matrices(inner: Path) -> dict[str, int]:
 
 def _budget_of_loss(plan: Plan | None, stats: ActivationStats | None) -> dict[str, Any] | None:
     """What a loss budget made of thresholds, and its curve; None: there was no budget."""
+    from torch_pi2.base.fields import to_json
     from torch_pi2.types.stats import LossCurve
 
     made = stats.made_by if plan is None and stats else plan.made_by.get("stats") if plan else None
     curve = LossCurve.of(made, "statistics of the plan") if isinstance(made, dict) else None
-    return None if curve is None else curve.to_json()
+    return None if curve is None else to_json(curve)
 
 
 def _budget(folder: Path, store: Path, plan: Plan, predictors: Mapping[str, Any]) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def load_sparse(args: argparse.Namespace) -> nn.Module:
         how: dict[str, Any] = {"activations": getattr(args, "activations", "float"), "dtype": dtype_of(args)}
         if getattr(args, "budget", None) is not None:
             how |= common.given(args, "budget", "context")
-        options = {"reduction": "reduction", "attention": "attention", "timeout_s": "timeout"}
+        options = {"reduction": "reduction", "timeout_s": "timeout"}
         group = {name: getattr(args, option, None) for name, option in options.items()}
         if group := {name: value for name, value in group.items() if value is not None}:
             how["group"] = torch_pi2.GroupConfig(**group)

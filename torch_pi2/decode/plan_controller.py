@@ -113,7 +113,7 @@ class PlanController:
         most = plan.buckets[-1].batch
         for i, layer in enumerate(layers):
             if _has_own_hot(layer):
-                layer.by_batch = plan.layer_hot(i)
+                layer.by_batch = tuple((b.batch, b.hot[i]) for b in plan.buckets)
             if not _is_expert(layer):
                 layer.dense_from = plan.prompt.dense_from[i] and max(plan.prompt.dense_from[i], most + 1)
         self._announce(self.bucket.batch)

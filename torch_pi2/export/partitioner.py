@@ -26,8 +26,9 @@ from torch_pi2.export.program import named_failures, quiet
 from torch_pi2.export.store import blob_of, event_of, write_store
 from torch_pi2.layers.of_model import SparseLayer
 from torch_pi2.ops.constants import constants
+from torch_pi2.ops.experts import experts_ffn
+from torch_pi2.ops.ffn import predicted_ffn, sparse_ffn
 from torch_pi2.ops.operators import arguments_of
-from torch_pi2.ops.reference import experts_ffn, predicted_ffn, sparse_ffn
 from torch_pi2.rewrite.state import get_state
 
 BACKEND = "Pi2Backend"

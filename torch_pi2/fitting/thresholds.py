@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torch_pi2.base.fields import to_json
 from torch_pi2.base.memory import let_go
 from torch_pi2.base.progress import bar
 from torch_pi2.distributed.ranks import Ranks
@@ -37,7 +38,7 @@ from torch_pi2.profiling.run import profile
 from torch_pi2.types.config import Config
 from torch_pi2.types.method import PREDICTED
 from torch_pi2.types.site import FFNSite
-from torch_pi2.types.stats import LossCurve
+from torch_pi2.types.stats import LossCurve, LossPoint
 
 _log = logging.getLogger("torch_pi2")
 
@@ -341,7 +342,7 @@ def choose_thresholds(
     curve, share = _largest_share(scored, allocation, held_out, config, config.max_loss, progress, ranks)
     if not share:
         _log.warning("no neuron can be skipped within max_loss=%g: thresholds are 0", config.max_loss)
-    return replace(scored.thresholds(allocation.shares(share)), made_by=curve.to_json())
+    return replace(scored.thresholds(allocation.shares(share)), made_by=to_json(curve))
 
 
 def _check_next_token_logits(model: nn.Module, batch: Batch, config: Config) -> None:
@@ -386,4 +387,5 @@ def _largest_share(
             middle = (low + high) / 2
             low, high = (middle, high) if fits(middle) else (low, middle)
     change = points[low][1] if low else 0.0
-    return LossCurve(config.score, max_loss, change, tuple(sorted(points.values()))), low
+    curve = tuple(LossPoint(*point) for point in sorted(points.values()))
+    return LossCurve(score=config.score, max_loss=max_loss, loss_change=change, loss_curve=curve), low

@@ -8,14 +8,14 @@ is the storage: an operand that begins inside a site's parameter and has its str
   It sizes predictors before there is a plan.
 * :class:`NeuronClusterMode` does so by a plan, and counts what a sparse layer would have computed.
 
-Semantics are those of ``torch_pi2.ops.reference.sparse_ffn``: a cold neuron counts for a token iff it is
+Semantics are those of ``torch_pi2.ops.ffn.sparse_ffn``: a cold neuron counts for a token iff it is
 predicted and ``|act(gate)| > threshold``; a hot one counts always.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
@@ -31,7 +31,7 @@ from torch_pi2.graph.routed import masked
 from torch_pi2.ops.activations import ACTIVATIONS, cuts
 from torch_pi2.types.method import PREDICTED, Method
 from torch_pi2.types.plan import Plan
-from torch_pi2.types.site import FFNSite
+from torch_pi2.types.site import FFNSite, LinearRef
 
 aten = torch.ops.aten
 
@@ -85,40 +85,28 @@ def _operands(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
     return None
 
 
-def site_tensors(sites: Sequence[FFNSite], get: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Name -> every weight of ``sites`` as ``[out, in]``, and every bias: views of what ``get`` gives for a name."""
-    found: dict[str, torch.Tensor] = {}
-    for site in sites:
-        for ref in (site.gate, site.up, site.down):
-            if ref is not None:
-                found[ref.weight] = ref.matrix(get(ref.weight))
-                if ref.bias:
-                    found[ref.bias] = get(ref.bias)
-    return found
-
-
 class MatmulIndex:
     """Finds which of a set of sites an operation belongs to.
 
     Args:
         sites: the FFNs.
-        parameters: name -> tensor for every weight the sites name, as :func:`site_tensors` gives them. Addresses are
-            read once, here: build a new index if weights move.
+        model: whose parameters they name. Addresses are read once, here: build a new index if weights move.
     """
 
-    def __init__(self, sites: Sequence[FFNSite], parameters: Mapping[str, torch.Tensor]) -> None:
-        self._parameters = parameters
+    def __init__(self, sites: Sequence[FFNSite], model: nn.Module) -> None:
+        self._model = model
         self.members: dict[str, list[Member]] = defaultdict(list)
+        matrices: dict[str, torch.Tensor] = {}
         for site in sites:
             for role in ("gate", "up", "down"):
-                ref = getattr(site, role)
+                ref: LinearRef | None = getattr(site, role)
                 if ref is not None:
-                    start, stop = ref.rows[:2] if ref.rows else (0, parameters[ref.weight].shape[0])
+                    matrices[ref.weight] = ref.matrix(model.get_parameter(ref.weight).detach())
+                    start, stop = ref.rows[:2] if ref.rows else (0, len(matrices[ref.weight]))
                     self.members[ref.weight].append(Member(site, role, start, stop))
         # A storage may hold several parameters (a flat buffer), so each address has a list.
         self._by_storage: dict[int, list[tuple[str, int, torch.Size, tuple[int, ...], int]]] = defaultdict(list)
-        for name in self.members:
-            p = parameters[name]
+        for name, p in matrices.items():
             self.members[name].sort(key=lambda m: m.start)
             entry = (name, p.data_ptr(), p.shape, p.stride(), p.element_size())
             self._by_storage[p.untyped_storage().data_ptr()].append(entry)
@@ -146,7 +134,9 @@ class MatmulIndex:
         y_TI = out.reshape(-1, out.shape[-1])[:, member.start - hit.start : member.stop - hit.start]
         y_TI = y_TI if dtype is None else y_TI.to(dtype)
         ref = getattr(member.site, member.role)
-        return y_TI + ref.take_bias(self._parameters[ref.bias]) if hit.bias is None and ref.bias else y_TI
+        if hit.bias is None and ref.bias:
+            y_TI = y_TI + ref.take_bias(self._model.get_parameter(ref.bias).detach())
+        return y_TI
 
 
 @runtime_checkable
@@ -191,7 +181,7 @@ class PredictedMaskMode(TorchDispatchMode):
             self._hot[s.key] = torch.ones(s.intermediate, dtype=torch.bool, device="cpu")
             self._hot[s.key][slice(None) if cold is None else cold[s.key]] = False
         dense = [s for s in sites if s.experts is None]
-        self._index = MatmulIndex(dense, site_tensors(dense, lambda name: model.get_parameter(name).detach()))
+        self._index = MatmulIndex(dense, model)
         self._thresholds = {k: v for k, v in (thresholds or {}).items() if isinstance(v, torch.Tensor) or v > 0}
         self._predictors = predictors
         #: By site, of the call in progress: neurons that are wanted before any gate is known, and those that count.
@@ -300,15 +290,13 @@ class NeuronClusterMode(PredictedMaskMode):
     @fresh_settings()
     def __init__(self, plan: Plan, predictors: Mapping[str, Scorer] | None = None) -> None:
         predictors, model = predictors or {}, plan.model()
-        if model is not None and has_sparse_layers(model):
+        if has_sparse_layers(model):
             raise ConfigError(
                 "NeuronClusterMode",
                 expected="a dense model",
                 found="one that torch_pi2 has rewritten",
                 fix="Call torch_pi2.restore(model) first.",
             )
-        plan.parameters()  # raises where it is not bound
-        assert model is not None
         layers = [y for y in plan.layers if y.method != Method.DENSE and y.n_cold and y.site.experts is None]
         layers = [y for y in layers if not cuts(y.site.activation)]  # those need every gate between their matmuls
         for layer in layers:

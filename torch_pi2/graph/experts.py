@@ -12,15 +12,15 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from torch_pi2.base.modules import fresh_settings, has_sparse_layers
+from torch_pi2.base.modules import fresh_settings, has_sparse_layers, other_forwards
 from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.graph.activation import identify
 from torch_pi2.graph.operations import BranchCoverage, same_tokens, token_magnitudes
@@ -79,15 +79,15 @@ def experts_form(module: nn.Module, tried: dict[Any, str] | None = None) -> Expe
     more = [n for n, _ in (*module.named_parameters(), *module.named_buffers()) if n not in own]
     if more:
         return f"{more[0]} besides the experts"
-    has_biases = len(own) == 4
-    first, last, gated = tuple(own[first_name].shape), tuple(own[_DOWN].shape), first_name == _GATE_UP
-    sizes = [s for t in (False, True) if len(last) == 3 and (s := _sizes(last, t, gated))[1] == (first, last)]
-    if not sizes:
-        return f"{first_name} {list(first)} and {_DOWN} {list(last)}, which do not fit each other"
-    (experts, intermediate, hidden), _, transposed = sizes[0]
-    shapes = [tuple(own[name].shape) for name in (f"{first_name}_bias", f"{_DOWN}_bias") if has_biases]
-    if has_biases and shapes != [(experts, (1 + gated) * intermediate), (experts, hidden)]:
-        return f"biases {shapes[0]} and {shapes[1]}"
+    shapes, gated, has_biases = {name: tuple(p.shape) for name, p in own.items()}, first_name == _GATE_UP, len(own) == 4
+    form = None
+    for transposed in (False, True) if len(shapes[_DOWN]) == 3 else ():
+        experts, *sizes = shapes[_DOWN]
+        intermediate, hidden = sizes if transposed else reversed(sizes)
+        some = ExpertsForm(experts, intermediate, hidden, "", False, gated, False, transposed, has_biases)
+        form = form or (some if parameter_shapes(some) == shapes else None)
+    if form is None:
+        return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) + ", which do not fit each other"
     arguments = _arguments(module)
     if not _is_routed(arguments) and (arguments != ("hidden_states",) or has_biases or not gated):
         return f"forward({', '.join(arguments)})"
@@ -95,39 +95,21 @@ def experts_form(module: nn.Module, tried: dict[Any, str] | None = None) -> Expe
     if found is None or cuts(found[0].activation):
         return f"activation {getattr(module, 'act_fn', None)!r}"
     formula, interleaved = found
-    form = ExpertsForm(
-        *(experts, intermediate, hidden, formula.activation, formula.on_up),
-        *(gated, interleaved, transposed, has_biases),
-    )
+    form = replace(form, activation=formula.activation, on_up=formula.on_up, interleaved=interleaved)
     tried, settings = {} if tried is None else tried, (form, _settings(module))
     if settings not in tried:
         tried[settings] = _more_than(module, form)
     return tried[settings] or form
 
 
-def _sizes(
-    last: Sequence[int], transposed: bool, gated: bool
-) -> tuple[tuple[int, int, int], tuple[tuple[int, ...], tuple[int, ...]], bool]:
-    """Experts, I and H of a down matrix ``last``, and the shapes that both parameters have then."""
-    experts, intermediate, hidden = last if transposed else (last[0], last[2], last[1])
-    return (experts, intermediate, hidden), _shapes(experts, intermediate, hidden, transposed, gated), transposed
-
-
-def _shapes(experts: int, intermediate: int, hidden: int, transposed: bool, gated: bool) -> Any:
-    rows = (1 + gated) * intermediate
-    if transposed:
-        return (experts, hidden, rows), (experts, intermediate, hidden)
-    return (experts, rows, hidden), (experts, hidden, intermediate)
-
-
 def parameter_shapes(form: ExpertsForm) -> dict[str, tuple[int, ...]]:
     """Local name -> shape of the parameters of a module of experts."""
-    first = _GATE_UP if form.gated else _UP
-    shapes = _shapes(form.experts, form.intermediate, form.hidden, form.transposed, form.gated)
-    found = dict(zip((first, _DOWN), shapes))
-    if form.biases:
-        found[f"{first}_bias"] = (form.experts, (1 + form.gated) * form.intermediate)
-        found[f"{_DOWN}_bias"] = (form.experts, form.hidden)
+    first, rows = _GATE_UP if form.gated else _UP, (1 + form.gated) * form.intermediate
+    found: dict[str, tuple[int, ...]] = {}
+    for name, n_out, n_in in ((first, rows, form.hidden), (_DOWN, form.hidden, form.intermediate)):
+        found[name] = (form.experts, n_in, n_out) if form.transposed else (form.experts, n_out, n_in)
+        if form.biases:
+            found[f"{name}_bias"] = (form.experts, n_out)
     return found
 
 
@@ -275,29 +257,13 @@ def expert_sites(name: str, form: ExpertsForm, owner_class: str, layer: int = 0)
     ]
 
 
-class _Passed(nn.Module):
-    """In the place of experts while a model is only looked at: which layers it calls does not depend on values."""
-
-    def forward(self, hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        return hidden_states.clone()
-
-
-@contextmanager
-def without_experts(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
+def without_experts(model: nn.Module, names: Iterable[str]) -> AbstractContextManager[None]:
     """Modules of experts of a known form pass their input on: their own code is no graph, and needs values."""
-    replaced: list[tuple[nn.Module, str, nn.Module]] = []
-    known = {id(model.get_submodule(name)) for name in names}
-    for parent in list(model.modules()):
-        for local, child in parent._modules.items():
-            if child is not None and id(child) in known:
-                replaced.append((parent, local, child))
-    try:
-        for parent, local, _ in replaced:
-            parent._modules[local] = _Passed()
-        yield
-    finally:
-        for parent, local, child in replaced:
-            parent._modules[local] = child
+    return other_forwards({model.get_submodule(name): _pass_on for name in names})
+
+
+def _pass_on(hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    return hidden_states.clone()
 
 
 #: Arguments of a module of experts, and what it makes of them.

@@ -104,7 +104,7 @@ def search(
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    own = {id(tensor) for tensor in model.buffers()}
     sites: list[FFNSite] = []
     known: set[tuple[int, ...]] = set()
     all_seen: list[Seen] = []
@@ -114,22 +114,19 @@ def search(
     with without_experts(model, known_experts(experts)):
         graphs = capture(model, args, kwargs, on_meta=on_meta)
     for graph in graphs:
-        constants = {node: t for node, t in graph.tensors.items() if id(t) in own}
+        buffers = {node: t for node, t in graph.tensors.items() if id(t) in own}
         graph.tensors = {node: t for node, t in graph.tensors.items() if id(t) in names}
-        matches, seen = match_ffns(graph.gm, graph.tensors)
+        matches, seen = match_ffns(graph.gm, graph.tensors, buffers)
         all_seen.append(seen)
         for match in matches:
             weights = tuple(id(graph.tensors[p.weight]) for p in _projections(match))
             if weights not in known:
                 known.add(weights)
                 sites.append(_site(model, match, graph, names, len(sites)))
-        for projections, reason in seen.left:
-            left[_owner_of(graph, names, [p.weight for p in projections])] = reason
+        for projections, reason in (*seen.left, *skipped_layers(matches, seen)):
+            left[_owner_of(graph, names, projections)] = reason
         for projections, computed in seen.unknown:
-            unknown[_owner_of(graph, names, [p.weight for p in projections])] = f"another formula, of {computed}"
-        taken = {n for m in matches for n in (*m.inside, *m.down.nodes)} | seen.named()
-        for parameters, reason in skipped_layers(graph.gm, constants, taken):
-            left[_owner_of(graph, names, [n for n in parameters if n in graph.tensors])] = reason
+            unknown[_owner_of(graph, names, projections)] = f"another formula, of {computed}"
     reached = {id(tensor) for graph in graphs for tensor in graph.tensors.values()}
     left |= not_reached(model, reached, known_experts(experts))
     sites = _with_experts(model, sites, known_experts(experts))
@@ -181,8 +178,9 @@ def _unusable(model: nn.Module, sites: Sequence[FFNSite]) -> dict[str, str]:
     return found
 
 
-def _owner_of(graph: CapturedGraph, names: Names, parameters: Sequence[fx.Node]) -> str:
-    """The module that holds these parameters, of parametrised ones the module itself."""
+def _owner_of(graph: CapturedGraph, names: Names, projections: Sequence[Projection]) -> str:
+    """The module that holds their parameters, of parametrised ones the module itself."""
+    parameters = [node for p in projections for node in p.own if node in graph.tensors]
     chosen = _names_with_deepest_owner([names[id(graph.tensors[node])] for node in parameters])
     owner = _common_owner(chosen)
     return owner.partition(".parametrizations")[0] or ", ".join(chosen)

@@ -2,12 +2,14 @@
 
 From every matmul with a parameter (the candidate *down*), walk back through elementwise operations to the
 matmuls they start from (*gate* and *up*), which must share their input. What lies between is recognised by
-:mod:`.activation`. Attention never matches: softmax, transposes and products of activations stop the walk.
+:mod:`.activation`. Attention never matches: what mixes tokens, and products of activations, stop the walk. A walk that
+meets anything else but elementwise operations is no match, but goes on: :mod:`.skipped` says why the layer stays dense.
 Used on captured graphs of eager models and, by the compile backend, on Dynamo graphs.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -24,7 +26,12 @@ from torch_pi2.types.site import FFNSite, Formula, LinearRef
 Tensors = Mapping[fx.Node, torch.Tensor]
 
 #: Larger regions are no FFNs, and walking the whole residual stream of a norm-free model costs time.
-_MAX_REGION = 64
+_MAX_REGION, _MAX_WALK = 64, 256
+#: What mixes tokens or activations: no feed-forward layer has it inside.
+_MIXES = re.compile(
+    "conv|attention|matmul|mm$|bmm|einsum|dot|embedding|fft|scan|lstm|gru|rnn|interpolate|pool|roll|shift|index_add"
+    "|transpose|permute|stack|solve|autograd_function|wrap"
+)
 #: What makes constants of a region, without a tensor of the model.
 _CONSTANTS = frozenset(["tensor", "broadcast_tensors"])
 #: Of all neurons of a token: only formulas that are known have them, and anything else is no FFN.
@@ -37,23 +44,30 @@ _MAX_PROBE = 1 << 27
 class Projection:
     """``x @ weight.T + bias`` in a graph, however spelled; ``nodes`` are those it is made of, the last its result.
 
-    ``transposed``: the parameter is stored ``[in, out]``, as in ``x @ weight + bias``.
+    ``transposed``: the weight is ``[in, out]``, as in ``x @ weight + bias``. ``own``: the parameters it is made of,
+    itself unless it is computed (weight norm).
     """
 
     x: fx.Node
     weight: fx.Node
     bias: fx.Node | None
     nodes: tuple[fx.Node, ...]
-    transposed: bool = False
+    transposed: bool
+    own: tuple[fx.Node, ...]
 
     @property
     def node(self) -> fx.Node:
         return self.nodes[-1]
 
-    def sizes(self, tensors: Tensors) -> tuple[int, int]:
+    @property
+    def sizes(self) -> tuple[int, int]:
         """Outputs and inputs."""
-        n_out, n_in = tensors[self.weight].shape
+        n_out, n_in = (_hint(size) for size in self.weight.meta["example_value"].shape)
         return (n_in, n_out) if self.transposed else (n_out, n_in)
+
+    def is_plain(self, tensors: Tensors) -> bool:
+        """Whether weight and bias are in ``tensors`` themselves."""
+        return self.weight in tensors and (self.bias is None or _is_parameter(self.bias, tensors, 1))
 
 
 @dataclass(frozen=True)
@@ -109,40 +123,56 @@ class Match:
 
 
 @dataclass
+class Walk:
+    """What the input of ``down`` is made from.
+
+    Attributes:
+        sources: projections. region: the operations between, both in graph order. own: parameters, buffers and
+            constants among their operands. blocked: the first that stands in no FFN that matches; empty: there is none.
+    """
+
+    down: Projection
+    sources: list[Projection]
+    region: list[fx.Node]
+    own: list[fx.Node]
+    blocked: str
+
+
+@dataclass
 class Seen:
     """Observations of a search, for messages: linears, what blocked each walk, and FFNs that cannot be made sparse.
 
     ``unknown`` are those with another formula (its operations), ``left`` those with another reason; both with the
-    projections, of which the down is the last.
+    projections, of which the down is the last. ``walks``: by the node of a down.
     """
 
+    order: dict[fx.Node, int]
     linears: int = 0
     blocked_by: list[str] = field(default_factory=list)
     unknown: list[tuple[list[Projection], str]] = field(default_factory=list)
     left: list[tuple[list[Projection], str]] = field(default_factory=list)
-
-    def named(self) -> set[fx.Node]:
-        """Nodes of what is in ``unknown`` or ``left``."""
-        return {n for projections, _ in (*self.unknown, *self.left) for p in projections for n in p.nodes}
+    walks: dict[fx.Node, Walk | None] = field(default_factory=dict)
 
 
-def match_ffns(gm: fx.GraphModule, tensors: Tensors) -> tuple[list[Match], Seen]:
+def match_ffns(gm: fx.GraphModule, tensors: Tensors, buffers: Tensors | None = None) -> tuple[list[Match], Seen]:
     """All FFNs of ``gm`` in order of execution.
 
     Args:
         gm: a graph at Dynamo level; tensor nodes carry ``meta["example_value"]``.
-        tensors: placeholder -> the parameter it stands for.
+        tensors: placeholder -> the parameter it stands for. buffers: the same of buffers.
     """
-    order = {node: index for index, node in enumerate(gm.graph.nodes)}
-    projections = _projections(gm.graph, tensors)
+    seen = Seen({node: index for index, node in enumerate(gm.graph.nodes)})
+    held = {**(buffers or {}), **tensors}
+    projections = _projections(gm.graph, held)
     inner = {node for p in projections.values() for node in p.nodes[:-1]}
-    seen = Seen(linears=len(projections) - len(inner & projections.keys()))
+    seen.linears = len(projections) - len(inner & projections.keys())
     matches: list[Match] = []
     taken: set[fx.Node] = set()
     for node, down in projections.items():
         if node in inner:
             continue
-        match = _match_down(gm, down, projections, tensors, order, taken, seen)
+        walk = seen.walks[node] = _walk_back(down, projections, held, seen)
+        match = None if walk is None else _match_down(gm, walk, tensors, taken, seen)
         if match is not None:
             matches.append(match)
             taken.update(match.inside, down.nodes)
@@ -175,37 +205,50 @@ def _as_matmul(node: fx.Node, tensors: Tensors) -> Projection | None:
         (x, weight), transposed = node.args, True
     elif name == "addmm" and len(node.args) == 3 and not node.kwargs:  # Conv1D: bias + x @ weight
         (bias, x, weight), transposed = node.args, True
-    elif name == "einsum" and len(node.args) == 3 and not node.kwargs and _is_product(node):
-        (_, x, weight), transposed = node.args, str(node.args[0]).replace(" ", "")[-1] == _second(node)[-1]
+    elif name == "einsum" and len(node.args) == 3 and not node.kwargs and _einsum_layout(node) is not None:
+        (_, x, weight), transposed = node.args, _einsum_layout(node) is True
     else:
         return None
-    if (stored := turned(weight)) is not None:
+    if (stored := _turned(weight)) is not None:
         weight, transposed = stored, not transposed
-    bias_fits = bias is None or _is_parameter(bias, tensors, 1)
-    if isinstance(x, fx.Node) and _is_parameter(weight, tensors, 2) and bias_fits:
-        return Projection(x, weight, bias, (node,), transposed)  # type: ignore[arg-type]
+    if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node):
+        return None
+    own = _made_of(weight, tensors)
+    if not own or len(getattr(weight.meta.get("example_value"), "shape", ())) != 2:
+        return None
+    return Projection(x, weight, bias, (node,), transposed, own)  # type: ignore[arg-type]
+
+
+def _made_of(weight: fx.Node, tensors: Tensors) -> tuple[fx.Node, ...]:
+    """The parameters that a weight is made of; none if anything else goes into it."""
+    todo, seen = [weight], dict[fx.Node, None]()
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen[node] = None
+            if node.op in ("call_function", "call_method") and len(seen) < 64:
+                todo.extend(node.all_input_nodes)
+            elif node not in tensors and node.op != "get_attr":
+                return ()
+    return tuple(node for node in seen if node in tensors)
+
+
+def _einsum_layout(node: fx.Node) -> bool | None:
+    """Whether the matrix of an einsum that is a linear layer is ``[in, out]``; None: it is none."""
+    dims = getattr(getattr(node.args[1], "meta", {}).get("example_value"), "dim", lambda: 0)()
+    x = torch.randn((*range(4, 3 + dims), 3))
+    for transposed, weight in ((True, torch.randn(3, 2)), (False, torch.randn(2, 3))):
+        try:
+            found = torch.einsum(str(node.args[0]), x, weight)
+        except RuntimeError:  # sizes that do not fit
+            continue
+        wanted = x @ (weight if transposed else weight.T)
+        if found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-5):
+            return transposed
     return None
 
 
-def _second(node: fx.Node) -> str:
-    """The letters of the second operand of an einsum."""
-    return str(node.args[0]).replace(" ", "").partition("->")[0].rpartition(",")[2]
-
-
-def _is_product(node: fx.Node) -> bool:
-    """Whether an einsum is the product of ``[..., in]`` and a matrix: its last dimension goes, another comes."""
-    equation = str(node.args[0]).replace(" ", "")
-    first, _, rest = equation.partition(",")
-    matrix, arrow, result = rest.partition("->")
-    leading = first[:-1]
-    if not arrow or len(matrix) != 2 or len(set(matrix)) != 2 or not matrix.isalpha() or not first[-1:].isalpha():
-        return False
-    plain = leading.replace("...", "", 1)
-    distinct = len(set(plain) | set(matrix)) == len(plain) + 2 and (plain.isalpha() or not plain)
-    return distinct and first[-1] in matrix and result == leading + matrix.replace(first[-1], "")
-
-
-def turned(node: Any) -> fx.Node | None:
+def _turned(node: Any) -> fx.Node | None:
     """The matrix whose transpose ``node`` is."""
     if not isinstance(node, fx.Node) or not node.args or not isinstance(node.args[0], fx.Node):
         return None
@@ -228,27 +271,18 @@ def _as_bias_add(node: fx.Node, found: Mapping[fx.Node, Projection], tensors: Te
         projection = found.get(base) if isinstance(base, fx.Node) else None
         if projection is None or projection.bias is not None or len(projection.node.users) != 1:
             continue
-        if _is_parameter(bias, tensors, 1) and tensors[bias].shape[0] == projection.sizes(tensors)[0]:  # type: ignore[index]
+        if _is_parameter(bias, tensors, 1) and tensors[bias].shape[0] == projection.sizes[0]:  # type: ignore[index]
             return replace(projection, bias=bias, nodes=(*projection.nodes, node))  # type: ignore[arg-type]
     return None
 
 
-def _match_down(
-    gm: fx.GraphModule,
-    down: Projection,
-    projections: Mapping[fx.Node, Projection],
-    tensors: Tensors,
-    order: Mapping[fx.Node, int],
-    taken: set[fx.Node],
-    seen: Seen,
-) -> Match | None:
-    walk = _walk_back(down, projections, order, seen)
-    if walk is None:
+def _match_down(gm: fx.GraphModule, walk: Walk, tensors: Tensors, taken: set[fx.Node], seen: Seen) -> Match | None:
+    down, sources, region, order = walk.down, walk.sources, walk.region, seen.order
+    if walk.blocked or not all(p.is_plain(tensors) for p in (*sources, down)):
         return None
-    sources, region = walk
-    hidden, intermediate = down.sizes(tensors)
+    hidden, intermediate = down.sizes
     inputs = {p.x for p in sources}
-    if len(inputs) != 1 or any(p.sizes(tensors)[1] != hidden for p in sources):
+    if len(inputs) != 1 or any(p.sizes[1] != hidden for p in sources):
         return None
     inside = sorted({n for p in sources for n in p.nodes} | set(region), key=order.__getitem__)
     if taken.intersection(inside) or taken.intersection(down.nodes):
@@ -280,7 +314,7 @@ def _match_down(
         return None
     streams = (
         [Stream(sources[0], (0, intermediate)), Stream(sources[0], (intermediate, 2 * intermediate))]
-        if sources[0].sizes(tensors)[0] == 2 * intermediate
+        if sources[0].sizes[0] == 2 * intermediate
         else [Stream(p) for p in sources]
     )
     gate = None if found.gate is None else streams[found.gate]
@@ -310,37 +344,48 @@ def _scaled(node: fx.Node) -> tuple[fx.Node, float] | None:
     return (user, float(numbers[0])) if len(numbers) == 1 and len(user.args) == 2 and numbers[0] != 0 else None
 
 
-def _walk_back(
-    down: Projection, projections: Mapping[fx.Node, Projection], order: Mapping[fx.Node, int], seen: Seen
-) -> tuple[list[Projection], list[fx.Node]] | None:
-    """Projections and elementwise nodes from which ``down``'s input is made, in graph order; None if others are."""
+def _walk_back(down: Projection, projections: Mapping[fx.Node, Projection], held: Tensors, seen: Seen) -> Walk | None:
+    """The walk from ``down``; None: something else than projections and what is ``held`` goes into its input."""
     sources: dict[fx.Node, Projection] = {}
     region: set[fx.Node] = set()
+    own: dict[fx.Node, None] = {}
+    blocked, order = "", seen.order
     todo = [down.x]
-    while todo:
+    while todo and len(region) <= _MAX_WALK:
         node = todo.pop()
         if node in region or node in sources:
             continue
+        name = op_name(node.target) if node.op in ("call_function", "call_method") else ""
+        problem = "" if node in projections else _blocks(node)
+        if len(region) > _MAX_REGION:
+            problem = "a long chain of elementwise operations"
+        if problem and not blocked:
+            blocked = problem
+            seen.blocked_by.append(problem)
         if node in projections:
             sources[node] = projections[node]
-        elif node.op in ("call_function", "call_method") and _may_stand_between(node):
-            if _cuts_tokens(node):
-                seen.blocked_by.append(f"{op_name(node.target)} of tokens")
-                return None
+        elif node in held or node.op == "get_attr":
+            own[node] = None
+        elif name and not _MIXES.search(name):
             region.add(node)
             todo.extend(n for n in node.all_input_nodes if _is_tensor(n))
-        elif node.op != "get_attr":  # a constant that Dynamo made
-            seen.blocked_by.append("its own input" if node.op == "placeholder" else op_name(node.target))
+        else:
             return None
         # h.relu_() leaves its result in h: such nodes belong to the region though nothing uses them
         todo.extend(u for u in node.users if order[u] < order[down.node] and _mutates(u, node))
-        if len(region) > _MAX_REGION:
-            seen.blocked_by.append("a long chain of elementwise operations")
-            return None
-    if not sources:
+    if not sources or todo:
         return None
     ordered = sorted(sources.values(), key=lambda p: order[p.node])
-    return ordered, sorted(region, key=order.__getitem__)
+    return Walk(down, ordered, sorted(region, key=order.__getitem__), list(own), blocked)
+
+
+def _blocks(node: fx.Node) -> str:
+    """What ``node``, which is no projection, is called if it stands in no FFN that matches; empty: it may."""
+    if node.op not in ("call_function", "call_method"):
+        return "" if node.op == "get_attr" else "its own input"  # a constant that Dynamo made
+    if not _may_stand_between(node):
+        return op_name(node.target)
+    return f"{op_name(node.target)} of tokens" if _cuts_tokens(node) else ""
 
 
 def _may_stand_between(node: fx.Node) -> bool:

@@ -78,27 +78,9 @@ MAGNITUDES = tuple(10.0**k for k in range(-3, 5))
 #: Bounds of more numbers than this are told by what they did, not by what they are.
 _MAX_CONSTANTS = 64
 
-_COMPARISONS = frozenset(
-    [
-        "gt",
-        "ge",
-        "lt",
-        "le",
-        "eq",
-        "ne",
-        "greater",
-        "greater_equal",
-        "less",
-        "less_equal",
-        "not_equal",
-        "minimum",
-        "maximum",
-        "fmin",
-        "fmax",
-        "min",
-        "max",
-    ]
-)
+_COMPARED = """gt ge lt le eq ne greater greater_equal less less_equal not_equal minimum maximum fmin fmax min
+    max"""
+_COMPARISONS = frozenset(_COMPARED.split())
 #: name -> names and defaults of the arguments, after the first, that are bounds.
 _BOUNDS: dict[str, tuple[tuple[str, Any], ...]] = {
     "clamp": (("min", None), ("max", None)),

@@ -8,7 +8,7 @@ block chooses, not by names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torch_pi2.base.modules import other_forwards
 from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.graph.experts import ARGUMENTS
 from torch_pi2.ops.activations import ACTIVATIONS, on_up
@@ -115,26 +116,13 @@ def masked_experts(model: nn.Module, sites: Sequence[FFNSite], keep: Keep, route
     return y_TH.to(routed.x_TH.dtype)
 
 
-@contextmanager
-def masked(model: nn.Module, sites: Sequence[FFNSite], keep: Keep) -> Iterator[None]:
+def masked(model: nn.Module, sites: Sequence[FFNSite], keep: Keep) -> AbstractContextManager[None]:
     """The modules that hold ``sites`` compute only the neurons that count, while inside."""
-    before: list[tuple[nn.Module, Any]] = []
-    try:
-        for name, own in modules_of(sites).items():
-            module = model.get_submodule(name)
-            before.append((module, module.__dict__.get("forward")))
-            module.forward = _masked_forward(model, own, keep)
-        yield
-    finally:
-        for module, forward in before:
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
 
+    def forward(own: Sequence[FFNSite]) -> Callable[..., torch.Tensor]:
+        return lambda *args, **kwargs: masked_experts(model, own, keep, Routed.of(args, kwargs, len(own)))
 
-def _masked_forward(model: nn.Module, sites: Sequence[FFNSite], keep: Keep) -> Callable[..., torch.Tensor]:
-    return lambda *args, **kwargs: masked_experts(model, sites, keep, Routed.of(args, kwargs, len(sites)))
+    return other_forwards({model.get_submodule(name): forward(own) for name, own in modules_of(sites).items()})
 
 
 #: Random tokens that a block routes, and the share of its choices that a router must find (some are close).
@@ -177,7 +165,7 @@ def find_router(
     make the same choices is tried: all matrices ``[E, H]``, with and without vectors ``[E]``. Modules ``beside`` give
     zeros meanwhile: what they compute would be read from storage.
     """
-    with _giving_zeros(beside):
+    with other_forwards(dict.fromkeys(beside, torch.zeros_like)):
         routed = _try(block, experts, count)
     if routed is None:
         return None
@@ -188,20 +176,6 @@ def find_router(
         if found >= most and (best is None or found > most):
             best, most = router, found
     return best
-
-
-@contextmanager
-def _giving_zeros(modules: Sequence[nn.Module]) -> Iterator[None]:
-    before = [module.__dict__.get("forward") for module in modules]
-    for module in modules:
-        module.__dict__["forward"] = torch.zeros_like
-    try:
-        yield
-    finally:
-        for module, forward in zip(modules, before, strict=True):
-            del module.__dict__["forward"]
-            if forward is not None:
-                module.__dict__["forward"] = forward
 
 
 def _try(block: nn.Module, experts: nn.Module, count: int) -> Routed | None:

@@ -1,4 +1,4 @@
-"""The operators ``torch.ops.pi2.*``: schemas and fakes (:mod:`.library`), readable references (:mod:`.reference`).
+"""The operators ``torch.ops.pi2.*``: schemas and fakes (:mod:`.library`), and a readable reference of each.
 
 Importing this package registers nothing and loads nothing; :func:`load` does, once, on first use.
 """

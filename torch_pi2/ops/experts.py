@@ -40,9 +40,9 @@ def experts_ffn(
         index: int64 ``[T, k]``, the experts of each token, 0 to E - 1; E itself is no expert and adds nothing (what
             expert parallelism makes of experts that are elsewhere).
         routing: ``[T, k]``, what the router weighs them with, any of these dtypes.
-        neuron_rows: ``[E, I, ...]``, the neurons of every expert as in :func:`torch_pi2.ops.reference.sparse_ffn`;
+        neuron_rows: ``[E, I, ...]``, the neurons of every expert as in :func:`torch_pi2.ops.ffn.sparse_ffn`;
             none is always computed.
-        predictor: tensors of :func:`torch_pi2.ops.reference.predicted_ffn`, each ``[E, ...]``; empty for ``kind``
+        predictor: tensors of :func:`torch_pi2.ops.ffn.predicted_ffn`, each ``[E, ...]``; empty for ``kind``
             ``none``, where every neuron is looked at.
         cuts: E thresholds or margins of the predictors; empty for ``none``.
         thresholds: E cuts on ``|act(gate)|``; empty: 0 for all.

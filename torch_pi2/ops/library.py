@@ -4,7 +4,8 @@ Operators, all under ``torch.ops.pi2``:
 
 * ``sparse_ffn`` and ``predicted_ffn`` (functional and ``.out``), ``predict_lowrank``, ``predict_lowrank_q`` and
   ``predict_signbit``; ``linear`` (functional and ``.out``), ``linear_blocks``, ``quantize`` and ``dequantize``;
-  ``experts_ffn`` and ``stored_experts``, mixtures of experts; ``attention``: see :mod:`torch_pi2.ops.reference`.
+  ``experts_ffn`` and ``stored_experts``, mixtures of experts; ``attention``: each has a
+  readable reference of its name in a module here, which says what it computes.
 * ``gathered_experts``: ``experts_ffn`` on a GPU, see :mod:`torch_pi2.ops.gpu`, where the others are as well.
 * ``store_open``, ``store_close``, ``store_layers``, ``store_preload``, ``store_describe``, ``store_stats``,
   ``store_lookahead``, ``store_early_routing``, ``store_resize``, ``store_arrange``, ``store_leave_out``: neuron stores
@@ -43,9 +44,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_pi2.errors import ConfigError, GradientError, LibraryMissingError
-from torch_pi2.ops import reference
+from torch_pi2.ops import attention, experts, linear  # noqa: F401 (they list their operators)
 from torch_pi2.ops.gpu import operators as gpu
 from torch_pi2.ops.operators import FAKES
+from torch_pi2.ops.quantize import dequantize
 
 _LIBRARY = "libpi2_torch.so"
 _lock = threading.Lock()
@@ -58,7 +60,7 @@ _ON_A_GPU: dict[str, Callable[..., torch.Tensor]] = {
     "sparse_ffn": gpu.sparse_ffn,
     "predicted_ffn": gpu.predicted_ffn,
     "linear": gpu.linear,
-    "dequantize": reference.dequantize,
+    "dequantize": dequantize,
 }
 
 

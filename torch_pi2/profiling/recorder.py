@@ -23,7 +23,7 @@ from torch_pi2.base.modules import evaluating
 from torch_pi2.base.progress import bar
 from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError, UnsupportedModelError
-from torch_pi2.graph.dispatch import MatmulIndex, site_tensors
+from torch_pi2.graph.dispatch import MatmulIndex
 from torch_pi2.graph.routed import Routed, fired_scores, modules_of
 from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.profiling.data import MIN_TOKENS, Batch, digest
@@ -219,7 +219,7 @@ class ActivationRecorder(TorchDispatchMode):
         super().__init__()
         sites = [site for site in sites if site.experts is None]
         self._sink = sink
-        self._index = MatmulIndex(sites, site_tensors(sites, lambda name: model.get_parameter(name).detach()))
+        self._index = MatmulIndex(sites, model)
         self._x: dict[str, torch.Tensor] = {}
         self._gate: dict[str, torch.Tensor] = {}
         self.batch: Batch | None = None

@@ -195,7 +195,7 @@ def plan_facts(plan: Plan, predictors: Mapping[str, AnyPredictor]) -> dict[str, 
         "rows": [_row(key, list(group), counts, predictors) for key, group in groups],
         "buckets": buckets,
         "hardware": None if hardware is None else _hardware(hardware),
-        "curve": None if curve is None else {**vars(curve), "points": [list(point) for point in curve.points]},
+        "curve": None if curve is None else vars(curve) | {"points": [[p.skipped, p.change] for p in curve.loss_curve]},
     }
 
 

@@ -115,17 +115,14 @@ def make_sparse(
 ) -> list[SparseCall]:
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     tensors = {n: t for n, t in zip(placeholders, example_inputs) if isinstance(t, torch.nn.Parameter)}
-    matches, seen = match_ffns(gm, tensors)
+    matches, seen = match_ffns(gm, tensors, weights_of(gm, example_inputs))
     if not matches and not seen.unknown and not our_ops(gm):
         warn_once("a graph without feed-forward layers is left to Inductor")
     for projections, computed in seen.unknown:
         warn_once(f"{_name(projections[-1].weight)} stays dense: another formula, of {computed}")
-    for projections, reason in seen.left:
-        warn_once(f"{_name(projections[-1].weight)} stays dense: {reason}")
-    taken = {n for m in matches for n in (*m.inside, *m.down.nodes)} | seen.named()
     # Of a model that optimize() has rewritten, it has said what is left.
-    for parameters, reason in [] if our_ops(gm) else skipped_layers(gm, weights_of(gm, example_inputs), taken):
-        warn_once(f"{_name(parameters[-1])} stays dense: {reason}")
+    for projections, reason in (*seen.left, *([] if our_ops(gm) else skipped_layers(matches, seen))):
+        warn_once(f"{_name(projections[-1].own[-1])} stays dense: {reason}")
     position = {node: index for index, node in enumerate(placeholders)}
     chosen = [_planned(match, plan) for match in matches]
     if plan is not None:

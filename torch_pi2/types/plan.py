@@ -16,10 +16,10 @@ import json
 import math
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import Field, Limits, from_json, limited, to_json
 from torch_pi2.base.files import atomic_folder_files, parse_json, read_text
 from torch_pi2.base.memory import let_go
-from torch_pi2.base.tensorfile import read_tensors
+from torch_pi2.base.tensorfile import Spec, read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
 from torch_pi2.types.method import METHODS, PREDICTED
 from torch_pi2.types.offload import OffloadConfig
@@ -84,44 +84,32 @@ class Plan:
     model_hash: str
     made_by: dict[str, Any] = field(default_factory=dict)
     hardware: HardwarePlan | None = None
-    _bound: dict[str, weakref.ref[torch.Tensor]] | None = field(default=None, init=False, repr=False, compare=False)
     _model: weakref.ref[nn.Module] | None = field(default=None, init=False, repr=False, compare=False)
 
     def bind(self, model: nn.Module) -> Plan:
-        """Remember (weakly) the parameters of ``model`` that the sites name; returns the plan itself.
+        """Remember ``model`` (weakly); returns the plan itself.
 
         Raises:
             StaleArtifactError: ``model``'s FFN weights are not the plan's.
         """
         self.check_model(model)
-        refs = [r for y in self.layers for r in (y.site.gate, y.site.up, y.site.down) if r is not None]
-        names = dict.fromkeys(n for r in refs for n in (r.weight, r.bias) if n)
-        self._bound = {name: weakref.ref(model.get_parameter(name)) for name in names}
         self._model = weakref.ref(model)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {
-            "_bound": None,
-            "_model": None,
-        }  # weak references cannot be pickled, and would be another process's
+        return self.__dict__ | {"_model": None}  # weak references cannot be pickled
 
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """Name -> parameter of the bound model. Raises ConfigError if there is none, or it is gone."""
-        found = {name: ref() for name, ref in (self._bound or {}).items()}
-        alive = {name: p for name, p in found.items() if p is not None}
-        if self._bound is None or len(alive) < len(found):
+    def model(self) -> nn.Module:
+        """The model it is bound to. Raises ConfigError if there is none, or it is gone."""
+        model = None if self._model is None else self._model()
+        if model is None:
             raise ConfigError(
                 "plan",
                 expected="one that is bound to a live model",
-                found="not bound" if self._bound is None else "a model that no longer exists",
+                found="not bound" if self._model is None else "a model that no longer exists",
                 fix="Call plan.bind(model) first and keep the model.",
             )
-        return alive
-
-    def model(self) -> nn.Module | None:
-        """The model it is bound to, while that exists."""
-        return None if self._model is None else self._model()
+        return model
 
     @property
     def orders_hash(self) -> str:
@@ -156,17 +144,8 @@ class Plan:
 
     def to_json(self) -> str:
         """The text of plan.json: everything but the orders, and their hash."""
-        layers = []
-        for layer in self.layers:
-            layers.append(
-                {
-                    "site": layer.site.to_json(),
-                    "method": layer.method,
-                    "n_hot": layer.n_hot,
-                    "threshold": layer.threshold,
-                    "expected_active": layer.expected_active,
-                }
-            )
+        named = ("method", "n_hot", "threshold", "expected_active")
+        layers = [{"site": y.site.to_json(), **{name: getattr(y, name) for name in named}} for y in self.layers]
         own = any(layer.thresholds is not None for layer in self.layers)
         version = _WITH_THRESHOLDS if own else PLAN_VERSION
         head = {"format": "torch_pi2.plan", "version": version, "model_hash": self.model_hash}
@@ -187,35 +166,38 @@ class Plan:
         A neuron store has its plan inside (:mod:`torch_pi2.store.parts`), and no such files beside it.
         """
         where, beside = Path(folder) / "plan.json", f"{folder}/plan.safetensors"
-        data = parse_json(read_text(where), where, "torch_pi2.plan", *_VERSIONS)
+        text = read_text(where)
         orders, meta = read_tensors(Path(folder) / "plan.safetensors")
-        plan = _read_plan(data, orders, where, beside, meta.get("model_hash"))
+        plan = Plan.from_json(text, orders, str(where), beside)
         if meta.get("model_hash") != plan.model_hash:
-            raise StaleArtifactError(
-                beside,
-                expected=f"model hash {plan.model_hash[:12]} as in plan.json",
-                found=str(meta.get("model_hash"))[:12],
-                fix="The two files are from different plans; make the plan again.",
-            )
+            raise _other_plan(beside, f"model hash {plan.model_hash}", str(meta.get("model_hash")))
         return plan
 
     @staticmethod
-    def from_json(text: str, orders: dict[str, torch.Tensor], where: str) -> Plan:
-        """Inverse of :meth:`to_json` and :attr:`orders`. Raises as :meth:`load`, of what is read from ``where``."""
-        data = parse_json(text, where, "torch_pi2.plan", *_VERSIONS)
-        return _read_plan(data, orders, where, where, data.get("model_hash"))
+    def from_json(text: str, orders: dict[str, torch.Tensor], where: str, beside: str = "") -> Plan:
+        """Inverse of :meth:`to_json` and :attr:`orders`, which are in the files ``where`` and ``beside`` (``where``).
+
+        Raises as :meth:`load`.
+        """
+        beside = beside or where
+        found = Field(parse_json(text, where, "torch_pi2.plan", *_VERSIONS), where, _FIX)
+        model_hash, made_by = found.at("model_hash").text(), found.at("made_by").names(allowed=None)
+        layers = [_read_layer(entry, orders, beside) for entry in found.at("layers").items()]
+        if len({layer.site.key for layer in layers}) < len(layers):
+            found.at("layers").wrong("layers of different keys", "one twice")
+        wanted = found.at("orders_hash").text()
+        if wanted != _orders_hash(orders):
+            raise _other_plan(beside, f"neuron orders {wanted}", _orders_hash(orders))
+        hardware = found.at("hardware", None).value
+        sizes = [(layer.site.key, layer.n_hot, layer.site.intermediate) for layer in layers]
+        read = None if hardware is None else HardwarePlan.from_json(hardware, sizes, where)
+        return Plan(layers, model_hash, made_by, read)
 
 
 def lossy_methods(plan: Plan) -> dict[str, int]:
     """Method -> number of layers in which it leaves out neurons that may not be zero."""
     layers = [y.method for y in plan.layers if y.n_cold and (y.method in PREDICTED or y.threshold > 0)]
     return dict(Counter(layers))
-
-
-class HasParameters(Protocol):
-    """A module, or anything that gives parameters by name."""
-
-    def get_parameter(self, name: str, /) -> torch.Tensor: ...
 
 
 def _orders_hash(orders: dict[str, torch.Tensor]) -> str:
@@ -226,73 +208,38 @@ def _orders_hash(orders: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _read_plan(
-    data: dict[str, Any], orders: dict[str, torch.Tensor], where: Path | str, beside: str, orders_of: str | None
-) -> Plan:
-    """The plan of ``data``, from ``where``, with ``orders``, from ``beside``, of the model ``orders_of``."""
-    found = Field(data, str(where), _FIX)
-    model_hash, made_by = found.at("model_hash").text(), found.at("made_by").names(allowed=None)
-    layers = [_read_layer(entry, orders, beside) for entry in found.at("layers").items()]
-    if len({layer.site.key for layer in layers}) < len(layers):
-        found.at("layers").wrong("layers of different keys", "one twice")
-    if orders_of == model_hash and data.get("orders_hash") != _orders_hash(orders):
-        raise StaleArtifactError(
-            beside,
-            expected=f"neuron orders {str(data.get('orders_hash'))[:12]} as in plan.json",
-            found=f"{_orders_hash(orders)[:12]}",
-            fix="The two files are from different plans; make the plan again.",
-        )
-    sizes = [(layer.site.key, layer.n_hot, layer.site.intermediate) for layer in layers]
-    hardware = data.get("hardware")
-    read = None if hardware is None else HardwarePlan.from_json(hardware, sizes, str(where))
-    return Plan(layers, model_hash, made_by, read)
+def _other_plan(beside: str, expected: str, found: str) -> StaleArtifactError:
+    what, _, value = expected.rpartition(" ")
+    return StaleArtifactError(
+        beside,
+        expected=f"{what} {value[:12]} as in plan.json",
+        found=found[:12],
+        fix="The two files are from different plans; make the plan again.",
+    )
 
 
 def _read_layer(entry: Field, orders: dict[str, torch.Tensor], beside: str) -> LayerPlan:
     """One entry of plan.json. Raises ArtifactError for anything but what ``save`` writes."""
     site = FFNSite.from_json(entry.at("site").value, entry.at("site").path)
-    return LayerPlan(
-        site,
-        entry.at("method").text(METHODS),
-        entry.at("n_hot").whole(0, site.intermediate),
-        _order(site, orders, beside),
-        entry.at("threshold").number(),
-        entry.at("expected_active").number(0, 1),
-        _thresholds(site, orders, beside),
-    )
+    neurons = site.intermediate
 
+    def own(name: str, dtype: torch.dtype, is_valid: Callable[[torch.Tensor], bool], words: str) -> torch.Tensor:
+        tensor = orders.get(f"{site.key}.{name}")
+        wanted = Spec((neurons,), dtype)
+        if tensor is None or Spec.of(tensor) != wanted or not is_valid(tensor):
+            spec = None if tensor is None else Spec.of(tensor)
+            found = "other numbers" if spec == wanted else str(spec or "none")
+            raise ArtifactError(beside, expected=f"{site.key}.{name}, {words}, {wanted}", found=found, fix=_FIX)
+        return tensor
 
-def _thresholds(site: FFNSite, orders: dict[str, torch.Tensor], beside: str) -> torch.Tensor | None:
-    """The per-neuron thresholds of a layer, if it has them. Raises ArtifactError: they are invalid."""
-    found = orders.get(f"{site.key}.thresholds")
-    if found is None:
-        return None
-    right = found.dtype == torch.float32 and tuple(found.shape) == (site.intermediate,)
-    if not right or not bool(((found >= 0) & (found < math.inf)).all()):
-        raise ArtifactError(
-            beside,
-            expected=f"thresholds of {site.key}, {site.intermediate} finite numbers of 0 or more in float32",
-            found=f"others in {dtype_name(found.dtype)} {list(found.shape)}",
-            fix=_FIX,
-        )
-    return found
-
-
-def _order(site: FFNSite, orders: dict[str, torch.Tensor], beside: str) -> torch.Tensor:
-    """The order of a layer's neurons. Raises ArtifactError: there is none, or it is no permutation of them."""
-    order = orders.get(f"{site.key}.order")
-    if order is None or order.dtype != torch.int32 or tuple(order.shape) != (site.intermediate,):
-        found = "none" if order is None else f"{dtype_name(order.dtype)} {list(order.shape)}"
-    else:
-        if is_permutation(order, site.intermediate):
-            return order
-        found = "numbers that occur twice, or are none of theirs"
-    raise ArtifactError(
-        beside,
-        expected=f"the order of {site.key}, {site.key}.order, a permutation of {site.intermediate} neurons in int32",
-        found=found,
-        fix=_FIX,
-    )
+    order = own("order", torch.int32, lambda o: is_permutation(o, neurons), f"a permutation of {neurons} neurons")
+    thresholds = None
+    if f"{site.key}.thresholds" in orders:
+        words = "finite numbers of 0 or more"
+        thresholds = own("thresholds", torch.float32, lambda t: bool(((t >= 0) & (t < math.inf)).all()), words)
+    n_hot, threshold = entry.at("n_hot").whole(0, neurons), entry.at("threshold").number()
+    active = entry.at("expected_active").number(0, 1)
+    return LayerPlan(site, entry.at("method").text(METHODS), n_hot, order, threshold, active, thresholds)
 
 
 def is_permutation(order: torch.Tensor, count: int) -> bool:
@@ -307,7 +254,7 @@ def is_permutation(order: torch.Tensor, count: int) -> bool:
     return bool(seen.all())
 
 
-def weights_hash(model: HasParameters, sites: list[FFNSite]) -> str:
+def weights_hash(model: Any, sites: list[FFNSite]) -> str:
     """SHA-256 over the FFN weights of ``sites``, in the order of a neuron's rows, whatever the file format."""
     digest = hashlib.sha256()
     for site in sites:
@@ -361,11 +308,11 @@ class PromptPlan:
     Attributes:
         dense_from: by layer, from how many tokens in one call on every neuron is computed; 0: never. Calls of no more
             tokens than the largest bucket has sequences are steps, whatever it says.
-        chunk_tokens: not read any more; files of earlier versions have it.
+        chunk_tokens: has no effect; files of earlier versions have it.
     """
 
     dense_from: tuple[int, ...]
-    chunk_tokens: int = limited(1, default=512)
+    chunk_tokens: int = limited(1, optional=True, default=512)
 
 
 @dataclass(frozen=True)
@@ -397,10 +344,6 @@ class HardwarePlan:
     def bucket(self, batch: int) -> Bucket:
         """The smallest for at least so many sequences; the largest if none is."""
         return next((b for b in self.buckets if b.batch >= batch), self.buckets[-1])
-
-    def layer_hot(self, layer: int) -> tuple[tuple[int, int], ...]:
-        """(batch, hot neurons) of one layer, ascending by batch."""
-        return tuple((b.batch, b.hot[layer]) for b in self.buckets)
 
     def to_json(self) -> dict[str, Any]:
         """For plan.json: the same numbers give the same text."""
@@ -446,7 +389,7 @@ def _check(plan: HardwarePlan, data: Field, layers: Bounds) -> None:
         _check_counts(fields.at("resident"), [(key, 0, n) for key, _, n in layers])
         for count, (key, _, size) in zip(bucket.accelerator, layers, strict=True):
             if count % ACCELERATOR_CHUNK and count != size:
-                _of_layer(fields.at("accelerator"), key).wrong(f"a multiple of {ACCELERATOR_CHUNK}, or {size}", count)
+                fields.at("accelerator").wrong(f"a multiple of {ACCELERATOR_CHUNK}, or {size}, for {key}", count)
         if any(bucket.resident) and plan.budget_bytes is None and not bucket.cache_bytes:
             fields.at("resident").wrong("0 where everything is in memory", sum(bucket.resident))
     _check_counts(data.at("prompt").at("dense_from"), [(key, 0, 1 << 30) for key, _, _ in layers])
@@ -465,8 +408,4 @@ def _check_counts(counts: Field, bounds: Bounds) -> None:
         counts.wrong(f"{len(bounds)} numbers, one for each layer", f"{len(counts.value)}")
     for count, (key, least, most) in zip(counts.value, bounds, strict=True):
         if not least <= count <= most:
-            _of_layer(counts, key).wrong(f"{least} to {most}", count)
-
-
-def _of_layer(counts: Field, key: str) -> Field:
-    return Field(counts.value, f"{counts.path} of {key}", counts.fix)
+            counts.wrong(f"{least} to {most} for {key}", count)

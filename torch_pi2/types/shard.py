@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, replace
 from functools import cached_property
 
 import torch
 
 from torch_pi2.base.fields import Field, check_fields, limited
-from torch_pi2.errors import ConfigError
 from torch_pi2.ops.constants import chunk_neurons
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import MOST_SIZE, block_of, row_of_blocks
@@ -37,7 +36,7 @@ class GroupConfig:
             sends fewer bytes. Either way all processes get the same bits in every run.
         timeout_s: a process that does not answer for this long counts as lost. One that has ended is noticed at once.
 
-    ``patience_s`` is the former name of ``timeout_s``. ``attention="heads"`` was removed.
+    ``patience_s`` is the former name of ``timeout_s``.
 
     Raises:
         ConfigError: a setting makes no sense.
@@ -45,22 +44,13 @@ class GroupConfig:
 
     reduction: str = limited(choices=REDUCTIONS, default=REDUCTIONS[0])
     timeout_s: float = limited(above=True, default=120.0)
-    attention: InitVar[str | None] = None
     patience_s: InitVar[float | None] = None
 
-    def __post_init__(self, attention: str | None, patience_s: float | None) -> None:
+    def __post_init__(self, patience_s: float | None) -> None:
         if patience_s is not None:
             warnings.warn("GroupConfig(patience_s) is now called timeout_s", DeprecationWarning, stacklevel=3)
             object.__setattr__(self, "timeout_s", patience_s)
         check_fields(self)
-        if attention not in (None, "whole"):
-            raise ConfigError(
-                "GroupConfig.attention",
-                expected="no such setting: every process computes all of attention",
-                found=repr(attention),
-                fix="Partition the model by layers (torch-pi2 pack --by layers), which divides attention too and was "
-                "faster in all measurements.",
-            )
 
 
 @dataclass(frozen=True)
@@ -195,13 +185,11 @@ def _check_stage(shard: Shard, field: Field) -> None:
     numbers, layers = row_of_blocks(shard.layers), [*shard.layers.values()]
     own = [i for i, mine in enumerate(layers) if mine.chunks]
     whole = all(layers[i].neurons == layers[i].whole for i in own)
-    if not own or not whole or numbers is None or own != _between(numbers, numbers[own[0]], numbers[own[-1]]):
-        field.wrong("some chunks of every layer, or all of those of blocks that follow each other")
-
-
-def _between(numbers: Sequence[int], first: int, last: int) -> list[int]:
-    """Places of the numbers from ``first`` to ``last``."""
-    return [i for i, number in enumerate(numbers) if first <= number <= last]
+    if own and whole and numbers is not None:
+        first, last = numbers[own[0]], numbers[own[-1]]
+        if own == [i for i, number in enumerate(numbers) if first <= number <= last]:
+            return
+    field.wrong("some chunks of every layer, or all of those of blocks that follow each other")
 
 
 def _layer(field: Field) -> ShardLayer:

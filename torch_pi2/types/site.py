@@ -171,7 +171,12 @@ class FFNSite:
                 weight = ref.take(model.get_parameter(ref.weight).detach())
                 bias = ref.take_bias(model.get_parameter(ref.bias).detach()) if ref.bias else None
             except AttributeError as error:
-                raise _gone(self, ref) from error
+                raise UnsupportedModelError(
+                    f"weights of {self.key or 'the FFN'} ({self.owner_class})",
+                    expected=f"a parameter {ref.weight}",
+                    found="none: another layer that shares its module was made sparse",
+                    fix="Give each layer linear modules of its own; they may share parameters.",
+                ) from error
             return weight, bias
 
         gate, bias_gate = take(self.gate)
@@ -183,9 +188,6 @@ class FFNSite:
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = to_json(self)
-        for ref in (data["gate"], data["up"], data["down"]):
-            if ref is not None and not ref["transposed"]:
-                del ref["transposed"]  # versions that did not have it would refuse it
         return data
 
     @staticmethod
@@ -208,15 +210,6 @@ class FFNSite:
         if made.up_first and (not made.gated or made.activation_on_up or made.experts is not None):
             site.at("activation").wrong("one of the second of two matrices only where the first has none, in no expert")
         return made
-
-
-def _gone(site: FFNSite, ref: LinearRef) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"weights of {site.key or 'the FFN'} ({site.owner_class})",
-        expected=f"a parameter {ref.weight}",
-        found="none: another layer that shares its module was made sparse",
-        fix="Give each layer linear modules of its own; they may share parameters.",
-    )
 
 
 def check_weights(site: FFNSite, weights: FFNWeights) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import numpy as np
 import torch
 
-from torch_pi2.base.fields import Field
+from torch_pi2.base.fields import Field, Limits, from_json, limited, optional
 from torch_pi2.base.files import atomic_folder_files, check_artifact
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import Spec, read_tensors
@@ -103,46 +103,55 @@ class Reservoir:
         return torch.from_numpy(np.argsort(self.keys_S))
 
 
-@dataclass
-class LayerStats:
-    """Measurements of one FFN with I neurons.
+@dataclass(kw_only=True)
+class LayerHead:
+    """The measurements of one FFN that are no tensors.
 
     Attributes:
         key, layer: of the site.
         threshold: a neuron fired iff score > threshold. The score is ``|act(gate)|``, or with individual thresholds
             ``|act(gate)| * threshold / thresholds``.
         tokens: real tokens seen; for an expert those that the router gave it and ``borrowed`` ones.
-        fired: ``[I]`` int64 tokens for which the neuron fired.
-        zeros: ``[I]`` int64 tokens for which its score was exactly zero; with a threshold above 0, of ``scored`` ones.
-        abs_sum: ``[I]`` float64 sum of scores.
         batch_sizes: 1, 2, 4, ... tokens of different sequences taken together.
-        batch_groups: ``[K]`` int64 groups seen of each size; batch_fired: ``[K, I]`` int64 groups in which the
-            neuron fired at least once.
-        score_hist: ``[HIST_BINS]`` int64 over all neurons and tokens.
         experts: for an expert, the module that holds it.
         borrowed: for an expert with few tokens, how many of ``tokens`` the router gave to others of its block.
-        thresholds: ``[I]`` float32, individual thresholds on ``|act(gate)|`` that equal ``threshold`` on the score;
-            None: all are ``threshold``.
         up_first: read ``|up|`` for ``|act(gate)|`` everywhere here.
-
-    Tokens that were only watched (:mod:`torch_pi2.observe.watch`) are not in sums of scores and histogram.
     """
 
     key: str
     layer: int
     threshold: float
     tokens: int
+    batch_sizes: tuple[Annotated[int, Limits(1)], ...]
+    experts: str | None = optional(None)
+    borrowed: int = optional(0)
+    up_first: bool = optional(False)
+
+
+@dataclass(kw_only=True)
+class LayerStats(LayerHead):
+    """Measurements of one FFN with I neurons.
+
+    Attributes:
+        fired: ``[I]`` int64 tokens for which the neuron fired.
+        zeros: ``[I]`` int64 tokens for which its score was exactly zero; with a threshold above 0, of ``scored`` ones.
+        abs_sum: ``[I]`` float64 sum of scores.
+        batch_groups: ``[K]`` int64 groups seen of each of the ``batch_sizes``; batch_fired: ``[K, I]`` int64 groups in
+            which the neuron fired at least once.
+        score_hist: ``[HIST_BINS]`` int64 over all neurons and tokens.
+        thresholds: ``[I]`` float32, individual thresholds on ``|act(gate)|`` that equal ``threshold`` on the score;
+            None: all are ``threshold``.
+
+    Tokens that were only watched (:mod:`torch_pi2.observe.watch`) are not in sums of scores and histogram.
+    """
+
     fired: torch.Tensor
     zeros: torch.Tensor
     abs_sum: torch.Tensor
-    batch_sizes: tuple[int, ...]
     batch_groups: torch.Tensor
     batch_fired: torch.Tensor
     score_hist: torch.Tensor
-    experts: str | None = None
-    borrowed: int = 0
     thresholds: torch.Tensor | None = None
-    up_first: bool = False
 
     @property
     def intermediate(self) -> int:
@@ -280,33 +289,6 @@ class ActivationStats:
         low, high = bin_edge(bin_), bin_edge(bin_ + 1)
         return low + (high - low) * part
 
-    def summary(self) -> dict[str, Any]:
-        """Plain numbers for reports and ``--json``: sparsity and shape of each layer's firing."""
-        rows = []
-        for s in self:
-            f = s.frequency() if s.tokens else torch.zeros(s.intermediate, dtype=torch.float64)
-            order = torch.sort(f, descending=True).values
-            need = int((torch.cumsum(order, 0) < 0.8 * float(order.sum())).sum()) + 1
-            rows.append(
-                {
-                    "key": s.key,
-                    "layer": s.layer,
-                    "neurons": s.intermediate,
-                    "sparsity": s.sparsity,
-                    "active_share": s.active_share,
-                    "borrowed": s.borrowed,
-                    "never_fired": int((s.fired == 0).sum()),
-                    "neurons_for_80_percent": need / s.intermediate,
-                    "skew": s.skew(),
-                    "active_share_by_batch": {
-                        str(b): float(s.frequency(b).mean())
-                        for b, n in zip(s.batch_sizes, s.batch_groups.tolist())
-                        if n > 0
-                    },
-                }
-            )
-        return {"tokens": self.tokens, "model_hash": self.model_hash, "made_by": self.made_by, "layers": rows}
-
     def _version(self) -> int:
         if any(s.up_first for s in self):
             return STATS_UP_FIRST
@@ -323,17 +305,7 @@ class ActivationStats:
                     tensors[f"{s.key}.{name}"] = getattr(s, name)
             # a sample of firing vectors in earlier releases, which need the tensor
             tensors[f"{s.key}.cofire_bits"] = torch.zeros((0, -(-s.intermediate // 8)), dtype=torch.uint8)
-            layers.append(
-                {
-                    "key": s.key,
-                    "layer": s.layer,
-                    "threshold": s.threshold,
-                    "tokens": s.tokens,
-                    "batch_sizes": s.batch_sizes,
-                }
-                | ({} if s.experts is None else {"experts": s.experts, "borrowed": s.borrowed})
-                | ({"up_first": True} if s.up_first else {})
-            )
+            layers.append({one.name: getattr(s, one.name) for one in fields(LayerHead)})
         meta = {
             "format": STATS_FORMAT,
             "version": str(self._version()),
@@ -383,14 +355,13 @@ def parse_layers(meta: Mapping[str, str], where: Path | str) -> Field:
 
 def _layer(row: Field, tensors: Mapping[str, torch.Tensor], where: Path | str) -> LayerStats:
     """One layer of a file. Raises ArtifactError."""
-    row.names(("key", "layer", "threshold", "tokens", "batch_sizes"), ("experts", "borrowed", "up_first"))
-    key = row.at("key").text(empty=True)
+    head: LayerHead = row.take(LayerHead)
+    key = head.key
     found = {name: tensors[f"{key}.{name}"] for name in _TENSORS if f"{key}.{name}" in tensors}
     if missing := [name for name in _TENSORS if name not in found]:
         _refuse(f"{where}: {key}", "all its tensors", f"no {', '.join(missing)}")
-    sizes = tuple(size.whole(1) for size in row.at("batch_sizes").items(1, 64))
     neurons = found["fired"].shape[0] if found["fired"].dim() else 0
-    known = {"I": neurons, "K": len(sizes), "BINS": HIST_BINS}
+    known = {"I": neurons, "K": len(head.batch_sizes), "BINS": HIST_BINS}
     own = tensors.get(f"{key}.{_OWN}")
     kinds, values = dict(_TENSORS), dict(found)
     if own is not None:
@@ -402,19 +373,7 @@ def _layer(row: Field, tensors: Mapping[str, torch.Tensor], where: Path | str) -
             _refuse(f"{where}, {key}.{name}", str(wanted), str(Spec.of(value)))
         if value.numel() and not 0 <= float(value.min()) <= float(value.max()) < math.inf:
             _refuse(f"{where}, {key}.{name}", "numbers of 0 or more", "others")
-    experts, tokens = row.at("experts", None), row.at("tokens").whole()
-    return LayerStats(
-        key=key,
-        layer=row.at("layer").whole(),
-        threshold=row.at("threshold").number(),
-        tokens=tokens,
-        batch_sizes=sizes,
-        experts=None if experts.value is None else experts.text(),
-        borrowed=row.at("borrowed", 0).whole(0, tokens),
-        thresholds=own,
-        up_first=row.at("up_first", False).flag(),
-        **found,
-    )
+    return LayerStats(**vars(head), thresholds=own, **found)
 
 
 def _refuse(what: str, expected: str, found: str) -> NoReturn:
@@ -427,32 +386,31 @@ def _file(path: str | Path) -> Path:
 
 
 @dataclass(frozen=True)
+class LossPoint:
+    """``skipped``: share of all neurons; ``change``: relative increase of the loss."""
+
+    skipped: float = limited(0, 1)
+    change: float = limited(-1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LossCurve:
-    """Measured on calibration sequences that thresholds were not taken from.
+    """Fields of ``made_by`` in statistics, measured on calibration sequences that thresholds were not taken from.
 
     Attributes:
         score: what thresholds are compared with. max_loss: the budget. loss_change: relative increase of the loss with
             the chosen thresholds.
-        points: ascending, the share of all neurons that was skipped, and the relative increase of the loss.
+        loss_curve: ascending by the share of neurons that was skipped.
     """
 
     score: str
     max_loss: float
-    loss_change: float
-    points: tuple[tuple[float, float], ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Fields of ``made_by`` in statistics."""
-        points = [{"skipped": skipped, "change": change} for skipped, change in self.points]
-        chosen = {"score": self.score, "max_loss": self.max_loss, "loss_change": self.loss_change}
-        return chosen | {"loss_curve": points}
+    loss_change: float = limited(-1.0)
+    loss_curve: tuple[LossPoint, ...]
 
     @staticmethod
     def of(made_by: Mapping[str, Any], where: str) -> LossCurve | None:
         """The curve in ``made_by`` of ``where``; None: there was no budget. Raises ArtifactError: it is damaged."""
         if "loss_curve" not in made_by:
             return None
-        found = Field(dict(made_by), where, _FIX)
-        points = [(p.at("skipped").number(0, 1), p.at("change").number(-1)) for p in found.at("loss_curve").items(1)]
-        numbers = found.at("max_loss").number(), found.at("loss_change").number(-1)
-        return LossCurve(found.at("score").text(), *numbers, tuple(points))
+        return from_json(LossCurve, {f.name: made_by.get(f.name) for f in fields(LossCurve)}, where, _FIX)

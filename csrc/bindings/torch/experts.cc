@@ -67,22 +67,22 @@ ExpertStack stack_of(const Tensor& x, const FfnArgs& layer, int64_t experts, con
   stack.layer.first = stack.layer.n_hot = first_neuron;  // of which no predictor is asked
   STD_TORCH_CHECK(thresholds.empty() || static_cast<int64_t>(thresholds.size()) == experts,
                   "pi2: thresholds: expected none, or ", experts, ", one for each expert, found ", thresholds.size(),
-                  ". See torch_pi2.ops.reference.");
+                  ". See torch_pi2.ops.experts.");
   for (size_t e = 0; e < thresholds.size(); ++e)
     STD_TORCH_CHECK(thresholds[e] >= 0, "pi2: thresholds: expected 0 or more, found ", thresholds[e], " for expert ", e,
                     ". Check the plan.");
   if (!thresholds.empty()) stack.thresholds = thresholds.data();
   STD_TORCH_CHECK(!layer.shaping.cuts() && !layer.shaping.second,
                   "pi2: activation: expected one without sigmas and second for experts, found some. "
-                  "See torch_pi2.ops.reference.");
+                  "See torch_pi2.ops.experts.");
   if (kind == "none") {
     STD_TORCH_CHECK(tensors.empty() && cuts.empty(),
                     "pi2: predictor: expected no tensors and cuts for kind none, found ", tensors.size(), " and ",
-                    cuts.size(), ". See torch_pi2.ops.reference.");
+                    cuts.size(), ". See torch_pi2.ops.experts.");
     return stack;
   }
   STD_TORCH_CHECK(static_cast<int64_t>(cuts.size()) == experts, "pi2: cuts: expected ", experts,
-                  ", one for each expert, found ", cuts.size(), ". See torch_pi2.ops.reference.");
+                  ", one for each expert, found ", cuts.size(), ". See torch_pi2.ops.experts.");
   std::vector<Tensor> first;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const std::string name = "predictor tensor " + std::to_string(i);

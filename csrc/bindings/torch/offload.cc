@@ -229,7 +229,7 @@ Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTens
   if (parts != 0) {
     const int64_t most = std::min(kGemmTokens, kStreamFrom) - 1, chunks = args.chunks();
     STD_TORCH_CHECK(parts == chunks && first == 0, "pi2: parts: expected 0 or ", chunks,
-                    ", the chunks of the whole layer, found ", parts, ". See torch_pi2.ops.reference.stored_ffn.");
+                    ", the chunks of the whole layer, found ", parts, ". See torch_pi2.ops.ffn.stored_ffn.");
     STD_TORCH_CHECK(args.tokens <= most, "pi2: x: expected at most ", most, " tokens where parts are asked for, found ",
                     args.tokens, ". Ask for the sum.");
   }
@@ -246,7 +246,7 @@ Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTens
     any.lowrank.doubt = static_cast<float>(offload->miss_margin());
   } else {
     STD_TORCH_CHECK(predictor.empty(), "pi2: predictor: expected no tensors for kind none, found ", predictor.size(),
-                    ". See torch_pi2.ops.reference.stored_ffn.");
+                    ". See torch_pi2.ops.ffn.stored_ffn.");
   }
   if (args.tokens == 0) return out;
   const std::string problem =

@@ -158,11 +158,11 @@ Predictor any_predictor(const Tensor& x, const FfnArgs& args, const std::vector<
                         const std::string& kind, double cut, const std::string& weights, bool int8_activations) {
   const size_t least = kind == "lowrank" ? 4 : kind == "lowrank_q" ? 2 : kind == "signbit" ? 1 : 0;
   STD_TORCH_CHECK(least > 0, "pi2: kind: expected lowrank, lowrank_q or signbit, found '", kind,
-                  "'. See torch_pi2.ops.reference.predicted_ffn.");
+                  "'. See torch_pi2.ops.ffn.predicted_ffn.");
   const size_t most = kind == "signbit" ? least : least + 1;  // low-rank ones may have a bias
   STD_TORCH_CHECK(tensors.size() == least || tensors.size() == most, "pi2: predictor: expected ", least,
                   most > least ? " tensors (and a bias)" : " tensor", " for kind ", kind, ", found ", tensors.size(),
-                  ". See torch_pi2.ops.reference.predicted_ffn.");
+                  ". See torch_pi2.ops.ffn.predicted_ffn.");
   Predictor made;
   const MaybeTensor bias = tensors.size() > least ? MaybeTensor(tensors[least]) : std::nullopt;
   const bool signbit = kind == "signbit";

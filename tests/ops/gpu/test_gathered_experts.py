@@ -10,7 +10,8 @@ import torch
 from drawn_layers import close, drawn, predictors, quantize
 from operators import opcheck
 
-from torch_pi2.ops import load, reference
+from torch_pi2.ops import experts as reference
+from torch_pi2.ops import load
 from torch_pi2.ops.gpu import kernels
 from torch_pi2.ops.gpu import operators as gpu
 
