@@ -238,7 +238,6 @@ def test_the_curve_is_in_the_folder_and_shown(tmp_path: Path, caplog: pytest.Log
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"loss_curve": []}, "here, loss_curve: expected a list of 1 or more"),
         (
             {"loss_curve": [{"skipped": 2, "change": 0}]},
             "0, skipped: expected a number, 0 or more, at most 1",
@@ -403,7 +402,7 @@ def test_files_with_thresholds(tmp_path: Path, score: str) -> None:
     for wrong in (torch.full((INTERMEDIATE,), float("nan")), torch.ones(47), torch.ones(INTERMEDIATE).double()):
         tensors[f"{key}.thresholds"] = wrong
         save_file(tensors, tmp_path / "plan.safetensors", meta)
-        with pytest.raises(errors.ArtifactError, match=f"thresholds of {key}, 48 finite numbers of 0 or more"):
+        with pytest.raises(errors.ArtifactError, match=f"{key}.thresholds, finite numbers of 0 or more"):
             Plan.load(tmp_path)
     head = stats.save(tmp_path / "again")
     for wrong, message in ((-torch.ones(INTERMEDIATE), "numbers of 0 or more"), (torch.ones(47), r"float32 \[48\]")):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from torch_pi2.formats import GROUP, row_bytes
 from torch_pi2.ops import load
 
 
@@ -31,6 +32,17 @@ def quantized(weights: str, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     x, rows, *biases = tensors
     held = torch.stack([quantize(row, weights) for row in rows.unbind(1)], 1).contiguous()
     return x, held, *(None if bias is None else bias.float() for bias in biases)
+
+
+def quantised(*shape: int, weights: str, seed: int = 0) -> torch.Tensor:
+    """Random rows of ``shape[-1]`` numbers of about unit size."""
+    *leading, n = shape
+    size, groups = row_bytes(weights, n), -(-n // GROUP)
+    generators = [torch.Generator().manual_seed(seed + more) for more in (0, 1)]
+    out = torch.randint(0, 256, (*leading, size), dtype=torch.uint8, generator=generators[0])
+    scale = (0.5 + torch.rand(*leading, groups, generator=generators[1])) * (0.2 if weights == "int4" else 0.014)
+    out[..., size - 2 * groups :] = scale.half().view(torch.uint8)
+    return out
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from drawn_layers import layer as make
 from operators import opcheck
 
 from torch_pi2.errors import GradientError, LibraryMissingError, UnsupportedModelError
@@ -21,15 +22,6 @@ reference = SimpleNamespace(**REFERENCES)
 
 load()
 SIZES = [(1, 3, 1, 1), (7, 2, 17, 3), (300, 3, 111, 5), (989, 3, 128, 19), (513, 2, 64, 70)]  # I, R, H, T
-
-
-def make(intermediate: int, rows: int, hidden: int, tokens: int, dtype: torch.dtype, seed: int = 0) -> tuple:
-    g = torch.Generator().manual_seed(seed)
-    neuron_rows = (torch.randn(intermediate, rows, hidden, generator=g) * hidden**-0.5).to(dtype)
-    bias_gate, bias_up = (torch.randn(intermediate, generator=g).to(dtype) for _ in range(2))
-    bias_down = torch.randn(hidden, generator=g).to(dtype)
-    x = torch.randn(tokens, hidden, generator=g)
-    return x, neuron_rows, bias_gate if rows == 3 else None, bias_up, bias_down
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -46,42 +38,6 @@ def test_every_kernel_equals_the_reference(isa: str, dtype: torch.dtype, size: t
                 wanted = reference.sparse_ffn(*tensors, *settings)
                 found = torch.ops.pi2.sparse_ffn(*tensors, *settings)
                 torch.testing.assert_close(found, wanted, rtol=0, atol=3e-6 * float(wanted.abs().max()) + 1e-7)
-
-
-NUMBERED = [
-    "silu[in=1.702,out=0.587544066,limit=7,plus=1]",
-    "silu[limit=0.5]",
-    "gelu[in=0.25,plus=-0.5]",
-    "gelu_tanh[in=2]",
-    "relu[out=0.5]",
-    "relu2[in=2,limit=1]",
-]
-
-
-@pytest.mark.parametrize("on_up", [False, True])
-@pytest.mark.parametrize("activation", NUMBERED)
-def test_numbers_of_activations(isa: str, activation: str, on_up: bool) -> None:
-    for size in SIZES:
-        intermediate, rows, hidden, tokens = size
-        for dtype in (torch.float32, torch.bfloat16):
-            tensors = make(intermediate, rows, hidden, tokens, dtype)
-            for threshold in (0.0, 0.2):
-                settings = (None, activation, on_up, intermediate // 3, threshold)
-                wanted = reference.sparse_ffn(*tensors, *settings)
-                found = torch.ops.pi2.sparse_ffn(*tensors, *settings)
-                torch.testing.assert_close(found, wanted, rtol=0, atol=3e-6 * float(wanted.abs().max()) + 1e-7)
-
-
-@pytest.mark.parametrize("activation", NUMBERED)
-@pytest.mark.parametrize("tokens", [1, 5, 130])
-def test_numbers_of_activations_with_quantised_weights(isa: str, activation: str, tokens: int) -> None:
-    x, rows, bias_gate, bias_up, bias_down = make(300, 3, 96, tokens, torch.float32)
-    stored = torch.ops.pi2.quantize(rows.reshape(-1, 96), "int4").view(300, 3, -1)
-    for int8_activations in (False, True):
-        settings = (None, activation, False, 0, 0.0, "int4", int8_activations)
-        wanted = reference.sparse_ffn(x, stored, bias_gate, bias_up, bias_down, *settings)
-        found = torch.ops.pi2.sparse_ffn(x, stored, bias_gate, bias_up, bias_down, *settings)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize(
@@ -133,28 +89,6 @@ def test_output_is_rounded_once(isa: str, dtype: torch.dtype) -> None:
     full = torch.ops.pi2.sparse_ffn(x.to(dtype).float(), *weights, *settings)
     assert half.dtype is dtype
     assert torch.equal(half, full.to(dtype))
-
-
-def test_batch_company_changes_no_bit(isa: str) -> None:
-    x, *weights = make(700, 3, 96, 71, torch.float32)
-    mask_TC = torch.rand(71, 600, generator=torch.Generator().manual_seed(2)) < 0.2
-    together = torch.ops.pi2.sparse_ffn(x, *weights, mask_TC, "relu", True, 100, 0.0)
-    for t in range(len(x)):
-        alone = torch.ops.pi2.sparse_ffn(x[t : t + 1], *weights, mask_TC[t : t + 1], "relu", True, 100, 0.0)
-        assert torch.equal(alone[0], together[t])
-
-
-def test_threads_and_the_hot_boundary_change_no_bit(isa: str) -> None:
-    x, *weights = make(2100, 3, 80, 3, torch.bfloat16)
-    before = torch.get_num_threads()
-    wanted = torch.ops.pi2.sparse_ffn(x, *weights, None, "relu", True, 0, 0.0)
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            for n_hot in (0, 1, 777, 2100):
-                assert torch.equal(torch.ops.pi2.sparse_ffn(x, *weights, None, "relu", True, n_hot, 0.0), wanted)
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_any_superset_of_the_firing_neurons_is_exact(isa: str) -> None:
@@ -231,15 +165,32 @@ def test_opcheck_functional_operators() -> None:
     opcheck(torch.ops.pi2.predict_lowrank.default, (*predictor(), 0.0))
 
 
-def test_opcheck_out_variant() -> None:
-    # No functionalisation: PyTorch refuses it for custom `Tensor(a!)` returns, which ExecuTorch's .out form needs.
+def out_variants() -> dict[str, tuple]:
     x, *weights = make(50, 3, 24, 3, torch.float32)
-    args = (x, *weights, None, "relu", True, 3, 0.0)
-    out = torch.empty_like(x)
+    rows = torch.ops.pi2.quantize(torch.randn(5, 24), "int4", None)
+    layer = ("relu", True, 3, 0.0)
+    return {
+        "sparse_ffn": (x, *weights, None, *layer),
+        "predicted_ffn": (x, *weights, [torch.zeros(47, 8).byte()], "signbit", 1.0, "", False, *layer),
+        "linear": (x, rows, torch.ones(5), "int4", True),
+        "dequantize": (rows, "int4", 24, torch.float32),
+    }
+
+
+@pytest.mark.parametrize("name", out_variants())
+def test_out_variants(name: str) -> None:
+    # No functionalisation: PyTorch refuses it for custom `Tensor(a!)` returns, which ExecuTorch's .out form needs.
+    args, packet = out_variants()[name], getattr(torch.ops.pi2, name)
+    wanted = packet(*args)
+    out = torch.empty_like(wanted)
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-    opcheck(torch.ops.pi2.sparse_ffn.out, args, {"out": out}, test_utils=utils)
-    assert torch.ops.pi2.sparse_ffn.out(*args, out=out) is out
-    assert torch.equal(out, torch.ops.pi2.sparse_ffn(*args))
+    opcheck(packet.out, args, {"out": out}, test_utils=utils)
+    assert packet.out(*args, out=out) is out
+    assert torch.equal(out, wanted)
+    strided = torch.empty(wanted.shape[::-1]).T
+    for to, found in ((torch.empty(3, 6), r".*\[3, 6\]"), (out.double(), "another dtype"), (strided, "strided")):
+        with pytest.raises(RuntimeError, match=rf"pi2: out: expected a contiguous tensor .*, found {found}"):
+            packet.out(*args, out=to)
 
 
 def test_gradients_are_refused() -> None:
@@ -251,6 +202,9 @@ def test_gradients_are_refused() -> None:
     x, *tensors = predictor()
     with pytest.raises(GradientError, match="predict_lowrank"):
         torch.ops.pi2.predict_lowrank(x.requires_grad_(), *tensors, 0.0)
+
+
+ROWS = {"neuron_rows": torch.zeros(50, 3, 18, dtype=torch.uint8), "weights": "int4"}
 
 
 @pytest.mark.parametrize(
@@ -267,6 +221,24 @@ def test_gradients_are_refused() -> None:
         ({"activation": "swish"}, "expected relu, relu2, silu, gelu, gelu_tanh or identity, found 'swish'"),
         ({"n_hot": 51}, "n_hot: expected 0 to 50, found 51"),
         ({"threshold": -1.0}, "threshold: expected 0 or more"),
+        ({"weights": "int3"}, "weights: expected float, int4 or int8, found 'int3'"),
+        ({"weights": "int4"}, "dtype of neuron_rows: expected uint8 with weights 'int4'"),
+        ({"int8_activations": True}, "int8_activations: expected false with float"),
+        (ROWS | {"weights": "float"}, "dtype of neuron_rows: expected float32, .* with weights 'float', found uint8"),
+        (
+            ROWS | {"weights": "int8"},
+            r"neuron_rows: expected rows of 34 bytes .*24 of x in int8\), found 18",
+        ),
+        (ROWS | {"x": torch.zeros(3, 96)}, r"neuron_rows: expected rows of 54 bytes \(hidden size 96"),
+        (
+            ROWS | {"bias_up": torch.zeros(50).half()},
+            r"dtype of bias_up: expected float32 \(the weights are quantised\)",
+        ),
+        ({"activation": "relu[sigmas=0]"}, "activation_on_up: expected false with sigmas, which are of the gates"),
+        ({"activation": "silu[second=1]"}, "activation: expected one without second but for gated neurons"),
+        ({"thresholds": torch.zeros(29)}, r"shape of thresholds: expected \[50\], found 1 dimensions of 29"),
+        ({"thresholds": torch.zeros(50).double()}, "dtype of thresholds: expected float32, whatever the weights"),
+        ({"thresholds": torch.zeros(100)[::2]}, "layout of thresholds: expected contiguous"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )

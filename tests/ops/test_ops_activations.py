@@ -26,6 +26,14 @@ SIZES = [
     (513, 2, 64, 70),
 ]  # I, R, H, T
 CUTS = ["gelu_tanh[sigmas=1.64485363]", "relu2[sigmas=0.5]", "silu[in=2,limit=3,plus=1,sigmas=-0.25]", "relu[sigmas=0]"]
+NUMBERED = [
+    "silu[in=1.702,out=0.587544066,limit=7,plus=1]",
+    "silu[limit=0.5]",
+    "gelu[in=0.25,plus=-0.5]",
+    "gelu_tanh[in=2]",
+    "relu[out=0.5]",
+    "relu2[in=2,limit=1]",
+]
 SECOND = ["silu", "gelu_tanh", "silu[in=1.5,out=0.5,limit=0.8,plus=1]"]
 
 
@@ -51,9 +59,10 @@ def compare(tensors: Any, *settings: Any, atol: float = 1e-5) -> torch.Tensor:
 def test_the_operator_equals_the_reference(isa: str, size: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     tensors, hot = make(*size, dtype), size[0] // 3
     mask = torch.rand(size[3], size[0] - hot, generator=generator(1)) < 0.3
-    for activation in [*CUTS, *(map(swapped, SECOND) if size[1] == 3 else ())]:
+    for activation in [*CUTS, *NUMBERED, *(map(swapped, SECOND) if size[1] == 3 else ())]:
         for active, threshold in ((None, 0.0), (mask, 0.2)):
-            compare(tensors, active, activation, False, hot, threshold)
+            for activation_on_up in {False, activation in NUMBERED}:
+                compare(tensors, active, activation, activation_on_up, hot, threshold)
     for active in (None, mask):
         found = compare(tensors, active, "silu", False, hot, 9.0, "float", False, own(size[0]))
         without = torch.ops.pi2.sparse_ffn(*tensors, active, "silu", False, hot, 0.0)
@@ -76,7 +85,7 @@ def test_quantised_weights(isa: str, tokens: int) -> None:
     stored = torch.ops.pi2.quantize(rows.reshape(-1, 96), "int4").view(300, 3, -1)
     for int8_activations in (False, True):
         for activation, threshold, thresholds in (
-            (CUTS[0], 0.0, None),
+            *((numbered, 0.0, None) for numbered in (*NUMBERED, CUTS[0])),
             (swapped("silu"), 0.4, None),
             ("silu", 0.0, own(300)),
         ):
@@ -84,7 +93,7 @@ def test_quantised_weights(isa: str, tokens: int) -> None:
             compare((x, stored, *biases), *settings, atol=3e-5)
 
 
-@pytest.mark.parametrize(("activation", "threshold"), [(CUTS[0], 0.0), (swapped("silu"), 0.3)])
+@pytest.mark.parametrize(("activation", "threshold"), [("relu", 0.0), (CUTS[0], 0.0), (swapped("silu"), 0.3)])
 def test_company_threads_and_the_hot_boundary_change_no_bit(isa: str, activation: str, threshold: float) -> None:
     x, *weights = make(2100, 3, 80, 71, torch.bfloat16)
 
@@ -165,24 +174,6 @@ def test_thresholds_beside_others() -> None:
     opcheck(torch.ops.pi2.sparse_ffn.default, (*tensors, *settings))
     with pytest.raises(UnsupportedModelError, match="thresholds on a GPU: expected one threshold for a layer"):
         gpu_operators.sparse_ffn(*tensors, *settings)
-
-
-NO_SECOND = "activation: expected one without second but for gated neurons"
-REFUSED: list[tuple[int, str, bool, torch.Tensor | None, str]] = [
-    (3, CUTS[0], True, None, "activation_on_up: expected false with sigmas, which are of the gates"),
-    (3, swapped("silu"), True, None, NO_SECOND),
-    (2, swapped("silu"), False, None, NO_SECOND),
-    (3, "silu", False, torch.zeros(29), r"shape of thresholds: expected \[50\], found 1 dimensions of 29"),
-    (3, "silu", False, torch.zeros(50).double(), "dtype of thresholds: expected float32, whatever the weights"),
-    (3, "silu", False, torch.zeros(100)[::2], "layout of thresholds: expected contiguous"),
-]
-
-
-@pytest.mark.parametrize(("rows", "activation", "on_up", "thresholds", "message"), REFUSED)
-def test_refusals(rows: int, activation: str, on_up: bool, thresholds: torch.Tensor | None, message: str) -> None:
-    tensors = make(50, rows, 24, 3, torch.float32)
-    with pytest.raises(RuntimeError, match=message):
-        torch.ops.pi2.sparse_ffn(*tensors, None, activation, on_up, 0, 0.0, "float", False, thresholds)
 
 
 @pytest.mark.parametrize("activation", [CUTS[0], swapped("silu")])

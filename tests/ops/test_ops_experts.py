@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawn_layers import quantised
 from operators import opcheck
 
 import torch_pi2
-from torch_pi2.formats import GROUP, row_bytes
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.ops import experts as reference
 from torch_pi2.ops import load
@@ -28,16 +28,6 @@ ARGUMENTS = (
 
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def quantised(*shape: int, weights: str, seed: int) -> torch.Tensor:
-    """Random rows of ``shape[-1]`` numbers of about unit size."""
-    *leading, n = shape
-    size, groups = row_bytes(weights, n), -(-n // GROUP)
-    out = torch.randint(0, 256, (*leading, size), dtype=torch.uint8, generator=generator(seed))
-    scale = (0.5 + torch.rand(*leading, groups, generator=generator(seed + 1))) * (0.2 if weights == "int4" else 0.014)
-    out[..., size - 2 * groups :] = scale.half().view(torch.uint8)
-    return out
 
 
 def predictors(kind: str, experts: int, neurons: int, hidden: int) -> tuple[list[torch.Tensor], str, list[float], str]:
@@ -261,41 +251,28 @@ LONG = torch.zeros(7, 2, dtype=torch.int64)
     ("change", "message"),
     [
         ({"x": torch.zeros(7, 1, 111)}, r"shape of x: expected \[tokens, hidden\], found \[7, 1, 111\]"),
-        ({"x": torch.zeros(7, 0)}, r"shape of x: expected \[tokens, hidden\], found \[7, 0\]"),
         ({"x": torch.zeros(7, 111).double()}, "dtype of x: expected float32, bfloat16 or float16, found another"),
         ({"x": torch.zeros(7, 96)}, r"neuron_rows: expected rows of 54 bytes \(hidden size 96"),
         ({"index": LONG.int()}, "dtype of index: expected int64, found another. Use .long"),
         ({"index": LONG[1:]}, r"shape of index: expected \[7 \(tokens of x\), slots\], found \[6, 2\]"),
         ({"index": LONG + 5}, "index: expected 0 to 3, or 4 for no expert, found 5 for token 0, slot 0"),
-        ({"index": -(LONG == LONG).cumsum(1)}, "index: expected 0 to 3, .* found -1 for token 0, slot 0. The router"),
         ({"routing": torch.zeros(7, 3)}, r"shape of routing: expected that of index, \[7, 2\], found \[7, 3\]"),
         ({"routing": LONG}, "dtype of routing: expected float32, bfloat16 or float16, found another"),
-        (
-            {"neuron_rows": torch.zeros(85, 3, 72).byte()},
-            r"neuron_rows: expected contiguous \[experts, .*found \[85, 3, 72\]",
-        ),
         (
             {"neuron_rows": torch.zeros(0, 85, 3, 72).byte()},
             r"none of them 0, found \[0, 85, 3, 72\]. Stack the neurons",
         ),
         ({"neuron_rows": torch.zeros(85, 4, 3, 72).byte().transpose(0, 1)}, r"found strided \[4, 85, 3, 72\]"),
-        (
-            {"neuron_rows": torch.zeros(4, 85, 4, 72).byte()},
-            r"neuron_rows: expected contiguous \[neurons, 3 \(gate, up, down\)",
-        ),
         ({"neuron_rows": torch.zeros(4, 85, 3, 111)}, "dtype of neuron_rows: expected uint8 with weights 'int4'"),
         (
             {"weights": "float"},
             "dtype of neuron_rows: expected float32, bfloat16 or float16 with weights 'float', found",
         ),
-        ({"weights": "int3"}, "weights: expected float, int4 or int8, found 'int3'"),
-        ({"activation": "tanh"}, "activation: expected relu, .* found 'tanh'"),
         (
             {"thresholds": [0.0, -1.0, 0.0, 0.0]},
             "thresholds: expected 0 or more, found -1 for expert 1. Check the plan",
         ),
         ({"first": 63}, "first: expected a multiple of 64 below 85, found 63. It is how many neurons of each expert"),
-        ({"first": -64}, "first: expected a multiple of 64 below 85, found -64"),
         ({"first": 128}, "first: expected a multiple of 64 below 85, found 128"),
         ({"thresholds": [0.5]}, "thresholds: expected none, or 4, one for each expert, found 1"),
         ({"kind": "none"}, "predictor: expected no tensors and cuts for kind none, found 1 and 4"),
@@ -308,7 +285,6 @@ LONG = torch.zeros(7, 2, dtype=torch.int64)
             r"tensor 0: expected contiguous \[4 experts, ...\], found \[3",
         ),
         ({"predictor": [torch.zeros(85, 4, 16).byte().transpose(0, 1)]}, r"tensor 0: .*, found strided \[4, 85, 16\]"),
-        ({"predictor": [torch.zeros(4, 90, 16).byte()]}, r"predictor: expected rows of 85 neurons .*, found 90\."),
         ({"predictor": [torch.zeros(4, 9, 16).byte()]}, r"predictor: expected at least 85 cold neurons .*, found 9"),
         (
             {"predictor": [torch.zeros(4, 85, 8).byte()]},

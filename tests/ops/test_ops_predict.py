@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from drawn_layers import quantised
 from operators import opcheck
 
-from torch_pi2.formats import GROUP, row_bytes
 from torch_pi2.ops import load, rows
 from torch_pi2.ops.constants import constants
 from torch_pi2.ops.linear import to_blocks
@@ -23,17 +23,6 @@ FORMATS = [("int4", False), ("int4", True), ("int8", False), ("int8", True)]
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def quantised(*shape: int, weights: str, seed: int = 0) -> torch.Tensor:
-    """Random rows of ``shape[-1]`` numbers of about unit size."""
-    *leading, n = shape
-    groups = -(-n // GROUP)
-    size = row_bytes(weights, n)
-    out = torch.randint(0, 256, (*leading, size), dtype=torch.uint8, generator=generator(seed))
-    scale = (0.5 + torch.rand(*leading, groups, generator=generator(seed + 1))) * (0.2 if weights == "int4" else 0.014)
-    out[..., size - 2 * groups :] = scale.half().view(torch.uint8)
-    return out
 
 
 def layer(weights: str, neurons: int = 300, rows_: int = 3, hidden: int = 111, tokens: int = 5) -> tuple:
@@ -72,9 +61,9 @@ def test_quantised_layer_equals_the_reference(isa: str, weights: str, int8_activ
             torch.testing.assert_close(found, wanted, rtol=0, atol=5e-6 * float(wanted.abs().max()) + 1e-7)
 
 
-@pytest.mark.parametrize(("weights", "int8_activations"), FORMATS)
+@pytest.mark.parametrize(("weights", "int8_activations"), [("float", False), *FORMATS])
 @pytest.mark.parametrize(("neurons", "tokens"), [(700, 9), (5000, 70)])
-def test_quantised_layer_does_not_depend_on_company_or_threads(
+def test_layer_does_not_depend_on_company_or_threads(
     isa: str, weights: str, int8_activations: bool, neurons: int, tokens: int
 ) -> None:
     x, *tensors = layer(weights, neurons, 3, 96, tokens)
@@ -241,42 +230,6 @@ def test_opcheck() -> None:
     opcheck(torch.ops.pi2.predict_lowrank_q.default, (*lowrank_q("int8"), "int8", True, 0.0))
     signs = pack_signs(torch.randn(40, 77))
     opcheck(torch.ops.pi2.predict_signbit.default, (x, signs, 77, 1.0))
-
-
-def test_opcheck_out_variant() -> None:
-    # No functionalisation: see tests/ops/test_ops.py.
-    x, *tensors = layer("int4", 230, 3, 77, 3)
-    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for case in predicted_cases():
-        args, out = (x, *tensors, *case, "relu", True, 30, 0.0, "int4", True), torch.empty_like(x)
-        opcheck(torch.ops.pi2.predicted_ffn.out, args, {"out": out}, test_utils=utils)
-        assert torch.ops.pi2.predicted_ffn.out(*args, out=out) is out
-        assert torch.equal(out, torch.ops.pi2.predicted_ffn(*args))
-    with pytest.raises(
-        RuntimeError, match=r"pi2: out: expected a contiguous tensor .*operator's shape, found \[3, 76\]"
-    ):
-        torch.ops.pi2.predicted_ffn.out(*args, out=torch.empty(3, 76))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"weights": "int3"}, "weights: expected float, int4 or int8, found 'int3'"),
-        ({"weights": "float"}, "dtype of neuron_rows: expected float32, .* with weights 'float', found uint8"),
-        ({"weights": "int8"}, r"neuron_rows: expected rows of 136 bytes \(hidden size 111 of x in int8\), found 72"),
-        ({"neuron_rows": torch.zeros(300, 3, 111)}, "dtype of neuron_rows: expected uint8 with weights 'int4'"),
-        ({"x": torch.zeros(5, 96)}, r"neuron_rows: expected rows of 54 bytes \(hidden size 96"),
-        ({"bias_up": torch.zeros(300).half()}, r"dtype of bias_up: expected float32 \(the weights are quantised\)"),
-        ({"neuron_rows": torch.zeros(300, 3, 111), "weights": "float"}, "int8_activations: expected false with float"),
-    ],
-)
-def test_bad_quantised_arguments(change: dict, message: str) -> None:
-    names = ("x", "neuron_rows", "bias_gate", "bias_up", "bias_down")
-    args = dict(zip(names, layer("int4")))
-    args |= {"active": None, "activation": "relu", "activation_on_up": True, "n_hot": 3, "threshold": 0.0}
-    args |= {"weights": "int4", "int8_activations": True} | change
-    with pytest.raises(RuntimeError, match=message):
-        torch.ops.pi2.sparse_ffn(**args)
 
 
 def test_bad_predictors() -> None:

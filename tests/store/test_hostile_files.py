@@ -98,7 +98,7 @@ NAMED: list[tuple[str, str, tuple[str | int, ...], Any, str]] = [
     ("plan", "", ("layers", 0, "n_hot"), True, "layers, 0, n_hot: expected a whole number, 0 or more, at most 8"),
     ("plan", "", ("layers", 0, "site", "gate", "rows"), [8, 8], "gate, rows: expected the first of some rows and"),
     ("plan", "", ("layers", 0, "site", "intermediate"), 3 * 10**9, "site, intermediate: expected a whole number"),
-    ("plan", "", ("layers", 0, "site", "intermediate"), 2 * 10**9, "a permutation of 2000000000 neurons in int32"),
+    ("plan", "", ("layers", 0, "site", "intermediate"), 2 * 10**9, "a permutation of 2000000000 neurons"),
     ("plan", "", ("layers", 0, "site", "key"), "e", "layers: expected layers of different keys, found one twice"),
     ("plan", "", ("layers", 0, "threshold"), DEEP, f"found damage (lists or objects more than {MOST_DEPTH} deep)"),
     ("plan", "", ("version",), DIGITS, "found damage (a whole number of thousands of digits)"),

@@ -229,7 +229,7 @@ DAMAGE: dict[str, tuple[Callable[[Damaged], Any], type[Pi2Error], str]] = {
         r"shapes of a low-rank predictor: expected uint8 a .* found a uint8 \[.*\], bias float32 \[104\]\.",
     ),
     "order of another name": (lambda d: rename_checked(d, ORDER, ORDER + "s"), ArtifactError, "orders has checksum"),
-    "no order": (lambda d: drop(d, ORDER), ArtifactError, r"its plan: expected the order of .*found none"),
+    "no order": (lambda d: drop(d, ORDER), ArtifactError, r"its plan: expected .*order, a permutation.*found none"),
     "no statistics of a layer": (
         lambda d: drop(d, FIRED),
         ArtifactError,

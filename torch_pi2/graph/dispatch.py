@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from torch_pi2.base.modules import fresh_settings, has_hooks, has_sparse_layers
 from torch_pi2.errors import ConfigError, GradientError
 from torch_pi2.graph.routed import masked
 from torch_pi2.ops.activations import ACTIVATIONS, cuts
-from torch_pi2.types.method import PREDICTED, Method
+from torch_pi2.types.method import PREDICTED, Method, Predictor
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.site import FFNSite, LinearRef
 
@@ -139,16 +139,6 @@ class MatmulIndex:
         return y_TI
 
 
-@runtime_checkable
-class Scorer(Protocol):
-    """The part of a predictor that the modes use."""
-
-    @property
-    def threshold(self) -> float: ...
-
-    def scores(self, x_TH: torch.Tensor) -> torch.Tensor: ...
-
-
 class PredictedMaskMode(TorchDispatchMode):
     """Zeroes, before ``down``, every cold neuron that its layer's predictor does not predict, or below its threshold.
 
@@ -167,7 +157,7 @@ class PredictedMaskMode(TorchDispatchMode):
         self,
         model: nn.Module,
         sites: Sequence[FFNSite],
-        predictors: Mapping[str, Scorer | None],
+        predictors: Mapping[str, Predictor | None],
         cold: Mapping[str, torch.Tensor] | None = None,
         thresholds: Mapping[str, float | torch.Tensor] | None = None,
     ) -> None:
@@ -288,7 +278,7 @@ class NeuronClusterMode(PredictedMaskMode):
 
     @checked
     @fresh_settings()
-    def __init__(self, plan: Plan, predictors: Mapping[str, Scorer] | None = None) -> None:
+    def __init__(self, plan: Plan, predictors: Mapping[str, Predictor] | None = None) -> None:
         predictors, model = predictors or {}, plan.model()
         if has_sparse_layers(model):
             raise ConfigError(
@@ -315,10 +305,9 @@ class NeuronClusterMode(PredictedMaskMode):
             {y.site.key: y.order[y.n_hot :].long() for y in layers},
             {y.site.key: y.threshold if y.thresholds is None else y.thresholds for y in layers},
         )
-        #: per site: ``tokens`` seen, multiply-adds ``computed`` of a ``dense`` layer's, ``needed`` (token, neuron)
-        #: pairs that fire and ``pairs`` of them in all.
+        #: per site: ``tokens`` seen, multiply-adds ``computed`` and those of a ``dense`` layer.
         self.counters: dict[str, dict[str, int]] = {
-            site.key: dict.fromkeys(("tokens", "computed", "dense", "needed", "pairs"), 0) for site in self._sites
+            site.key: dict.fromkeys(("tokens", "computed", "dense"), 0) for site in self._sites
         }
 
     def __enter__(self) -> Self:
@@ -335,15 +324,8 @@ class NeuronClusterMode(PredictedMaskMode):
 
     def computed_share(self, key: str | None = None) -> float:
         """Multiply-adds over those of the dense FFNs, or of site ``key`` (a call's tokens share a union of neurons)."""
-        return self._share("computed", "dense", key)
-
-    def needed_share(self, key: str | None = None) -> float:
-        """Share of (token, neuron) pairs that are hot, or predicted and fire: what batching cannot blur."""
-        return self._share("needed", "pairs", key)
-
-    def _share(self, part: str, whole: str, key: str | None) -> float:
         counters = [self.counters[key]] if key is not None else list(self.counters.values())
-        return sum(c[part] for c in counters) / max(1, sum(c[whole] for c in counters))
+        return sum(c["computed"] for c in counters) / max(1, sum(c["dense"] for c in counters))
 
     def _decides(self, site: FFNSite) -> bool:
         return True
@@ -364,8 +346,6 @@ class NeuronClusterMode(PredictedMaskMode):
         counters["tokens"] += tokens
         counters["computed"] += tokens * site.hidden * (int(wanted_TI.any(0).sum()) + later)
         counters["dense"] += tokens * site.hidden * site.rows_per_neuron * site.intermediate
-        counters["needed"] += int(keep_TI.sum())
-        counters["pairs"] += keep_TI.numel()
 
 
 def _refuse_hooks(model: nn.Module, site: FFNSite) -> None:

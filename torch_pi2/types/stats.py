@@ -411,6 +411,6 @@ class LossCurve:
     @staticmethod
     def of(made_by: Mapping[str, Any], where: str) -> LossCurve | None:
         """The curve in ``made_by`` of ``where``; None: there was no budget. Raises ArtifactError: it is damaged."""
-        if "loss_curve" not in made_by:
+        if not made_by.get("loss_curve"):
             return None
         return from_json(LossCurve, {f.name: made_by.get(f.name) for f in fields(LossCurve)}, where, _FIX)
