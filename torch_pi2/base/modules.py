@@ -75,10 +75,10 @@ def other_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator
             module.__dict__["forward"] = forward
         yield
     finally:
-        for module, forward in before.items():
+        for module, own in before.items():
             del module.__dict__["forward"]
-            if forward is not None:
-                module.__dict__["forward"] = forward
+            if own is not None:
+                module.__dict__["forward"] = own
 
 
 def _on_cpu() -> AbstractContextManager[object]:

@@ -357,23 +357,19 @@ def _layer(row: Field, tensors: Mapping[str, torch.Tensor], where: Path | str) -
     """One layer of a file. Raises ArtifactError."""
     head: LayerHead = row.take(LayerHead)
     key = head.key
-    found = {name: tensors[f"{key}.{name}"] for name in _TENSORS if f"{key}.{name}" in tensors}
+    found: dict[str, Any] = {n: tensors[f"{key}.{n}"] for n in (*_TENSORS, _OWN) if f"{key}.{n}" in tensors}
     if missing := [name for name in _TENSORS if name not in found]:
         _refuse(f"{where}: {key}", "all its tensors", f"no {', '.join(missing)}")
     neurons = found["fired"].shape[0] if found["fired"].dim() else 0
     known = {"I": neurons, "K": len(head.batch_sizes), "BINS": HIST_BINS}
-    own = tensors.get(f"{key}.{_OWN}")
-    kinds, values = dict(_TENSORS), dict(found)
-    if own is not None:
-        kinds[_OWN], values[_OWN] = (("I",), torch.float32), own
-    for name, value in values.items():
-        axes, dtype = kinds[name]
+    for name, value in found.items():
+        axes, dtype = _TENSORS.get(name, (("I",), torch.float32))
         wanted = Spec(tuple(known[axis] for axis in axes), dtype)
         if Spec.of(value) != wanted:
             _refuse(f"{where}, {key}.{name}", str(wanted), str(Spec.of(value)))
         if value.numel() and not 0 <= float(value.min()) <= float(value.max()) < math.inf:
             _refuse(f"{where}, {key}.{name}", "numbers of 0 or more", "others")
-    return LayerStats(**vars(head), thresholds=own, **found)
+    return LayerStats(**vars(head), **found)
 
 
 def _refuse(what: str, expected: str, found: str) -> NoReturn:
