@@ -1,5 +1,5 @@
-// Tiles of queries, one after another over what they see; where there are few, splits of the positions as work items
-// whose results are put together: see pi2/attention.h.
+// Work items are tiles of queries. If there are few tiles, splits of the positions are work items of their own, whose
+// results are combined: see pi2/attention.h.
 #include "pi2/attention.h"
 
 #include <algorithm>
@@ -21,7 +21,7 @@ constexpr std::int64_t kSplitWords = kAttentionSplit / kAttendWord;
 constexpr std::int64_t kTinyMacs = 1 << 16;  // waking a thread costs a few microseconds
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
-// Eight bytes to a bit each, whatever is not zero in them.
+// One bit for each of eight bytes: whether it is nonzero.
 std::uint64_t bits_of(const std::uint8_t* bytes) {
   std::uint64_t x;
   std::memcpy(&x, bytes, sizeof(x));
@@ -33,17 +33,17 @@ std::uint64_t lowest_bits(std::int64_t count) {
   return count == kAttendWord ? ~std::uint64_t{0} : (std::uint64_t{1} << count) - 1;
 }
 
-// What the splits of a tile found: [splits, rows], y: [., ld].
+// Results of the splits of a tile: [splits, rows], y: [., ld].
 struct Found {
   float *max, *sum, *y;
 };
 
-// Queries of one key head and some tokens, and what these see.
+// The queries of one key head and some tokens, and the positions that they see.
 struct Tile {
   std::int64_t b, head, token, tokens, rows;  // rows: tokens * group, token by token
   std::uint64_t* mask = nullptr;              // [tokens, ld_mask]
   std::int64_t ld_mask = 0, words = 0;
-  std::int64_t first = 0, splits = 0;  // those that are seen
+  std::int64_t first = 0, splits = 0;  // splits with positions that are seen
 };
 
 struct Work {
@@ -51,25 +51,25 @@ struct Work {
   AttendFn attend;
   std::int64_t group, ld;
   std::int64_t tile_tokens, tiles;  // of a key head: as many tokens as have kAttentionRows queries
-  // Of all tiles, where splits are work items of their own: masks and what was found.
+  // If splits are work items: masks and results of all tiles.
   Tile* shared = nullptr;
   float* found = nullptr;
   std::int64_t most_splits = 0;
 
-  // Of keys or values: those of a sequence and head.
+  // Keys or values of a sequence and head.
   const char* cache_at(const void* data, const std::int64_t (&strides)[3], std::int64_t b, std::int64_t head) const {
     const std::int64_t lane = args.lanes == nullptr ? b : args.lanes[b];
     return static_cast<const char*>(data) + (lane * strides[0] + head * strides[1]) * row_bytes(args.kv_dtype, 1);
   }
 
-  // Behind the last position that it may see.
+  // The end of the positions that a token may see.
   std::int64_t end_of(std::int64_t b, std::int64_t token) const {
     if (args.mask != nullptr) return args.length;
     if (args.positions != nullptr) return std::min(args.positions[b * args.tokens + token] + 1, args.length);
     return args.causal ? std::min(token + 1, args.length) : args.length;
   }
 
-  // Without its mask.
+  // A tile without its mask.
   Tile tile(std::int64_t index) const {
     const std::int64_t token = index % tiles * tile_tokens, tokens = std::min(tile_tokens, args.tokens - token);
     Tile t{index / tiles / args.key_heads, index / tiles % args.key_heads, token, tokens, tokens * group};
@@ -79,7 +79,7 @@ struct Work {
     return t;
   }
 
-  // Fills in the mask, and from where to where it goes.
+  // Fills in the mask and the range of splits.
   void see(Tile& t, std::uint64_t* mask) const {
     t.mask = mask;
     std::int64_t begin = t.ld_mask;
@@ -120,7 +120,7 @@ struct Work {
     return {memory, memory + rows, memory + 2 * rows};
   }
 
-  // [tokens, group, ld], what is beyond width zero.
+  // The queries [tokens, group, ld], zero beyond width.
   float* queries(const Tile& t) const {
     float *q = scratch(Scratch::kInput, t.rows * ld), *out = q;
     for (std::int64_t r = 0; r < t.rows; ++r, out += ld) {
@@ -159,7 +159,7 @@ struct Work {
     attend(a);
   }
 
-  // Row by row, the splits in order. Where nothing was seen, nothing is added.
+  // Combines the splits of each row in order. Splits without visible positions add nothing.
   void combine(const Tile& t, const Found& found) const {
     float* out = scratch(Scratch::kScores, ld);
     for (std::int64_t r = 0; r < t.rows; ++r) {
@@ -194,7 +194,7 @@ struct Work {
   }
 
   void whole_item(std::int64_t item) const {
-    // those that see most first, so that no thread is left with a long one
+    // Tiles that see most come first, so that no thread ends with a long one.
     Tile t = tile(item / tiles * tiles + tiles - 1 - item % tiles);
     see(t, reinterpret_cast<std::uint64_t*>(scratch(Scratch::kMask, 2 * t.tokens * t.ld_mask)));
     const Found here = found_at(scratch(Scratch::kPartials, found_floats(t.splits)), t.splits);
@@ -214,7 +214,7 @@ void attention(const AttentionArgs& args, const ParallelFor& parallel) {
   work.tile_tokens = std::clamp<std::int64_t>(kAttentionRows / work.group, 1, args.tokens);
   work.tiles = (args.tokens + work.tile_tokens - 1) / work.tile_tokens;
   const std::int64_t tiles = args.batch * args.key_heads * work.tiles;
-  if (tiles >= 2 * std::max(1, parallel.threads)) {  // enough of them for all threads
+  if (tiles >= 2 * std::max(1, parallel.threads)) {  // enough tiles for all threads
     const bool tiny = args.batch * args.heads * args.tokens * args.length * args.width < kTinyMacs;
     Dynamic::run(
         tiny ? serial() : parallel, tiles,

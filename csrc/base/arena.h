@@ -1,4 +1,4 @@
-// Anonymous memory that is only taken as it is written to.
+// Anonymous memory that is only committed when it is written.
 #pragma once
 
 #include <sys/mman.h>
@@ -27,12 +27,12 @@ class Arena {
     data_ = static_cast<char*>(at);
     bytes_ = bytes;
     if (huge) advise_huge_pages(data_, bytes);
-    // A child forked while a device writes here would get pages that the writes then miss.
+    // If a child were forked during direct reads, copy-on-write could make them land in the wrong pages.
     madvise(at, static_cast<std::size_t>(bytes), MADV_DONTFORK);
     return true;
   }
 
-  // Whole pages within these offsets go back to the system; they are zeros when they are next touched.
+  // Returns whole pages within these offsets to the system; they are zeros when next touched.
   void give_back(std::int64_t from, std::int64_t to) {
     const auto page = static_cast<std::int64_t>(sysconf(_SC_PAGESIZE));
     from = (from + page - 1) / page * page;

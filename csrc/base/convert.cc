@@ -19,7 +19,7 @@ float load_float(const void* data, DType dtype, std::int64_t index) {
 
 namespace {
 
-// A loop for each type, so that the compiler makes vectors of it: rows are converted while other threads wait.
+// One loop per type, so that the compiler vectorises it: other threads wait while rows are converted.
 template <class T>
 void widen_all(const void* from, float* to, std::int64_t count) {
   const auto* values = static_cast<const typename T::Storage*>(from);

@@ -1,4 +1,4 @@
-// Arrays of stored numbers to float and back.
+// Converts arrays of stored numbers to float and back.
 #pragma once
 
 #include <cstdint>

@@ -26,8 +26,7 @@ std::int64_t give_back(void* data, std::int64_t bytes) {
   const auto begin = (reinterpret_cast<std::uintptr_t>(data) + page - 1) / page * page;
   const auto end = (reinterpret_cast<std::uintptr_t>(data) + static_cast<std::uintptr_t>(bytes)) / page * page;
   if (end <= begin) return 0;
-  // The first is refused where there is anything but private memory of no file; the second does not wait until memory
-  // is short.
+  // The first fails for anything but private anonymous memory; the second frees the pages at once.
   void* const at = reinterpret_cast<void*>(begin);
   const bool done = madvise(at, end - begin, MADV_FREE) == 0 && madvise(at, end - begin, MADV_DONTNEED) == 0;
   return done ? static_cast<std::int64_t>(end - begin) : 0;

@@ -9,8 +9,8 @@
 
 namespace pi2 {
 
-// Hands out indices [0, n) one by one, so that dense chunks and nearly empty ones balance; the result does not depend
-// on who took what.
+// Hands out the indices [0, n) one by one, so that full and nearly empty chunks balance. Results do not depend on which
+// thread takes which index.
 struct Dynamic {
   std::atomic<std::int64_t> next{0};
   std::int64_t n;

@@ -1,4 +1,4 @@
-// Scratch memory of a thread, kept between calls: a fresh 400 KB buffer per layer would be page-faulted in each time.
+// Scratch memory of a thread, kept between calls: a new 400 KB buffer per layer would cost page faults each time.
 #pragma once
 
 #include <cstdint>

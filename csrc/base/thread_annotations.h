@@ -1,4 +1,4 @@
-// Which lock guards what, for Clang's analysis (make lint: -Wthread-safety). Nothing to other compilers.
+// Annotations for Clang's thread safety analysis (make lint: -Wthread-safety). Empty for other compilers.
 #pragma once
 
 #if defined(__clang__)

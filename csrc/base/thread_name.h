@@ -1,5 +1,5 @@
-// Names of our threads, by what they do: pi2-compute, pi2-read, pi2-arrange. Tools show them, and programs that bind
-// threads to CPUs find them by it (the library itself binds none).
+// Names of the library's threads: pi2-compute, pi2-read, pi2-arrange. Tools show them, and programs that pin threads to
+// CPUs can find them (the library pins none).
 #pragma once
 
 #include <thread>

@@ -15,8 +15,8 @@
 namespace pi2 {
 namespace {
 
-constexpr std::chrono::microseconds kSpin{50};  // about what it costs to wake a sleeping thread
-constexpr int kLooks = 64;                      // between two looks at the clock
+constexpr std::chrono::microseconds kSpin{50};  // about the cost of waking a sleeping thread
+constexpr int kLooks = 64;                      // polls between two reads of the clock
 
 void pause() {
 #if defined(PI2_HAVE_X86)
@@ -31,7 +31,7 @@ thread_local bool inside_a_body = false;
 }  // namespace
 
 struct ThreadPool::State {
-  // The job. Written only while `open` is false and nobody is `inside`; a worker that enters looks at `open` first.
+  // The job. Written only while `open` is false and no worker is `inside`; a worker that enters checks `open` first.
   ParallelFor::Body body = nullptr;
   void* context = nullptr;
   std::int64_t n = 0;
@@ -39,14 +39,14 @@ struct ThreadPool::State {
   std::atomic<bool> open{false};
   std::atomic<int> inside{0};
   std::atomic<bool> thrown{false};
-  std::exception_ptr first_thrown;  // by a body, on whatever thread: written by the one that set `thrown`
+  std::exception_ptr first_thrown;  // by a body; written by the thread that set `thrown`
 
-  std::atomic<std::uint64_t> jobs{0};  // begun so far: what workers wait for to change
+  std::atomic<std::uint64_t> jobs{0};  // started so far; workers wait for a change
   std::atomic<bool> stop{false};
   std::atomic<int> sleeping{0};
-  std::mutex mutex;  // of `changed`
+  std::mutex mutex;  // for `changed`
   std::condition_variable changed;
-  std::mutex turn;  // held for the length of a job
+  std::mutex turn;  // held during a job
   std::vector<std::thread> workers;
 
   void work() {
@@ -62,7 +62,7 @@ struct ThreadPool::State {
     inside_a_body = false;
   }
 
-  // Returns once `jobs` is no longer `seen`.
+  // Waits until `jobs` differs from `seen`.
   void wait(std::uint64_t seen) {
     const auto end = std::chrono::steady_clock::now() + kSpin;
     do {
@@ -72,7 +72,7 @@ struct ThreadPool::State {
       }
     } while (std::chrono::steady_clock::now() < end);
     std::unique_lock<std::mutex> lock(mutex);
-    // First this, then a look at `jobs`; begin() does the reverse: one of the two sees the other.
+    // First this, then a check of `jobs`; begin() does the reverse, so one of the two sees the other.
     sleeping.fetch_add(1);
     changed.wait(lock, [&] { return jobs.load() != seen; });
     sleeping.fetch_sub(1);
@@ -81,7 +81,7 @@ struct ThreadPool::State {
   void begin() {
     jobs.fetch_add(1);
     if (sleeping.load() == 0) return;
-    mutex.lock();  // whoever is about to sleep does, and hears the call
+    mutex.lock();  // a thread about to sleep then sleeps, and is notified
     mutex.unlock();
     changed.notify_all();
   }
@@ -105,7 +105,7 @@ ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()) {
     for (int i = 1; i < threads; ++i) {
       name_thread(state_->workers.emplace_back([state = state_.get()] { state->loop(); }), "pi2-compute");
     }
-  } catch (const std::exception&) {  // a limit on threads, or no memory for one more: those that there are do
+  } catch (const std::exception&) {  // a limit on threads, or no memory: goes on with fewer
   }
 }
 
@@ -131,7 +131,7 @@ void ThreadPool::run(std::int64_t n, ParallelFor::Body body, void* context) {
   s.open.store(true);
   s.begin();
   s.work();
-  // Closed first, then a look at who is inside; a worker does the reverse: one of the two sees the other.
+  // First closes, then checks who is inside; a worker does the reverse, so one of the two sees the other.
   s.open.store(false);
   while (s.inside.load() != 0) std::this_thread::yield();
   if (s.thrown.exchange(false)) std::rethrow_exception(std::exchange(s.first_thrown, nullptr));

@@ -5,7 +5,7 @@
 namespace pi2 {
 namespace {
 
-// Open addressing; an entry, once somebody's, stays so. The key is kind + 1, rows and columns in 2, 31 and 31 bits.
+// Open addressing; entries are never removed. The key is kind + 1, rows and columns in 2, 31 and 31 bits.
 struct Entry {
   std::atomic<std::uint64_t> key{0};
   std::atomic<std::int64_t> calls{0}, nanoseconds{0};
@@ -23,7 +23,7 @@ std::uint64_t key_of(std::int64_t kind, std::int64_t rows, std::int64_t columns)
 
 void add_timing(std::int64_t kind, std::int64_t rows, std::int64_t columns, std::int64_t nanoseconds) {
   const std::uint64_t key = key_of(kind, rows, columns);
-  // The last entry is for what finds no room.
+  // The last entry takes sizes that found no free entry.
   constexpr std::uint64_t kOwned = kTimings - 1;
   Entry* mine = &entries[kOwned];
   std::uint64_t place = (key * 0x9E3779B97F4A7C15u >> 32) % kOwned;

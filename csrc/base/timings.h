@@ -1,4 +1,4 @@
-// Adds the life of a Timed to pi2::read_timings: one at the top of each public function of the core.
+// Adds the lifetime of a Timed to pi2::read_timings: one at the top of each public function of the core.
 #pragma once
 
 #include <chrono>

@@ -16,12 +16,12 @@ std::atomic<std::int64_t> trace_began{0};
 
 namespace {
 
-// One thread's ring of one trace. The thread holds it, and so does the registry until the trace ends: a thread may end
-// before its trace does, and the other way round.
+// The ring buffer of one thread for one trace. The thread and, until the trace ends, the registry hold it: either may
+// end first.
 struct Lane {
-  const std::int64_t began;  // of its trace
-  std::mutex mutex;          // of `lane`
-  TraceLane lane;            // without events once trace_stop has taken them
+  const std::int64_t began;  // start of its trace
+  std::mutex mutex;          // for `lane`
+  TraceLane lane;            // its events are null once trace_stop has taken them
 
   explicit Lane(std::int64_t its_trace) : began(its_trace) {}
 };
@@ -30,7 +30,7 @@ struct Registry {
   std::mutex mutex;
   std::int64_t capacity = 0;
   std::int64_t lost = 0;
-  std::vector<std::shared_ptr<Lane>> lanes;  // of the trace under way
+  std::vector<std::shared_ptr<Lane>> lanes;  // of the running trace
 };
 
 Registry& registry() {
@@ -48,7 +48,7 @@ std::int64_t system_id() {
 #endif
 }
 
-// A lane of this thread in the trace that began at `began`; null if that is over, or there is no room.
+// This thread's lane in the trace that began at `began`; null if that has ended, or there is no room.
 std::shared_ptr<Lane> enter(std::int64_t began) {
   Registry& r = registry();
   const std::lock_guard<std::mutex> lock(r.mutex);
@@ -64,7 +64,7 @@ std::shared_ptr<Lane> enter(std::int64_t began) {
       r.lanes.push_back(made);
       return made;
     }
-  } catch (const std::bad_alloc&) {  // what is traced must not fail for it
+  } catch (const std::bad_alloc&) {  // tracing must not fail the traced code
   }
   ++r.lost;
   return nullptr;
@@ -80,7 +80,7 @@ void trace_record(std::int64_t began, const TraceEvent& event) {
   if (mine == nullptr) return;
   const std::lock_guard<std::mutex> lock(mine->mutex);
   TraceLane& lane = mine->lane;
-  if (lane.events == nullptr) return;  // taken meanwhile
+  if (lane.events == nullptr) return;  // trace_stop has taken them meanwhile
   lane.events[static_cast<std::size_t>(lane.written++ % lane.capacity)] = event;
 }
 
@@ -89,7 +89,7 @@ bool trace_start(std::int64_t capacity) {
   const std::lock_guard<std::mutex> lock(r.mutex);
   if (trace_began.load(std::memory_order_relaxed) != 0) return false;
   r.capacity = std::clamp<std::int64_t>(capacity, 1, kMostTraced);
-  r.lanes.clear();  // of a trace whose end ran out of memory
+  r.lanes.clear();  // left by a trace_stop that ran out of memory
   r.lost = 0;
   trace_began.store(std::max<std::int64_t>(1, trace_clock()), std::memory_order_relaxed);
   return true;

@@ -1,5 +1,5 @@
-// Records into pi2::trace_start's rings. Off it costs one relaxed load; on, two looks at the clock and a lock that only
-// trace_stop ever contends for.
+// Records into the rings of pi2::trace_start. Off, it costs one relaxed load; on, two reads of the clock and a lock
+// that only trace_stop contends for.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@
 
 namespace pi2 {
 
-// When the trace under way began, which also tells it from every other; 0: none is.
+// Start of the running trace, which also identifies it; 0: none.
 extern std::atomic<std::int64_t> trace_began;
 
 inline std::int64_t trace_clock() {
@@ -18,13 +18,13 @@ inline std::int64_t trace_clock() {
       .count();
 }
 
-// For the trace that began at `began`, if it still is under way. Never throws.
+// Records an event for the trace that began at `began`, if it still runs. Never throws.
 void trace_record(std::int64_t began, const TraceEvent& event);
 
-// Once by each thread of a read engine, before it records anything.
+// Called once by each thread of a read engine, before it records anything.
 void trace_io_thread();
 
-// The life of an object, as a span of this thread; what a span begins in its own life lies within it.
+// A span of this thread, as long as the object lives; nested objects are nested spans.
 class TraceSpan {
  public:
   explicit TraceSpan(Stage stage, std::int64_t arg0 = -1, std::int64_t arg1 = -1)
@@ -42,21 +42,21 @@ class TraceSpan {
 
  private:
   std::int64_t began_;
-  TraceEvent event_;  // written only while recording
+  TraceEvent event_;  // only set while recording
 };
 
-// The value of a counter from now on.
+// Sets the value of a counter.
 inline void trace_counter(TraceCounter counter, std::int64_t value) {
   const std::int64_t began = trace_began.load(std::memory_order_relaxed);
   if (began == 0) return;
   trace_record(began, {TraceKind::kCounter, static_cast<std::int32_t>(counter), trace_clock(), 0, {value, -1}});
 }
 
-// Now, for a later trace_async; 0 while nothing is recorded.
+// The time now, for a later trace_async; 0 if no trace runs.
 inline std::int64_t trace_time() { return trace_began.load(std::memory_order_relaxed) == 0 ? 0 : trace_clock(); }
 
-// What began at `begin_ns`, perhaps on another thread, and has ended now. One event, so that no half of it can get
-// lost.
+// Something that began at `begin_ns`, perhaps on another thread, and has ended now. A single event, so that no half of
+// it can be lost.
 inline void trace_async(Stage stage, std::int64_t begin_ns, std::int64_t arg0 = -1, std::int64_t arg1 = -1) {
   const std::int64_t began = trace_began.load(std::memory_order_relaxed);
   if (began == 0 || begin_ns < began) return;  // it began before the trace did

@@ -1,4 +1,4 @@
-// Activations by the text that operators take.
+// Parses the activations that operators take as text.
 #pragma once
 
 #include <cmath>
@@ -11,8 +11,8 @@
 
 namespace pi2::binding {
 
-// An activation by its text: a name, or name[in=1.702,out=0.5,limit=7,plus=1,sigmas=1.6,second=1] with some of these.
-// False: it is none.
+// Parses a name, or name[in=1.702,out=0.5,limit=7,plus=1,sigmas=1.6,second=1] with some of these. Returns whether it is
+// valid.
 inline bool read_activation(const std::string& text, Activation* activation, Shaping* shaping) {
   const std::size_t open = text.find('[');
   const std::string name = text.substr(0, open);
@@ -30,7 +30,7 @@ inline bool read_activation(const std::string& text, Activation* activation, Sha
     if (stop == std::string::npos || equal == std::string::npos || equal >= stop) return false;
     const std::string key = text.substr(start, equal - start), number = text.substr(equal + 1, stop - equal - 1);
     std::istringstream in(number);
-    in.imbue(std::locale::classic());  // a point, whatever the user's language has
+    in.imbue(std::locale::classic());  // a decimal point in every locale
     float value = 0;
     if (!(in >> value) || in.peek() != std::istringstream::traits_type::eof() || !std::isfinite(value)) return false;
     if (key == "in")

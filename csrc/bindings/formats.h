@@ -13,7 +13,7 @@ inline const char* name_of(DType dtype) {
   return names[static_cast<int>(dtype)];
 }
 
-// The format of ggml's blocks of this name, or kF32.
+// The ggml format of this name, or kF32.
 inline DType ggml_dtype(const std::string& weights) {
   for (int d = 0; d < kDTypes; ++d)
     if (is_ggml(static_cast<DType>(d)) && weights == name_of(static_cast<DType>(d))) return static_cast<DType>(d);

@@ -1,4 +1,4 @@
-// Writes down which neurons calls want (pi2/replay.h), up to a number of bytes.
+// Records which neurons calls want (pi2/replay.h), up to a number of bytes.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@ class AccessLog {
  public:
   explicit AccessLog(std::int64_t most_bytes) : most_(most_bytes) {}
 
-  // One call. `each(use)` calls use(id) for every neuron wanted; `kept` (null: none) has a mark for every neuron. What
-  // has no room, or no memory, is counted.
+  // Adds one call. `each(use)` calls use(id) for every wanted neuron; `kept` (or null) has a mark for every neuron.
+  // Calls that do not fit are counted as lost.
   template <class Each>
   void add(std::int64_t layer, std::int64_t neurons, bool streamed, const std::uint8_t* kept, std::int64_t hits,
            const Each& each) {

@@ -1,4 +1,4 @@
-// What a store does with its cache beside looking up: shared with replays, whose hits are then those of a run.
+// What a store does with its cache besides look-ups. Replays use the same functions, so that they reproduce its hits.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 
 namespace pi2 {
 
-// Keys of a layer are first[layer]..first[layer + 1] - 1, the most frequent first; of them the first left_out[layer]
-// are wanted by nobody (none where it is empty). Of as many slots, each layer's share.
+// Divides `slots` over the layers, in proportion to their keys. Layer l has the keys first[l] .. first[l + 1] - 1, the
+// most frequent first; the first left_out[l] of them are computed elsewhere (an empty left_out: none).
 inline std::vector<std::int64_t> shares(const std::vector<std::int64_t>& first, std::int64_t slots,
                                         const std::vector<std::int64_t>& left_out = {}) {
   std::vector<std::int64_t> keys, count;
@@ -28,14 +28,14 @@ inline std::vector<std::int64_t> shares(const std::vector<std::int64_t>& first, 
   return count;
 }
 
-// Of a layer's share of the cache, how many of the most frequent are fixed.
+// How many of a layer's share of the cache are fixed.
 inline std::int64_t hot_of(std::int64_t share, double hot_share) {
   std::int64_t hot = 0;
   while (hot < share && static_cast<double>(hot) < hot_share * static_cast<double>(share)) ++hot;
   return hot;
 }
 
-// Of each layer's share of as many slots, how many keys are fixed.
+// How many keys of each layer are fixed in a cache of `slots` slots.
 inline std::vector<std::int64_t> hot_counts(const std::vector<std::int64_t>& first, std::int64_t slots,
                                             double hot_share, const std::vector<std::int64_t>& left_out = {}) {
   std::vector<std::int64_t> hot = shares(first, slots, left_out);
@@ -43,8 +43,8 @@ inline std::vector<std::int64_t> hot_counts(const std::vector<std::int64_t>& fir
   return hot;
 }
 
-// So many keys are wanted of each layer; of them those for which there are slots, the most frequent first: rank by
-// rank, and of a rank the last layers first.
+// Reduces `wanted` (keys by layer) to what fits into `slots`: the most frequent keys first, rank by rank over all
+// layers, and within the last rank the last layers first.
 inline std::vector<std::int64_t> fitting(std::vector<std::int64_t> wanted, std::int64_t slots) {
   const auto up_to = [&](std::int64_t rank) {
     std::int64_t sum = 0;
@@ -66,8 +66,8 @@ inline std::vector<std::int64_t> fitting(std::vector<std::int64_t> wanted, std::
   return wanted;
 }
 
-// What a cache of so many slots is filled with, the most frequent first: the first hot[l] keys of each layer, which are
-// fixed, and with `rest` of the others those of each layer's share for which there is room then.
+// The keys that a cache of `slots` slots is filled with, the most frequent first: the first hot[l] keys of each layer,
+// which are fixed; with `rest` also other keys of each layer's share, as far as there is room.
 inline std::vector<std::int64_t> filling(const std::vector<std::int64_t>& first, std::int64_t slots,
                                          const std::vector<std::int64_t>& hot, bool rest,
                                          const std::vector<std::int64_t>& left_out = {}) {
@@ -89,8 +89,8 @@ inline std::vector<std::int64_t> filling(const std::vector<std::int64_t>& first,
   return keys;
 }
 
-// Gives what is free of the cache to those of its filling() that are not there, and says which; those that are to be
-// fixed are, there before or not. The most frequent come last: they are the last to leave.
+// Inserts keys of filling() into the free slots of the cache and returns the inserted ones; hot keys are fixed, also
+// those that were in the cache before. The most frequent are inserted last, so that they are evicted last.
 inline std::vector<std::int64_t> insert_first(NeuronCache* cache, const std::vector<std::int64_t>& first,
                                               const std::vector<std::int64_t>& hot, bool rest = true,
                                               const std::vector<std::int64_t>& left_out = {}) {
@@ -113,18 +113,18 @@ inline std::vector<std::int64_t> insert_first(NeuronCache* cache, const std::vec
   return keys;
 }
 
-// What is fixed and not among the hot share of a cache of so many slots no longer is.
+// Unfixes keys that do not belong to the hot share of a cache of `slots` slots.
 inline void release_hot(NeuronCache* cache, const std::vector<std::int64_t>& first, std::int64_t slots,
                         double hot_share, const std::vector<std::int64_t>& left_out = {}) {
   const std::vector<std::int64_t> hot = hot_counts(first, slots, hot_share, left_out);
   for (std::size_t l = 0; l < hot.size(); ++l) {
     const std::int64_t begin = first[l] + (left_out.empty() ? 0 : left_out[l]);
     for (std::int64_t key = first[l + 1] - 1; key >= begin + hot[l]; --key)
-      if (cache->is_fixed(key)) cache->fix(key, false);  // the rarest first: the first to leave
+      if (cache->is_fixed(key)) cache->fix(key, false);  // the rarest first, so that they are evicted first
   }
 }
 
-// Of a window of so many calls before this one: what none of them used leaves. `calls`: of this layer, when they were.
+// Evicts the keys [first, last) that no call within the window used. `calls`: times of this layer's last calls.
 inline void leave_window(NeuronCache* cache, std::deque<std::int64_t>* calls, std::int64_t window, std::int64_t first,
                          std::int64_t last) {
   calls->push_back(cache->now());

@@ -119,7 +119,7 @@ void NeuronCache::renew(const std::vector<std::int64_t>& keys) {
   }
 }
 
-// The policy no longer has it.
+// The policy has forgotten the slot already.
 void NeuronCache::empty(std::int64_t slot) {
   CacheEntry& e = entry(slot);
   slot_of_[static_cast<std::size_t>(e.key)] = -1;
@@ -147,7 +147,7 @@ std::vector<NeuronCache::Move> NeuronCache::resize(std::int64_t slots) {
     std::int32_t slot = policy_->victim(now_);
     if (slot >= 0) {
       policy_->evicted(slot);
-    } else {  // all that is left is fixed
+    } else {  // everything left is fixed
       while (entry(last).key < 0) --last;
       slot = static_cast<std::int32_t>(last);
     }
@@ -166,7 +166,7 @@ std::vector<NeuronCache::Move> NeuronCache::resize(std::int64_t slots) {
   }
   kept.assign(entries_.begin(), entries_.begin() + static_cast<std::ptrdiff_t>(std::min(before, slots)));
   kept.resize(static_cast<std::size_t>(slots));
-  entries_.swap(kept);  // what the policy has is this vector, not its memory
+  entries_.swap(kept);  // the policy refers to the vector, not to its memory
   for (std::int64_t slot = slots - 1; slot >= 0; --slot)
     if (entry(slot).key < 0) free.push_back(static_cast<std::int32_t>(slot));
   free_.swap(free);

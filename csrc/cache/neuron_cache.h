@@ -22,62 +22,62 @@ constexpr CachePolicy kCachePolicies[] = {
 #undef PI2_CACHE_POLICY
 };
 
-// "" and the policy, or what is wrong with the name.
+// Finds a policy by name. Returns "" or an error message.
 std::string policy_of(const std::string& name, CachePolicy* policy);
 std::string name_of(CachePolicy policy);
-std::int64_t bytes_of(CachePolicy policy);  // of each neuron of the store
+std::int64_t bytes_of(CachePolicy policy);  // memory of the policy for each neuron of the store
 
-// A number of slots for keys 0..keys - 1. What was looked up or inserted since begin() is pinned: never evicted.
+// A cache of `slots` slots for keys 0 .. keys - 1. Keys looked up or inserted since begin() are pinned: never evicted.
 class NeuronCache {
  public:
   NeuronCache(std::int64_t keys, std::int64_t slots, CachePolicy policy);
   NeuronCache(const NeuronCache&) = delete;
   NeuronCache& operator=(const NeuronCache&) = delete;
 
-  // A new use of several keys begins; pins of the one before end.
+  // A new call begins: the pins of the last one end.
   void begin() {
     ++now_;
     policy_->begin();
   }
 
-  // The slot of a key, which is used and pinned by this; -1 if it is not there.
+  // The slot of a key, or -1. Counts as a use and pins the key.
   std::int64_t look_up(std::int64_t key);
 
-  // A slot for a key that is not there, by evicting another if need be; -1 if every slot is pinned or the policy evicts
-  // nothing. `fixed`: it is never evicted, whatever the policy (the hot region), and is let in by every policy.
+  // Inserts a key that is not in the cache; evicts another if needed. Returns its slot, or -1 if every slot is pinned
+  // or the policy evicts nothing. `fixed` (hot set): never evicted, and admitted whatever the policy.
   std::int64_t insert(std::int64_t key, bool fixed = false);
 
-  // From now on a key that is there is fixed, or no longer.
+  // Fixes or unfixes a key, if it is in the cache.
   void fix(std::int64_t key, bool fixed);
 
-  // The slot's bytes are on their way: it is nobody's victim until they are there, however long ago it was asked for.
+  // hold(): a read into the slot is in flight; it is not evicted until let_go().
   void hold(std::int64_t slot) { entry(slot).held = true; }
   void let_go(std::int64_t slot) { entry(slot).held = false; }
 
-  // Tells the processor that the key is going to be looked up.
+  // Processor prefetch for a key that will be looked up soon.
   void expect(std::int64_t key) const {
     const std::int32_t slot = slot_of_[static_cast<std::size_t>(key)];
     if (slot >= 0) __builtin_prefetch(&entries_[static_cast<std::size_t>(slot)], 1);
   }
 
-  // Makes a key absent (its bytes never came).
+  // Removes a key (its read failed).
   void erase(std::int64_t key);
 
-  // Erases the keys of [first, last) that were last used before `time` (as now() was then).
+  // Removes the keys of [first, last) whose last use was before `time` (a value of now()).
   void erase_older(std::int64_t first, std::int64_t last, std::int64_t time);
 
   struct Move {
     std::int32_t from = 0, to = 0;
   };
-  // Another number of slots; nothing is held, and pins end. Of what has no room any more the policy says what leaves,
-  // fixed keys last. What stays in slots that go moves: returns from where to where, no slot twice. Throws
-  // std::bad_alloc, and nothing has changed.
+  // Changes the number of slots; nothing may be held, and pins end. The policy chooses what is evicted; fixed keys go
+  // last. Entries in slots that disappear move: returns the moves, each slot at most once. If it throws std::bad_alloc,
+  // nothing has changed.
   std::vector<Move> resize(std::int64_t slots);
 
-  // What is there is `keys`: from now on as in a new cache into which they were inserted in this order.
+  // Resets the order to that of a new cache into which `keys` were inserted in this order; they are what it holds.
   void renew(const std::vector<std::int64_t>& keys);
 
-  // As look_up, but not a use.
+  // As look_up, but does not count as a use.
   std::int64_t slot_of(std::int64_t key) const { return slot_of_[static_cast<std::size_t>(key)]; }
 
   bool contains(std::int64_t key) const { return slot_of_[static_cast<std::size_t>(key)] >= 0; }
@@ -90,7 +90,7 @@ class NeuronCache {
   std::int64_t fixed() const { return fixed_; }
   std::int64_t evictions() const { return evictions_; }
   std::int64_t now() const { return now_; }
-  // Grows whenever a key comes, goes or moves.
+  // Increases whenever a key is inserted, removed or moved.
   std::int64_t changes() const { return changes_; }
 
  private:
@@ -104,7 +104,7 @@ class NeuronCache {
   bool evicts_;
   std::vector<std::int32_t> free_;
   std::int64_t now_ = 1, used_ = 0, fixed_ = 0, evictions_ = 0, changes_ = 0;
-  std::int64_t full_at_ = 0;  // the time at which every slot was found pinned
+  std::int64_t full_at_ = 0;  // now() when every slot was found pinned
 };
 
 }  // namespace pi2

@@ -18,7 +18,7 @@ std::vector<std::int64_t> first_keys(const std::vector<ReplayLayer>& layers) {
   return first;
 }
 
-// One call: wanted and kept are null or rows of bits.
+// One recorded call. wanted and kept are rows of bits, or null.
 struct Call {
   std::size_t layer = 0;
   const std::uint8_t *wanted = nullptr, *kept = nullptr;
@@ -44,7 +44,7 @@ void for_each_call(const AccessView& accesses, const std::vector<ReplayLayer>& l
   }
 }
 
-template <class Use>  // (slot of the file, neurons of it that are wanted)
+template <class Use>  // (slot of the file, number of its neurons that are wanted)
 void for_each_slot(const Call& call, const ReplayLayer& l, const Use& use) {
   std::int64_t slot = -1, neurons = 0;
   for (std::int64_t byte = 0; byte < row_bytes(l); ++byte) {
@@ -59,7 +59,7 @@ void for_each_slot(const Call& call, const ReplayLayer& l, const Use& use) {
   if (neurons > 0) use(slot, neurons);
 }
 
-// Of a cache of options.slots, how many slots of each layer are fixed.
+// How many slots of each layer are fixed in a cache of `slots` slots.
 std::vector<std::int64_t> fixed_counts(const std::vector<ReplayLayer>& layers, const std::vector<std::int64_t>& first,
                                        const ReplayOptions& options, std::int64_t slots) {
   if (options.fixed.empty()) return hot_counts(first, slots, options.preload ? options.hot_share : 0);
@@ -148,9 +148,9 @@ std::vector<ReplayCounts> replay_optimal(const AccessView& accesses, const std::
   if (accesses.calls >= kNever) throw std::invalid_argument("expected fewer than 2^31 calls");
   const std::vector<std::int64_t> first = first_keys(layers);
   const std::int64_t keys = first.back(), slots = std::min(options.slots, keys);
-  // Per access the call that wants the key next: first who wants it last, backwards.
+  // For each access, the next call that wants the key: found by going backwards.
   std::vector<std::int32_t> wanted;  // keys, of all calls
-  std::vector<std::int64_t> ends;    // of calls, in it
+  std::vector<std::int64_t> ends;    // where each call ends in `wanted`
   for_each_call(accesses, layers, [&](const Call& call) {
     for_each_slot(call, layers[call.layer], [&](std::int64_t slot, std::int64_t) {
       wanted.push_back(static_cast<std::int32_t>(first[call.layer] + slot));
@@ -168,7 +168,7 @@ std::vector<ReplayCounts> replay_optimal(const AccessView& accesses, const std::
   }
   std::vector<std::uint8_t> there(static_cast<std::size_t>(keys), 0);
   std::int64_t used = 0;
-  std::priority_queue<std::pair<std::int32_t, std::int32_t>> last;  // next use, key; stale ones are dropped when met
+  std::priority_queue<std::pair<std::int32_t, std::int32_t>> last;  // next use and key; outdated entries are skipped
   for (const std::int64_t key : filling(first, slots, fixed_counts(layers, first, options, slots), options.preload)) {
     there[static_cast<std::size_t>(key)] = 1;
     last.emplace(upcoming[static_cast<std::size_t>(key)], static_cast<std::int32_t>(key));
@@ -189,7 +189,7 @@ std::vector<ReplayCounts> replay_optimal(const AccessView& accesses, const std::
       last.emplace(next[i], wanted[i]);
       ++i;
     });
-    // A call has all that it wants in memory; what it leaves in the cache is its choice.
+    // During a call everything that it wants is in memory; afterwards the best keys stay.
     while (used > slots) {
       const auto [use, key] = last.top();
       last.pop();

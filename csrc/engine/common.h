@@ -1,4 +1,4 @@
-// What all pieces of an open store use.
+// Shared by all parts of an open store.
 #pragma once
 
 #include <sys/types.h>
@@ -25,14 +25,14 @@ inline std::int64_t since(Clock::time_point start) {
 
 struct Common {
   const pid_t process = getpid();
-  OffloadOptions options;  // as it was opened
+  OffloadOptions options;  // as passed to open()
   Layout layout;
   StoreMutex mutex;
   Places places;
   Recording recording;
   OffloadStats sums PI2_GUARDED_BY(kLock);
 
-  // Threads stay behind, and with them whatever they had locked.
+  // A forked child has none of the threads, but the locks that they held stay locked.
   bool forked() const { return getpid() != process; }
 };
 

@@ -31,7 +31,7 @@ std::string Layout::open(const std::string& path, bool direct, bool map) {
   return "";
 }
 
-Wrong Layout::check_neurons(std::int64_t layer, std::int64_t in_file, const char* data) const noexcept {
+ReadError Layout::check_neurons(std::int64_t layer, std::int64_t in_file, const char* data) const noexcept {
   const StoreLayer& l = about(layer);
   const std::int64_t first = in_file * l.cluster;
   for (std::int64_t id = first; id < std::min(first + l.cluster, l.neurons); ++id)

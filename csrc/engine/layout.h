@@ -1,12 +1,12 @@
-// An open store's file, as the pieces of the engine see it: layers, the keys of their slots, what is read of them. It
-// does not change once it is open.
+// The file of an open store as the engine sees it: layers, cache keys of their slots, bytes to read. Constant once
+// open.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
-#include "engine/wrong.h"
+#include "engine/read_error.h"
 #include "store/store_file.h"
 
 namespace pi2 {
@@ -20,7 +20,7 @@ class Layout {
   Layout& operator=(const Layout&) = delete;
   ~Layout();
 
-  // "" or what is wrong. `map`: for reading where it lies in memory.
+  // Returns "" or an error message. `map`: maps the file for the mmap engine.
   std::string open(const std::string& path, bool direct, bool map);
 
   const StoreFile& file() const { return file_; }
@@ -28,16 +28,16 @@ class Layout {
   std::int64_t count() const { return static_cast<std::int64_t>(layers().size()); }
   const StoreLayer& about(std::int64_t layer) const { return layers()[static_cast<std::size_t>(layer)]; }
 
-  // Keys of the cache are slots of the file; those of a layer begin with its first, and at [layers] there are so many.
+  // Cache keys are slots of the file, numbered over all layers: the first key of each layer, then the number of keys.
   const std::vector<std::int64_t>& first_keys() const { return first_key_; }
   std::int64_t key_of(std::int64_t layer) const { return first_key_[static_cast<std::size_t>(layer)]; }
   std::int64_t keys() const { return first_key_.back(); }
 
-  // What is read of a slot: its neurons, not the padding behind them.
+  // Bytes read of a slot: its neurons, rounded up to the unit of reads, without the padding behind.
   std::int64_t read_bytes(const StoreLayer& l) const { return rounded(l.cluster * l.neuron_bytes(), file_.unit()); }
-  Wrong check_neurons(std::int64_t layer, std::int64_t in_file, const char* data) const noexcept;
+  ReadError check_neurons(std::int64_t layer, std::int64_t in_file, const char* data) const noexcept;
 
-  const char* mapped() const { return mapped_; }  // null: it is not
+  const char* mapped() const { return mapped_; }  // null: not mapped
 
  private:
   StoreFile file_;

@@ -1,4 +1,4 @@
-// The lock of an open store, and the order of its calls.
+// The lock of an open store and the queue of its calls.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,8 @@
 
 namespace pi2 {
 
-// What every piece of the engine names as its lock: the pieces of two stores never meet.
+// The capability that every part of the engine names in its annotations. Parts of two stores never meet, so one is
+// enough.
 struct PI2_CAPABILITY("mutex") StoreLock {};
 inline constexpr StoreLock kLock{};
 
@@ -19,7 +20,7 @@ class StoreMutex {
   void lock() PI2_ACQUIRE(kLock) PI2_NOT_ANALYSED { mutex_.lock(); }
   void unlock() PI2_RELEASE(kLock) PI2_NOT_ANALYSED { mutex_.unlock(); }
 
-  // The lock is given back meanwhile.
+  // Releases the lock while waiting.
   void wait(std::condition_variable* condition) PI2_REQUIRES(kLock) {
     std::unique_lock<std::mutex> lock(mutex_, std::adopt_lock);
     condition->wait(lock);
@@ -31,7 +32,7 @@ class StoreMutex {
     news_.fetch_add(1);
     changed_.notify_all();
   }
-  const std::atomic<std::uint64_t>& news() const { return news_; }  // how often it was told
+  const std::atomic<std::uint64_t>& news() const { return news_; }  // number of tell() calls
 
  private:
   std::mutex mutex_;
@@ -50,7 +51,7 @@ class PI2_SCOPED_CAPABILITY Locked {
   StoreMutex& mutex_;
 };
 
-// One call at a time. Who waits for the turn holds the door, so that the next call does not overtake.
+// One call at a time, in order of arrival: whoever waits for the turn holds the door, so nobody overtakes.
 class Turns {
  public:
   std::unique_lock<std::mutex> take() {

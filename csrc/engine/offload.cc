@@ -7,13 +7,13 @@
 #include <utility>
 
 #include "base/trace.h"
-#include "engine/arranger.h"
-#include "engine/call.h"
+#include "engine/cache_rebalancer.h"
 #include "engine/common.h"
+#include "engine/demand_reads.h"
+#include "engine/hot_set.h"
 #include "engine/prefetch.h"
 #include "engine/read_ahead.h"
 #include "engine/reads.h"
-#include "engine/residents.h"
 
 namespace pi2 {
 namespace {
@@ -22,22 +22,22 @@ constexpr char kShorter[] = "the file has become shorter since it was opened";
 
 }  // namespace
 
-// The pieces of an open store, which decide with the lock, and whoever calls them: workers of a call for whose neurons
-// it is the source, and threads that read.
+// The parts of an open store, and their callers: the workers of a call, for which this is the source of neurons, and
+// I/O threads. Decisions are made with the lock held.
 struct Offload::State final : NeuronSource, ReadSink {
   Common common;
   Turns turns;
   Reads reads{common, *this};
-  Residents residents{common};
-  ReadAhead ahead{common, reads, residents};
-  Call call{common, reads, ahead, residents};
-  Prefetch prefetch{common, reads, residents, call};
-  Arranger arranger{common, turns, reads, residents, call};
+  HotSet hot_set{common};
+  ReadAhead ahead{common, reads, hot_set};
+  DemandReads demand{common, reads, ahead, hot_set};
+  Prefetch prefetch{common, reads, hot_set, demand};
+  CacheRebalancer rebalancer{common, turns, reads, hot_set, demand};
   const std::function<void()>* then = nullptr;
   std::int64_t evictions_before PI2_GUARDED_BY(kLock) = 0;
 
   ~State() override {
-    arranger.stop();
+    rebalancer.stop();
     reads.close();
   }
 
@@ -51,10 +51,10 @@ struct Offload::State final : NeuronSource, ReadSink {
              const std::uint8_t* keep) override;
   std::int64_t next() override;
   void done(std::int64_t chunk) override;
-  const char* const* neuron_rows() const override { return call.neuron_rows(); }
-  bool failed() const override { return call.broken(); }
+  const char* const* neuron_rows() const override { return demand.neuron_rows(); }
+  bool failed() const override { return demand.broken(); }
 
-  bool over(const ReadRun& run, const Wrong& wrong) noexcept override PI2_REQUIRES(kLock);
+  bool over(const ReadRun& run, const ReadError& wrong) noexcept override PI2_REQUIRES(kLock);
   void some_over() noexcept override PI2_REQUIRES(kLock);
 };
 
@@ -62,7 +62,7 @@ namespace {
 
 bool is_share(double number) { return number >= 0 && number <= 1; }
 
-// Within what the core can count, and "" or what is wrong with them.
+// Clamps options to what the core can count. Returns "" or an error message.
 std::string checked(OffloadOptions* options, CachePolicy* policy, DeviceModel* device) {
   std::string wrong = policy_of(options->policy, policy);
   if (!wrong.empty()) return "policy: " + wrong;
@@ -73,7 +73,7 @@ std::string checked(OffloadOptions* options, CachePolicy* policy, DeviceModel* d
       options->gap_bytes < 0 || !(options->miss_margin >= 0) || !is_share(options->drop_experts) ||
       !is_share(options->hot_share))
     return "options: expected no negative sizes, at least one thread and chunk in flight, and shares of 0 to 1";
-  options->in_flight = std::min(options->in_flight, kChunks);  // a layer has no more
+  options->in_flight = std::min(options->in_flight, kChunks);  // a layer has no more chunks
   options->window = std::min<std::int64_t>(options->window, 1 << 30);
   options->run_bytes = std::min<std::int64_t>(options->run_bytes, 1 << 30);
   options->gap_bytes = std::min<std::int64_t>(options->gap_bytes, 1 << 24);
@@ -98,9 +98,9 @@ std::string Offload::State::set_up(const std::string& path) {
     const Locked lock(common.mutex);
     wrong = common.places.set_up(common.layout, options, policy);
     if (!wrong.empty()) return wrong;
-    residents.set_up();
+    hot_set.set_up();
     ahead.set_up();
-    call.set_up();
+    demand.set_up();
   }
   return common.layout.mapped() != nullptr ? "" : reads.open(std::move(device));
 }
@@ -108,79 +108,79 @@ std::string Offload::State::set_up(const std::string& path) {
 std::string Offload::State::compute(std::int64_t layer, const std::function<void()>& body, int threads,
                                     CallStats* stats) {
   if (common.forked()) return kForked;
-  // Of what is mapped the system would say so by a signal: as it does if that happens during this call.
+  // Reading a mapped file beyond its end raises a signal; that still happens if the file shrinks during this call.
   if (common.layout.mapped() != nullptr && common.layout.file().is_shorter()) return kShorter;
   const std::unique_lock<std::mutex> turn = turns.take();
   const Clock::time_point start = Clock::now();
   {
     const Locked lock(common.mutex);
-    call.start(layer);
+    demand.start(layer);
   }
   try {
     body();
-  } catch (...) {  // no memory: what was asked for must not be taken for read
+  } catch (...) {  // no memory: requested neurons must not count as read
     const Locked lock(common.mutex);
-    call.abandon();
-    arranger.wake();
+    demand.abandon();
+    rebalancer.wake();
     throw;
   }
   const Locked lock(common.mutex);
-  call.end();
-  arranger.wake();
-  if (stats != nullptr) call.add_to(stats);
+  demand.end();
+  rebalancer.wake();
+  if (stats != nullptr) demand.add_to(stats);
   ++common.sums.calls;
   common.sums.busy_ns += since(start) * threads;
-  return call.broken() ? call.problem().words() : "";
+  return demand.broken() ? demand.problem().message() : "";
 }
 
 void Offload::State::leave_out_missing(std::uint8_t* active, std::int64_t tokens, std::int64_t n_hot) {
-  if (tokens >= kStreamFrom || common.layout.mapped() != nullptr) return;  // all of a layer is read, or there
+  if (tokens >= kStreamFrom || common.layout.mapped() != nullptr) return;  // the whole layer is read, or is mapped
   const Locked lock(common.mutex);
-  call.leave_out_missing(active, tokens, n_hot);
+  demand.leave_out_missing(active, tokens, n_hot);
 }
 
 void Offload::State::expect(std::int64_t n_chunks, bool stream, bool last) {
   const Locked lock(common.mutex);
-  call.expect(n_chunks, stream, last);
+  demand.expect(n_chunks, stream, last);
 }
 
 void Offload::State::begin(const std::int64_t* ids, const std::int64_t* counts, std::int64_t chunk_size,
                            std::int64_t n_chunks, const std::uint8_t* keep) {
   try {
-    const TraceSpan span(Stage::kBegin, call.layer(), n_chunks);
+    const TraceSpan span(Stage::kBegin, demand.layer(), n_chunks);
     const Locked lock(common.mutex);
-    call.begin(ids, counts, chunk_size, keep);
-    arranger.wake();
-  } catch (...) {  // a worker's thread: nobody would catch it
+    demand.begin(ids, counts, chunk_size, keep);
+    rebalancer.wake();
+  } catch (...) {  // a worker thread, where nothing catches exceptions
     const Locked lock(common.mutex);
-    call.fail(kNoMemory);
+    demand.fail(kNoMemory);
   }
-  if (then == nullptr || call.broken()) return;
+  if (then == nullptr || demand.broken()) return;
   try {
     (*then)();
-  } catch (...) {  // a guess less
+  } catch (...) {  // prefetch is optional
   }
 }
 
 std::int64_t Offload::State::next() {
   const Locked lock(common.mutex);
-  return call.next();
+  return demand.next();
 }
 
 void Offload::State::done(std::int64_t chunk) {
   const Locked lock(common.mutex);
   try {
-    call.done(chunk);
-    arranger.wake();
+    demand.done(chunk);
+    rebalancer.wake();
   } catch (...) {
-    call.fail(kNoMemory);
+    demand.fail(kNoMemory);
   }
 }
 
-bool Offload::State::over(const ReadRun& run, const Wrong& wrong) noexcept {
+bool Offload::State::over(const ReadRun& run, const ReadError& wrong) noexcept {
   const ReadBatch& batch = *run.batch;
   const Wanted* wanted = batch.wanted.data() + run.first;
-  if (batch.arranging) arranger.over(run.count);
+  if (batch.arranging) rebalancer.over(run.count);
   if (batch.arranging && wrong) common.recording.lose();
   bool ready = false;
   for (std::int64_t k = 0; k < run.count; ++k) {
@@ -191,15 +191,15 @@ bool Offload::State::over(const ReadRun& run, const Wrong& wrong) noexcept {
       ahead.lose(batch.layer, wanted[k]);
     }
     if (common.places.end_dropped(wanted[k].place) || waiter < 0) continue;
-    ready = call.arrived(waiter, wanted[k], batch.asked_for, wrong) || ready;
+    ready = demand.arrived(waiter, wanted[k], batch.asked_for, wrong) || ready;
   }
-  if (wrong) arranger.wake();
-  return ready || call.broken();
+  if (wrong) rebalancer.wake();
+  return ready || demand.broken();
 }
 
 void Offload::State::some_over() noexcept {
-  arranger.wake();
-  call.ask_again();
+  rebalancer.wake();
+  demand.retry_reads();
 }
 
 OffloadStats Offload::State::stats(bool reset) {
@@ -211,7 +211,7 @@ OffloadStats Offload::State::stats(bool reset) {
   stats.resident = cache.used();
   stats.slots = cache.slots();
   stats.fixed = cache.fixed();
-  stats.arranging = arranger.left();
+  stats.arranging = rebalancer.left();
   stats.cache_bytes = stats.slots * common.places.bytes();
   stats.staging_bytes = common.places.spares() * common.places.bytes();
   stats.late = reset ? reads.late().exchange(0) : reads.late().load();
@@ -223,7 +223,7 @@ OffloadStats Offload::State::stats(bool reset) {
 }
 
 Offload::Offload(std::unique_ptr<State> state) : state_(std::move(state)) {}
-// In a forked child the engine's threads do not exist, and locks may be held by them: nothing can be taken down there.
+// A forked child has none of the engine's threads, and locks may be held by them: there it destroys nothing.
 Offload::~Offload() {
   if (state_ != nullptr && state_->common.forked()) (void)state_.release();
 }
@@ -278,16 +278,16 @@ void Offload::leave_out_experts(std::int64_t choices) {
   state_->common.sums.experts_left_out += choices;
 }
 
-void Offload::leave_out(const std::vector<std::int64_t>& first) { state_->arranger.leave_out(first); }
+void Offload::leave_out(const std::vector<std::int64_t>& first) { state_->rebalancer.leave_out(first); }
 
-std::string Offload::preload() { return state_->arranger.preload(); }
+std::string Offload::preload() { return state_->rebalancer.preload(); }
 
 std::string Offload::resize(std::int64_t cache_bytes, double hot_share) {
-  return state_->arranger.resize(cache_bytes, hot_share);
+  return state_->rebalancer.resize(cache_bytes, hot_share);
 }
 
 std::string Offload::arrange(const std::vector<std::int64_t>& resident, std::int64_t cache_bytes) {
-  return state_->arranger.arrange(resident, cache_bytes);
+  return state_->rebalancer.arrange(resident, cache_bytes);
 }
 
 std::string Offload::record_accesses(std::int64_t most_bytes) {
@@ -295,7 +295,7 @@ std::string Offload::record_accesses(std::int64_t most_bytes) {
   auto log = std::make_unique<AccessLog>(most_bytes);
   const Locked lock(state_->common.mutex);
   if (state_->common.recording.on()) return "accesses are being recorded already";
-  state_->common.recording.begin(std::move(log), state_->residents.settled());
+  state_->common.recording.begin(std::move(log), state_->hot_set.settled());
   return "";
 }
 

@@ -19,7 +19,7 @@ std::string Places::set_up(const Layout& layout, const OffloadOptions& options, 
     per_chunk = std::max(per_chunk, slots(l.chunk > 0 ? l.chunk : chunk_neurons(l.neurons)));
     per_prompt_chunk = std::max(per_prompt_chunk, slots(kPromptNeurons));
   }
-  // A chunk at least: then the first that waits always gets on.
+  // At least one chunk, so that the first waiting chunk always makes progress.
   n_spares_ = std::max(options.in_flight * per_chunk, per_prompt_chunk);
   const std::int64_t keys = layout.keys();
   cache_ = std::make_unique<NeuronCache>(keys, std::min(keys, options.cache_bytes / bytes_), policy);

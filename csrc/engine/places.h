@@ -1,5 +1,5 @@
-// Memory for slots of the file. A *slot of the file* has a cluster of neurons (mostly one); a *place* is memory for
-// one: first those of the cache, which outlive calls, then spares for what the cache has no room for.
+// Memory for neurons. A *slot of the file* holds one cluster of neurons (usually one neuron). A *place* is memory for
+// one slot: first the places of the cache, which outlive calls, then spares for slots that the cache has no room for.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ namespace pi2 {
 
 class Places {
  public:
-  // "" or what is wrong. A store that is mapped has none.
+  // Returns "" or an error message. A mapped store has no places.
   std::string set_up(const Layout& layout, const OffloadOptions& options, CachePolicy policy) PI2_REQUIRES(kLock);
 
   char* at(std::int64_t place) const { return memory_.data() + place * bytes_; }
@@ -26,12 +26,12 @@ class Places {
   std::int64_t spares() const { return n_spares_; }
 
   NeuronCache& cache() PI2_REQUIRES(kLock) { return *cache_; }
-  // Another number of slots, while nothing is read: what it is read into may move.
+  // Changes the number of cache slots. Nothing may be in flight: places move.
   void resize(std::int64_t slots) PI2_REQUIRES(kLock);
 
-  // The bytes of a place are on their way.
+  // A read into the place is in flight.
   bool loading(std::int64_t place) const PI2_REQUIRES(kLock) { return about(place).loading; }
-  // Nobody has wanted yet what was read into it.
+  // It was prefetched and has not been used yet.
   bool guessed(std::int64_t place) const PI2_REQUIRES(kLock) { return about(place).guess; }
   void wanted(std::int64_t place) PI2_REQUIRES(kLock) { about(place).guess = false; }
   void wait_for(std::int64_t place, std::int64_t chunk) PI2_REQUIRES(kLock) {
@@ -41,7 +41,7 @@ class Places {
     for (About& place : about_) place.waiter = -1;
   }
 
-  // Its bytes are going to be read: because of a guess, or for a chunk, or (-1) for neither.
+  // A read into it starts: a prefetch (`guess`), or for a chunk, or (-1) for the hot set.
   void begin(std::int64_t place, bool guess, std::int64_t chunk = -1) PI2_REQUIRES(kLock) {
     if (place < most_slots_) cache_->hold(place);
     about(place) = {true, guess, false, static_cast<std::int16_t>(chunk)};
@@ -68,19 +68,19 @@ class Places {
     free_spares_.pop_back();
     return place;
   }
-  // Spares whose bytes are not on their way. There is room: there are never more of them than when all were free.
+  // Returns spares with no read in flight. Never allocates: the list had room for all of them at the start.
   void give_back(std::int32_t spare) PI2_REQUIRES(kLock) { free_spares_.push_back(spare); }
   void give_back(const std::vector<std::int32_t>& spares) PI2_REQUIRES(kLock) {
     free_spares_.insert(free_spares_.end(), spares.begin(), spares.end());
   }
-  // As give_back, but if its bytes are on their way, when they have come.
+  // As give_back; if a read is in flight, once it has ended.
   void drop(std::int32_t spare) PI2_REQUIRES(kLock) {
     if (about(spare).loading)
       about(spare).dropped = true;
     else
       give_back(spare);
   }
-  // Whether a spare whose bytes have come had been dropped: then it is free.
+  // Called when a read into a spare ends. If the spare was dropped meanwhile, returns true and frees it.
   bool end_dropped(std::int32_t spare) PI2_REQUIRES(kLock) {
     if (!about(spare).dropped) return false;
     about(spare).dropped = false;
@@ -91,7 +91,7 @@ class Places {
  private:
   struct About {
     bool loading : 1, guess : 1;
-    bool dropped : 1;     // a spare whose bytes are on their way, and wanted no more
+    bool dropped : 1;     // a spare with a read in flight that nobody needs any more
     std::int16_t waiter;  // the chunk that waits for it, or -1
   };
   About& about(std::int64_t place) PI2_REQUIRES(kLock) { return about_[static_cast<std::size_t>(place)]; }
@@ -99,7 +99,7 @@ class Places {
 
   Arena memory_;
   std::int64_t bytes_ = 0, n_spares_ = 0;
-  std::int64_t most_slots_ = 0;  // of the cache: that there are places for
+  std::int64_t most_slots_ = 0;  // of the cache at its largest size
   std::unique_ptr<NeuronCache> cache_ PI2_PT_GUARDED_BY(kLock);
   std::vector<About> about_ PI2_GUARDED_BY(kLock);
   std::vector<std::int32_t> free_spares_ PI2_GUARDED_BY(kLock);

@@ -7,7 +7,7 @@
 namespace pi2 {
 namespace {
 
-// Slots of the file with a neuron that somebody is likely to want.
+// Slots of the file with at least one neuron that is likely to be needed.
 std::vector<std::int64_t> likely(const StoreLayer& l, std::int64_t n_hot, const std::uint8_t* active,
                                  std::int64_t tokens) {
   const std::int64_t cold = l.neurons - n_hot;
@@ -21,7 +21,7 @@ std::vector<std::int64_t> likely(const StoreLayer& l, std::int64_t n_hot, const 
   for (std::int64_t id = 0; id < l.neurons; ++id) {
     if (!wanted(id)) continue;
     slots.push_back(id / l.cluster);
-    id = (slots.back() + 1) * l.cluster - 1;  // the rest of the slot comes with it
+    id = (slots.back() + 1) * l.cluster - 1;  // the slot's other neurons come with it
   }
   return slots;
 }
@@ -38,11 +38,11 @@ void Prefetch::operator()(std::int64_t layer, std::int64_t n_hot, const std::uin
     batch->layer = layer;
     batch->asked_for = false;
     const Locked lock(common_.mutex);
-    // A call has looked up what this layer wants, and is about to make room for what it misses.
-    if (call_.wants_places_of(layer)) return;
+    // A call of this layer has already looked up its neurons and is about to read what is missing.
+    if (demand_.wants_places_of(layer)) return;
     common_.recording.lose();
     take(std::move(slots), batch.get());
-    // If that fails, they are asked for when they are wanted.
+    // If this fails, the call that needs them reads them.
     if (!batch->wanted.empty()) reads_.submit(std::move(batch), stats);
   } catch (const std::bad_alloc&) {
   }
@@ -62,22 +62,22 @@ bool Prefetch::mostly_missing(std::int64_t layer, std::int64_t n_hot, const std:
 }
 
 void Prefetch::leave_to_others(std::int64_t layer, std::vector<std::int64_t>* slots) const {
-  slots->erase(slots->begin(), std::lower_bound(slots->begin(), slots->end(), residents_.first_wanted(layer)));
+  slots->erase(slots->begin(), std::lower_bound(slots->begin(), slots->end(), hot_set_.first_wanted(layer)));
 }
 
-// Places in the cache for those that are not there, as many as it lets in, and their reads.
+// Inserts slots that are not in the cache, as far as it has room, and plans their reads.
 void Prefetch::take(std::vector<std::int64_t> slots, ReadBatch* batch) {
   Places& places = common_.places;
   NeuronCache& cache = places.cache();
   const std::int64_t key = common_.layout.key_of(batch->layer);
   leave_to_others(batch->layer, &slots);
-  // What is there is used by this, so that room is not made of it.
+  // look_up() pins what is in the cache, so that the insertions below do not evict it.
   slots.erase(std::remove_if(slots.begin(), slots.end(),
                              [&](std::int64_t in_file) { return cache.look_up(key + in_file) >= 0; }),
               slots.end());
   for (const std::int64_t in_file : slots) {
-    const std::int64_t place = cache.insert(key + in_file, residents_.holds(batch->layer, in_file));
-    if (place < 0) break;  // full of what is needed more
+    const std::int64_t place = cache.insert(key + in_file, hot_set_.holds(batch->layer, in_file));
+    if (place < 0) break;  // everything in the cache is pinned
     batch->wanted.push_back({in_file, static_cast<std::int32_t>(place)});
     places.begin(place, true);
   }

@@ -1,21 +1,21 @@
-// Guesses: what a layer is likely to want is read into the cache before anybody asks for it.
+// Prefetch: reads neurons that a later layer is likely to need into the cache.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <vector>
 
-#include "engine/call.h"
 #include "engine/common.h"
+#include "engine/demand_reads.h"
+#include "engine/hot_set.h"
 #include "engine/reads.h"
-#include "engine/residents.h"
 
 namespace pi2 {
 
 class Prefetch {
  public:
-  Prefetch(Common& common, Reads& reads, const Residents& residents, const Call& call)
-      : common_(common), reads_(reads), residents_(residents), call_(call) {}
+  Prefetch(Common& common, Reads& reads, const HotSet& hot_set, const DemandReads& demand)
+      : common_(common), reads_(reads), hot_set_(hot_set), demand_(demand) {}
 
   // See Offload::prefetch.
   void operator()(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens,
@@ -25,14 +25,14 @@ class Prefetch {
       PI2_EXCLUDES(kLock);
 
  private:
-  // Takes from `slots`, ascending, those before the first that is wanted here: they are somebody else's.
+  // Removes from `slots` (ascending) those before the first wanted one: they are computed elsewhere.
   void leave_to_others(std::int64_t layer, std::vector<std::int64_t>* slots) const PI2_REQUIRES(kLock);
   void take(std::vector<std::int64_t> slots, ReadBatch* batch) PI2_REQUIRES(kLock);
 
   Common& common_;
   Reads& reads_;
-  const Residents& residents_;
-  const Call& call_;
+  const HotSet& hot_set_;
+  const DemandReads& demand_;
 };
 
 }  // namespace pi2

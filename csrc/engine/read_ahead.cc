@@ -13,9 +13,10 @@ void ReadAhead::follow(std::int64_t layer, bool stream, const Chunks& chunks) {
   if (last_ >= 0 && last_ < layer) follower_[static_cast<std::size_t>(last_)] = layer;
   last_ = layer;
   const StoreLayer& l = common_.layout.about(layer);
-  whole_ = 5 * chunks.neurons() > 4 * (l.neurons - residents_.first_wanted(layer) * l.cluster);
+  whole_ = 5 * chunks.neurons() > 4 * (l.neurons - hot_set_.first_wanted(layer) * l.cluster);
   if (layer_ != layer) return;
-  // What was in the cache when it was passed over may have left since, and would wait for room that later chunks have.
+  // A slot that was skipped because the cache had it may have been evicted since. It would then wait for spares that
+  // later chunks hold: start again.
   const NeuronCache& cache = common_.places.cache();
   const std::int64_t key = common_.layout.key_of(layer);
   for (const Chunk& chunk : chunks.all) {
@@ -53,7 +54,7 @@ std::unique_ptr<ReadBatch> ReadAhead::take(std::int64_t layer) {
     drop();
     by_slot_.assign(static_cast<std::size_t>(l.n_slots()), -1);
     layer_ = after;
-    next_ = residents_.first_wanted(after);
+    next_ = hot_set_.first_wanted(after);
   }
   auto batch = std::make_unique<ReadBatch>();
   batch->layer = after;

@@ -1,5 +1,5 @@
-// Of streams (prompts): the layer that is likely to be streamed next, of which slots are read into spares that nobody
-// has a use for any more.
+// Read-ahead for prompts (streams): slots of the layer that is likely to come next are read into spares that the
+// current layer no longer needs.
 #pragma once
 
 #include <cstdint>
@@ -8,44 +8,43 @@
 
 #include "engine/chunks.h"
 #include "engine/common.h"
+#include "engine/hot_set.h"
 #include "engine/reads.h"
-#include "engine/residents.h"
 
 namespace pi2 {
 
 class ReadAhead {
  public:
-  ReadAhead(Common& common, Reads& reads, const Residents& residents)
-      : common_(common), reads_(reads), residents_(residents) {}
+  ReadAhead(Common& common, Reads& reads, const HotSet& hot_set) : common_(common), reads_(reads), hot_set_(hot_set) {}
 
-  void set_up() PI2_REQUIRES(kLock);  // when the layout is there
+  void set_up() PI2_REQUIRES(kLock);  // after the layout is open
 
-  // A call begins: what was read ahead for another than this one is in the way.
+  // A call begins: drops what was read ahead for another layer.
   void follow(std::int64_t layer, bool stream, const Chunks& chunks) PI2_REQUIRES(kLock);
-  bool whole() const PI2_REQUIRES(kLock) { return whole_; }  // the stream wants most of its layer
+  bool whole() const PI2_REQUIRES(kLock) { return whole_; }  // the stream needs most of its layer
 
-  // The spare that this slot was read into, or -1; and it is somebody's now.
+  // The spare that this slot was read into, or -1. taken(): a chunk owns it from now on.
   std::int32_t find(std::int64_t layer, std::int64_t in_file) const PI2_REQUIRES(kLock) {
     return layer_ == layer ? by_slot_[static_cast<std::size_t>(in_file)] : -1;
   }
   void taken(std::int64_t in_file) PI2_REQUIRES(kLock) { by_slot_[static_cast<std::size_t>(in_file)] = -1; }
-  // Its read has failed.
+  // The read of a slot has failed.
   void lose(std::int64_t layer, const Wanted& wanted) PI2_REQUIRES(kLock);
-  // Its spares are needed. False if there are none.
+  // Gives up all slots read ahead, because their spares are needed. False if there are none.
   bool drop() PI2_REQUIRES(kLock);
 
-  // Reads of the next slots of the layer after this one; null if there is no room or nothing is left.
+  // Reads of the next slots of the layer after `layer`; null if there is no spare or no slot left.
   std::unique_ptr<ReadBatch> take(std::int64_t layer) PI2_REQUIRES(kLock);
 
  private:
   Common& common_;
   Reads& reads_;
-  const Residents& residents_;
-  std::int64_t layer_ PI2_GUARDED_BY(kLock) = -1;  // that is read ahead, or -1
-  std::int64_t next_ PI2_GUARDED_BY(kLock) = 0;    // the slot of it that is read next
+  const HotSet& hot_set_;
+  std::int64_t layer_ PI2_GUARDED_BY(kLock) = -1;  // being read ahead, or -1
+  std::int64_t next_ PI2_GUARDED_BY(kLock) = 0;    // its next slot to read
   std::vector<std::int32_t> by_slot_ PI2_GUARDED_BY(kLock);
-  std::int64_t last_ PI2_GUARDED_BY(kLock) = -1;  // layer that was streamed
-  // By layer: the one that was streamed after it, or is likely to be.
+  std::int64_t last_ PI2_GUARDED_BY(kLock) = -1;  // layer streamed last
+  // By layer: the layer that was streamed after it last time; at first the next one.
   std::vector<std::int64_t> follower_ PI2_GUARDED_BY(kLock);
   bool whole_ PI2_GUARDED_BY(kLock) = false;
 };

@@ -1,4 +1,4 @@
-// Slots of a store's layer on their way into memory: neighbours in the file as one read, each slot to its own place.
+// A batch of slots of one layer to be read: neighbours in the file are one read, each slot goes to its own place.
 #pragma once
 
 #include <algorithm>
@@ -27,33 +27,34 @@ struct ReadRun {
   std::int64_t between = 0;           // where its part of batch->between begins
 };
 
-// Deleted by whoever is told of its last read.
+// Deleted when its last read ends.
 struct ReadBatch {
   std::int64_t layer = 0;
-  bool asked_for = true;                  // by a call that waits for it, not by a guess
-  bool arranging = false;                 // what is to stay, whether anybody asks for it or not
-  std::int64_t chunk = -1, asked_ns = 0;  // for traces: that asked, and when
+  bool asked_for = true;                  // a call waits for it; false: prefetch or hot set
+  bool arranging = false;                 // for the hot set
+  std::int64_t chunk = -1, asked_ns = 0;  // for traces: the chunk that asked, and when
   std::vector<Wanted> wanted;
   std::vector<ReadRun> runs;
   std::vector<Read> reads;
   std::vector<iovec> parts;
-  std::unique_ptr<char, decltype(&std::free)> between{nullptr, &std::free};  // where bytes between slots go
-  std::int64_t left = 0;                                                     // reads that are not over
+  std::unique_ptr<char, decltype(&std::free)> between{
+      nullptr, &std::free};  // receives the bytes between slots, which nobody uses
+  std::int64_t left = 0;     // reads that have not ended
 
-  // `wanted` ascending in the file; `read_bytes` of each slot are read to place_of(place). Reads of at most `most`
-  // bytes; slots that nobody wants are read through if there are at most `most_between` bytes of them in a row: a
-  // device takes as long for a read as for some more bytes of the one before.
+  // `wanted` is ascending in the file; `read_bytes` of each slot are read to place_of(place). A read has at most `most`
+  // bytes. Gaps of at most `most_between` bytes between wanted slots are read and discarded: a device needs as long for
+  // a further read as for these bytes.
   template <class PlaceOf>
   void plan(const StoreLayer& about, std::int64_t read_bytes, std::int64_t most, std::int64_t most_between,
             const PlaceOf& place_of) {
-    constexpr std::int64_t kMostParts = 512;  // of 1024 that the system takes
+    constexpr std::int64_t kMostParts = 512;  // the system takes 1024 per read
     const std::int64_t n = static_cast<std::int64_t>(wanted.size());
-    const std::int64_t step = 1 + most_between / about.slot_bytes;  // slots from one to the next of the same read
+    const std::int64_t step = 1 + most_between / about.slot_bytes;  // largest distance in slots within one read
     runs.reserve(wanted.size());
     reads.reserve(wanted.size());
     parts.reserve(2 * wanted.size());
     const auto gap_before = [&](std::int64_t k) { return (file(k) - file(k - 1)) * about.slot_bytes - read_bytes; };
-    std::int64_t between_bytes = 0;  // of each run its longest gap: runs are read by several threads at once
+    std::int64_t between_bytes = 0;  // one buffer per run, as long as its longest gap: threads read runs at once
     for (std::int64_t i = 0; i < n;) {
       std::int64_t end = i + 1, longest = 0;
       while (end < n && file(end) <= file(end - 1) + step && (end - i) < kMostParts &&

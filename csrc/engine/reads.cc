@@ -57,7 +57,7 @@ bool Reads::submit(std::unique_ptr<ReadBatch> batch, CallStats* stats) noexcept 
   const auto n = static_cast<std::int64_t>(batch->reads.size());
   std::int64_t bytes = 0;
   for (const Read& read : batch->reads) bytes += read.bytes;
-  count(n, bytes, stats);  // before: a call may be over when the lock is taken again
+  count(n, bytes, stats);  // first: the call may have ended when the lock is taken again
   trace_counter(TraceCounter::kBytesRead, common_.sums.bytes_read);
   common_.mutex.unlock();
   batch->asked_ns = trace_time();
@@ -83,7 +83,7 @@ bool Reads::submit(std::unique_ptr<ReadBatch> batch, CallStats* stats) noexcept 
 }
 
 // Without the lock: nobody looks at these places before they are said to be there.
-Wrong Reads::check(const ReadRun& run, const ReadResult& result) const noexcept {
+ReadError Reads::check(const ReadRun& run, const ReadResult& result) const noexcept {
   const ReadBatch& batch = *run.batch;
   const Layout& layout = common_.layout;
   trace_async(Stage::kRead, batch.asked_ns, batch.layer, batch.chunk);
@@ -94,15 +94,15 @@ Wrong Reads::check(const ReadRun& run, const ReadResult& result) const noexcept 
             result.read.bytes, result.read.offset};
   if (!common_.options.verify) return {};
   for (std::int64_t k = 0; k < run.count; ++k) {
-    const Wrong wrong = layout.check_neurons(batch.layer, wanted[k].in_file, common_.places.at(wanted[k].place));
+    const ReadError wrong = layout.check_neurons(batch.layer, wanted[k].in_file, common_.places.at(wanted[k].place));
     if (wrong) return wrong;
   }
   return {};
 }
 
-// On an I/O thread, where nobody would catch anything: what needs memory fails the call that waits.
+// Runs on an I/O thread, where nothing catches exceptions: running out of memory fails the waiting call.
 void Reads::arrived(const ReadResult* results, std::int64_t count) noexcept {
-  Wrong wrong[64];
+  ReadError wrong[64];
   for (std::int64_t first = 0; first < count; first += 64) {
     const std::int64_t n = std::min<std::int64_t>(64, count - first);
     for (std::int64_t i = 0; i < n; ++i)
@@ -118,7 +118,7 @@ void Reads::arrived(const ReadResult* results, std::int64_t count) noexcept {
       if (--batch->left == 0) delete batch;
     }
     trace_counter(TraceCounter::kReading, asked_for_);
-    // Workers are woken for a chunk, not for each of its hundreds of neurons.
+    // Wakes workers once per chunk, not for each of its hundreds of neurons.
     if (waited_for || (were_asked_for && asked_for_ == 0) || under_way_ == 0) common_.mutex.tell();
     sink_.some_over();
   }

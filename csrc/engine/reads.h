@@ -1,4 +1,4 @@
-// Reads of an open store: which are under way, and what is told of those that are over.
+// The reads of an open store: submits them, counts those in flight, and hands over those that have ended.
 #pragma once
 
 #include <atomic>
@@ -13,13 +13,13 @@
 
 namespace pi2 {
 
-// What becomes of reads. With the lock.
+// Receives reads that have ended, with the lock held.
 class ReadSink {
  public:
   virtual ~ReadSink() = default;
-  // One is over: its places are there, or empty if something is wrong. True if somebody may be waiting for that.
-  virtual bool over(const ReadRun& run, const Wrong& wrong) noexcept PI2_REQUIRES(kLock) = 0;
-  // Some are.
+  // A read has ended: its places are filled, or empty after an error. True if a worker may be waiting for it.
+  virtual bool over(const ReadRun& run, const ReadError& wrong) noexcept PI2_REQUIRES(kLock) = 0;
+  // Called once after each group of over().
   virtual void some_over() noexcept PI2_REQUIRES(kLock) = 0;
 };
 
@@ -27,29 +27,29 @@ class Reads {
  public:
   Reads(Common& common, ReadSink& sink) : common_(common), sink_(sink) {}
 
-  // "" or what is wrong. `device` is used if the options have one.
+  // Returns "" or an error message. `device` is used if the options simulate one.
   std::string open(DeviceModel device);
-  // Waits for what is under way: before anything else goes that reads use.
+  // Waits for reads in flight. Call this before anything that reads use is destroyed.
   void close() { engine_.reset(); }
 
   const char* name() const { return engine_->name(); }
   std::atomic<std::int64_t>& late() { return late_; }  // see OffloadStats
 
-  // Reads that are not over; those of them that the call under way waits for.
+  // Reads in flight; those of them that the current call waits for.
   std::int64_t under_way() const PI2_REQUIRES(kLock) { return under_way_; }
   std::int64_t asked_for() const PI2_REQUIRES(kLock) { return asked_for_; }
-  // Reads outlive calls: those under way count up to now.
+  // Adds the time of reads in flight up to now: reads outlive calls.
   void add_up_time() PI2_REQUIRES(kLock);
 
-  // Makes the reads of a batch that has what it wants, and counts them as begun.
+  // Plans the reads of a batch whose `wanted` is complete, and counts them as in flight.
   void plan(ReadBatch* batch) PI2_REQUIRES(kLock);
-  // Begins them. The lock is given back meanwhile. False if there is no memory: then nothing of it is read, and its
-  // places are empty again. `stats`: of the call that asked for it, if one did.
+  // Submits the batch; releases the lock meanwhile. Returns false without memory: nothing is read then and its places
+  // are empty again. `stats`: of the call that needs the batch, or null.
   bool submit(std::unique_ptr<ReadBatch> batch, CallStats* stats) noexcept PI2_REQUIRES(kLock);
 
  private:
   void arrived(const ReadResult* results, std::int64_t count) noexcept PI2_EXCLUDES(kLock);
-  Wrong check(const ReadRun& run, const ReadResult& result) const noexcept PI2_EXCLUDES(kLock);
+  ReadError check(const ReadRun& run, const ReadResult& result) const noexcept PI2_EXCLUDES(kLock);
   void count(std::int64_t reads, std::int64_t bytes, CallStats* stats) PI2_REQUIRES(kLock);
   void ended(const ReadBatch& batch) PI2_REQUIRES(kLock);
 

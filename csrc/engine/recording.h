@@ -1,4 +1,4 @@
-// What calls wanted, if anybody asked for that (pi2/replay.h), and whether a replay can begin where it begins.
+// Records which neurons calls need, on request (pi2/replay.h), and whether a replay can reproduce the recorded hits.
 #pragma once
 
 #include <memory>
@@ -14,7 +14,7 @@ class Recording {
   bool on() const PI2_REQUIRES(kLock) { return log_ != nullptr; }
   AccessLog& log() PI2_REQUIRES(kLock) { return *log_; }
 
-  // `settled`: what is to stay in the cache is there.
+  // `settled`: the hot set is in the cache.
   void begin(std::unique_ptr<AccessLog> log, bool settled) PI2_REQUIRES(kLock) {
     log_ = std::move(log);
     untold_ = untold_ || !settled;
@@ -24,17 +24,17 @@ class Recording {
     if (log_ == nullptr) return Accesses();
     Accesses all = log_->take();
     all.whole = !untold_ && all.lost == 0;
-    untold_ = untold_ || !all.layers.empty() || all.lost > 0;  // the next recording has not these
+    untold_ = untold_ || !all.layers.empty() || all.lost > 0;  // the next recording lacks these calls
     log_.reset();
     return all;
   }
 
-  // The cache is changed by what no log has.
+  // The cache changed in a way that the log does not show.
   void lose() PI2_REQUIRES(kLock) { untold_ = true; }
   bool lost() const PI2_REQUIRES(kLock) { return untold_; }
 
  private:
-  std::unique_ptr<AccessLog> log_ PI2_GUARDED_BY(kLock);  // null: nobody asked for one
+  std::unique_ptr<AccessLog> log_ PI2_GUARDED_BY(kLock);  // null: not recording
   bool untold_ PI2_GUARDED_BY(kLock) = false;
 };
 

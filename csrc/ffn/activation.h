@@ -24,14 +24,14 @@ inline float activate(Activation activation, const Shaping& s, float v) {
 
 inline float clamp(const Shaping& s, float v) { return (v > s.limit ? s.limit : v < -s.limit ? -s.limit : v) + s.plus; }
 
-// What the first matrix of a neuron makes (the only one before down of a plain layer), and decides by; of the
-// difference to the cut where it has one.
+// The activation of a neuron's first matrix (gate, or up of a plain layer), which decides whether it fires; applied to
+// the difference to the cut if there is one.
 inline float activate(const FfnArgs& args, float v) {
   if (args.shaping.plain) return activate(args.activation, v);
   return args.shaping.second ? clamp(args.shaping, v) : activate(args.activation, args.shaping, v);
 }
 
-// What that is multiplied by, of the second.
+// The factor from the second matrix.
 inline float factor(const FfnArgs& args, float v) {
   if (args.activation_on_up) return activate(args, v);
   if (args.shaping.plain) return v;

@@ -1,4 +1,4 @@
-// Down rows on their way into a token's sum.
+// Adds down rows to a token's sum, several at a time.
 #pragma once
 
 #include <algorithm>
@@ -7,8 +7,8 @@
 
 namespace pi2 {
 
-// Adds rows in the order in which they come, kAxpyRows at a time. One group waits while the next is found, so that its
-// rows are fetched while the group before is added: only those that fire are ever asked for.
+// Adds rows in order of arrival, kAxpyRows at a time. A group waits until the next one is complete, so that its rows
+// are prefetched while the group before is added: only rows of neurons that fire are prefetched.
 class DownQueue {
  public:
   void add(AxpyFn axpy, std::int64_t n, const void* row, float h, float* y) {

@@ -15,7 +15,7 @@
 namespace pi2 {
 namespace {
 
-constexpr std::int64_t kTinyNumbers = 1 << 18;  // waking a thread is not worth fewer numbers to convert or add
+constexpr std::int64_t kTinyNumbers = 1 << 18;  // below this, waking a thread costs more than converting or adding
 
 // `count` elements of T from this thread's scratch.
 template <class T>
@@ -38,8 +38,8 @@ struct Slice {
   const ExpertsArgs& args;
   std::int64_t start, tokens;
   float* x_TH = nullptr;           // widened; null: x is float32
-  const float* y_RH = nullptr;     // a row per token of each expert, experts ascending
-  std::int64_t* row_TK = nullptr;  // of y_RH; -1: no expert
+  const float* y_RH = nullptr;     // one row per (expert, token), experts ascending
+  std::int64_t* row_TK = nullptr;  // row of y_RH; -1: no expert
 
   std::int64_t expert(std::int64_t token, std::int64_t slot) const {
     return args.index[(start + token) * args.slots + slot];
@@ -53,7 +53,7 @@ struct Slice {
   void widen_token(std::int64_t t) { widen(row(args.x, t), args.x_dtype, x_TH + t * args.hidden, args.hidden); }
 
   void add_up(std::int64_t t) {
-    // In the place of y, or of an input that nobody needs any more.
+    // In y itself, or in the place of an input that is no longer needed.
     float* sum_H = x_TH == nullptr ? reinterpret_cast<float*>(row(args.y, t)) : x_TH + t * args.hidden;
     std::memset(sum_H, 0, static_cast<std::size_t>(args.hidden) * sizeof(float));
     for (std::int64_t j = 0; j < args.slots; ++j) {
@@ -74,8 +74,8 @@ struct Slice {
         this);
   }
 
-  // Fills row_TK and `works`, which has room for every expert; y of a work is where its rows of `y` begin. Returns how
-  // many experts there are.
+  // Fills row_TK and `works`, which has room for every expert; y of a work points to its rows of `y`. Returns the
+  // number of works.
   std::int64_t group(float* y, std::int64_t* ids, std::int64_t* next_E, std::int64_t* last_E, ExpertWork* works) {
     const std::int64_t experts = args.experts;
     std::fill(next_E, next_E + experts, 0);
@@ -133,7 +133,7 @@ class InMemory : public ExpertLayers {
 FfnArgs of_expert(FfnArgs layer, const ExpertWork& work) {
   const std::int64_t n = work.tokens, hidden = work.hidden;
   const float* x = work.x + work.ids[0] * hidden;
-  if (work.ids[n - 1] - work.ids[0] != n - 1) {  // ascending: else they follow each other
+  if (work.ids[n - 1] - work.ids[0] != n - 1) {  // ids ascend, so equality means consecutive tokens
     float* gathered = take<float>(Scratch::kGathered, n * hidden);
     for (std::int64_t i = 0; i < n; ++i)
       std::memcpy(gathered + i * hidden, work.x + work.ids[i] * hidden,

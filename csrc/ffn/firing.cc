@@ -10,11 +10,11 @@ namespace pi2 {
 
 std::atomic<std::int64_t> firing_watched{0};
 
-// The counters of one call at a time.
+// Counters; one call at a time uses them.
 struct FiringLane {
   bool busy = false;
-  std::int64_t readers = 0;           // that wait for it: no further call takes it
-  std::int64_t pending = 0;           // tokens in the narrow counters, at most: none is above that
+  std::int64_t readers = 0;           // waiting readers: no further call takes the lane
+  std::int64_t pending = 0;           // upper bound of every narrow counter
   std::vector<std::uint16_t> narrow;  // [1 + sizes, neurons]: tokens, and groups of each size
   std::vector<std::int64_t> wide;
   std::int64_t tokens = 0;
@@ -27,12 +27,12 @@ struct FiringLane {
   }
 };
 
-// What is watched of one layer. Calls at the same time have lanes of their own, so that none waits for another.
+// A watched layer. Concurrent calls have lanes of their own, so that none waits for another.
 struct FiringLayer {
   const WatchedLayer about;
   const std::vector<std::int64_t> sizes;
   std::mutex mutex;
-  std::condition_variable idle;  // a lane that a reader waits for
+  std::condition_variable idle;  // a lane that a reader waits for is free
   std::vector<std::unique_ptr<FiringLane>> lanes;
 
   FiringLayer(const WatchedLayer& layer, const std::vector<std::int64_t>& group_sizes)
@@ -87,7 +87,7 @@ void FiringCall::begin(const FfnArgs& args) {
   }
   try {
     lane_ = layer_->take();
-  } catch (const std::bad_alloc&) {  // what is watched must not fail for it
+  } catch (const std::bad_alloc&) {  // counting must not fail the call
     return;
   }
   tokens_ = args.tokens;

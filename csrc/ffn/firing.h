@@ -1,6 +1,6 @@
-// Counts for pi2/firing.h. Off it costs one relaxed load a call; on, a lock at both ends of a call, and for a neuron
-// that fires an addition to counters of two bytes: wide ones, 32 layers of which no cache holds, would be a fiftieth of
-// what a predicted layer reads. They are emptied into wide ones before they can overflow.
+// Counting for pi2/firing.h. Off, it costs one relaxed load per call. On, a lock at both ends of a call, and for each
+// neuron that fires an addition to a two-byte counter. (Wide counters of 32 layers fit no cache: they would add a
+// fiftieth of what a predicted layer reads.) Narrow counters are added to wide ones before they can overflow.
 #pragma once
 
 #include <atomic>
@@ -12,31 +12,31 @@
 
 namespace pi2 {
 
-// Layers that somebody watches.
+// Number of watched layers.
 extern std::atomic<std::int64_t> firing_watched;
 
 struct FiringLane;
 struct FiringLayer;
 
-// Where the workers of a call count; each neuron is one worker's.
+// The counters of a call. Each neuron is counted by one worker.
 struct FiringCounters {
   float cut;
-  int sizes;                           // those of which the call has groups, ascending
+  int sizes;                           // number of group sizes that the call counts, ascending
   std::int64_t size[kMostSizes];       // tokens
   std::uint64_t begins[kMostSizes];    // a bit for the first token of each group
   std::uint16_t* fired;                // [neurons]
   std::uint16_t* grouped[kMostSizes];  // [neurons]
 
-  // Before add, by some microseconds: what is counted in rarely stays in a cache from one call to the next.
+  // Prefetches the counters, some microseconds before add: they rarely stay in a cache from call to call.
   void expect(std::int64_t neuron) const {
     __builtin_prefetch(fired + neuron, 1);
     for (int k = 0; k < sizes; ++k) __builtin_prefetch(grouped[k] + neuron, 1);
   }
 
-  // `tokens`: a bit for each for which the neuron fired. Of a call with groups all of its tokens, else any 64 of them.
+  // `tokens`: one bit per token for which the neuron fired: all tokens of a call with groups, else any 64 of them.
   void add(std::int64_t neuron, std::uint64_t tokens) const {
     fired[neuron] = static_cast<std::uint16_t>(fired[neuron] + __builtin_popcountll(tokens));
-    std::uint64_t any = tokens;  // bit p: for one of `width` tokens from p on
+    std::uint64_t any = tokens;  // bit p: it fired for one of the `width` tokens from p on
     std::int64_t width = 1;
     for (int k = 0; k < sizes; ++k) {
       for (; 2 * width <= size[k]; width *= 2) any |= any >> width;
@@ -46,7 +46,7 @@ struct FiringCounters {
   }
 };
 
-// The life of one call of sparse_ffn, on the thread that called.
+// Scope of one call of sparse_ffn, on the calling thread.
 class FiringCall {
  public:
   explicit FiringCall(const FfnArgs& args) : lane_(nullptr) {
@@ -58,8 +58,8 @@ class FiringCall {
     if (lane_ != nullptr) end();
   }
 
-  // Counters for the next so many tokens, at most 65535; null: nobody watches the layer. Between two of these only what
-  // a call of parallel.run has begun may count.
+  // Counters for the next `tokens` tokens, at most 65535; null: the layer is not watched. Only a parallel.run that
+  // starts after this may use them, and only until the next call of this.
   const FiringCounters* next(std::int64_t tokens) {
     if (lane_ == nullptr) return nullptr;
     make_room(tokens);
@@ -74,7 +74,7 @@ class FiringCall {
   FiringLane* lane_;
   std::shared_ptr<FiringLayer> layer_;
   std::int64_t tokens_;
-  FiringCounters counters_;  // only while counting
+  FiringCounters counters_;  // valid while counting
 };
 
 }  // namespace pi2

@@ -16,12 +16,12 @@ namespace pi2 {
 namespace {
 
 constexpr std::int64_t kTokenTile = 64;
-constexpr std::int64_t kAheadBytes = 12288;  // how far ahead rows are asked for: memory answers after some 200 ns
+constexpr std::int64_t kAheadBytes = 12288;  // prefetch distance: memory latency is about 200 ns
 constexpr std::int64_t kTinyWeights = 1 << 18;
-constexpr std::int64_t kBlocksTokens = 128;  // whose inputs share the second-level cache
+constexpr std::int64_t kBlocksTokens = 128;  // tokens whose inputs fit the second-level cache
 constexpr std::int64_t kTwoBlocksFrom = 2;
-// Of prepared inputs that are used together (with more, several passes over rows that the second-level cache keeps are
-// faster than reading the inputs from there for each pair of rows), and of the rows of such passes.
+// Bytes of prepared inputs that are used together, and of the rows of such passes. With more inputs, several passes
+// over rows in the second-level cache are faster than reading the inputs from there for each pair of rows.
 constexpr std::int64_t kInputBytes = 32768, kPassBytes = 131072;
 
 struct Pass {
@@ -30,9 +30,9 @@ struct Pass {
   std::int64_t tokens, row_bytes;
   std::int64_t block_rows;  // per work item: long enough to stream, short enough to balance
   std::int64_t group;       // tokens whose inputs are used together
-  std::int64_t group_rows;  // rows that one group after the other uses
+  std::int64_t group_rows;  // rows that the groups use one after the other
   const void* x_T[kTokenTile];
-  char* y;  // of the first token of the pass
+  char* y;  // output of the first token of the pass
 
   void rows(std::int64_t block) const {
     const TraceSpan span(Stage::kLinearRows, block);
@@ -42,7 +42,7 @@ struct Pass {
         some_rows(r, std::min(end, r + group_rows), t, std::min(group, tokens - t));
   }
 
-  // Rows [begin, end) times `count_T` tokens from `first_t` on; the first group of tokens asks for the rows to come.
+  // Rows [begin, end) times `count_T` tokens from `first_t` on; the first group of tokens prefetches the next rows.
   void some_rows(std::int64_t begin, std::int64_t end, std::int64_t first_t, std::int64_t count_T) const {
     const std::int64_t ahead = (kAheadBytes / (kDotRows * row_bytes) + 1) * kDotRows;
     const auto* weights = static_cast<const char*>(args.weights);
@@ -63,7 +63,7 @@ struct Pass {
   }
 };
 
-// Up to kBlocksTokens tokens and rows in blocks, which are read once for all of them.
+// Up to kBlocksTokens tokens times rows in blocks, which are read once for all tokens.
 struct BlocksPass {
   const LinearArgs& args;
   PrepareFn prepare;
@@ -85,7 +85,8 @@ struct BlocksPass {
   void rows(std::int64_t index) const {
     const TraceSpan span(Stage::kLinearRows, index);
     const std::int64_t end = std::min(blocks(), (index + 1) * item_blocks);
-    // Many tokens are bound by arithmetic, and two blocks share its inputs; few by memory, and one is one stream.
+    // Many tokens are bound by arithmetic: two blocks share the inputs. Few are bound by memory: one block is one
+    // stream.
     const std::int64_t most = tokens < kTwoBlocksFrom ? 1 : kGemmPanels;
     for (std::int64_t b = index * item_blocks, count = 0; b < end; b += count) {
       count = std::min(most, end - b);
@@ -145,7 +146,7 @@ void linear(const LinearArgs& args, const ParallelFor& parallel) {
   const std::int64_t share = args.rows / (4 * std::max(1, parallel.threads));
   const std::int64_t block_rows = std::max<std::int64_t>(32, std::min<std::int64_t>(512, share / 2 * 2));
   const std::int64_t w_bytes = row_bytes(args.w_dtype, args.columns);
-  // As many as the tile of the dot kernels at least.
+  // At least the tile of the dot kernels.
   const std::int64_t group = args.int8_activations ? std::max<std::int64_t>(4, kInputBytes / (2 * width) / 4 * 4)
                                                    : std::max<std::int64_t>(2, kInputBytes / (4 * width) / 2 * 2);
   const std::int64_t group_rows = std::max(kDotRows, kPassBytes / w_bytes / kDotRows * kDotRows);
@@ -172,7 +173,7 @@ void to_blocks(const void* rows, DType dtype, std::int64_t count, std::int64_t c
   char* to = static_cast<char*>(blocks);
   for (std::int64_t first = 0; first < count; first += kPanelRows) {
     const char* from = static_cast<const char*>(rows) + first * bytes;
-    // So many bytes at `at` of each row, one row after another.
+    // Copies `some` bytes at `at` of each row, row after row.
     const auto put = [&](std::int64_t at, std::int64_t some, char change) {
       for (std::int64_t r = 0; r < kPanelRows; ++r)
         for (std::int64_t k = at; k < at + some; ++k)

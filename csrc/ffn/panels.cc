@@ -16,24 +16,24 @@
 namespace pi2 {
 namespace {
 
-constexpr std::int64_t kTokenTile = 128;  // tokens per pass: their inputs share the second-level cache with panels
+constexpr std::int64_t kTokenTile = 128;  // tokens per pass: their inputs and the panels fit the second-level cache
 constexpr std::int64_t kChunkNeurons = kPromptNeurons;
-constexpr std::int64_t kDownColumns = 128;  // of one work item of a dense down product
-// One in so many neurons of a chunk: a token that fires them goes through the matrix product, which is then faster than
-// adding row by row. A matter of each token alone, so that its bits do not depend on the others.
+constexpr std::int64_t kDownColumns = 128;  // columns per work item of a dense down product
+// A token that fires at least one in kDenseOneIn neurons of a chunk uses the matrix product, which is then faster than
+// adding row by row. This depends on the token alone, so that its bits do not depend on other tokens.
 constexpr std::int64_t kDenseOneIn = 5;
 constexpr std::int64_t kPair = kGemmPanels * kPanelRows;
 
-// What one thread needs for itself.
+// Scratch memory of one thread.
 struct Bench {
   char* panels[kGemmPanels];
   float* out;  // [tokens, kPair]
 };
 
-// The scratch of a pass and the threads that work on it.
+// The scratch memory of a pass and its threads.
 class Workshop {
  public:
-  // For `tokens` inputs, of which `tile` at a time.
+  // For `tokens` inputs, `tile` at a time.
   Workshop(const ParallelFor& parallel, std::int64_t columns, std::int64_t tokens, std::int64_t tile)
       : parallel_(parallel), workers_(std::max(1, parallel.threads)), columns_(columns) {
     const std::int64_t panel_floats = panel_bytes(columns) / 4,
@@ -52,7 +52,7 @@ class Workshop {
     workers_ = std::min<std::int64_t>(workers_, kMostWorkers);
   }
 
-  // work(worker, index) for every index, on all threads.
+  // Calls work(worker, index) for every index, on all threads.
   template <class Body>
   void each(std::int64_t n, const Body& work) {
     struct Shared {
@@ -69,7 +69,7 @@ class Workshop {
         &shared);
   }
 
-  // x [tokens, columns] as `prepare` has it, `bytes` from one to the next, on all threads.
+  // Prepares x [tokens, columns] on all threads; outputs are `bytes` apart.
   void prepare_all(const char* x, DType x_dtype, std::int64_t tokens, PrepareFn prepare, char* out,
                    std::int64_t bytes) {
     each(tokens, [&](std::int64_t worker, std::int64_t t) {
@@ -78,7 +78,7 @@ class Workshop {
     });
   }
 
-  // x [tokens, columns] as gemm wants it.
+  // Prepares x [tokens, columns] for gemm.
   void prepare(const char* x, DType x_dtype, std::int64_t tokens, PrepareFn prepare) {
     prepare_all(x, x_dtype, tokens, prepare, inputs_, gemm_input_bytes(columns_));
     for (std::int64_t t = 0; t < tokens; ++t) x_T_[t] = inputs_ + t * gemm_input_bytes(columns_);
@@ -98,7 +98,7 @@ class Workshop {
   const void* x_T_[kPromptTokens];
 };
 
-// Unpacks the rows row(0) to row(count - 1), of which the last stands for what is missing of kPanelRows.
+// Unpacks row(0) to row(count - 1); repeats the last one up to kPanelRows.
 template <class Row>
 void unpack(PanelFn panel, const Row& row, std::int64_t count, std::int64_t n, char* out) {
   const void* rows[kPanelRows];
@@ -145,30 +145,30 @@ void linear_prompt(const LinearArgs& args, const KernelTable& table, const Paral
 namespace {
 
 constexpr std::int64_t kTileWords = kTokenTile / 64;
-constexpr std::int64_t kNeuronsAhead = 4;  // whose rows are asked for
+constexpr std::int64_t kNeuronsAhead = 4;  // prefetch distance in neurons
 
-// A bit for each token of a tile.
+// One bit per token of a tile.
 struct TileBits {
   std::uint64_t words[kTileWords] = {};
 
   void set(std::int64_t t) { words[t / 64] |= std::uint64_t{1} << t % 64; }
 };
 
-// Up to kTokenTile tokens on their way through a layer. A token that fires few of a chunk's neurons goes through up and
-// down neuron by neuron; one that fires many, with all that do, through matrix products over the whole chunk.
+// Computes up to kTokenTile tokens. For a token that fires few neurons of a chunk, up and down are computed neuron by
+// neuron; tokens that fire many share matrix products over the whole chunk.
 struct PromptPass {
   const FfnArgs& args;
   const KernelTable& table;
   Workshop& shop;
   const void* const* x_T;  // prepared for gemm
-  const float* a8_TW;      // and for dots
+  const float* a8_TW;      // prepared for dot_a8
   std::int64_t tokens, width;
-  float* h_TC;                   // [tokens, kChunkNeurons] of the chunk at hand: act(gate), then h
-  TileBits* fired_C;             // [kChunkNeurons]: tokens for which that is not 0
-  float* y_TW;                   // [tokens, width], in the order of the axpy kernel
-  float* w_CW;                   // [kChunkNeurons, width], the same order
-  const char* const* where;      // of a source, or null
-  const FiringCounters* firing;  // null: nobody watches
+  float* h_TC;                   // [tokens, kChunkNeurons] of the current chunk: act(gate), then h
+  TileBits* fired_C;             // [kChunkNeurons]: tokens for which the neuron fires
+  float* y_TW;                   // [tokens, width], in axpy order
+  float* w_CW;                   // [kChunkNeurons, width], in axpy order
+  const char* const* where;      // neuron_rows() of the source, or null
+  const FiringCounters* firing;  // null: not watched
 
   const char* rows_of(std::int64_t neuron) const {
     if (where != nullptr) return where[neuron];
@@ -179,8 +179,8 @@ struct PromptPass {
     return values == nullptr ? 0.0f : static_cast<const float*>(values)[neuron];
   }
 
-  // Row `row` of the neurons [first, first + count), kPair at most, times the inputs x_T of `n` tokens, into the bench:
-  // [n, kPair].
+  // Row `row` of the neurons [first, first + count), at most kPair, times the inputs x_T of `n` tokens. Returns the
+  // worker's scratch [n, kPair].
   const float* product(std::int64_t worker, std::int64_t first, std::int64_t count, std::int64_t row,
                        const void* const* some_T, std::int64_t n) const {
     Bench& bench = shop.bench(worker);
@@ -195,10 +195,10 @@ struct PromptPass {
     return bench.out;
   }
 
-  // Whether |h| is what is compared with the cut, and not |act(gate)|.
+  // Whether |h|, and not |act(gate)|, is compared with the cut.
   bool scores_h() const { return args.rows == 3 && args.activation_on_up; }
 
-  // Of kPair neurons of the chunk [begin, end) what fires, for every token.
+  // act(gate) of kPair neurons of the chunk [begin, end) for every token; 0 where they do not fire.
   void gates(std::int64_t worker, std::int64_t begin, std::int64_t end, std::int64_t block, Counters* done) const {
     const std::int64_t first = begin + block * kPair, count = std::min(kPair, end - first);
     const float* out = product(worker, first, count, 0, x_T, tokens);
@@ -210,11 +210,11 @@ struct PromptPass {
     }
     for (std::int64_t t = 0; t < tokens; ++t, out += kPair) {
       float* h_N = h(t) + first - begin;
-      if (args.activation == Activation::kRelu && args.shaping.plain)  // the loop that matters, for the compiler
+      if (args.activation == Activation::kRelu && args.shaping.plain)  // the common case, which the compiler vectorises
         for (std::int64_t r = 0; r < count; ++r) h_N[r] = activate(Activation::kRelu, out[r] + bias_N[r]);
       else
         for (std::int64_t r = 0; r < count; ++r) h_N[r] = activate(args, out[r] + bias_N[r]);
-      // Written so that NaN fires.
+      // With this comparison NaN fires.
       for (std::int64_t r = 0; r < count; ++r) h_N[r] = std::fabs(h_N[r]) <= threshold_N[r] ? 0.0f : h_N[r];
       std::uint32_t fires = 0;
       for (std::int64_t r = 0; r < count; ++r) fires |= static_cast<std::uint32_t>(h_N[r] != 0.0f) << r;
@@ -234,20 +234,20 @@ struct PromptPass {
       if (word != 0) firing->add(neuron, word);
   }
 
-  // *h_T of token t, act(gate) so far, times the neuron's `up`.
+  // Multiplies *h_T of token t, act(gate) so far, by the neuron's `up`.
   void multiply(std::int64_t t, std::int64_t neuron, float up, float* h_T, TileBits* scored) const {
     *h_T *= factor(args, up + bias(args.bias_up, neuron));
     if (firing != nullptr && !(std::fabs(*h_T) <= firing->cut)) scored->set(t);
   }
 
-  // Tokens of the tile by how many neurons of the chunk they fire.
+  // The tokens of the tile that fire few, and those that fire many neurons of the chunk.
   struct Split {
     std::int64_t few_T[kTokenTile], many_T[kTokenTile], n_few = 0, n_many = 0;
     TileBits few;
     const void* many_x_T[kTokenTile];
   };
 
-  // act(gate) times up of kPair neurons of the chunk, for the tokens that fire many.
+  // h = act(gate) * up of kPair neurons of the chunk, for the tokens that fire many.
   void ups_of_many(std::int64_t worker, std::int64_t begin, std::int64_t end, std::int64_t block, const Split& split,
                    Counters* done) const {
     const std::int64_t first = begin + block * kPair, count = std::min(kPair, end - first);
@@ -260,7 +260,7 @@ struct PromptPass {
       }
     for (std::int64_t r = 0; firing != nullptr && scores_h() && r < count; ++r) {
       if (split.n_few == 0) count_fired(first + r, scored_N[r]);
-      // Else counted with the others, since a neuron's tokens are to be counted together.
+      // Otherwise counted with the other tokens: the tokens of a neuron are counted together.
       TileBits& bits = fired_C[first - begin + r];
       for (std::int64_t w = 0; w < kTileWords; ++w)
         bits.words[w] = (bits.words[w] & split.few.words[w]) | scored_N[r].words[w];
@@ -268,7 +268,7 @@ struct PromptPass {
     done->up_rows += count * split.n_many;
   }
 
-  // The same for those of 64 tokens that fire few: their inputs stay in the second-level cache.
+  // The same for the tokens of a word of 64 that fire few: their inputs stay in the second-level cache.
   void ups_of_few(std::int64_t begin, std::int64_t end, std::int64_t block, std::int64_t word, const Split& split,
                   Counters* done) const {
     const std::int64_t first = begin + block * kPair, last = std::min(end, first + kPair);
@@ -305,10 +305,10 @@ struct PromptPass {
   float* h(std::int64_t t) const { return h_TC + t * kChunkNeurons; }
   float* y(std::int64_t t) const { return y_TW + t * width; }
 
-  // How many of the chunk's neurons fire for a token.
+  // The number of the chunk's neurons that fire for a token.
   std::int64_t fired(std::int64_t t, std::int64_t count) const { return count - std::count(h(t), h(t) + count, 0.0f); }
 
-  // Few fire: only their rows, added to one token.
+  // Few fire: adds only their rows to the token.
   void add_down(std::int64_t t, std::int64_t begin, std::int64_t count) const {
     DownQueue queue;
     Counters done;
@@ -321,7 +321,7 @@ struct PromptPass {
     pi2::count(done);
   }
 
-  // Many fire: down rows of kPanelRows neurons as floats (0 + 1 * row is exact), once for all tokens...
+  // Many fire: converts down rows of kPanelRows neurons to float (0 + 1 * row is exact), once for all tokens.
   void widen_down(std::int64_t begin, std::int64_t block, std::int64_t count) const {
     const float one = 1;
     for (std::int64_t i = block * kPanelRows; i < std::min(count, (block + 1) * kPanelRows); ++i) {
@@ -331,8 +331,8 @@ struct PromptPass {
     }
   }
 
-  // Adds what the neurons [begin, begin + count) contribute. `widened`: their down rows are floats already; set when
-  // they are.
+  // Adds the contributions of the neurons [begin, begin + count). `widened`: whether their down rows are floats
+  // already; set by this.
   void add_chunk(std::int64_t begin, std::int64_t count, bool* widened) const {
     const std::int64_t pairs = (count + kPair - 1) / kPair, end = begin + count;
     const auto counted = [&](std::int64_t items, const auto& work) {
@@ -390,7 +390,7 @@ struct PromptPass {
   }
 };
 
-// The layer's neurons from args.first on, chunk after chunk.
+// The chunks of a layer's neurons from args.first on.
 struct Chunks {
   const std::int64_t first, base, neurons, count;
 
@@ -406,7 +406,7 @@ struct Chunks {
   }
 };
 
-// All of them from a source. `ids` has room for kChunkNeurons and a count for each chunk.
+// Requests all neurons from a source. `ids` has room for kChunkNeurons and a count for each chunk.
 void begin_all(NeuronSource& source, const Chunks& chunks, bool last, std::int64_t* ids) {
   std::int64_t* counts = ids + chunks.count * kChunkNeurons;
   for (std::int64_t c = 0; c < chunks.count; ++c) {
@@ -419,7 +419,7 @@ void begin_all(NeuronSource& source, const Chunks& chunks, bool last, std::int64
 
 }  // namespace
 
-// Chunks of neurons, each for every tile of tokens: then a chunk is read once, from memory or from flash.
+// Computes chunk by chunk, each for every tile of tokens: a chunk is read once, from memory or from flash.
 void ffn_prompt(const FfnArgs& args, const KernelTable& table, const ParallelFor& parallel) {
   const std::int64_t most = std::min(kPromptTokens, args.tokens), tile = std::min(kTokenTile, args.tokens);
   const std::int64_t width = padded(args.hidden), x_bytes = row_bytes(args.x_dtype, args.hidden);

@@ -1,4 +1,4 @@
-// Reads neurons from memory and computes nothing: what benchmarks put beside a layer as the most that it could reach.
+// Reads neurons from memory and computes nothing: the roofline in benchmarks.
 #include <algorithm>
 #include <atomic>
 

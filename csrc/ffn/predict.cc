@@ -15,17 +15,18 @@
 namespace pi2 {
 namespace {
 
-constexpr std::int64_t kItemBytes = 1 << 17;  // of a matrix per work item: long enough to stream, short to balance
-constexpr std::int64_t kAheadBytes = 8192;    // how far ahead reads are asked for: memory answers after some 200 ns
+constexpr std::int64_t kItemBytes =
+    1 << 17;                                // of a matrix per work item: long enough to stream, short enough to balance
+constexpr std::int64_t kAheadBytes = 8192;  // prefetch distance: memory latency is about 200 ns
 constexpr std::int64_t kTinyMacs = 1 << 17;
 
-// `count` rows of n numbers, one after another, and what their dots are multiplied by and added to.
+// `count` contiguous rows of n numbers, with the scales and biases of their dot products.
 struct Matrix {
   const char* rows;
   std::int64_t count, n, row_bytes;
   const float* scale;
   const float* bias;
-  std::int64_t skipped = 0;  // in blocks: of the first block's rows, which are not of `count`
+  std::int64_t skipped = 0;  // in blocks: rows of the first block that do not belong to `count`
 
   std::int64_t rows_per_item() const {
     return std::max<std::int64_t>(16, kItemBytes / std::max<std::int64_t>(1, row_bytes) / 16 * 16);
@@ -36,17 +37,17 @@ struct Matrix {
 struct Pass {
   const LowrankArgs& args;
   DotFn dot;
-  DotBlocksFn dot_blocks;  // null: rows are not in blocks
+  DotBlocksFn dot_blocks;  // null: rows are not stored in blocks
   PrepareFn prepare;       // null where the dot takes plain floats
   Matrix a, b;
   std::int64_t tokens, width;  // of z, in floats per token
   const void* x_T[kPassTokens];
   float* z_Tr;  // plain
-  float* z_TW;  // prepared; z_Tr itself where there is nothing to prepare
+  float* z_TW;  // prepared; z_Tr itself if nothing has to be prepared
   const void* z_T[kPassTokens];
-  std::uint8_t* active;  // of the first token of the pass
+  std::uint8_t* active;  // mask of the first token of the pass
 
-  // use(row, token, values, count) for the rows of one work item, some that follow one another at a time.
+  // Calls use(row, token, values, count) for the rows of one work item, some consecutive rows at a time.
   template <class Use>
   void item(const Matrix& m, std::int64_t index, const void* const* v_T, Use use) const {
     const std::int64_t begin = index * m.rows_per_item(), end = std::min(m.count, begin + m.rows_per_item());
@@ -54,7 +55,7 @@ struct Pass {
     float out_RT[kDotRows * kPassTokens];
     for (std::int64_t r = begin; r < end; r += kDotRows) {
       const std::int64_t count = std::min(kDotRows, end - r);
-      // Beyond this item, too: whoever takes the next one finds its start in the shared cache.
+      // Prefetches beyond this item, too: its next owner finds the start in the shared cache.
       const bool more = r + ahead + count <= m.count;
       const RowsAhead some(m.rows + r * m.row_bytes, m.row_bytes, count, ahead, more);
       dot(some.now, count, v_T, tokens, m.n, out_RT, some.next());
@@ -69,12 +70,12 @@ struct Pass {
     }
   }
 
-  // The same of rows in blocks, whose items begin with a block.
+  // The same for rows in blocks; items begin with a block.
   template <class Use>
   void blocks_item(const Matrix& m, std::int64_t index, const void* const* v_T, Use use) const {
     const std::int64_t all = m.skipped + m.count, begin = index * m.rows_per_item();
     const std::int64_t end = std::min(all, begin + m.rows_per_item());
-    const std::int64_t step = tokens == 1 ? kPanelRows : kGemmPanels * kPanelRows;  // of one token: one stream
+    const std::int64_t step = tokens == 1 ? kPanelRows : kGemmPanels * kPanelRows;  // one token: one stream
     float out_TR[kPassTokens * kGemmPanels * kPanelRows];
     for (std::int64_t r = begin; r < end; r += step) {
       const std::int64_t blocks = std::min(step, end - r + kPanelRows - 1) / kPanelRows, width = blocks * kPanelRows;
@@ -118,8 +119,8 @@ struct Pass {
   }
 };
 
-// Both matrices in one parallel region: a second fork would cost as much as a small predictor. Who finishes the last
-// item of `a` prepares z. A worker waits only for what other workers hold, never for what nobody has begun.
+// Both matrices in one parallel region: a second fork would cost as much as a small predictor. The worker that finishes
+// the last item of `a` prepares z. Workers only wait for items that another worker is computing.
 struct Work {
   const Pass& pass;
   std::atomic<std::int64_t> next_a{0}, done_a{0}, next_b{0};
@@ -193,7 +194,7 @@ void predict_lowrank(const LowrankArgs& args, const ParallelFor& parallel) {
       pass.z_T[t] = z_TW + t * z_width;
     }
     Work work{pass};
-    // Waking a thread costs a few microseconds: not for less arithmetic than that.
+    // Waking a thread costs a few microseconds: not worth it for less arithmetic.
     const bool tiny = pass.tokens * args.rank * (args.hidden + args.cold) < kTinyMacs;
     const std::int64_t most = std::max(pass.a.items(), pass.b.items());
     const std::int64_t workers = tiny ? 1 : std::min<std::int64_t>(std::max(1, parallel.threads), most);

@@ -17,12 +17,12 @@ namespace {
 constexpr std::int64_t kRows = 512;  // rows per work item: 256 KB of signs at hidden size 4096
 constexpr std::int64_t kTinyBytes = 1 << 16;
 
-// The largest number of differing signs at which a neuron is still active; -1 if there is none.
+// The largest number of differing signs at which a neuron is still active; -1: never active.
 std::int32_t most_differing(const SignbitArgs& args) {
   const auto active = [&](std::int64_t differing) {
     return static_cast<double>(args.columns - differing) >= args.margin * static_cast<double>(differing);
   };
-  std::int64_t lowest = -1, highest = args.columns;  // active(lowest), if any; bisection: activity falls with differing
+  std::int64_t lowest = -1, highest = args.columns;  // bisection: activity falls with the number of differing signs
   while (lowest < highest) {
     const std::int64_t middle = lowest + (highest - lowest + 1) / 2;
     if (active(middle)) {
@@ -41,7 +41,7 @@ struct Pass {
   const std::uint8_t* nan_T;
   std::int64_t tokens, words;
   std::int32_t most_differing;
-  std::uint8_t* active;  // of the first token of the pass
+  std::uint8_t* active;  // mask of the first token of the pass
 
   void rows(std::int64_t block) const {
     const TraceSpan span(Stage::kPredictRows, block);

@@ -1,4 +1,5 @@
-// A prediction and its layer in one call: the mask stays in this thread's scratch and no host framework is in between.
+// Predictor and layer in one call: the mask stays in this thread's scratch memory, without the host framework in
+// between.
 #include <algorithm>
 
 #include "base/scratch.h"
@@ -44,7 +45,7 @@ void predicted_ffn(const Predictor& predictor, const FfnArgs& layer, const Paral
     args.x = static_cast<const char*>(layer.x) + start * token_bytes;
     args.y = static_cast<char*>(layer.y) + start * token_bytes;
     predict(predictor, args, mask, parallel);
-    // Of a prompt's last slice, however short, as of those before it, everything is read.
+    // Everything is read for a prompt's last slice, however short, as for the slices before.
     if (predictor.kind == Predictor::Kind::kLowrank && predictor.lowrank.doubt > 0 && args.source != nullptr &&
         !args.piece)
       args.source->leave_out_missing(mask, args.tokens, args.n_hot);

@@ -20,7 +20,7 @@ struct Restoring {
   std::int64_t count, columns, stride_bytes;
   char* out;
 
-  // Group by group: values(row, g, out) gives the kGroup numbers of group g.
+  // Group by group: values(row, g, out) writes the kGroup numbers of group g.
   template <class Values>
   void rows_of(std::int64_t begin, std::int64_t end, const Values& values) const {
     for (std::int64_t i = begin; i < end; ++i) {
@@ -65,7 +65,7 @@ struct Restoring {
   }
 };
 
-// The quantisation of one group: integers in [low, high] with `scale`, and what it costs.
+// A quantisation of one group: integers in [low, high] with `scale`, and its error.
 struct Candidate {
   float scale = 0;
   double error = std::numeric_limits<double>::infinity();
@@ -79,8 +79,8 @@ struct Quantizing {
   std::int64_t count, columns;
   const float* importance;
   char* rows;
-  // Place (row * columns + column) of the first weight that cannot be quantised. Workers report here and go on with
-  // the next row: nothing may be thrown on a host's thread.
+  // Position (row * columns + column) of the first weight that cannot be quantised. Workers report here and go on with
+  // the next row: nothing may be thrown on a thread of the host.
   std::atomic<std::int64_t> broken{kSound};
 
   // The integer of a weight under a scale; 0 where the scale is 0.
@@ -90,7 +90,7 @@ struct Quantizing {
     return static_cast<int>(std::min(high, std::max(low, std::nearbyint(value / scale))));
   }
 
-  // Keeps `candidate` if it is better by more than nothing: the first of equals stays.
+  // Replaces `best` if this scale has a smaller error: among equals the first stays.
   void consider(float scale, const float* x, const float* weight, std::int64_t n, Candidate* best) const {
     scale = F16::widen(narrow_f16(scale));
     double error = 0;
@@ -102,12 +102,12 @@ struct Quantizing {
   }
 
   float scale_of(const float* x, const float* weight, std::int64_t n) const {
-    float extreme = 0;  // the first of the values of largest magnitude, with its sign
+    float extreme = 0;  // the first value of largest magnitude, with its sign
     for (std::int64_t k = 0; k < n; ++k)
       if (std::fabs(x[k]) > std::fabs(extreme)) extreme = x[k];
     if (to == DType::kQ8) return F16::widen(narrow_f16(std::fabs(extreme) / 127.0f));
     Candidate best;
-    // The extreme value at -8, as Q4_0 has it; then ends a little inside, and the extreme at +7.
+    // The extreme value at -8, as in Q4_0; then scales around that, and the extreme at +7.
     for (const float end : {-8.0f, -8.5f, -9.0f, -9.5f, -7.5f, 7.0f, 7.5f, 8.0f})
       consider(extreme / end, x, weight, n, &best);
     return best.scale;

@@ -1,4 +1,4 @@
-// Rows one after another for a dot, and those further on that a later one will read.
+// Contiguous rows for dot, and the rows further on that a later call will read.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ struct RowsAhead {
   const void *now[kDotRows], *later[kDotRows];
   const bool more;
 
-  // `count` rows of `bytes` from `row` on; `more`: there are as many `ahead` rows further.
+  // `count` rows of `bytes` from `row` on; `more`: there are as many rows `ahead` rows further on.
   RowsAhead(const char* row, std::int64_t bytes, std::int64_t count, std::int64_t ahead, bool more_) : more(more_) {
     for (std::int64_t k = 0; k < count; ++k, row += bytes) {
       now[k] = row;
@@ -19,7 +19,7 @@ struct RowsAhead {
     }
   }
 
-  // As a dot wants it.
+  // The `next` argument of dot.
   const void* const* next() const { return more ? later : nullptr; }
 };
 

@@ -5,7 +5,7 @@
 
 namespace pi2 {
 
-// Packs the signs of x[0, n) as pi2/predict.h says; returns whether any number is NaN.
+// Packs the signs of x[0, n) as described in pi2/predict.h; returns whether any number is NaN.
 inline bool pack_signs(const float* x, std::int64_t n, std::uint64_t* words) {
   bool nan = false;
   for (std::int64_t begin = 0; begin < n; begin += 64) {

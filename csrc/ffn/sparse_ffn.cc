@@ -1,12 +1,12 @@
 // The sparse feed-forward layer: chunks of neurons in any order on any thread, partial sums added in chunk order.
 //
-// Within a chunk neurons go in small blocks through three steps, so that the latency of one neuron's horizontal sum and
-// activation hides behind the reads of others, and what a block read is still in L2 when it is used again:
-//   dot         gate and up rows of neurons that are hot or predicted; gate rows only under the exact gate
-//   up          the up rows of those whose gate fired (exact gate only)
+// Within a chunk, small blocks of neurons go through three steps. The latency of one neuron's horizontal sum and
+// activation is hidden behind the reads of others, and the rows of a block are still in L2 when they are used again:
+//   dot         gate and up rows of hot or predicted neurons; only gate rows with the exact gate
+//   up          up rows of the neurons whose gate fired (exact gate only)
 //   down        rows weighted by h, added to the partial sum four at a time
-// Where the gates of all neurons say which of them fire, those are computed before.
-// Reads are asked for some neurons ahead: gathered ones defeat the hardware prefetcher at every start.
+// If firing depends on the gates of all neurons (Shaping::sigmas), these are computed first.
+// Rows are prefetched some neurons ahead: gathered rows defeat the hardware prefetcher at every start.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -30,13 +30,13 @@ namespace pi2 {
 namespace {
 
 constexpr std::int64_t kTinyMacs = 1 << 20;
-constexpr std::int64_t kLastTokens = 8;  // of a stream from a source: like those that come after it
+constexpr std::int64_t kLastTokens = 8;  // last tokens of a stream: the tokens after it need similar neurons
 constexpr std::int64_t kScan = 1024;     // neurons whose masks are combined at a time
 constexpr std::int64_t kBlock = 16;      // neurons per block
-// Neurons whose down rows wait for each other: with many, a token's sum is fetched once for several of them.
+// Neurons whose down rows are added together: a token's sum is then loaded once for several of them.
 constexpr std::int64_t kTogether = 256, kFewTogether = 64, kFewTokens = 12;
 static_assert(kTogether <= 256, "their numbers are bytes");
-constexpr std::int64_t kBlockOfOne = 4;      // of one token: little waits between being read and being used
+constexpr std::int64_t kBlockOfOne = 4;      // neurons per block for one token: rows are used soon after they are read
 constexpr std::int64_t kAheadBytes = 12288;  // how far ahead reads are asked for: memory answers after 200 ns and more
 
 // The tokens of a pass that a neuron is computed for: sparsity is per token, not per batch.
@@ -51,28 +51,28 @@ struct Tokens {
   }
 };
 
-// One pass: at most kPassTokens tokens, inputs as the kernels want them.
+// One pass: at most kPassTokens tokens with prepared inputs.
 struct Pass {
   const FfnArgs& args;
   const KernelTable& table;
   std::int64_t width;          // floats of an input or partial sum: hidden, or padded(hidden) for quantised weights
   const float* x_TW;           // prepared
-  const std::uint8_t* active;  // of the first token of the pass, or null
+  const std::uint8_t* active;  // mask of the first token of the pass, or null
   std::int64_t tokens;
-  float* partials;     // [chunks, tokens, width], in the order of the axpy kernel
+  float* partials;     // [chunks, tokens, width], in axpy order
   std::uint8_t* used;  // [chunks]
   float* y_TW;
-  std::int64_t* ids;      // [neurons]; a chunk lists its neurons in its own part
-  std::uint64_t* wanted;  // and for each a bit for every token that wants it; null: one token, or more than have bits
+  std::int64_t* ids;      // [neurons]; each chunk lists its neurons in its own part
+  std::uint64_t* wanted;  // for each id, one bit per token that needs it; null: one token, or more than 64
   std::int64_t base, chunk_size, chunks;
-  std::int64_t* counts = nullptr;      // [chunks]; with a source: of ids, which are listed before any chunk is computed
-  const char* const* where = nullptr;  // of a source
-  const FiringCounters* firing = nullptr;  // null: nobody watches
-  std::uint64_t* fired = nullptr;   // [chunk_size], instead of adding to `firing`, which others do for other tokens
-  const float* gates_NT = nullptr;  // of a layer that cuts: of every neuron, without biases
-  const float* cut_T = nullptr;     // and where
+  std::int64_t* counts = nullptr;      // [chunks] numbers of ids; with a source, listed before any chunk is computed
+  const char* const* where = nullptr;  // neuron_rows() of a source
+  const FiringCounters* firing = nullptr;  // null: not watched
+  std::uint64_t* fired = nullptr;          // [chunk_size]: bits are stored here instead of added to `firing`
+  const float* gates_NT = nullptr;         // layers with a cut: the gates of all neurons, without biases
+  const float* cut_T = nullptr;            // layers with a cut: the cut of each token
 
-  // Neurons between those that are computed, `together`, and those whose `bytes` each are asked for.
+  // Prefetch distance in neurons, if `together` are computed at a time and `bytes` of each are prefetched.
   static std::int64_t ahead(std::int64_t bytes, std::int64_t together) {
     return std::max(together, kAheadBytes / bytes / together * together);
   }
@@ -82,7 +82,7 @@ struct Pass {
     return static_cast<const char*>(args.neuron_rows) + neuron * args.neuron_bytes();
   }
 
-  // The tokens that want neuron ids[i].
+  // The tokens that need neuron ids[i].
   void asking(std::int64_t i, Tokens* tokens_out) const {
     tokens_out->n = 0;
     for (std::uint64_t left = wanted == nullptr ? 1 : wanted[i]; left != 0; left &= left - 1)
@@ -93,8 +93,8 @@ struct Pass {
     return values == nullptr ? 0.0f : load_float(values, args.bias_dtype(), neuron);
   }
 
-  // Of each of the neurons ids[0, some), at most kDotRows / count, row `first` (0 gate, or up of a plain layer; 1 up)
-  // and the count - 1 rows after it, for `who`. `next`: null, or as many neurons whose rows are asked for.
+  // Dot products of the rows [first, first + count) (0 gate, or up of a plain layer; 1 up) of the neurons ids[0, some),
+  // at most kDotRows / count, for the tokens `who`. `next`: null, or as many neurons whose rows are prefetched.
   void dot(const std::int64_t* ids_N, std::int64_t some, std::int64_t first, std::int64_t count, const Tokens& who,
            float* out_NRT, const std::int64_t* next_N) const {
     const void *rows[kDotRows], *next[kDotRows];
@@ -112,12 +112,12 @@ struct Pass {
 
   AxpyFn axpy() const { return table.axpy[static_cast<int>(args.dtype_of_down())]; }
 
-  // A bit for a token of the pass for which a neuron's score, see pi2/firing.h, is `score`.
+  // The bit of a token for which a neuron's score (see pi2/firing.h) is `score`; 0 if it does not fire.
   std::uint64_t bit(std::int64_t token, float score) const {
     return static_cast<std::uint64_t>(!(std::fabs(score) <= firing->cut)) << token;
   }
 
-  // Counts the neuron for the tokens that have a bit.
+  // Counts the neuron for the tokens whose bits are set.
   void fires(std::int64_t neuron, std::uint64_t bits) const {
     if (bits == 0) return;
     if (fired != nullptr)
@@ -126,18 +126,18 @@ struct Pass {
       firing->add(neuron, bits);
   }
 
-  // Whether |h| is what is compared, and not |act(gate)|.
+  // Whether |h|, and not |act(gate)|, is compared with the cut.
   bool scores_h() const { return args.rows == 3 && args.activation_on_up; }
 };
 
-// How a layer is cut into chunks.
+// The chunks of a layer.
 struct Chunks {
   std::int64_t base, size, count;
 
   explicit Chunks(const FfnArgs& args) : base(chunk_base(args.first)), size(args.chunk_size()), count(args.chunks()) {}
 };
 
-// Of the neurons [begin, begin + width), a bit for each of at most 8 tokens that want it.
+// For the neurons [begin, begin + width): one bit for each of at most 8 tokens that need it.
 void eight_tokens(const std::uint8_t* flags, std::int64_t cold, std::int64_t tokens, std::int64_t width,
                   std::uint8_t* bits) {
   std::memset(bits, 0, static_cast<std::size_t>(width));
@@ -145,7 +145,7 @@ void eight_tokens(const std::uint8_t* flags, std::int64_t cold, std::int64_t tok
     for (std::int64_t i = 0; i < width; ++i) bits[i] |= static_cast<std::uint8_t>((flags[i] != 0 ? 1 : 0) << (t % 8));
 }
 
-// As gather, of neurons whose gates are above the cut.
+// As gather, for layers with a cut: the neurons whose gates are above it.
 std::int64_t gather_cut(const Pass& pass, std::int64_t chunk) {
   const FfnArgs& args = pass.args;
   const std::int64_t begin = pass.base + chunk * pass.chunk_size;
@@ -167,7 +167,7 @@ std::int64_t gather_cut(const Pass& pass, std::int64_t chunk) {
   return n - chunk * pass.chunk_size;
 }
 
-// Ids of the chunk's neurons that some token wants, ascending, into its part of `ids`; returns how many.
+// Writes the ids of the chunk's neurons that some token needs, ascending, to its part of `ids`; returns their number.
 std::int64_t gather(const Pass& pass, std::int64_t chunk) {
   if (pass.cut_T != nullptr) return gather_cut(pass, chunk);
   std::int64_t n = 0;
@@ -184,13 +184,13 @@ std::int64_t gather(const Pass& pass, std::int64_t chunk) {
   const std::int64_t first = std::max(begin, by_all);
   if (pass.tokens == 1) {
     const std::uint8_t* flags = pass.active - n_hot;
-    for (std::int64_t i = first; i < end; ++i) {  // without a branch: nothing foretells which neurons are wanted
+    for (std::int64_t i = first; i < end; ++i) {  // without a branch: which neurons are needed is unpredictable
       ids[n] = i;
       n += flags[i] != 0;
     }
     return n;
   }
-  // Token by token over a range of neurons: neuron by neuron would jump through the mask.
+  // Token by token over a range of neurons: neuron by neuron would stride through the mask.
   for (std::int64_t start = first; start < end; start += kScan) {
     const std::int64_t width = std::min(kScan, end - start);
     std::uint64_t by_neuron[kScan] = {};
@@ -209,8 +209,8 @@ std::int64_t gather(const Pass& pass, std::int64_t chunk) {
   return n;
 }
 
-// What the neurons of a block add to the tokens' sums: for each token their numbers in the block, ascending, and what
-// their down rows are multiplied by.
+// The contributions of a block's neurons: for each token the numbers of the neurons within the block, ascending, and
+// the factors of their down rows.
 struct Contributions {
   std::int32_t count_T[kPassTokens] = {};
   std::uint8_t row_TN[kPassTokens][kTogether];
@@ -223,12 +223,12 @@ struct Contributions {
   }
 };
 
-// act(gate + bias) of neuron `neuron` for each token of `who`, in whose order `gate` is: in place, and 0 where it does
-// not fire. `fired`, if given, receives the tokens it fires for.
+// Replaces `gate`, in the order of `who`, by act(gate + bias) of the neuron, and by 0 where it does not fire. `fired`,
+// if given, receives the tokens for which it fires.
 void fire(const Pass& pass, std::int64_t neuron, const Tokens& who, float* gate, Tokens* fired, Counters* done) {
   const FfnArgs& args = pass.args;
   const float bias = pass.bias(args.rows == 3 ? args.bias_gate : args.bias_up, neuron);
-  const float threshold = args.threshold_of(neuron);  // an exact zero contributes nothing wherever it is
+  const float threshold = args.threshold_of(neuron);  // an exact zero contributes nothing in any case
   if (pass.cut_T == nullptr) done->gate_rows += who.n;
   const bool counted = pass.firing != nullptr && !pass.scores_h();
   std::uint64_t bits = 0;
@@ -244,8 +244,8 @@ void fire(const Pass& pass, std::int64_t neuron, const Tokens& who, float* gate,
   if (counted) pass.fires(neuron, bits);
 }
 
-// What neuron `row` of the block contributes to the tokens of `who`, in whose order its activations `gate` (0: it does
-// not fire) and its `up` (null: it has none) are.
+// Adds the contributions of neuron `row` of the block. `gate` (0: it does not fire) and `up` (null: none) are in the
+// order of `who`.
 void contribute(const Pass& pass, std::int64_t neuron, std::int64_t row, const Tokens& who, const float* gate,
                 const float* up, Contributions* out, Counters* done) {
   const FfnArgs& args = pass.args;
@@ -267,7 +267,7 @@ void contribute(const Pass& pass, std::int64_t neuron, std::int64_t row, const T
   if (counted) pass.fires(neuron, bits);
 }
 
-// Adds the contributions to y_TW, neurons in ascending order for every token.
+// Adds the contributions to y_TW, for every token in ascending order of neurons.
 void add_down(const Pass& pass, const std::int64_t* ids, const Contributions& some, float* y_TW, DownQueue* queue_T) {
   const FfnArgs& args = pass.args;
   const std::int64_t down = args.down_offset();
@@ -277,12 +277,12 @@ void add_down(const Pass& pass, const std::int64_t* ids, const Contributions& so
                      y_TW + t * pass.width);
 }
 
-// Neurons that are hot or predicted: most of what is read is used, so gate and up rows are fetched ahead.
+// Hot or predicted neurons: most rows are used, so gate and up rows are prefetched together.
 void whole_neurons(const Pass& pass, std::int64_t first, std::int64_t n, std::int64_t following, std::int64_t row,
                    Contributions* out, Counters* done) {
   const std::int64_t* ids = pass.ids + first;
   const std::int64_t first_rows = pass.args.rows - 1, out_width = first_rows * pass.tokens;
-  // What wants several neurons can have them in one call: the only token does.
+  // A single token can take several neurons in one call.
   const std::int64_t together = pass.tokens == 1 ? kDotRows / first_rows : 1;
   const std::int64_t ahead = pass.ahead(pass.args.down_offset(), together);
   float out_NRT[kBlock * 2 * kPassTokens];
@@ -301,7 +301,7 @@ void whole_neurons(const Pass& pass, std::int64_t first, std::int64_t n, std::in
   }
 }
 
-// The exact gate: gate rows of all, the rest of a neuron only where the gate fired.
+// The exact gate: gate rows of all neurons, up and down rows only where the gate fired.
 void gate_first(const Pass& pass, std::int64_t first, std::int64_t n, std::int64_t following, std::int64_t row,
                 Contributions* out, Counters* done) {
   const std::int64_t* ids = pass.ids + first;
@@ -337,7 +337,7 @@ void gate_first(const Pass& pass, std::int64_t first, std::int64_t n, std::int64
   }
 }
 
-// The chunk's partial sum [tokens, width] into y_TW. False: nothing is wanted of it, and nothing was written.
+// Writes the chunk's partial sum [tokens, width] to y_TW. False: no neuron is needed, and nothing was written.
 bool run_chunk(const Pass& pass, std::int64_t chunk, float* y_TW) {
   const TraceSpan span(Stage::kCompute, pass.args.layer, chunk);
   const FfnArgs& args = pass.args;
@@ -368,7 +368,7 @@ bool run_chunk(const Pass& pass, std::int64_t chunk, float* y_TW) {
 
 constexpr std::int64_t kReduceColumns = 1024;
 
-// y[:, block of columns] = sum of partial sums in chunk order.
+// y[:, block of columns] = the partial sums, added in chunk order.
 void reduce_columns(const Pass& pass, std::int64_t block) {
   const TraceSpan span(Stage::kReduce, pass.args.layer, block);
   const AxpyFn add = pass.table.axpy[static_cast<int>(DType::kF32)];
@@ -393,7 +393,7 @@ void reduce_columns(const Pass& pass, std::int64_t block) {
 }
 
 // Chunks, then columns, in one parallel region: a second fork would cost as much as the reduction itself. A worker that
-// runs out of chunks waits for those still in other workers' hands; it never waits for one that nobody has begun.
+// runs out of chunks only waits for chunks that other workers are computing.
 struct Work {
   const Pass& pass;
   std::int64_t column_blocks;
@@ -402,7 +402,7 @@ struct Work {
 
   void run() {
     if (pass.args.source != nullptr) {
-      // Looking up and asking for thousands of neurons takes its time, in which the others can compute what is there.
+      // Looking up and requesting thousands of neurons takes time; meanwhile the others compute what is in memory.
       if (!begun.exchange(true)) pass.args.source->begin(pass.ids, pass.counts, pass.chunk_size, pass.chunks);
       run_from(*pass.args.source);
     } else {
@@ -420,7 +420,7 @@ struct Work {
     pass.used[c] = run_chunk(pass, c, pass.partials + c * pass.tokens * pass.width);
   }
 
-  // Until the chunks in other workers' hands are done; false if some never will be.
+  // Waits for the chunks that other workers are computing; false if reading failed.
   bool join() const {
     const TraceSpan span(Stage::kJoin, pass.args.layer);
     while (done_chunks.load(std::memory_order_acquire) < pass.chunks) {
@@ -430,7 +430,7 @@ struct Work {
     return true;
   }
 
-  // Chunks in the order in which their neurons come; where they are added does not depend on it.
+  // Chunks in the order in which their neurons arrive; partial sums are still added in chunk order.
   void run_from(NeuronSource& source) {
     for (std::int64_t c = source.next(); c >= 0; c = source.next()) {
       compute(c);
@@ -440,7 +440,7 @@ struct Work {
   }
 };
 
-// Every neuron's gate for every token of the pass and, of each chunk, their sums and sums of squares.
+// The gates of all neurons for every token of the pass, and their sums and sums of squares by chunk.
 struct Gates {
   const Pass& pass;
   float* gates_NT;
@@ -488,7 +488,7 @@ struct Gates {
     count(done);
   }
 
-  // mean + sigmas * deviation of each token, chunks in their order.
+  // mean + sigmas * deviation of each token; chunks are added in order.
   void cut(float* cut_T) const {
     const auto n = static_cast<double>(pass.args.neurons);
     for (std::int64_t t = 0; t < pass.tokens; ++t) {
@@ -504,12 +504,12 @@ struct Gates {
   }
 };
 
-// How inputs get in and sums get out.
+// Converts inputs before, and sums after a pass.
 struct Tokenwise {
   const FfnArgs& args;
   const KernelTable& table;
   std::int64_t width;
-  float* plain_H;  // one token in plain order, on its way in or out
+  float* plain_H;  // one token in plain order
 
   Tokenwise(const FfnArgs& args_, const KernelTable& table_, float* plain)
       : args(args_), table(table_), width(ffn_width(args_)), plain_H(plain) {}
@@ -529,7 +529,7 @@ struct Tokenwise {
     if (prepare != nullptr) prepare(plain_H, args.hidden, x_W);
   }
 
-  // A sum in the order of numbers, not of the axpy kernel.
+  // Converts a sum from axpy order to plain order.
   void plain(const float* y_W, float* out_H) const {
     const RestoreFn restore = table.restore[static_cast<int>(args.dtype_of_down())];
     if (restore != nullptr)
@@ -550,7 +550,7 @@ struct Tokenwise {
   }
 };
 
-// The partial sums of a call's only pass, in plain order.
+// Copies the partial sums of a call's only pass, in plain order.
 void copy_parts(const Pass& pass, const Tokenwise& tokenwise) {
   const FfnArgs& args = pass.args;
   for (std::int64_t i = 0; i < pass.chunks * pass.tokens; ++i) {
@@ -562,8 +562,8 @@ void copy_parts(const Pass& pass, const Tokenwise& tokenwise) {
   }
 }
 
-// Many tokens over a source: chunk after chunk, each for all of them, so that a layer is read once. The bits of any
-// other order: a token's chunks are added one by one, in their order.
+// Many tokens with a source: chunk by chunk, each for all tokens, so that a layer is read once. The bits are those of
+// any other order, because a token's chunks are added one by one in chunk order.
 class Stream {
  public:
   Stream(const FfnArgs& args, const KernelTable& table, const ParallelFor& parallel)
@@ -619,7 +619,7 @@ class Stream {
  private:
   std::int64_t cold() const { return args_.neurons - args_.n_hot; }
 
-  // Of the tokens [first, first + count).
+  // A pass over the tokens [first, first + count).
   Pass pass(std::int64_t first, std::int64_t count, std::int64_t* ids, std::uint64_t* wanted) const {
     Pass made{args_,
               table_,
@@ -671,7 +671,7 @@ class Stream {
     }
   }
 
-  // What the tiles wrote down of the chunk. Groups, if any, are of all tokens, which are then 64 at most.
+  // Counts the bits that the tiles stored for the chunk. With groups there are at most 64 tokens.
   void count_fired(std::int64_t tiles) {
     for (std::int64_t i = 0; i < cut_.size; ++i) {
       const std::int64_t neuron = cut_.base + chunk_ * cut_.size + i;
@@ -727,7 +727,7 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
   const Tokenwise tokenwise(args, table, y_TW + tile * width);
   float* partials = scratch(Scratch::kPartials, chunks * tile * width + chunks);
   auto* used = reinterpret_cast<std::uint8_t*>(partials + chunks * tile * width);
-  // All memory is taken here, on the calling thread: a worker that failed to get some would leave others waiting.
+  // All memory is allocated here, on the calling thread: a worker that failed to allocate would leave others waiting.
   static_assert(sizeof(std::int64_t) == 2 * sizeof(float));
   auto* ids = reinterpret_cast<std::int64_t*>(scratch(Scratch::kIds, 2 * (2 * args.neurons + chunks)));
   auto* wanted = reinterpret_cast<std::uint64_t*>(ids + args.neurons + chunks);
@@ -743,7 +743,7 @@ void sparse_ffn(const FfnArgs& args, const ParallelFor& parallel) {
         args,     table,    width, x_TW, active, tokens, partials, used, y_TW, ids, tokens == 1 ? nullptr : wanted,
         cut.base, cut.size, chunks};
     pass.firing = call.next(tokens);
-    // Waking a thread costs a few microseconds: not for less arithmetic than that.
+    // Waking a thread costs a few microseconds: not worth it for less arithmetic.
     const bool tiny = tokens * (args.neurons - args.first) * args.rows * args.hidden < kTinyMacs;
     const std::int64_t most = std::max<std::int64_t>(1, chunks);
     const std::int64_t workers = tiny ? 1 : std::min<std::int64_t>(std::max(1, parallel.threads), most);

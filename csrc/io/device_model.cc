@@ -14,7 +14,7 @@ bool whole(double value, double least, double most) {
 
 std::string found(double value) { return ", found " + std::to_string(value); }
 
-// Where `x` lies on an axis: between `first` and the point after it, by `share`. Outside it is at the nearest end.
+// The position of `x` on an axis: between point `first` and the next one, at `share`; clamped to the ends.
 struct Place {
   std::size_t first = 0;
   double share = 0;
@@ -67,7 +67,7 @@ std::string ServiceTable::parse(const std::vector<double>& numbers, std::size_t*
         const double bandwidth = numbers[(*at)++];
         if (!(bandwidth >= kLeastBandwidth && bandwidth <= kMostBandwidth))
           return "bandwidth: expected 100000 to 1e12 bytes/s" + found(bandwidth);
-        // In a closed loop a command of time t and latency L makes one turn in max(depth * t, L + t).
+        // In a closed loop, commands of time t and latency L take max(depth * t, L + t) per round.
         const double turn = depth * block / bandwidth;
         const double time = turn - turn / depth >= latency ? turn / depth : turn - latency;
         if (time <= 0)
@@ -76,7 +76,7 @@ std::string ServiceTable::parse(const std::vector<double>& numbers, std::size_t*
                  std::to_string(turn * 1e6) + " us" + found(latency * 1e6);
         log_time_.push_back(std::log(time + core_cost));
         const std::size_t row = sizes[1] * sizes[2];
-        // Not by rounding: of two blocks that take as long the second may seem quicker.
+        // With a tolerance for rounding: two blocks may take equally long.
         if (log_time_.size() > row && log_time_.back() < log_time_[log_time_.size() - 1 - row] - 1e-9)
           return "bandwidth: expected larger blocks to take longer, found " +
                  std::to_string(static_cast<std::int64_t>(block)) + " bytes quicker than a smaller block";
@@ -102,7 +102,7 @@ double ServiceTable::seconds(double bytes, double range, double depth) const {
     }
     if (weight > 0) log_time += weight * log_time_[index];
   }
-  // Beyond the largest block at its bandwidth; below the smallest in its time: a device reads no less.
+  // Larger blocks have the bandwidth of the largest one; smaller blocks take as long as the smallest one.
   return std::exp(log_time + std::max(0.0, log_bytes - axes_[0].back()));
 }
 
@@ -130,7 +130,7 @@ std::string DeviceModel::parse(const std::vector<double>& numbers, DeviceModel* 
 
 double DeviceModel::finish(double now, std::int64_t offset, std::int64_t bytes) {
   double entered = now;
-  if (ends_.size() == max_depth_) entered = std::max(now, ends_.front());  // there is room when the oldest is over
+  if (ends_.size() == max_depth_) entered = std::max(now, ends_.front());  // there is room when the oldest has ended
   while (!ends_.empty() && ends_.front() <= entered) ends_.pop_front();
   const auto depth = static_cast<double>(ends_.size() + 1);
   const ServiceTable& table = offset == next_offset_ ? sequential_ : random_;

@@ -13,7 +13,7 @@ namespace {
 
 constexpr char kTooOld[] = "this kernel is older than Linux 5.6";
 
-// A system call's value, or -errno.
+// The value of a system call, or -errno.
 template <typename... Arguments>
 int call(long number, Arguments... arguments) {
   const long value = syscall(number, arguments...);
@@ -41,7 +41,7 @@ std::string KernelRing::open(unsigned entries) {
   io_uring_params p{};
   ring_ = call(__NR_io_uring_setup, entries, &p);
   if (ring_ < 0) return refused("io_uring_setup", -ring_);
-  // Both are older than reads; a system that only imitates some of it may lack them.
+  // Both are older than IORING_OP_READ, but an emulation may lack them.
   if ((p.features & IORING_FEAT_SINGLE_MMAP) == 0 || (p.features & IORING_FEAT_NODROP) == 0) return kTooOld;
   std::string wrong = map(p);
   if (wrong.empty()) wrong = probe();
@@ -69,12 +69,12 @@ std::string KernelRing::map(const io_uring_params& p) {
   cq_mask_ = *number(p.cq_off.ring_mask);
   completions_ = reinterpret_cast<const io_uring_cqe*>(memory_ + p.cq_off.cqes);
   tail_ = *sq_tail_;
-  // Entries are submitted in the order in which they lie.
+  // Entries are submitted in array order.
   for (unsigned i = 0; i < p.sq_entries; ++i) number(p.sq_off.array)[i] = i;
   return "";
 }
 
-// Whether it has plain reads: Linux 5.6 brought them, and this question.
+// Whether the kernel has IORING_OP_READ: Linux 5.6 introduced it together with this probe.
 std::string KernelRing::probe() const {
   constexpr unsigned kMost = IORING_OP_READ + 1;
   alignas(io_uring_probe) unsigned char room[sizeof(io_uring_probe) + kMost * sizeof(io_uring_probe_op)] = {};
@@ -87,7 +87,7 @@ std::string KernelRing::probe() const {
   return "";
 }
 
-// Nothing, there and back: what is only refused when it is used is refused now.
+// Submits a no-op: a sandbox that refuses only the use of io_uring is noticed now.
 std::string KernelRing::try_once() {
   next()->opcode = IORING_OP_NOP;
   int said;

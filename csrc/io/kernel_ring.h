@@ -1,8 +1,8 @@
-// The two rings that io_uring shares with the kernel, through the kernel's own header and system calls: so that the
-// engine is in every build for Linux, and what decides is the system it runs on.
+// The two rings that io_uring shares with the kernel, by the kernel's header and system calls alone. So every build for
+// Linux has the engine, and the running system decides whether it is available.
 #pragma once
 
-// Not on Android, where apps that ask for it are killed. Headers before Linux 5.6, the first to read plainly, have no
+// Not on Android, which kills apps that use it. Headers before Linux 5.6, the first with IORING_OP_READ, lack
 // IO_URING_OP_SUPPORTED.
 #if defined(__linux__) && !defined(__ANDROID__) && __has_include(<linux/io_uring.h>)
 #include <linux/io_uring.h>
@@ -15,7 +15,7 @@
 
 namespace pi2 {
 
-// Not thread-safe but for wait() and take() beside the rest: one thread collects, others submit with a lock of theirs.
+// One thread may call wait() and take() while others submit, under a lock of their own. Otherwise not thread-safe.
 class KernelRing {
  public:
   KernelRing() = default;
@@ -23,17 +23,17 @@ class KernelRing {
   KernelRing(const KernelRing&) = delete;
   KernelRing& operator=(const KernelRing&) = delete;
 
-  // Room for `entries` under way; "" or why the kernel refuses.
+  // Sets up a ring for `entries` reads in flight. Returns "" or why the kernel refuses.
   std::string open(unsigned entries);
 
-  // An empty entry to be filled. Whoever has no more than `entries` under way always finds one, and no completion is
-  // ever dropped: the ring of those has twice the room.
+  // The next free entry. With at most `entries` in flight there always is one, and no completion is dropped: that ring
+  // is twice as large.
   io_uring_sqe* next();
-  // Entries that the kernel has not taken.
+  // Number of entries that the kernel has not taken.
   unsigned waiting() const;
-  // How many it takes now, or -errno.
+  // Submits; returns how many entries the kernel took, or -errno.
   int submit();
-  // Takes back what waits: calls `take` with the user_data of each.
+  // Withdraws entries that the kernel has not taken: calls `take` with the user_data of each.
   template <typename Take>
   void withdraw(Take take) {
     const unsigned n = waiting();
@@ -42,9 +42,9 @@ class KernelRing {
     __atomic_store_n(sq_tail_, tail_, __ATOMIC_RELEASE);
   }
 
-  // Returns once there is a completion: 0 or -errno.
+  // Waits for a completion; returns 0 or -errno.
   int wait();
-  // Copies up to `most` completions and makes room for others.
+  // Copies and removes up to `most` completions.
   unsigned take(io_uring_cqe* out, unsigned most);
 
  private:
@@ -57,7 +57,7 @@ class KernelRing {
   std::size_t memory_bytes_ = 0, entries_bytes_ = 0;
   io_uring_sqe* entries_ = nullptr;
   unsigned tail_ = 0, sq_mask_ = 0, cq_mask_ = 0;
-  // Shared with the kernel: which is why they are not std::atomic, but read and written as if.
+  // Shared with the kernel: not std::atomic, but accessed with atomic operations.
   unsigned *sq_head_ = nullptr, *sq_tail_ = nullptr, *cq_head_ = nullptr, *cq_tail_ = nullptr;
   const io_uring_cqe* completions_ = nullptr;
 };

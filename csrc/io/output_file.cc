@@ -19,12 +19,12 @@ namespace {
 constexpr int kLinks = 40;  // as Linux follows
 constexpr std::chrono::seconds kPatience{10};
 
-// Where the links at `path` lead to, also if nothing is there yet. errno is set where it is "".
+// The target of the symbolic links at `path`, which need not exist. Returns "" and sets errno on failure.
 std::string without_links(std::string path) {
   for (int links = 0; links < kLinks; ++links) {
     char to[PATH_MAX];
     const ssize_t bytes = readlink(path.c_str(), to, sizeof(to));
-    if (bytes < 0) return path;  // no link, or not there
+    if (bytes < 0) return path;  // not a link, or missing
     const std::string next(to, static_cast<std::size_t>(bytes));
     const std::size_t slash = path.rfind('/');
     path = next[0] == '/' || slash == std::string::npos ? next : path.substr(0, slash + 1) + next;
@@ -55,13 +55,13 @@ bool is_standard_output(const std::string& path) {
   return path == "-" || (stat(path.c_str(), &there) == 0 && fstat(STDOUT_FILENO, &out) == 0 && same_file(there, out));
 }
 
-// Beside `target`, as torch_pi2/base/files.py names it: who writes one in Python respects and removes it, too.
+// A file name beside `target`, the same as in torch_pi2/base/files.py: writers in Python respect and remove it, too.
 std::string beside(const std::string& target, const char* end) {
   const std::size_t name = target.rfind('/') + 1;
   return target.substr(0, name) + "." + target.substr(name) + end;
 }
 
-// A descriptor of `path`, locked; -1 and errno otherwise, EWOULDBLOCK where another has it.
+// A locked descriptor of `path`; else -1 and errno, EWOULDBLOCK if another process holds the lock.
 int locked(const std::string& path) {
   for (;;) {
     const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666);
@@ -71,7 +71,7 @@ int locked(const std::string& path) {
     if (error == 0 && stat(path.c_str(), &there) != 0) error = errno;
     if (error == 0 && same_file(mine, there)) return file;
     ::close(file);
-    if (error == 0 || error == ENOENT || error == EINTR) continue;  // one that was given back in between
+    if (error == 0 || error == ENOENT || error == EINTR) continue;  // the lock file was removed in between
     errno = error;
     return -1;
   }
@@ -118,7 +118,7 @@ std::string OutputFile::open(const std::string& path) {
   struct stat there;
   const bool exists = path != "-" && stat(path.c_str(), &there) == 0;
   if (path != "-" && !exists && errno != ENOENT) return text(errno);
-  // By its name (/dev/stdout, or where the shell sends it), too: another file in its place would lose what is printed.
+  // Also if it is named (/dev/stdout, or the file that the shell redirects to): replacing it would lose printed output.
   if (is_standard_output(path)) {
     std::fflush(stdout);
     descriptor_ = STDOUT_FILENO;
@@ -134,7 +134,7 @@ std::string OutputFile::open(const std::string& path) {
   if (target_.empty()) return text(errno);
   if (std::string wrong = lock(); !wrong.empty()) return wrong;
   std::string partial = beside(target_, ".partial");
-  unlink(partial.c_str());  // of a process that died: nobody else has the lock
+  unlink(partial.c_str());  // left by a process that died, since nobody else has the lock
   descriptor_ = ::open(partial.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0666);
   if (descriptor_ < 0) return text(errno);
   owned_ = true;

@@ -1,4 +1,4 @@
-// A file to be written: whole or not at all where that is possible.
+// Writes a file completely or not at all, where that is possible.
 #pragma once
 
 #include <cstdint>
@@ -6,27 +6,26 @@
 
 namespace pi2 {
 
-// Where OutputFile would write what is given this path: links are followed, also to what is not there yet. "-" is
-// standard output, by whatever name. "": links that lead nowhere.
+// Where OutputFile would write: follows links, also to a missing file. "-": standard output, by whatever name. "": the
+// links lead nowhere.
 std::string output_place(const std::string& path);
 
-// A regular file appears, or takes the place of one (keeping its permissions), when all of it is there; a link stays,
-// and the file that it leads to is replaced. What is no regular file (a device, a FIFO, standard output) is written to
-// directly, in order. Not for two threads at a time.
+// A regular file appears, or replaces another (keeping its permissions), when it is complete. A link stays, and its
+// target is replaced. Anything else (a device, a FIFO, standard output) is written directly, in order. Not thread-safe.
 //
-// One process at a time writes a regular file: others wait up to 10 s, then say so. What it writes is .NAME.partial
-// until it is whole, and .NAME.lock is locked meanwhile; what a process leaves that is killed the next one removes.
+// One process at a time writes a regular file; others wait up to 10 s and then fail. The file is .NAME.partial until it
+// is complete, and .NAME.lock is locked meanwhile. What a killed process leaves is removed by the next one.
 class OutputFile {
  public:
   OutputFile() = default;
-  ~OutputFile();  // nothing is left of a file that was not closed
+  ~OutputFile();  // removes a file that was not closed
   OutputFile(const OutputFile&) = delete;
   OutputFile& operator=(const OutputFile&) = delete;
 
-  // `path`: "-" is standard output. Each returns what is wrong, or "".
+  // `path`: "-" is standard output. Each function returns "" or an error message.
   std::string open(const std::string& path);
   std::string write(const void* data, std::int64_t bytes);
-  // At the beginning, over what was written there before; of what is seekable only.
+  // Overwrites the beginning; only if seekable.
   std::string write_first(const void* data, std::int64_t bytes);
   std::string close();
 
@@ -38,8 +37,8 @@ class OutputFile {
   void unlock();
 
   int descriptor_ = -1, lock_ = -1;
-  bool owned_ = false;            // standard output is not
-  std::string target_, partial_;  // of a regular file: its place, and where it is until it is whole
+  bool owned_ = false;            // false: standard output
+  std::string target_, partial_;  // paths of a regular file: final, and until it is complete
 };
 
 }  // namespace pi2

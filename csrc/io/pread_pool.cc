@@ -1,4 +1,4 @@
-// Blocking reads on threads of our own (design D9): they sleep in the kernel, so that more of them than cores pay.
+// Blocking reads on the engine's own threads (design D9): they sleep in the kernel, so more threads than cores pay.
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -20,7 +20,7 @@ class PreadPool final : public ReadEngine {
     threads_.reserve(static_cast<std::size_t>(threads));
     try {
       for (int i = 0; i < threads; ++i) name_thread(threads_.emplace_back([this] { work(); }), "pi2-read");
-    } catch (const std::exception&) {  // a limit on threads, or no memory for one more: those that there are do
+    } catch (const std::exception&) {  // a limit on threads, or no memory: goes on with fewer
     }
   }
 
@@ -54,7 +54,7 @@ class PreadPool final : public ReadEngine {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       some_.wait(lock, [this] { return over_ || !queue_.empty(); });
-      if (queue_.empty()) return;  // over, and nothing is left
+      if (queue_.empty()) return;  // closing, and the queue is empty
       const Read read = queue_.front();
       queue_.pop_front();
       lock.unlock();

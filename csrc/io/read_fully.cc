@@ -12,7 +12,7 @@ int read_fully(int descriptor, void* into, std::int64_t bytes, std::int64_t offs
     const ssize_t got = pread(descriptor, to, static_cast<std::size_t>(bytes), offset);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) return errno;
-    if (got == 0) return EIO;  // the file has become shorter
+    if (got == 0) return EIO;  // the file has shrunk
     to += got;
     offset += got;
     bytes -= got;
@@ -27,7 +27,7 @@ int read_fully(int descriptor, const Read& read) {
     got = preadv(descriptor, read.parts, static_cast<int>(read.n_parts), read.offset);
   } while (got < 0 && errno == EINTR);
   if (got == read.bytes) return 0;
-  // What came short is read again part by part.
+  // A short read is repeated part by part.
   std::int64_t offset = read.offset;
   for (std::int64_t i = 0; i < read.n_parts; ++i) {
     const auto bytes = static_cast<std::int64_t>(read.parts[i].iov_len);

@@ -1,4 +1,4 @@
-// Reads that are whole, or an error.
+// Complete reads, or an error.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace pi2 {
 
-// Reads all of it or returns an errno (EIO at the end of the file): no short reads, no EINTR.
+// Reads all bytes or returns an errno (EIO at the end of the file): no short reads, no EINTR.
 int read_fully(int descriptor, void* into, std::int64_t bytes, std::int64_t offset);
 int read_fully(int descriptor, const Read& read);
 

@@ -24,9 +24,9 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::int64_t kMostAtOnce = 64;
 
-// A read under way, which the inner engine's read names as its owner.
+// A read in flight; the owner of the inner engine's read.
 struct Pending {
-  ReadResult result;  // as it was asked for
+  ReadResult result;  // with the caller's read
   Clock::time_point due;
 };
 
@@ -74,7 +74,7 @@ class Simulated final : public ReadEngine {
     }
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      due_.reserve(under_way_ + n);  // so that telling of a read needs no memory
+      due_.reserve(under_way_ + n);  // so that passing on a read allocates nothing
       const double now = std::chrono::duration<double>(Clock::now() - start_).count();
       for (std::unique_ptr<Pending>& p : pending) {
         const double end = model_.finish(now, p->result.read.offset, p->result.read.bytes);
@@ -89,14 +89,15 @@ class Simulated final : public ReadEngine {
       under_way_ -= n;
       throw;
     }
-    // Some may be over already: now they belong to whoever is told of them.
+    // Some may have ended already: from here on arrived() owns them.
     for (std::unique_ptr<Pending>& p : pending) (void)p.release();
   }
 
   const char* name() const override { return name_.c_str(); }
 
  private:
-  // On the inner engine's threads: those that are due (the device would have been quicker) are told of here.
+  // On the inner engine's threads. Reads that are already due (the device would have been faster) are passed on at
+  // once.
   void arrived(const ReadResult* results, std::int64_t count) {
     ReadResult late[kMostAtOnce];
     std::int64_t n_late = 0;
@@ -126,11 +127,12 @@ class Simulated final : public ReadEngine {
     if (count > 0) arrived(results, count);
   }
 
-  // The timer's thread: whatever is due is told of together.
+  // On the timer's thread: passes on all reads that are due.
   void pass_on() {
     trace_io_thread();
 #if defined(__linux__)
-    prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);  // ns, of this thread; by default 50 us, a dozen small reads
+    prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL,
+          0UL);  // ns, for this thread; the default is 50 us, the time of a dozen small reads
 #endif
     ReadResult results[kMostAtOnce];
     std::unique_lock<std::mutex> lock(mutex_);
@@ -165,8 +167,8 @@ class Simulated final : public ReadEngine {
   const Clock::time_point start_ = Clock::now();
   std::mutex mutex_;
   std::condition_variable some_;
-  std::vector<std::unique_ptr<Pending>> due_;  // a heap: read, and waiting for their time
-  std::size_t under_way_ = 0;                  // submitted and not told of
+  std::vector<std::unique_ptr<Pending>> due_;  // a heap of reads that ended early, by due time
+  std::size_t under_way_ = 0;                  // submitted and not passed on
   bool over_ = false;
   std::unique_ptr<ReadEngine> inner_;
   std::thread timer_;

@@ -1,5 +1,5 @@
-// Reads as slow as those of a described device: another engine reads, and a read is told of no earlier than the device
-// would have been done with it (docs/DEVICES.md). Where the real one is slower, it is the real one that is measured.
+// Reads as slow as those of a described device: an inner engine reads, and a read ends no earlier than it would have on
+// that device (docs/DEVICES.md). Where the real device is slower, the real one is measured.
 #pragma once
 
 #include <atomic>
@@ -11,8 +11,8 @@
 
 namespace pi2 {
 
-// `inner` makes the engine that reads; null if it returns null, or if no thread can be started. `late`, if there is one
-// (it must live longer), counts reads that were over later than the device's.
+// `inner` makes the engine that reads. Returns null if it does, or if no thread can be started. `late`, if given (it
+// must outlive the engine), counts reads that took longer than on the device.
 std::unique_ptr<ReadEngine> simulated_engine(DeviceModel model,
                                              const std::function<std::unique_ptr<ReadEngine>(ReadDone)>& inner,
                                              ReadDone done, std::atomic<std::int64_t>* late = nullptr);

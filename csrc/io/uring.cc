@@ -1,4 +1,4 @@
-// io_uring: many reads at the device and one system call for all of them; one thread reaps.
+// io_uring: one system call submits many reads; one thread collects completions.
 #include "pi2/read_engine.h"
 
 #include "io/kernel_ring.h"
@@ -26,7 +26,7 @@ class Uring final : public ReadEngine {
  public:
   Uring(int descriptor, ReadDone done) : descriptor_(descriptor), done_(done) {}
 
-  // "" or why there is none.
+  // Returns "" or why io_uring is not available.
   std::string start(int depth) {
     std::string wrong = ring_.open(static_cast<unsigned>(depth));
     if (!wrong.empty()) return wrong;
@@ -62,8 +62,8 @@ class Uring final : public ReadEngine {
   const char* name() const override { return "io_uring"; }
 
  private:
-  // Hands waiting reads to the kernel while there are slots; with the lock. Returns 0, or the errno of a kernel that
-  // takes none for now.
+  // Submits waiting reads while the ring has slots; needs the lock. Returns 0, or the errno of a kernel that takes none
+  // for now.
   int push() {
     while (!queue_.empty() && !free_.empty()) {
       const int slot = free_.back();
@@ -80,7 +80,7 @@ class Uring final : public ReadEngine {
       entry->user_data = static_cast<std::uint64_t>(slot);
       ++under_way_;
     }
-    // The kernel may take fewer than it was given, or none for now (no memory): the reaper tries again.
+    // The kernel may take fewer, or none for now (no memory): the reaper tries again.
     while (ring_.waiting() > 0) {
       const int taken = ring_.submit();
       if (taken == -EINTR) continue;
@@ -100,7 +100,7 @@ class Uring final : public ReadEngine {
         nothing_taken = static_cast<int>(ring_.waiting()) == under_way_;
       }
       io_uring_cqe entries[kMostAtOnce];
-      // All that are there: one lock, and one call for whoever asked, for many of them.
+      // Takes all completions: one lock and one call of ReadDone for many of them.
       const bool asked = !nothing_taken && ring_.wait() == 0;
       const unsigned n = nothing_taken ? 0 : ring_.take(entries, kMostAtOnce);
       if (n == 0) {
@@ -124,8 +124,7 @@ class Uring final : public ReadEngine {
     }
   }
 
-  // Offers again what the kernel did not take. What it will not take any more (a sandbox that closed behind us) is read
-  // the plain way.
+  // Submits again what the kernel did not take. If it no longer takes any (a sandbox was entered), reads with pread.
   void again() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -142,7 +141,7 @@ class Uring final : public ReadEngine {
     done_.call(done_.context, plain_.data(), static_cast<std::int64_t>(plain_.size()));
   }
 
-  // The errno of a read of which the kernel says `result`. Short reads and interruptions are finished the plain way.
+  // The errno of a read whose completion is `result`. Short and interrupted reads are finished with pread.
   int outcome(const Read& read, int result) const {
     const int error = result < 0 ? -result : 0;
     const bool again = error == EINTR || error == EAGAIN || error == ECANCELED || (error == 0 && result < read.bytes);
@@ -157,7 +156,7 @@ class Uring final : public ReadEngine {
   std::deque<Read> queue_;
   std::vector<Read> slots_;
   std::vector<int> free_;
-  std::vector<ReadResult> plain_;  // of the reaper, with its memory: there is none to be asked for there
+  std::vector<ReadResult> plain_;  // of the reaper; allocated in advance, because it must not allocate
   int under_way_ = 0;
   bool over_ = false;
   std::thread reaper_;

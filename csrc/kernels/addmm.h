@@ -1,4 +1,4 @@
-// A small matrix product that adds to y, once for all vector instruction sets: tiles of kTokens tokens by kVectors
+// A small matrix product that adds to y, shared by all vector instruction sets: tiles of kTokens tokens by kVectors
 // vectors of columns stay in registers over all rows of w. `Simd` as in kernels/plain.h.
 #pragma once
 

@@ -1,14 +1,13 @@
-// Rows in blocks (kernels.h) and int8 activations, for vectors shorter than a block: lanes are rows, so that no sum is
-// ever taken across lanes, and a block is one stream. Every group is summed to an exact integer before it becomes a
-// float.
+// Rows in blocks (kernels.h) with int8 activations, for vectors shorter than a block. Lanes are rows, so that no sum is
+// taken across lanes, and a block is one stream. Every group is summed to an exact integer before it becomes a float.
 //
 // A prepared x is its int8 values in plain order, then a scale and a start (minus the weights' offset times the sum of
 // the group's values) per group. `Format` is a dtype on an instruction set:
 //   kBytes             of a group's values
-//   kOffset            how much too large group() takes weights to be
-//   kTogether          how many vectors group() has
+//   kOffset            offset of the weights in group()
+//   kTogether          number of vectors of group()
 //   group(w, x, k, start, sums)  sums of start[t] and a group of these rows times x[t][k, k + kGroup), for each token
-// By inheritance it has what all dtypes of the instruction set share: Float, kLanes, zero, set1, mul, fma, load_floats
+// It inherits what all dtypes of the instruction set share: Float, kLanes, zero, set1, mul, fma, load_floats
 // and store_floats as in plain.h, Int (kLanes sums), to_floats(Int), scales(p) (kLanes stored ones as floats) and
 // quantize_group (as scalar::prepare_a8 rounds).
 #pragma once
@@ -20,7 +19,7 @@
 
 namespace pi2 {
 
-// Members of a template over Format, so that no two instruction sets share an instance (the linker would keep one).
+// A template over Format, so that no two instruction sets share an instance (the linker would keep only one).
 template <class Format>
 struct Blocks {
   using Float = typename Format::Float;
@@ -30,9 +29,9 @@ struct Blocks {
   static constexpr int kVectors = static_cast<int>(kPanelRows / kLanes);
   static constexpr std::int64_t kPairBytes = 2 * Format::kBytes + 4 * kPanelRows;  // of two groups and their scales
   static constexpr std::int64_t kMostTokens = 4;                                   // in a tile
-  // Columns that stay in the first-level cache while all tokens use them.
+  // Groups whose columns stay in the first-level cache while all tokens use them.
   static constexpr std::int64_t kStepGroups = 1024 / kGroup;
-  static constexpr std::uintptr_t kAheadBytes = 8192;  // two pages: a processor's own prefetching ends with each
+  static constexpr std::uintptr_t kAheadBytes = 8192;  // two pages: hardware prefetching stops at page ends
 
   static void prepare(PI2_PREPARE_ARGS) {
     auto* values = static_cast<std::int8_t*>(out);
@@ -47,13 +46,13 @@ struct Blocks {
     }
   }
 
-  // Which columns of rows of n: the groups [begin, end), an even number of them, and whether what follows is asked for.
+  // Columns of rows of n numbers: the groups [begin, end), an even number, and whether to prefetch what follows.
   struct Part {
     std::int64_t n, begin, end;
     bool fetch;
   };
 
-  // Sums go on from what is in `out` unless these are the first columns.
+  // Adds to `out` unless these are the first columns.
   template <int kTokens>
   static void tile(const char* block, const void* const* x_T, const Part& part, float* out, std::int64_t ldo) {
     const std::int8_t* x[kTokens];
@@ -100,7 +99,7 @@ struct Blocks {
     if constexpr (kTokens > 1) tile_of<kTokens - 1>(count, block, x_T, part, out, ldo);
   }
 
-  // Tiles of at most kMostTokens tokens, all of about one size.
+  // Tiles of at most kMostTokens tokens, of about equal size.
   static void dot(PI2_DOT_BLOCKS_ARGS) {
     const std::int64_t all = groups(n), step = tokens <= kMostTokens ? all : kStepGroups;
     for (std::int64_t b = 0; b < count; ++b, out += kPanelRows) {

@@ -5,14 +5,14 @@
 
 namespace pi2 {
 
-// Asks for the bytes [begin, end) of each of kRows rows.
+// Prefetches the bytes [begin, end) of each of kRows rows.
 template <class Simd, int kRows>
 inline void fetch_rows(const void* const* next, std::int64_t begin, std::int64_t end) {
   for (std::int64_t at = begin; at < end; at += 64)
     for (int r = 0; r < kRows; ++r) __builtin_prefetch(static_cast<const char*>(next[r]) + at);
 }
 
-// The rows that a later call will read, `pace` bytes of each asked for at every step of this one.
+// Prefetches rows that a later call will read: `pace` bytes of each at every step of this one.
 template <class Simd, int kRows>
 struct NextRows {
   const void* const* next;  // kRows of them, if pace > 0

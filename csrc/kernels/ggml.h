@@ -1,16 +1,16 @@
-// Rows in ggml's blocks (types.h), once for all vector instruction sets. kernels/scalar/ggml.h says what blocks mean.
-// Here a number is unsigned, of 4 to 6 bits, and every group of 32 has a pair of floats: a scale and what ggml_offset()
-// times is added, or (with halves) a scale for each half, ggml_offset() times which is added.
+// Rows in ggml's blocks (types.h), shared by all vector instruction sets. kernels/scalar/ggml.h describes the blocks.
+// Here a number is unsigned, of 4 to 6 bits, and every group of 32 has a pair of floats: a scale, and an addend that is
+// multiplied by ggml_offset(); or (with halves) a scale for each half, which is also the addend.
 //
-// A step is what is taken of a row at a time: a superblock of eight groups, or four blocks of a group each. It has
-// parts of four groups: 16 numbers of each, their first halves, then as many, their second halves. `Format` is a
-// dtype on an instruction set:
+// A step is the part of a row that is processed at a time: a superblock of eight groups, or four blocks of one group
+// each. It consists of parts of four groups: the first halves of each, 16 numbers, then the second halves. `Format` is
+// a dtype on an instruction set:
 //   kDType
 //   Pairs, pairs(p)           of the groups of the step at p
 //   store(Pairs, floats)      16 at most
 //   Numbers, numbers(p, part) unsigned bytes
 //   store(Numbers, bytes)     128
-// For float activations it has by inheritance what plain.h wants and bytes(p) (kLanes unsigned bytes as floats); for
+// For float activations it inherits the members that plain.h needs and bytes(p) (kLanes unsigned bytes as floats); for
 // int8 ones Sums (of a row and a token), zero_sums(), total(Sums) and add_step(sums, pairs, numbers, x):
 // every group's products as an exact integer.
 #pragma once
@@ -22,7 +22,7 @@
 #include "kernels/over_tokens.h"
 #include "pi2/kernels.h"
 
-// Unnamed: functions that are compiled with other flags elsewhere must stay apart (the linker would keep one of them).
+// Unnamed: the same functions are compiled with other flags elsewhere, and the linker would keep only one of them.
 namespace pi2 {
 namespace {
 

@@ -8,8 +8,8 @@
 
 namespace pi2 {
 
-// Where row r begins. Without the barrier the compiler reads all pointers as one vector, which then waits for the
-// stores that have just written them one by one: some 20 cycles a call.
+// The start of row r. Without the barrier the compiler loads all pointers as one vector, which waits for the separate
+// stores that have just written them: some 20 cycles per call.
 __attribute__((always_inline)) inline const char* row_at(const void* const* rows, int r) {
   const char* row = static_cast<const char*>(rows[r]);
   __asm__("" : "+r"(row));

@@ -1,7 +1,7 @@
-// dot and axpy over rows of plain numbers (f32, bf16, f16, i8), once for all vector instruction sets.
+// dot and axpy over rows of plain numbers (f32, bf16, f16, i8), shared by all vector instruction sets.
 //
 // `Format` is a dtype on an instruction set: its kBytes, load(p) of kLanes stored numbers as floats and load(p, left)
-// of the first `left` <= kLanes, zeros after them; by inheritance also what the instruction set has for all dtypes
+// of the first `left` <= kLanes, zeros after them; and, inherited, the operations of the instruction set
 // (Float, kLanes, zero, set1, add, fma, reduce, load_floats, store_floats).
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace pi2 {
 
-// Four accumulators per row and token whatever the tile, so that the order of a sum depends on n alone.
+// Four accumulators per row and token in every tile, so that the order of a sum depends on n alone.
 template <class Format, int kRows, int kTokens>
 inline void dot_tile(const void* const* rows, const void* const* x_T, std::int64_t n, float* out, std::int64_t ldo,
                      const void* const* next, std::int64_t pace) {
@@ -53,7 +53,7 @@ inline void dot_tile(const void* const* rows, const void* const* x_T, std::int64
           Format::reduce(Format::add(Format::add(acc[r][t][0], acc[r][t][1]), Format::add(acc[r][t][2], acc[r][t][3])));
 }
 
-// kTile1 tokens at a time with one row, kTile2 with two: what the registers hold.
+// kTile1 tokens at a time with one row, kTile2 with two: as many as fit the registers.
 template <class Format, int kTile1, int kTile2>
 inline void dot_plain(PI2_DOT_ARGS) {
   const std::int64_t steps = n / (4 * Format::kLanes);

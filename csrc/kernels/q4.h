@@ -1,9 +1,9 @@
-// int4 rows and float activations, once for all vector instruction sets with lanes of 32 bits. Every product is exact
-// in float.
+// int4 rows with float activations, shared by all vector instruction sets with lanes of 32 bits. Products are exact in
+// float.
 //
 // A step is 4 bytes of values a lane. Nibble j of lane l is a weight of the step's group l / 4, so two shifts give
 // kLanes weights, and x arranged in the same order makes shuffles unnecessary; lanes keep to one group, so a step needs
-// one multiplication by the scales. `Simd` has, beside what plain.h wants of it:
+// one multiplication by the scales. Besides the members for plain.h, `Simd` has:
 //   Int, q4_values(p, groups_left)  the nibbles of a step, anything for groups past the row's end
 //   q4_weights<j>(Int)              nibble j of each lane as a weight (-8..7) in float
 //   q4_scales(p, groups_left)       a step's scales, each over the four lanes of its group; 0 past the row's end
@@ -23,7 +23,7 @@ struct Q4 {
   static constexpr std::int64_t kStep = kStepGroups * kGroup;  // weights
   static constexpr std::int64_t kBytes = kGroup / 2;           // of a group's values
 
-  // Place in x of what slot kLanes j + l of a step holds.
+  // The index in x of slot kLanes j + l of a step.
   static constexpr std::int64_t place(std::int64_t slot) {
     const std::int64_t j = slot / kLanes, l = slot % kLanes;
     return (l / 4) * kGroup + 4 * (l % 4) + j / 2 + 16 * (j % 2);

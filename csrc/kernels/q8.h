@@ -1,6 +1,6 @@
-// int8 rows in groups and float activations, once for all vector instruction sets. Every product is exact in float;
-// x and y are in plain order, and rows are whole groups, so there is no tail. `Simd` has, beside what plain.h wants of
-// it: q8_weights(p, w) (a group as floats) and half(p) (a stored scale as float).
+// int8 rows in groups with float activations, shared by all vector instruction sets. Products are exact in float; x and
+// y are in plain order, and rows are whole groups, so there is no tail. Besides the members for plain.h, `Simd` has:
+// q8_weights(p, w) (a group as floats) and half(p) (a stored scale as float).
 #pragma once
 
 #include <cstring>

@@ -22,7 +22,7 @@ int index_of(const char* dtype) {
   return i;
 }
 
-// `table` with everything that kernels/list.inc has for `isa` put over it.
+// `table`, with the kernels that kernels/list.inc has for `isa` replacing others.
 KernelTable extended(KernelTable table, const char* isa) {
   table.isa = isa;
 #define PI2_ENTRY(name, member, value) \
@@ -53,7 +53,7 @@ struct Available {
   const KernelTable* pointers[kMost];
   int count = 0;
 
-  // Adds `isa`, which has what `parent` has where it lists nothing itself.
+  // Adds `isa`, which inherits the kernels of `parent`.
   void add(const char* isa, const char* parent = nullptr) {
     tables[count] = extended(parent == nullptr ? KernelTable{} : *find(parent), isa);
     pointers[count] = &tables[count];

@@ -22,7 +22,7 @@ constexpr std::uint32_t kMostCluster = 64, kChunkUnit = 64;
 constexpr std::int64_t kHead = 128, kEntry = 128;
 constexpr std::int64_t kMostHeader = 100000000;  // of a safetensors file
 constexpr std::int64_t kMostSuperblock = 1 << 26;
-constexpr std::int64_t kDirectUnit = 512;  // what O_DIRECT reads are multiples of
+constexpr std::int64_t kDirectUnit = 512;  // O_DIRECT reads are multiples of this
 
 std::uint32_t u32(const unsigned char* p) {
   return static_cast<std::uint32_t>(p[0]) | static_cast<std::uint32_t>(p[1]) << 8 |
@@ -33,7 +33,7 @@ std::uint64_t u64(const unsigned char* p) { return u32(p) | static_cast<std::uin
 
 std::string text(std::uint64_t value) { return std::to_string(value); }
 
-// The formats of a layer's rows: one, or that of gate and up, then that of down.
+// The formats of a layer's rows: one for all, or one for gate and up and one for down.
 std::string parse_formats(std::uint32_t code, std::uint32_t down, std::uint64_t hidden, StoreLayer* layer) {
   if (down == 0 ? !is_dtype_of_neurons(code) : !is_pair_of_neurons(code, down, 0))
     return "weights of kind " + text(code) + (down == 0 ? "" : " and " + text(down));
@@ -63,7 +63,7 @@ std::string parse_layer(const unsigned char* p, std::uint32_t version, std::int6
   if (bytes_of_down != static_cast<std::uint64_t>(down_bytes))
     return "down rows of " + text(bytes_of_down) + " bytes for " + text(hidden) + " numbers";
   const std::uint64_t bytes_of_neuron = (rows - 1) * bytes_of_row + (layer->other_down ? bytes_of_down : bytes_of_row);
-  // Divides the number of neurons of any chunk, so that no slot is in two.
+  // A power of two up to 64 divides every chunk, so that no slot is in two chunks.
   if (cluster == 0 || cluster > kMostCluster || (cluster & (cluster - 1)) != 0)
     return "clusters of " + text(cluster) + " neurons";
   if (slot_bytes < cluster * bytes_of_neuron || slot_bytes % kDirectUnit != 0)
@@ -74,7 +74,7 @@ std::string parse_layer(const unsigned char* p, std::uint32_t version, std::int6
     return "chunks of " + text(chunk) + " neurons, of which there are " + text(neurons);
   const std::uint64_t n_slots = (neurons + cluster - 1) / cluster;
   if (n_hot > neurons) return text(n_hot) + " hot of " + text(neurons) + " neurons";
-  // Both factors fit into 32 bits, so their product into 64; compared without adding.
+  // Both factors fit into 32 bits, so their product fits into 64; compared without adding, which could overflow.
   if (slots % kStorePage != 0 || slots < static_cast<std::uint64_t>(first_data) || slots > end ||
       n_slots * slot_bytes > end - slots)
     return text(n_slots) + " slots of " + text(slot_bytes) + " bytes at " + text(slots) + " in a file of " + text(end);
@@ -131,8 +131,8 @@ std::string parse_superblock(const void* data, std::int64_t bytes, std::int64_t 
   return "";
 }
 
-// Some file systems take O_DIRECT and fail, or return other bytes, at the first read; some devices only know pages. A
-// trial with bytes we know, a page in pieces of `unit`.
+// Some file systems accept O_DIRECT and fail, or return wrong bytes, at the first read; some devices only read pages.
+// Reads a page with known bytes in pieces of `unit`.
 bool StoreFile::direct_works(const void* known, std::int64_t start, std::int64_t unit) const {
   const std::unique_ptr<void, decltype(&std::free)> page(std::aligned_alloc(kStorePage, kStorePage), &std::free);
   if (page == nullptr) return false;
@@ -190,7 +190,7 @@ std::string StoreFile::open(const std::string& path, bool direct) {
 #if defined(O_DIRECT)
   if (direct) {
     direct_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
-    bool pages = true;  // every slot is of whole pages
+    bool pages = true;  // every slot consists of whole pages
     for (const StoreLayer& layer : layers_) pages = pages && layer.slot_bytes % kStorePage == 0;
     if (direct_ >= 0 && direct_works(superblock.data(), start, kDirectUnit)) {
       unit_ = kDirectUnit;

@@ -1,5 +1,5 @@
-// model.pi2 as the core sees it: the superblock, one entry per layer (docs/STORE.md). Everything else in the file is
-// for the reader in Python.
+// The part of model.pi2 that the core reads: the superblock with one entry per layer (docs/STORE.md). The reader in
+// Python reads the rest.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@ namespace pi2 {
 
 constexpr std::int64_t kStorePage = 4096;
 
-// Whether two numbers in a file say how neurons of `hidden` numbers are stored that have two formats: gate and up rows,
-// then down rows.
+// Whether two numbers in a file are a valid pair of formats, of gate and up rows and of down rows, for this hidden
+// size.
 constexpr bool is_pair_of_neurons(std::uint32_t code, std::uint32_t down, std::uint64_t hidden) {
   const auto kinds = static_cast<std::uint32_t>(kDTypes);
   const auto dtype = static_cast<DType>(code);
@@ -22,17 +22,17 @@ constexpr bool is_pair_of_neurons(std::uint32_t code, std::uint32_t down, std::u
          hidden % static_cast<std::uint64_t>(ggml_block(dtype).numbers) == 0;
 }
 
-// A layer's neurons: slots of slot_bytes, one after another, each of `cluster` neurons (of one: `rows` rows of
-// `hidden` numbers; the last slot may have fewer of them) and zeros.
+// The neurons of a layer: contiguous slots of slot_bytes, each with `cluster` neurons (a neuron has `rows` rows of
+// `hidden` numbers; the last slot may have fewer neurons) and zero padding.
 struct StoreLayer {
-  std::int64_t slots = 0;   // where the first begins in the file, on a page
-  std::int64_t checks = 0;  // where its uint32 [neurons] begin: CRC32C of each neuron
+  std::int64_t slots = 0;   // offset of the first slot in the file, a multiple of the page size
+  std::int64_t checks = 0;  // offset of uint32 [neurons]: CRC32C of each neuron
   std::int64_t neurons = 0, hidden = 0, rows = 0;
   DType w_dtype = DType::kF32;
   std::int64_t slot_bytes = 0, row_bytes = 0;
   std::int64_t n_hot = 0, number = 0, cluster = 1;
-  std::int64_t chunk = 0;  // neurons of a chunk of the layer that these are some chunks of; 0: they are all of it
-  DType down_dtype = DType::kF32;  // with other_down: that of down rows, the last of a neuron's
+  std::int64_t chunk = 0;          // neurons per chunk, if these are some chunks of a larger layer; 0: a whole layer
+  DType down_dtype = DType::kF32;  // with other_down: the format of down rows, the last row of a neuron
   bool other_down = false;
 
   std::int64_t down_bytes() const { return other_down ? pi2::row_bytes(down_dtype, hidden) : row_bytes; }
@@ -40,12 +40,12 @@ struct StoreLayer {
   std::int64_t n_slots() const { return (neurons + cluster - 1) / cluster; }
 };
 
-// Reads the superblock in `data`, of a file of `file_bytes` in which it begins at `start`. Returns what is wrong with
-// it, "" if nothing; any bytes at all may be given.
+// Parses the superblock in `data`, which begins at `start` in a file of `file_bytes`. Returns "" or an error message;
+// `data` may be any bytes.
 std::string parse_superblock(const void* data, std::int64_t bytes, std::int64_t start, std::int64_t file_bytes,
                              std::vector<StoreLayer>* layers);
 
-// An open store: two descriptors of one file, and what its superblock says.
+// An open store file: two descriptors and the parsed superblock.
 class StoreFile {
  public:
   StoreFile() = default;
@@ -53,7 +53,8 @@ class StoreFile {
   StoreFile(const StoreFile&) = delete;
   StoreFile& operator=(const StoreFile&) = delete;
 
-  // "" or what is wrong. `direct`: reads go past the page cache (O_DIRECT) where a trial read gave the right bytes.
+  // Returns "" or an error message. `direct`: reads bypass the page cache (O_DIRECT) if a trial read gave the right
+  // bytes.
   std::string open(const std::string& path, bool direct);
 
   const std::vector<StoreLayer>& layers() const { return layers_; }
@@ -61,10 +62,10 @@ class StoreFile {
   int descriptor() const { return direct_ >= 0 ? direct_ : plain_; }
   int plain_descriptor() const { return plain_; }
   bool direct() const { return direct_ >= 0; }
-  // What offsets, lengths and addresses of reads are to be multiples of: 1 if they are not direct.
+  // Alignment of offsets, lengths and addresses of reads; 1 if reads are not direct.
   std::int64_t unit() const { return direct_ >= 0 ? unit_ : 1; }
   std::int64_t file_bytes() const { return file_bytes_; }
-  // Than it was when it was opened.
+  // Whether the file has shrunk since it was opened.
   bool is_shorter() const;
 
  private:

@@ -10,8 +10,8 @@
 #include <thread>
 #include <utility>
 
-#include "cache/arrangement.h"
 #include "cache/cache_use.h"
+#include "cache/rebalance_plan.h"
 #include "tests/store_calls.h"
 
 namespace {
@@ -94,13 +94,13 @@ long check_pieces(std::mt19937& rng) {
     const std::size_t layers = 1 + rng() % 4;
     Counts slots;
     for (std::size_t l = 0; l < layers; ++l) slots.push_back(1 + static_cast<std::int64_t>(rng() % 60));
-    Arrangement arrangement;
-    arrangement.set_up(slots, 1 + static_cast<std::int64_t>(rng() % 20));
+    RebalancePlan plan;
+    plan.set_up(slots, 1 + static_cast<std::int64_t>(rng() % 20));
     std::set<std::pair<std::int64_t, std::int64_t>> fixed;
     for (std::size_t l = 0; l < layers && rng() % 2 == 0; ++l) {  // by preload()
       const auto n = static_cast<std::int64_t>(rng() % static_cast<unsigned>(slots[l] + 1));
       for (std::int64_t s = 0; s < n; ++s) fixed.insert({static_cast<std::int64_t>(l), s});
-      arrangement.may_be_fixed(l, n);
+      plan.may_be_fixed(l, n);
     }
     for (int change = 0; change < 4; ++change) {
       Counts begin, count;
@@ -108,10 +108,10 @@ long check_pieces(std::mt19937& rng) {
         begin.push_back(rng() % 3 == 0 ? static_cast<std::int64_t>(rng() % static_cast<unsigned>(n)) : 0);
         count.push_back(static_cast<std::int64_t>(rng() % static_cast<unsigned>(n - begin.back() + 1)));
       }
-      arrangement.set(begin, count);
-      Arrangement::Piece piece;
+      plan.set(begin, count);
+      RebalancePlan::Piece piece;
       std::int64_t released = 1 << 20, steps = change == 3 ? 1 << 20 : static_cast<std::int64_t>(rng() % 40);
-      for (; steps > 0 && arrangement.next(&piece); --steps) {
+      for (; steps > 0 && plan.next(&piece); --steps) {
         PI2_CHECK(
             piece.first < piece.last && piece.first >= 0 && piece.last <= slots[static_cast<std::size_t>(piece.layer)],
             "a piece");
@@ -119,22 +119,22 @@ long check_pieces(std::mt19937& rng) {
         const std::int64_t part = piece.release ? piece.last : piece.first + 1 + static_cast<std::int64_t>(rng() % 3);
         const std::int64_t until = std::min(piece.last, part);
         for (std::int64_t s = piece.first; s < until; ++s) {
-          PI2_CHECK(piece.release != arrangement.holds(piece.layer, s), "which are to be fixed");
+          PI2_CHECK(piece.release != plan.holds(piece.layer, s), "which are to be fixed");
           if (piece.release)
             fixed.erase({piece.layer, s});
           else
             fixed.insert({piece.layer, s});
         }
-        arrangement.done(piece, until);
+        plan.done(piece, until);
       }
-      if (arrangement.pending()) continue;
+      if (plan.pending()) continue;
       std::set<std::pair<std::int64_t, std::int64_t>> wanted;
       for (std::size_t l = 0; l < layers; ++l)
         for (std::int64_t s = begin[l]; s < begin[l] + count[l]; ++s) wanted.insert({static_cast<std::int64_t>(l), s});
-      PI2_CHECK(fixed == wanted && arrangement.left() == 0, "%zu fixed of %zu", fixed.size(), wanted.size());
+      PI2_CHECK(fixed == wanted && plan.left() == 0, "%zu fixed of %zu", fixed.size(), wanted.size());
       ++done;
     }
-    PI2_CHECK(!arrangement.pending(), "it has no end");
+    PI2_CHECK(!plan.pending(), "it has no end");
     Counts wanted = random_counts(rng, layers, 60);
     const auto room = static_cast<std::int64_t>(rng() % 150);
     PI2_CHECK(fitting(wanted, room) == room_for(wanted, room), "which have room");

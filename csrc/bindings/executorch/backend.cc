@@ -30,18 +30,18 @@ using executorch::runtime::kMaxOptionValueLength;
 using executorch::runtime::Result;
 using executorch::runtime::Span;
 
-// What one call did, for profiles.
+// Figures of one call, for profiles.
 struct Figures {
   std::int64_t tokens = 0;
   CallStats stats;
   std::int64_t submit_wait_ns = 0;
 };
 
-// One delegate call of a method that is loaded.
+// One delegate call of a loaded method.
 struct Handle {
   Blob blob;
-  std::shared_ptr<Layer> layer;      // of roles whole and submit
-  std::shared_ptr<Session> session;  // of roles submit and collect
+  std::shared_ptr<Layer> layer;      // roles whole and submit
+  std::shared_ptr<Session> session;  // roles submit and collect
   std::string event;                 // its name in profiles
 };
 
@@ -110,7 +110,7 @@ Problem dtype_of(const Tensor& tensor, const std::string& what, DType* dtype) {
   }
 }
 
-// What x and the result of a call must be: contiguous, of one of the dtypes that the core knows, [..., hidden].
+// Checks x or the result of a call: contiguous, a dtype of the core, [..., hidden].
 Problem check(const Handle& handle, const Tensor& x, const char* name, DType* dtype) {
   const Blob& blob = handle.blob;
   const std::string what = handle.event + ", " + name;
@@ -125,7 +125,7 @@ Problem check(const Handle& handle, const Tensor& x, const char* name, DType* dt
   return {};
 }
 
-// What a router gives, beside x: experts of each token and their weights, both [tokens, slots].
+// The inputs from a router: experts and weights of each token, both [tokens, slots].
 Problem route(const Handle& handle, const Tensor& index, const Tensor& routing, ExpertsArgs* args) {
   constexpr const char* kFix = "Export the model again.";
   const auto sizes = [](const Tensor& tensor) {
@@ -146,7 +146,7 @@ Problem route(const Handle& handle, const Tensor& index, const Tensor& routing, 
   return dtype_of(routing, handle.event + ", routing", &args->routing_dtype);
 }
 
-// As torch_pi2.export.etdump reads it; of a submit, which only begins, nothing.
+// In the form that torch_pi2.export.etdump reads; empty for submit, which only starts the layer.
 std::string metadata_of(const Handle& handle, const Figures& figures) {
   if (handle.blob.role == Role::kSubmit) return "";
   const std::pair<const char*, std::int64_t> numbers[] = {
@@ -249,7 +249,7 @@ class Pi2Backend final : public BackendInterface {
   void destroy(DelegateHandle* raw) const override { delete static_cast<Handle*>(raw); }
 };
 
-// Of two copies of this library in a process the first is used; ExecuTorch says so by an error that changes nothing.
+// If a process loads two copies of this library, the first is used; ExecuTorch then logs a harmless error.
 const Error registered = [] {
   static Pi2Backend backend;
   return executorch::runtime::register_backend({"Pi2Backend", &backend});

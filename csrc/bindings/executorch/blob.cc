@@ -27,7 +27,7 @@ Problem damaged(const std::string& what, const std::string& expected, const std:
   return problem(Fault::kProgram, "delegate blob, " + what, expected, found, kFix);
 }
 
-// Little endian numbers at their places.
+// Reads little-endian numbers at offsets.
 struct Reader {
   const unsigned char* p;
 
@@ -49,7 +49,7 @@ bool is_extended(const Reader& in) { return in.u32(kVersion) == kExtendedVersion
 
 std::string text(std::uint64_t value) { return std::to_string(value); }
 
-// Bytes that the tensor has if it is there, and whether it has to be.
+// The size of a tensor, and whether it is required.
 struct Wanted {
   std::uint64_t bytes = 0;
   bool always = false;
@@ -109,7 +109,7 @@ Problem parse_name(const char* name, std::size_t most, std::string* out) {
   return plain ? Problem() : damaged("name of the store", "that of a file, without folders", "'" + *out + "'");
 }
 
-// Numbers of the activation, and zeros behind them.
+// The numbers of the activation, followed by zeros.
 Problem parse_shaping(const Reader& in, std::uint32_t flags, Blob* b) {
   const bool shaped = (flags & kShaped) != 0;
   for (std::size_t i = shaped ? kNumbersEnd : kNumbers; i < kBlobBytes; ++i)
@@ -131,7 +131,7 @@ Problem parse_shaping(const Reader& in, std::uint32_t flags, Blob* b) {
 }
 
 Problem parse_layer(const Reader& in, Blob* b) {
-  constexpr std::uint32_t kMost = 1u << 30;  // so that products of two fit into 64 bits
+  constexpr std::uint32_t kMost = 1u << 30;  // products of two fit into 64 bits
   const std::uint32_t hidden = in.u32(72), neurons = in.u32(76), rows = in.u32(80), w_dtype = in.u32(84);
   if (hidden == 0 || hidden > kMost || neurons == 0 || neurons > kMost || (rows != 2 && rows != 3))
     return damaged("sizes", "neurons of 2 or 3 rows", text(neurons) + " of " + text(rows) + " rows of " + text(hidden));

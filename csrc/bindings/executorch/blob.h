@@ -1,5 +1,5 @@
-// The delegate blob: all that a .pte has of a feed-forward layer or a mixture of experts (docs/FORMATS.md, "Delegate
-// blob").
+// The delegate blob: the part of a .pte that describes a feed-forward layer or a mixture of experts (docs/FORMATS.md,
+// "Delegate blob").
 #pragma once
 
 #include <array>
@@ -17,20 +17,20 @@ constexpr std::size_t kBlobBytes = 512;
 enum class Role : std::uint32_t { kWhole, kSubmit, kCollect };
 enum class PredictorForm : std::uint32_t { kNone, kLowrank, kLowrankInt4, kLowrankInt8, kSignbit };
 
-// Of the matrices of a low-rank predictor.
+// The dtype of the matrices of a low-rank predictor.
 constexpr DType matrix_dtype(PredictorForm form) {
   return form == PredictorForm::kLowrank ? DType::kI8 : form == PredictorForm::kLowrankInt4 ? DType::kQ4 : DType::kQ8;
 }
 
-// Where a tensor lies in the store; of none there are no bytes.
+// The place of a tensor in the store; bytes 0: none.
 struct Place {
   std::uint64_t offset = 0, bytes = 0;
   std::uint32_t checksum = 0;
 };
 
-// In the order of the blob. Of a sign-bit predictor kA is the signs. Of a mixture they are those of all experts, one
-// behind the other; kCuts (of their predictors, of mixtures alone) and kThresholds (of their gates) are doubles. Of a
-// layer kThresholds are floats, one for each neuron, in the place of `threshold`.
+// In the order of the blob. For a sign-bit predictor kA holds the signs. For a mixture, tensors hold those of all
+// experts, one after the other; kCuts (of predictors, only for mixtures) and kThresholds (of gates) are doubles. For a
+// layer, kThresholds are floats, one per neuron, instead of `threshold`.
 enum TensorName { kBiasGate, kBiasUp, kBiasDown, kA, kAScale, kB, kBScale, kBBias, kCuts, kThresholds, kTensorNames };
 extern const char* const kTensorText[kTensorNames];
 
@@ -55,16 +55,16 @@ struct Blob {
   std::int64_t dense_from = 0;
   std::array<Place, kTensorNames> tensors{};
   std::uint32_t queue = 0;
-  std::int64_t experts = 0;  // of a mixture: layers of the store from `layer` on; 0: no mixture
+  std::int64_t experts = 0;  // a mixture: this many layers of the store from `layer` on; 0: a single layer
   std::string store;         // file name
 
   std::int64_t cold() const { return neurons - n_hot; }
-  bool own_thresholds() const { return experts == 0 && tensors[kThresholds].bytes > 0; }  // each neuron its own
+  bool own_thresholds() const { return experts == 0 && tensors[kThresholds].bytes > 0; }  // one per neuron
   std::int64_t layers() const { return experts == 0 ? 1 : experts; }
   bool quantized() const { return other_down || is_quantized(w_dtype); }
 };
 
-// Any bytes may be given: what comes out makes sense in itself, and every place is within `store_bytes`.
+// Accepts any bytes: a parsed blob is consistent, and every place lies within `store_bytes`.
 Problem parse_blob(const void* data, std::size_t bytes, Blob* blob);
 
 }  // namespace pi2::et

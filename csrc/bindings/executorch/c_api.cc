@@ -22,7 +22,7 @@ void remember(const Problem& problem) noexcept {
   try {
     last() = problem.text;
   } catch (...) {
-    last() = kNoMemory;  // the text before has had room for it, or needs none of its own
+    last() = kNoMemory;  // short enough to allocate nothing
   }
 }
 
@@ -59,7 +59,7 @@ int64_t pi2_et_stats(char* json, int64_t capacity, int reset) {
   const pi2::et::Problem wrong = pi2::et::guarded("figures of the stores", [&] {
     text = pi2::et::all_stats(false);
     const bool fits = json != nullptr && static_cast<int64_t>(text.size()) < capacity;
-    if (fits && reset != 0) text = pi2::et::all_stats(true);  // calls between the two may have made it longer
+    if (fits && reset != 0) text = pi2::et::all_stats(true);  // a call in between may have made it longer
     return pi2::et::Problem();
   });
   if (wrong) {

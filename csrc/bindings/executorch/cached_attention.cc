@@ -1,6 +1,6 @@
-// pi2::write_cache.out for ExecuTorch: new keys and values into the lanes of a cache, which is a buffer of the program;
-// pi2::cached_attention.out: that, and attention to what is then in it. torch_pi2/export/attention.py has their
-// references.
+// pi2::write_cache.out for ExecuTorch: writes new keys and values into the lanes of a KV cache, a buffer of the
+// program. pi2::cached_attention.out: that, then attention over the cache. Their references are in
+// torch_pi2/export/attention.py.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -21,7 +21,7 @@ DType kv_dtype(const Tensor& cache) {
   return float_dtype(cache, "keys");
 }
 
-// Its data, of exactly these sizes and in this order.
+// The data of a tensor with exactly these sizes, contiguous.
 char* data_of(const Tensor& tensor, const char* what, ScalarType dtype, const std::vector<std::int64_t>& sizes) {
   bool sound = tensor.scalar_type() == dtype && tensor.dim() == static_cast<ssize_t>(sizes.size());
   for (std::size_t d = 0; sound && d < sizes.size(); ++d)
@@ -34,7 +34,7 @@ char* data_of(const Tensor& tensor, const char* what, ScalarType dtype, const st
   return static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
 }
 
-// One row of the cache. Whole numbers are followed by their scale; NaN if one of them was no number.
+// Writes one row of the cache. int8 rows end with their scale: NaN if a number was not finite.
 void pack(const float* from, DType dtype, std::int64_t width, char* to) {
   if (dtype != DType::kI8) return narrow(from, to, dtype, width);
   float most = 0;
@@ -44,13 +44,13 @@ void pack(const float* from, DType dtype, std::int64_t width, char* to) {
     most = std::max(most, std::fabs(from[k]));
   }
   const float scale = finite ? most / 127 : std::numeric_limits<float>::quiet_NaN(), exact = 1 / scale;
-  const float inverse = std::isfinite(exact) ? exact : 0;  // not of zeros, or of what is next to nothing
+  const float inverse = std::isfinite(exact) ? exact : 0;  // 0 for rows of zeros or of tiny numbers
   for (std::int64_t k = 0; k < width; ++k)
     to[k] = finite ? static_cast<char>(static_cast<std::int8_t>(std::rint(from[k] * inverse))) : 0;
   std::memcpy(to + width, &scale, kKvScaleBytes);
 }
 
-// New tokens and the cache they go to, which are checked and written.
+// Checks new tokens and their cache, and writes them.
 struct Written {
   std::int64_t batch = 0, tokens = 0, key_heads = 0, width = 0, length = 0, numbers = 0;
   DType dtype{};

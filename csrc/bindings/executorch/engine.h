@@ -1,4 +1,4 @@
-// The delegate's own threads: what is submitted is computed here while ExecuTorch goes on.
+// The delegate's own threads: they compute submitted layers while ExecuTorch goes on.
 #pragma once
 
 #include <condition_variable>
@@ -17,16 +17,16 @@ class Job {
   virtual void run(const ParallelFor& parallel) = 0;  // does not throw
 };
 
-// One thread that conducts, one job after another, and a pool that helps it.
+// A conductor thread that runs one job after the other, with a thread pool.
 class Engine {
  public:
   explicit Engine(int threads);
-  ~Engine();  // of what is still waiting nothing is computed
+  ~Engine();  // waiting jobs are dropped
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
   void begin(Job* job);
-  // Returns when the job is over. `wanted`: it is computed first; else it is taken back if it has not begun.
+  // Returns when the job has ended. `wanted`: computes it first; otherwise withdraws it if it has not started.
   void end(Job* job, bool wanted);
 
  private:

@@ -1,4 +1,4 @@
-// What went wrong, for a program that passes on numbers and for whoever reads its log.
+// Errors: a code for the program and a message for the log.
 #pragma once
 
 #include <exception>
@@ -9,13 +9,13 @@
 
 namespace pi2::et {
 
-// In words of ExecuTorch's errors, which backend.cc translates it to.
+// backend.cc translates these to ExecuTorch's errors.
 enum class Fault {
   kNone,
   kProgram,       // the blob is damaged
-  kIncompatible,  // sound, but not of this library or of the store at hand
-  kAccess,        // missing, cut short, damaged, or reading has failed
-  kArgument,      // an option or a tensor
+  kIncompatible,  // valid, but for another version of the library or another store
+  kAccess,        // a file is missing, truncated or damaged, or a read failed
+  kArgument,      // an invalid option or tensor
   kState,         // calls that do not belong together
   kMemory,
 };
@@ -32,7 +32,7 @@ inline Problem problem(Fault fault, const std::string& what, const std::string& 
   return {fault, what + ": expected " + expected + ", found " + found + ". " + fix};
 }
 
-// Short enough for a string that allocates nothing.
+// Short enough for std::string to allocate nothing.
 constexpr const char* kNoMemory = "out of memory";
 
 inline Problem no_memory(const std::string& what) noexcept {
@@ -43,8 +43,8 @@ inline Problem no_memory(const std::string& what) noexcept {
   }
 }
 
-// Runs `body`, which returns a Problem; nothing is thrown into C, or into ExecuTorch, which may be built without
-// exceptions.
+// Runs `body`, which returns a Problem, and catches everything: nothing may be thrown into C, or into ExecuTorch, which
+// may be built without exceptions.
 template <class Body>
 Problem guarded(const char* what, const Body& body) noexcept {
   try {
@@ -59,12 +59,12 @@ Problem guarded(const char* what, const Body& body) noexcept {
                        "Use fewer (io_threads), or give the process more memory and threads.");
       return problem(Fault::kState, what, "no exception", error.what(), "This is a fault of torch_pi2: report it.");
     }
-  } catch (...) {  // of the text of either
+  } catch (...) {  // building the text failed, too
     return {Fault::kMemory, kNoMemory};
   }
 }
 
-// What pi2_et_error says. Any thread.
+// Sets the text of pi2_et_error. Thread-safe.
 void remember(const Problem& problem) noexcept;
 
 }  // namespace pi2::et

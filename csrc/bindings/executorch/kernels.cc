@@ -1,4 +1,4 @@
-// pi2::linear.out, dequantize.out, sparse_ffn.out and predicted_ffn.out for ExecuTorch: weights that are in the .pte
+// pi2::linear.out, dequantize.out, sparse_ffn.out and predicted_ffn.out for ExecuTorch, with weights in the .pte
 // itself. The schemas are those of csrc/bindings/torch.
 #include <cmath>
 #include <string>
@@ -22,7 +22,7 @@ DType quantized_dtype(std::string_view weights) {
   return weights == "int4" ? DType::kQ4 : DType::kQ8;
 }
 
-// Those and ggml's blocks, of which `columns` has to be a whole number.
+// "int4", "int8" and ggml's formats; `columns` must be a multiple of their block size.
 DType rows_dtype(std::string_view weights, std::int64_t columns) {
   const DType dtype = binding::ggml_dtype(std::string(weights));
   if (!is_ggml(dtype)) return quantized_dtype(weights);
@@ -31,7 +31,7 @@ DType rows_dtype(std::string_view weights, std::int64_t columns) {
   return dtype;
 }
 
-// Contiguous, of this dtype and these sizes; its data.
+// The data of a contiguous tensor with this dtype and these sizes.
 const void* typed(const Tensor& tensor, const char* what, ScalarType dtype, std::int64_t rows, std::int64_t columns) {
   const bool shape = columns > 0 ? tensor.dim() == 2 && tensor.size(0) == rows && tensor.size(1) == columns
                                  : tensor.dim() == 1 && tensor.size(0) == rows;
@@ -45,7 +45,7 @@ const void* bias_data(const MaybeTensor& bias, const char* what, std::int64_t le
   return bias ? typed(*bias, what, dtype, length, 0) : nullptr;
 }
 
-// Sizes of out: x's, with another last one.
+// Resizes out to the sizes of x with another last one.
 void resize(Tensor& out, const Tensor& x, std::int64_t last) {
   executorch::aten::SizesType sizes[16];
   expect(x.dim() <= 16, "x", "16 dimensions at most", std::to_string(x.dim()));
@@ -63,7 +63,7 @@ std::int64_t hidden_of(const Tensor& x) {
   return x.size(x.dim() - 1);
 }
 
-// The layer but for x's and out's data and its mask.
+// The layer, without the data of x and out and without the mask.
 FfnArgs ffn_args(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
                  const MaybeTensor& bias_down, std::string_view activation, bool activation_on_up, std::int64_t n_hot,
                  double threshold, std::string_view weights, bool int8_activations, const MaybeTensor& thresholds) {

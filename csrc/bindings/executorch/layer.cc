@@ -14,7 +14,7 @@ const char* data(const std::shared_ptr<const Bytes>& bytes) {
   return bytes == nullptr ? nullptr : bytes->memory.data();
 }
 
-// Whether the kernels of this CPU prefer the predictor in blocks. Those of experts are one behind the other.
+// Whether this CPU's kernels prefer the predictor in blocks. Predictors of experts are contiguous: never.
 bool in_blocks(const Blob& blob) {
   const bool grouped = blob.predictor == PredictorForm::kLowrankInt4 || blob.predictor == PredictorForm::kLowrankInt8;
   return grouped && blob.predictor_int8_activations && blob.experts == 0 &&
@@ -50,7 +50,7 @@ Predictor predictor_of(const Blob& blob, const std::shared_ptr<const Bytes>* ten
   return made;
 }
 
-// Whether numbers of experts are such as their blob's would be: `least` or more, and finite ones if they are to be.
+// Whether all numbers are at least `least`, and finite if required.
 bool are(const double* numbers, std::int64_t count, double least, bool finite) {
   for (std::int64_t e = 0; numbers != nullptr && e < count; ++e)
     if (!(numbers[e] >= least) || (finite && !std::isfinite(numbers[e]))) return false;
@@ -133,7 +133,7 @@ Problem Layer::mix(const ExpertsArgs& args, const ParallelFor& parallel, CallSta
   });
 }
 
-// `wrong`: "" or what the engine says.
+// `wrong`: "" or the engine's message.
 Problem Layer::unread(const std::string& wrong) const {
   if (wrong.empty()) return {};
   const std::string what = (blob_.experts > 0 ? ", experts from layer " : ", layer ") + std::to_string(blob_.layer);

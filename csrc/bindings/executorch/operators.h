@@ -1,4 +1,4 @@
-// What operators for ExecuTorch share: checks of their arguments, failures that are told, registration.
+// Shared by operators for ExecuTorch: argument checks, error reports, registration.
 #pragma once
 
 #include <executorch/extension/kernel_util/make_boxed_from_unboxed_functor.h>
@@ -19,7 +19,7 @@ using executorch::runtime::Error;
 using executorch::runtime::KernelRuntimeContext;
 using MaybeTensor = std::optional<Tensor>;
 
-// What a check found; stops the operator.
+// Thrown by a check; ends the operator.
 struct Refused {
   std::string what, expected, found;
 };
@@ -44,7 +44,7 @@ inline DType float_dtype(const Tensor& tensor, const char* what) {
   }
 }
 
-// `body`, with every failure told to ExecuTorch and none thrown into it.
+// Runs `body`, reports every failure to ExecuTorch and throws none into it.
 template <class Body>
 void guarded(KernelRuntimeContext& context, const char* op, const Body& body) {
   const Problem wrong = et::guarded(op, [&] {
@@ -61,8 +61,8 @@ void guarded(KernelRuntimeContext& context, const char* op, const Body& body) {
   context.fail(wrong.fault == Fault::kMemory ? Error::MemoryAllocationFailed : Error::InvalidArgument);
 }
 
-// A second registration of an operator ends the process: not where another copy of this library has done it.
-// (registry_has_op_function says so too, and logs an error where it has not.)
+// A second registration of an operator would end the process, so this skips operators that another copy of this library
+// has registered. (registry_has_op_function would tell, but logs an error if it has not.)
 template <class Function>
 Error add(const char* name, Function function) {
   for (const auto& kernel : executorch::runtime::get_registered_kernels())

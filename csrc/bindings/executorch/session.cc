@@ -67,7 +67,7 @@ void Session::forget() {
   begun_ = false;
 }
 
-// On the conductor's thread, where nobody would catch anything: compute() throws nothing.
+// Runs on the conductor thread, where nothing catches exceptions: compute() throws nothing.
 void Session::run(const ParallelFor& parallel) {
   problem_ = layer_->compute(x_TH_.data(), y_TH_.data(), DType::kF32, tokens_, parallel, &stats_);
 }

@@ -1,5 +1,4 @@
-// A layer in two calls, between which an accelerator works: submit begins the cold part, collect waits for it and adds
-// it.
+// A layer in two calls around the accelerator's work: submit starts the cold part, collect waits for it and adds it.
 #pragma once
 
 #include <cstdint>
@@ -12,21 +11,21 @@
 
 namespace pi2::et {
 
-// Not for two threads at a time, as a method of ExecuTorch is not.
+// Not thread-safe, like a method of ExecuTorch.
 class Session final : public Job {
  public:
   ~Session() override;
 
-  // What a method loaded: its two calls find each other by these. `loader`: something that only they have in common.
+  // The session of a loaded method: its two calls find each other by these. `loader`: a pointer that only they share.
   static std::shared_ptr<Session> of(const void* loader, const std::string& method, const Blob& blob,
                                      const std::shared_ptr<Store>& store, Problem* problem);
-  // The submitting call's; the engine has `threads` threads, where the options do not say.
+  // Called by the submitting call. The engine has `threads` threads unless the options say otherwise.
   void attach(std::shared_ptr<Layer> layer, int threads);
 
-  // Begins with x [tokens, hidden], of which it keeps a copy. What was submitted before and never collected (because
-  // what came between has failed) is forgotten.
+  // Starts with x [tokens, hidden], which is copied. An earlier submit that was never collected (because the work in
+  // between failed) is dropped.
   Problem submit(const void* x, DType dtype, std::int64_t tokens);
-  // out = h + the cold part. If asked: what that took since it was submitted, and how long this waited for it.
+  // out = h + the cold part. Optional: figures since submit, and the time that this waited.
   Problem collect(const void* h, void* out, DType dtype, std::int64_t tokens, CallStats* stats = nullptr,
                   std::int64_t* submit_wait_ns = nullptr);
 
@@ -35,9 +34,9 @@ class Session final : public Job {
  private:
   void forget();
 
-  Blob blob_;  // of the call that came first
+  Blob blob_;  // of the first call
   std::shared_ptr<Store> store_;
-  std::shared_ptr<Layer> layer_;  // null until the submitting call is there
+  std::shared_ptr<Layer> layer_;  // null until the submitting call is loaded
   bool has_submit_ = false, has_collect_ = false;
   Engine* engine_ = nullptr;
 

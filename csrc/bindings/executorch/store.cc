@@ -22,7 +22,7 @@ namespace {
 constexpr const char* kOther = "Give it the store of the same bundle (option store_path, or PI2_STORE).";
 constexpr const char* kAgain = "Copy the bundle again.";
 
-// Every store that is open, and how often some were opened and closed.
+// All open stores, and the numbers of opens and closes.
 struct Registry {
   std::mutex mutex;
   std::multimap<std::string, std::weak_ptr<Store>> open;
@@ -41,7 +41,7 @@ std::string hex(const std::array<unsigned char, 32>& hash) {
   return out;
 }
 
-// Where the blob's store is to be.
+// The path of the blob's store.
 std::string path_of(const Blob& blob, const Settings& settings) {
   if (settings.store_path.empty()) return blob.store;
   struct stat about;
@@ -49,7 +49,7 @@ std::string path_of(const Blob& blob, const Settings& settings) {
   return folder ? settings.store_path + "/" + blob.store : settings.store_path;
 }
 
-// The first neuron that decoding wants of the layer.
+// The first neuron of the layer that decoding needs.
 std::int64_t wanted_from(const Blob& blob) { return blob.role == Role::kWhole ? blob.preload_from : blob.first; }
 
 std::string json(const std::string& text) {
@@ -73,14 +73,14 @@ std::shared_ptr<Store> Store::open(const Blob& blob, const Settings& settings, P
     *problem = et::problem(Fault::kAccess, "neuron store " + path, "a file", std::strerror(errno), kOther);
     return nullptr;
   }
-  // A file that is written over in place is another one.
+  // A file that was overwritten in place is another store.
   std::string key = settings.text();
   for (const auto number : {static_cast<std::int64_t>(about.st_dev), static_cast<std::int64_t>(about.st_ino),
                             static_cast<std::int64_t>(about.st_size), static_cast<std::int64_t>(about.st_mtim.tv_sec),
                             static_cast<std::int64_t>(about.st_mtim.tv_nsec)})
     key += " " + std::to_string(number);
   Registry& all = registry();
-  std::shared_ptr<Store> store, fresh;  // destroyed after the lock is given back: a store takes it
+  std::shared_ptr<Store> store, fresh;  // destroyed after the lock is released: a store takes it
   const std::lock_guard<std::mutex> lock(all.mutex);
   const auto range = all.open.equal_range(key);
   for (auto at = range.first; at != range.second && store == nullptr; ++at) store = at->second.lock();
@@ -118,7 +118,7 @@ Store::~Store() {
 Problem Store::set_up(const Blob& blob, const Settings& settings) {
   const std::string what = "neuron store " + path_;
   settings_ = settings;
-  descriptor_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a FIFO would be waited for
+  descriptor_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // opening a FIFO would wait
   struct stat about;
   if (descriptor_ < 0 || fstat(descriptor_, &about) != 0)
     return problem(Fault::kAccess, what, "a file that can be read", std::strerror(errno), kOther);
@@ -131,7 +131,7 @@ Problem Store::set_up(const Blob& blob, const Settings& settings) {
     return problem(Fault::kAccess, what, wanted, size + " (cut short)", kAgain);
   std::uint64_t header = 0;
   for (std::size_t i = 8; i-- > 0;) header = header << 8 | length[i];
-  // A hash of other weights says more than sizes do.
+  // A different hash of the weights is a better message than different sizes.
   const bool whole = header < 100000000 && static_cast<std::int64_t>(header) <= file_bytes_ - 8 - kStorePage;
   header_bytes_ = whole ? 8 + static_cast<std::int64_t>(header) : 0;
   unsigned char head[72] = {};
@@ -156,7 +156,7 @@ Problem Store::set_up(const Blob& blob, const Settings& settings) {
   options.policy = settings.policy;
   options.io_threads = settings.io_threads;
   options.direct = settings.direct;
-  options.hot_share = settings.policy == "lru" || settings.policy == "sieve" ? 0.5 : 0.25;  // as the Python runtime
+  options.hot_share = settings.policy == "lru" || settings.policy == "sieve" ? 0.5 : 0.25;  // as in the Python runtime
   std::string wrong;
   for (const std::string& engine : read_engines()) {
     if (settings.engine != "auto" && settings.engine != engine) continue;
@@ -175,7 +175,7 @@ Problem Store::set_up(const Blob& blob, const Settings& settings) {
   return trace;
 }
 
-// Whether this is the store that the blob was made with.
+// Whether the blob was made for this store.
 Problem Store::identify(const Blob& blob) const {
   const std::string what = "neuron store " + path_;
   if (model_hash_ != blob.model_hash)
@@ -220,7 +220,7 @@ std::shared_ptr<const Bytes> Store::tensor(const Place& place, const char* name,
   const auto fresh = [&](std::int64_t its_size) -> std::shared_ptr<Bytes> {
     auto memory = std::make_shared<Bytes>();
     memory->size = its_size;
-    if (memory->memory.allocate(its_size + 64, false)) return memory;  // kernels may look a little past the end
+    if (memory->memory.allocate(its_size + 64, false)) return memory;  // kernels may read a little past the end
     *problem = no_memory(what);
     return nullptr;
   };
@@ -266,7 +266,7 @@ void Store::warm() {
       if (!all.empty()) first[static_cast<std::size_t>(layer)] = *all.begin();
     offload_->leave_out(first);
   }
-  // What cannot be read is asked for again, and fails by name, when somebody wants it.
+  // A neuron that cannot be read now is read again by the call that needs it, which reports the error.
   offload_->preload();
   warm_ = true;
 }

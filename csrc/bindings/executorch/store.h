@@ -26,7 +26,7 @@ struct Bytes {
 
 class Store {
  public:
-  // The store that `blob` is of. Refuses one that is missing, cut short or damaged, or of another model or packing.
+  // Opens the blob's store. Refuses one that is missing, truncated or damaged, or of another model or packing.
   static std::shared_ptr<Store> open(const Blob& blob, const Settings& settings, Problem* problem);
   ~Store();
   Store(const Store&) = delete;
@@ -35,23 +35,24 @@ class Store {
   Offload& offload() { return *offload_; }
   const std::string& path() const { return path_; }
 
-  // What quantised rows are.
+  // Format of quantised rows.
   struct Rows {
     DType dtype = DType::kQ4;
     std::int64_t count = 0, columns = 0;
   };
-  // Where a blob says that it lies, checked; the same memory for all who ask. Null for a place without bytes. With
-  // `blocks`, which says what its rows are, in blocks (pi2/kernels.h).
+  // Loads a tensor of the blob and checks it; callers share the memory. Null for a place without bytes. With `blocks`,
+  // which describes its rows, stored in blocks (pi2/kernels.h).
   std::shared_ptr<const Bytes> tensor(const Place& place, const char* name, Problem* problem,
                                       const Rows* blocks = nullptr);
 
-  // Whoever computes a layer says from which neuron on decoding wants it: what nobody wants is not preloaded.
+  // Called for every layer: tells from which neuron on decoding needs it. Neurons that no layer needs are not
+  // preloaded.
   void add(const Blob& blob);
   void remove(const Blob& blob);
-  // Before the first call: fills the cache. By then the layers of the methods that are loaded are known.
+  // Fills the cache before the first call, when the layers of all loaded methods are known.
   void warm();
 
-  // Threads for submitted layers; `threads` where the options do not say.
+  // The engine for submitted layers, with `threads` threads unless the options say otherwise.
   Engine& engine(int threads);
 
   void count_submit_wait(std::int64_t nanoseconds);
@@ -75,10 +76,10 @@ class Store {
   std::mutex warming_;
   bool warm_ = false;
 
-  std::mutex mutex_;                                                              // of everything below
+  std::mutex mutex_;                                                              // protects everything below
   std::map<std::pair<std::uint64_t, bool>, std::weak_ptr<const Bytes>> tensors_;  // by offset; in blocks?
   std::map<std::int64_t, std::multiset<std::int64_t>> first_;                     // by layer
-  std::unique_ptr<Engine> engine_;  // first to go: its thread computes with what is above
+  std::unique_ptr<Engine> engine_;  // destroyed first: its thread uses the members above
   std::int64_t submit_wait_ns_ = 0;
 };
 

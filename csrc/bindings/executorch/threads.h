@@ -1,4 +1,4 @@
-// ExecuTorch's threads as the core takes them.
+// ExecuTorch's threads as a ParallelFor.
 #pragma once
 
 #include <executorch/runtime/kernel/thread_parallel_interface.h>
@@ -7,7 +7,7 @@
 
 namespace pi2::et {
 
-// Not from inside a parallel_for: its pool is not re-entrant, and asking for its size there would wait for ever.
+// Not inside a parallel_for: the pool is not re-entrant, and asking for its size would deadlock.
 inline ParallelFor executorch_threads() {
   ParallelFor parallel;
   parallel.threads = static_cast<int>(executorch::extension::get_thread_count());
@@ -16,7 +16,7 @@ inline ParallelFor executorch_threads() {
     const auto some = [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t i = begin; i < end; ++i) body(context, i);
     };
-    // False for a range that makes no sense only, and then nothing was done.
+    // Only false for an invalid range.
     (void)executorch::extension::parallel_for(0, n, 1, some);
   };
   return parallel;

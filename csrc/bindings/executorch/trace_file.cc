@@ -12,7 +12,7 @@
 namespace pi2::et {
 namespace {
 
-// In the order of Stage and TraceCounter, and named as torch_pi2.observe.trace names them.
+// In the order of Stage and TraceCounter; the names of torch_pi2.observe.trace.
 struct Named {
   const char* name;
   const char* args[2];
@@ -71,7 +71,7 @@ std::string event_text(const Row& row, std::int64_t zero, std::int64_t number) {
          microseconds(e.begin_ns - zero + e.duration_ns) + "}";
 }
 
-// A FIFO, for instance: opening it waits for who reads it, who would take closing it for the end.
+// For example a FIFO: opening it waits for its reader, and the reader takes closing it for the end.
 bool is_stream(const std::string& path) {
   struct stat there;
   return stat(path.c_str(), &there) == 0 && !S_ISREG(there.st_mode) && !S_ISDIR(there.st_mode);
@@ -82,7 +82,7 @@ Problem not_written(const std::string& path, const std::string& why) {
                  "Give option trace another one.");
 }
 
-// The whole file, in pieces; `write` returns what is wrong, and then nothing more is written.
+// Writes the file in pieces; stops if `write` returns an error message.
 template <class Write>
 std::string write_events(const Trace& trace, const std::vector<Row>& rows, std::int64_t lost, const Write& write) {
   std::string text = "{\"displayTimeUnit\": \"ms\", \"otherData\": {\"events\": " + std::to_string(rows.size()) +
@@ -108,7 +108,7 @@ std::string write_events(const Trace& trace, const std::vector<Row>& rows, std::
 
 Problem begin_trace(const std::string& path) {
   {
-    OutputFile trial;  // said before anything is computed, not after
+    OutputFile trial;  // reports an unwritable path before anything is computed
     const std::string wrong = is_stream(path) ? std::string() : trial.open(path);
     if (!wrong.empty()) return not_written(path, wrong);
   }

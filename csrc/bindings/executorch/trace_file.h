@@ -1,4 +1,4 @@
-// What the core recorded (pi2/trace.h) as Chrome trace events, as torch_pi2.trace writes them.
+// Writes traces of the core (pi2/trace.h) as Chrome trace events, like torch_pi2.trace.
 #pragma once
 
 #include <string>
@@ -7,9 +7,9 @@
 
 namespace pi2::et {
 
-// Begins to record for this file, which must be one that can be written.
+// Starts recording; fails if the file cannot be written.
 Problem begin_trace(const std::string& path);
-// Ends it and writes the file, whole or not at all.
+// Ends recording and writes the file, completely or not at all.
 Problem write_trace(const std::string& path);
 
 }  // namespace pi2::et

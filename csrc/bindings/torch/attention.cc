@@ -6,7 +6,7 @@
 namespace pi2::binding {
 namespace {
 
-// [batch, heads, positions, width] whose last dimension is dense.
+// Checks a tensor [batch, heads, positions, width] whose last dimension is contiguous.
 Tensor heads_of(const Tensor& tensor, const char* name, int64_t (&strides)[3]) {
   check_plain(tensor, name);
   STD_TORCH_CHECK(tensor.dim() == 4, "pi2: ", name, ": expected [batch, heads, tokens, width], found ",

@@ -1,5 +1,5 @@
-// What every operator of torch.ops.pi2 needs: torch's threads, checks of tensors and names. Checks and translation
-// only; the LibTorch stable ABI, so that the wheel survives torch upgrades.
+// Shared by all operators of torch.ops.pi2: torch's threads, checks of tensors and names. The bindings only check and
+// translate. They use the LibTorch stable ABI, so that the wheel survives torch upgrades.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -22,7 +22,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-// A `str` argument of an operator. Of a std::string torch's headers (2.13) leak a copy with each call.
+// A `str` argument of an operator. For std::string, torch's headers (2.13) leak a copy with each call.
 struct Text : std::string {
   using std::string::string;
 };
@@ -52,7 +52,7 @@ inline DType float_dtype(const Tensor& tensor, const char* name) {
   return DType::kF32;
 }
 
-// Refuses ggml's blocks where neurons are meant, or what quantize makes.
+// Refuses ggml's formats where neurons, or the formats of quantize, are required.
 inline void check_not_ggml(const std::string& weights, const char* wanted) {
   STD_TORCH_CHECK(
       ggml_dtype(weights) == DType::kF32, "pi2: weights: expected ", wanted, ", found '", weights,
@@ -60,7 +60,7 @@ inline void check_not_ggml(const std::string& weights, const char* wanted) {
       "(q4_k+int8).");
 }
 
-// "int4" and "int8" alone.
+// Only "int4" and "int8".
 inline DType quantized_dtype(const std::string& weights) {
   if (weights == "int4") return DType::kQ4;
   if (weights == "int8") return DType::kQ8;
@@ -70,7 +70,7 @@ inline DType quantized_dtype(const std::string& weights) {
   return DType::kQ4;
 }
 
-// Those and ggml's blocks, of which `columns` has to be a whole number.
+// "int4", "int8" and ggml's formats; `columns` must be a multiple of their block size.
 inline DType rows_dtype(const std::string& weights, int64_t columns) {
   const DType dtype = ggml_dtype(weights);
   if (weights == "int4" || weights == "int8") return quantized_dtype(weights);
@@ -102,7 +102,7 @@ inline void check_plain(const Tensor& tensor, const char* name) {
   STD_TORCH_CHECK(tensor.is_cpu(), "pi2: device of ", name, ": expected cpu, found another. Move it with .cpu().");
 }
 
-// As messages show it: [2, 3].
+// For messages: [2, 3].
 inline std::string shape_of(const Tensor& tensor) {
   std::string text = "[";
   for (int64_t d = 0; d < tensor.dim(); ++d) text += (d == 0 ? "" : ", ") + std::to_string(tensor.size(d));
@@ -113,7 +113,7 @@ inline Tensor dense(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-// Where an operator on `x` is to write its result.
+// Checks the output tensor of an operator on `x`.
 inline void check_out(const Tensor& out, const Tensor& x, const std::vector<int64_t>& shape) {
   check_plain(out, "out");
   bool same = out.dim() == static_cast<int64_t>(shape.size());
@@ -124,14 +124,14 @@ inline void check_out(const Tensor& out, const Tensor& x, const std::vector<int6
                   shape_of(out), ". Make it with torch.empty.");
 }
 
-// The last size of x is the layer's.
+// Checks that the last size of x is the layer's hidden size.
 inline void check_hidden(const Tensor& x, int64_t hidden) {
   STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) == hidden, "pi2: hidden size of x: expected ", hidden,
                   " (the layer's), found ", x.dim() >= 1 ? x.size(x.dim() - 1) : 0,
                   ". Pass hidden states of this model.");
 }
 
-// Data of a contiguous `tensor` of uint8 [count, row_bytes(columns)].
+// The data of a contiguous uint8 tensor [count, row_bytes(columns)].
 inline const void* quantized_rows(const Tensor& tensor, const char* name, DType dtype, int64_t count, int64_t columns) {
   check_plain(tensor, name);
   const int64_t bytes = row_bytes(dtype, columns);
@@ -159,8 +159,7 @@ inline const void* bias_data(const MaybeTensor& bias, const char* name, int64_t 
   return bias->const_data_ptr();
 }
 
-// A mask of `tokens` rows of cold neurons: bool, [tokens, cold] or [..., cold] with the leading sizes of x; may be
-// strided.
+// Checks a mask: bool, [tokens, cold] or [..., cold] with the leading sizes of x; may be strided.
 inline void check_mask(const Tensor& mask, const char* name, const Tensor& x, int64_t tokens, int64_t cold) {
   check_plain(mask, name);
   STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Bool, "pi2: dtype of ", name,

@@ -1,4 +1,4 @@
-// torch.ops.pi2.constants: what the core has as numbers and names, so that Python has no copies of them
+// torch.ops.pi2.constants: constants and names of the core, so that Python has no copies of them
 // (torch_pi2.ops.constants).
 #include "bindings/torch/common.h"
 #include "cache/neuron_cache.h"
@@ -14,7 +14,7 @@
 namespace pi2::binding {
 namespace {
 
-// name=value, space-separated; names of policies comma-separated.
+// name=value, separated by spaces.
 std::string constants() {
   int64_t blocks = 0;
   for (int dtype = 0; dtype < kDTypes; ++dtype)
@@ -44,8 +44,8 @@ std::string constants() {
   return all;
 }
 
-// "activations", "engines" and "policies", space-separated, each with its names, comma-separated; a policy's with the
-// bytes that it remembers of each neuron.
+// "activations", "engines" and "policies", separated by spaces, each with its names, separated by commas; a policy's
+// name comes with the bytes that it keeps for each neuron.
 std::string lists() {
   std::string all = "activations=";
   for (const char* name : kActivations) all += (all.back() == '=' ? "" : ",") + std::string(name);

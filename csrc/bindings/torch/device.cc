@@ -1,4 +1,4 @@
-// torch.ops.pi2.device_times: when a described device would have finished reads, without reading.
+// torch.ops.pi2.device_times: when a described device would finish reads; reads nothing.
 #include "bindings/torch/common.h"
 #include "io/device_model.h"
 

@@ -11,7 +11,7 @@
 namespace pi2::binding {
 namespace {
 
-// Tensors as the core reads them, and the arguments that point into them.
+// Tensors in the form that the core reads, and the arguments that point into them.
 struct Routed {
   Tensor x, index, routing, y;
   ExpertsArgs args;
@@ -44,7 +44,7 @@ Routed routed(const Tensor& x, const Tensor& index, const Tensor& routing, int64
   return r;
 }
 
-// The first expert's of the biases of all of them, [experts, ...]; the core finds the others behind it.
+// The first expert's bias out of [experts, ...]; the core finds the others behind it.
 MaybeTensor of_first(const MaybeTensor& biases, int64_t experts, const char* name) {
   if (!biases) return std::nullopt;
   check_plain(*biases, name);
@@ -54,8 +54,8 @@ MaybeTensor of_first(const MaybeTensor& biases, int64_t experts, const char* nam
   return torch::stable::select(*biases, 0, 0);
 }
 
-// `layer` with the thresholds and the predictors of all experts; tensors and numbers must outlive what is returned. The
-// first so many neurons of each are computed elsewhere.
+// `layer` with the thresholds and predictors of all experts. Tensors and numbers must outlive the result. The first
+// first_neuron neurons of each expert are computed elsewhere.
 ExpertStack stack_of(const Tensor& x, const FfnArgs& layer, int64_t experts, const std::vector<Tensor>& tensors,
                      const std::string& kind, const std::vector<double>& cuts, const std::string& weights,
                      bool int8_activations, const std::vector<double>& thresholds, int64_t first_neuron = 0) {
@@ -134,12 +134,12 @@ Tensor experts_ffn(const Tensor& x, const Tensor& index, const Tensor& routing, 
   return r.y;
 }
 
-// As operators call it: int4, q4_k+int8.
+// The name of the formats, as operators take it: int4, q4_k+int8.
 std::string formats_of(const FfnArgs& layer) {
   return name_of(layer.w_dtype) + (layer.other_down ? "+" + std::string(name_of(layer.down_dtype)) : "");
 }
 
-// The sizes of layers [first, first + experts) of a store, which must have the same.
+// The sizes of layers [first, first + experts) of a store, which must be equal.
 FfnArgs common_shape(const Offload& store, int64_t first, int64_t experts) {
   STD_TORCH_CHECK(experts >= 1 && experts <= store.layers(), "pi2: experts: expected 1 to ", store.layers(), ", found ",
                   experts, ". The store is of another model.");
@@ -186,8 +186,8 @@ Tensor stored_experts(const Tensor& x, const Tensor& index, const Tensor& routin
   return r.y;
 }
 
-// Says how the mixture from `first_layer` on is routed, so that stored_experts of the one from `at` on, before it, can
-// begin to read what it is going to want.
+// Sets the router of the mixture whose first layer is `first_layer`, so that stored_experts of the mixture before it
+// (first layer `at`) can prefetch its neurons.
 bool store_early_routing(int64_t store, int64_t at, int64_t first_layer, int64_t experts, const Tensor& router,
                          const MaybeTensor& bias, const MaybeTensor& correction, int64_t chosen,
                          std::vector<Tensor> predictor, const Text& kind, std::vector<double> cuts,

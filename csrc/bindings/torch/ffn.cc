@@ -1,4 +1,4 @@
-// torch.ops.pi2.sparse_ffn and what reads its neurons.
+// torch.ops.pi2.sparse_ffn and other operators on neurons in memory.
 #include "bindings/torch/ffn.h"
 
 #include "bindings/activations.h"
@@ -15,7 +15,7 @@ void set_activation(const std::string& name, FfnArgs* args) {
   STD_TORCH_CHECK(false, "pi2: activation: expected ", names, ", found '", name, "'. See torch_pi2.ops.ACTIVATIONS.");
 }
 
-// Neurons whose down rows have another format than their other rows: uint8 [neurons, bytes].
+// Neurons whose down rows have a format of their own: uint8 [neurons, bytes].
 FfnArgs mixed_neurons(const Tensor& x, const Tensor& neuron_rows, const std::string& weights) {
   FfnArgs args;
   args.hidden = x.dim() >= 1 ? x.size(x.dim() - 1) : 0;
@@ -36,7 +36,7 @@ FfnArgs mixed_neurons(const Tensor& x, const Tensor& neuron_rows, const std::str
   return args;
 }
 
-// Neurons of [neurons, 3 or 2] rows of one format.
+// Neurons with 3 or 2 rows of one format.
 FfnArgs even_neurons(const Tensor& x, const Tensor& neuron_rows, const std::string& weights, bool int8_activations) {
   STD_TORCH_CHECK(
       neuron_rows.dim() == 3 && (neuron_rows.size(1) == 2 || neuron_rows.size(1) == 3) && neuron_rows.is_contiguous(),
@@ -198,7 +198,7 @@ bool advise_huge_pages(const Tensor& tensor) {
   return pi2::advise_huge_pages(tensor.mutable_data_ptr(), tensor.numel() * tensor.element_size());
 }
 
-// Returns bytes.
+// Returns the number of bytes.
 int64_t give_back(const Tensor& tensor) {
   STD_TORCH_CHECK(tensor.is_contiguous(), "pi2: tensor: expected a contiguous one, found ", shape_of(tensor),
                   " with gaps. Give its parts back one by one.");

@@ -1,4 +1,4 @@
-// The checks of a sparse feed-forward layer, for the operators that have one.
+// Checks of a sparse feed-forward layer, for all operators with one.
 #pragma once
 
 #include "bindings/torch/common.h"
@@ -9,13 +9,14 @@ namespace pi2::binding {
 // "q4_k+int8": down rows have another format than gate and up rows.
 inline bool has_two_formats(const std::string& weights) { return weights.find('+') != std::string::npos; }
 
-// The arguments of sparse_ffn but for x's and out's data and `active`. The tensors must outlive what is returned.
+// The arguments of sparse_ffn, without the data of x and out and without `active`. The tensors must outlive the result.
 FfnArgs ffn_args(const Tensor& x, const Tensor& neuron_rows, const MaybeTensor& bias_gate, const MaybeTensor& bias_up,
                  const MaybeTensor& bias_down, const std::string& activation, bool activation_on_up, int64_t n_hot,
                  double threshold, const std::string& weights, bool int8_activations,
                  const MaybeTensor& thresholds = std::nullopt);
 
-// `args`, which has the layer's sizes, with what does not depend on where its neurons are; biases have type `like`.
+// Adds to `args`, which has the layer's sizes, the settings that do not depend on where the neurons are. Biases have
+// type `like`.
 FfnArgs with_settings(FfnArgs args, const Tensor& x, ScalarType like, const MaybeTensor& bias_gate,
                       const MaybeTensor& bias_up, const MaybeTensor& bias_down, const std::string& activation,
                       bool activation_on_up, double threshold, bool int8_activations,

@@ -1,4 +1,4 @@
-// torch.ops.pi2.firing_*: which neurons fire while a model is used, see torch_pi2.observe.watch.
+// torch.ops.pi2.firing_*: count which neurons fire while a model is used; see torch_pi2.observe.watch.
 #include "pi2/firing.h"
 
 #include <map>
@@ -9,8 +9,8 @@
 namespace pi2::binding {
 namespace {
 
-// A watch, and what its layers are in: memory and stores stay as long as it counts, so that nobody else gets their
-// addresses.
+// A watch, and the tensors and stores of its layers: they are kept alive while it counts, so that their addresses are
+// not reused.
 struct Watched {
   std::unique_ptr<FiringWatch> firing;
   std::vector<Tensor> neuron_rows;
@@ -31,7 +31,7 @@ std::shared_ptr<Watched> watch_of(int64_t number) {
   return found->second;
 }
 
-// The watch's number; 0: one of the layers is watched already.
+// Returns the watch's number; 0: one of the layers is watched already.
 int64_t begin(const std::shared_ptr<Watched>& watch, const std::vector<WatchedLayer>& layers,
               const std::vector<int64_t>& sizes) {
   std::string problem;
@@ -84,8 +84,8 @@ int64_t firing_start_stored(int64_t store, std::vector<int64_t> layers, std::vec
   return begin(watch, watched, sizes);
 }
 
-// int64 [1 + sizes, 1 + neurons]: tokens, and of them how many each neuron fired for; then for each size its groups,
-// and in how many of them each neuron fired.
+// int64 [1 + sizes, 1 + neurons]. Row 0: tokens, then for each neuron the tokens for which it fired. A further row per
+// size: groups, then for each neuron the groups in which it fired.
 Tensor firing_read(int64_t watch, int64_t layer, bool reset) {
   const std::shared_ptr<Watched> watched = watch_of(watch);
   const int64_t layers = watched->firing->layers();

@@ -10,7 +10,7 @@
 namespace pi2::binding {
 namespace {
 
-// Everything but where y is.
+// All arguments except y.
 LinearArgs linear_args(const Tensor& x, const Tensor& rows, const MaybeTensor& bias, const std::string& weights,
                        bool int8_activations) {
   check_plain(x, "x");

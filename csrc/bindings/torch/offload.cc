@@ -1,4 +1,4 @@
-// torch.ops.pi2.store_*: stores, by number; stored_ffn: a layer whose neurons are in one.
+// torch.ops.pi2.store_*: open stores, identified by number; stored_ffn: a layer over a store.
 #include "bindings/torch/offload.h"
 
 #include <map>
@@ -13,9 +13,9 @@
 namespace pi2::binding {
 namespace {
 
-// What predicts a layer's neurons from the input of the layer before.
+// The predictor that prefetches a layer's neurons from the input of the layer before.
 struct Lookahead {
-  std::vector<Tensor> tensors;  // that the predictor points into
+  std::vector<Tensor> tensors;  // the predictor points into these
   Predictor predictor;
   int64_t n_hot = 0;
 };
@@ -26,14 +26,14 @@ struct Open {
   std::map<int64_t, std::shared_ptr<EarlyRouting>> early_routing;  // by the first layer of the mixture before
 };
 
-// Open stores. A call holds its store, so that closing it meanwhile is harmless.
+// Open stores. A call holds its store, so that it may be closed meanwhile.
 std::mutex stores_mutex;
 std::map<int64_t, Open>& stores() {
   static auto* const all = new std::map<int64_t, Open>();  // never destroyed: threads may still run
   return *all;
 }
 
-// With the lock.
+// Needs the lock.
 Open& open_store(int64_t number) {
   const auto found = stores().find(number);
   STD_TORCH_CHECK(found != stores().end(), "pi2: store: expected an open one, found number ", number,
@@ -119,10 +119,10 @@ Tensor store_layers(int64_t store) {
   return out;
 }
 
-// Returns "" or what went wrong.
+// Returns "" or an error message.
 std::string store_preload(int64_t store) { return store_of(store)->preload(); }
 
-// The first so many neurons of each layer are computed elsewhere: the cache is for the others.
+// The first neurons of each layer are computed elsewhere: the cache is for the others.
 bool store_leave_out(int64_t store, std::vector<int64_t> first) {
   const std::shared_ptr<Offload> offload = store_of(store);
   STD_TORCH_CHECK(static_cast<int64_t>(first.size()) == offload->layers(), "pi2: first: expected ", offload->layers(),
@@ -149,7 +149,7 @@ Tensor store_stats(int64_t store, bool reset) {
   return out;
 }
 
-// Says what predicts `layer`, so that stored_ffn of the layer before can begin to read what it is going to want.
+// Sets the predictor of `layer`, so that stored_ffn of the layer before can prefetch its neurons.
 bool store_lookahead(int64_t store, int64_t layer, std::vector<Tensor> predictor, const Text& kind, double cut,
                      const Text& predictor_weights, bool predictor_int8_activations, int64_t n_hot) {
   const std::shared_ptr<Offload> offload = store_of(store);
@@ -172,8 +172,8 @@ bool store_lookahead(int64_t store, int64_t layer, std::vector<Tensor> predictor
   return true;
 }
 
-// What the layer after `layer` is likely to want, by its own predictor, of this layer's input: what a decoder's blocks
-// add changes the residual stream slowly. Predicted before the layer is computed; asked for once its own neurons are.
+// Prefetches for the layer after `layer`, by that layer's predictor on this layer's input: decoder blocks change the
+// residual stream slowly. Predicts before the layer is computed; the reads are submitted after the layer's own.
 std::function<void()> look_ahead(Offload& offload, const Lookahead* next, int64_t layer, const FfnArgs& args) {
   if (next == nullptr || args.tokens > kMostLookahead) return nullptr;
   FfnArgs after = offload.shape(layer);
@@ -181,9 +181,9 @@ std::function<void()> look_ahead(Offload& offload, const Lookahead* next, int64_
   after.x = args.x;
   after.x_dtype = args.x_dtype;
   after.tokens = args.tokens;
-  thread_local std::vector<std::uint8_t> mask;  // of the thread that calls: used by another only while it waits
+  thread_local std::vector<std::uint8_t> mask;  // of the calling thread; other threads use it only while that waits
   mask.resize(static_cast<size_t>(args.tokens * (after.neurons - after.n_hot)));
-  Predictor predictor = next->predictor;  // what would be left out if it is missing is not worth a read
+  Predictor predictor = next->predictor;  // neurons that may be skipped are not worth a read
   predictor.lowrank.threshold += static_cast<float>(offload.miss_margin());
   if (!mask.empty()) predict(predictor, after, mask.data(), torch_threads());
   return [&offload, layer, n_hot = after.n_hot, tokens = args.tokens, marks = mask.data()] {
@@ -191,7 +191,7 @@ std::function<void()> look_ahead(Offload& offload, const Lookahead* next, int64_
   };
 }
 
-// With `parts`, the number of chunks, the result is float32 [parts, tokens, hidden], see FfnArgs.
+// With `parts`, the number of chunks, the result is float32 [parts, tokens, hidden]; see FfnArgs.
 Tensor stored_ffn(const Tensor& x, int64_t store, int64_t layer, const MaybeTensor& bias_gate,
                   const MaybeTensor& bias_up, const MaybeTensor& bias_down, std::vector<Tensor> predictor,
                   const Text& kind, double cut, const Text& predictor_weights, bool predictor_int8_activations,

@@ -1,4 +1,4 @@
-// Open stores, for the operators that compute over one.
+// Open stores, for all operators over one.
 #pragma once
 
 #include <memory>
@@ -10,24 +10,24 @@
 
 namespace pi2::binding {
 
-// Of the biases of layers whose down rows are stored so.
+// The type of biases, by the format of down rows.
 inline ScalarType bias_type(DType w_dtype) {
   return w_dtype == DType::kBF16 ? ScalarType::BFloat16 : w_dtype == DType::kF16 ? ScalarType::Half : ScalarType::Float;
 }
 
-// The store that store_open gave this number; refuses numbers of closed ones.
+// The store with this number from store_open; refuses numbers of closed stores.
 std::shared_ptr<Offload> store_of(int64_t number);
 
-// A mixture of which experts are guessed while the one before is computed.
+// A mixture whose experts are predicted while the one before it is computed.
 struct EarlyRouting {
-  std::vector<Tensor> tensors;  // that `next` points into, and numbers
+  std::vector<Tensor> tensors;  // `next` points into these and the numbers below
   std::vector<double> cuts;
   GuessRecord record;
   NextExperts next;
 };
 
-// Of the mixture of this store whose first layer is `layer`: what is to be guessed while it is computed, and what says
-// whether it was guessed itself. Null: nothing.
+// For the mixture whose first layer is `layer`: the mixture to predict while it is computed, and the record of
+// predictions for itself. Null: none.
 struct Guesses {
   std::shared_ptr<EarlyRouting> next, own;
 };

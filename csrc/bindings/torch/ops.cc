@@ -1,4 +1,4 @@
-// torch.ops.pi2: the library itself, and the operators that report on the process. The others register fragments.
+// torch.ops.pi2: defines the library, and operators that report on the process. Other files register fragments.
 #include "bindings/torch/common.h"
 #include "pi2/ffn.h"
 #include "pi2/kernels.h"
@@ -31,7 +31,7 @@ Tensor timings(bool reset) {
   return out;
 }
 
-// Names of the kernel tables this CPU can run, best last, comma-separated; then ':' and the one in use.
+// Names of the kernel tables that this CPU can run, best last, separated by commas; then ':' and the one in use.
 std::string kernel_tables() {
   int count = 0;
   const KernelTable* const* tables = available_kernels(&count);

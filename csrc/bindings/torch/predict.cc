@@ -1,4 +1,4 @@
-// torch.ops.pi2.predict_*: which cold neurons to compute; predicted_ffn: that and the layer in one call.
+// torch.ops.pi2.predict_*: predictors; predicted_ffn: predictor and layer in one call.
 #include "bindings/torch/predict.h"
 
 #include <cmath>
@@ -11,10 +11,10 @@
 namespace pi2::binding {
 namespace {
 
-// What torch_pi2.ops.linear adds to the name of a format.
+// The suffix of torch_pi2.ops.linear for formats stored in blocks.
 constexpr char kInBlocks[] = "_blocks";
 
-// Data of a predictor's tensor: contiguous, of `dtype`, [rows, columns] or, where `columns` is 0, [rows].
+// The data of a predictor's tensor: contiguous, `dtype`, [rows, columns], or [rows] if `columns` is 0.
 const void* typed_data(const Tensor& tensor, const char* name, ScalarType dtype, int64_t rows, int64_t columns) {
   const std::string what = std::string("predictor tensor ") + name;
   const char* again = ". Fit the predictor again.";
@@ -38,7 +38,7 @@ void check_matrices(const Tensor& a, const Tensor& b) {
                   ". Fit the predictor again.");
 }
 
-// int8 with a scale per row.
+// int8 matrices with a scale per row.
 LowrankArgs lowrank_args(const Tensor& x, const Tensor& a, const Tensor& a_scale, const Tensor& b,
                          const Tensor& b_scale, const MaybeTensor& b_bias, double threshold) {
   check_matrices(a, b);
@@ -120,7 +120,7 @@ Tensor predicted(const Tensor& x, Args args, int64_t hidden, void (*predict)(con
   return active;
 }
 
-// Leaves out the first `count` neurons, which are hot now.
+// Skips the first `count` neurons, which are hot now.
 void skip_rows(SignbitArgs& args, int64_t count) {
   args.signs = static_cast<const char*>(args.signs) + count * sign_bytes(args.columns);
   args.cold -= count;

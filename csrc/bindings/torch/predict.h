@@ -1,4 +1,4 @@
-// The checks of a predictor, for the operators that have one with their layer.
+// Checks of a predictor, for operators with predictor and layer.
 #pragma once
 
 #include <string>
@@ -9,8 +9,8 @@
 
 namespace pi2::binding {
 
-// The predictor of `kind` (lowrank, lowrank_q, signbit), but for x's data, whose `tensors` are for the cold neurons of
-// a layer of args.neurons. The tensors must outlive what is returned.
+// The predictor of `kind` (lowrank, lowrank_q, signbit) for the cold neurons of a layer, without the data of x. The
+// tensors must outlive the result.
 Predictor any_predictor(const Tensor& x, const FfnArgs& args, const std::vector<Tensor>& tensors,
                         const std::string& kind, double cut, const std::string& weights, bool int8_activations);
 

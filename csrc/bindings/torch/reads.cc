@@ -1,4 +1,4 @@
-// torch.ops.pi2.read_rates: how fast an engine reads a file, for the hardware profile. Bytes go nowhere.
+// torch.ops.pi2.read_rates: measures how fast an engine reads a file, for the hardware profile. Discards the bytes.
 #include <fcntl.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -42,7 +42,7 @@ struct Free {
   void operator()(char* memory) const { std::free(memory); }
 };
 
-// A closed loop: whenever a read is over the next one begins, until the time is up.
+// A closed loop: whenever a read ends the next one starts, until the time is up.
 class Loop {
  public:
   Loop(int64_t block, int64_t blocks, int64_t depth, bool sequential, double seconds)
@@ -50,7 +50,7 @@ class Loop {
     memory_.reset(static_cast<char*>(std::aligned_alloc(kAlignment, static_cast<std::size_t>(block * depth))));
     STD_TORCH_CHECK(memory_ != nullptr, "pi2: reads: expected memory for ", depth, " blocks of ", block,
                     " bytes, found none. Read less at a time.");
-    std::memset(memory_.get(), 0, static_cast<std::size_t>(block * depth));  // page faults now, not while reading
+    std::memset(memory_.get(), 0, static_cast<std::size_t>(block * depth));  // takes page faults now, not while reading
   }
 
   static void told(void* self, const ReadResult* results, int64_t count) {
@@ -78,7 +78,7 @@ class Loop {
   double cpu() const { return cpu_; }
 
  private:
-  // With the lock.
+  // Needs the lock.
   Read next(char* into) {
     int64_t block = at_++;
     if (!sequential_) {
@@ -101,7 +101,7 @@ class Loop {
       const double wall = std::chrono::duration<double>(Clock::now() - started_).count();
       for (int64_t i = 0; i < count; ++i) {
         if (results[i].error != 0) error_ = results[i].error;
-        // Those that end later, with less company, are not counted; but one is, however slow the device.
+        // Reads that end after the time, at a lower depth, do not count; but at least one read does.
         const bool counts = wall < seconds_ || reads_ == 0;
         if (counts) ++reads_;
         if (counts) wall_ = wall;
@@ -129,8 +129,8 @@ class Loop {
   double wall_ = 0, cpu_ = 0, cpu_before_ = 0;
 };
 
-// float64 [3]: reads that were over in `seconds`, the seconds that they took, and CPU seconds of the process meanwhile.
-// engine: one of read_engines(); this system has none of that name: [0, 0, 0].
+// float64 [3]: reads that ended within `seconds`, the seconds that they took, and CPU seconds of the process meanwhile.
+// engine: one of read_engines(); [0, 0, 0] if it is not available.
 Tensor read_rates(const Text& path, const Text& engine, bool direct, int64_t block_bytes, int64_t depth,
                   int64_t range_bytes, bool sequential, double seconds) {
   STD_TORCH_CHECK(is_read_engine(engine), "pi2: engine: expected ", read_engine_choices(), ", found '", engine,

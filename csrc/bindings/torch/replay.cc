@@ -1,6 +1,5 @@
-// torch.ops.pi2.store_resize, store_arrange, store_record, store_recorded: the cache of an open store, and what its
-// calls want; replay*: what other caches would have had of it. See torch_pi2.observe.accesses and
-// torch_pi2.observe.replay.
+// torch.ops.pi2.store_resize, store_arrange, store_record, store_recorded: the cache of an open store and records of
+// its accesses; replay*: the hits of other caches. See torch_pi2.observe.accesses and torch_pi2.observe.replay.
 #include "pi2/replay.h"
 
 #include <stdexcept>
@@ -18,12 +17,12 @@ Tensor tensor_of(const std::vector<T>& values, ScalarType dtype) {
   return out;
 }
 
-// Returns "" or why not.
+// Returns "" or an error message.
 std::string store_resize(int64_t store, int64_t cache_bytes, double hot_share) {
   return store_of(store)->resize(cache_bytes, hot_share);
 }
 
-// `cache_bytes` -1: as large as it is. Returns "" or why not.
+// `cache_bytes` -1: keeps the size. Returns "" or an error message.
 std::string store_arrange(int64_t store, std::vector<int64_t> resident, int64_t cache_bytes) {
   return store_of(store)->arrange(resident, cache_bytes);
 }
@@ -45,7 +44,7 @@ void check(const Tensor& tensor, ScalarType dtype, int64_t dims, const char* nam
                   tensor.scalar_type() == dtype ? "" : " of another dtype", ". See torch_pi2.observe.replay.");
 }
 
-// Calls `run` with the accesses and the layers of `about`, int64 [layers, 2]: neurons, and neurons in a slot.
+// Calls `run` with the accesses and the layers. `about`: int64 [layers, 2], neurons and neurons per slot.
 template <class Run>
 auto with(const Tensor& layers, const Tensor& streamed, const Tensor& bits, const Tensor& about, const Run& run) {
   check(layers, ScalarType::Int, 1, "layers", "int32 [calls]");
@@ -78,8 +77,7 @@ bool replay_check(Tensor layers, Tensor streamed, Tensor bits, Tensor about) {
   });
 }
 
-// int64 [layers, 3]: neurons wanted, those that were there, slots of the file that were not. Policy "optimal": the best
-// that is possible.
+// int64 [layers, 3]: neurons wanted, hits, and missing slots of the file. Policy "optimal": the best possible.
 Tensor replay(Tensor layers, Tensor streamed, Tensor bits, Tensor about, const Text& policy, int64_t slots,
               double hot_share, bool preload, int64_t window, std::vector<int64_t> fixed) {
   STD_TORCH_CHECK(slots >= 0 && hot_share >= 0 && hot_share <= 1 && window >= 0,

@@ -1,4 +1,4 @@
-// torch.ops.pi2.trace_*: what each thread did, see torch_pi2.observe.trace.
+// torch.ops.pi2.trace_*: traces; see torch_pi2.observe.trace.
 #include "pi2/trace.h"
 
 #include <mutex>
@@ -8,14 +8,14 @@
 namespace pi2::binding {
 namespace {
 
-// [n, 4]: of the trace that ended last.
+// [n, 4]: the threads of the last trace.
 std::mutex threads_mutex;
 std::vector<int64_t>& threads() {
   static auto* const all = new std::vector<int64_t>();
   return *all;
 }
 
-// False while a trace is under way, which goes on.
+// False, and no change, while a trace runs.
 bool trace_start(int64_t capacity) {
   STD_TORCH_CHECK(capacity >= 1 && capacity <= kMostTraced, "pi2: capacity: expected 1 to ", kMostTraced,
                   " events per thread, found ", capacity, ". Leave it at torch_pi2.trace's default.");
@@ -42,7 +42,7 @@ Tensor trace_stop() {
   return out;
 }
 
-// [n, 4]: number (-1: all that got none), whether of a read engine, the system's number, events lost.
+// [n, 4]: number (-1: threads without a lane), whether it belongs to a read engine, system id, events lost.
 Tensor trace_threads() {
   const std::lock_guard<std::mutex> lock(threads_mutex);
   Tensor out = torch::stable::empty({static_cast<int64_t>(threads().size() / 4), 4}, ScalarType::Long);

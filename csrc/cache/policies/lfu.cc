@@ -1,8 +1,8 @@
-// Evicts what was used least often, and longest ago among equals. Counts are of keys, so that they outlive a stay in
-// the cache, and are halved every four uses per slot (one per key at least, whose price it is): TinyLFU's ageing
-// (Einziger et al. 2017), with a byte per key in the place of a sketch. TinyLFU has ten uses; with four, replays of
-// synthetic traffic (topics of 64 tokens, or none) had up to 12 points more hits than LRU in caches of an eighth of the
-// neurons, where a token wants a tenth, and up to 1.5 fewer in larger ones where topics are strong.
+// Least frequently used; among equals, least recently used. Counts belong to keys, so that they survive eviction, and
+// are halved after four uses per slot (at least one per key, because halving visits every key): the ageing of TinyLFU
+// (Einziger et al. 2017) with one byte per key instead of a sketch. TinyLFU halves after ten uses. With four, replays
+// of synthetic traffic (topics of 64 tokens, or none) had up to 12 points more hits than LRU in caches of an eighth of
+// the neurons, where a token wants a tenth, and up to 1.5 fewer in larger caches with strong topics.
 #include <algorithm>
 #include <array>
 
@@ -15,7 +15,7 @@ class Lfu final : public EvictionPolicy {
  public:
   Lfu(CacheEntries& entries, std::int64_t keys) : entries_(entries), counts_(static_cast<std::size_t>(keys), 0) {}
 
-  // Only here: what is pinned must be at the new end of its list, see victim().
+  // Counts are halved only here: pinned entries must be at the new end of their list, see victim().
   void begin() override {
     if (since_ < std::max(kAging * listed_, static_cast<std::int64_t>(counts_.size()))) return;
     since_ = 0;
@@ -70,7 +70,7 @@ class Lfu final : public EvictionPolicy {
   std::vector<std::uint8_t> counts_;     // by key
   std::array<SlotList, kCounts> lists_;  // by count
   std::int64_t listed_ = 0;
-  std::int64_t since_ = 0;  // uses, since counts were halved
+  std::int64_t since_ = 0;  // uses since counts were halved
 };
 
 }  // namespace

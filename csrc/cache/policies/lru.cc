@@ -1,4 +1,4 @@
-// Evicts what was used longest ago.
+// Least recently used.
 #include "cache/policies/policy.h"
 
 namespace pi2 {
@@ -18,7 +18,7 @@ class Lru final : public EvictionPolicy {
   void moved(std::int32_t from, std::int32_t to) override { list_.moved(entries_, from, to); }
 
   std::int32_t victim(std::int64_t now) override {
-    // Pinned entries are the newest: the first of them means that all others are held.
+    // Pinned entries are the newest. Meeting one means that all older entries are held.
     std::int32_t slot = list_.oldest;
     while (slot >= 0 && at(slot).held && at(slot).last_use != now) slot = at(slot).before;
     return slot >= 0 && at(slot).last_use != now ? slot : -1;

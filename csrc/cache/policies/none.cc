@@ -1,4 +1,4 @@
-// Keeps nothing: whatever memory there is, every call reads all that it wants.
+// Caches nothing: every call reads all neurons that it wants.
 #include "cache/policies/policy.h"
 
 namespace pi2 {

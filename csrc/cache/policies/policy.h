@@ -1,5 +1,5 @@
-// What leaves the neuron cache when room is needed. Pure bookkeeping, and deterministic: the same calls choose the same
-// victims on every machine.
+// Eviction policies of the neuron cache. Pure bookkeeping and deterministic: the same calls evict the same keys on
+// every machine.
 #pragma once
 
 #include <cstdint>
@@ -10,26 +10,26 @@ namespace pi2 {
 
 struct CacheEntry {
   std::int64_t key = -1, last_use = 0;
-  std::int32_t before = -1, after = -1;  // in a list of the policy's, newest first
-  std::uint8_t uses = 0, queue = 0;      // the policy's
+  std::int32_t before = -1, after = -1;  // in a list of the policy, newest first
+  std::uint8_t uses = 0, queue = 0;      // for the policy
   bool fixed = false, held = false;
 };
 
 // By slot.
 using CacheEntries = std::vector<CacheEntry>;
 
-// Is told of entries that are not fixed only. An entry has its key while the policy is told of it.
+// Sees only entries that are not fixed. An entry's key is set during every call about it.
 class EvictionPolicy {
  public:
   virtual ~EvictionPolicy() = default;
 
-  // Of as many slots, how many are used.
+  // How many of `slots` slots the policy uses.
   virtual std::int64_t room(std::int64_t slots) const { return slots; }
 
-  // Whether what is new takes the place of something else.
+  // Whether a new key may evict another one.
   virtual bool evicts() const { return true; }
 
-  // A new use of several keys begins: nothing is pinned.
+  // A new call begins: nothing is pinned.
   virtual void begin() {}
 
   virtual void used(std::int32_t slot) = 0;
@@ -38,12 +38,11 @@ class EvictionPolicy {
   virtual void evicted(std::int32_t slot) { erased(slot); }  // to make room
   virtual void moved(std::int32_t from, std::int32_t to) = 0;
 
-  // The slot whose key leaves next, neither used at `now` nor held; -1 if there is none. All that are used at `now`
-  // were so since begin().
+  // The slot to evict next: neither used at `now` (that is, since begin()) nor held; -1: none.
   virtual std::int32_t victim(std::int64_t now) = 0;
 };
 
-// Slots in an order, newest first.
+// A list of slots, newest first.
 struct SlotList {
   std::int32_t newest = -1, oldest = -1;
   std::int64_t size = 0;
@@ -64,7 +63,7 @@ struct SlotList {
     --size;
   }
 
-  // The entry of slot `from`, which is in this list, has been copied to `to`.
+  // An entry of this list has been copied from slot `from` to slot `to`.
   void moved(CacheEntries& entries, std::int32_t from, std::int32_t to) {
     const CacheEntry& e = entries[static_cast<std::size_t>(to)];
     (e.before < 0 ? newest : entries[static_cast<std::size_t>(e.before)].after) = to;
@@ -73,7 +72,7 @@ struct SlotList {
     if (oldest == from) oldest = to;
   }
 
-  // What is in `other` becomes newer than all that is here.
+  // Moves all of `other` to the new end of this list.
   void append_newer(CacheEntries& entries, SlotList* other) {
     if (other->size == 0) return;
     if (size == 0) {

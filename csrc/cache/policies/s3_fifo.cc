@@ -1,6 +1,6 @@
-// Three queues (S3-FIFO, Yang et al., SOSP 2023): what is new waits in a small one, a tenth of the cache, and reaches
-// the main one if it was used twice meanwhile, or was evicted from the small one not long ago (the ghost queue
-// remembers keys without bytes, as many as the main queue has). What was used in the main one goes round again.
+// S3-FIFO (Yang et al., SOSP 2023), three queues: new keys enter a small queue, a tenth of the cache. They reach the
+// main queue if they are used twice in the small one, or if they were evicted from it not long ago (the ghost queue
+// remembers keys without bytes, as many as the main queue has). Keys used in the main queue go round again.
 #include <algorithm>
 
 #include "cache/policies/policy.h"
@@ -28,7 +28,7 @@ class S3Fifo final : public EvictionPolicy {
 
   void evicted(std::int32_t slot) override {
     if (at(slot).queue == kSmall) {
-      if (++evictions_ == 0) ++evictions_;  // after 2^32 of them; what is taken for a ghost then is no harm
+      if (++evictions_ == 0) ++evictions_;  // wraps after 2^32 evictions; a wrong ghost then does no harm
       ghosts_[static_cast<std::size_t>(at(slot).key)] = evictions_;
     }
     erased(slot);
@@ -40,7 +40,7 @@ class S3Fifo final : public EvictionPolicy {
     const bool small_first = 10 * queues_[kSmall].size >= listed();
     std::int32_t slot = small_first ? from_small(now) : from_main(now);
     if (slot < 0) slot = small_first ? from_main(now) : from_small(now);
-    if (slot < 0) slot = from_main(now);  // which may have got some from the small one
+    if (slot < 0) slot = from_main(now);  // the main queue may have received some from the small one
     return slot;
   }
 
@@ -63,7 +63,7 @@ class S3Fifo final : public EvictionPolicy {
     put(slot, queue);
   }
 
-  // What is pinned or held goes round, so that the next search does not meet it first; a queue of such only is not
+  // Pinned and held entries go round, so that the next search does not meet them first. A queue with no others is not
   // searched again before the next call.
   std::int32_t from_small(std::int64_t now) {
     if (stuck_at_[kSmall] == now) return -1;
@@ -103,7 +103,7 @@ class S3Fifo final : public EvictionPolicy {
 
   CacheEntries& entries_;
   SlotList queues_[2];
-  std::vector<std::uint32_t> ghosts_;  // by key: which eviction from the small queue it was, or 0
+  std::vector<std::uint32_t> ghosts_;  // by key: number of its eviction from the small queue, or 0
   std::uint32_t evictions_ = 0;        // from the small queue
   std::int64_t stuck_at_[2] = {0, 0};
 };

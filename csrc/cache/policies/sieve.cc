@@ -1,5 +1,5 @@
-// Evicts the oldest that was not used since a hand last passed, which goes round from old to new: scans do not flush
-// what is used often (SIEVE, Zhang et al., NSDI 2024).
+// SIEVE (Zhang et al., NSDI 2024): a hand goes round from old to new and evicts the first entry not used since it last
+// passed. Scans do not flush what is used often.
 #include "cache/policies/policy.h"
 
 namespace pi2 {
@@ -22,7 +22,7 @@ class Sieve final : public EvictionPolicy {
 
   std::int32_t victim(std::int64_t now) override {
     const std::int32_t start = hand_;
-    // Twice round at most: once to clear marks, once to find one; pinned entries keep theirs.
+    // At most two rounds: one clears marks, one finds an entry; pinned entries keep their marks.
     for (std::int64_t steps = 2 * list_.size; steps >= 0; --steps) {
       if (hand_ < 0) hand_ = list_.oldest;
       if (hand_ < 0) return -1;

@@ -1,5 +1,5 @@
-// Evicts nothing for what is new: what came first stays. Where the cache becomes smaller, the first to come is the
-// first to leave: when a cache is filled, the most frequent come last.
+// Never evicts for a new key: what was cached first stays. If the cache shrinks, the oldest leave first, because
+// filling a cache inserts the most frequent keys last.
 #include "cache/policies/policy.h"
 
 namespace pi2 {

@@ -1,7 +1,7 @@
 // The kernel table: one set of function pointers per instruction set, chosen once at run time.
 //
 // A kernel is one function in kernels/<isa>/<dtype>.cc and one line in kernels/list.inc, which this header, the table,
-// the tests and the benchmarks all include: a new kernel cannot escape testing.
+// the tests and the benchmarks all include: a new kernel is always tested.
 #pragma once
 
 #include <cstddef>
@@ -11,94 +11,93 @@
 
 namespace pi2 {
 
-// Kernels of quantised rows read their inputs "prepared": in an order (and, for int8 activations, a precision) private
-// to the instruction set, so that weights need no shuffling. Every prepared vector, and every y of an axpy over
-// quantised rows, has room for padded(n) floats. Plain dtypes (f32, bf16, f16, i8) use plain float vectors of n.
+// Kernels of quantised rows take "prepared" inputs: in an order (and, for int8 activations, a precision) private to the
+// instruction set, so that weights need no shuffling. Every prepared vector, and every y of an axpy over quantised
+// rows, has room for padded(n) floats. Plain dtypes (f32, bf16, f16, i8) use plain float vectors of n numbers.
 constexpr std::int64_t padded(std::int64_t n) { return (n + 127) / 128 * 128; }
 
 // out_RT[r * tokens + t] = sum_k rows[r][k] * x_T[t][k], for r in [0, count <= kDotRows), t in [0, tokens).
-// x_T[t]: float[n] for plain dtypes; what prepare (dot) or prepare_a8 (dot_a8) wrote for quantised ones.
-// The order of each sum depends on n alone, never on count or tokens: a token gives the same bits alone and in a batch.
-// next: null, or `count` rows that a later call will read: fetched at the pace at which these are read, neither more
-// nor in bursts, which would stall.
+// x_T[t]: float[n] for plain dtypes; the output of prepare (dot) or prepare_a8 (dot_a8) for quantised ones.
+// The order of each sum depends on n alone, not on count or tokens: a token has the same bits alone and in a batch.
+// next: null, or `count` rows that a later call will read: prefetched at the pace at which these are read, since bursts
+// would stall.
 #define PI2_DOT_ARGS                                                                                        \
   const void *const *rows, std::int64_t count, const void *const *x_T, std::int64_t tokens, std::int64_t n, \
       float *out_RT, const void *const *next
 // y[k] += h[0] * rows[0][k], then h[1] * rows[1][k], ... for count rows (1..kAxpyRows), in that order.
-// y: float[n] for plain dtypes; for quantised ones padded(n) floats in the order that restore undoes (all zero at
-// first).
-// next: null, or `count` rows that a later call will add: fetched at the pace at which these are read.
+// y: float[n] for plain dtypes; for quantised ones padded(n) floats, zero at first, in the order that restore undoes.
+// next: null, or `count` rows that a later call will add: prefetched at the pace at which these are read.
 #define PI2_AXPY_ARGS \
   float *y, const void *const *rows, const float *h, std::int64_t count, std::int64_t n, const void *const *next
-// out (padded(n) floats of room, 64-byte aligned) = x[0, n) as the dot of this dtype wants it.
+// out (padded(n) floats of room, 64-byte aligned) = x[0, n) in the form that dot of this dtype takes.
 #define PI2_PREPARE_ARGS const float *x, std::int64_t n, void *out
-// out[0, n) = what an axpy of this dtype accumulated in y, in plain order.
+// out[0, n) = y as accumulated by axpy of this dtype, in plain order.
 #define PI2_RESTORE_ARGS const float *y, std::int64_t n, float *out
-// Prompts, where an instruction set has it (null elsewhere: dots serve): kPanelRows rows times many tokens, int8
-// activations. `panel` receives panel_bytes(n): the rows unpacked, row by row within every group of four columns.
+// For prompts with int8 activations (null where the instruction set has none: dot is used): kPanelRows rows times many
+// tokens. Writes panel_bytes(n) to `panel`: the rows unpacked, row by row within every group of four columns.
 #define PI2_PANEL_ARGS const void *const *rows, std::int64_t n, void *panel
-// out[t * ldo + r] = sum_k row r of panel p [k] * x_T[t][k], p = r / kPanelRows < panels <= kGemmPanels; x_T[t] as
-// prepare_gemm wrote it. The order of each sum depends on n alone.
+// out[t * ldo + r] = sum_k row r of panel p [k] * x_T[t][k], p = r / kPanelRows < panels <= kGemmPanels; x_T[t] is
+// the output of prepare_gemm. The order of each sum depends on n alone.
 #define PI2_GEMM_ARGS                                                                                               \
   const void *const *panels, std::int64_t panel_count, const void *const *x_T, std::int64_t tokens, std::int64_t n, \
       float *out, std::int64_t ldo
-// Rows in blocks, for linear layers that stay in memory: kPanelRows rows together (as many bytes), so that lanes are
-// rows and a block is read as one stream. For every two groups of columns 16 (q8) or 8 (q4) vectors of 64 bytes, then
-// their 32 scales. Vector 4 i + d of q4 has byte 4 d..4 d + 3 of group i of every row, as the row stores it; vector
-// 8 i + s of q8 the values 4 s..4 s + 3 of group i, plus 128. n is a multiple of two groups. Of q4_k, q5_k and q6_k a
-// superblock of every row, four bytes of each at a time, then the two that are left of q6_k's.
+// Rows in blocks, for linear layers that stay in memory: kPanelRows rows interleaved (the same number of bytes), so
+// that lanes are rows and a block is read as one stream. For every two groups of columns: 16 (q8) or 8 (q4) vectors of
+// 64 bytes, then their 32 scales. Vector 4 i + d of q4 has bytes 4 d..4 d + 3 of group i of every row, as the row
+// stores them; vector 8 i + s of q8 the values 4 s..4 s + 3 of group i, plus 128. n is a multiple of two groups. q4_k,
+// q5_k and q6_k: one superblock of every row, four bytes of each at a time, then the remaining two of q6_k.
 //
-// out[t * ldo + r] for the rows r of `count` (1 to kGemmPanels) blocks, one after the other, x_T as prepare_gemm wrote
-// it: the same bits for any number of tokens, and those of gemm where there is one.
+// out[t * ldo + r] for the rows r of `count` (1 to kGemmPanels) consecutive blocks; x_T is the output of prepare_gemm.
+// The same bits for any number of tokens, and those of gemm where there is one.
 #define PI2_DOT_BLOCKS_ARGS                                                                                        \
   const void *blocks, std::int64_t count, const void *const *x_T, std::int64_t tokens, std::int64_t n, float *out, \
       std::int64_t ldo
 // y_T[t][c] += h_T[t][0] * w[c], then h_T[t][1] * w[ldw + c], ... for `count` rows of w, in that order, for c in
-// [first, first + width), t in [0, tokens): many tokens that all use the same rows. No token's bits depend on others.
+// [first, first + width), t in [0, tokens): many tokens that use the same rows. A token's bits do not depend on others.
 #define PI2_ADDMM_ARGS                                                                               \
   const float *const *h_T, const float *w, std::int64_t ldw, std::int64_t count, std::int64_t first, \
       std::int64_t width, float *const *y_T, std::int64_t tokens
-// Reads `bytes` and returns a checksum: what memory can deliver when nothing is computed.
+// Reads `bytes` and returns a checksum: the roofline of memory.
 #define PI2_READ_ARGS const void *data, std::int64_t bytes
-// out[r] = number of bits in which row r differs from x, for `count` rows of `words` 64-bit words, one after another.
+// out[r] = number of bits in which row r differs from x, for `count` contiguous rows of `words` 64-bit words.
 #define PI2_SIGNS_ARGS const void *rows, std::int64_t count, const void *x, std::int64_t words, std::int32_t *out
 
-// Queries against keys and values of one key head, from word a.begin to a.end of kAttendWord positions each: softmax of
-// the scores, as far as these positions go, times the values. Within a row positions are taken in order: scores of a
-// word, its maximum, the weights under the largest so far, the values one by one. Its bits depend on no other row, and
-// nothing of a position that its token does not see comes into it; of those that no token of a word sees before the
-// first or after the last that one does, nothing is read.
+// Attention of queries to the keys and values of one key head, over the words a.begin to a.end of kAttendWord positions
+// each: a partial softmax times the values. Within a row positions are taken in order: scores of a word, its maximum,
+// the weights relative to the largest score so far, the values one by one. A row's bits depend on no other row and on
+// no position that its token does not see. Positions of a word before the first or after the last that any token sees
+// are not read.
 constexpr std::int64_t kAttendWord = 64;
 constexpr std::int64_t kAttendPad = 16;
 struct AttendArgs {
-  const float* q = nullptr;  // [tokens * group, ld], token by token; what is beyond width zero
+  const float* q = nullptr;  // [tokens * group, ld], token by token; zero beyond width
   std::int64_t tokens = 0, group = 0, width = 0;
   std::int64_t ld = 0;        // of q and y: width, padded to kAttendPad
   const char* key = nullptr;  // of position 0
   const char* value = nullptr;
   std::int64_t key_stride = 0, value_stride = 0;  // bytes from one position to the next
-  const std::uint64_t* mask = nullptr;            // [tokens, words]: bit i of word w: the token sees position 64 w + i
+  const std::uint64_t* mask = nullptr;  // [tokens, words]: bit i of word w set: the token sees position 64 w + i
   std::int64_t words = 0, begin = 0, end = 0;
   float scale = 1, softcap = 0;
   float* scores = nullptr;  // room for [tokens * group, kAttendWord]
-  // Of each row: the largest score so far (-inf at first), the sum of the weights under it (0), and y [., ld] (0).
+  // By row: the largest score so far (initially -inf), the sum of the weights relative to it (0), and y [., ld] (0).
   float* max = nullptr;
   float* sum = nullptr;
   float* y = nullptr;
 };
 #define PI2_ATTEND_ARGS const AttendArgs& a
 
-constexpr std::int64_t kDotRows = 4;  // at most in a call
+constexpr std::int64_t kDotRows = 4;  // rows per call, at most
 constexpr std::int64_t kAxpyRows = 4;
 constexpr std::int64_t kPanelRows = 16;
 constexpr std::int64_t kGemmPanels = 2;
-// Unpacked bytes (padded to whole steps of 128 columns), then a float scale per row and group, or two floats: of ggml's
-// blocks a group has a minimum as well, or a scale for each half.
+// Unpacked bytes (padded to multiples of 128 columns), then one or two floats per row and group: the scale; ggml's
+// blocks also have a minimum, or a scale for each half.
 constexpr std::int64_t panel_bytes(std::int64_t n) {
   return kPanelRows * padded(n) + kPanelRows * 8 * (padded(n) / kGroup);
 }
 
-// Bytes of an input that prepare_gemm wrote: values, and at most twelve bytes per group.
+// Bytes that prepare_gemm writes: values, and at most twelve bytes per group.
 constexpr std::int64_t gemm_input_bytes(std::int64_t n) {
   return (padded(n) + 12 * (padded(n) / kGroup) + 63) / 64 * 64;
 }
@@ -137,7 +136,7 @@ using AttendFn = void (*)(PI2_ATTEND_ARGS);
 inline constexpr const char* kDTypeNames[kDTypes] = {"f32",  "bf16", "f16",  "i8",   "q4",   "q8",
                                                      "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k"};
 
-// Every entry that a dtype has is filled; the others are null:
+// Entries are null where a dtype has no such kernel:
 //   dot        all dtypes                  axpy       all but i8 and ggml's blocks
 //   prepare    q4, q8 and ggml's blocks (float activations)             restore    q4, q8
 //   attend     f32, bf16, f16, i8 (a float behind each row is its scale)

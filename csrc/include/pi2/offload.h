@@ -1,5 +1,5 @@
-// Feed-forward layers whose neurons are in a store on flash: a cache of neurons under a byte budget, and a pipeline in
-// which chunks of neurons are computed while the neurons of others are read (PowerInfer-2, sections 4.2 to 4.4).
+// Feed-forward layers whose neurons are in a store on flash: a neuron cache with a byte budget, and a pipeline that
+// computes some chunks of neurons while it reads others (PowerInfer-2, sections 4.2 to 4.4).
 #pragma once
 
 #include <cstdint>
@@ -14,118 +14,118 @@
 
 namespace pi2 {
 
-// Tokens of a call for which the next layer is guessed: prompts want nearly all of a layer.
+// Calls of at most this many tokens prefetch for the next layer; prompts need nearly all of a layer anyway.
 constexpr std::int64_t kMostLookahead = 4;
 
 struct OffloadOptions {
   std::int64_t cache_bytes =
-      0;  // for neurons in memory; what a full cache has no room for (staging_bytes) comes on top
-  std::string engine = "pread";  // pread, io_uring; mmap: computed where it is mapped, without a cache
-  std::string policy = "lfu";    // cache/policies/list.inc has them
-  int io_threads = 16;           // of pread; depth of io_uring
-  bool direct = true;            // O_DIRECT where it works
-  bool verify = true;            // checksums of everything read (not of what is mapped)
-  bool pipeline = true;          // false: computing begins when every read of a layer is over
-  bool spin = true;              // workers that wait for reads keep their cores for some milliseconds before they sleep
-  std::int64_t window = 0;       // > 0: neurons not used in so many last tokens of their layer leave ("LLM in a flash")
-  double hot_share = 0.5;        // of the cache: most frequent neurons that preload() puts there and nothing evicts
-  std::int64_t in_flight = 8;    // chunks of a layer whose reads may be under way together
-  std::int64_t run_bytes = 1 << 18;  // neighbours are read together, up to this
-  std::int64_t gap_bytes = 1 << 14;  // between two that are wanted, bytes that are read through rather than left out
-  // > 0: a neuron that is not in memory is left out if a low-rank predictor's score is less than this above its
-  // threshold. Changes results. Of calls for fewer than kStreamFrom tokens.
+      0;  // memory for neurons; staging_bytes, for neurons that do not fit the full cache, come on top
+  std::string engine = "pread";      // pread, io_uring; mmap: computed from the mapped file, without a cache
+  std::string policy = "lfu";        // one of cache/policies/list.inc
+  int io_threads = 16;               // threads of pread; queue depth of io_uring
+  bool direct = true;                // O_DIRECT where it works
+  bool verify = true;                // checks the checksum of every neuron read (not with mmap)
+  bool pipeline = true;              // false: a layer is computed when all its reads have ended
+  bool spin = true;                  // workers that wait for reads spin for some milliseconds before they sleep
+  std::int64_t window = 0;           // > 0: evicts neurons unused in this many last tokens ("LLM in a flash")
+  double hot_share = 0.5;            // share of the cache for the most frequent neurons, which are never evicted
+  std::int64_t in_flight = 8;        // chunks of a layer that may have reads in flight at once
+  std::int64_t run_bytes = 1 << 18;  // neighbouring slots are one read, up to this size
+  std::int64_t gap_bytes = 1 << 14;  // gaps up to this size are read and discarded rather than split the read
+  // > 0: skips a neuron that is not in memory if its low-rank score exceeds the threshold by less than this. Lossy.
+  // Only in calls of fewer than kStreamFrom tokens.
   double miss_margin = 0;
-  // > 0: an expert with less than this share of the weight of each of its tokens is left out of a mixture while fewer
-  // than half of the slots that it wants are in memory; the one with most of a token's weight never is. Changes
-  // results. Of calls for fewer than kStreamFrom tokens that have at most 64 experts in all.
+  // > 0: skips an expert whose share of the routing weight is below this for each of its tokens, if fewer than half of
+  // the slots that it needs are in memory. A token's heaviest expert is never skipped. Lossy. Only in calls of fewer
+  // than kStreamFrom tokens and at most 64 pairs of a token and an expert.
   double drop_experts = 0;
-  std::vector<double> device;  // not empty: reads take as long as this device's (io/device_model.h); simulated
+  std::vector<double> device;  // not empty: reads take as long as on this simulated device (io/device_model.h)
 };
 
-// What one call did, or all of them.
+// What one call did, or all calls.
 struct CallStats {
-  std::int64_t wanted = 0, hits = 0;       // neurons; hits: in memory already, and not because of a guess
-  std::int64_t reads = 0, bytes_read = 0;  // that it has begun, for itself or ahead for another
-  std::int64_t wait_ns = 0;                // of all workers, waiting for neurons
+  std::int64_t wanted = 0, hits = 0;       // neurons; hits: already in memory, not counting prefetched ones
+  std::int64_t reads = 0, bytes_read = 0;  // started by the call, for itself or ahead
+  std::int64_t wait_ns = 0;                // summed over workers: waiting for neurons
 };
 
-// Of all calls; reads besides of what was arranged and preloaded.
+// Totals of all calls; reads include those of preload() and of the hot set.
 struct OffloadStats : CallStats {
   std::int64_t calls = 0;
-  std::int64_t guessed = 0, used = 0;  // slots read because prefetch() asked; those of them that were wanted afterwards
+  std::int64_t guessed = 0, used = 0;  // slots that were prefetched; those of them that were then used
   std::int64_t evictions = 0;
-  std::int64_t uncached = 0;             // slots read for one use: the cache was full of what the same call wants
-  std::int64_t busy_ns = 0;              // of all workers, from a call's beginning to its end
-  std::int64_t io_ns = 0;                // with at least one read under way
-  std::int64_t resident = 0, slots = 0;  // slots of the file in the cache now, and room for: mostly a neuron each
-  std::int64_t cache_bytes = 0, staging_bytes = 0;  // what cannot be cached passes through staging
-  std::int64_t left_out = 0;                        // neurons, because of miss_margin
-  std::int64_t experts_left_out = 0;                // choices of an expert by a token, because of drop_experts
-  std::int64_t late = 0;                            // of a simulated device: reads that took longer here than there
-  // Slots of the file that nothing evicts, those on their way among them; and those that arrange() has still to look
-  // for, or that are being read for it: 0 when all is as it asked for.
+  std::int64_t uncached = 0;  // slots read for one use only, because the cache was full of neurons of the same call
+  std::int64_t busy_ns = 0;   // summed over workers: from a call's beginning to its end
+  std::int64_t io_ns = 0;     // time with at least one read in flight
+  std::int64_t resident = 0,
+               slots = 0;  // slots of the file in the cache now, and its capacity; usually one neuron each
+  std::int64_t cache_bytes = 0, staging_bytes = 0;  // staging: memory for slots that do not fit the cache
+  std::int64_t left_out = 0;                        // neurons skipped because of miss_margin
+  std::int64_t experts_left_out = 0;                // (token, expert) pairs skipped because of drop_experts
+  std::int64_t late = 0;                            // reads that took longer here than on the simulated device
+  // Slots that are never evicted, including those in flight; and slots that arrange() has still to load: 0 when the hot
+  // set is complete.
   std::int64_t fixed = 0, arranging = 0;
 };
 
-// One open store. Calls from several threads take turns. Not usable in a forked child, which has none of its threads:
-// calls there fail.
+// One open store. Calls from several threads take turns. A forked child cannot use it, because it has none of the
+// threads: calls there fail.
 class Offload {
  public:
-  // Null and a reason, if the file is not a sound store or an option makes no sense.
+  // Returns null and sets `problem` if the file is damaged or an option is invalid.
   static std::unique_ptr<Offload> open(const std::string& path, const OffloadOptions& options, std::string* problem);
   ~Offload();
 
   std::int64_t layers() const;
-  // Sizes of a layer as sparse_ffn wants them: hidden, neurons, rows, formats.
+  // The sizes of a layer, for sparse_ffn: hidden, neurons, rows, formats.
   FfnArgs shape(std::int64_t layer) const;
 
-  // As predicted_ffn, with the neurons of a layer: the same bits. Returns "" or why reading failed; the next call may
-  // work. `then`, if any, is called once on a thread of the call when all that this layer wants has been asked for, and
-  // may call prefetch() only. To `stats`, if any, is added what this call did.
+  // As predicted_ffn with the layer's neurons; same bits. Returns "" or why reading failed; the next call may work.
+  // `then`, if set, is called once on a thread of the call, after all reads of the layer are submitted; it may only
+  // call prefetch(). The figures of the call are added to `stats`, if set.
   std::string ffn(std::int64_t layer, const Predictor& predictor, FfnArgs args, const ParallelFor& parallel,
                   const std::function<void()>& then = nullptr, CallStats* stats = nullptr);
 
-  // Begins to read what a layer is going to want into the cache: the first n_hot neurons and
-  // of the others those with a mark in active [tokens, neurons - n_hot], all if null. Changes no result; what cannot be
-  // read is asked for again when it is wanted. To `stats`, if any, are added its reads.
+  // Starts to read neurons that a layer will need into the cache: the first n_hot, and of the others those marked in
+  // active [tokens, neurons - n_hot]; all of them if null. Changes no result; a neuron that cannot be read now is read
+  // by the call that needs it. Its reads are added to `stats`, if set.
   void prefetch(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens,
                 CallStats* stats = nullptr);
 
-  // Whether fewer than half of the slots that a layer is going to want, as above, are in memory.
+  // Whether fewer than half of the slots that a layer will need (see prefetch) are in memory.
   bool mostly_missing(std::int64_t layer, std::int64_t n_hot, const std::uint8_t* active, std::int64_t tokens);
-  // Counts `choices` of an expert by a token that are left out because of that.
+  // Counts (token, expert) pairs that were skipped for this reason.
   void leave_out_experts(std::int64_t choices);
 
-  // The first so many neurons of each layer [layers] are somebody else's (FfnArgs::first): preload() begins after them,
-  // and so does what is read ahead of prompts. Changes no result.
+  // first [layers]: the first neurons of each layer are computed elsewhere (FfnArgs::first). preload() and read-ahead
+  // skip them. Changes no result.
   void leave_out(const std::vector<std::int64_t>& first);
 
-  // From now on the first resident[l] neurons of each layer [layers] (after what is left out; whole slots of the file)
-  // are fixed: nothing evicts them. No others are, so that hot_share means nothing any more. Where there is no room for
-  // all of them it is for the most frequent, of all layers alike. Another cache size than now, see resize(), takes
-  // until the end of the layer that is being computed; else this returns at once. What is missing is read meanwhile, by
-  // large reads, after those that calls wait for; what cannot be read is asked for again when it is wanted. Calling it
-  // again replaces it. Changes no result. Returns "" or why nothing has changed.
+  // Sets the hot set: the first resident[l] neurons of each layer [layers], after those left out, in whole slots of the
+  // file. They are never evicted, and no others are fixed: hot_share no longer applies. If they do not all fit, the
+  // most frequent of all layers do. Returns at once, except with a new cache size (see resize()), which waits for the
+  // layer that is being computed. Missing neurons are read in the background by large reads, with lower priority than
+  // those of calls; what cannot be read now is read by the call that needs it. Replaces an earlier hot set. Changes no
+  // result. Returns "" or why nothing has changed.
   static constexpr std::int64_t kSameSize = -1;
   std::string arrange(const std::vector<std::int64_t>& resident, std::int64_t cache_bytes = kSameSize);
 
-  // Fills free slots with the first neurons of every layer (a store is ordered by frequency), in large reads. What is
-  // to be fixed comes first.
+  // Fills free slots with the first neurons of every layer (a store is ordered by frequency), in large reads, the hot
+  // set first.
   std::string preload();
 
-  // Between two calls: the cache gets another size, not above that with which it was opened. What has no room leaves,
-  // as the policy says; its memory goes back to the system. Of the new size, hot_share is what may stay fixed, unless
-  // arrange() has said what that is.
+  // Resizes the cache between two calls, up to the size with which it was opened. The policy chooses what is evicted;
+  // memory goes back to the system. hot_share of the new size may stay fixed, unless arrange() has set the hot set.
   std::string resize(std::int64_t cache_bytes, double hot_share);
 
-  // Begins to write down what calls want, up to so many bytes; and ends it. Returns "" or why not.
+  // Records which neurons calls need, up to most_bytes, until take_accesses(). Returns "" or an error message.
   std::string record_accesses(std::int64_t most_bytes);
   Accesses take_accesses();
 
   OffloadStats stats(bool reset);
   double miss_margin() const;
   double drop_experts() const;
-  // Engine in use, and whether reads are direct: "pread, direct"; "simulated device over pread, direct".
+  // The engine in use, and whether reads are direct: "pread, direct"; "simulated device over pread, direct".
   std::string describe() const;
 
  private:

@@ -1,4 +1,4 @@
-// Predictors: which cold neurons to compute, before computing them. Alone, or in one call with the layer.
+// Predictors decide which cold neurons to compute: alone, or in one call with the layer.
 #pragma once
 
 #include <cstdint>
@@ -8,17 +8,18 @@
 
 namespace pi2 {
 
-// A mark for a neuron of which there is a doubt: it is computed only where it costs no read (NeuronSource).
+// Mark of a doubtful neuron: it is computed only if it is in memory (NeuronSource).
 constexpr std::uint8_t kIfThere = 2;
 
-// active[t, c] = !(b[c] . relu(a x[t]) + b_bias[c] < threshold): NaN counts as active, so that it is seen. Of rank 0,
-// the bias alone (0 without one) is compared. kIfThere instead of 1 where it is less than `doubt` above the threshold.
+// active[t, c] = !(b[c] . relu(a x[t]) + b_bias[c] < threshold): NaN counts as active, so that it shows. With rank 0
+// the bias alone (0 without one) is compared. The mark is kIfThere instead of 1 if the score exceeds the threshold by
+// less than `doubt`.
 struct LowrankArgs {
   const void* x = nullptr;  // [tokens, hidden], x_dtype
   DType x_dtype = DType::kF32;
   std::int64_t tokens = 0;
   std::int64_t hidden = 0;
-  DType dtype = DType::kI8;        // of a and b: kI8 with the scales below, or kQ4, kQ8 without
+  DType dtype = DType::kI8;        // of a and b: kI8 with the scales below; kQ4 or kQ8, which have their own
   const void* a = nullptr;         // [rank] rows of hidden numbers
   const float* a_scale = nullptr;  // [rank], kI8 only
   std::int64_t rank = 0;
@@ -27,7 +28,7 @@ struct LowrankArgs {
   const float* b_bias = nullptr;   // [cold] or null
   std::int64_t cold = 0;
   bool int8_activations = false;  // kQ4, kQ8: x and relu(a x) as int8 with a scale per 32
-  bool blocks = false;            // kQ4, kQ8, int8 activations: a and b are in blocks (pi2/kernels.h)
+  bool blocks = false;            // kQ4, kQ8, int8 activations: a and b are stored in blocks (pi2/kernels.h)
   std::int64_t skipped = 0;       // rows of b before those of cold neurons; 0 unless in blocks
   float threshold = 0;
   float doubt = 0;
@@ -36,13 +37,13 @@ struct LowrankArgs {
 
 void predict_lowrank(const LowrankArgs& args, const ParallelFor& parallel);
 
-// Bytes of the signs of `columns` numbers: bit k % 8 of byte k / 8 is 1 where number k is below zero; the rest is 0.
+// Bytes for the signs of `columns` numbers: bit k % 8 of byte k / 8 is 1 if number k is negative; padding is 0.
 constexpr std::int64_t sign_bytes(std::int64_t columns) { return (columns + 63) / 64 * 8; }
 
-// SparseInfer (arXiv 2411.12692): of the products w[c][k] x[t][k], `differing` are taken to be negative because the
-// signs differ, and `agreeing` = columns - differing to be positive. active[t, c] = agreeing >= margin * differing,
-// the paper's rule with margin = 1 / alpha: smaller is more careful, 0 computes everything. A token with a NaN asks for
-// every neuron. Zeros, negative ones too, count as positive.
+// SparseInfer (arXiv 2411.12692): of the products w[c][k] x[t][k], `differing` count as negative because their
+// signs differ, and `agreeing` = columns - differing as positive. active[t, c] = agreeing >= margin * differing,
+// the paper's rule with margin = 1 / alpha: a smaller margin computes more, 0 everything. A token with a NaN makes
+// every neuron active. Zeros, also negative zeros, count as positive.
 struct SignbitArgs {
   const void* x = nullptr;  // [tokens, columns], x_dtype
   DType x_dtype = DType::kF32;
@@ -64,13 +65,13 @@ struct Predictor {
   SignbitArgs signbit;
 };
 
-// The mask [args.tokens, args.neurons - args.n_hot] of what the layer is to compute: x, its dtype, tokens and cold
-// neurons are taken from the layer. Not for kind kNone.
+// active = the mask [args.tokens, args.neurons - args.n_hot] of the neurons that the layer computes. x, its dtype,
+// tokens and cold neurons are taken from the layer. Not for kind kNone.
 void predict(const Predictor& predictor, const FfnArgs& args, std::uint8_t* active, const ParallelFor& parallel);
 
-// A prediction and the layer it is for, one after the other: the bits of predict followed by sparse_ffn; hidden
-// sizes must agree. Long prompts go in slices of kMaskBytes of mask (64 tokens at least), so that memory does not grow
-// with the prompt; a slice counts as a call in counters and timings. Of kind kNone, sparse_ffn alone.
+// predict, then sparse_ffn, with the same bits; hidden sizes must agree. Long prompts are cut into slices with
+// kMaskBytes of mask (at least 64 tokens), so that memory does not grow with the prompt; a slice counts as a call in
+// counters and timings. Kind kNone: sparse_ffn alone.
 constexpr std::int64_t kMaskBytes = 1 << 23;
 void predicted_ffn(const Predictor& predictor, const FfnArgs& args, const ParallelFor& parallel);
 

@@ -1,5 +1,5 @@
-// Which neurons a store's calls wanted, and what caches of other sizes and policies would have had of them. A replay
-// runs the cache that runs in a store (cache/neuron_cache.h), without bytes.
+// Records of which neurons the calls of a store wanted, and replays of them: the hits of caches of other sizes and
+// policies. A replay runs the cache of a store (cache/neuron_cache.h), without bytes.
 #pragma once
 
 #include <cstdint>
@@ -8,21 +8,21 @@
 
 namespace pi2 {
 
-// Of each call of a layer (of a prompt: of each piece of it), in order.
+// One entry for each call of a layer (for a prompt: for each chunk of it), in order.
 struct Accesses {
   std::vector<std::int32_t> layers;
-  // 1: streamed. What is read gets a slot of the cache only where one is free, or the call says so.
+  // 1: streamed. A neuron that is read is cached only if a slot is free or the call marks it.
   std::vector<std::uint8_t> streamed;
-  // Per call ceil(neurons / 8) bytes: bit i % 8 of byte i / 8 is set if neuron i was wanted. If streamed, as many
-  // follow that say which are to be kept even so.
+  // Per call ceil(neurons / 8) bytes: bit i % 8 of byte i / 8 is set if neuron i was wanted. A streamed call has as
+  // many further bytes: the neurons to be cached all the same.
   std::vector<std::uint8_t> bits;
-  std::int64_t wanted = 0, hits = 0;  // neurons, of the calls that are here
-  std::int64_t lost = 0;              // calls that there was no room for
-  bool whole = false;                 // nothing else has changed the cache since it was opened and filled: a replay
-                                      // has the same hits
+  std::int64_t wanted = 0, hits = 0;  // neurons, over the recorded calls
+  std::int64_t lost = 0;              // calls that did not fit
+  bool whole = false;                 // nothing else changed the cache since it was opened and filled: a replay has the
+                                      // same hits
 };
 
-// What of Accesses a replay reads, wherever it is.
+// The fields of Accesses that a replay reads, in any memory.
 struct AccessView {
   const std::int32_t* layers = nullptr;
   const std::uint8_t* streamed = nullptr;
@@ -41,12 +41,12 @@ struct ReplayOptions {
   double hot_share = 0.5;
   bool preload = true;
   std::int64_t window = 0;
-  // Neurons by layer that are fixed from the beginning (Offload::arrange), where there is room for them; empty: by
-  // hot_share, with preload.
+  // Neurons of each layer that are fixed from the start (Offload::arrange), as far as they fit; empty: by hot_share,
+  // with preload.
   std::vector<std::int64_t> fixed = {};
 };
 
-// Of one layer: neurons wanted, those of them that were there, and slots of the file that were not.
+// Counts of one layer: neurons wanted, those in the cache, and slots of the file that were missing.
 struct ReplayCounts {
   std::int64_t wanted = 0, hits = 0, missed = 0;
 };
@@ -54,12 +54,12 @@ struct ReplayCounts {
 // Throws std::invalid_argument if the accesses are not of these layers.
 void check_accesses(const AccessView& accesses, const std::vector<ReplayLayer>& layers);
 
-// By layer. Throws std::invalid_argument, also for a policy that is not known.
+// Returns counts by layer. Throws std::invalid_argument, also for an unknown policy.
 std::vector<ReplayCounts> replay(const AccessView& accesses, const std::vector<ReplayLayer>& layers,
                                  const ReplayOptions& options);
 
-// The most hits that any cache of options.slots can have that begins with the same keys, reads what is missing and
-// knows what comes (Belady 1966, for calls that want many keys at a time). `policy` and `window` are not read.
+// The most hits that any cache of options.slots can have that starts with the same keys, reads what is missing and
+// knows the future (Belady 1966, for calls that want many keys at a time). Ignores `policy` and `window`.
 std::vector<ReplayCounts> replay_optimal(const AccessView& accesses, const std::vector<ReplayLayer>& layers,
                                          const ReplayOptions& options);
 

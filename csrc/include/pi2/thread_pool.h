@@ -1,5 +1,5 @@
-// The core's own threads, for programs without a host framework: the C++ runner, tests, benchmarks. Never inside
-// PyTorch, which has its own (design D9).
+// Threads for programs without a host framework: the C++ runner, tests, benchmarks. Not used inside PyTorch, which has
+// its own (design D9).
 #pragma once
 
 #include <memory>
@@ -8,12 +8,12 @@
 
 namespace pi2 {
 
-// `threads` - 1 threads (fewer where the system gives no more) that help whoever calls run(); the caller works too.
-// Between jobs they look out for the next one for at most 50 microseconds and then sleep, so that an idle pool costs
-// nothing. Calls from several threads take turns. A call from inside a body, of this pool or of another, runs all its
-// indices one after another on that thread: every thread of a pool is busy with the outer job already, and waiting for
-// them would wait for itself. (A job of a single index is no job: its body is simply called, and what it calls has the
-// whole pool.) What a body throws, the first if several do, run() throws when no thread is in a body any more.
+// `threads` - 1 threads (fewer if the system gives no more) and the caller of run() work together. Between jobs the
+// threads spin for at most 50 microseconds and then sleep, so that an idle pool costs nothing. Calls from several
+// threads take turns. A call of run() from inside a body, of this or another pool, runs all its indices on that thread:
+// all threads of the pool are busy with the outer job, and waiting for them would deadlock. (A job with a single index
+// is simply called, and a nested call then has the whole pool.) If a body throws, run() rethrows the first exception
+// once no thread is in a body any more.
 class ThreadPool {
  public:
   explicit ThreadPool(int threads);
@@ -26,7 +26,7 @@ class ThreadPool {
   // body(context, i) for every i in [0, n), each once, in any order; returns when all are done.
   void run(std::int64_t n, ParallelFor::Body body, void* context);
 
-  // This pool as the core takes it; valid while the pool lives.
+  // This pool as a ParallelFor; valid while the pool lives.
   ParallelFor parallel();
 
  private:

@@ -1,4 +1,4 @@
-// How long the core worked, by kind and size of layer.
+// Time spent in the core, by kind and size of layer.
 #pragma once
 
 #include <cstdint>
@@ -13,9 +13,9 @@ struct Timing {
   std::int64_t nanoseconds = 0;  // wall clock, summed over calls
 };
 
-constexpr std::int64_t kTimings = 256;  // sizes that are told apart; further ones are counted under (kind 3, 0, 0)
+constexpr std::int64_t kTimings = 256;  // distinct sizes; further ones are counted under (kind 3, 0, 0)
 
-// Writes what was called since the last reset to out[0, kTimings), in no particular order; returns how many.
+// Writes the timings since the last reset to out[0, kTimings), in no particular order; returns their number.
 std::int64_t read_timings(Timing* out);
 void reset_timings();
 

@@ -6,8 +6,8 @@
 
 namespace pi2 {
 
-// How a row of numbers is stored. kQ4 and kQ8 are weights in groups of 32 with a scale each; from kQ4_1 on rows are
-// blocks as GGUF files have them: see row_bytes().
+// Storage format of a row of numbers. kQ4 and kQ8: weights in groups of 32 with a scale each. From kQ4_1 on: blocks as
+// in GGUF files. See row_bytes().
 enum class DType : int32_t {
   kF32 = 0,
   kBF16 = 1,
@@ -24,11 +24,11 @@ enum class DType : int32_t {
 };
 constexpr int kDTypes = 12;
 
-// What quantize() makes: groups with their scales at the row's end.
+// Formats of quantize(): groups, with their scales at the row's end.
 constexpr bool is_quantized(DType dtype) { return dtype == DType::kQ4 || dtype == DType::kQ8; }
-// ggml's blocks: rows of linear layers, as files bring them.
+// ggml's blocks: rows of linear layers as stored in files.
 constexpr bool is_ggml(DType dtype) { return dtype >= DType::kQ4_1; }
-// Whether a number in a file says how neurons are stored.
+// Whether a number in a file is a valid format of neurons.
 constexpr bool is_dtype_of_neurons(std::uint32_t code) {
   return code <= static_cast<std::uint32_t>(DType::kQ8) && code != static_cast<std::uint32_t>(DType::kI8);
 }
@@ -37,7 +37,7 @@ constexpr bool is_dtype_of_neurons(std::uint32_t code) {
 constexpr int64_t kGroup = 32;
 constexpr int64_t groups(int64_t n) { return (n + kGroup - 1) / kGroup; }
 
-// A block of one of ggml's formats.
+// The size of a block of a ggml format.
 struct GgmlBlock {
   int64_t numbers = 1, bytes = 0;
 };
@@ -57,8 +57,8 @@ constexpr GgmlBlock ggml_block(DType dtype) {
 // a weight is its stored integer times its group's scale.
 //   kQ4  16 bytes a group: byte k holds weight k in its low and weight k + 16 in its high half, each plus 8 (0..15)
 //   kQ8  32 bytes a group: weight k in byte k, signed
-// Row-local: a neuron's gate row, up row and down column are contiguous in a neuron, scales included.
-// A row of ggml's blocks, n being whole ones, is one block after the other; kernels/scalar/ggml.h says what is in them.
+// Formats are local to a row: a neuron's gate row, up row and down column are contiguous, scales included. A row in a
+// ggml format is a sequence of blocks (n is a multiple of their size); kernels/scalar/ggml.h describes them.
 constexpr int64_t row_bytes(DType dtype, int64_t n) {
   switch (dtype) {
     case DType::kF32: return 4 * n;
@@ -71,7 +71,7 @@ constexpr int64_t row_bytes(DType dtype, int64_t n) {
   }
 }
 
-// What there is is in activations.inc.
+// The list is activations.inc.
 enum class Activation : int32_t {
 #define PI2_ACTIVATION(enumerator, name, value) enumerator,
 #include "pi2/activations.inc"
@@ -84,21 +84,21 @@ inline constexpr const char* kActivations[] = {
 };
 inline constexpr std::uint32_t kActivationCount = sizeof(kActivations) / sizeof(kActivations[0]);
 
-// How an activation differs from the one of its name: out * act(in * min(v, limit)). What it is multiplied by is then
-// clamp(up, -limit, limit) + plus, where that has no activation of its own. With `sigmas` v is what of a gate is above
-// a cut, else 0: the mean of all neurons' gates for the token, and so many of their standard deviations (Gemma 3n).
-// With `second` both change places: the first matrix is what others call up, the activation that of the second.
+// Variations of an activation: out * act(in * min(v, limit)). Its factor is clamp(up, -limit, limit) + plus, unless up
+// has an activation of its own. With `sigmas`, v is the part of the gate above a cut, else 0; the cut is the mean of
+// the token's gates plus `sigmas` of their standard deviations (Gemma 3n). With `second` the matrices change places:
+// the first is up, and the activation is that of the second.
 struct Shaping {
   static constexpr float kInfinity = std::numeric_limits<float>::infinity();
   float in = 1, out = 1, limit = kInfinity, plus = 0, sigmas = -kInfinity;
   bool second = false;
-  bool plain = true;  // all of these as here
+  bool plain = true;  // all of these have their defaults
 
   bool cuts() const { return sigmas > -kInfinity; }
 };
 
-// Runs body(i) for every i in [0, n), on whatever threads the host framework owns; returns when all are done.
-// The core never creates compute threads of its own inside PyTorch (design D9).
+// Runs body(i) for every i in [0, n) on the threads of the host framework; returns when all are done. Inside PyTorch
+// the core never creates compute threads of its own (design D9).
 struct ParallelFor {
   using Body = void (*)(void* context, int64_t index);
   void (*run)(void* host, int64_t n, Body body, void* context) = nullptr;

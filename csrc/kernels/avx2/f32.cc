@@ -1,4 +1,4 @@
-#include "kernels/attend.h"
+#include "kernels/attention.h"
 #include "kernels/avx2/impl.h"
 
 void pi2::dot_f32__avx2(PI2_DOT_ARGS) { avx2::dot<avx2::F32>(rows, count, x_T, tokens, n, out_RT, next); }

@@ -1,4 +1,4 @@
-#include "kernels/attend.h"
+#include "kernels/attention.h"
 #include "kernels/avx512/impl.h"
 
 void pi2::dot_bf16__avx512(PI2_DOT_ARGS) { avx512::dot<avx512::BF16>(rows, count, x_T, tokens, n, out_RT, next); }

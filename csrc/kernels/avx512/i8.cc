@@ -1,4 +1,4 @@
-#include "kernels/attend.h"
+#include "kernels/attention.h"
 #include "kernels/avx512/impl.h"
 
 void pi2::dot_i8__avx512(PI2_DOT_ARGS) { avx512::dot<avx512::I8>(rows, count, x_T, tokens, n, out_RT, next); }

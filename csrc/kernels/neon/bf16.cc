@@ -1,4 +1,4 @@
-#include "kernels/attend.h"
+#include "kernels/attention.h"
 #include "kernels/neon/impl.h"
 
 void pi2::dot_bf16__neon(PI2_DOT_ARGS) { dot_plain<neon::BF16, 4, 2>(rows, count, x_T, tokens, n, out_RT, next); }

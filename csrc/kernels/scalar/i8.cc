@@ -1,4 +1,4 @@
-#include "kernels/attend.h"
+#include "kernels/attention.h"
 #include "kernels/scalar/impl.h"
 #include "kernels/scalar/vectors.h"
 

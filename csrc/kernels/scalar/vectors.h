@@ -1,5 +1,5 @@
 // Four numbers at once in the compiler's own vectors, for what every instruction set shares as a template: the
-// operations of kernels/attend.h.
+// operations of kernels/attention.h.
 #pragma once
 
 #include <cstring>

@@ -1,8 +1,8 @@
-// attend, once for all instruction sets. `Format` as in kernels/plain.h; of its instruction set this needs besides:
-// mul, max, reduce_max, reduce4 (four vectors to four sums beside each other, each in the same order), shift_exponent
-// (p * 2^n, n in the lowest bits of t) and zero_below.
+// The attention kernel (attend), shared by all instruction sets. `Format` as in kernels/plain.h; its instruction set
+// also provides mul, max, reduce_max, reduce4 (four vectors to four sums, each in the same order), shift_exponent (p *
+// 2^n, n in the lowest bits of t) and zero_below.
 //
-// Everything that a row of scores becomes depends on its own query and mask alone: rows share loads, never sums.
+// The result of a row depends on its own query and mask alone: rows share loads, never sums.
 #pragma once
 
 #include <cmath>
@@ -14,10 +14,10 @@
 
 namespace pi2 {
 
-constexpr std::int64_t kAttendTile = 4;           // positions whose scores are taken together: one store of them
-constexpr std::int64_t kAttendAheadBytes = 8192;  // how far ahead rows are asked for, of keys and of values
+constexpr std::int64_t kAttendTile = 4;           // positions whose scores are computed and stored together
+constexpr std::int64_t kAttendAheadBytes = 8192;  // prefetch distance of keys and of values
 
-// e^x for x <= 0, to 1 ulp or so; 0 below -86, where it is next to nothing beside the largest, 1; NaN stays NaN.
+// e^x for x <= 0, to about 1 ulp; 0 below -86, where it is negligible beside the largest weight, 1; NaN stays NaN.
 // x = n ln 2 + r, |r| <= ln 2 / 2, and e^r by its series to r^7.
 template <class Simd>
 inline typename Simd::Float exp_of(typename Simd::Float x) {
@@ -33,14 +33,14 @@ inline typename Simd::Float exp_of(typename Simd::Float x) {
   return Simd::zero_below(x, Simd::set1(-86.0f), p);
 }
 
-// use(kRows, r) for that many rows from r on, as often as they fit into [r, last), then for half as many, down to one.
+// Calls use(kRows, r) for blocks of kRows rows within [r, last), then for half as many rows, down to one.
 template <int kRows, class Use>
 inline void by_rows(std::int64_t r, std::int64_t last, Use use) {
   for (; r + kRows <= last; r += kRows) use(std::integral_constant<int, kRows>{}, r);
   if constexpr (kRows > 1) by_rows<kRows / 2>(r, last, use);
 }
 
-// Asks for rows to come in their order, at the pace at which others are read: a burst would stall.
+// Prefetches later rows at the pace at which others are read: a burst would stall.
 template <class Format>
 struct Ahead {
   std::int64_t bytes, stride;
@@ -91,24 +91,24 @@ inline void score_tile(const AttendArgs& a, const float* q, const char* const* k
   for (int r = 0; r < kRows; ++r) Format::reduce4(sum[r][0], sum[r][1], sum[r][2], sum[r][3], out + r * kAttendWord);
 }
 
-// Scores of positions [first, end) of a word, whose keys begin at `key`.
+// Scores of the positions [first, end) of a word whose keys begin at `key`.
 template <class Format, int kRows>
 inline void score_word(const AttendArgs& a, const char* key, std::int64_t first, std::int64_t end) {
   for (std::int64_t p = first; p < end; p += kAttendTile) {
     const char* keys[kAttendTile];
     for (std::int64_t i = 0; i < kAttendTile; ++i)
-      keys[i] = key + (p + i < end ? p + i : end - 1) * a.key_stride;  // beyond is perhaps no memory
+      keys[i] = key + (p + i < end ? p + i : end - 1) * a.key_stride;  // beyond may be unmapped
     by_rows<kRows>(0, a.tokens * a.group, [&](auto count, std::int64_t r) {
       score_tile<Format, count>(a, a.q + r * a.ld, keys, r == 0, a.scores + r * kAttendWord + p);
     });
   }
 }
 
-// Rows in whole numbers end with their scale.
+// int8 rows end with their scale.
 template <class Format>
 constexpr bool kScaled = Format::kBytes == 1;
 
-// Of the rows of a word that are read; beyond them zeros.
+// The scales of a word's rows; zeros for rows that are not read.
 struct WordScales {
   float key[kAttendWord] = {}, value[kAttendWord] = {};
 
@@ -125,8 +125,8 @@ struct WordScales {
   }
 };
 
-// The scores of row r in a word become weights, and what the row has so far is scaled to the new maximum. In the end
-// weights have the scale of their value in them.
+// Turns the scores of row r in a word into weights, and scales what the row has so far to the new maximum. Weights are
+// then multiplied by the scale of their value.
 template <class Format>
 inline void soften(const AttendArgs& a, std::int64_t r, std::uint64_t mask, const WordScales& scales) {
   using Float = typename Format::Float;
@@ -207,13 +207,13 @@ inline void weigh_rows(const AttendArgs& a, std::int64_t row, const char* value,
                                  [left = a.width - k](const char* p) { return Format::load(p, left); });
 }
 
-// Values of a word into the rows whose tokens see them. A value that a token does not see, which may be a later one's
-// or no number at all, is not even multiplied by zero for it.
+// Adds the values of a word to the rows whose tokens see them. A value that a token does not see may be NaN, so it is
+// not even multiplied by zero.
 template <class Format, int kRows>
 inline void weigh_word(const AttendArgs& a, const char* value, std::int64_t word, std::int64_t first,
                        std::int64_t end) {
   const auto sees = [&](std::int64_t t, std::int64_t i) { return (a.mask[t * a.words + word] >> i & 1) != 0; };
-  std::uint64_t changes = 0;  // where a token sees a position and not the one before, or the other way
+  std::uint64_t changes = 0;  // positions where visibility differs from the position before
   for (std::int64_t t = 0; t < a.tokens; ++t) changes |= a.mask[t * a.words + word] ^ (a.mask[t * a.words + word] << 1);
   for (std::int64_t i = first, next; i < end; i = next) {
     for (next = i + 1; next < end && (changes >> next & 1) == 0;) ++next;
@@ -227,7 +227,7 @@ inline void weigh_word(const AttendArgs& a, const char* value, std::int64_t word
   }
 }
 
-// kRows: rows whose sums the registers hold, with four positions or four vectors of columns.
+// kRows: rows whose sums fit the registers, with four positions or four vectors of columns.
 template <class Format, int kRows>
 inline void attend(const AttendArgs& a) {
   WordScales scales;

@@ -1,5 +1,5 @@
-// Which slots of the file stay in a cache whatever its policy says, and the way there from those that are fixed now: in
-// pieces, so that calls get in between. Pure bookkeeping: no cache, no bytes, no threads.
+// The steps from the slots of the file that are fixed in a cache now to those that shall be: small pieces, so that
+// calls run in between. Pure bookkeeping: no cache, no bytes, no threads.
 #pragma once
 
 #include <algorithm>
@@ -10,16 +10,15 @@
 
 namespace pi2 {
 
-class Arrangement {
+class RebalancePlan {
  public:
-  // Slots of the file of a layer. Release: those that are not to be fixed any more; else they are to be there, and
-  // fixed.
+  // Slots [first, last) of a layer. release: unfix them; else load what is missing and fix them.
   struct Piece {
     std::int64_t layer = 0, first = 0, last = 0;
     bool release = false;
   };
 
-  // Of a store with so many slots in each layer. Pieces have at most `step` slots: neighbours, which are read together.
+  // `slots`: of each layer of the store. A piece has at most `step` slots, neighbours that are read together.
   void set_up(std::vector<std::int64_t> slots, std::int64_t step) {
     slots_ = std::move(slots);
     step_ = std::max<std::int64_t>(1, step);
@@ -28,8 +27,8 @@ class Arrangement {
     fixed_before_.assign(slots_.size(), 0);
   }
 
-  // From now on of each layer count[l] slots from begin[l] on are to be fixed, and no others. What was under way to
-  // another arrangement goes on to this one.
+  // The new goal: of each layer the slots [begin[l], begin[l] + count[l]) are fixed, and no others. Replaces a goal
+  // that has not been reached yet.
   void set(std::vector<std::int64_t> begin, std::vector<std::int64_t> count) {
     for (std::size_t l = 0; l < slots_.size(); ++l) may_be_fixed(l, begin_[l] + count_[l]);
     begin_ = std::move(begin);
@@ -48,7 +47,7 @@ class Arrangement {
     if (rank_ < lowest()) begin_to_fix();
   }
 
-  // Somebody else has fixed slots of a layer, all before this one.
+  // Slots of a layer before `last` may have been fixed by other means (preload).
   void may_be_fixed(std::size_t layer, std::int64_t last) {
     fixed_before_[layer] = std::max(fixed_before_[layer], std::min(last, slots_[layer]));
   }
@@ -58,7 +57,7 @@ class Arrangement {
     return slot >= begin_[l] && slot < begin_[l] + count_[l];
   }
 
-  // The next piece; false if there is none: then all is as it is to be.
+  // The next piece; false if the goal is reached.
   bool next(Piece* piece) {
     while (pending_) {
       const auto l = static_cast<std::size_t>(layer_);
@@ -72,7 +71,7 @@ class Arrangement {
     return false;
   }
 
-  // The slots of the piece before `until` are as they are to be. If some are left, the next piece begins with them.
+  // The slots of the piece before `until` are done. The next piece begins at `until`.
   void done(const Piece& piece, std::int64_t until) {
     offset_ += until - piece.first;
     if (!piece.release) left_ -= until - piece.first;
@@ -80,13 +79,13 @@ class Arrangement {
   }
 
   bool pending() const { return pending_; }
-  // Slots to be fixed that no piece has had yet.
+  // Slots still to be fixed.
   std::int64_t left() const { return left_; }
   const std::vector<std::int64_t>& counts() const { return count_; }
 
  private:
-  // The same ranks of the next layer, or after the last other ranks. What is rarest is released first, one by one in an
-  // order that is that of filling() from its end, so that it is the first to leave; it is fixed last.
+  // Goes on to the same ranks of the next layer, after the last layer to other ranks. Rare neurons are released first,
+  // one by one in the reverse order of filling(), so that they are evicted first; they are fixed last.
   void turn_to_next() {
     offset_ = 0;
     if (++layer_ < static_cast<std::int64_t>(slots_.size())) return;
@@ -96,7 +95,7 @@ class Arrangement {
     if (!release_) pending_ = rank_ < *std::max_element(count_.begin(), count_.end());
   }
 
-  // Before this rank nothing is to be released.
+  // Nothing before this rank has to be released.
   std::int64_t lowest() const {
     std::int64_t rank = std::numeric_limits<std::int64_t>::max();
     for (std::size_t l = 0; l < slots_.size(); ++l) {
@@ -116,7 +115,7 @@ class Arrangement {
   }
 
   std::vector<std::int64_t> slots_, begin_, count_;  // by layer
-  std::vector<std::int64_t> fixed_before_;           // by layer: no slot from this one on is fixed
+  std::vector<std::int64_t> fixed_before_;           // by layer: only slots before this one are fixed
   std::int64_t step_ = 1, layer_ = 0, rank_ = 0, offset_ = 0, left_ = 0;
   bool release_ = false, pending_ = false;
 };

@@ -1,5 +1,6 @@
-// The call under way: which neurons its chunks want, which of them are there, and reads of the others. All of it with
-// the lock, but what neurons() has is read where it was said to be there.
+// The current call of a layer: which neurons its chunks need, which of these are in memory, and the reads of the
+// missing ones. Everything here is protected by the lock, except the neurons themselves: workers read them without it
+// once next() has returned their chunk.
 #pragma once
 
 #include <atomic>
@@ -11,28 +12,28 @@
 
 #include "engine/chunks.h"
 #include "engine/common.h"
+#include "engine/hot_set.h"
 #include "engine/read_ahead.h"
 #include "engine/reads.h"
-#include "engine/residents.h"
 
 namespace pi2 {
 
-class Call {
+class DemandReads {
  public:
-  Call(Common& common, Reads& reads, ReadAhead& ahead, const Residents& residents)
-      : common_(common), reads_(reads), ahead_(ahead), residents_(residents) {}
+  DemandReads(Common& common, Reads& reads, ReadAhead& ahead, const HotSet& hot_set)
+      : common_(common), reads_(reads), ahead_(ahead), hot_set_(hot_set) {}
 
-  void set_up() PI2_REQUIRES(kLock);  // when the layout is there
+  void set_up() PI2_REQUIRES(kLock);  // after the layout is open
 
   std::int64_t layer() const { return layer_; }
   void start(std::int64_t layer) PI2_REQUIRES(kLock);
-  // No read of it is under way any more, and nothing remembers its chunks.
+  // Waits until no read of the call is in flight, then forgets its chunks.
   void end() PI2_REQUIRES(kLock);
-  void abandon() PI2_REQUIRES(kLock);  // the end, too; something was thrown
-  void fail(const Wrong& why) noexcept PI2_REQUIRES(kLock);
+  void abandon() PI2_REQUIRES(kLock);  // end() after an exception
+  void fail(const ReadError& why) noexcept PI2_REQUIRES(kLock);
   bool broken() const { return broken_.load(std::memory_order_acquire); }
-  const Wrong& problem() const PI2_REQUIRES(kLock) { return problem_; }
-  // What the last call did.
+  const ReadError& problem() const PI2_REQUIRES(kLock) { return problem_; }
+  // Adds the figures of the last call.
   void add_to(CallStats* stats) const PI2_REQUIRES(kLock);
 
   // See NeuronSource.
@@ -44,20 +45,21 @@ class Call {
   void done(std::int64_t chunk) PI2_REQUIRES(kLock);
   const char* const* neuron_rows() const { return where_[static_cast<std::size_t>(layer_)].data(); }
 
-  // A slot that a chunk waits for is there, or something is wrong with it. True if the chunk is there now.
-  bool arrived(std::int64_t chunk, const Wanted& slot, bool asked_for, const Wrong& wrong) noexcept PI2_REQUIRES(kLock);
-  // Begins reads for waiting chunks while there are places. The lock is given back meanwhile.
-  void ask() PI2_REQUIRES(kLock);
-  // As ask(), if begin() is not going to: for guesses that failed.
-  void ask_again() noexcept PI2_REQUIRES(kLock);
+  // A slot that a chunk waits for has arrived or failed. True if the chunk is complete now.
+  bool arrived(std::int64_t chunk, const Wanted& slot, bool asked_for, const ReadError& wrong) noexcept
+      PI2_REQUIRES(kLock);
+  // Starts reads for waiting chunks as long as there is memory for them. Releases the lock meanwhile.
+  void submit_reads() PI2_REQUIRES(kLock);
+  // As submit_reads(), after prefetched slots failed; does nothing if begin() is still to call it.
+  void retry_reads() noexcept PI2_REQUIRES(kLock);
 
   bool under_way() const PI2_REQUIRES(kLock) { return calling_; }
-  // It misses slots of which no read was begun.
+  // Some missing slots have no read in flight yet.
   bool wants_places() const PI2_REQUIRES(kLock) { return !chunks_.waiting.empty(); }
   bool wants_places_of(std::int64_t layer) const PI2_REQUIRES(kLock) { return layer == layer_ && wants_places(); }
 
  private:
-  bool rests() PI2_REQUIRES(kLock);
+  bool is_resident() PI2_REQUIRES(kLock);
   void look_up(std::int64_t c) PI2_REQUIRES(kLock);
   std::int64_t take_ahead(std::int64_t in_file, Chunk* chunk) PI2_REQUIRES(kLock);
   bool keeps(std::int64_t in_file) const PI2_REQUIRES(kLock);
@@ -77,21 +79,21 @@ class Call {
   Common& common_;
   Reads& reads_;
   ReadAhead& ahead_;
-  const Residents& residents_;
-  std::vector<std::vector<const char*>> where_;  // [layers][neurons], of the last call
-  struct Rest {
-    std::int64_t changes = -1;  // of the cache, when it was looked at
+  const HotSet& hot_set_;
+  std::vector<std::vector<const char*>> where_;  // [layers][neurons], as of the last call
+  struct Residency {
+    std::int64_t changes = -1;  // NeuronCache::changes() at the last check
     bool whole = false;
   };
-  std::vector<Rest> rest_ PI2_GUARDED_BY(kLock);                            // by layer
-  std::vector<std::deque<std::int64_t>> last_calls_ PI2_GUARDED_BY(kLock);  // by layer: when, if there is a window
-  std::int64_t layer_ = 0;                                                  // changes between calls
+  std::vector<Residency> residency_ PI2_GUARDED_BY(kLock);                  // by layer
+  std::vector<std::deque<std::int64_t>> last_calls_ PI2_GUARDED_BY(kLock);  // by layer: times, with a window
+  std::int64_t layer_ = 0;                                                  // changes only between calls
   Chunks chunks_ PI2_GUARDED_BY(kLock);
   bool calling_ PI2_GUARDED_BY(kLock) = false, begun_ PI2_GUARDED_BY(kLock) = false;
   bool stream_ PI2_GUARDED_BY(kLock) = false, last_piece_ PI2_GUARDED_BY(kLock) = true;
-  const std::uint8_t* keep_anyway_ PI2_GUARDED_BY(kLock) = nullptr;  // [neurons] or null: of streams, for the cache
+  const std::uint8_t* keep_anyway_ PI2_GUARDED_BY(kLock) = nullptr;  // [neurons] or null: see NeuronSource::begin
   std::atomic<bool> broken_{false};
-  Wrong problem_ PI2_GUARDED_BY(kLock);
+  ReadError problem_ PI2_GUARDED_BY(kLock);
   CallStats stats_ PI2_GUARDED_BY(kLock);
 };
 

@@ -1,5 +1,5 @@
-// What is wrong with a read, or with a call: kept without memory, of which threads that read may have none. Whoever
-// waits puts it into words.
+// Why a read, or a call, failed. Allocates nothing, since an I/O thread may have no memory; the thread that waits for
+// the read makes the message.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,14 @@
 
 namespace pi2 {
 
-struct Wrong {
-  const char* why = nullptr;  // null: nothing is
+struct ReadError {
+  const char* why = nullptr;  // null: no error
   int error = 0;              // errno, instead of `why`
   std::int64_t layer = -1, neuron = -1, bytes = 0, offset = 0;
 
   explicit operator bool() const { return why != nullptr || error != 0; }
 
-  std::string words() const {
+  std::string message() const {
     if (!*this || layer < 0) return why == nullptr ? "" : why;
     return "layer " + std::to_string(layer) + ", neuron " + std::to_string(neuron) +
            (bytes > 0 ? ", " + std::to_string(bytes) + " bytes" : "") + " at " + std::to_string(offset) + ": " +
@@ -23,6 +23,6 @@ struct Wrong {
   }
 };
 
-constexpr Wrong kNoMemory{"no memory"};
+constexpr ReadError kNoMemory{"no memory"};
 
 }  // namespace pi2

@@ -1,4 +1,4 @@
-#include "engine/call.h"
+#include "engine/demand_reads.h"
 
 #include <algorithm>
 #include <cstring>
@@ -11,17 +11,17 @@
 namespace pi2 {
 namespace {
 
-constexpr std::int64_t kAhead = 16;  // neurons between one that is looked up and one that is going to be
-// A worker that sleeps is often woken on a core where another one spins in OpenMP's barrier: on two cores a 7B model
-// decodes 1.4 times as fast if workers give way instead of sleeping for as long as a layer's reads take.
+constexpr std::int64_t kAhead = 16;  // distance in neurons between a look-up and its processor prefetch
+// A sleeping worker is often woken on a core where another one spins in OpenMP's barrier. On two cores a 7B model
+// decodes 1.4 times as fast if workers yield, instead of sleeping, for as long as a layer's reads usually take.
 constexpr std::chrono::milliseconds kSpin{4};
 
 }  // namespace
 
-void Call::set_up() {
+void DemandReads::set_up() {
   const Layout& layout = common_.layout;
   last_calls_.resize(static_cast<std::size_t>(layout.count()));
-  rest_.resize(static_cast<std::size_t>(layout.count()));
+  residency_.resize(static_cast<std::size_t>(layout.count()));
   for (const StoreLayer& l : layout.layers()) {
     where_.emplace_back(static_cast<std::size_t>(l.neurons), nullptr);
     for (std::int64_t i = 0; layout.mapped() != nullptr && i < l.neurons; ++i)
@@ -30,7 +30,7 @@ void Call::set_up() {
   }
 }
 
-void Call::start(std::int64_t layer) {
+void DemandReads::start(std::int64_t layer) {
   calling_ = true;
   layer_ = layer;
   broken_ = false;
@@ -39,42 +39,42 @@ void Call::start(std::int64_t layer) {
   chunks_.forget();
 }
 
-void Call::count(std::int64_t CallStats::* what, std::int64_t n) {
+void DemandReads::count(std::int64_t CallStats::* what, std::int64_t n) {
   stats_.*what += n;
   common_.sums.*what += n;
 }
 
-void Call::add_to(CallStats* stats) const {
+void DemandReads::add_to(CallStats* stats) const {
   for (std::int64_t CallStats::* const what :
        {&CallStats::wanted, &CallStats::hits, &CallStats::reads, &CallStats::bytes_read, &CallStats::wait_ns})
     stats->*what += stats_.*what;
 }
 
-void Call::end() {
+void DemandReads::end() {
   while (reads_.asked_for() > 0) common_.mutex.wait_for_news();
   calling_ = false;
   if (!broken_) return;
   chunks_.waiting.clear();
-  common_.places.nobody_waits();  // for guesses, which may still be on their way
+  common_.places.nobody_waits();  // for prefetched slots, which may still be in flight
   for (Chunk& chunk : chunks_.all) {
     for (const std::int32_t spare : chunk.spares) common_.places.drop(spare);
     chunk.spares.clear();
   }
 }
 
-void Call::abandon() {
+void DemandReads::abandon() {
   broken_ = true;
   end();
 }
 
-void Call::fail(const Wrong& why) noexcept {
+void DemandReads::fail(const ReadError& why) noexcept {
   if (!broken_) problem_ = why;
   common_.recording.lose();
   broken_.store(true, std::memory_order_release);
   common_.mutex.tell();
 }
 
-void Call::leave_out_missing(std::uint8_t* active, std::int64_t tokens, std::int64_t n_hot) {
+void DemandReads::leave_out_missing(std::uint8_t* active, std::int64_t tokens, std::int64_t n_hot) {
   const StoreLayer& l = about();
   const NeuronCache& cache = common_.places.cache();
   const std::int64_t cold = l.neurons - n_hot;
@@ -88,13 +88,13 @@ void Call::leave_out_missing(std::uint8_t* active, std::int64_t tokens, std::int
     const bool there = sure || cache.contains(key() + (n_hot + i) / l.cluster);
     for (std::int64_t t = 0; t < tokens; ++t)
       if (active[t * cold + i] == kIfThere) active[t * cold + i] = there ? 1 : 0;
-    // Slots before the first that is wanted here are somebody else's, who computes them.
-    if (!there && (n_hot + i) / l.cluster >= residents_.first_wanted(layer_)) ++common_.sums.left_out;
+    // Slots before the first wanted one are computed elsewhere and do not count as left out.
+    if (!there && (n_hot + i) / l.cluster >= hot_set_.first_wanted(layer_)) ++common_.sums.left_out;
   }
 }
 
-void Call::expect(std::int64_t n_chunks, bool stream, bool last) {
-  while (reads_.asked_for() > 0) common_.mutex.wait_for_news();  // of the tokens before, if reading has broken
+void DemandReads::expect(std::int64_t n_chunks, bool stream, bool last) {
+  while (reads_.asked_for() > 0) common_.mutex.wait_for_news();  // reads of earlier tokens, if one failed
   if (broken_) return;
   chunks_.expect(n_chunks);
   begun_ = false;
@@ -102,8 +102,8 @@ void Call::expect(std::int64_t n_chunks, bool stream, bool last) {
   last_piece_ = last;
 }
 
-void Call::begin(const std::int64_t* ids, const std::int64_t* counts, std::int64_t chunk_size,
-                 const std::uint8_t* keep) {
+void DemandReads::begin(const std::int64_t* ids, const std::int64_t* counts, std::int64_t chunk_size,
+                        const std::uint8_t* keep) {
   if (broken_) return;
   const std::int64_t n_chunks = chunks_.total;
   for (std::int64_t c = 0; c < n_chunks; ++c) {
@@ -116,10 +116,10 @@ void Call::begin(const std::int64_t* ids, const std::int64_t* counts, std::int64
   const std::int64_t hits_before = common_.sums.hits;
   NeuronCache& cache = common_.places.cache();
   cache.begin();
-  const bool known = common_.layout.mapped() != nullptr, resting = !known && rests();
-  // What is there is pinned before room is made for what is not.
+  const bool known = common_.layout.mapped() != nullptr, resident = !known && is_resident();
+  // Look up all chunks first: this pins what is in the cache before missing slots evict anything.
   for (std::int64_t c = 0; c < n_chunks; ++c) {
-    if (resting)
+    if (resident)
       count(&CallStats::hits, chunks_[c].count);
     else if (!known)
       look_up(c);
@@ -128,13 +128,13 @@ void Call::begin(const std::int64_t* ids, const std::int64_t* counts, std::int64
     else if (chunks_[c].there())
       chunks_.ready.push_back(c);
   }
-  ahead_.drop();  // what nobody wants of it
+  ahead_.drop();  // slots that were read ahead and are not needed
   note_uses(common_.sums.hits - hits_before);
-  if (common_.options.window > 0)  // of calls of this layer: experts are not called for every token
+  if (common_.options.window > 0)  // counted in calls of this layer: not every token calls an expert
     leave_window(&cache, &last_calls_[static_cast<std::size_t>(layer_)], common_.options.window, key(),
                  common_.layout.key_of(layer_ + 1));
   common_.mutex.tell();
-  ask();
+  submit_reads();
   trace_counter(TraceCounter::kHotNeurons, cache.fixed());
   trace_counter(TraceCounter::kColdNeurons, cache.used() - cache.fixed());
   begun_ = true;
@@ -142,7 +142,7 @@ void Call::begin(const std::int64_t* ids, const std::int64_t* counts, std::int64
   read_ahead();
 }
 
-void Call::note_uses(std::int64_t hits) {
+void DemandReads::note_uses(std::int64_t hits) {
   if (!common_.recording.on()) return common_.recording.lose();
   const std::uint8_t* kept = about().cluster == 1 ? keep_anyway_ : nullptr;
   const std::vector<Chunk>& chunks = chunks_.all;
@@ -152,14 +152,13 @@ void Call::note_uses(std::int64_t hits) {
   });
 }
 
-// Whether the layer's neurons are all there, in places that they keep: a cache that has every key evicts nothing, and
-// looking each of them up costs as much as a tenth of what is computed with them. Until a neuron moves, where_ has
-// them.
-bool Call::rests() {
+// Whether the whole layer is in memory and stays where it is. A cache that holds every key evicts nothing, and looking
+// up each neuron costs up to a tenth of the computation. where_ stays valid until a neuron moves.
+bool DemandReads::is_resident() {
   Places& places = common_.places;
   const NeuronCache& cache = places.cache();
   if (cache.used() < cache.keys() || common_.options.window > 0 || common_.recording.on()) return false;
-  Rest& rest = rest_[static_cast<std::size_t>(layer_)];
+  Residency& rest = residency_[static_cast<std::size_t>(layer_)];
   if (rest.changes == cache.changes()) return rest.whole;
   if (reads_.under_way() > 0) return false;
   rest = {cache.changes(), true};
@@ -167,13 +166,13 @@ bool Call::rests() {
   const char** at = where_[static_cast<std::size_t>(layer_)].data();
   for (std::int64_t id = 0; id < l.neurons; ++id) {
     const std::int64_t place = cache.slot_of(key() + id / l.cluster);
-    rest.whole = rest.whole && !places.guessed(place);  // what is wanted of guesses is counted
+    rest.whole = rest.whole && !places.guessed(place);  // their first use is still to be counted
     at[id] = places.at(place) + id % l.cluster * l.neuron_bytes();
   }
   return rest.whole;
 }
 
-void Call::look_up(std::int64_t c) {
+void DemandReads::look_up(std::int64_t c) {
   const StoreLayer& l = about();
   Places& places = common_.places;
   NeuronCache& cache = places.cache();
@@ -207,8 +206,8 @@ void Call::look_up(std::int64_t c) {
   count(&CallStats::hits, hits);
 }
 
-// The spare that this slot of the layer was read into ahead, from now on the chunk's; or -1.
-std::int64_t Call::take_ahead(std::int64_t in_file, Chunk* chunk) {
+// The spare that this slot was read ahead into, now owned by the chunk; -1: none.
+std::int64_t DemandReads::take_ahead(std::int64_t in_file, Chunk* chunk) {
   const std::int32_t spare = ahead_.find(layer_, in_file);
   if (spare < 0) return -1;
   chunk->spares.push_back(spare);
@@ -219,22 +218,22 @@ std::int64_t Call::take_ahead(std::int64_t in_file, Chunk* chunk) {
   return spare;
 }
 
-// Whether a slot that is read gets a place in the cache. What is streamed takes free ones only.
-bool Call::keeps(std::int64_t in_file) const {
+// Whether a slot that is read stays in the cache. Streamed slots only take free places, unless marked.
+bool DemandReads::keeps(std::int64_t in_file) const {
   const NeuronCache& cache = common_.places.cache();
-  if (!stream_ || cache.used() < cache.slots() || residents_.holds(layer_, in_file)) return true;
+  if (!stream_ || cache.used() < cache.slots() || hot_set_.holds(layer_, in_file)) return true;
   return keep_anyway_ != nullptr && about().cluster == 1 && keep_anyway_[in_file] != 0;
 }
 
-void Call::ask() {
+void DemandReads::submit_reads() {
   while (!chunks_.waiting.empty() && !broken_) {
     std::unique_ptr<ReadBatch> batch = take(chunks_.waiting.front());
     if (batch != nullptr) {
-      reads_.submit(std::move(batch), &stats_);  // if there is no memory, that has failed this call
+      reads_.submit(std::move(batch), &stats_);  // without memory this fails the call
       continue;
     }
-    if (ahead_.drop()) continue;  // something has to be read again, which is more urgent
-    // Others may hold every spare when a guess for the one that is to be next has failed.
+    if (ahead_.drop()) continue;  // demand reads need the spares more than read-ahead does
+    // Other chunks may hold every spare when a prefetched slot of the next chunk failed.
     const bool stuck = !chunks_.next_is_there(stream_);
     if (reads_.under_way() == 0 && chunks_.given == chunks_.finished && stuck)
       fail({"no room for what has to be read again"});
@@ -242,17 +241,17 @@ void Call::ask() {
   }
 }
 
-void Call::ask_again() noexcept {
-  if (chunks_.waiting.empty() || !begun_) return;  // begin() asks
+void DemandReads::retry_reads() noexcept {
+  if (chunks_.waiting.empty() || !begun_) return;  // begin() submits them
   try {
-    ask();
+    submit_reads();
   } catch (...) {
     fail(kNoMemory);
   }
 }
 
-// Reads of what the first waiting chunk misses, as far as there are places; null if there are none.
-std::unique_ptr<ReadBatch> Call::take(std::int64_t c) {
+// Reads of what chunk c misses, as far as there are places; null if there is none.
+std::unique_ptr<ReadBatch> DemandReads::take(std::int64_t c) {
   Places& places = common_.places;
   Chunk& chunk = chunks_[c];
   auto batch = std::make_unique<ReadBatch>();
@@ -282,13 +281,13 @@ std::unique_ptr<ReadBatch> Call::take(std::int64_t c) {
   return batch;
 }
 
-// In the cache, or a spare of the chunk (of which it has reserved one); -1 if there is none.
-std::int32_t Call::place_for(std::int64_t in_file, Chunk* chunk) {
+// A cache place, or one of the chunk's spares (it has reserved one); -1: none is free.
+std::int32_t DemandReads::place_for(std::int64_t in_file, Chunk* chunk) {
   Places& places = common_.places;
   NeuronCache& cache = places.cache();
-  // What was to stay may have been read for that meanwhile.
+  // The rebalancer may have read it meanwhile.
   if (keeps(in_file) && !cache.contains(key() + in_file)) {
-    const std::int64_t place = cache.insert(key() + in_file, residents_.holds(layer_, in_file));
+    const std::int64_t place = cache.insert(key() + in_file, hot_set_.holds(layer_, in_file));
     if (place >= 0) return static_cast<std::int32_t>(place);
   }
   if (places.free_spares() == 0) return -1;
@@ -297,8 +296,8 @@ std::int32_t Call::place_for(std::int64_t in_file, Chunk* chunk) {
   return chunk->spares.back();
 }
 
-// Neurons of the chunk are where their slots are going to be.
-void Call::point_to(const Chunk& chunk, const std::vector<Wanted>& wanted) {
+// Points the chunk's neurons to the places that their slots are read into.
+void DemandReads::point_to(const Chunk& chunk, const std::vector<Wanted>& wanted) {
   const StoreLayer& l = about();
   const char** at = where_[static_cast<std::size_t>(layer_)].data();
   auto next = wanted.begin();
@@ -310,22 +309,22 @@ void Call::point_to(const Chunk& chunk, const std::vector<Wanted>& wanted) {
   }
 }
 
-// While a prompt is processed, the layer after this one is read into spares that this one has no use for any more.
-void Call::read_ahead() {
+// Prompts: reads the next layer into spares that this layer no longer needs.
+void DemandReads::read_ahead() {
   while (stream_ && ahead_.whole() && last_piece_ && common_.options.pipeline && !broken_ && chunks_.waiting.empty()) {
     std::unique_ptr<ReadBatch> batch;
     try {
       batch = ahead_.take(layer_);
-    } catch (const std::bad_alloc&) {  // a guess less
+    } catch (const std::bad_alloc&) {  // read-ahead is optional
     }
     if (batch == nullptr || !reads_.submit(std::move(batch), &stats_)) return;
   }
 }
 
-bool Call::arrived(std::int64_t c, const Wanted& slot, bool asked_for, const Wrong& wrong) noexcept {
+bool DemandReads::arrived(std::int64_t c, const Wanted& slot, bool asked_for, const ReadError& wrong) noexcept {
   Chunk& chunk = chunks_[c];
   --chunk.on_the_way;
-  if (wrong && !asked_for && common_.places.is_spare(slot.place)) {  // it is read again elsewhere
+  if (wrong && !asked_for && common_.places.is_spare(slot.place)) {  // the chunk reads it again, into another place
     chunk.spares.erase(std::find(chunk.spares.begin(), chunk.spares.end(), slot.place));
     common_.places.give_back(slot.place);
     const auto kept = std::find_if(chunk.to_keep.begin(), chunk.to_keep.end(),
@@ -349,13 +348,14 @@ bool Call::arrived(std::int64_t c, const Wanted& slot, bool asked_for, const Wro
   return true;
 }
 
-// Without the pipeline, when all reads are over; chunks that wait for spares of those that are there do not count.
-bool Call::may_give() const {
+// Without the pipeline a chunk is given out only when all reads have ended; chunks that wait for spares of finished
+// chunks do not count.
+bool DemandReads::may_give() const {
   if (stream_ && !begun_) return false;
   return chunks_.next_is_there(stream_) && (common_.options.pipeline || (begun_ && reads_.asked_for() == 0));
 }
 
-std::int64_t Call::next() {
+std::int64_t DemandReads::next() {
   if (!over() && !may_give()) wait();
   if (over()) return -1;
   const std::int64_t c = chunks_.take(stream_);
@@ -363,7 +363,7 @@ std::int64_t Call::next() {
   return c;
 }
 
-void Call::wait() {
+void DemandReads::wait() {
   StoreMutex& mutex = common_.mutex;
   const TraceSpan span(Stage::kWait, layer_);
   const Clock::time_point start = Clock::now();
@@ -381,24 +381,24 @@ void Call::wait() {
   count(&CallStats::wait_ns, since(start));
 }
 
-void Call::done(std::int64_t c) {
+void DemandReads::done(std::int64_t c) {
   Places& places = common_.places;
   NeuronCache& cache = places.cache();
   Chunk& chunk = chunks_[c];
   ++chunks_.finished;
   if (chunk.spares.empty() && !stream_) return;
   for (const Wanted& w : chunk.to_keep) {
-    if (cache.contains(key() + w.in_file)) continue;  // it was to stay, and was read for that meanwhile
-    const std::int64_t place = cache.insert(key() + w.in_file, residents_.holds(layer_, w.in_file));
+    if (cache.contains(key() + w.in_file)) continue;  // the rebalancer has read it meanwhile
+    const std::int64_t place = cache.insert(key() + w.in_file, hot_set_.holds(layer_, w.in_file));
     if (place < 0) break;
     places.wanted(place);
     std::memcpy(places.at(place), places.at(w.place), static_cast<std::size_t>(places.bytes()));
-    common_.recording.lose();  // a replay would have it in the cache before
+    common_.recording.lose();  // a replay would insert it earlier
   }
   chunk.to_keep.clear();
   places.give_back(chunk.spares);
   chunk.spares.clear();
-  ask();
+  submit_reads();
   read_ahead();
 }
 
