@@ -24,7 +24,7 @@ from torch_pi2.base.fields import checked
 from torch_pi2.base.memory import is_mapped
 from torch_pi2.base.modules import evaluating, fresh_settings
 from torch_pi2.decode import hf_generate
-from torch_pi2.decode.plan_controller import follow, stop_following
+from torch_pi2.decode.plan_controller import follow
 from torch_pi2.distributed.ranks import Ranks, shared_folder
 from torch_pi2.errors import CalibrationError, DtypeError, StaleArtifactError, check_choice
 from torch_pi2.fitting.fit import LAYER_FITS, cold_neurons, fit_layers
@@ -553,7 +553,6 @@ def restore(model: Model) -> Model:
         ConfigError: weights are quantised, which cannot be undone.
     """
     restore_modules(model)
-    stop_following(model)
     ModelState.detach(model)
     hf_generate.detach(model)
     return model

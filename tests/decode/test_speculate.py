@@ -25,6 +25,7 @@ from torch_pi2.decode.speculate import Pace, PromptLookup
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
+from torch_pi2.layers.prompt import single_steps
 from torch_pi2.rewrite.state import store_of
 from torch_pi2.types.plan import Bucket, HardwarePlan, PromptPlan
 
@@ -124,11 +125,10 @@ def test_a_pass_has_the_hot_neurons_of_one_token() -> None:
     hot = [tuple(max(n, layer.least_hot) for layer in sparse_layers(model)) for n in (0, most)]
     buckets = tuple(Bucket(b, n, (0, 0), (0, 0)) for b, n in zip((1, 4), hot, strict=True))
     x = torch.randn(1, 6, layer.site.hidden, generator=torch.Generator().manual_seed(3))
-    with follow(model, HardwarePlan({}, None, 0, 64, buckets, PromptPlan((5, 5)))), torch.no_grad():
+    follow(model, HardwarePlan({}, None, 0, 64, buckets, PromptPlan((5, 5))))
+    with torch.no_grad():
         alone = torch.cat([layer(row) for row in x.split(1, 1)], 1)
         assert not torch.equal(layer(x), alone)
-        from torch_pi2.layers.prompt import single_steps
-
         with single_steps():
             assert torch.equal(layer(x), alone)
 

@@ -13,8 +13,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from torch import nn
 
@@ -61,9 +60,9 @@ def follow(model: nn.Module, plan: Plan | HardwarePlan) -> PlanController:
     handle, before = ModelState.of(model) or ModelState(), controller_of(model)
     budget = handle.budget
     with nullcontext() if before is None else before._lock:
-        controller = PlanController(handle, hardware, layers)
+        controller = PlanController(handle.store, hardware, layers)
         if before is not None:
-            before._closed = True  # layers and store are the new one's
+            before._replaced = True  # layers and store are the new one's
     handle.controller = controller
     if handle.budget is not budget:  # another thread has called set_budget meanwhile
         controller.refresh()
@@ -80,12 +79,6 @@ def controller_of(model: nn.Module) -> PlanController | None:
     return controller
 
 
-def stop_following(model: nn.Module) -> None:
-    """``model``, which may be dense by now, follows no plan any more; a store stays as it is."""
-    if (controller := controller_of(model)) is not None:
-        controller._leave()
-
-
 class PlanController:
     """Keeps a model to its plan; :func:`follow` makes it. A copy follows no plan, and keeps its hot neurons by batch.
 
@@ -93,17 +86,14 @@ class PlanController:
     ``model.generate`` without beams). Where none is used, call :meth:`batch`. Thread-safe.
 
     Attributes:
-        plan: the plan. bucket: the part of it that is in force.
+        plan: the plan. sequences: how many there are. bucket: the part of the plan that is in force.
     """
 
-    def __init__(self, handle: ModelState, plan: HardwarePlan, layers: Sequence[SparseFFN]) -> None:
-        self.plan, self.bucket = plan, plan.bucket(1)
-        self._lock, self._closed = threading.Lock(), False
-        self._sequences, self._switches = 1, 0
-        self._handle = weakref.ref(handle)
+    def __init__(self, store: Store | None, plan: HardwarePlan, layers: Sequence[SparseFFN]) -> None:
+        self.plan, self.sequences, self.bucket = plan, 1, plan.bucket(1)
+        self._lock, self._replaced = threading.Lock(), False
         #: Weak, so that layers that are taken out of the model (torch_pi2.restore) free their memory.
         self._layers = weakref.WeakSet(layers)
-        store = handle.store
         followed = plan.budget_bytes is not None and store is not None and store.config.engine != "mmap"
         self._store: Store | None = store if followed else None
         self._places = [y.store_layer for y in layers if isinstance(y, OffloadedFFN)] if followed else []
@@ -127,17 +117,17 @@ class PlanController:
         Raises:
             ArtifactError: the store has been closed.
         """
-        if sequences == self._sequences:
+        if sequences == self.sequences:
             return
         with self._lock:
-            if self._closed:
+            if self._replaced:
                 return
             bucket = self.plan.bucket(sequences)
             if bucket is not self.bucket:
                 self._arrange(bucket)
                 self._announce(bucket.batch)
-                self.bucket, self._switches = bucket, self._switches + 1
-            self._sequences = sequences
+                self.bucket = bucket
+            self.sequences = sequences
 
     def refresh(self) -> None:
         """Arrange the store for the bucket in force once more: :func:`torch_pi2.set_budget` has changed the budget.
@@ -146,52 +136,8 @@ class PlanController:
             ArtifactError: the store has been closed.
         """
         with self._lock:
-            if not self._closed:
+            if not self._replaced:
                 self._arrange(self.bucket)
-
-    def stats(self) -> dict[str, int]:
-        """``sequences`` now, the batch size of their ``bucket``, and ``switches`` of buckets so far."""
-        with self._lock:
-            return {"sequences": self._sequences, "bucket": self.bucket.batch, "switches": self._switches}
-
-    def close(self) -> None:
-        """Stop following the plan: layers have their own hot neurons again, a store the cache of its budget.
-
-        Raises:
-            ArtifactError: the store has been closed.
-        """
-        store = self._store
-        if not self._leave() or store is None or store.budget is None:
-            return
-        self._announce(1)
-        share = store.hot_share * store.budget.cache / max(1, store.budget.neurons)
-        store.arrange([int(neurons * share) for neurons, *_ in store.layers()], store.budget.cache)
-        if store.config.preload:
-            store.preload()
-
-    def _leave(self) -> bool:
-        """Let go of the model, but leave its store as it is. Returns whether that had not been done before."""
-        with self._lock:
-            if self._closed:
-                return False
-            self._closed = True
-        for layer in self._layers:
-            if _has_own_hot(layer):
-                layer.by_batch = ()
-            if not _is_expert(layer):
-                layer.dense_from = None
-        handle = self._handle()
-        if handle is not None and handle.controller is self:
-            handle.controller = None
-        return True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __reduce__(self) -> Any:
         return type(None), ()  # of a copy: another store may be open, and it has its own batches
