@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import torch_pi2
 from torch_pi2.decode.decoder import Decoder
+from torch_pi2.decode.hf_generate import ATTRIBUTE
 from torch_pi2.decode.kv_cache import cache_name, cache_of
 
 IDS = torch.tensor([[5, 9, 33, 17, 40]])
@@ -45,7 +46,12 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def by_transformers(model: Any, *args: Any, **kwargs: Any) -> Any:
-    return type(model).generate(model, *args, **kwargs)
+    """What ``model.generate`` gives without our steps."""
+    pool = vars(model).pop(ATTRIBUTE)
+    try:
+        return model.generate(*args, **kwargs)
+    finally:
+        object.__setattr__(model, ATTRIBUTE, pool)
 
 
 ASKED: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ inputs) run as they would without us.
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from torch_pi2.errors import UnsupportedModelError
 from torch_pi2.layers.gpu import device_of
 from torch_pi2.rewrite.state import store_of
 
-_NAME = "generate"
 #: The attribute of a model whose ``generate`` uses our steps.
 ATTRIBUTE = "_torch_pi2_answers"
 #: Longest static cache: a ``max_length`` may be any number if an answer has no expected end.
@@ -44,14 +43,13 @@ class DecoderPool:
     of the model gets an empty pool.
 
     Args:
-        kind: the class of the model, in which :class:`_Generate` is installed (also where the model is unpickled).
+        kind: the class of the model, whose ``generate`` uses our steps from then on (also where it is unpickled).
     """
 
     def __init__(self, kind: Any) -> None:
         self._free: list[tuple[Decoder, object]] = []
         self._class = kind
-        if not isinstance(vars(kind).get(_NAME), _Generate):
-            setattr(kind, _NAME, _Generate(kind))
+        _install(kind)
 
     def __reduce__(self) -> Any:
         return type(self), (self._class,)
@@ -95,32 +93,28 @@ def decoder_for(model: nn.Module, tokens: int, sequences: int, compiled: bool = 
     return Decoder(model, max_tokens=tokens, batch=sequences, compiled=compiled, logits=True)
 
 
-class _Generate:
-    """``generate`` of a class of transformers: ours for models that have the attribute :data:`ATTRIBUTE`.
+def _install(kind: Any) -> None:
+    """Let ``generate`` of a class of transformers use our steps for models that have the attribute :data:`ATTRIBUTE`.
 
-    An attribute of the model could not keep the model alive while it runs, as ``load(folder).generate(...)`` needs,
-    without making a cycle that only the garbage collector frees.
+    A method of the model itself would be a cycle, which only the garbage collector frees.
     """
+    usual = kind.generate
+    if hasattr(usual, ATTRIBUTE):  # the class, or one that it inherits from, has it already
+        return
 
-    def __init__(self, kind: Any) -> None:
-        self._kind, self._own = kind, vars(kind).get(_NAME)
+    @functools.wraps(usual)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        actual: Any = type(self)
+        ours = ATTRIBUTE in vars(self) and not hasattr(actual, "_stepping_for")
+        if ours and all(kwargs.get(name) is None for name in ("custom_generate", *_CACHES)) and _is_plain(self):
+            own = object.__new__(_stepping(actual))
+            object.__setattr__(own, "__dict__", vars(self))
+            object.__setattr__(own, "_stepping_for", self)  # a slot: __dict__ is the model's
+            self = own
+        return usual(self, *args, **kwargs)
 
-    def __get__(self, model: Any, kind: Any = None) -> Any:
-        of = kind if model is None else model
-        usual = getattr(super(self._kind, of), _NAME) if self._own is None else self._own.__get__(model, kind)
-        if model is None or ATTRIBUTE not in vars(model) or hasattr(type(model), "_stepping_for"):
-            return usual
-
-        @functools.wraps(usual)
-        def generate(*args: Any, **kwargs: Any) -> Any:
-            own, kind = model, cast(Any, type(model))
-            if all(kwargs.get(name) is None for name in ("custom_generate", *_CACHES)) and _is_plain(model):
-                own = object.__new__(_stepping(kind))
-                object.__setattr__(own, "__dict__", vars(model))
-                object.__setattr__(own, "_stepping_for", model)  # a slot: __dict__ is the model's
-            return getattr(kind, _NAME)(own, *args, **kwargs)
-
-        return generate
+    setattr(generate, ATTRIBUTE, True)
+    kind.generate = generate
 
 
 def _sample(model: Any, input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> Any:
@@ -206,7 +200,7 @@ def pool_of(model: nn.Module) -> DecoderPool | None:
 def attach(model: nn.Module) -> None:
     """Let ``model.generate`` use our steps, if it is a model of transformers that generates by its class."""
     detach(model)
-    if hasattr(type(model), "_sample") and hasattr(type(model), _NAME):
+    if hasattr(type(model), "_sample") and hasattr(type(model), "generate"):
         object.__setattr__(model, ATTRIBUTE, DecoderPool(type(model)))
 
 
