@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torch_pi2
-from torch_pi2.machine.find import preset
+from torch_pi2.machine.find import find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.observe.accesses import Accesses
 from torch_pi2.types.plan import Plan
@@ -53,7 +53,7 @@ def test_plans_statistics_hardware_and_accesses_are_read() -> None:
     assert second.hardware is not None
     stats = ActivationStats.load(WRITTEN / "2" / "optimised" / "pi2", model_hash=second.model_hash)
     assert sorted(stats.layers) == ["model.layers.0.mlp", "model.layers.1.mlp"]
-    assert Hardware.load(WRITTEN / "2" / "hardware.json").hash == preset("sm8650-ufs4.0").hash
+    assert Hardware.load(WRITTEN / "2" / "hardware.json").hash == find_hardware("sm8650-ufs4.0").hash
     assert Accesses.load(WRITTEN / "2" / "run.accesses").passes > 0
 
 

@@ -23,7 +23,7 @@ from torch_pi2.checkpoint.gguf.families import configuration
 from torch_pi2.checkpoint.gguf.source import GgufCheckpoint
 from torch_pi2.errors import Pi2Error
 from torch_pi2.machine.device import PRESETS, find_device
-from torch_pi2.machine.hardware import Accelerator, Bandwidth, Hardware, Kernel, Line, Rates
+from torch_pi2.machine.hardware import Accelerator, Hardware, Kernel, Line
 from torch_pi2.machine.reads import ReadRate, Reads
 from torch_pi2.observe.accesses import Accesses, StoredLayer
 from torch_pi2.ops import load as load_library
@@ -157,11 +157,11 @@ def write_sound(root: Path) -> None:
 def _machine() -> Hardware:
     """A small one: each field once."""
     lines = (Line(1, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0),)
-    rates = Rates({"int4/int8": Kernel(lines, lines, lines)}, {"signbit": lines}, {"bfloat16": lines})
-    reads = Reads("pread", True, True, 1 << 20, 1.0, 0.0, {"pread": (ReadRate(4096, 1 << 20, 1, 1e4),)})
-    memory, accelerator = (Bandwidth(0, 1, 10.0),), Accelerator("npu", 1 << 30, 1.0, 1.0, 1.0, 1.0, 1.0)
-    about = ({"cpu": "x"}, {"torch": "2"}, {"glue": "y"})
-    return Hardware("a", "measured", *about, 1, 1, 1, rates=rates, reads=reads, accelerator=accelerator, memory=memory)
+    kernels = {"int4/int8": Kernel(lines, lines, lines)}
+    reads = Reads("pread", True, True, 1 << 20, 1.0, 0.0, (ReadRate(4096, 1 << 20, 1, 1e4),))
+    accelerator = Accelerator("npu", 1 << 30, 1.0, 1.0, 1.0, 1.0, 1.0)
+    about = ({"cpu": "x"}, {"torch": "2"}, {"store": "y"})
+    return Hardware("a", "measured", *about, 1, 1, 1, 10.0, kernels=kernels, reads=reads, accelerator=accelerator)
 
 
 def _write_stores(root: Path) -> None:

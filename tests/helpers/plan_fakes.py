@@ -9,18 +9,7 @@ import torch
 from torch import nn
 
 from torch_pi2.layers.of_model import sparse_layers
-from torch_pi2.machine.hardware import (
-    ATTENTION,
-    KERNELS,
-    PREDICTORS,
-    Accelerator,
-    Glue,
-    Hardware,
-    Interference,
-    Kernel,
-    Line,
-    Rates,
-)
+from torch_pi2.machine.hardware import KERNELS, Accelerator, Hardware, Kernel, Line
 from torch_pi2.machine.reads import ReadRate, Reads
 from torch_pi2.planner.model_shape import LayerShape, ModelShape
 from torch_pi2.types.plan import Bucket, HardwarePlan, Plan, PromptPlan
@@ -48,7 +37,7 @@ def fake_hardware(
     """A machine that reads memory at ``run`` GB/s in runs and at ``gather`` gathered, and a drive.
 
     A read takes ``read_us``, of which the drive serves ``lanes`` at once, or its bytes at ``drive`` GB/s. FFN calls
-    pay for bytes and multiplications (dense ones of 32 tokens and more multiply at ``dense_macs_per_us``), others for
+    pay for bytes and multiplications (dense ones of 32 tokens and more multiply at ``dense_macs_per_us``), linears for
     bytes.
     """
 
@@ -71,14 +60,9 @@ def fake_hardware(
         "cores": 2,
         "threads": 2,
         "memory_bytes": 1 << 49,
-        "rates": Rates(
-            dict.fromkeys(KERNELS, ffn),
-            dict.fromkeys(PREDICTORS, (line(1),)),
-            dict.fromkeys(ATTENTION, (line(1),)),
-        ),
-        "glue": Glue(100.0, 0.0, 10.0, 0.0),
-        "reads": Reads("pread", True, True, 1 << 30, drive, 0.0, {"pread": tuple(rates)}),
-        "interference": Interference(1.1, 1.25),
+        "memory_gb_per_s": run,
+        "kernels": dict.fromkeys(KERNELS, ffn),
+        "reads": Reads("pread", True, True, 1 << 30, drive, 6.0, tuple(rates)),
     }
     return Hardware(**fields | changes)
 
@@ -117,7 +101,7 @@ def fake_layer(
         "slot_bytes": -(-neuron // 512) * 512,
         "kernel": "int4/int8",
         "method": method,
-        "predictor": {"lowrank": "lowrank/int4", "signbit": "signbit"}.get(method),
+        "predictor": {"lowrank": "int4/float", "signbit": "int4/int8"}.get(method),
         "rank": 32 if method == "lowrank" else 0,
         "predictor_bytes": {
             "lowrank": 32 * (hidden + intermediate) * 9 // 16,
@@ -136,7 +120,7 @@ def fake_layer(
     return LayerShape(**(given | changes))
 
 
-def fake_shape(layers: int = 4, *, compiled: bool = True, **changes: Any) -> ModelShape:
+def fake_shape(layers: int = 4, **changes: Any) -> ModelShape:
     """So many layers of :func:`fake_layer`, each of other frequencies."""
     made = tuple(fake_layer(f"layers.{i}.mlp", seed=i, **changes) for i in range(layers))
     hidden = made[0].hidden
@@ -146,7 +130,6 @@ def fake_shape(layers: int = 4, *, compiled: bool = True, **changes: Any) -> Mod
         head_bytes=1000 * hidden * 9 // 16,
         head_kernel="int4/int8",
         fixed_bytes=sum(layer.attention_bytes for layer in made) + 2000 * hidden,
-        compiled=compiled,
     )
 
 

@@ -261,8 +261,8 @@ def _render_target(target: dict[str, Any]) -> str:
 def describe_hardware(hardware: Hardware) -> str:
     """What matters most of a profile to a plan."""
     reads, other = hardware.reads, hardware.accelerator
-    memory = ", ".join(f"{b.gb_per_s:.1f} GB/s on {b.threads} threads" for b in hardware.memory if not b.row_bytes)
-    kernels = [{"format": n, **vars(line)} for n, kernel in hardware.rates.kernels.items() for line in kernel.sparse]
+    memory = f"memory {hardware.memory_gb_per_s:.1f} GB/s"
+    kernels = [{"format": n, **vars(line)} for n, kernel in hardware.kernels.items() for line in kernel.sparse]
     names = ("us_per_hot_mb", "us_per_cold_mb", "us_per_gate_mb", "us_per_million_macs")
     rates = [
         {f"depth_{depth}": block / reads.us(1000, block, reads.file_bytes, depth) * 1e3 for depth in _DEPTHS}
@@ -271,15 +271,12 @@ def describe_hardware(hardware: Hardware) -> str:
     ]
     direct = "direct" if reads.direct else "through the page cache"
     parts = [
-        f"{hardware.name}, {hardware.source}: {hardware.threads} threads of {hardware.cores} cores; memory {memory}",
+        f"{hardware.name}, {hardware.source}: {hardware.threads} threads of {hardware.cores} cores; {memory}",
         common.records(kernels, ("format", "tokens", "call_us", *names, "error")),
         common.records(rates, ("MB/s_of_reads_of", *(f"depth_{depth}" for depth in _DEPTHS), "enough"))
         + f"\n{reads.engine}, {direct}, over {common.size(reads.file_bytes)}"
         + ("" if reads.warm else "; NOT WARMED UP: passes over the file differed, figures may be too low"),
-        "\n".join(
-            f"{name}: {', '.join(f'{field} {value:.3g}' for field, value in vars(getattr(hardware, name)).items())}"
-            for name in ("glue", "interference", "store")
-        ),
+        f"store: {', '.join(f'{field} {value:.3g}' for field, value in vars(hardware.store).items())}",
     ]
     if other is not None:
         figures = (f"{name} {value:g}" for name, value in vars(other).items() if type(value) in (int, float))

@@ -44,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fixed-hot-set", action="store_true", default=None, help="the same hot neurons at all batch sizes")
     common.add_old_name(parser, "--one-boundary", "--fixed-hot-set")
     add("--explain", action="store_true", default=None, help="show the prediction only: --out may be left out")
-    add("--eager", action="store_true", help="decoding steps are not compiled")
     add("--activations", choices=ACTIVATIONS, help="with which MODEL is going to be loaded (default: float)")
     common.add_loading(parser)
     common.add_mapped(parser)
@@ -167,7 +166,7 @@ def _subject(args: argparse.Namespace, stats: ActivationStats) -> tuple[Plan, Mo
         config = common.config_of(args)
         model = torch_pi2.optimize(models.load_dense(args), None, config, stats=stats, predictors=predictors)
     plan = get_state(model).plan
-    return plan, ModelShape.of(model, stats, without_hot(plan), compiled=not args.eager)
+    return plan, ModelShape.of(model, stats, without_hot(plan))
 
 
 def _loaded(args: argparse.Namespace) -> Any:

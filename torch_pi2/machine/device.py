@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -87,19 +87,6 @@ _UFS_4_0: dict[str, Any] = {
 }
 
 
-def _halved(row: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in row.items() if key not in _WHERE_FROM}
-    return {**kept, "mb_per_s": row["mb_per_s"] / 2, "assumed": "half of UFS 4.0"}
-
-
-_UFS_3_1: dict[str, Any] = {
-    "name": "ufs-3.1",
-    "source": "assumed: every bandwidth is half of ufs-4.0's, whose interface is twice as fast a lane (HS-G5 after "
-    f"HS-G4). {_PAPER} used a OnePlus Ace 2 with UFS 3.1, and has no figures of its storage",
-    "latency_us": {"value": 10.6, "assumed": "twice that of UFS 4.0"},
-    "max_depth": {"value": 32, "assumed": "as UFS 4.0"},
-    **{part: [_halved(row) for row in _UFS_4_0[part]] for part in ("random", "sequential")},
-}
 _READS = f"{_PAPER}: 1,200K random reads/s"
 _NVME: dict[str, Any] = {
     "name": "nvme",
@@ -123,7 +110,7 @@ _NVME: dict[str, Any] = {
     ],
 }
 #: Descriptions that come with the package; ``from`` is where a figure was published, ``assumed`` what of it was not.
-PRESETS: dict[str, dict[str, Any]] = {preset["name"]: preset for preset in (_UFS_4_0, _UFS_3_1, _NVME)}
+PRESETS: dict[str, dict[str, Any]] = {preset["name"]: preset for preset in (_UFS_4_0, _NVME)}
 
 
 @dataclass(frozen=True)

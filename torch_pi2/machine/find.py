@@ -1,7 +1,7 @@
-"""A hardware profile by name: what was measured on this machine, a file, or a phone as papers describe it.
+"""A hardware profile by name: what was measured on this machine, a file, or a phone as a paper describes it.
 
-Of phones nothing was measured by us; ``notes`` says of every part where it is from or that it is assumed, and the
-profiles have ``source="published"``. P is PowerInfer-2, arXiv 2406.06282v3. Storage is that of
+We have measured no phone: ``notes`` says where each figure is from or that it is assumed, and ``source`` is
+``published``. P is PowerInfer-2, arXiv 2406.06282v3. Storage is that of
 :mod:`torch_pi2.machine.device`, asked by the model that simulates it.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -21,20 +21,7 @@ from torch_pi2.base.package import __version__
 from torch_pi2.errors import ConfigError
 from torch_pi2.machine import process
 from torch_pi2.machine.device import Device, find_device
-from torch_pi2.machine.hardware import (
-    ATTENTION,
-    KERNELS,
-    PREDICTORS,
-    VERSION,
-    Accelerator,
-    Bandwidth,
-    Glue,
-    Hardware,
-    Interference,
-    Kernel,
-    Line,
-    Rates,
-)
+from torch_pi2.machine.hardware import KERNELS, VERSION, Accelerator, Hardware, Kernel, Line
 from torch_pi2.machine.reads import ReadRate, Reads, monotone, six_digits
 
 _P = "PowerInfer-2, arXiv 2406.06282v3"
@@ -49,8 +36,6 @@ _BLOCKS = (4 * _KIB, 8 * _KIB, 16 * _KIB, 32 * _KIB, 64 * _KIB, 256 * _KIB, 512 
 _RANGES = (128 * _MIB, 512 * _MIB)
 _DEPTHS = (1, 2, 4, 8, 16, 32)
 _READS = 4000
-
-PRESETS = ("sm8650-ufs4.0", "sm8475-ufs3.1")
 
 
 def cached_path() -> Path:
@@ -81,7 +66,7 @@ def find_hardware(name: str | Path) -> Hardware:
             )
         return Hardware.load(path)
     if text in PRESETS:
-        return preset(text)
+        return PRESETS[text]()
     if not os.path.lexists(text):
         raise ConfigError(
             "hardware",
@@ -92,93 +77,58 @@ def find_hardware(name: str | Path) -> Hardware:
     return Hardware.load(text)
 
 
-@lru_cache(maxsize=len(PRESETS))
-def preset(name: str) -> Hardware:
-    """The profile of one of ``PRESETS``. Raises KeyError: no such name."""
-    return {"sm8650-ufs4.0": _sm8650, "sm8475-ufs3.1": _sm8475}[name]()
-
-
+@cache
 def _sm8650() -> Hardware:
     notes = {
         "cores": f"{_P}: Snapdragon 8 Gen 3, 1 big, 5 mid and 2 little cores",
         "threads": f"{_P}: compares six CPU cores with the NPU; assumed: the big and the mid ones",
         "memory_bytes": f"{_P}, Table 3: OnePlus 12, 19 GB of 24 available",
-        "memory": f"{_P}: 43.9 GB/s, CPU alone; gathered as well: its LLMFlash reads so much (Table 2)",
-        "rates": f"{_P}: bytes at 43.9 GB/s; {_CPU_PROMPT:g} tokens/s of a 7B INT4 prompt on the CPU. Assumed: one "
-        "token costs bytes alone, of n tokens the share 1 - 1/n of the multiplications beside them (the sign-bit "
-        "predictor's, of bits, are 64 times as fast); 5 us a call; every format alike; attention reads at that speed",
-        "glue": "assumed: 15 us a layer compiled, 150 eager",
-        "reads": f"{_P}: UFS 4.0, through the device ufs-4.0 (docs/DEVICES.md: what of it is assumed)",
-        "interference": "assumed: reads run on one core that does not compute, and cost the others 5 %",
+        "memory_gb_per_s": f"{_P}: 43.9 GB/s, CPU alone; gathered as well: its LLMFlash reads so much (Table 2)",
+        "kernels": f"{_P}: bytes at 43.9 GB/s; {_CPU_PROMPT:g} tokens/s of a 7B INT4 prompt on the CPU. Assumed: one "
+        "token costs bytes alone, of n tokens the share 1 - 1/n of the multiplications beside them; 5 us a call; every "
+        "format alike",
+        "reads": f"{_P}: UFS 4.0, through the device ufs-4.0 (docs/DEVICES.md: what of it is assumed). Assumed: reads "
+        "run on a core that does not compute",
         "store": "assumed: nothing beside the drive",
         "accelerator": f"{_P}: 56 GB/s alone, 59.6 GB/s with the CPU; {_NPU_PROMPT:g} tokens/s of a 7B INT4 prompt. "
         "Memory is the phone's (Table 3: 19 GB). Assumed: 60 us to begin a call and to wait for its end, 5 us to merge",
     }
-    return _phone("sm8650-ufs4.0", notes, 1.0, 19e9, find_device("ufs-4.0"), "Hexagon NPU of Snapdragon 8 Gen 3")
-
-
-def _sm8475() -> Hardware:
-    slower = "assumed: that of sm8650-ufs4.0 times 2/3, as LPDDR5 (51.2 GB/s) is to LPDDR5X (76.8 GB/s)"
-    notes = {
-        "cores": "assumed: 8 (1 + 3 + 4) of Snapdragon 8+ Gen 1",
-        "memory_bytes": f"{_P}, Table 3: OnePlus Ace 2, 11 GB of 16 available",
-        "memory": slower,
-        "rates": slower,
-        "reads": "assumed: the device ufs-3.1 (docs/DEVICES.md), half of UFS 4.0; the paper has no figures of it",
-        "accelerator": slower,
-        **dict.fromkeys(("threads", "glue", "interference", "store"), "assumed: as sm8650-ufs4.0"),
-    }
-    return _phone("sm8475-ufs3.1", notes, 2 / 3, 11e9, find_device("ufs-3.1"), "Hexagon NPU of Snapdragon 8+ Gen 1")
-
-
-def _phone(name: str, notes: dict[str, str], speed: float, memory: float, storage: Device, npu: str) -> Hardware:
-    """``speed``: of memory and of computing, against the first preset."""
-    gb_per_s = _CPU_GB_PER_S * speed
     return Hardware(
-        name=name,
+        name="sm8650-ufs4.0",
         source="published",
         machine={"paper": _P},
         versions={},
         notes=notes,
         cores=8,
         threads=6,
-        memory_bytes=int(memory),
-        memory=(Bandwidth(0, 6, six_digits(gb_per_s)), Bandwidth(2048, 6, six_digits(gb_per_s))),
-        rates=_rates(gb_per_s, _CPU_PROMPT * _WEIGHTS_7B * speed),
-        glue=Glue(150.0, 0.0, 15.0, 0.0),
-        reads=device_reads(storage),
-        interference=Interference(1.05, 1.0),
+        memory_bytes=int(19e9),
+        memory_gb_per_s=_CPU_GB_PER_S,
+        kernels=dict.fromkeys(KERNELS, _kernel(_CPU_GB_PER_S, _CPU_PROMPT * _WEIGHTS_7B)),
+        reads=device_reads(find_device("ufs-4.0")),
         accelerator=Accelerator(
-            name=npu,
-            memory_bytes=int(memory),
+            name="Hexagon NPU of Snapdragon 8 Gen 3",
+            memory_bytes=int(19e9),
             launch_us=60.0,
-            stream_gb_per_s=six_digits(_NPU_GB_PER_S * speed),
-            shared_gb_per_s=six_digits(_BOTH_GB_PER_S * speed),
-            gmacs_per_s=six_digits(_NPU_PROMPT * _WEIGHTS_7B * speed / 1e9),
+            stream_gb_per_s=_NPU_GB_PER_S,
+            shared_gb_per_s=_BOTH_GB_PER_S,
+            gmacs_per_s=six_digits(_NPU_PROMPT * _WEIGHTS_7B / 1e9),
             merge_us=5.0,
         ),
     )
 
 
-def _rates(gb_per_s: float, macs_per_s: float) -> Rates:
-    us_per_mb, us_per_million = 1e3 / gb_per_s, 1e12 / macs_per_s
+#: Profiles that come with the package, by name.
+PRESETS: dict[str, Callable[[], Hardware]] = {"sm8650-ufs4.0": _sm8650}
 
+
+def _kernel(gb_per_s: float, macs_per_s: float) -> Kernel:
     def line(tokens: int, *, cold: bool = True) -> Line:
-        mb = six_digits(us_per_mb)
-        macs = six_digits((1 - 1 / tokens) * us_per_million)
+        mb = six_digits(1e3 / gb_per_s)
+        macs = six_digits((1 - 1 / tokens) * 1e12 / macs_per_s)
         return Line(tokens, 5.0, mb, mb if cold else 0.0, mb if cold else 0.0, macs, 0.0)
 
     sparse, dense = (tuple(line(n, cold=cold) for n in _TOKENS) for cold in (True, False))
-    attention = tuple(Line(n, 5.0, six_digits(us_per_mb), 0.0, 0.0, 0.0, 0.0) for n in _TOKENS)
-    return Rates(
-        kernels=dict.fromkeys(KERNELS, Kernel(sparse, dense, dense)),
-        predictors=dict.fromkeys(PREDICTORS, dense) | {"signbit": tuple(_bits(line) for line in dense)},
-        attention=dict.fromkeys(ATTENTION, attention),
-    )
-
-
-def _bits(line: Line) -> Line:
-    return replace(line, us_per_million_macs=six_digits(line.us_per_million_macs / 64))
+    return Kernel(sparse, dense, dense)
 
 
 def device_reads(device: Device) -> Reads:
@@ -198,5 +148,5 @@ def device_reads(device: Device) -> Reads:
         file_bytes=_RANGES[-1],
         stream_gb_per_s=six_digits(stream),
         cpu_us_per_read=0.0,
-        engines={"pread": rows},
+        rates=rows,
     )

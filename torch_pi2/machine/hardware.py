@@ -1,8 +1,8 @@
 """``Hardware``: what computing and reading cost on one machine, in numbers that were measured there or published.
 
 PowerInfer-2's planner takes "NPU speed for different matrix sizes, CPU sparse speed, memory bandwidth under access
-patterns, storage speed for access sizes" (arXiv 2406.06282v3, section 5). The profile has these, as a line per format
-and number of tokens:
+patterns, storage speed for access sizes" (arXiv 2406.06282v3, section 5). The profile has these; for computing it has a
+line per format and number of tokens:
 
     us = calls * call_us + hot_mb * us_per_hot_mb + cold_mb * us_per_cold_mb + gate_mb * us_per_gate_mb
          + million_macs * us_per_million_macs
@@ -26,11 +26,11 @@ from typing import Any
 from torch_pi2.base.fields import from_json, limited, optional, to_json
 from torch_pi2.base.files import atomic_write, parse_json, read_text
 from torch_pi2.errors import ConfigError
-from torch_pi2.formats import FLOATS, FORMATS, GGML, formats_of
+from torch_pi2.formats import FORMATS, GGML, formats_of
 from torch_pi2.machine.reads import FIX, Reads, check_reads, wrong
 
 FORMAT = "torch_pi2.hardware"
-VERSION = 1
+VERSION = 2
 SOURCES = ("measured", "published")
 
 #: ``weights/activations``.
@@ -43,19 +43,8 @@ KERNELS = (
     "float16/float",
     "float32/float",
 )
-#: Predictors: kind and weights; ``/int8`` at the end: with int8 activations.
-PREDICTORS = (
-    "lowrank/float",
-    "lowrank/int4",
-    "lowrank/int4/int8",
-    "lowrank/int8",
-    "lowrank/int8/int8",
-    "signbit",
-)
-#: The types of keys and values.
-ATTENTION = tuple(sorted(FLOATS))
-#: Fields of older files that nothing reads any more.
-_OBSOLETE = ("thread_factors", "cache_bytes", "cached", "cached_glue")
+#: Fields of version 1 that nothing reads any more.
+_OBSOLETE = ("thread_factors", "cache_bytes", "cached", "cached_glue", "glue", "interference")
 
 
 @dataclass(frozen=True)
@@ -92,45 +81,6 @@ class Kernel:
     sparse: tuple[Line, ...]
     dense: tuple[Line, ...]
     linear: tuple[Line, ...]
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Lines of everything that is computed: ``kernels`` by name, ``predictors`` by name, ``attention`` by dtype."""
-
-    kernels: Mapping[str, Kernel]
-    predictors: Mapping[str, tuple[Line, ...]]
-    attention: Mapping[str, tuple[Line, ...]]
-
-
-@dataclass(frozen=True)
-class Bandwidth:
-    """Memory bandwidth of plain reads, of rows of ``row_bytes`` gathered one by one; 0: of everything in order."""
-
-    row_bytes: int
-    threads: int = limited(1)
-    gb_per_s: float = limited(above=True)
-
-
-@dataclass(frozen=True)
-class Glue:
-    """What a decoder layer takes outside our operators, linear layers and SDPA: norms, rotary embedding, Python.
-
-    ``..._us`` for each layer, ``..._ns_per_number`` for each number of its hidden states.
-    """
-
-    eager_us: float = limited()
-    eager_ns_per_number: float = limited()
-    compiled_us: float = limited()
-    compiled_ns_per_number: float = limited()
-
-
-@dataclass(frozen=True)
-class Interference:
-    """How many times as long computing takes while a drive is read, and reading while all threads compute."""
-
-    compute_while_reading: float = limited(1)
-    read_while_computing: float = limited(1)
 
 
 @dataclass(frozen=True)
@@ -185,7 +135,8 @@ class Hardware:
         name: of the machine or preset. source: ``measured`` or ``published``.
         machine, versions: what was measured, in words. notes: by field, where a figure is from, or what is assumed.
         cores, threads: the machine's cores, and the threads that computed while it was measured.
-        memory_bytes: of the machine. memory: plain reads. rates, glue: with weights in memory, not in caches.
+        memory_bytes: of the machine. memory_gb_per_s: of plain reads in order.
+        kernels: by format (:data:`KERNELS`), with weights in memory, not in caches.
         reads, store: the drive, and what a neuron store costs beside it.
     """
 
@@ -197,11 +148,9 @@ class Hardware:
     cores: int = limited(1)
     threads: int = limited(1)
     memory_bytes: int = limited(1)
-    memory: tuple[Bandwidth, ...] = ()
-    rates: Rates = field(default_factory=lambda: Rates({}, {}, {}))
-    glue: Glue = field(default_factory=lambda: Glue(0.0, 0.0, 0.0, 0.0))
+    memory_gb_per_s: float = limited(above=True)
+    kernels: Mapping[str, Kernel] = field(default_factory=dict)
     reads: Reads = field(default_factory=Reads)
-    interference: Interference = field(default_factory=lambda: Interference(1.0, 1.0))
     store: StoreCosts = field(default_factory=lambda: StoreCosts(0.0, 0.0))
     accelerator: Accelerator | None = None
     _memo: dict[Any, Line] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -210,40 +159,30 @@ class Hardware:
         """What calls for so many tokens cost.
 
         Args:
-            part: ``sparse`` (decoding steps of an FFN), ``dense`` (FFN calls with all neurons), ``linear``,
-                ``predictor`` or ``attention``.
+            part: ``sparse`` (decoding steps of an FFN), ``dense`` (FFN calls with all neurons) or ``linear``.
             name: the kernel (``int4/int8``; for formats of GGUF files and neurons of two formats see
-                :func:`timed_as`), the predictor, or the type of keys and values.
+                :func:`timed_as`).
 
         Raises:
-            ConfigError: the profile has no such name, or ``tokens`` is not above 0.
+            ConfigError: the profile has no such kernel, or ``tokens`` is not above 0.
         """
         key = (part, name, tokens)
         if key not in self._memo:
-            table = {"predictor": "predictors", "attention": "attention"}.get(part, "kernels")
-            entry = getattr(self.rates, table).get(timed_as(name) if table == "kernels" else name)
-            if entry is None:
+            kernel = self.kernels.get(timed_as(name))
+            if kernel is None:
                 raise ConfigError(
-                    f"{table} of hardware {self.name}",
-                    expected=", ".join(getattr(self.rates, table)) or "none",
+                    f"kernels of hardware {self.name}",
+                    expected=", ".join(self.kernels) or "none",
                     found=repr(name),
                     fix="Choose one of these, or measure again with this version: torch-pi2 doctor --measure.",
                 )
-            self._memo[key] = _at(getattr(entry, part) if table == "kernels" else entry, tokens)
+            self._memo[key] = _at(getattr(kernel, part), tokens)
         return self._memo[key]
-
-    def glue_us(self, *, batch: float, hidden: int, compiled: bool) -> float:
-        """Microseconds of a decoder layer outside what :meth:`line` counts, see :class:`Glue`."""
-        glue = self.glue
-        if compiled:
-            return glue.compiled_us + batch * hidden * glue.compiled_ns_per_number * 1e-3
-        return glue.eager_us + batch * hidden * glue.eager_ns_per_number * 1e-3
 
     @property
     def error(self) -> float:
-        """Mean error of the lines with weights in memory, sparse and dense: how well, and how steadily, they fit."""
-        kernels = self.rates.kernels.values()
-        errors = [line.error for kernel in kernels for line in (*kernel.sparse, *kernel.dense)]
+        """Mean error of the lines, sparse and dense: how well, and how steadily, they fit."""
+        errors = [line.error for kernel in self.kernels.values() for line in (*kernel.sparse, *kernel.dense)]
         return math.fsum(errors) / len(errors)
 
     @property
@@ -258,13 +197,15 @@ class Hardware:
 
     @staticmethod
     def from_json(text: str, where: str = "hardware profile") -> Hardware:
-        """Inverse of :meth:`to_json`.
+        """Inverse of :meth:`to_json`; reads version 1, too.
 
         Raises:
             ArtifactError: not such a file, or a number in it makes no sense; names ``where`` and the field.
         """
-        data = parse_json(text, where, FORMAT, VERSION)
-        known = {k: v for k, v in data.items() if k not in ("format", "version", *_OBSOLETE)}
+        data = parse_json(text, where, FORMAT, 1, VERSION)
+        known = {k: v for k, v in data.items() if k not in ("format", "version")}
+        if data["version"] == 1:
+            known = _from_version_1(known, where)
         hardware = from_json(Hardware, known, where, FIX)
         _check(hardware, where)
         return hardware
@@ -277,6 +218,19 @@ class Hardware:
     def load(path: str | Path) -> Hardware:
         """Read the file of :meth:`save`. Raises ArtifactError: there is none, or as :meth:`from_json`."""
         return Hardware.from_json(read_text(path), str(path))
+
+
+def _from_version_1(data: dict[str, Any], where: str) -> dict[str, Any]:
+    """The fields of version 1 as they are now. Raises ArtifactError: one that has moved is missing or damaged."""
+    known = {name: value for name, value in data.items() if name not in _OBSOLETE}
+    try:
+        memory, rates, reads = known.pop("memory"), known.pop("rates"), dict(known["reads"])
+        known["memory_gb_per_s"] = max(figure["gb_per_s"] for figure in memory if figure["row_bytes"] == 0)
+        known["kernels"] = rates["kernels"]
+        reads["rates"] = reads.pop("engines")[reads["engine"]]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        wrong(where, "memory, rates and reads of version 1", "damage")
+    return known | {"reads": reads}
 
 
 def timed_as(kernel: str) -> str:
@@ -308,19 +262,13 @@ def _check(hardware: Hardware, where: str) -> None:
     """Raises ArtifactError for what the types and limits of single fields do not say."""
     if hardware.source not in SOURCES:
         wrong(f"{where}, source", " or ".join(SOURCES), hardware.source)
-    if not any(figure.row_bytes == 0 for figure in hardware.memory):
-        wrong(f"{where}, memory", "a figure of row_bytes 0", hardware.memory)
     check_reads(hardware.reads, f"{where}, reads")
-    rates, lines = hardware.rates, dict[str, tuple[Line, ...]]()
-    for table, allowed in (("kernels", KERNELS), ("predictors", PREDICTORS), ("attention", ATTENTION)):
-        entries: Mapping[str, Any] = getattr(rates, table)
-        if not entries or not entries.keys() <= set(allowed):
-            found = next((name for name in entries if name not in allowed), None)
-            wrong(f"{where}, rates, {table}", f"names of {', '.join(allowed)}", found)
-        for name, entry in entries.items():
-            parts = vars(entry) if isinstance(entry, Kernel) else {"": entry}
-            lines |= {f"{table}, {name}{part and ', '}{part}": found for part, found in parts.items()}
-    for name, of_name in lines.items():
-        tokens = [line.tokens for line in of_name]
-        if not tokens or any(a >= b for a, b in pairwise(tokens)):
-            wrong(f"{where}, rates, {name}", "one line or more, each for more tokens than the one before", tokens)
+    if not hardware.kernels or not hardware.kernels.keys() <= set(KERNELS):
+        found = next((name for name in hardware.kernels if name not in KERNELS), None)
+        wrong(f"{where}, kernels", f"names of {', '.join(KERNELS)}", found)
+    for name, kernel in hardware.kernels.items():
+        for part, lines in vars(kernel).items():
+            tokens = [line.tokens for line in lines]
+            if not tokens or any(a >= b for a, b in pairwise(tokens)):
+                expected = "one line or more, each for more tokens than the one before"
+                wrong(f"{where}, kernels, {name}, {part}", expected, tokens)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from typing import NoReturn
@@ -47,11 +47,11 @@ class Reads:
     """Reading one drive.
 
     Attributes:
-        engine: the fastest of those in ``engines``. direct: past the page cache. warm: two passes over the file took
-            the same time before it was measured (virtual disks have caches of their own; else figures are too low).
+        engine: the fastest. direct: past the page cache. warm: two passes over the file took the same time before it
+            was measured (virtual disks have caches of their own; else figures are too low).
         file_bytes: of the file that was read. stream_gb_per_s: large reads in order.
         cpu_us_per_read: CPU time of one small read, of the system and the engine together.
-        engines: by engine, a row for every combination of its blocks, ranges and depths.
+        rates: a row for every combination of blocks, ranges and depths.
     """
 
     engine: str = ""
@@ -60,12 +60,12 @@ class Reads:
     file_bytes: int = limited(default=0)
     stream_gb_per_s: float = limited(above=True, default=1.0)
     cpu_us_per_read: float = limited(default=0.0)
-    engines: Mapping[str, tuple[ReadRate, ...]] = field(default_factory=dict)
+    rates: tuple[ReadRate, ...] = ()
 
     @cached_property
     def _table(self) -> tuple[list[list[float]], dict[Key, float]]:
         """Points of the three axes, and microseconds that one read takes there."""
-        rows = {(r.block_bytes, r.range_bytes, r.depth): r for r in self.engines[self.engine]}
+        rows = {(r.block_bytes, r.range_bytes, r.depth): r for r in self.rates}
         axes = [sorted({float(key[axis]) for key in rows}) for axis in range(3)]
         return axes, {key: row.depth / row.reads_per_s * 1e6 for key, row in rows.items()}
 
@@ -128,14 +128,11 @@ def monotone(rows: Sequence[ReadRate]) -> tuple[ReadRate, ...]:
 
 
 def check_reads(reads: Reads, where: str) -> None:
-    """Raises ArtifactError: no engine, one without its table, or a table with gaps."""
-    if reads.engine not in reads.engines:
-        wrong(f"{where}, engine", f"one of {', '.join(reads.engines) or 'its engines (there are none)'}", reads.engine)
-    for name, rows in reads.engines.items():
-        at = f"{where}, engines, {name}"
-        found = {(r.block_bytes, r.range_bytes, r.depth) for r in rows}
-        if not rows or len(found) < len(rows) or len(found) < math.prod(map(len, map(set, zip(*found)))):
-            wrong(at, "one row for every combination of its blocks, ranges and depths", f"{len(rows)} rows")
+    """Raises ArtifactError: no reads, or a table with gaps."""
+    found = {(r.block_bytes, r.range_bytes, r.depth) for r in reads.rates}
+    if not found or len(found) < len(reads.rates) or len(found) < math.prod(map(len, map(set, zip(*found)))):
+        expected = "one row for every combination of its blocks, ranges and depths"
+        wrong(f"{where}, rates", expected, f"{len(reads.rates)} rows")
 
 
 def _around(points: Sequence[float], value: float) -> list[tuple[float, float]]:

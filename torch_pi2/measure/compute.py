@@ -1,15 +1,13 @@
-"""Rates of everything that computes: real calls of the operators over grids of sizes, and lines through their times.
+"""Rates of what computes: real calls of the operators over grids of sizes, and lines through their times.
 
-Each call takes other weights than the one before it: from memory, or, of a buffer that the caches hold, from there.
+Each call takes other weights than the one before it, from memory.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +17,7 @@ import torch.nn.functional as F
 from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.formats import FLOATS, FORMATS
 from torch_pi2.layers.prompt import PROMPT_TOKENS, has_tiles, prompt_ffn
-from torch_pi2.machine.hardware import ATTENTION, KERNELS, PREDICTORS, Kernel, Rates
+from torch_pi2.machine.hardware import KERNELS, Kernel
 from torch_pi2.measure.fit import Case, Ready, Samples, Size, time_into
 from torch_pi2.measure.weights import Weights
 from torch_pi2.observe import counters
@@ -42,13 +40,6 @@ _MIXES: tuple[tuple[float | None, float, str, float], ...] = (
 )
 #: From so many tokens on time goes by multiplications, not bytes, and a part of a layer is enough to see it.
 _MANY, _MANY_MACS = 9, 3e9
-#: Key heads, and query heads of each: those of Mistral-7B and of Llama-3.2-1B.
-_HEADS, _QUERIES = 8, 4
-_WIDTHS = (64, 128)
-#: Tokens of keys and values in one call, at most.
-_MOST_TOKENS = 8192
-#: Of predictors' matrices: filling a buffer anew for each size takes longer than the calls.
-_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -57,49 +48,33 @@ class Grid:
 
     Attributes:
         layers: (H, I) of quantised formats; float_layers: of the others, whose bytes are more.
-        ranks: of predictors. lengths: of keys and values, in tokens.
         batches: tokens of a decoding step. tokens: of a call of dense layers.
-        decoders: (H, I) of two decoders whose glue is measured. store: of a model over a store.
-        file_bytes: read from the drive. weights_bytes: of the buffer of weights; 0: many times the caches.
+        store: (H, I) of a model over a store.
+        file_bytes: read from the drive. weights_bytes: of the buffer of weights, far more than caches hold.
     """
 
-    layers: tuple[tuple[int, int], ...]
-    float_layers: tuple[tuple[int, int], ...]
-    ranks: tuple[int, ...]
-    lengths: tuple[int, ...]
+    layers: tuple[tuple[int, int], ...] = ((2048, 8192), (4096, 14336))
+    float_layers: tuple[tuple[int, int], ...] = ((2048, 8192), (4096, 4096))
     kernels: tuple[str, ...] = KERNELS
-    predictors: tuple[str, ...] = PREDICTORS
-    attention: tuple[str, ...] = ATTENTION
     batches: tuple[int, ...] = (1, 2, 4, 8, 16)
     tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 128, 512)
-    decoders: tuple[tuple[int, int], tuple[int, int]] = ((2048, 8192), (4096, 14336))
     store: tuple[int, int] = (2048, 8192)
     file_bytes: int = 512 << 20
-    weights_bytes: int = 0
+    weights_bytes: int = 1 << 30
 
 
-FULL = Grid(((2048, 8192), (4096, 14336)), ((2048, 8192), (4096, 4096)), (256, 1024), (128, 512, 2048))
+FULL = Grid()
 
 
-def rates(weights: Weights, grid: Grid, seconds: float) -> Rates:
+def kernels(weights: Weights, grid: Grid, seconds: float) -> dict[str, Kernel]:
     """The lines of ``grid`` over ``weights``, in about ``seconds``."""
     samples = Samples()
-    parts = (
-        (0.7, len(grid.kernels) * len(grid.layers), _kernel_cases(weights, grid)),
-        (0.15, len(grid.predictors) * len(grid.layers), _predictor_cases(weights, grid)),
-        (0.15, len(grid.attention), _attention_cases(weights, grid)),
-    )
-    for share, count, part in parts:
-        for cases in part:
-            time_into(samples, cases, seconds * share / count)
-    return Rates(
-        kernels={
-            kernel: Kernel(*(samples.lines(f"{kernel} {path}") for path in ("sparse", "dense", "linear")))
-            for kernel in grid.kernels
-        },
-        predictors={name: samples.lines(name) for name in grid.predictors},
-        attention={name: samples.lines(name) for name in grid.attention},
-    )
+    for cases in _kernel_cases(weights, grid):
+        time_into(samples, cases, seconds / (len(grid.kernels) * len(grid.layers)))
+    return {
+        kernel: Kernel(*(samples.lines(f"{kernel} {path}") for path in ("sparse", "dense", "linear")))
+        for kernel in grid.kernels
+    }
 
 
 def _kernel_cases(weights: Weights, grid: Grid) -> Iterator[list[Case]]:
@@ -109,18 +84,12 @@ def _kernel_cases(weights: Weights, grid: Grid) -> Iterator[list[Case]]:
             weights.fill(kind, hidden)
             for name in grid.kernels:
                 if name.partition("/")[0] == kind:
-                    kernel = _Kernel(name, weights, hidden, intermediate)
+                    kernel = KernelCases(name, weights, hidden, intermediate)
                     tokens = kernel.with_switches(grid.tokens)
                     yield [*kernel.sparse(grid.batches), *kernel.dense(tokens), *kernel.linear(tokens)]
 
 
-def sparse_cases(weights: Weights, kernel: str, hidden: int, intermediate: int, batch: int) -> list[Case]:
-    """Decoding calls of one layer; fills ``weights``."""
-    weights.fill(kernel.partition("/")[0], hidden)
-    return list(_Kernel(kernel, weights, hidden, intermediate).sparse((batch,)))
-
-
-class _Kernel:
+class KernelCases:
     """Cases of one format over layers of one size, at least two of which there are in ``weights``."""
 
     def __init__(self, name: str, weights: Weights, hidden: int, intermediate: int) -> None:
@@ -222,76 +191,6 @@ class _Kernel:
         if wants_blocks(kind, count, self.hidden, int8):  # whatever the bytes then mean
             return lambda: partial(torch.ops.pi2.linear_blocks, x_TK, weights.rows(count), None, kind)
         return lambda: partial(torch.ops.pi2.linear, x_TK, weights.rows(count), None, kind, int8)
-
-
-# --- predictors and attention ---
-
-
-def _predictor_cases(weights: Weights, grid: Grid) -> Iterator[list[Case]]:
-    """By predictor and layer; ``weights`` have what the cases given last need."""
-    for name in grid.predictors:
-        kind, _, rest = name.partition("/")
-        rows, _, activations = rest.partition("/")
-        for hidden, intermediate in grid.layers:
-            cases: list[Case] = []
-            # matrices of all ranks lie side by side: filling the buffer for one rank after another is slower
-            for i, rank in enumerate(grid.ranks if kind == "lowrank" else (0,)):
-                part = Weights(buffer=weights.raw.chunk(len(grid.ranks))[i])
-                nbytes, call = _predictor(part, rows, activations == "int8", hidden, intermediate, rank)
-                for batch in grid.batches:
-                    x_TH = torch.randn((batch, hidden), generator=torch.Generator().manual_seed(batch))
-                    ready = partial(call, x_TH.to(torch.bfloat16))
-                    cases.append(Case(name, batch, Size(hot=nbytes), ready))  # bytes stand for multiplications, too
-            yield cases
-
-
-#: Bytes of weights, and what makes a call.
-_Predictor = tuple[int, Callable[[torch.Tensor], Callable[[], object]]]
-
-
-def _predictor(weights: Weights, rows: str, int8: bool, hidden: int, intermediate: int, rank: int) -> _Predictor:
-    a, b = weights.halves(_BYTES)
-    if rank == 0:
-        b.fill("bytes", -(-hidden // 64) * 8)
-        count = min(intermediate, b.count)
-        signbit = torch.ops.pi2.predict_signbit
-        return count * b.row_bytes, lambda x: partial(signbit, x, b.rows(count), hidden, 1.0)
-    stored = "bytes" if rows == "float" else rows
-    a.fill(stored, hidden)
-    b.fill(stored, rank)
-    count, rank = min(intermediate, b.count), min(rank, a.count)
-    nbytes = rank * a.row_bytes + count * b.row_bytes
-    if rows != "float":
-        op = torch.ops.pi2.predict_lowrank_q
-        return nbytes, lambda x: partial(op, x, a.rows(rank), b.rows(count), None, rows, int8, 0.0)
-    scale_r, scale_C = torch.full((rank,), 1e-3), torch.full((count,), 1e-3)
-
-    def ready(x_TH: torch.Tensor) -> Callable[[], object]:
-        a_rH, b_Cr = a.rows(rank).view(torch.int8), b.rows(count).view(torch.int8)
-        return partial(torch.ops.pi2.predict_lowrank, x_TH, a_rH, scale_r, b_Cr, scale_C, None, 0.0)
-
-    return nbytes, ready
-
-
-def _attention_cases(weights: Weights, grid: Grid) -> Iterator[list[Case]]:
-    """By dtype. As :func:`torch_pi2.decode.attention.packed_sdpa` over a static cache: one new token that sees all."""
-    for name in grid.attention:
-        dtype, cases = DTYPES[name], list[Case]()
-        weights.fill(name, 1024)
-        for batch, width, length in product(grid.batches, _WIDTHS, grid.lengths):
-            numbers = 2 * batch * _HEADS * length * width
-            if 2 * numbers * dtype.itemsize > weights.raw.nbytes or batch * length > _MOST_TOKENS:
-                continue
-            generator = torch.Generator().manual_seed(0)
-            query = torch.randn((batch, _HEADS * _QUERIES, 1, width), generator=generator).to(dtype)
-            mask, shape = torch.ones((batch, 1, 1, length), dtype=torch.bool), (2, batch, _HEADS, length, width)
-
-            def ready(query: Any = query, mask: Any = mask, shape: Any = shape) -> Callable[[], object]:
-                key, value = weights.numbers(math.prod(shape)).view(shape)
-                return partial(torch.ops.pi2.attention, query, key, value, mask, shape[-1] ** -0.5)
-
-            cases.append(Case(name, batch, Size(hot=numbers * dtype.itemsize), ready))
-        yield cases
 
 
 @torch.inference_mode()

@@ -1,14 +1,10 @@
-"""What reading a drive takes: a file made for it, warmed up, read by every engine that there is."""
+"""What reading a drive takes: a file is made for it, warmed up, and read by every engine that there is."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
-import threading
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -17,9 +13,7 @@ import torch
 
 from torch_pi2.base.files import not_written, scratch
 from torch_pi2.errors import ArtifactError
-from torch_pi2.machine.hardware import Interference
 from torch_pi2.machine.reads import ReadRate, Reads, monotone, six_digits
-from torch_pi2.measure.fit import Ready, median_us
 from torch_pi2.ops.constants import lists
 
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -36,64 +30,36 @@ _LEAST_S, _TAKES = 0.01, 3
 
 
 class Drive:
-    """A file in a folder on it; what lies below the page cache is warm if two passes over it took the same time."""
+    """A file in a folder on it; what lies below the page cache is warm if two passes over it were equally fast."""
 
     def __init__(self, path: Path, nbytes: int, seconds: float) -> None:
         self.path, self.nbytes = path, nbytes
         self.direct = self._reads_directly()
-        self.warm = False
-        self.stream_gb_per_s = self._warm_up(seconds)
+        self.warm, self.stream_gb_per_s = False, 0.0
+        for _ in range(_PASSES):
+            found = self._read("pread", _STREAM_BLOCK, nbytes, _STREAM_DEPTH, seconds / _PASSES, sequential=True)
+            before, self.stream_gb_per_s = self.stream_gb_per_s, six_digits(found[0] * _STREAM_BLOCK / 1e9)
+            self.warm = before > 0 and abs(self.stream_gb_per_s / before - 1) < _AGREE
+            if self.warm:
+                break
 
     def rate(self, engine: str, block: int, range_bytes: int, depth: int, seconds: float) -> tuple[float, float]:
         """Random reads a second, and CPU seconds of each; zeros: no such engine here."""
-        found = torch.ops.pi2.read_rates(str(self.path), engine, self.direct, block, depth, range_bytes, False, seconds)
-        reads, wall, cpu = found.tolist()
+        return self._read(engine, block, range_bytes, depth, seconds)
+
+    def _read(
+        self, engine: str, block: int, range_bytes: int, depth: int, seconds: float, *, sequential: bool = False
+    ) -> tuple[float, float]:
+        where = (str(self.path), engine, self.direct, block, depth, range_bytes, sequential, seconds)
+        reads, wall, cpu = torch.ops.pi2.read_rates(*where).tolist()
         return (reads / wall, cpu / reads) if reads and wall else (0.0, 0.0)
 
     def _reads_directly(self) -> bool:
-        flag = getattr(os, "O_DIRECT", 0)
         try:
-            os.close(os.open(self.path, os.O_RDONLY | flag))
             torch.ops.pi2.read_rates(str(self.path), "pread", True, 4 * _KIB, 1, 4 * _KIB, False, 1e-3)
-        except (OSError, RuntimeError):  # RuntimeError: the operator's, of a file system that refuses at the first read
+        except RuntimeError:  # of a file system that refuses to open it so, or at the first read
             return False
-        return bool(flag)
-
-    def _warm_up(self, seconds: float) -> float:
-        """GB/s of passes over the whole file, until two agree or the time is over."""
-        end, last = time.perf_counter() + seconds, 0.0
-        for _ in range(_PASSES):
-            started = time.perf_counter()
-            reader = os.open(self.path, os.O_RDONLY)
-            try:
-                if hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(reader, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(reader)
-            per_s = self._pass()
-            if last and abs(per_s / last - 1) < _AGREE:
-                self.warm = True
-                return six_digits(per_s)
-            last = per_s
-            if time.perf_counter() + (time.perf_counter() - started) > end:
-                break
-        return six_digits(last)
-
-    def _pass(self) -> float:
-        """The file once from beginning to end, on four threads' reads of a MiB; GB/s."""
-        file = os.open(self.path, os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if self.direct else 0))
-
-        def read(at: int) -> None:
-            with mmap.mmap(-1, _STREAM_BLOCK) as into:  # aligned as direct reads want it
-                os.preadv(file, [into], at)
-
-        started = time.perf_counter()
-        try:
-            with ThreadPoolExecutor(_STREAM_DEPTH) as pool:
-                list(pool.map(read, range(0, self.nbytes, _STREAM_BLOCK)))
-        finally:
-            os.close(file)
-        return self.nbytes / (time.perf_counter() - started) / 1e9
+        return hasattr(os, "O_DIRECT")
 
 
 @contextmanager
@@ -147,7 +113,7 @@ def reads(drive: Drive, seconds: float) -> Reads:
         file_bytes=drive.nbytes,
         stream_gb_per_s=drive.stream_gb_per_s,
         cpu_us_per_read=six_digits(small[best][typical][1] * 1e6),
-        engines={best: monotone(rows)},
+        rates=monotone(rows),
     )
 
 
@@ -163,22 +129,3 @@ def _medians(
                 return {}
             takes.setdefault((block, depth), []).append(found)
     return {point: sorted(found)[len(found) // 2] for point, found in takes.items()}
-
-
-def interference(drive: Drive, found: Reads, ready: Ready, seconds: float) -> Interference:
-    """Neurons read as fast as the drive gives them, and ``ready``'s calls on all threads: alone, and both at once."""
-    third = seconds / 3
-    depth = found.best_depth(_TYPICAL, drive.nbytes)
-    alone_us = median_us(ready, seconds=third)
-    alone_per_s, _ = drive.rate(found.engine, _TYPICAL, drive.nbytes, depth, third)
-    together: list[float] = []
-
-    def read() -> None:
-        together.append(drive.rate(found.engine, _TYPICAL, drive.nbytes, depth, third)[0])
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    both_us = median_us(ready, seconds=0.9 * third)
-    reader.join()
-    slower = alone_per_s / together[0] if together and together[0] else 1.0
-    return Interference(six_digits(max(1.0, both_us / alone_us)), six_digits(max(1.0, slower)))

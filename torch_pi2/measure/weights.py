@@ -16,28 +16,20 @@ _DEVIATION = {"int4": 4.6, "int8": 74.0}
 
 
 class Weights:
-    """Memory of ``nbytes`` bytes (or ``buffer``, uint8).
+    """Memory of ``nbytes`` bytes.
 
     Calls take parts that begin anywhere in it: what they read is in a cache as seldom as caches are smaller than it.
     """
 
-    def __init__(self, nbytes: int = 0, buffer: torch.Tensor | None = None) -> None:
+    def __init__(self, nbytes: int) -> None:
         load()
-        if buffer is None:
-            buffer = new_tensor([nbytes], torch.uint8)
-            buffer.fill_(1)  # a page never written is one page of zeros, read from cache
-        self.raw = buffer
+        self.raw = new_tensor([nbytes], torch.uint8)
+        self.raw.fill_(1)  # a page never written is one page of zeros, read from cache
         self._generator = torch.Generator().manual_seed(0)
         self._rows = self.raw.view(1, -1)
 
-    def halves(self, most: int) -> tuple[Weights, Weights]:
-        """Two over parts of this one's memory, of at most ``most`` bytes each."""
-        size = min(most, self.raw.nbytes // 2) // 4096 * 4096
-        first, second, *_ = self.raw.split(size)
-        return Weights(buffer=first), Weights(buffer=second)
-
     def fill(self, kind: str, columns: int) -> Weights:
-        """Random rows of ``columns`` numbers, ``int4``, ``int8`` or a float type, or of ``columns`` plain ``bytes``.
+        """Random rows of ``columns`` numbers, ``int4``, ``int8`` or a float type.
 
         Products with inputs of a standard deviation of 1 have about the same.
         """
@@ -53,12 +45,11 @@ class Weights:
             count = max(1, _BLOCK_BYTES // (4 * columns))
             numbers = torch.randn((count, columns), generator=self._generator).mul_(columns**-0.5)
             return numbers.to(DTYPES[kind])
-        size = columns if kind == "bytes" else row_bytes(kind, columns)
+        size = row_bytes(kind, columns)
         count, groups = max(1, _BLOCK_BYTES // size), -(-columns // GROUP)
         rows = torch.randint(256, (count, size), generator=self._generator, dtype=torch.uint8)
-        if kind != "bytes":
-            scale = torch.tensor(columns**-0.5 / _DEVIATION[kind], dtype=torch.float16)
-            rows[:, groups * FORMATS[kind].group_bytes :] = scale.repeat(groups).view(torch.uint8)
+        scale = torch.tensor(columns**-0.5 / _DEVIATION[kind], dtype=torch.float16)
+        rows[:, groups * FORMATS[kind].group_bytes :] = scale.repeat(groups).view(torch.uint8)
         return rows
 
     @property
@@ -79,9 +70,4 @@ class Weights:
     def neuron_rows(self, neurons: int) -> torch.Tensor:
         """``neurons`` neighbours of three rows, beginning anywhere."""
         some: torch.Tensor = self.rows(3 * neurons).unflatten(0, (-1, 3))
-        return some
-
-    def numbers(self, count: int) -> torch.Tensor:
-        """``count`` neighbouring numbers."""
-        some: torch.Tensor = self.rows(-(-count // self._rows.shape[1])).reshape(-1)[:count]
         return some

@@ -1,8 +1,9 @@
 """The cost model: milliseconds of a decoding step, from a model's shape and a machine's rates.
 
 PowerInfer-2 (arXiv 2406.06282, section 5) names what its planner weighs, not how. This is the form that we worked out,
-with terms for what our engine does besides: for each block of a model the linear layers of attention, attention, the
-predictor, hot neurons, cold neurons, and the reads that computing does not hide.
+with terms for what our engine does besides: for each FFN the predictor, hot neurons, cold neurons, and the reads that
+computing does not hide. The rest of a model, the same for all plans, is its linear layers, keys and values; norms and
+Python are left out.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from torch_pi2.types.offload import OffloadConfig
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware
 
-#: Parts of a step, which add up to it. ``attention``: linear layers. ``sdpa``: attention itself. ``glue``: norms,
-#: rotary embedding, residuals, Python. ``io``: reads that computing does not hide, and by how much they slow it down.
-PARTS = ("attention", "sdpa", "predictor", "hot", "cold", "io", "merge", "head", "glue")
+#: Parts of a step, which add up to it. ``rest``: linear layers outside FFNs, and attention. ``io``: reads that are not
+#: hidden by computing, and the CPU time that they take from it.
+PARTS = ("rest", "predictor", "hot", "cold", "io", "merge")
 #: The parts that :func:`ffn_ms` predicts.
 FFN_PARTS = ("predictor", "hot", "cold", "merge")
 #: Bytes of a number in matrix products on a GPU.
 _PRODUCT_BYTES = 2
+#: What multiplying two signs takes, against two numbers.
+_SIGN = 0.25
 #: Prompt lengths at which a layer may switch to computing every neuron.
 _PROMPT_TOKENS = (*range(2, 17), *range(20, 33, 4), *range(40, 65, 8), 80, 96, 112, 128, 160, 192, 256, 320, 384, 512)
 _DEFAULT = OffloadConfig()
@@ -66,15 +69,15 @@ def step_ms(
         missed_L = expected_misses(shape, batch, slots, stay, hot, firsts)
         cached = slots / shape.slots if all(whole_L) else 0.0  # then no layer takes another's place in the cache
     total = dict.fromkeys(PARTS, 0.0)
-    total["head"] = linear_ms(hardware, shape.head_kernel, batch, shape.head_bytes)
+    total["rest"] = linear_ms(hardware, shape.head_kernel, batch, shape.head_bytes)
     for layer, h, first, stays, missed, whole in zip(shape.layers, hot, firsts, stay, missed_L.tolist(), whole_L):
-        ms = _block_ms(shape, layer, hardware, batch, context) | ffn_ms(layer, hardware, batch, h, first)
+        ms = {"rest": rest_ms(layer, hardware, batch, context)} | ffn_ms(layer, hardware, batch, h, first)
         if cache_bytes is not None:
             if whole:
                 missed = layer.slots - max(stays // layer.cluster, cached * layer.slots)
             wanted = cold_neurons(layer, batch, h)
-            _, *read_ms = reads(shape, layer, hardware, missed, wanted, stays, offload)
-            ms["io"] = _io_ms(hardware, read_ms, ms, whole, bool(first))
+            found = reads(shape, layer, hardware, missed, wanted, stays, offload)
+            ms["io"] = _io_ms(hardware, found, ms, whole, bool(first))
             ms["io"] += (wanted + h - first) * hardware.store.lookup_us / 1e3
         for part, took in ms.items():
             total[part] += took
@@ -241,8 +244,9 @@ def ffn_ms(layer: LayerShape, hardware: Hardware, batch: float, hot: int, accele
                 (layer.rank * (layer.hidden + n) if layer.rank else layer.hidden * n) for n in (size - hot, size)
             )
             predictor_bytes = layer.predictor_bytes * weights / every
-            line = hardware.line("predictor", layer.predictor, tokens)
-            predictor_us = line.us(hot=predictor_bytes, macs=tokens * weights, calls=calls)
+            line = hardware.line("linear", layer.predictor, tokens)
+            macs = tokens * weights * (1.0 if layer.rank else _SIGN)
+            predictor_us = line.us(hot=predictor_bytes, macs=macs, calls=calls)
     pairs = tokens * ours * (layer.rows - 1) + float(sums["hot_down"][accelerator]) - hot_down + cold_pairs
     cpu_bytes, cpu_us = hot_bytes + cold_bytes + gate_bytes, 0.0
     if ours == size:
@@ -275,22 +279,17 @@ def _accelerator_us(layer: LayerShape, hardware: Hardware, tokens: float, neuron
     return theirs.ffn_us(batch=batch, neurons=neurons, hidden=layer.hidden, rows=layer.rows, weight_bits=bits)
 
 
-def linear_ms(hardware: Hardware, kernel: str, tokens: float, nbytes: int, calls: int = 1) -> float:
+def linear_ms(hardware: Hardware, kernel: str, tokens: float, nbytes: int) -> float:
     """Milliseconds of linear layers of ``nbytes`` bytes in total."""
     if nbytes == 0:
         return 0.0
-    line = hardware.line("linear", kernel, tokens)
-    return line.us(hot=nbytes, macs=tokens * numbers(kernel, nbytes), calls=calls) / 1e3
+    return hardware.line("linear", kernel, tokens).us(hot=nbytes, macs=tokens * numbers(kernel, nbytes)) / 1e3
 
 
-def _block_ms(shape: ModelShape, layer: LayerShape, hardware: Hardware, batch: int, context: int) -> dict[str, float]:
-    """Attention and glue, where a layer is the first of its block."""
-    if not layer.block:
-        return {}
-    linears = linear_ms(hardware, layer.attention_kernel, batch, layer.attention_bytes, layer.attention_calls)
-    sdpa_us = hardware.line("attention", shape.kv_dtype, batch).us(hot=batch * context * layer.kv_bytes)
-    glue_us = hardware.glue_us(batch=batch, hidden=layer.hidden, compiled=shape.compiled)
-    return {"attention": linears, "sdpa": sdpa_us / 1e3, "glue": glue_us / 1e3}
+def rest_ms(layer: LayerShape, hardware: Hardware, batch: int, context: int) -> float:
+    """Milliseconds of the block before a layer: its linear layers, and reading keys and values from memory."""
+    kv_ms = batch * context * layer.kv_bytes / hardware.memory_gb_per_s / 1e6
+    return linear_ms(hardware, layer.attention_kernel, batch, layer.attention_bytes) + kv_ms
 
 
 def prompt_ffn_ms(layer: LayerShape, hardware: Hardware, tokens: int, hot: int) -> float:
@@ -363,26 +362,22 @@ def reads(
 
 
 def _io_ms(
-    hardware: Hardware, read_ms: Sequence[float], ms: Mapping[str, float], whole: bool, on_accelerator: bool
+    hardware: Hardware, found: tuple[float, float, float], ms: Mapping[str, float], whole: bool, on_accelerator: bool
 ) -> float:
-    """Milliseconds by which reads make a layer longer.
+    """Milliseconds by which reads, as :func:`reads` counts them, make a layer longer.
 
     A layer that is read whole is read while the one before, and what is between them, is computed.
 
     Otherwise reads of cold neurons begin when the predictor has spoken. A layer is computed in chunks in the order in
     which they arrive, so that all but one of them hide behind the other side, whichever takes longer:
-    ``max(R + C / chunks, C + R / chunks)`` instead of ``C``. R, the drive's time, is ``read_while_computing`` times as
-    long as alone; meanwhile computing is ``compute_while_reading`` times as slow. With neurons on an accelerator the
-    hot neurons that are missing are read while what comes before the layer is computed.
+    ``max(R + C / chunks, C + R / chunks)`` instead of ``C``. Each read also takes CPU time, which threads share. With
+    neurons on an accelerator the hot neurons that are missing are read while what comes before the layer is computed.
     """
-    (cold, hot), compute = read_ms, ms["hot"] + ms["cold"]
-    before = ms["attention"] + ms["sdpa"] + ms["glue"]
+    (count, cold, hot), compute = found, ms["hot"] + ms["cold"]
     if whole:
-        return max(0.0, cold + hot - before - compute)
-    exposed = cold + max(0.0, hot - before if on_accelerator else hot)
-    if exposed <= 0:
+        return max(0.0, cold + hot - ms["rest"] - compute)
+    reading = cold + max(0.0, hot - ms["rest"] if on_accelerator else hot)
+    if reading <= 0:
         return 0.0
-    chunks, slower = constants().chunks, hardware.interference
-    reading = exposed * slower.read_while_computing
-    late = max(reading + compute / chunks, compute + reading / chunks) - compute
-    return late + (slower.compute_while_reading - 1) * min(compute, reading)
+    chunks, cpu_ms = constants().chunks, count * hardware.reads.cpu_us_per_read / hardware.threads / 1e3
+    return max(reading + compute / chunks, compute + reading / chunks) - compute + cpu_ms

@@ -60,7 +60,6 @@ def plan_for(
     batches: Sequence[int] = BATCHES,
     context: int = 1024,
     fixed_hot_set: bool = False,
-    compiled: bool = True,
     progress: bool = False,
 ) -> Plan:
     """The model's plan with a part for ``hardware``: what is hot, resident and cached for each number of sequences.
@@ -78,7 +77,6 @@ def plan_for(
         batches: numbers of sequences to plan for. context: tokens of each sequence that memory is planned for.
         fixed_hot_set: the same hot neurons at all batch sizes, so that results do not depend on the batch even where
             predictors miss some.
-        compiled: whether decoding steps will be compiled (:class:`torch_pi2.Decoder`).
         progress: show a bar on standard error (in terminals) if planning takes over two seconds.
 
     Raises:
@@ -97,7 +95,7 @@ def plan_for(
             fix="Pass stats=: of torch_pi2.profile or torch_pi2.watch.",
         )
     base = without_hot(state.plan)
-    shape = ModelShape.of(model, known, base, compiled=compiled)
+    shape = ModelShape.of(model, known, base)
     request = Request(
         shape,
         hardware if isinstance(hardware, Hardware) else find_hardware(hardware),

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -40,7 +42,7 @@ from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import block_of
 
 if TYPE_CHECKING:
-    from torch_pi2.types.stats import ActivationStats
+    from torch_pi2.types.stats import ActivationStats, LayerStats
 
 
 T = TypeVar("T")
@@ -77,13 +79,12 @@ class LayerShape:
         kernel: ``weights/activations``, such as ``int4/int8``, ``bfloat16/float`` or ``q4_k+int8/float``.
         method: a :class:`torch_pi2.types.method.Method`. exact_zeros: neurons that do not fire add exactly zero, and
             their down rows are not read (activations of the ReLU family).
-        predictor: of :data:`torch_pi2.machine.hardware.PREDICTORS`, or None. rank: of a low-rank one.
-            predictor_bytes: as if no neuron were hot. recall: share of firing pairs that it finds.
+        predictor: the kernel whose linear layers take as long as its matrices, or None. rank: of a low-rank one, else
+            0. predictor_bytes: as if no neuron were hot. recall: share of firing pairs that it finds.
             predicted_active: mean share of the neurons from ``base_hot`` on that it lets through, for one token.
         chosen: share of tokens that an expert gets (1: no expert). experts: how many share one call.
-        attention_bytes, attention_kernel, attention_calls: the linear layers before the FFN. 0 bytes, and ``block``
-            false, where the FFN is not the first of its block: it has no attention, norms and Python of its own.
-        kv_bytes: keys and values of one token in this block.
+        attention_bytes, attention_kernel: the linear layers before the FFN. kv_bytes: keys and values of one token in
+            this block. 0 where the FFN is not the first of its block.
         base_hot: the fewest hot neurons, ``LayerPlan.n_hot``: there is no predictor for those before.
         frequencies: (tokens, float64 ``[I]``): share of steps of so many tokens, of different sequences, in which the
             neuron fires for at least one; of an expert, of so many tokens that it gets. Ascending, the first is 1.
@@ -112,8 +113,6 @@ class LayerShape:
     stored_bytes: int = 0
     exact_zeros: bool = True
     experts: int = 1
-    attention_calls: int = 1
-    block: bool = True
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -171,8 +170,6 @@ class ModelShape:
         layers: in plan order. hidden: of the residual stream.
         head_bytes, head_kernel: of the matrix that makes logits.
         fixed_bytes: in memory always: all but predictors, keys and values, and neurons.
-        compiled: whether steps are compiled (:class:`torch_pi2.Decoder`).
-        kv_dtype: of keys and values.
         activations: of a prompt, see :func:`torch_pi2.decode.budget.activation_sizes`.
     """
 
@@ -181,8 +178,6 @@ class ModelShape:
     head_kernel: str
     fixed_bytes: int
     hidden: int
-    compiled: bool
-    kv_dtype: str = "float32"
     activations: tuple[int, int] = (0, 0)
 
     @property
@@ -226,7 +221,7 @@ class ModelShape:
         return replace(made, total=made.smallest + made.in_slots(made.cache))
 
     @staticmethod
-    def of(model: nn.Module, stats: ActivationStats, plan: Plan, *, compiled: bool = True) -> ModelShape:
+    def of(model: nn.Module, stats: ActivationStats, plan: Plan) -> ModelShape:
         """The shape of an optimised model, in memory or over a store.
 
         Linear layers other than FFNs and the head are divided evenly among its blocks. What a profile has no kernels
@@ -235,7 +230,6 @@ class ModelShape:
         Args:
             stats: of the model (profiled, or watched while it ran).
             plan: that it was made with.
-            compiled: whether it is going to be decoded by a compiled :class:`torch_pi2.Decoder`.
 
         Raises:
             ConfigError: no optimised model, or not with this plan; no statistics of a layer.
@@ -244,156 +238,122 @@ class ModelShape:
         check_made_from(
             "statistics to plan with", stats.model_hash, plan.model_hash, "those of FFN weights", "Profile this model."
         )
-        return _Reading(model, stats, plan, compiled).shape()
+        return _shape_of(model, stats, plan)
 
 
-class _Reading:
-    """Reads the numbers from a model."""
+def _shape_of(model: Any, stats: ActivationStats, plan: Plan) -> ModelShape:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    linears = [m for m in model.modules() if isinstance(m, QuantLinear | nn.Linear) and m is not head]
+    config: Any = getattr(model, "config", None)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    firsts: dict[str, str] = {}
+    for layer in plan.layers:
+        firsts.setdefault(block_of(layer.site.key), layer.site.key)
+    layers, state = _layers(model, stats, plan), ModelState.of(model)
+    kernels = Counter[str]()
+    for module in linears:
+        kernels[_kernel(module)] += _weight(module).nbytes
+    before: dict[str, Any] = {
+        "attention_bytes": sum(kernels.values()) // len(firsts),
+        "attention_kernel": max(kernels, key=lambda name: kernels[name], default=layers[0].kernel),
+        "kv_bytes": 0 if config is None else kv_bytes(config, 1, dtype) // len(firsts),
+    }
+    return ModelShape(
+        tuple(replace(layer, **before) if layer.key in firsts.values() else layer for layer in layers),
+        0 if head is None else _weight(head).nbytes,
+        layers[0].kernel if head is None else _kernel(head),
+        state.budget.fixed if state and state.budget else _fixed_bytes(model),
+        plan.layers[0].site.hidden,
+        (0, 0) if config is None else activation_sizes(config, dtype),
+    )
 
-    def __init__(self, model: nn.Module, stats: ActivationStats, plan: Plan, compiled: bool) -> None:
-        self.model, self.stats, self.plan, self.compiled = model, stats, plan, compiled
-        self.parts: dict[str, SparseFFN] = {}
-        for home in homes(model):
-            for part in home.experts() if isinstance(home, SparseExperts) else [home]:
-                self.parts[part.site.key] = part
-        missing = [layer.site.key for layer in plan.layers if layer.site.key not in self.parts]
-        if missing or len(self.parts) != len(plan.layers):
-            raise ConfigError(
-                f"the shape of a {type(model).__name__}",
-                expected=f"a model with the {len(plan.layers)} layers of its plan",
-                found=f"none of {missing[0]}" if missing else f"{len(self.parts)} layers",
-                fix="Pass the model that torch_pi2.optimize or torch_pi2.load gave, with its own plan.",
-            )
-        handle = ModelState.of(model)
-        predictors = handle.predictors if isinstance(handle, SparseState) else {}
-        self.cards = {key: getattr(predictor, "card", None) for key, predictor in predictors.items()}
-        store = None if handle is None else handle.store
-        self.budget: Budget | None = None if handle is None else handle.budget
-        self.entries: dict[str, LayerEntry] = {}
-        self.config = OffloadConfig() if store is None else store.config
-        if store is not None:
-            with StoreReader(store.path) as reader:
-                self.entries = dict(zip(reader.keys, reader.entries, strict=True))
 
-    def shape(self) -> ModelShape:
-        model: Any = self.model
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        linears = [
-            module
-            for module in self.model.modules()
-            if isinstance(module, QuantLinear | nn.Linear) and module is not head and _weight(module).nbytes
-        ]
-        firsts: dict[str, str] = {}
-        for layer in self.plan.layers:
-            firsts.setdefault(block_of(layer.site.key), layer.site.key)
-        blocks = set(firsts.values())
-        attention = sum(_weight(module).nbytes for module in linears) // len(blocks)
-        config: Any = getattr(self.model, "config", None)
-        dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
-        kv = 0 if config is None else kv_bytes(config, 1, dtype) // len(blocks)
-        chosen = chosen_shares(config, [layer.site for layer in self.plan.layers])
-        calls = len(linears) // len(blocks)
-        first_kernel = _most([(_kernel(module), _weight(module).nbytes) for module in linears])
-        layers = []
-        for layer in self.plan.layers:
-            made = self._layer(layer, chosen.get(layer.site.experts, 1.0))
-            if layer.site.key in blocks:
-                made = replace(
-                    made,
-                    attention_bytes=attention,
-                    attention_kernel=first_kernel or made.kernel,
-                    # the compile backend makes one call of q, k and v
-                    attention_calls=max(1, calls - 2 if self.compiled and calls >= 4 else calls),
-                    kv_bytes=kv,
-                    block=True,
-                )
-            layers.append(made)
-        return ModelShape(
-            tuple(layers),
-            0 if head is None else _weight(head).nbytes,
-            layers[0].kernel if head is None else _kernel(head),
-            self.budget.fixed if self.budget else self._fixed(),
-            self.plan.layers[0].site.hidden,
-            self.compiled,
-            dtype_name(dtype),
-            (0, 0) if config is None else activation_sizes(config, dtype),
+def _fixed_bytes(model: nn.Module) -> int:
+    """Bytes of all tensors, each once, but neurons, their orders, and predictors."""
+    seen: dict[int, int] = {}
+    for module in model.modules():
+        sparse = isinstance(module, SparseFFN | SparseExperts)
+        for name, tensor in {**module._parameters, **module._buffers}.items():
+            ours = sparse and (name in ("neuron_rows", "order", "inverse") or name.startswith("predictor_"))
+            if tensor is not None and not ours and not tensor.is_meta:
+                seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(seen.values())
+
+
+def _layers(model: nn.Module, stats: ActivationStats, plan: Plan) -> list[LayerShape]:
+    """The FFNs, without what is before them. Raises ConfigError: ``model`` has other layers than ``plan``."""
+    parts: dict[str, SparseFFN] = {}
+    for home in homes(model):
+        for part in home.experts() if isinstance(home, SparseExperts) else [home]:
+            parts[part.site.key] = part
+    missing = [layer.site.key for layer in plan.layers if layer.site.key not in parts]
+    if missing or len(parts) != len(plan.layers):
+        raise ConfigError(
+            f"the shape of a {type(model).__name__}",
+            expected=f"a model with the {len(plan.layers)} layers of its plan",
+            found=f"none of {missing[0]}" if missing else f"{len(parts)} layers",
+            fix="Pass the model that torch_pi2.optimize or torch_pi2.load gave, with its own plan.",
         )
-
-    def _fixed(self) -> int:
-        """Bytes of all tensors, each once, but neurons, their orders, and predictors."""
-        own = {id(module) for module in self.model.modules() if isinstance(module, SparseFFN | SparseExperts)}
-        seen: dict[int, int] = {}
-        for module in self.model.modules():
-            for name, tensor in {**module._parameters, **module._buffers}.items():
-                ours = id(module) in own and (
-                    name in ("neuron_rows", "order", "inverse") or name.startswith("predictor_")
-                )
-                if tensor is not None and not ours and not tensor.is_meta:
-                    seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return sum(seen.values())
-
-    def _layer(self, layer: LayerPlan, chosen: float) -> LayerShape:
-        site, part = layer.site, self.parts[layer.site.key]
-        kind = format_name(part.weights, part.dtype)
-        entry = self.entries.get(site.key)
-        neuron_bytes = (
-            entry.neuron_bytes if entry else part.neuron_rows[0].nbytes if not part.neuron_rows.is_meta else 0
-        )
+    state, entries, config = ModelState.of(model), dict[str, LayerEntry](), OffloadConfig()
+    predictors = state.predictors if isinstance(state, SparseState) else {}
+    if state is not None and state.store is not None:
+        config = state.store.config
+        with StoreReader(state.store.path) as reader:
+            entries = dict(zip(reader.keys, reader.entries, strict=True))
+    sites = [layer.site for layer in plan.layers]
+    chosen = chosen_shares(getattr(model, "config", None), sites)
+    experts = Counter(site.experts for site in sites)
+    layers = []
+    for layer, site in zip(plan.layers, sites):
+        part, entry = parts[site.key], entries.get(site.key)
+        in_memory = 0 if part.neuron_rows.is_meta else part.neuron_rows[0].nbytes
         predicted = layer.method in PREDICTED and part.has_predictor
-        card = self.cards.get(site.key)
+        card = getattr(predictors.get(site.key), "card", None) if predicted else None
+        # what a predictor missed is not among the frequencies that were counted while it ran
+        recall = 1.0 if card is None or stats.made_by.get("watched") else float(card.recall)
         made = LayerShape(
             key=site.key,
             hidden=site.hidden,
             intermediate=site.intermediate,
             rows=site.rows_per_neuron,
-            neuron_bytes=neuron_bytes,
+            neuron_bytes=entry.neuron_bytes if entry else in_memory,
             slot_bytes=0,
-            kernel=f"{kind}/{'int8' if part.int8_activations else 'float'}",
+            kernel=f"{format_name(part.weights, part.dtype)}/{'int8' if part.int8_activations else 'float'}",
             method=layer.method,
-            predictor=_predictor(part) if predicted else None,
+            predictor=_predictor_kernel(part) if predicted else None,
             rank=0 if part.predictor_a is None else len(part.predictor_a),
             predictor_bytes=_predictor_bytes(part) if predicted else 0,
-            recall=self._recall(card) if predicted else 1.0,
+            recall=recall,
             predicted_active=layer.expected_active,
-            chosen=chosen,
+            chosen=chosen.get(site.experts, 1.0),
             attention_bytes=0,
             attention_kernel="float32/float",
             kv_bytes=0,
             base_hot=site.intermediate if layer.method == Method.DENSE else layer.n_hot,
             cluster=entry.cluster if entry else 1,
-            frequencies=self._frequencies(layer),
+            frequencies=_frequencies(stats[site.key], layer),
             stored_bytes=entry.slot_bytes if entry else 0,
             exact_zeros=exact_zeros(site.activation),
-            experts=1 if site.experts is None else sum(y.site.experts == site.experts for y in self.plan.layers),
-            block=False,
+            experts=1 if site.experts is None else experts[site.experts],
         )
-        return replace(made, slot_bytes=place_bytes([made.entry(0)], self.config))
+        layers.append(replace(made, slot_bytes=place_bytes([made.entry(0)], config)))
+    return layers
 
-    def _recall(self, card: Any) -> float:
-        """Of a predictor; 1 where frequencies were counted while it ran: what it missed is not among them."""
-        if self.stats.made_by.get("watched"):
-            return 1.0
-        return 1.0 if card is None else float(card.recall)
 
-    def _frequencies(self, layer: LayerPlan) -> tuple[tuple[int, np.ndarray], ...]:
-        stats, order = self.stats[layer.site.key], layer.order.long()
-        groups = stats.batch_groups.tolist()
-        found = [
-            (size, (stats.batch_fired[k].double() / n)[order].numpy())
-            for k, (size, n) in enumerate(zip(stats.batch_sizes, groups))
-            if n > 0
-        ]
-        if not found or found[0][0] != 1:
-            one = (
-                stats.fired.double() / stats.tokens if stats.tokens else torch.full(order.shape, layer.expected_active)
-            )
-            found.insert(0, (1, one.double()[order].numpy()))
-        # One more token never makes a neuron fire less: what is measured of few groups says so now and then.
-        rising, least = [], found[0][1]
-        for size, f_I in found:
-            least = np.maximum(least, f_I)
-            rising.append((size, least))
-        return tuple(rising)
+def _frequencies(stats: LayerStats, layer: LayerPlan) -> tuple[tuple[int, np.ndarray], ...]:
+    """By number of tokens, in plan order."""
+    order = layer.order.long()
+    found = [
+        (size, (stats.batch_fired[k].double() / n)[order].numpy())
+        for k, (size, n) in enumerate(zip(stats.batch_sizes, stats.batch_groups.tolist()))
+        if n > 0
+    ]
+    if not found or found[0][0] != 1:
+        one = stats.fired.double() / stats.tokens if stats.tokens else torch.full(order.shape, layer.expected_active)
+        found.insert(0, (1, one.double()[order].numpy()))
+    # One more token never makes a neuron fire less: what is measured of few groups says so now and then.
+    rising = accumulate((f_I for _, f_I in found), np.maximum)
+    return tuple((size, f_I) for (size, _), f_I in zip(found, rising))
 
 
 def _weight(module: Any) -> torch.Tensor:
@@ -407,20 +367,12 @@ def _kernel(module: Any) -> str:
     return f"{dtype_name(module.weight.dtype)}/float"
 
 
-def _most(bytes_of: list[tuple[str, int]]) -> str | None:
-    """The name that most bytes have."""
-    sums: dict[str, int] = {}
-    for name, size in bytes_of:
-        sums[name] = sums.get(name, 0) + size
-    return max(sums, key=lambda name: sums[name]) if sums else None
-
-
-def _predictor(part: SparseFFN) -> str:
-    """Its name in :data:`torch_pi2.machine.hardware.PREDICTORS`."""
+def _predictor_kernel(part: SparseFFN) -> str:
+    """The kernel whose linear layers are most like the predictor's matrices."""
     if part.predictor_signs is not None:
-        return "signbit"
-    int8 = "/int8" if part.int8_activations and part.predictor_weights else ""
-    return f"lowrank/{part.predictor_weights or 'float'}{int8}"
+        return "int4/int8"
+    rounded = part.int8_activations and part.predictor_weights
+    return f"{part.predictor_weights or 'int8'}/{'int8' if rounded else 'float'}"
 
 
 def _predictor_bytes(part: SparseFFN) -> int:

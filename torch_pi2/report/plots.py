@@ -13,6 +13,7 @@ from torch_pi2.base.units import size
 
 #: Parts of a step's time, as the planner's cost model has them.
 PARTS = {
+    "rest": ("outside feed-forward layers", "#4e79a7"),
     "attention": ("attention: linear layers", "#4e79a7"),
     "sdpa": ("attention: keys and values", "#9cc3e6"),
     "predictor": ("predictors", "#a76fa5"),
