@@ -1,4 +1,4 @@
-// The native half of Bundle.kt.
+// The native part of Bundle.kt.
 #include <jni.h>
 
 #include <memory>
@@ -19,8 +19,8 @@ struct Open {
   std::unique_ptr<Session> session;
 };
 
-// Java's strings are UTF-16, and JNI's own conversion is to a "modified UTF-8", which is none of characters beyond
-// U+FFFF. Text passes as bytes, which Kotlin converts.
+// Java's strings are UTF-16, and JNI converts them to a "modified UTF-8", which differs from UTF-8 beyond U+FFFF. So
+// text is passed as bytes, which Kotlin converts.
 std::string bytes_of(JNIEnv* env, jbyteArray array) {
   std::string text(static_cast<std::size_t>(env->GetArrayLength(array)), '\0');
   env->GetByteArrayRegion(array, 0, static_cast<jsize>(text.size()), reinterpret_cast<jbyte*>(text.data()));
@@ -36,7 +36,7 @@ jbyteArray array_of(JNIEnv* env, const std::string& text) {
   return array;
 }
 
-// Bundle's listener. What it throws stays pending.
+// Calls Bundle's listener. Its exceptions stay pending.
 class Listener {
  public:
   Listener(JNIEnv* env, jobject object) : env_(env), object_(object) {
@@ -69,7 +69,7 @@ class Listener {
   jmethodID text_ = nullptr, stops_ = nullptr;
 };
 
-// What Bundle.fail throws is pending then, or what was before.
+// Leaves the exception of Bundle.fail pending, or an earlier one.
 void fail(JNIEnv* env, jclass bundle, const char* line, bool no_room = false) {
   if (env->ExceptionCheck()) return;
   const jmethodID method = env->GetStaticMethodID(bundle, "fail", "([BZ)V");
@@ -77,7 +77,7 @@ void fail(JNIEnv* env, jclass bundle, const char* line, bool no_room = false) {
   if (bytes != nullptr) env->CallStaticVoidMethod(bundle, method, bytes, static_cast<jboolean>(no_room));
 }
 
-// Runs `body`; what it throws becomes an exception of Java's with the same line.
+// Runs `body`; its exceptions become Java exceptions with the same message.
 template <class Result, class Body>
 Result guarded(JNIEnv* env, jclass bundle, Result otherwise, const Body& body) {
   try {
@@ -109,7 +109,7 @@ JNIEXPORT jlong JNICALL Java_org_torchpi2_Bundle_open(JNIEnv* env, jclass bundle
   });
 }
 
-// `request`: a line of --requests. Null without an exception: the listener has stopped it before the first token.
+// `request`: a line of --requests. Returns null without an exception if the listener stopped it before the first token.
 JNIEXPORT jbyteArray JNICALL Java_org_torchpi2_Bundle_generate(JNIEnv* env, jclass bundle, jlong handle,
                                                                jbyteArray request, jobject object) {
   return guarded<jbyteArray>(env, bundle, nullptr, [&]() -> jbyteArray {
@@ -125,7 +125,7 @@ JNIEXPORT jbyteArray JNICALL Java_org_torchpi2_Bundle_generate(JNIEnv* env, jcla
       return array_of(env, report.dump(-1, ' ', false, Json::error_handler_t::replace));
     } catch (const Problem&) {
       if (!stopped) throw;
-      return nullptr;  // or what the listener has thrown is pending
+      return nullptr;  // unless an exception of the listener is pending
     }
   });
 }

@@ -51,11 +51,11 @@ void check_file(const fs::path& path, const FileEntry& entry, Verify verify) {
   if (verify == Verify::kHashes) differ(path, "SHA-256 " + entry.sha256, "SHA-256 " + sha256_of(file));
 }
 
-// Links lead to files of the folder: what a bundle loads is in it.
+// Symbolic links must lead to files of the folder: a bundle loads nothing from outside.
 void check_link(const fs::path& folder, const fs::path& path) {
   std::error_code error;
   const fs::path real = fs::canonical(path, error);
-  if (error || real.parent_path() == fs::canonical(folder, error)) return;  // what is not there is said elsewhere
+  if (error || real.parent_path() == fs::canonical(folder, error)) return;  // missing files are reported elsewhere
   throw Problem(path.string(), "a file of the bundle", "a link to " + real.string(),
                 path.filename() == kStore ? "Copy the file there, or pass --store." : "Copy the file there.");
 }

@@ -1,4 +1,4 @@
-// A bundle's folder.
+// Opens a bundle's folder.
 #pragma once
 
 #include <filesystem>
@@ -7,8 +7,8 @@
 
 namespace pi2::runner {
 
-// Reads the manifest and compares the files of the folder with it; `store`, if not empty, is looked at instead of the
-// folder's model.pi2. Throws Problem, which names the file.
+// Reads the manifest and checks the files of the folder against it. `store`, if not empty, replaces the folder's
+// model.pi2. Throws Problem with the name of the file.
 Manifest open_bundle(const std::filesystem::path& folder, const std::filesystem::path& store, Verify verify);
 
 }  // namespace pi2::runner

@@ -9,7 +9,7 @@
 namespace pi2::runner {
 namespace {
 
-// What Python's str.strip takes for white space.
+// White space as in Python's str.strip.
 bool is_space(char32_t c) {
   return (c >= 0x9 && c <= 0xd) || (c >= 0x1c && c <= 0x20) || c == 0x85 || c == 0xa0 || c == 0x1680 ||
          (c >= 0x2000 && c <= 0x200a) || c == 0x2028 || c == 0x2029 || c == 0x202f || c == 0x205f || c == 0x3000;
@@ -28,7 +28,7 @@ std::string trimmed(const std::string& text) {
   return end == 0 ? "" : text.substr(begin, end - begin);
 }
 
-// The parts of a template, of which there is one more than messages.
+// The parts of a template: one more than messages.
 std::vector<std::string> parts(const Fields& fields, const char* name, std::size_t count) {
   const Json& list = fields.list(name);
   if (list.size() != count || !std::all_of(list.begin(), list.end(), [](const Json& v) { return v.is_string(); })) {

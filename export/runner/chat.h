@@ -1,4 +1,4 @@
-// A talk as the model's chat template writes it.
+// Renders a chat by the model's chat template.
 #pragma once
 
 #include <string>
@@ -12,10 +12,10 @@ struct Message {
   std::string role, content;  // "system", "user" or "assistant"
 };
 
-// A question, or questions and answers by turns up to the next question; a system message may be the first. With
-// chat.json of the bundle, which the exporter has made with the template (export/text.py): no template language is
-// needed here. `where` begins messages. Throws Problem: other roles, the template takes no system message or does more
-// with answers than to write them, or the file is damaged.
+// Renders a question, or alternating questions and answers that end with a question; the first message may be a system
+// message. Uses the bundle's chat.json, which the exporter derives from the template (export/text.py), so that no
+// template language is needed here. `where` begins error messages. Throws Problem for other roles, if the template
+// takes no system message or rewrites earlier answers, or if the file is damaged.
 std::string chat_text(const Json& json, const std::string& where, const std::vector<Message>& messages);
 
 }  // namespace pi2::runner

@@ -19,14 +19,14 @@ namespace fs = std::filesystem;
 
 constexpr const char* kRoot = "/sys/devices/system/cpu";
 
-// The number that a file has; 0: it cannot be read.
+// The number in a file; 0: it cannot be read.
 double number_of(const fs::path& file) {
   std::ifstream in(file);
   double value = 0;
   return in >> value ? value : 0;
 }
 
-// By CPU; empty: not known of all of them.
+// The numbers by CPU; empty if any is unknown.
 std::map<int, double> numbers_of(const fs::path& root, const Cpus& cpus, const char* file) {
   std::map<int, double> found;
   for (const int cpu : cpus) {
@@ -55,7 +55,7 @@ void bind(pid_t thread, const Cpus& cpus) {
   cpu_set_t set;
   CPU_ZERO(&set);
   for (const int cpu : cpus) CPU_SET(static_cast<std::size_t>(cpu), &set);
-  if (sched_setaffinity(thread, sizeof set, &set) == 0 || errno == ESRCH) return;  // ESRCH: it has ended
+  if (sched_setaffinity(thread, sizeof set, &set) == 0 || errno == ESRCH) return;  // ESRCH: the thread has ended
   throw Problem("--cpus", "threads that can be bound to CPUs " + text_of(cpus), std::strerror(errno),
                 "Leave the option out, or change what keeps this process from them.");
 }

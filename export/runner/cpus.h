@@ -1,4 +1,4 @@
-// Which CPUs compute and which read: big cores and little ones, as the paper's schedule has them.
+// Assigns CPUs to computing and reading: big and little cores, as in the paper's schedule.
 #pragma once
 
 #include <filesystem>
@@ -12,33 +12,34 @@ namespace pi2::runner {
 
 using Cpus = std::set<int>;
 
-// "0-3,6". Throws Problem, which names the option.
+// Parses "0-3,6". Throws Problem with the name of the option.
 Cpus parse_cpus(const std::string& option, const std::string& text);
 std::string text_of(const Cpus& cpus);
 
 struct Roles {
-  std::optional<Cpus> compute, read;  // nothing: as the process
-  std::string why;                    // there are none though they were asked for; empty: there are, or they were not
+  std::optional<Cpus> compute, read;  // unset: those of the process
+  std::string why;                    // why none were assigned although requested; else empty
 };
 
-// Of `allowed`, by what the system says in `root` (/sys/devices/system/cpu): those whose capacity is below half of the
-// largest read, or where it tells none those whose highest frequency is below three quarters; the others compute.
+// Divides `allowed` by the system's figures in `root` (/sys/devices/system/cpu): CPUs with less than half of the
+// largest capacity read, or, without capacities, those with less than three quarters of the highest frequency; the
+// others compute.
 Roles auto_roles(const std::filesystem::path& root, const Cpus& allowed);
 
-// CPUs that this thread may use.
+// The CPUs that this thread may use.
 Cpus allowed_cpus();
 
-// What --cpus, --compute-cpus and --read-cpus ask for ("": not given), of CPUs that are there and that this process may
-// use. `threads`: of --threads, 0: not given. Throws Problem: they are not, or there are more threads than CPUs.
+// The roles of --cpus, --compute-cpus and --read-cpus ("": not given). `threads`: --threads, 0: not given. Throws
+// Problem for CPUs that do not exist or that this process may not use, or for more threads than CPUs.
 Roles roles_of(const std::string& cpus, const std::string& compute, const std::string& read, int threads);
 
-// Binds this thread, and all that it starts from now on, to the CPUs that compute. Throws Problem.
+// Binds this thread, and all threads that it starts later, to the computing CPUs. Throws Problem.
 void bind_this_thread(const Roles& roles);
-// Binds those that are there and read or wait for clients: to the CPUs that read, or to all that the process had,
-// `before`. Throws Problem.
+// Binds existing threads that read or wait for clients to the reading CPUs, or to `before`, all CPUs of the process.
+// Throws Problem.
 void bind_readers(const Roles& roles, const Cpus& before);
 
-// For the report: null if nothing was asked for.
+// For the report; null if nothing was requested.
 Json report_of(const Roles& roles);
 
 }  // namespace pi2::runner

@@ -10,13 +10,13 @@ namespace {
 
 constexpr const char* kFix = "Copy the bundle again, or export it again with this version of torch_pi2.";
 
-// All numbers of JSON that every program reads as they are written: 64 bits would wrap, sums of some would overflow.
+// The largest integer that every JSON reader represents exactly. Full 64-bit numbers could overflow in sums.
 constexpr std::int64_t kMost = std::int64_t{1} << 53;
 
 constexpr int kDeepest = 64;
 
-// What JSON is to be that has more than it may; "": it has not. Of text that is no JSON any answer will do: the parser
-// refuses it.
+// The expectation that JSON with too many or too deep values violates; "": none. For invalid JSON any result will do,
+// because the parser refuses it.
 std::string too_much(std::string_view text, std::int64_t most_values) {
   std::int64_t depth = 0, values = 1;
   bool quoted = false;

@@ -1,4 +1,4 @@
-// Values of JSON files, with their types checked.
+// Typed access to the values of JSON files.
 #pragma once
 
 #include <cstdint>
@@ -15,25 +15,26 @@ namespace pi2::runner {
 
 using Json = nlohmann::json;
 
-// Of manifest.json and chat.json, which have a few thousand: JSON in memory takes up to 22 times its text.
+// Limit for manifest.json and chat.json, which have a few thousand values: JSON in memory takes up to 22 times its
+// text.
 constexpr std::int64_t kMostSmall = 1 << 20;
 
-// `where` begins messages, `fix` says what to do (by default to get a sound bundle). Throws Problem: it is no JSON, of
-// more values than it may have, or nested too deeply for what walks through it by recursion.
+// `where` begins error messages, `fix` is their advice (default: get an undamaged bundle). Throws Problem for invalid
+// JSON, too many values, or nesting too deep for recursion.
 Json parse_json(std::string_view text, const std::string& where, const char* fix = nullptr,
                 std::int64_t most_values = std::numeric_limits<std::int64_t>::max());
-// The whole file. Throws Problem: it cannot be read, has more than `most` bytes, or as parse_json.
+// Parses a file. Throws Problem if it cannot be read or has more than `most` bytes, and as parse_json.
 Json read_json(const std::filesystem::path& file, std::int64_t most);
 
-// One JSON object; `where` begins what messages say of it.
+// One JSON object; `where` begins its error messages.
 class Fields {
  public:
-  // `fix`: as above.
+  // `fix`: see parse_json.
   Fields(const Json& data, std::string where, const char* fix = nullptr);
 
   const std::string& where() const { return where_; }
   bool has(const char* name) const { return data_->contains(name) && !(*data_)[name].is_null(); }
-  // Each throws Problem: there is none, or it is of another type.
+  // Each throws Problem if the field is missing or has another type.
   const std::string& text(const char* name) const;
   std::int64_t number(const char* name) const;  // 0 to 2^53
   double real(const char* name) const;
@@ -41,7 +42,7 @@ class Fields {
   const Json& list(const char* name) const;
   Fields sub(const char* name) const;
   std::vector<std::int64_t> numbers(const char* name) const;
-  std::vector<std::string> texts(const char* name) const;  // or one; none is empty
+  std::vector<std::string> texts(const char* name) const;  // or a single one; no empty ones
   const Json& data() const { return *data_; }
 
  private:
@@ -52,9 +53,9 @@ class Fields {
   const char* fix_;
 };
 
-// A value as a line of JSON.
+// A value as one line of JSON.
 std::string line_of(const Json& value);
-// A value in a message: as JSON, cut where it is long.
+// A value for a message: JSON, shortened if long.
 std::string shown(const Json& value);
 
 }  // namespace pi2::runner

@@ -26,7 +26,7 @@ const char* kind_of(mode_t mode) {
 }  // namespace
 
 RegularFile::RegularFile(const std::filesystem::path& file) : file_(file) {
-  // O_NONBLOCK: opening a FIFO would wait for somebody who writes to it.
+  // O_NONBLOCK: opening a FIFO would wait for a writer.
   descriptor_ = ::open(file.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   struct stat about;
   if (descriptor_ < 0 || fstat(descriptor_, &about) != 0) {
@@ -65,7 +65,7 @@ std::string read_file(const std::filesystem::path& file, std::int64_t most) {
   std::string all;
   all.reserve(static_cast<std::size_t>(open.bytes()));
   open.read([&](std::string_view piece) {
-    check(static_cast<std::int64_t>(all.size() + piece.size()));  // it may grow while it is read
+    check(static_cast<std::int64_t>(all.size() + piece.size()));  // the file may grow while it is read
     all += piece;
   });
   return all;

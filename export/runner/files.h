@@ -1,4 +1,4 @@
-// Files that the runner reads.
+// Reading files.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace pi2::runner {
 
-// A regular file, open; of what would block for ever (a FIFO) or has no end (a device) nothing is read.
+// An open regular file. Refuses FIFOs, which could block for ever, and devices, which may have no end.
 class RegularFile {
  public:
   explicit RegularFile(const std::filesystem::path& file);  // Throws Problem.
@@ -17,8 +17,8 @@ class RegularFile {
   RegularFile(const RegularFile&) = delete;
   RegularFile& operator=(const RegularFile&) = delete;
 
-  std::int64_t bytes() const { return bytes_; }  // when it was opened
-  // All of it in order, in pieces. Throws Problem.
+  std::int64_t bytes() const { return bytes_; }  // at opening
+  // Reads the file in pieces, in order. Throws Problem.
   void read(const std::function<void(std::string_view)>& take) const;
 
  private:
@@ -27,7 +27,7 @@ class RegularFile {
   std::int64_t bytes_ = 0;
 };
 
-// All of it. Throws Problem: it has more than `most` bytes, or is none that can be read.
+// Reads a whole file. Throws Problem if it has more than `most` bytes or cannot be read.
 std::string read_file(const std::filesystem::path& file, std::int64_t most);
 
 }  // namespace pi2::runner

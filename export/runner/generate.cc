@@ -75,8 +75,8 @@ class Generation {
     Sampler sampler;
     std::optional<TextStream> text;
     std::optional<Stops> stops;
-    std::string shown = "";       // of text with stop strings
-    const char* full = "length";  // why it ends at its limit
+    std::string shown = "";       // text so far, with stop strings
+    const char* full = "length";  // `ended` if it reaches its limit
   };
 
   bool ended(std::size_t i) const { return !result_.answers[i].ended.empty(); }
@@ -94,7 +94,8 @@ class Generation {
       const PromptPiece piece = next_piece(manifest_, at, std::ssize(ids) - at);
       if (piece.size == 0) {
         logits = program_.read("forward", ids.data() + at, piece.count, behind + at);
-      } else {  // what a piece that is not filled writes behind the prompt is written again, and not read before
+      } else {  // a piece that is not full writes behind the prompt; these positions are overwritten before they are
+                // read
         std::vector<std::int64_t> filled(ids.begin() + at, ids.begin() + at + piece.count);
         filled.resize(static_cast<std::size_t>(piece.size), filled.back());
         logits = program_.read("prefill_" + std::to_string(piece.size), filled.data(), piece.size, behind + at,
@@ -107,7 +108,7 @@ class Generation {
 
   std::size_t lanes() const { return static_cast<std::size_t>(manifest_.lanes); }
 
-  // Those that go on move to the first lanes if a smaller batch then holds them.
+  // Moves the remaining sequences to the first lanes if they then fit a smaller batch.
   void close_ranks(const std::vector<std::size_t>& going) {
     const int smallest =
         *std::lower_bound(manifest_.batches.begin(), manifest_.batches.end(), static_cast<int>(going.size()));
@@ -120,7 +121,7 @@ class Generation {
     program_.fork(std::move(from));
   }
 
-  // One more token for each that has not ended.
+  // Decodes one token for each sequence that has not ended.
   void step() {
     std::vector<std::size_t> going;
     for (std::size_t i = 0; i < sequences_.size(); ++i) {
@@ -133,7 +134,7 @@ class Generation {
     const auto position = [&](std::size_t i) {
       return std::ssize(sequences_[i].prompt) + std::ssize(result_.answers[i].ids) - 1;
     };
-    // Lanes not in use get the token of one that is: it wants no other neurons. What they write is never read.
+    // Unused lanes get the token of a used one, so that they need no further neurons. What they write is never read.
     std::vector<std::int64_t> ids(static_cast<std::size_t>(batch), token(going[0]));
     std::vector<std::int64_t> positions(ids.size(), position(going[0]));
     for (const std::size_t i : going) {
@@ -172,7 +173,7 @@ class Generation {
     result_.sampling_seconds += since(start);
   }
 
-  // What is new of the text, and all of it once the answer has ended, which a stop string may do here.
+  // Emits new text. A stop string may end the answer here; then emits the rest.
   void say(std::size_t i, std::string piece) {
     Answer& answer = result_.answers[i];
     Sequence& one = sequences_[i];
@@ -190,7 +191,7 @@ class Generation {
     if (stream_ && !piece.empty()) stream_(static_cast<int>(i), piece);
   }
 
-  // Answers end as they are.
+  // Ends all answers as they are.
   void interrupt() {
     for (std::size_t i = 0; i < sequences_.size(); ++i) {
       if (ended(i)) continue;
@@ -205,7 +206,7 @@ class Generation {
   const Stream& stream_;
   LogitsFile* logits_;
   std::vector<Sequence> sequences_;
-  std::vector<float> nothing_;  // logits of a sequence that has ended
+  std::vector<float> nothing_;  // logits for sequences that have ended
   Generated result_;
 };
 

@@ -1,4 +1,4 @@
-// What a model's generation_config.json says of choosing tokens.
+// The sampling settings of a model's generation_config.json.
 #pragma once
 
 #include <string>
@@ -10,14 +10,14 @@
 namespace pi2::runner {
 
 struct GenerationConfig {
-  Sampling sampling;  // without the temperature: answers are greedy unless one is asked for
+  Sampling sampling;  // without the temperature: answers are greedy unless the request sets one
   std::vector<std::string> stop;
 };
 
-// What `fields` has of these, but for the temperature. Throws Problem: one is of another type.
+// Reads the settings in `fields`, except the temperature. Throws Problem for wrong types.
 void read_sampling(const Fields& fields, Sampling& s);
 
-// `where` begins messages. Throws Problem: a setting makes no sense.
+// `where` begins error messages. Throws Problem for invalid settings.
 GenerationConfig generation_config(const Json& json, const std::string& where);
 
 }  // namespace pi2::runner

@@ -14,7 +14,7 @@ std::atomic<int> came = 0;
 int interrupted() { return came; }
 void forget_interrupt() { came = 0; }
 
-// A signal that comes before it waits ends it, too.
+// A signal that arrives before the wait ends it, too.
 bool wait_for_input(int fd) {
   sigset_t noted, before;
   sigemptyset(&noted);
@@ -38,11 +38,13 @@ Interruptible::~Interruptible() {
 void Interruptible::listen() {
   struct sigaction action = {};
   action.sa_handler = [](int signal) {
-    if (came == 0 || came == SIGINT) came = signal;  // Ctrl-C may end an answer alone: not what ends the program
+    if (came == 0 || came == SIGINT)
+      came = signal;  // Ctrl-C may only end an answer: keeps a signal that ends the program
   };
   action.sa_flags = static_cast<int>(SA_RESETHAND | SA_RESTART);
   for (std::size_t i = 0; i < std::size(kSignals); ++i) {
-    if (before_[i].sa_handler == SIG_DFL) sigaction(kSignals[i], &action, nullptr);  // not what nohup ignores
+    if (before_[i].sa_handler == SIG_DFL)
+      sigaction(kSignals[i], &action, nullptr);  // ignored signals (nohup) stay ignored
   }
 }
 

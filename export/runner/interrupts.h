@@ -1,4 +1,4 @@
-// Signals that end what this program does, once what it writes is written.
+// Signals end the program after its output is written.
 #pragma once
 
 #include <signal.h>
@@ -7,15 +7,15 @@
 
 namespace pi2::runner {
 
-// The signal that came while an Interruptible was there, or 0.
+// The signal received during the lifetime of an Interruptible, or 0.
 int interrupted();
 void forget_interrupt();
 
-// Returns once `fd` has something to read; false: a signal was noted, or comes while this waits.
+// Waits until `fd` is readable; false: a signal was received before or meanwhile.
 bool wait_for_input(int fd);
 
-// While it is there Ctrl-C, SIGTERM and SIGHUP are noted, and end a poll for input; a second one ends the program at
-// once, as one does before. Signals that are ignored stay so.
+// During its lifetime Ctrl-C, SIGTERM and SIGHUP are recorded and end a wait for input; a second signal ends the
+// program at once. Ignored signals stay ignored.
 class Interruptible {
  public:
   Interruptible();
@@ -23,7 +23,7 @@ class Interruptible {
   Interruptible(const Interruptible&) = delete;
   Interruptible& operator=(const Interruptible&) = delete;
 
-  // After the signal that was forgotten, the next one is noted again.
+  // Forgets a signal and records the next one.
   void listen();
 
   static constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP};

@@ -1,4 +1,4 @@
-// pi2_runner: generates text with a bundle of torch_pi2.export. See options.cc for what it takes.
+// pi2_runner: generates text with a bundle of torch_pi2.export. Options: see options.cc.
 #include <fcntl.h>
 #include <signal.h>
 #include <unistd.h>
@@ -18,7 +18,7 @@
 namespace pi2::runner {
 namespace {
 
-// Text goes elsewhere if standard output is a file of numbers.
+// Prints to standard error if standard output receives a file.
 void say(const Options& o, const std::string& text) {
   const bool taken = o.trace == "-" || o.etdump == "-" || o.logits == "-";
   if (!taken) return print(text);
@@ -42,14 +42,14 @@ std::string answers(const Run& run, bool has_text) {
   return text;
 }
 
-// The one answer that was asked for, and what there is to say of it.
+// Generates and prints one answer and its summary.
 void answer(Session& session, const Options& o) {
   const bool streams = !o.json && o.request.sequences == 1;
-  std::string before = streams && !o.chat ? o.prompt : "";  // printed when it is known to be one that can be answered
+  std::string before = streams && !o.chat ? o.prompt : "";  // printed once the prompt is known to be valid
   const auto show = [&](int, const std::string& text) { say(o, std::exchange(before, "") + text); };
   Run run = session.generate(o, streams ? Stream(show) : Stream());
   if (!before.empty()) say(o, before);
-  session.close();  // what it writes then (the trace) is there before this program says that all went well
+  session.close();  // writes the trace before success is reported
   if (o.json) {
     say(o, line_of(report(run)));
     return;
@@ -58,7 +58,7 @@ void answer(Session& session, const Options& o) {
   std::fprintf(stderr, "%s\n", summary(run).c_str());
 }
 
-// All of them, by which the session is closed at the end.
+// Answers all requests and closes the session.
 void answer_all(Session& session, const Options& o, Lines* lines, Interruptible& signals) {
   const Print print = [&](const std::string& text) { say(o, text); };
   if (o.repeat > 0) {
@@ -72,8 +72,8 @@ void answer_all(Session& session, const Options& o, Lines* lines, Interruptible&
   session.close();
 }
 
-// Without the first three files those that are opened would get their numbers, and what is printed. Read-only: printing
-// fails.
+// If standard descriptors are closed, files opened later would get their numbers and receive printed text. Opens them
+// read-only, so that printing fails.
 void open_standard_files() {
   for (int fd = 0; fd < 3; ++fd) {
     if (fcntl(fd, F_GETFD) == -1 && open("/dev/null", O_RDONLY) != fd) std::abort();
@@ -88,11 +88,11 @@ int main(int argc, char** argv) {
   }
   o.request.stopped = [] { return interrupted() != 0; };
   keep_log();
-  std::optional<HttpServer> server;  // its port is taken before anything is loaded
+  std::optional<HttpServer> server;  // binds its port before anything is loaded
   if (!o.http.empty()) server.emplace(o.http);
-  std::optional<Lines> lines;  // opened before signals are noted, as what opens a FIFO waits for who writes there
+  std::optional<Lines> lines;  // opened before signals are recorded: opening a FIFO waits for its writer
   if (o.talks || !o.requests.empty()) lines.emplace(o.talks ? "-" : o.requests);
-  Interruptible signals;  // before files are begun, and until they are whole
+  Interruptible signals;  // from before files are started until they are complete
   Session session(o);
   if (server) {
     serve_http(session, o, *server, [&](const std::string& text) { say(o, text); });
@@ -106,7 +106,7 @@ int main(int argc, char** argv) {
   return 0;
 }
 
-// Needs none itself.
+// Allocates nothing.
 void say_no_memory() {
   constexpr char kText[] =
       "pi2_runner: memory: expected enough for the bundle and the answers, found none. Give it more, or a smaller "
@@ -114,7 +114,7 @@ void say_no_memory() {
   (void)!write(STDERR_FILENO, kText, sizeof(kText) - 1);
 }
 
-// Where nothing can be thrown any more, as in destructors of JSON values, which ask for memory: what ends it is said.
+// Terminate handler: reports why, for example if a destructor of a JSON value runs out of memory.
 [[noreturn]] void last_words() {
   try {
     if (std::current_exception() != nullptr) std::rethrow_exception(std::current_exception());
@@ -131,7 +131,7 @@ void say_no_memory() {
 
 int main(int argc, char** argv) {
   pi2::runner::open_standard_files();
-  signal(SIGPIPE, SIG_IGN);  // it is an error of writing, which is said
+  signal(SIGPIPE, SIG_IGN);  // becomes a reported write error
   std::set_terminate(pi2::runner::last_words);
   int code = 2;
   try {
@@ -142,7 +142,7 @@ int main(int argc, char** argv) {
     std::fflush(stdout);
     std::fprintf(stderr, "pi2_runner: %s\n", error.what());
   }
-  // Whoever started it sees what ended it.
+  // The parent process sees which signal ended the program.
   if (const int signal = pi2::runner::interrupted(); signal != 0) raise(signal);
   return code;
 }

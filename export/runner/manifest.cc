@@ -20,7 +20,7 @@ bool is_checksum(std::string_view text) {
 
 std::uint32_t checksum_of(const std::string& text) { return static_cast<std::uint32_t>(std::stoul(text, nullptr, 16)); }
 
-// The first line is {"crc32c": "0123abcd", of all bytes behind its end.
+// The first line is {"crc32c": "0123abcd", the checksum of all bytes after it.
 void check_itself(std::string_view text, const std::string& where) {
   constexpr std::string_view kBefore = "{\"crc32c\": \"", kBehind = "\",\n";
   constexpr std::size_t kDigits = 8, kLine = kBefore.size() + kDigits + kBehind.size();
@@ -42,10 +42,10 @@ std::int64_t at_most(const Fields& fields, const char* name, std::int64_t most) 
   throw Problem(fields.where() + ", " + name, "at most " + std::to_string(most), std::to_string(value), kCopy);
 }
 
-// As an int.
+// A count as int.
 int count(const Fields& fields, const char* name) { return static_cast<int>(at_most(fields, name, 1 << 20)); }
 
-// Programs of one version of ExecuTorch run with no other.
+// Programs only run with the version of ExecuTorch that made them.
 void check_version(const std::string& made, const std::string& where) {
   if (made.empty() || made.substr(0, made.find('+')) == PI2_EXECUTORCH_VERSION) return;
   throw Problem(where + ", made_by", "executorch " PI2_EXECUTORCH_VERSION ", as this runner is built with", made,
@@ -89,7 +89,7 @@ FileEntry read_entry(const Fields& fields) {
   return {fields.number("bytes"), checksum_of(checksum), fields.text("sha256")};
 }
 
-// Names of files of the folder itself.
+// File names without folders.
 void check_name(const std::string& name, const std::string& where) {
   const bool strange = std::any_of(name.begin(), name.end(),
                                    [](unsigned char c) { return c == '/' || c == '\\' || std::iscntrl(c) != 0; });

@@ -28,7 +28,7 @@ Json spread(std::vector<double> values) {
           {"max", values.back()}};
 }
 
-// The first line; nothing: it cannot be read.
+// The first line of a file; "" if it cannot be read.
 std::string first_line(const fs::path& file) {
   std::ifstream in(file);
   std::string line;
@@ -36,7 +36,7 @@ std::string first_line(const fs::path& file) {
   return line;
 }
 
-// By `name` of what is in `folder`, the number that `file` has of it, times `scale`.
+// For each entry of `folder`: the number in its `file` times `scale`, keyed by its `name`.
 Json read_all(const fs::path& folder, const std::string& prefix, const char* name, const char* file, double scale) {
   Json found = Json::object();
   std::error_code error;
@@ -50,7 +50,7 @@ Json read_all(const fs::path& folder, const std::string& prefix, const char* nam
   return found;
 }
 
-// Degrees Celsius by thermal zone, and percent by battery, as far as the system tells.
+// Degrees Celsius by thermal zone and percent by battery, where available.
 Json conditions() {
   const fs::path sys = "/sys";
   return {{"celsius", read_all(sys / "class/thermal", "thermal_zone", "type", "temp", 1e-3)},
@@ -68,7 +68,7 @@ Json measure(Session& session, const Options& o) {
     try {
       said = report(session.generate(o, Stream()));
     } catch (const Problem&) {
-      if (interrupted() == 0) throw;  // else it was in its prompt
+      if (interrupted() == 0) throw;  // otherwise a signal ended it during the prompt
     }
     if (interrupted() != 0) break;
     if (round < 0) continue;

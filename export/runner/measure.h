@@ -1,4 +1,4 @@
-// The same prompt several times, for figures.
+// Measures repeated runs of the same prompt.
 #pragma once
 
 #include <string>
@@ -7,9 +7,9 @@
 
 namespace pi2::runner {
 
-// Of the rounds that were measured before a signal came: tokens per second as median, percentiles and extremes, and
-// what the system says of temperatures and battery before and after. Throws Problem, also if there was none.
+// Returns, for the rounds completed before a signal, tokens per second (median, percentiles, extremes), and
+// temperatures and battery before and after. Throws Problem, also if no round was completed.
 Json measure(Session& session, const Options& o);
-std::string measured_text(const Json& found);  // for people, lines
+std::string measured_text(const Json& found);  // lines of text
 
 }  // namespace pi2::runner

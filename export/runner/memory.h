@@ -1,4 +1,4 @@
-// Memory of this process.
+// Memory of the process.
 #pragma once
 
 #include <cstdint>
@@ -6,17 +6,17 @@
 namespace pi2::runner {
 
 struct Memory {
-  std::int64_t resident = 0, peak = 0;  // bytes, with pages of mapped files
-  std::int64_t anonymous = 0;           // of them what no file backs
+  std::int64_t resident = 0, peak = 0;  // bytes, including pages of mapped files
+  std::int64_t anonymous = 0;           // resident bytes without a file
 };
 
-// As Linux says in /proc; zeros where that cannot be read.
+// From /proc; zeros if it cannot be read.
 Memory memory_of_process();
 
-// From now on threads share a heap: with one each, as many of them keep what they have freed.
+// Makes threads share one heap: separate heaps would each keep freed memory.
 void share_heap();
 
-// Gives back what was freed since the start: a tokenizer's file in pieces takes much more than what is kept of it.
+// Returns freed memory to the system: parsing a tokenizer's file takes much more memory than the tokenizer.
 void trim_heap();
 
 }  // namespace pi2::runner

@@ -12,7 +12,7 @@ namespace {
 
 constexpr const char* kFix = kCorrectRequest;
 
-// Fields that would change the answer and are not done, and the values that ask for nothing (besides null).
+// Unsupported fields that would change the answer, and their values (besides null) that request nothing.
 constexpr std::pair<const char*, const char*> kNotDone[] = {{"audio", "[]"},
                                                             {"echo", "[false]"},
                                                             {"frequency_penalty", "[0]"},
@@ -43,7 +43,7 @@ void check_not_done(const Fields& fields) {
   }
 }
 
-// A text, or parts of one.
+// A text, or a list of text parts.
 std::string content_of(const Fields& message) {
   if (!message.has("content") || !message.data()["content"].is_array()) return message.text("content");
   std::string text;

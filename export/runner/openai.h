@@ -1,5 +1,4 @@
-// Requests and answers in the shape of OpenAI's API: what a body says as a line of --requests (request_line.h), and
-// what came of it.
+// OpenAI's API: converts request bodies to lines of --requests (request_line.h), and runs to answers.
 #pragma once
 
 #include <cstdint>
@@ -10,29 +9,28 @@
 
 namespace pi2::runner {
 
-// Of one request.
+// One request.
 struct Asked {
   Json line;           // for request_of
   bool chat = false;   // /v1/chat/completions, else /v1/completions
-  bool usage = false;  // a stream ends with it
+  bool usage = false;  // a stream ends with its usage
   std::string model;   // empty: any
 };
 
-// Throws Problem: a field is wrong, or asks for what is not done, or for more choices than there are lanes. Fields that
-// nobody knows are left out of account.
+// Throws Problem for invalid or unsupported fields, or more choices than lanes. Ignores unknown fields.
 Asked asked_of(const std::string& body, bool chat, int lanes);
 
-// Answers to one request, by name of the model.
+// Answers to one request, with the name of the model.
 class OpenAiAnswer {
  public:
   OpenAiAnswer(const Asked& asked, std::string model, std::int64_t number);
 
   Json whole(const Run& run) const;
-  // Pieces of a stream: before the first of all a chat has one that says who speaks.
+  // Pieces of a stream: a chat starts with one that gives the role.
   Json role(int choice) const;
   Json piece(int choice, const std::string& text) const;
   Json last(int choice, const Answer& answer) const;  // why it ended
-  Json usage(const Run& run) const;                   // behind all others, if it is asked for
+  Json usage(const Run& run) const;                   // after all others, if requested
 
  private:
   Json with(const char* object, Json choices) const;

@@ -17,7 +17,7 @@ namespace {
 
 constexpr const char* kFix = "Correct it; --help lists the options.";
 
-// All of `text` as a number within [low, high].
+// Parses all of `text` as a number within [low, high].
 template <class T>
 T number(const std::string& name, const std::string& text, T low, T high, const std::string& expected) {
   T value{};
@@ -28,8 +28,8 @@ T number(const std::string& name, const std::string& text, T low, T high, const 
   return value;
 }
 
-// The decimal number that `text` begins with, and the bytes that it takes; 0: there is none. Not std::from_chars, which
-// the C++ library of the NDK lacks for double. Only characters of such numbers reach strtod, and no locale was set.
+// The decimal number at the start of `text` and its length; 0: none. std::from_chars for double is missing in the NDK's
+// C++ library. Only characters of such numbers reach strtod, and no locale is set.
 std::pair<double, std::size_t> leading_double(const std::string& text) {
   const std::size_t most = std::min(text.find_first_not_of("0123456789.eE+-"), text.size());
   const std::string part = text.substr(0, most);
@@ -59,7 +59,7 @@ std::vector<std::int64_t> token_ids(const std::string& text) {
   return ids;
 }
 
-// Each would write over another, or into its middle.
+// Two outputs to one file would overwrite each other.
 void check_files(const Options& o) {
   std::map<std::string, std::string> names;
   const std::pair<const char*, const std::string&> given[] = {
@@ -74,7 +74,7 @@ void check_files(const Options& o) {
   }
 }
 
-// Several prompts have no place for what is of one.
+// Refuses options for a single prompt together with several prompts.
 void check_several(const Options& o, bool prompt) {
   const char* name = !o.http.empty() ? "--http" : o.talks ? "--chat without --prompt" : "--requests";
   const std::pair<const char*, bool> others[] = {
@@ -238,7 +238,7 @@ Options parse_options(int argc, char** argv) {
       if (i + 1 == argc) throw Problem(name, "a value behind it", "none", kFix);
       value = argv[++i];
     }
-    // Of a variable that is not set, most often.
+    // Usually from an unset shell variable.
     if (value.empty() && name != "--prompt" && name != "--system") throw Problem(name, "a value", "an empty one", kFix);
     take->second(value);
   }

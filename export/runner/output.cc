@@ -12,7 +12,7 @@
 namespace pi2::runner {
 namespace {
 
-constexpr std::size_t kHeader = 128;  // of an .npy file, with room for any number of steps
+constexpr std::size_t kHeader = 128;  // of an .npy file; fits any number of steps
 
 void check_written(const std::string& file, const std::string& wrong) {
   if (wrong.empty()) return;
@@ -34,7 +34,7 @@ void print(std::string_view text) {
     try {
       check_written("-", std::strerror(errno));
     } catch (const Problem& problem) {
-      throw NobodyReads(problem.what());
+      throw OutputClosed(problem.what());
     }
   }
 }

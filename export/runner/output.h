@@ -1,4 +1,4 @@
-// Files that the runner writes; "-" is standard output (csrc/io/output_file.h says what becomes of others).
+// Files that the runner writes; "-" is standard output (csrc/io/output_file.h describes others).
 #pragma once
 
 #include <cstdint>
@@ -14,15 +14,15 @@ namespace pi2::runner {
 // Throws Problem.
 void write_file(const std::string& file, std::string_view bytes);
 
-// To standard output, at once. Throws Problem: nobody reads it any more, or its disk is full.
+// Prints to standard output, unbuffered. Throws Problem if its reader is gone or the disk is full.
 void print(std::string_view text);
 
-// Float32 [steps, sequences, vocab] as NumPy reads it; steps are added one by one.
+// Writes float32 [steps, sequences, vocab] as .npy, step by step.
 class LogitsFile {
  public:
   LogitsFile(const std::string& file, std::int64_t sequences, std::int64_t vocab);  // Throws Problem.
-  void add(const float* logits);                                                    // of one sequence, in their order
-  void close();  // Throws Problem: the disk is full, for instance. Nothing is left of a file that was not closed.
+  void add(const float* logits);                                                    // of one sequence, in order
+  void close();  // throws Problem, for example if the disk is full; a file that is not closed is removed
 
  private:
   struct Close {
@@ -33,7 +33,7 @@ class LogitsFile {
 
   std::string file_;
   OutputFile out_;
-  std::unique_ptr<std::FILE, Close> aside_;  // where they wait for the number of steps, which comes first in the file
+  std::unique_ptr<std::FILE, Close> aside_;  // temporary file: the number of steps comes first in the .npy file
   std::int64_t sequences_, vocab_, rows_ = 0;
 };
 

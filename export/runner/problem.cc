@@ -7,7 +7,7 @@ namespace pi2::runner {
 std::string printable(const std::string& text, std::size_t most) {
   std::size_t bytes = text.size();
   if (bytes > most) {
-    for (bytes = most - 3; bytes > 0 && (text[bytes] & 0xc0) == 0x80;) --bytes;  // not within a character
+    for (bytes = most - 3; bytes > 0 && (text[bytes] & 0xc0) == 0x80;) --bytes;  // not inside a character
   }
   std::string out = repaired(std::string_view(text).substr(0, bytes)) + (bytes < text.size() ? "..." : "");
   for (char& c : out) {

@@ -22,7 +22,7 @@
 #include "base/arena.h"
 #include "output.h"
 
-// Of ExecuTorch's library; the executorch package has no header of it.
+// From ExecuTorch's library; the executorch package lacks its header.
 namespace executorch::extension::threadpool {
 class ThreadPool {
  public:
@@ -46,7 +46,7 @@ using executorch::runtime::Result;
 using executorch::runtime::TensorInfo;
 using Verification = executorch::runtime::Program::Verification;
 
-// What went wrong of ExecuTorch's log, in lines. No memory is asked for: there may be none.
+// Error lines of ExecuTorch's log. Allocates nothing, since memory may be exhausted.
 std::mutex log_mutex;
 char log_kept[4096];
 std::size_t log_bytes = 0;
@@ -58,31 +58,32 @@ void log(et_timestamp_t, et_pal_log_level_t level, const char* file, const char*
   const std::size_t room = sizeof(log_kept) - log_bytes;
   const int bytes = std::snprintf(log_kept + log_bytes, room, "ExecuTorch: %s (%s:%zu)\n", text, file, line);
   if (bytes > 0 && static_cast<std::size_t>(bytes) < room) log_bytes += static_cast<std::size_t>(bytes);
-  if (level == et_pal_log_level_t::kFatal) std::fwrite(log_kept, 1, log_bytes, stderr);  // it ends the program
+  if (level == et_pal_log_level_t::kFatal)
+    std::fwrite(log_kept, 1, log_bytes, stderr);  // fatal: ExecuTorch ends the program
 }
 
-// Before what is tried next.
+// Called before each operation.
 void clear_errors() {
   pi2_et_clear_error();
   const std::lock_guard<std::mutex> lock(log_mutex);
   log_bytes = 0;
 }
 
-// What our backend says, or else ExecuTorch's code.
+// Throws the message of Pi2Backend, or else ExecuTorch's error code.
 [[noreturn]] void failed(const std::string& what, const char* expected, Error error) {
-  if (const std::string said = pi2_et_error(); !said.empty()) throw Broken(said);
+  if (const std::string said = pi2_et_error(); !said.empty()) throw RunError(said);
   {
     const std::lock_guard<std::mutex> lock(log_mutex);
     std::fwrite(log_kept, 1, log_bytes, stderr);
   }
   char code[16];
   std::snprintf(code, sizeof code, "0x%02x", static_cast<unsigned>(error));
-  throw Broken(what, expected,
-               std::string("ExecuTorch's error ") + code + " (" + executorch::runtime::to_string(error) + ")",
-               "Its log above says more; --verify finds damage.");
+  throw RunError(what, expected,
+                 std::string("ExecuTorch's error ") + code + " (" + executorch::runtime::to_string(error) + ")",
+                 "Its log above says more; --verify finds damage.");
 }
 
-// While it is there what this thread starts is named for computing: a thread has the name of the one that starts it.
+// During its lifetime, threads that this thread starts are named for computing: they inherit its name.
 class NamesItsThreads {
  public:
   NamesItsThreads() {
@@ -147,13 +148,13 @@ void set_threads(int threads) {
 }
 
 int threads() {
-  const NamesItsThreads named;  // the first call makes them
+  const NamesItsThreads named;  // the first call starts them
   const auto* pool = executorch::extension::threadpool::get_threadpool();
   return pool == nullptr ? 1 : static_cast<int>(pool->get_thread_count());
 }
 
 struct Program::State {
-  // What is planned for a method, in memory that all methods have: they share one KV cache.
+  // The planned memory of a method. Methods share the arenas, and so one KV cache.
   struct Planned {
     std::vector<executorch::runtime::Span<std::uint8_t>> spans;
     HierarchicalAllocator allocator;
@@ -164,8 +165,8 @@ struct Program::State {
   std::string file;
   std::int64_t vocab;
   std::deque<Arena> arenas;
-  std::map<std::string, Planned> loaded;             // both outlive the module's methods
-  executorch::runtime::EventTracer* dump = nullptr;  // the module's
+  std::map<std::string, Planned> loaded;             // outlives the module's methods
+  executorch::runtime::EventTracer* dump = nullptr;  // owned by the module
   std::unique_ptr<Module> module;
   std::vector<EValue> outputs;
 
@@ -196,7 +197,7 @@ struct Program::State {
   }
 };
 
-// What the manifest says is what the program has: it counts.
+// Checks that the program has what the manifest says.
 void Program::State::check(const Manifest& manifest) {
   const auto names = module->method_names();
   if (!names.ok()) failed(file, "a program of ExecuTorch", names.error());
@@ -222,11 +223,11 @@ void Program::State::check(const Manifest& manifest) {
   if (manifest.lanes > 1) check("fork", {manifest.lanes}, 0);
 }
 
-// Arenas as large as any method's. In huge pages where there are any: of a long context keys and values are as much as
-// the weights. Memory that no token has come to is not taken.
+// Arenas as large as the largest of any method. Huge pages where available: for a long context, keys and values are as
+// large as the weights. Memory for later tokens is not committed until it is used.
 void Program::State::allocate() {
   std::vector<std::int64_t> most;
-  const auto names = module->method_names();  // check() has seen them
+  const auto names = module->method_names();  // checked by check()
   for (const std::string& method : *names) {
     const std::vector<std::int64_t> bytes = planned_bytes(method);
     most.resize(std::max(most.size(), bytes.size()));
@@ -268,7 +269,7 @@ Program::Program(const std::filesystem::path& file, const Manifest& manifest, bo
 #endif
   }
   state_->dump = recorder.get();
-  // Mapped: weights are read from the file's pages instead of being copied.
+  // Mmap: weights are used from the file's pages instead of being copied.
   state_->module = std::make_unique<Module>(state_->file, Module::LoadMode::Mmap, std::move(recorder));
   clear_errors();
   if (const Error error = state_->module->load(Verification::InternalConsistency); error != Error::Ok) {

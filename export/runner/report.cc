@@ -7,7 +7,7 @@ namespace {
 
 std::int64_t count(const Json& stats, const char* name) { return stats.value(name, std::int64_t{0}); }
 
-// The sums of both stages, and what does not add up as it is now.
+// Sums of both stages; values that cannot be added are the current ones.
 Json together(const Json& prompt, const Json& decode) {
   Json all = decode;
   for (const char* name : {"calls", "wanted", "hits", "reads", "bytes_read", "wait_ns", "busy_ns", "submit_wait_ns"}) {
@@ -16,7 +16,7 @@ Json together(const Json& prompt, const Json& decode) {
   return all;
 }
 
-// Nothing if that could not be read.
+// null if it could not be read.
 Json known(std::int64_t bytes) { return bytes == 0 ? Json() : Json(bytes); }
 
 Json share(std::int64_t part, std::int64_t of) {
@@ -27,7 +27,7 @@ double per_second(std::int64_t tokens, double seconds) {
   return seconds > 0 ? static_cast<double>(tokens) / seconds : 0;
 }
 
-// Tokens after the first of each answer: the first is the prompt's.
+// Tokens after the first of each answer, which belongs to the prompt.
 std::int64_t decoded(const Run& run) {
   std::int64_t tokens = 0;
   for (const Answer& answer : run.generated.answers) tokens += std::ssize(answer.ids) - 1;
@@ -40,7 +40,7 @@ Json report(const Run& run) {
   const Generated& g = run.generated;
   const Json store = together(g.prompt_stats, g.decode_stats);
   const Memory& memory = run.memory;
-  // Without a budget: what there is, whoever said so; nothing if no layer is the engine's.
+  // Without a budget: the engine's cache size; null if it has no layer.
   const Json cache = run.options.budget >= 0 ? Json(run.cache_bytes) : store.value("cache_bytes", Json());
   Json sequences = Json::array();
   for (const Answer& answer : g.answers) {

@@ -1,4 +1,4 @@
-// What a run found, for programs and for people.
+// The report of a run: JSON and text.
 #pragma once
 
 #include <string>
@@ -15,14 +15,14 @@ struct Run {
   Manifest manifest;
   Generated generated;
   std::int64_t prompt_tokens = 0;
-  std::int64_t cache_bytes = 0;  // of the budget, for neurons; 0: no budget
+  std::int64_t cache_bytes = 0;  // part of the budget for neurons; 0: no budget
   double load_seconds = 0;
   int threads = 0;
   Roles cpus;
-  Memory memory;  // when the last token was chosen
+  Memory memory;  // after the last token
 };
 
-Json report(const Run& run);          // the fields of torch-pi2 run --json, and more
+Json report(const Run& run);          // the fields of torch-pi2 run --json and further ones
 std::string summary(const Run& run);  // one line
 
 }  // namespace pi2::runner

@@ -10,11 +10,10 @@ namespace pi2::runner {
 
 constexpr const char* kCorrectRequest = "Correct the request.";
 
-// What somebody sends: of a bounded number of values, each of which takes memory that no budget has counted. Throws
-// Problem.
+// Parses input from outside. Bounds the number of values, whose memory no budget counts. Throws Problem.
 Json parse_request(std::string_view text);
 
-// One JSON object (docs/BUNDLE.md has its fields). What it does not say is as `o` has it. Throws Problem.
+// Parses one JSON object (fields: docs/BUNDLE.md); `o` has the defaults. Throws Problem.
 Options request_of(const Json& line, const Options& o);
 
 }  // namespace pi2::runner

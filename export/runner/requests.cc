@@ -12,7 +12,7 @@
 namespace pi2::runner {
 namespace {
 
-// The answer to the last of `turn`'s messages. What was said first is forgotten where there is no room for it.
+// Answers the last of `turn`'s messages. Drops the oldest messages if the chat no longer fits.
 Run answered(Session& session, Options& turn, std::size_t first, const Stream& stream) {
   while (true) {
     try {
@@ -26,13 +26,13 @@ Run answered(Session& session, Options& turn, std::size_t first, const Stream& s
   }
 }
 
-// Everything that can go wrong with one answer: the others are answered.
+// Catches every error of one answer, so that the others are answered.
 template <class Body>
 std::string problem_of(const Body& body) {
   try {
     body();
     return "";
-  } catch (const NobodyReads&) {
+  } catch (const OutputClosed&) {
     throw;
   } catch (const Problem& problem) {
     return problem.what();
@@ -84,7 +84,7 @@ void answer_requests(Session& session, const Options& o, Lines& lines, const Pri
     const std::string wrong = problem_of([&] {
       const Json json = parse_request(line);
       if (json.is_object()) id = json.value("id", Json());
-      if (id.is_number_float() && std::fabs(id.get<double>()) >= 0x1p63) {  // as which JSON's long numbers come here
+      if (id.is_number_float() && std::fabs(id.get<double>()) >= 0x1p63) {  // long integers are parsed as floats
         throw Problem("request, id", "a number of at most 64 bits, or a text", shown(std::exchange(id, Json())),
                       kCorrectRequest);
       }

@@ -1,4 +1,4 @@
-// Several prompts, one after another: requests of a file, and talks.
+// Several prompts in sequence: requests from a file, and chats.
 #pragma once
 
 #include <functional>
@@ -12,15 +12,15 @@ namespace pi2::runner {
 
 using Print = std::function<void(const std::string&)>;
 
-// Of a file, or of standard input. A line has 16 MiB at most.
+// Lines of a file or standard input, at most 16 MiB each.
 class Lines {
  public:
-  explicit Lines(const std::string& file);  // Throws Problem: it cannot be read.
+  explicit Lines(const std::string& file);  // throws Problem if it cannot be read
   ~Lines();
   Lines(const Lines&) = delete;
   Lines& operator=(const Lines&) = delete;
 
-  // The next one without its end; false: there is none, or a signal came. Throws Problem: it cannot be read.
+  // The next line without its end; false at the end or after a signal. Throws Problem if it cannot be read.
   bool next(std::string& line);
 
  private:
@@ -28,18 +28,17 @@ class Lines {
   [[noreturn]] static void fail(const std::string& what);
 
   int fd_;
-  std::string read_;          // and not given yet
-  std::size_t searched_ = 0;  // of it, for the end of a line
+  std::string read_;          // input that was not returned yet
+  std::size_t searched_ = 0;  // bytes of it without a line end
 };
 
-// Answers every line with a line: the report of the answer, or what is wrong with the request, and its id. Ends with
-// the last one, or after the answer that a signal ended. Throws Problem: lines cannot be read, or nobody reads the
-// answers.
+// Answers every line with a line: the report, or the error of the request, and its id. Ends with the last line, or
+// after the answer that a signal ended. Throws Problem if lines cannot be read or answers cannot be written.
 void answer_requests(Session& session, const Options& o, Lines& lines, const Print& print);
 
-// Answers every line, to which all before belong as far as there is room. Ctrl-C ends an answer; where nothing is
-// answered it ends the talk, as the end of the input does. What goes wrong with a line is said, and the talk goes on
-// without it. Throws as answer_requests.
+// A chat: answers every line, with the lines before as context as far as they fit. Ctrl-C ends an answer; between
+// answers it ends the chat, like the end of input. Errors of a line are printed, and the chat goes on without it.
+// Throws as answer_requests.
 void talk(Session& session, const Options& o, Lines& lines, Interruptible& signals, const Print& print);
 
 }  // namespace pi2::runner

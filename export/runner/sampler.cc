@@ -77,21 +77,21 @@ std::int64_t Sampler::choose(const float* logits, std::int64_t vocab) {
     most = keep_first(std::numeric_limits<double>::infinity(), static_cast<std::size_t>(top_k_));
     if (top_p_ < 1) most = keep_first(top_p_ * most, order_.size());
   } else if (top_p_ < 1) {
-    // All with smaller shares together have less than 1 - top_p of the sum: none of them is among the first.
+    // Tokens with smaller shares have less than 1 - top_p of the sum together, so none of them is kept.
     const double least = (1 - top_p_) * sum / static_cast<double>(vocab);
     std::erase_if(order_, [&](std::int64_t token) { return shares_[token] < least; });
     most = keep_first(top_p_ * sum, order_.size());
-    if (most < top_p_ * sum) {  // sums were rounded down
+    if (most < top_p_ * sum) {  // rounding made the sum too small
       take_all();
       most = keep_first(top_p_ * sum, order_.size());
     }
   }
-  if (min_p_ > 0) {  // the first has a share of 1
+  if (min_p_ > 0) {  // the most probable token has a share of 1
     std::erase_if(order_, [&](std::int64_t token) { return shares_[token] < min_p_; });
     most = 0;
     for (const std::int64_t token : order_) most += shares_[token];
   }
-  // 53 bits, as many as a double has: the same draw with every standard library.
+  // 53 bits, the precision of a double: the same draw with every standard library.
   double draw = static_cast<double>(random_() >> 11) * 0x1p-53 * most;
   for (const std::int64_t token : order_) {
     draw -= shares_[token];

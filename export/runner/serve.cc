@@ -26,8 +26,8 @@ std::string name_of(const std::string& bundle) {
   return repaired(folder.filename().string());
 }
 
-// Whether a page of another site may have sent it: one whose name leads here (DNS rebinding) says that name. Addresses
-// are nobody else's.
+// Whether the Host header names this machine. A page of another site whose name resolves to it (DNS rebinding) sends
+// that name; addresses are safe.
 bool is_ours(const std::string& header, const HttpServer& server) {
   std::string host = header;
   if (host.starts_with('[')) {
@@ -40,7 +40,7 @@ bool is_ours(const std::string& header, const HttpServer& server) {
          inet_pton(AF_INET6, host.c_str(), bytes) == 1;
 }
 
-// A part of a path, as clients write what is no plain letter: %C3%A9.
+// Decodes percent escapes in a path (%C3%A9).
 std::string unescaped(std::string_view text) {
   std::string plain;
   for (std::size_t at = 0; at < text.size(); ++at) {
@@ -65,7 +65,7 @@ Reply no_model(const std::string& name, const std::string& asked) {
                  "model_not_found");
 }
 
-// All but what the model answers.
+// Answers everything that does not need the model.
 std::optional<Reply> at_once(const HttpRequest& request, const HttpServer& server, const std::string& name,
                              std::int64_t created) {
   const std::string& path = request.path;
@@ -76,7 +76,7 @@ std::optional<Reply> at_once(const HttpRequest& request, const HttpServer& serve
   }
   if (posts) {
     if (request.method != "POST") return allowed(request, "POST");
-    // What browsers let no page send elsewhere without asking first.
+    // Browsers do not let a page send this type to another site without a preflight request.
     if (request.content_type.starts_with("application/json")) return std::nullopt;
     return refusal(415, "content-type: expected application/json, found " +
                             (request.content_type.empty() ? "none" : printable(request.content_type, 80)) +
@@ -94,7 +94,7 @@ std::optional<Reply> at_once(const HttpRequest& request, const HttpServer& serve
   return asked == name ? Reply{200, line_of(about)} : no_model(name, asked);
 }
 
-// Without the end of its line.
+// JSON on one line, without a line end.
 std::string text_of(const Json& json) {
   std::string text = line_of(json);
   text.pop_back();
@@ -112,7 +112,7 @@ class Served {
       answer(asked_of(exchange.request().body, path_ == kChat, session_.lanes()));
     } catch (const NoRoom& problem) {
       refuse(refusal(400, problem.what(), "context_length_exceeded"), problem.what());
-    } catch (const Broken& problem) {
+    } catch (const RunError& problem) {
       refuse(refusal(500, problem.what()), problem.what());
     } catch (const Problem& problem) {
       refuse(stopped() ? refusal(503, kServerEnds, "server_ends") : refusal(400, problem.what()), problem.what());
@@ -154,7 +154,7 @@ class Served {
     log(summary(run));
   }
 
-  // An answer that has begun ends with it.
+  // Ends an answer that has started.
   void refuse(const Reply& reply, const std::string& why) {
     log(exchange_->gone() ? "the client has gone" : why);
     if (!exchange_->begun()) return exchange_->answer(reply);
@@ -167,9 +167,9 @@ class Served {
   Session& session_;
   const Options& base_;
   const std::string name_;
-  Exchange* exchange_ = nullptr;  // which is answered, and its path
+  Exchange* exchange_ = nullptr;  // the current one, and its path
   std::string path_;
-  std::int64_t number_ = 0;  // of requests that were answered
+  std::int64_t number_ = 0;  // answered requests
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// A bundle behind OpenAI's API, for programs of this machine.
+// Serves a bundle by OpenAI's API to programs on this machine.
 #pragma once
 
 #include <string>
@@ -9,9 +9,9 @@
 
 namespace pi2::runner {
 
-// GET /health, GET /v1/models, POST /v1/chat/completions, POST /v1/completions: answered one after the other, each as a
-// line of --requests, until a signal comes. What a client asks that goes away is not answered any further. `ready` gets
-// the address once clients are let in, standard error a line for each answer. Throws Problem: nobody can be let in.
+// GET /health, GET /v1/models, POST /v1/chat/completions, POST /v1/completions: answered one by one, like lines of
+// --requests, until a signal arrives. If a client disconnects, its answer ends. `ready` receives the address once
+// clients are accepted; standard error gets a line for each answer. Throws Problem if clients cannot be accepted.
 void serve_http(Session& session, const Options& o, HttpServer& server,
                 const std::function<void(const std::string&)>& ready);
 

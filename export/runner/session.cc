@@ -24,10 +24,9 @@ double since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// What the budget leaves for neurons.
+// The part of the budget that is left for neurons.
 std::int64_t cache_of(const Options& options, const Manifest& manifest) {
-  // The manifest counts a few threads; each has a stack and buffers of its own, and attention's sums of each 512
-  // tokens.
+  // The manifest counts a few threads. Each further one has a stack, buffers, and attention sums per 512 tokens.
   const std::int64_t further = std::max(0, options.threads - 8), splits = (manifest.max_tokens + 511) / 512;
   const std::int64_t fixed = manifest.fixed_bytes + further * ((128 << 10) + splits * (256 << 10));
   const std::int64_t left = options.budget - fixed;
@@ -46,7 +45,7 @@ std::int64_t cache_of(const Options& options, const Manifest& manifest) {
   return std::min(left, manifest.store_bytes) / 1024 * 1024;
 }
 
-// Returns the bytes of the cache; 0: no budget.
+// Sets the engine's options. Returns the bytes of the cache; 0: no budget.
 std::int64_t set_engine(const Options& o, const Manifest& manifest) {
   std::int64_t cache_bytes = 0;
   const fs::path store = o.store.empty() ? fs::path(o.bundle) / "model.pi2" : fs::path(o.store);
@@ -55,7 +54,7 @@ std::int64_t set_engine(const Options& o, const Manifest& manifest) {
     share_heap();
     cache_bytes = cache_of(o, manifest);
   }
-  // All of them: what an earlier session has set is still there.
+  // Sets all options, because those of an earlier session persist.
   set_engine_option("cache_bytes_kib", o.budget < 0 ? "" : std::to_string(cache_bytes / 1024));
   set_engine_option("threads", o.threads > 0 ? std::to_string(o.threads) : "");
   set_engine_option("io_threads", o.io_threads);
@@ -65,10 +64,10 @@ std::int64_t set_engine(const Options& o, const Manifest& manifest) {
   return cache_bytes;
 }
 
-// The prompt as the model's chat template writes it.
+// The prompt by the model's chat template.
 std::string chat(const Options& o, const Manifest& manifest) {
   const fs::path file = fs::path(o.bundle) / "chat.json";
-  if (!manifest.files.contains("chat.json")) {  // what it does not name was not compared
+  if (!manifest.files.contains("chat.json")) {  // files that the manifest does not name are not checked
     const bool other = manifest.files.contains("chat_template.jinja");
     throw Problem(file.string(), "the chat template of the bundle",
                   other ? "no such file: export leaves it out if what the template writes depends on what is said"
@@ -84,10 +83,10 @@ std::string chat(const Options& o, const Manifest& manifest) {
   return chat_text(read_json(file, kMostSmall), file.string(), messages);
 }
 
-// Of one token, on average: none has as many.
+// Bytes per token: an upper bound of the average.
 constexpr std::int64_t kTokenBytes = 256;
 
-// What cannot have room is made no tokens of: that takes time, and many times its size.
+// Refuses text that cannot fit before tokenising, which takes time and many times its size.
 std::vector<std::int64_t> tokens_of(const std::string& text, bool special, const Tokenizer& tokenizer,
                                     const Manifest& manifest) {
   if (std::ssize(text) / kTokenBytes >= manifest.max_tokens) {
@@ -139,13 +138,13 @@ Session::Session(const Options& o) {
       throw Problem("--backend", "a library that can be loaded", dlerror(), "Check its path and LD_LIBRARY_PATH.");
     }
   }
-  bind_this_thread(cpus_);  // and so those that it starts: ExecuTorch's, and the delegate's
+  bind_this_thread(cpus_);  // and the threads that it starts: ExecuTorch's and the delegate's
   static const int by_default = threads();
   const int one_each = cpus_.compute ? static_cast<int>(cpus_.compute->size()) : by_default;
   const int wanted = o.threads > 0 ? o.threads : one_each;
   if (wanted != threads()) set_threads(wanted);
   cache_bytes_ = set_engine(o, manifest_);
-  // What the manifest does not name was not compared.
+  // Files that the manifest does not name are not checked.
   const auto has = [&](const char* name) { return manifest_.files.contains(name); };
   if (has("tokenizer.json")) {
     tokenizer_.emplace(fs::path(o.bundle) / "tokenizer.json");
@@ -216,7 +215,7 @@ void Session::close() {
   throw_engine_error();
 }
 
-// What the sequences may need, so that it is not loaded while they wait.
+// Loads the decode methods that the sequences may need, before they wait for them.
 void Session::load_decoding(int sequences) {
   const int most = *std::lower_bound(manifest_.batches.begin(), manifest_.batches.end(), sequences);
   for (const int batch : manifest_.batches) {

@@ -1,4 +1,4 @@
-// A bundle, open, and answers of it: what the program and the Android library share.
+// An open bundle that generates answers; shared by the program and the Android library.
 #pragma once
 
 #include <memory>
@@ -11,23 +11,24 @@
 
 namespace pi2::runner {
 
-// One at a time: the engine's options are the process's.
+// One at a time, because the engine's options belong to the process.
 class Session {
  public:
-  // Checks the bundle, sets the engine's options and loads the program. Throws Problem; also if there is another one.
+  // Checks the bundle, sets the engine's options and loads the program. Throws Problem, also if another session is
+  // open.
   explicit Session(const Options& options);
 
   bool has_tokenizer() const { return tokenizer_.has_value(); }
   int lanes() const { return manifest_.lanes; }
-  // One prompt of `options`, whose bundle and engine are those of the session. Throws Problem.
+  // Answers the prompt of `options`; bundle and engine are those of the session. Throws Problem.
   Run generate(const Options& options, const Stream& stream);
-  // Binds threads that read or wait for clients, and have come since it was opened, to their CPUs. Throws Problem.
+  // Binds threads started since opening that read or wait for clients to their CPUs. Throws Problem.
   void bind_readers() const;
-  // Closes the store; nothing else may be called then. Throws Problem: the trace cannot be written.
+  // Closes the store; the last call. Throws Problem if the trace cannot be written.
   void close();
 
  private:
-  // Of the process, as long as it is there. Throws Problem: another one is.
+  // Held by the one session of the process. Throws Problem if there is another.
   class Claim {
    public:
     Claim();
@@ -44,7 +45,7 @@ class Session {
   Manifest manifest_;
   std::optional<Tokenizer> tokenizer_;
   GenerationConfig config_;
-  std::vector<std::int64_t> fed_;  // what the first lane has read and said, but for its last token
+  std::vector<std::int64_t> fed_;  // tokens in the first lane: prompt and answer without its last token
   std::unique_ptr<Program> program_;
   std::int64_t cache_bytes_ = 0;
   double load_seconds_ = 0;

@@ -26,7 +26,7 @@ struct Constants {
   }
 
  private:
-  // 32 bits of the root of `n` behind the point, exactly: the largest r with r^power <= n * 2^(32 power).
+  // The first 32 fractional bits of the root of `n`, exactly: the largest r with r^power <= n * 2^(32 power).
   static std::uint32_t fraction(std::uint32_t n, int power) {
     using Wide = unsigned __int128;
     std::uint64_t low = 0, high = std::uint64_t{1} << 37;  // roots of the first 64 primes are below 2^5
@@ -91,7 +91,7 @@ class Sha256 {
 std::string sha256_of(const RegularFile& file) {
   Sha256 sha;
   std::uint64_t total = 0;
-  std::string rest;  // of less than a block
+  std::string rest;  // less than a block
   file.read([&](std::string_view piece) {
     total += piece.size();
     rest += piece;
@@ -99,7 +99,7 @@ std::string sha256_of(const RegularFile& file) {
     for (; at + 64 <= rest.size(); at += 64) sha.block(reinterpret_cast<const unsigned char*>(rest.data()) + at);
     rest.erase(0, at);
   });
-  // The last: one bit, zeros, and the length in bits.
+  // The last blocks: a 1 bit, zeros, and the length in bits.
   unsigned char tail[128] = {};
   const std::size_t bytes = rest.size() < 56 ? 64 : 128;
   std::memcpy(tail, rest.data(), rest.size());

@@ -7,7 +7,7 @@
 
 namespace pi2::runner {
 
-// Of a file, 64 hexadecimal digits. Throws Problem: it cannot be read.
+// The hash of a file as 64 hexadecimal digits. Throws Problem if it cannot be read.
 std::string sha256_of(const RegularFile& file);
 
 }  // namespace pi2::runner

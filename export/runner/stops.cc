@@ -9,7 +9,7 @@ namespace pi2::runner {
 std::string Stops::add(const std::string& piece) {
   if (reached_) return "";
   held_ += piece;
-  // Which is whole first, whatever pieces the text comes in; of several that which begins first.
+  // The stop string that is complete first, however the text is cut; of several, the one that begins first.
   constexpr auto kNone = std::pair(std::string::npos, std::string::npos);
   auto first = kNone;
   for (const std::string& stop : *strings_) {
@@ -21,7 +21,7 @@ std::string Stops::add(const std::string& piece) {
     held_.resize(first.second);
     return std::exchange(held_, "");
   }
-  std::size_t begun = 0;  // bytes at the end with which one may begin
+  std::size_t begun = 0;  // bytes at the end that may begin a stop string
   for (const std::string& stop : *strings_) {
     for (std::size_t n = std::min(stop.size() - 1, held_.size()); n > begun; --n) {
       if (held_.ends_with(std::string_view(stop).substr(0, n))) begun = n;

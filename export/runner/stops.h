@@ -1,4 +1,4 @@
-// Text that ends before that of some strings which is whole first.
+// Ends text before the first complete stop string.
 #pragma once
 
 #include <string>
@@ -10,9 +10,9 @@ class Stops {
  public:
   explicit Stops(const std::vector<std::string>& strings) : strings_(&strings) {}
 
-  // What of `piece`, and of what was held back before, is certain: no stop string begins in it. After one nothing is.
+  // Returns the part of the text so far that cannot belong to a stop string; nothing after a stop string.
   std::string add(const std::string& piece);
-  std::string rest();  // at the end: what was held back
+  std::string rest();  // at the end: the text held back
   bool reached() const { return reached_; }
 
  private:

@@ -1,5 +1,5 @@
-// pi2_tokenize tokenizer.json: for every line of standard input, JSON, one line of output.
-//   "text"    its token ids, with those that stand before and behind a text
+// pi2_tokenize tokenizer.json: for every line of JSON from standard input, one line of output.
+//   "text"    its token ids, including those before and after a text
 //   [1, 2]    the text of these tokens
 #include <iostream>
 #include <string>

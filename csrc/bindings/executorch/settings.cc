@@ -90,7 +90,7 @@ Problem change(Settings* settings, const std::string& key, const std::string& va
 
 Problem set_option(const std::string& key, const std::string& value) {
   Settings trial;
-  // An empty value is tried as one that every key with a default takes: only the key can be wrong.
+  // An empty value resets the key. Tries a value that every key with a default accepts: only the key can be wrong.
   const Problem found = value.empty() && (key != "store_path" && key != "trace")
                             ? change(&trial, key,
                                      key == "engine"                       ? trial.engine

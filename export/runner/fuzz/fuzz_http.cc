@@ -1,5 +1,5 @@
-// Any bytes as what comes over a connection of the runner's server: requests are the same however they are cut, and a
-// body is refused by one line or makes sense to who answers it. The first byte says how they are cut.
+// Any bytes as the input of a connection to the runner's server: requests do not depend on how the bytes are cut, and a
+// body is refused with one line or is valid for the code that answers it. The first byte selects the cuts.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -22,7 +22,7 @@ void must(bool condition, const char* what) {
   std::abort();
 }
 
-// As text, to be compared.
+// As text, for comparison.
 std::string of(HttpReader& reader) {
   if (reader.wrong().status != 0) return "wrong " + std::to_string(reader.wrong().status);
   const HttpRequest& r = reader.request();
@@ -30,7 +30,7 @@ std::string of(HttpReader& reader) {
          r.body;
 }
 
-// What comes over a connection, in pieces of so many bytes.
+// Feeds the input in pieces of at most `most` bytes.
 std::vector<std::string> read(std::string_view bytes, std::size_t most) {
   std::vector<std::string> found;
   auto reader = std::make_unique<HttpReader>();

@@ -1,6 +1,6 @@
-// Any bytes as manifest.json, chat.json, a line of --requests or generation_config.json: refused by one line, or what
-// is taken makes sense to who runs it. The first byte says what they are, and whether the manifest's checksum is made
-// right before, or a talk has two turns.
+// Any bytes as manifest.json, chat.json, a line of --requests or generation_config.json: refused with one line, or
+// valid for the code that uses it. The first byte selects the kind, whether the manifest's checksum is corrected first,
+// and whether a chat has two turns.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>

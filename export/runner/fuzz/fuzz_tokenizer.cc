@@ -1,4 +1,4 @@
-// Any bytes as tokenizer.json: refused by one line, or text goes there and back.
+// Any bytes as tokenizer.json: refused with one line, or text survives encoding and decoding.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

@@ -38,7 +38,7 @@ int HttpReader::header() {
   if (to != nullptr && !to->empty()) return fail(400, name + ": expected one header, found several. Send one.");
   if (to != nullptr) *to = lower(value.substr(0, value.find_last_not_of(" \t") + 1));
   if (name == "expect" && lower(value) == "100-continue") waits_ = true;
-  header_bytes_ += 4;  // what is between and behind them
+  header_bytes_ += 4;  // separators
   return add(name_, "", 0);
 }
 
@@ -50,7 +50,7 @@ int HttpReader::headers() {
   request_.path.resize(std::min(request_.path.find('?'), request_.path.size()));
   request_.chunks = !old;
   request_.keeps_alive = llhttp_should_keep_alive(&parser_) == 1;
-  // Known before any of it has come, unless it comes in chunks.
+  // Refuses by content-length before the body arrives, unless it is chunked.
   return parser_.content_length > kMostBody ? body("", 0, parser_.content_length) : 0;
 }
 
@@ -75,7 +75,7 @@ const llhttp_settings_t& HttpReader::settings() {
     s.on_body = [](llhttp_t* p, const char* at, std::size_t n) { return of(p).body(at, n, of(p).body_bytes() + n); };
     s.on_message_complete = [](llhttp_t* p) {
       of(p).whole_ = true;
-      return static_cast<int>(HPE_PAUSED);  // what follows is another reader's
+      return static_cast<int>(HPE_PAUSED);  // the rest belongs to the next request
     };
     return s;
   }();
@@ -86,7 +86,7 @@ std::size_t HttpReader::take(std::string_view bytes) {
   if (whole_ || wrong_.status != 0) return 0;
   const llhttp_errno_t error = llhttp_execute(&parser_, bytes.data(), bytes.size());
   if (error == HPE_OK) return bytes.size();
-  // An upgrade (Java asks for HTTP/2 so) is not taken: the request counts.
+  // Upgrades (Java offers HTTP/2 this way) are ignored; the request is answered.
   if (!whole_ && wrong_.status == 0) {
     fail(400, std::string("request: expected HTTP/1.1, found none: ") + llhttp_get_error_reason(&parser_) + ".");
   }

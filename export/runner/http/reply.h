@@ -1,4 +1,4 @@
-// An answer of HTTP in one piece.
+// An HTTP answer in one piece.
 #pragma once
 
 #include <string>
@@ -8,10 +8,10 @@ namespace pi2::runner {
 struct Reply {
   int status = 0;
   std::string body = "";    // JSON
-  std::string header = "";  // a further one, such as "Allow: GET"
+  std::string header = "";  // an additional header, such as "Allow: GET"
 };
 
-// An error in the form of OpenAI's API. `code`: for programs, such as "queue_full"; empty: none.
+// An error in OpenAI's format. `code`: for programs, such as "queue_full"; empty: none.
 Reply refusal(int status, const std::string& message, const std::string& code = "");
 
 }  // namespace pi2::runner

@@ -31,10 +31,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kLinger{2'000};  // for what a client still sends that is not read: else it loses the answer
-constexpr std::size_t kMostBehind = 4 << 20;  // bytes of a stream that its client has not taken
+constexpr milliseconds kLinger{2'000};  // time to discard input after the answer: closing at once could lose the answer
+constexpr std::size_t kMostBehind = 4 << 20;  // unsent bytes of a stream
 constexpr const char* kContinue = "HTTP/1.1 100 Continue\r\n\r\n";
-constexpr milliseconds kNoFiles{200};  // until another client is let in, if there was no descriptor for one
+constexpr milliseconds kNoFiles{200};  // wait before accepting again, if there was no file descriptor
 
 class Fd {
  public:
@@ -87,12 +87,12 @@ std::string chunk(std::string_view data) {
 
 }  // namespace
 
-// Of one client. All of it is guarded by the server's mutex, but for `gone`, and the request while it is answered.
+// The connection of one client. Guarded by the server's mutex, except `gone` and the request while it is answered.
 struct Exchange::Connection {
   enum class Stage {
-    kReads,    // a request, or waits for one
-    kAnswers,  // which nothing is read meanwhile
-    kLingers   // all is written, and nothing follows
+    kReads,    // reads or waits for a request
+    kAnswers,  // answers; reads nothing meanwhile
+    kLingers   // the last answer is written
   };
 
   explicit Connection(int socket) : fd(socket) {}
@@ -100,13 +100,13 @@ struct Exchange::Connection {
   Fd fd;
   Stage stage = Stage::kReads;
   std::unique_ptr<HttpReader> reader = std::make_unique<HttpReader>();
-  std::string behind;  // what came with the request that is answered, of the next one
+  std::string behind;  // input that belongs to the next request
   std::string out;     // to write
-  bool said = false;   // something of the answer has been in `out`
-  bool last = false;   // all of it
-  bool half = false;   // the client sends nothing any more, and may still read
+  bool said = false;   // part of the answer has been in `out`
+  bool last = false;   // all of the answer has been in `out`
+  bool half = false;   // the client has closed its sending side
   bool keeps_alive = false;
-  Clock::time_point since = Clock::now();  // it is as it is: silent, reading, not written to
+  Clock::time_point since = Clock::now();  // start of the current wait, for timeouts
   std::atomic<bool> gone{false};
 };
 
@@ -128,11 +128,11 @@ struct HttpServer::State {
   AtOnce at_once;
   std::thread thread;
 
-  std::mutex mutex;  // of what follows
+  std::mutex mutex;  // guards the members below
   std::list<std::shared_ptr<Connection>> connections;
   std::deque<std::shared_ptr<Connection>> queue;
   Clock::time_point no_files_until{};
-  std::optional<Clock::time_point> end;  // by which what is answered is to be written
+  std::optional<Clock::time_point> end;  // deadline for writing answers
 
   void awake() {
     const std::uint64_t one = 1;
@@ -144,7 +144,7 @@ struct HttpServer::State {
     (void)!read(counter, &count, sizeof count);
   }
 
-  // When something is to be done with it though nothing comes.
+  // When the connection times out.
   Clock::time_point due(const Connection& c) const {
     if (!c.out.empty()) return c.since + limits.write;
     if (c.stage == Stage::kReads) return c.since + (c.reader->begun() ? limits.request : limits.idle);
@@ -185,7 +185,7 @@ struct HttpServer::State {
     }
   }
 
-  // And written: who waits for an answer is told that there is none only after `end` is set.
+  // Whether all answers are written. Waiting clients are refused only after `end` is set.
   bool all_answered() const {
     return std::all_of(connections.begin(), connections.end(),
                        [](const auto& c) { return c->stage != Stage::kAnswers && c->out.empty(); });
@@ -209,7 +209,7 @@ struct HttpServer::State {
     connections.erase(silent);
   }
 
-  // What has happened to it.
+  // Handles poll events of a connection.
   void serve(Connection& c, short what) {
     if ((what & (POLLERR | POLLNVAL)) != 0) c.gone = true;
     if (c.stage == Stage::kAnswers && (what & POLLHUP) != 0) c.gone = true;
@@ -219,8 +219,8 @@ struct HttpServer::State {
     if (!c.gone && Clock::now() >= due(c)) c.gone = true;
   }
 
-  // Or wholly: then what is written to it comes back as an error. Where an answer is long in coming this is written,
-  // which clients of HTTP/1.1 pass over.
+  // The client closed its sending side, or both: then writing fails. If an answer takes long, writes "100 Continue" to
+  // find out; HTTP/1.1 clients ignore it.
   void half_closed(Connection& c) {
     c.half = true;
     if (c.said) return;
@@ -239,7 +239,7 @@ struct HttpServer::State {
     }
   }
 
-  // What came of a request.
+  // Feeds input to the parser.
   void take(Connection& c, std::string_view bytes) {
     const bool begun = c.reader->begun();
     const std::size_t taken = c.reader->take(bytes);
@@ -295,7 +295,7 @@ struct HttpServer::State {
     if (c.stage == Stage::kAnswers && c.last) ended(c);
   }
 
-  // An answer is written: the next request, or nothing.
+  // An answer is written: goes on with the next request, or closes.
   void ended(Connection& c) {
     const bool goes_on = c.reader->request().keeps_alive && !end;
     c.stage = goes_on ? Stage::kReads : Stage::kLingers;
@@ -306,7 +306,7 @@ struct HttpServer::State {
       shutdown(c.fd, SHUT_WR);
     } else if (!c.behind.empty()) {
       take(c, std::exchange(c.behind, ""));
-      if (!c.out.empty()) awake();  // it is written then
+      if (!c.out.empty()) awake();  // so that it is written
     }
   }
 };
@@ -317,7 +317,8 @@ Exchange::Exchange(HttpServer& server, std::shared_ptr<Connection> connection)
 Exchange::~Exchange() {
   if (begun_ && !ended_) {
     const std::lock_guard<std::mutex> lock(server_.state_->mutex);
-    connection_->reader->request().keeps_alive = false;  // no last chunk: the client sees that it is cut
+    connection_->reader->request().keeps_alive =
+        false;  // without the last chunk the client sees that the answer is incomplete
     connection_->last = true;
     server_.state_->awake();
   } else if (!ended_) {
@@ -350,7 +351,7 @@ void Exchange::event(std::string_view data) {
   std::string text;
   if (!begun_) {
     HttpRequest& asked = connection_->reader->request();
-    if (!asked.chunks) asked.keeps_alive = false;  // its end is that of the connection
+    if (!asked.chunks) asked.keeps_alive = false;  // ends with the connection
     const std::string headers = "Content-Type: text/event-stream\r\nCache-Control: no-store\r\n";
     text = head(200, headers + (asked.chunks ? "Transfer-Encoding: chunked\r\n" : ""), asked.keeps_alive);
   }
@@ -455,7 +456,7 @@ bool HttpServer::is_local() const { return state_->local; }
 void HttpServer::start(AtOnce at_once) {
   state_->at_once = std::move(at_once);
   if (listen(state_->listening, SOMAXCONN) != 0) refused(url());
-  // Signals are for who answers.
+  // Signals go to the thread that answers.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);

@@ -1,4 +1,4 @@
-// HTTP for few clients: a thread that reads requests and writes answers, which are made elsewhere, one after the other.
+// An HTTP server for few clients: one thread reads requests and writes answers. Another thread answers them one by one.
 #pragma once
 
 #include <chrono>
@@ -15,30 +15,30 @@
 namespace pi2::runner {
 
 struct HttpLimits {
-  int waiting = 16;      // requests behind the one that is answered; more get 503
-  int connections = 32;  // at once; one more takes the place of who has been silent for longest
-  std::size_t body_bytes = 2 * HttpReader::kMostBody;  // of all requests that come in
-  std::chrono::milliseconds request{30'000};           // from its first byte to its last
-  std::chrono::milliseconds idle{60'000};              // until the next one of a connection
-  std::chrono::milliseconds write{30'000};             // in which a client that is written to takes something
+  int waiting = 16;      // waiting requests; further ones get 503
+  int connections = 32;  // at once; a further one replaces the one that is idle for longest
+  std::size_t body_bytes = 2 * HttpReader::kMostBody;  // of all requests being received
+  std::chrono::milliseconds request{30'000};           // from the first byte of a request to its last
+  std::chrono::milliseconds idle{60'000};              // until the next request of a connection
+  std::chrono::milliseconds write{30'000};             // without progress while writing to a client
 };
 
-// To who is not answered any more, with 503.
+// The 503 for requests that are no longer answered.
 constexpr const char* kServerEnds = "runner: expected one that goes on, found that it ends. Ask it when it is back.";
 
 class HttpServer;
 
-// A request that is answered, and where the answer goes. What is said to a client that has gone is dropped.
+// A request and its answer. Answers to clients that have disconnected are dropped.
 class Exchange {
  public:
-  ~Exchange();  // An answer that was not given is an error; one that was not ended is cut.
+  ~Exchange();  // sends an error if nothing was answered; cuts an unfinished stream
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
 
-  const HttpRequest& request() const;  // until it is answered
+  const HttpRequest& request() const;  // valid until it is answered
   bool gone() const;
   void answer(const Reply& reply);
-  // Instead of it, Server-Sent Events: the first begins an answer with status 200.
+  // Server-Sent Events instead of a reply: the first one starts an answer with status 200.
   void event(std::string_view data);
   bool begun() const { return begun_; }
   void end();
@@ -56,13 +56,13 @@ class Exchange {
 
 class HttpServer {
  public:
-  // What can be answered at once, by the thread of the server; nothing: the request waits for its turn.
+  // Answers by the server's own thread; nothing: the request waits for its turn.
   using AtOnce = std::function<std::optional<Reply>(const HttpRequest&)>;
 
-  // `address`: [HOST:]PORT, HOST an address of this machine (127.0.0.1; IPv6 in brackets) or localhost; port 0: one
-  // that is free. Takes it, and nobody is let in yet. Throws Problem: that is none, or it is taken.
+  // `address`: [HOST:]PORT; HOST is an address of this machine (default 127.0.0.1; IPv6 in brackets) or localhost; port
+  // 0: any free port. Binds it, without accepting clients yet. Throws Problem for an invalid address or a port in use.
   explicit HttpServer(const std::string& address, const HttpLimits& limits = {});
-  ~HttpServer();  // Waits, not for long, until what was answered is written.
+  ~HttpServer();  // waits a short time until answers are written
   HttpServer(const HttpServer&) = delete;
   HttpServer& operator=(const HttpServer&) = delete;
 
@@ -70,11 +70,11 @@ class HttpServer {
   std::string url() const;
   bool is_local() const;  // only this machine can reach it
 
-  // Lets clients in. Throws Problem.
+  // Starts accepting clients. Throws Problem.
   void start(AtOnce at_once);
-  // Can be read from while a request waits.
+  // A file descriptor that is readable while a request waits.
   int waits() const;
-  // The next one; nullptr: none waits.
+  // The next waiting request, or null.
   std::unique_ptr<Exchange> next();
 
  private:

@@ -1,7 +1,7 @@
-// The runner's server of HTTP without a model: pi2_http_test [WAITING CONNECTIONS BODY_BYTES REQUEST_MS IDLE_MS
-// WRITE_MS]. GET /health and /release are answered at once; what else is asked waits for its turn: /hold for a
-// /release, /stream has as many events of a KiB as its body says, /none gets no answer, /cut the beginning of one, all
-// others their own body.
+// The runner's HTTP server without a model: pi2_http_test [WAITING CONNECTIONS BODY_BYTES REQUEST_MS IDLE_MS WRITE_MS].
+// GET /health and /release are answered at once. Other requests wait for their turn: /hold waits for /release, /stream
+// sends as many events of a KiB as its body says, /none gets no answer, /cut the beginning of one, all others echo
+// their body.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>

@@ -1,8 +1,8 @@
-// pi2_parts_test sampler | stops | tokenizer FILE COUNT | stream FILE: what needs no program of ExecuTorch, so that
-// sanitizers can look at it.
-//   sampler              what is drawn from is what sorting the whole vocabulary gives
-//   stops                text in random pieces ends where it would as a whole
-//   tokenizer FILE COUNT random changes of a tokenizer.json: it is refused by name, or text goes there and back
+// pi2_parts_test sampler | stops | tokenizer FILE COUNT | stream FILE: tests without ExecuTorch, so that sanitizers can
+// run them.
+//   sampler              draws from the same tokens as sorting the whole vocabulary
+//   stops                text in random pieces ends where it would in one piece
+//   tokenizer FILE COUNT random changes of a tokenizer.json: refused by name, or text survives encoding and decoding
 //   stream FILE          for every line of standard input, [prompt, answer] in tokens: pieces and text of the answer
 #include <algorithm>
 #include <cmath>
@@ -125,7 +125,7 @@ int check_stops() {
       shown += piece;
       at += bytes;
       if (text.substr(0, end).compare(0, shown.size(), shown) != 0) return failed("stops: text too soon");
-      // nothing is held back that no stop string can begin with
+      // only text that may begin a stop string is held back
       if (!stops.reached() && strings.empty() && shown.size() < std::min(at, text.size())) return failed("stops: held");
     }
     if (stops.reached() != (end != std::string::npos)) return failed("stops: not where one is");
@@ -135,7 +135,7 @@ int check_stops() {
   return 0;
 }
 
-// A value somewhere in it; most often not one of the many of the vocabulary.
+// A random value of the file; usually not one of the vocabulary.
 Json& somewhere(Json& json, Random& random) {
   Json* at = &json;
   while (at->is_structured() && !at->empty() && random() % 8 != 0) {
@@ -155,7 +155,7 @@ void change(Json& json, Random& random) {
     const auto which = std::next(value.begin(), static_cast<std::ptrdiff_t>(random() % value.size()));
     value.erase(which);
   } else if (random() % 3 == 0) {
-    value = somewhere(json, random);  // what is elsewhere in it
+    value = somewhere(json, random);  // a value from elsewhere in the file
   } else {
     value = values[random() % std::size(values)];
   }
@@ -206,7 +206,7 @@ int stream(const std::string& file) {
   return 0;
 }
 
-// What --cpus auto does where the system says of these CPUs what is in `root`.
+// The roles of --cpus auto with the system's figures in `root`.
 int cpus(const std::string& root, const std::string& allowed) {
   std::cout << report_of(auto_roles(root, parse_cpus("--cpus", allowed))).dump() << '\n';
   return 0;

@@ -1,6 +1,7 @@
-// pi2_session_test: sessions as an app uses them, several in a process. For every line of standard input, JSON, a line:
+// pi2_session_test: several sessions in a process, as an app uses them. For every line of JSON from standard input, a
+// line:
 //   {"open": "a", "bundle": PATH, "budget": n, "threads": n, "trace": PATH}
-//   {"generate": "a", "ids": [...], ...}      the report, or {"error": what it says}; numbers as in Request
+//   {"generate": "a", "ids": [...], ...}      the report, or {"error": message}; numbers as in Request
 //   {"close": "a"}
 #include <iostream>
 #include <map>

@@ -6,10 +6,10 @@
 namespace pi2::runner {
 namespace {
 
-// A word's characters as Unicode Technical Standard 18 says.
+// Word characters by Unicode Technical Standard 18.
 #define PI2_WORD R"([\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}])"
 
-// The part that the pattern matches, of which there is at most one.
+// The part that the pattern matches; there is at most one.
 Part match_of(const Regex& regex, std::string_view text) {
   for (const Part& part : regex.parts(text)) {
     if (part.match) return part;

@@ -1,4 +1,4 @@
-// Tokens that are found in the text itself, before it is split: <|im_end|> and such.
+// Tokens that are matched in the text itself, before it is split: <|im_end|> and the like.
 #pragma once
 
 #include <array>
@@ -27,9 +27,9 @@ class AddedTokens {
  public:
   AddedTokens();
   void add(AddedToken token);  // found by its content, which is not empty
-  void sort();                 // when all are there
+  void sort();                 // after the last add
 
-  // All of the text in order; of tokens that begin at one place the longest counts.
+  // All parts of the text in order. Of tokens that begin at the same place, the longest is taken.
   std::vector<Found> find(std::string_view text) const;
 
  private:

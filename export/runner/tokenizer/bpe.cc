@@ -72,10 +72,10 @@ const Bpe::Merge* Bpe::merge(std::uint32_t a, std::uint32_t b) const {
   return found == merges_.end() ? nullptr : &found->second;
 }
 
-// Characters as tokens. One that is not in the vocabulary: its bytes, or the unknown token, or nothing.
+// Characters as tokens. A character that is not in the vocabulary becomes its bytes, the unknown token, or nothing.
 std::vector<std::uint32_t> Bpe::symbols(std::string_view piece) const {
   std::vector<std::uint32_t> out;
-  bool pending = false;  // an unknown token that the next one may join
+  bool pending = false;  // an unknown token that may merge with the next one
   const auto settle = [&] {
     if (pending) out.push_back(static_cast<std::uint32_t>(unknown_));
     pending = false;
@@ -109,11 +109,11 @@ void Bpe::encode(const std::string& piece, std::vector<std::int64_t>& ids) const
     }
   }
   std::vector<std::uint32_t> symbols = this->symbols(piece);
-  // Neighbours of each symbol that is left; one that was merged into its left neighbour has gone.
+  // Neighbours of each remaining symbol; symbols merged into their left neighbour are removed.
   const int n = static_cast<int>(symbols.size());
   std::vector<int> before(symbols.size()), behind(symbols.size());
   std::vector<bool> gone(symbols.size());
-  using Candidate = std::tuple<std::uint32_t, int, std::uint32_t>;  // rank, place, what it becomes
+  using Candidate = std::tuple<std::uint32_t, int, std::uint32_t>;  // rank, position, merged token
   std::priority_queue<Candidate, std::vector<Candidate>, std::greater<>> queue;
   const auto offer = [&](int left, int right) {
     if (left < 0 || right >= n) return;

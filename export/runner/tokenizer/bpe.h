@@ -13,10 +13,10 @@ namespace pi2::runner {
 
 class Bpe {
  public:
-  // Of the file's "model". Throws Problem: of another kind, or it does not fit together.
+  // Parses "model" of the file. Throws Problem for other kinds or inconsistent data.
   explicit Bpe(const Fields& model);
 
-  // Appends the tokens of a piece, which is not empty.
+  // Appends the tokens of a non-empty piece.
   void encode(const std::string& piece, std::vector<std::int64_t>& ids) const;
   const std::unordered_map<std::string, std::uint32_t>& vocabulary() const { return ids_; }
 

@@ -1,4 +1,4 @@
-// Bytes written as characters that can be seen, one for each, as GPT-2 does.
+// GPT-2's mapping of bytes to visible characters.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@
 
 namespace pi2::runner {
 
-// The character of each byte: itself if it can be seen in Latin-1, else one from U+0100 on.
+// The character of each byte: itself if it is visible in Latin-1, else one from U+0100 on.
 constexpr std::array<char32_t, 256> byte_characters() {
   std::array<char32_t, 256> to{};
   char32_t next = 0x100;
@@ -29,7 +29,7 @@ inline std::string bytes_as_characters(std::string_view text) {
   return out;
 }
 
-// Back again; a text that has another character stays as it is.
+// The inverse; a text with other characters is returned unchanged.
 inline std::string characters_as_bytes(const std::string& text) {
   static constexpr auto kFrom = [] {
     std::array<std::int16_t, 0x180> from{};

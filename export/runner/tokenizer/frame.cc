@@ -18,7 +18,7 @@ Frame make_frame(const Json& json, const std::string& where) {
   if (json.is_null()) return {};
   const Fields fields(json, where);
   const std::string& type = fields.text("type");
-  if (type == "ByteLevel") return {};  // of offsets, which are not used here
+  if (type == "ByteLevel") return {};  // it only changes offsets, which are not used here
   if (type == "Sequence") {
     Frame all;
     for (const Json& step : fields.list("processors")) {

@@ -1,5 +1,5 @@
-// The steps of a tokenizer.json, made from its JSON. Each maker throws Problem for a kind or a setting that it does not
-// know: a text is split exactly as Hugging Face's tokenizers do, or not at all.
+// The steps of a tokenizer.json. Each factory throws Problem for an unknown kind or setting: a text is split exactly as
+// by Hugging Face's tokenizers, or not at all.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace pi2::runner {
 using Normalize = std::function<std::string(std::string)>;
 Normalize make_normalizer(const Json& json, const std::string& where);
 
-// A part of the text; `first`: the text begins with it.
+// A part of the text; `first`: it is at the start of the text.
 struct Piece {
   std::string text;
   bool first;
@@ -28,13 +28,13 @@ Decode make_decoder(const Json& json, const std::string& where);
 // The byte that a token such as <0x0A> stands for.
 std::optional<char> byte_of(const std::string& token);
 
-// What stands before and behind the tokens of a text.
+// The tokens before and after a text.
 struct Frame {
   std::vector<std::int64_t> before, behind;
 };
 Frame make_frame(const Json& json, const std::string& where);
 
-// The error for a kind or a setting that is not known.
+// The error for an unknown kind or setting.
 [[noreturn]] void unknown(const std::string& where, const std::string& expected, const std::string& found);
 
 }  // namespace pi2::runner

@@ -21,7 +21,7 @@ Behavior behavior_of(const Fields& fields) {
   unknown(fields.where(), "Removed, Isolated, Contiguous, MergedWithPrevious or MergedWithNext", name);
 }
 
-// What becomes of matches and of what is between them.
+// Applies the behaviour to matches and the text between them.
 std::vector<Part> arrange(std::vector<Part> parts, Behavior behavior) {
   if (behavior == Behavior::kIsolated) return parts;
   if (behavior == Behavior::kRemoved) {

@@ -25,7 +25,7 @@ void Regex::Free::operator()(re_pattern_buffer* regex) const { onig_free(regex);
 Regex::Regex(const std::string& pattern, const std::string& where) : where_(where) {
   static const int ready = [] {
     OnigEncoding encodings[] = {ONIG_ENCODING_UTF8};
-    onig_set_retry_limit_in_search(kMostSteps);  // of one match there is a limit; of one after the other there is none
+    onig_set_retry_limit_in_search(kMostSteps);  // limits one match; repeated matches have no limit of their own
     return onig_initialize(encodings, 1);
   }();
   if (ready != ONIG_NORMAL)
@@ -53,7 +53,8 @@ std::vector<Part> Regex::parts(std::string_view text) const {
     if (code == ONIG_MISMATCH) break;
     if (code < 0) throw Problem(where_, "a text that it can match", explain(code, nullptr), "Shorten the prompt.");
     const auto first = static_cast<std::size_t>(region->beg[0]), last = static_cast<std::size_t>(region->end[0]);
-    if (first == last) {  // an empty match: none directly behind another, and the next search begins one character on
+    if (first ==
+        last) {  // an empty match: skipped directly after another; the next search begins one character further
       from = last + (last < text.size() ? code_point(text, last).bytes : 1);
       if (any && last == done) continue;
     } else {

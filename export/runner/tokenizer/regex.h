@@ -1,4 +1,4 @@
-// Regular expressions by Oniguruma, which Hugging Face's tokenizers use: theirs mean here what they mean there.
+// Regular expressions by Oniguruma, which Hugging Face's tokenizers use, so that patterns have the same meaning.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@ struct re_pattern_buffer;
 
 namespace pi2::runner {
 
-// A part of a text, and whether the pattern matched it.
+// A part of a text, and whether the pattern matches it.
 struct Part {
   std::size_t begin, end;
   bool match;
@@ -19,10 +19,10 @@ struct Part {
 
 class Regex {
  public:
-  // Throws Problem, which begins with `where`: it is none.
+  // Throws Problem, beginning with `where`, for an invalid pattern.
   Regex(const std::string& pattern, const std::string& where);
 
-  // All of the text in order, what matches and what is between. Throws Problem: matching it takes too much.
+  // All parts of the text in order, matches and the text between. Throws Problem if matching takes too many steps.
   std::vector<Part> parts(std::string_view text) const;
 
  private:

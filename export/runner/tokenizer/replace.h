@@ -1,4 +1,4 @@
-// Replacing what a pattern of a tokenizer.json matches: {"String": ...} or {"Regex": ...}.
+// Replaces the matches of a pattern of a tokenizer.json: {"String": ...} or {"Regex": ...}.
 #pragma once
 
 #include <memory>
@@ -14,7 +14,7 @@ namespace pi2::runner {
 
 class Pattern {
  public:
-  static constexpr std::size_t kMostText = 4 << 20;  // steps each of which makes two of one would fill any memory
+  static constexpr std::size_t kMostText = 4 << 20;  // repeated doubling would exhaust memory
 
   explicit Pattern(const Fields& json) {
     if (json.has("Regex")) {

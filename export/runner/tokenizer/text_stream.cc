@@ -5,17 +5,17 @@
 namespace pi2::runner {
 namespace {
 
-constexpr std::string_view kBroken = "\xef\xbf\xbd";  // what bytes that are no character become
-constexpr std::size_t kContext = 8;                   // tokens of the prompt that an answer is decoded after
+constexpr std::string_view kBroken = "\xef\xbf\xbd";  // replacement for invalid bytes
+constexpr std::size_t kContext = 8;                   // tokens of the prompt that are decoded before an answer
 
-// The last tokens of a prompt. Not from within a run of bytes on: a run is decoded as a whole, or not at all.
+// The last tokens of a prompt, not starting inside a run of byte tokens, which must be decoded as a whole.
 std::vector<std::int64_t> context(const Tokenizer& tokenizer, const std::vector<std::int64_t>& prompt) {
   std::size_t first = prompt.size() - std::min(prompt.size(), kContext);
   while (first > 0 && !tokenizer.stands_alone(prompt[first])) --first;
   return {prompt.begin() + static_cast<std::ptrdiff_t>(first), prompt.end()};
 }
 
-// Where the answer begins: a character that the prompt has only a part of is the answer's.
+// Where the answer begins. A character that the prompt only begins belongs to the answer.
 std::size_t end_of_prompt(const Tokenizer& tokenizer, const std::vector<std::int64_t>& ids) {
   for (std::size_t back = 0; back < 4 && back <= ids.size(); ++back) {
     if (!tokenizer.decode(ids.data(), ids.size() - back).ends_with(kBroken)) return ids.size() - back;
@@ -23,8 +23,7 @@ std::size_t end_of_prompt(const Tokenizer& tokenizer, const std::vector<std::int
   return ids.size();
 }
 
-// What `all` has behind the characters with which `before` begins too: all of `before`, unless it ends within a
-// character.
+// The part of `all` after its common prefix with `before`: all of `before`, unless that ends inside a character.
 std::string behind(const std::string& before, const std::string& all) {
   std::size_t at =
       static_cast<std::size_t>(std::mismatch(all.begin(), all.end(), before.begin(), before.end()).first - all.begin());

@@ -5,7 +5,7 @@
 namespace pi2::runner {
 namespace {
 
-constexpr std::int64_t kMostBytes = 256 << 20;  // the largest are of some 35 MB
+constexpr std::int64_t kMostBytes = 256 << 20;  // the largest known files have some 35 MB
 
 const Json& part(const Json& json, const char* name) {
   static const Json none;
@@ -71,7 +71,7 @@ bool Tokenizer::stands_alone(std::int64_t id) const {
 std::string Tokenizer::decode(const std::int64_t* ids, std::size_t count) const {
   std::vector<std::string> texts;
   for (std::size_t i = 0; i < count; ++i) {
-    const auto found = tokens_.find(ids[i]);  // some models have more rows than their tokenizer has tokens
+    const auto found = tokens_.find(ids[i]);  // some models have more rows than tokens
     if (found != tokens_.end() && !found->second.special) texts.push_back(found->second.text);
   }
   if (texts.empty()) return "";

@@ -1,4 +1,4 @@
-// Text to tokens and back, as Hugging Face's tokenizers do it with the same tokenizer.json.
+// Text to tokens and back, like Hugging Face's tokenizers with the same tokenizer.json.
 #pragma once
 
 #include <cstdint>
@@ -16,16 +16,16 @@ namespace pi2::runner {
 
 class Tokenizer {
  public:
-  // Throws Problem: it cannot be read, or has a part that this does not know, which the message names.
+  // Throws Problem if the file cannot be read or has an unknown part, which the message names.
   explicit Tokenizer(const std::filesystem::path& file);
-  Tokenizer(const Json& json, const std::string& where);  // of what the file has
+  Tokenizer(const Json& json, const std::string& where);  // from the file's JSON
 
-  // `special`: with the tokens that stand before and behind a text. Throws Problem: the text is no UTF-8.
+  // `special`: with the tokens before and after a text. Throws Problem if the text is not UTF-8.
   std::vector<std::int64_t> encode(std::string_view text, bool special) const;
   // Without special tokens.
   std::string decode(const std::int64_t* ids, std::size_t count) const;
-  // Whether this token has text that is the same whatever is before it, but for a space: neither a byte of a character,
-  // which is decoded with all bytes beside it, nor one without text, such as a special token.
+  // Whether the token's text does not depend on the tokens before it, except for a space: neither a byte token, which
+  // is decoded together with its neighbours, nor a token without text, such as a special token.
   bool stands_alone(std::int64_t id) const;
 
  private:
@@ -38,7 +38,7 @@ class Tokenizer {
   PreTokenize pre_tokenize_;
   Decode decode_;
   Frame frame_;
-  AddedTokens raw_, normalized_;  // looked for in the text as it is, and in the normalised text
+  AddedTokens raw_, normalized_;  // matched in the original text, and in the normalised text
   std::unordered_map<std::int64_t, Token> tokens_;
 };
 

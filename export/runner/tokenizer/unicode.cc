@@ -25,7 +25,7 @@ struct CombiningClass {
 };
 #include "unicode_tables.inc"
 
-// Hangul syllables are composed of up to three letters by arithmetic.
+// Hangul syllables are composed of up to three letters arithmetically.
 constexpr char32_t kS = 0xac00, kL = 0x1100, kV = 0x1161, kT = 0x11a7;
 constexpr char32_t kLs = 19, kVs = 21, kTs = 28, kSs = kLs * kVs * kTs;
 
@@ -74,7 +74,7 @@ std::string normal_form(const std::string& text, bool compatibility, bool compos
   if (std::all_of(text.begin(), text.end(), [](char c) { return static_cast<signed char>(c) >= 0; })) return text;
   std::u32string points;
   for (const char32_t point : code_points(text)) decompose(point, compatibility, points);
-  // Marks of one base character in the order of their classes.
+  // Sorts the marks of each base character by class.
   for (auto at = points.begin(); at != points.end();) {
     const auto end = std::find_if(at, points.end(), [](char32_t point) { return combining(point) == 0; });
     std::stable_sort(at, end, [](char32_t a, char32_t b) { return combining(a) < combining(b); });
@@ -83,10 +83,10 @@ std::string normal_form(const std::string& text, bool compatibility, bool compos
   if (!composed) return utf8(points);
   std::u32string out;
   std::size_t base = std::u32string::npos;
-  int last = 0;  // class of what stands between base and here; 0: nothing does
+  int last = 0;  // class of the last mark after base; 0: none
   for (const char32_t point : points) {
     const int its = combining(point);
-    // A mark is blocked from its base by one of the same class or a higher one between them.
+    // A mark is blocked from its base by a mark of the same or a higher class between them.
     const bool reaches = base != std::u32string::npos && (last == 0 ? base + 1 == out.size() : last < its);
     if (const char32_t together = reaches ? compose(out[base], point) : 0; together != 0) {
       out[base] = together;

@@ -5,7 +5,7 @@
 
 namespace pi2::runner {
 
-// NFC, NFD, or with `compatibility` NFKC, NFKD, of UTF-8.
+// NFC or NFD of UTF-8; with `compatibility` NFKC or NFKD.
 std::string normal_form(const std::string& text, bool compatibility, bool composed);
 
 }  // namespace pi2::runner

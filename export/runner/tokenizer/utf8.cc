@@ -6,8 +6,8 @@ CodePoint code_point(std::string_view text, std::size_t at) {
   const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
   const unsigned lead = byte(at);
   if (lead < 0x80) return {lead, 1, true};
-  // How many bytes follow, and what the first of them may be: this alone excludes what is too long, surrogates and what
-  // is past U+10FFFF.
+  // How many bytes follow, and the range of the first of them: this excludes overlong forms, surrogates and values past
+  // U+10FFFF.
   std::size_t more = 0;
   unsigned low = 0x80, high = 0xbf;
   char32_t value = 0;
