@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_activations(parser)
     add(
         "--active",
-        type=common.probability,
+        type=float,
         metavar="SHARE",
         help="mean share of neurons that fire (default: the folder's, or 0.1)",
     )

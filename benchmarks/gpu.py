@@ -34,7 +34,7 @@ _INT4_SINCE = (8, 0)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser)
     add = parser.add_argument
-    add("--active", type=common.probability, default=0.1, metavar="SHARE", help="of neurons that the predictor chooses")
+    add("--active", type=float, default=0.1, metavar="SHARE", help="of neurons that the predictor chooses")
     add("--weights", default="float", choices=("float", "int4", "int8"), help="of the neurons (default: bfloat16)")
     add("--rank", type=common.positive, default=256, metavar="R", help="of the predictor (default: 256)")
     add("--layers", type=common.positive, default=4, metavar="N", help="whose weights are read in turn (default: 4)")

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--folder", type=Path, metavar="DIR", help="model folder (default: work/bench/SHAPE-WEIGHTS-0.1, made)")
     add("--shape", default="mistral-7b", metavar="NAME", help="of the model that is made (default: %(default)s)")
     add("--weights", default="bfloat16", help="of the model that is made (default: %(default)s)")
-    add("--share", type=common.share, metavar="S", help="of the FFNs' bytes in the GPU's memory: divided")
+    add("--share", type=float, metavar="S", help="of the FFNs' bytes in the GPU's memory: divided")
     add_lengths(parser, 16, 64, 5)
     add("--device", default="cuda", choices=("cuda", "cpu"))
 

@@ -26,10 +26,10 @@ from benchmarks.gguf import write_gguf
 from benchmarks.peer import Peer, PeerError
 from benchmarks.subject import Rooms, synthetic_store
 from benchmarks.tables import Result, Table, at, ranged
+from torch_pi2.base.files import check_writable
 from torch_pi2.cli import common
 from torch_pi2.errors import ConfigError
 from torch_pi2.machine.device import find_device
-from torch_pi2.observe.trace import check_path
 from torch_pi2.ops import load
 from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.storefile import STORE_FILE
@@ -81,7 +81,7 @@ MODES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_source(parser, "with a neuron store (torch-pi2 pack)", "mistral-7b")
-    add("--ffn-in-memory", type=common.share, default=0.5, metavar="SHARE", help="of the neurons' bytes, 0..1")
+    add("--ffn-in-memory", type=float, default=0.5, metavar="SHARE", help="of the neurons' bytes, 0..1")
     add(
         "--modes",
         type=names_of(MODES),
@@ -238,7 +238,7 @@ def _check_trace(path: str | Path, modes: Sequence[str]) -> None:
             found=",".join(modes),
             fix="Add it to the modes.",
         )
-    check_path(Path(path))
+    check_writable(Path(path))
 
 
 def _store(folder: Path | None, shape: str | None, seed: int) -> Path:

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stages", type=Path, metavar="DIR", help="as many that have whole layers (--by layers)")
     add(
         "--ffn-in-memory",
-        type=common.share,
+        type=float,
         default=0.5,
         metavar="SHARE",
         help="of the neurons' bytes, in each process",
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_lengths(parser, 0, 24, 2)
     add(
         "--core-share",
-        type=common.probability,
+        type=float,
         default=1.0,
         metavar="SHARE",
         help="of a core, for each process: where there are fewer cores than processes (default: 1)",

@@ -199,7 +199,7 @@ def test_guesses_from_the_prompt_change_no_text(command, made) -> None:
     assert 0 < guessed["drafts"]["accepted"] <= guessed["drafts"]["drafted"]
     assert guessed["drafts"]["passes"] <= len(guessed["sequences_by_step"])
     assert " drafted tokens accepted]" in command(*argv, "--prompt-lookup", "4").out
-    eight = "argument --prompt-lookup: expected at most 7, found 8"
+    eight = "expected 1 to 7, found 8"
     both = "--prompt-lookup with --temperature 1: expected one of them"
     for option, message in ((["--prompt-lookup", "8"], eight), (["--temperature", "1"], both)):
         assert message in command(*argv, "--prompt-lookup", "4", *option, ok=False).err
@@ -341,8 +341,7 @@ def test_names_that_cannot_be(command, made) -> None:
         (("--seed", "-1"), "expected 0 or more, found -1"),
         (("--seed", "1_0"), "invalid seed value: '1_0'"),
         (("--threads", 4294967297), "at most 1024, found 4294967297"),
-        (("--temperature", "1e-320"), "expected 0 (greedy), or 1e-06 or more, found 1e-320"),
-        (("--temperature", "nan"), "found nan"),
+        (("--temperature", "warm"), "invalid float value: 'warm'"),
         (("--max-new-tokens", "\u0661"), "invalid positive value"),
     ],
 )

@@ -17,8 +17,6 @@ from tiny_bundle import ROOM, shared_bundle, write_manifest
 
 import torch_pi2
 from torch_pi2 import cli
-from torch_pi2.base.package import how_to_install
-from torch_pi2.cli import doctor
 from torch_pi2.errors import LibraryMissingError
 from torch_pi2.export import api, describe
 from torch_pi2.export.manifest import Manifest
@@ -165,13 +163,6 @@ def test_inspect_shows_what_the_npus_part_loses(command: Any, folder: Path, tmp_
     assert "NPU" not in command("inspect", folder).out
     (bundle / "qnn.json").write_text(json.dumps(NPU_REPORT))
     write_manifest(bundle)
-    parts = {"attention0": {"context_bytes": 1024, "block": 0, "errors": [0.01, 0.02, 0.03]}}
-    parts["head"] = {"context_bytes": 512, "block": 32, "errors": [0.04]}
-    (bundle / "qnn.json").write_text(json.dumps(NPU_REPORT | {"parts": parts}))
-    write_manifest(bundle)
-    of_parts = [" ".join(line.split()) for line in command("inspect", bundle).out.splitlines()]
-    assert "attention0 w8a16 1.0 % 1.0 KB" in of_parts
-    assert "head w4a16, groups of 32 4.0 % 512 B" in of_parts
     (bundle / "qnn.json").write_text(json.dumps(NPU_REPORT | {"parts": {"head": {"block": 0, "errors": []}}}))
     write_manifest(bundle)
     assert "parts, head: expected a field context_bytes, found none" in command("inspect", bundle, code=2).err
@@ -179,12 +170,7 @@ def test_inspect_shows_what_the_npus_part_loses(command: Any, folder: Path, tmp_
     write_manifest(bundle)
     assert command("inspect", bundle, "--json").json["npu"] == NPU_REPORT
     shown = command("inspect", bundle).out
-    assert "NPU: SM8650, QNN v2.49.40; errors against float32 on 128 tokens of the calibration data" in shown
-    rows = [" ".join(line.split()) for line in shown.splitlines() if "w4a16" in line]
-    assert rows == [
-        "0 w4a16, groups of 16 10.0 % 2.0 KB",
-        "1 w4a16 20.0 % 4.1 KB",
-    ]
+    assert "NPU: SM8650, QNN v2.49.40\n" in shown
     assert (
         "nats per token on 508 tokens of calibration data after the tokens that hot parts were quantised on: without "
         "the NPU 2.0000, with its feed-forward layers (simulated in PyTorch) of decode_b1 2.0100 (+0.0100, +0.50%)"
@@ -220,22 +206,14 @@ def test_doctor_says_what_a_target_needs(command: Any, monkeypatch: pytest.Monke
     assert any("SM8650" in p["expected"] and p["found"] == "'SM1'" for p in bad["target"]["problems"])
     assert "expected xnnpack, or qnn:" in command("doctor", "--target", "qnn", code=2).err
 
-    version = doctor._version
-    monkeypatch.setattr(
-        doctor, "_version", lambda name: {"torchao": None, "executorch": "1.4.0"}.get(name, version(name))
+    def missing() -> None:
+        raise LibraryMissingError("executorch", expected="it", found="nothing", fix="Get it.")
+
+    monkeypatch.setattr("torch_pi2.export.executorch.load_library", missing)
+    assert (
+        "xnnpack: cannot be exported for yet:\n  executorch: expected it"
+        in command("doctor", "--target", "xnnpack", code=1).out
     )
-    found = {
-        p["what"]: p for p in command("doctor", "--target", "xnnpack", "--json", code=1).json["target"]["problems"]
-    }
-    assert found["package torchao"]["found"] == "none"
-    assert found["package executorch"] == {
-        "what": "package executorch",
-        "expected": "== 1.5.1",
-        "found": "1.4.0",
-        "fix": how_to_install("export", "hf"),
-    }
-    shown = command("doctor", "--target", "xnnpack", code=1).out
-    assert "xnnpack: cannot be exported for yet:\n  package executorch: expected == 1.5.1" in shown
 
 
 def test_export_refuses_before_it_loads_anything(command: Any, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def alone(folder: Path, text: str, tokens: int) -> str:
 def test_a_talk_through_a_pipe(talk: Any, folder: Path) -> None:
     first = alone(folder, "def main(", 9)
     second = alone(folder, f"def main({first}\nimport os\n\nclass A", 9)
-    ran = talk('def main(\n/stats\n"""\n\nimport os\n\nclass A\n"""\n/exit\nnever read\n')
+    ran = talk("def main(\n/stats\n\\\nimport os\\\n\\\nclass A\n/exit\nnever read\n")
     assert ran.code == 0
     assert ran.out == f"{first}\n{second}\n\n"
     assert "has no chat template: the model continues your text" in ran.err
@@ -85,7 +85,7 @@ def test_what_can_be_typed_besides(talk: Any) -> None:
     assert "the budget is now" not in ran.err  # as it could not be
     assert "expected a model over a neuron store, found one in memory" in ran.err
     assert talk("/EXIT now\nnever read\n").out.strip() == ""
-    assert [said["content"] for said in talk('"""\na\n b', "--json").json["messages"][:1]] == ["a\n b"]
+    assert [said["content"] for said in talk("a\\\n b\\", "--json").json["messages"][:1]] == ["a\n b"]
     full = talk("def main(\n" + "x " * 60 + "\n", "--max-tokens", "30")
     assert full.code == 0
     assert "talk: expected 1 to 29 tokens before an answer" in full.err
@@ -106,13 +106,9 @@ def test_the_budget_of_a_talk(
     assert "the budget is now 1MB" not in ran.err
 
 
-@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
-def test_what_is_typed_in_another_encoding(talk: Any, folder: Path, errors: str) -> None:
-    typed = io.TextIOWrapper(io.BytesIO(b"caf\xe9\ndef main(\n"), "utf-8", errors)
-    ran = talk("", stdin=typed)
-    assert ran.code == 0
-    assert "this line is not UTF-8 and was ignored" in ran.err
-    assert ran.out == f"{alone(folder, 'def main(', 9)}\n\n"
+def test_what_is_typed_in_another_encoding(talk: Any) -> None:
+    said = talk("", "--json", stdin=io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8")).json["messages"]
+    assert said[0]["content"] == "caf\N{REPLACEMENT CHARACTER}"
 
 
 def test_a_closed_standard_input_is_the_end(talk: Any) -> None:

@@ -14,14 +14,12 @@ import pytest
 import torch
 from cli_calls import Ran
 from shared import shared_folder
-from tiny_bundle import shared_bundle
 from tiny_models import randomise
 from tiny_tokenizers import TEXT, byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import torch_pi2
 from torch_pi2.errors import ArtifactError
-from torch_pi2.export.run import Bundle
 
 Command = Callable[..., Ran]
 
@@ -42,27 +40,17 @@ def _write(base: Path) -> None:
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A path of every kind, by name."""
-    base, bundle = shared_folder(tmp_path_factory, "every-folder", _write), shared_bundle(tmp_path_factory)
-    own = tmp_path_factory.mktemp("others")
-    for name in ("stats.safetensors", "predictors.safetensors", "plan.json"):
-        (own / name.partition(".")[0]).mkdir()
-        (own / name.partition(".")[0] / name).touch()
+    base, own = shared_folder(tmp_path_factory, "every-folder", _write), tmp_path_factory.mktemp("others")
     (own / "notes").mkdir()
     (own / "notes" / "notes.txt").write_text("nothing of ours\n")
     return {
         **{name: base / name for name in ("checkpoint", "optimised", "quantised", "store")},
-        "bundle": bundle,
-        "program": bundle / "model.pte",
-        "store's file": base / "store" / "pi2" / "model.pi2",
-        "store's pi2": base / "store" / "pi2",
-        "weights": base / "checkpoint" / "model.safetensors",
-        **{name: own / name for name in ("stats", "predictors", "plan", "notes")},
+        "notes": own / "notes",
         "a file": own / "notes" / "notes.txt",
         "missing": own / "missing",
     }
 
 
-GENERATES = ("checkpoint", "optimised", "quantised", "store", "bundle")
 TALKS = ("checkpoint", "optimised", "quantised", "store")
 NEEDS = {"generate": ["--prompt", "x"], "run": ["--prompt", "x"], "chat": [], "serve": []}
 
@@ -109,8 +97,9 @@ def test_sampling_is_checked_before_anything_is_loaded(command: Command, verb: s
     prompt = ["--prompt", "x"] if verb == "generate" else []
     ran = command(verb, "nowhere", *prompt, "--top-p", "0.5", ok=False)
     assert "--top-p 0.5: expected a --temperature above 0 beside it, found the most likely token each time" in ran.err
-    ran = command(verb, "nowhere", *prompt, "--top-p", "5", ok=False)
-    assert "expected more than 0 and at most 1, found 5" in ran.err
+    for wrong in (("--temperature", "nan"), ("--temperature", "-1"), ("--temperature", "1", "--top-p", "5")):
+        ran = command(verb, "nowhere", *prompt, *wrong, ok=False)
+        assert "expected a temperature of 1e-06 or more, top_k of 0 or more, top_p above 0 and at most 1" in ran.err
 
 
 def test_what_is_wrong_has_a_line_of_its_own(
@@ -125,7 +114,7 @@ def test_what_is_wrong_has_a_line_of_its_own(
 
 def test_generate_takes_every_kind_of_model(command: Command, kinds: dict[str, Path]) -> None:
     texts = {}
-    for kind in GENERATES:
+    for kind in TALKS:
         asked = ["generate", kinds[kind], "--prompt", "def f", "--max-new-tokens", "9"]
         said = command(*asked, "--json").json
         texts[kind] = said["text"]
@@ -134,31 +123,6 @@ def test_generate_takes_every_kind_of_model(command: Command, kinds: dict[str, P
         assert said["ms_per_token"] > 0
         assert command(*asked).out.startswith(f"def f{said['text']}\n["), kind
     assert texts["checkpoint"] == texts["optimised"] == texts["store"]
-    with Bundle(kinds["bundle"]) as opened:
-        assert texts["bundle"] == opened.generate("def f", 9).text
-
-
-def test_a_bundle_has_the_settings_of_models(command: Command, kinds: dict[str, Path], tmp_path: Path) -> None:
-    asked = ("--prompt", "def f", "--max-new-tokens", "5", "--temperature", "1", "--top-p", "0.9", "--seed", "3")
-    said = command("generate", kinds["bundle"], *asked, "--num-return-sequences", "2", "--json", "--budget", "1GB").json
-    with Bundle(kinds["bundle"]) as opened:
-        how = {"temperature": 1.0, "top_p": 0.9, "seed": 3, "num_return_sequences": 2}
-        assert said["texts"] == [s.text for s in opened.generate("def f", 5, **how).sequences]
-    for option in (
-        ["--dense"],
-        ["--compile"],
-        ["--activations", "int8"],
-        ["--prompt-lookup", "2"],
-        ["--dtype", "float32"],
-        ["--gpu-memory", "all"],
-    ):
-        ran = command("generate", kinds["bundle"], "--prompt", "x", *option, ok=False)
-        assert ran.code == 2
-        assert f"{option[0]} with {kinds['bundle']}: expected an option that bundles support" in ran.err
-    damaged = tmp_path / "damaged"
-    shutil.copytree(kinds["bundle"], damaged)
-    (damaged / "model.pte").write_bytes(b"")
-    assert "model.pte" in command("generate", damaged, "--prompt", "x", ok=False).err
 
 
 def test_a_budget_is_of_what_is_in_a_store(command: Command, kinds: dict[str, Path]) -> None:
@@ -196,7 +160,6 @@ def test_what_is_left_out_is_not_in_memory(
         ("checkpoint", (), f"{option} 1.0: expected a model over a store, as pack writes it"),
         ("store", (), f"{option} 1: expected --budget beside it"),
         ("store", ("--budget", "1GB"), f"OffloadConfig.{field}: expected {needs}"),
-        ("bundle", (), f"{option} with {{}}: expected an option that bundles support"),
     ):
         said = command("generate", kinds[kind], *asked, *share, *more, ok=False)
         assert said.code == 2

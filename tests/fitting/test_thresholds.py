@@ -32,8 +32,6 @@ from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.layers.prompt import sparse_only
 from torch_pi2.observe import counters
 from torch_pi2.profiling.data import Batch, batches, split
-from torch_pi2.report.collect import collect
-from torch_pi2.report.plots import plots
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.stats import ActivationStats, LossCurve
 
@@ -229,10 +227,6 @@ def test_the_curve_is_in_the_folder_and_shown(tmp_path: Path, caplog: pytest.Log
     shown = render(found)
     assert f"thresholds on the score 'output': loss {curve.loss_change:+.2%} (max_loss 5.0%)" in shown
     assert f"{curve.loss_curve[0].skipped:.0%} {curve.loss_curve[0].change:+.2%}" in shown
-    (drawn,) = [plot for plot in plots(collect(tmp_path / "m"))["Plan"] if plot.name == "loss-curve"]
-    assert drawn.figure["data"][0]["x"] == [point.skipped for point in curve.loss_curve]
-    assert drawn.figure["data"][0]["y"] == [point.change for point in curve.loss_curve]
-    assert f"the loss is {curve.loss_change:+.2%} there" in drawn.read
 
 
 @pytest.mark.parametrize(

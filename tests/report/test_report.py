@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import unescape
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,6 @@ import torch_pi2
 from torch_pi2 import report
 from torch_pi2.cli import main
 from torch_pi2.errors import ArtifactError, LibraryMissingError, StaleArtifactError
-from torch_pi2.observe.accesses import Accesses
 from torch_pi2.report.plots import Plot, places, plots
 from torch_pi2.store.parts import Parts
 from torch_pi2.types.plan import Bucket, HardwarePlan, Plan, PromptPlan
@@ -33,11 +32,10 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True)
 class Made:
-    """A model that was optimised and saved, the store packed from it, and what runs of it recorded."""
+    """A model that was optimised and saved, and the store packed from it."""
 
     saved: Path
     store: Path
-    accesses: Path
 
 
 def with_hardware(folder: Path) -> None:
@@ -61,24 +59,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     ids = torch.randint(0, 64, (16, 32), generator=torch.Generator().manual_seed(5))
     config = torch_pi2.Config(method="lowrank", tolerance=0.5, calibration_tokens=512, seq_len=32)
     torch_pi2.save(torch_pi2.optimize(tiny("llama-relu"), ids, config), base / "saved")
-    torch_pi2.pack(base / "saved", base / "plain")
     with_hardware(base / "saved" / "pi2")
     torch_pi2.pack(base / "saved", base / "store")
-    found = Made(base / "saved", base / "store", base / "accesses")
-    # Of the plan without a machine: a model that follows one changes its cache, which no replay repeats.
-    parts: Any = torch_pi2.stats(torch_pi2.load(base / "plain", budget="1GiB"))["budget"]
-    half = parts.smallest + parts.in_slots(parts.neurons // 2)
-    stored = torch_pi2.load(base / "plain", budget=half, offload=torch_pi2.OffloadConfig(policy="lfu"))
-    with torch_pi2.record_accesses(stored, found.accesses), torch.no_grad():
-        for step in range(12):
-            stored(ids[:1, step : step + 1])
-    return found
+    return Made(base / "saved", base / "store")
 
 
 @pytest.fixture(scope="module")
 def whole(made: Made) -> Report:
     """With every plot."""
-    return report.collect(made.store, accesses=made.accesses)
+    return report.collect(made.store)
 
 
 def by_name(found: Report) -> dict[str, Plot]:
@@ -106,10 +95,6 @@ def test_facts_are_those_of_the_folder(made: Made, whole: Report) -> None:
     saved = report.collect(made.saved)  # a saved folder and a packed one say the same
     assert (saved["firing"], saved["plan"]) == (whole["firing"], whole["plan"])
     assert (saved["model"]["weights"], saved["model"]["stored"], whole["missing"]) == ("float32", False, [])
-    accesses = Accesses.load(made.accesses)
-    assert whole["cache"]["hit_rate"] == accesses.run["hits"] / accesses.run["wanted"]
-    assert whole["cache"]["sizes"][-1]["hit_rate"]["lru"] == 1
-    assert all(of["hit_rate"]["optimal"] >= max(of["hit_rate"].values()) - 1e-9 for of in whole["cache"]["sizes"])
 
 
 def test_neurons_are_somewhere_in_every_bucket(whole: Report) -> None:
@@ -127,8 +112,7 @@ def test_neurons_are_somewhere_in_every_bucket(whole: Report) -> None:
 
 def test_the_command_writes_one_file(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "report.html"
-    files = ["--accesses", str(made.accesses)]
-    assert main(["report", str(made.store), "-o", str(out), *files, "--json"]) == 0
+    assert main(["report", str(made.store), "-o", str(out), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["file"], result["bytes"]) == (str(out), out.stat().st_size)
     assert result["report"]["missing"] == []
@@ -158,7 +142,6 @@ def test_what_is_missing_is_said(made: Made, tmp_path: Path, capsys: pytest.Capt
         "no statistics in the folder",
         f"torch-pi2 plan '{folder}' --hardware measured",
         "the plan is not made for a machine",
-        "the whole model is in memory",
     )
     for said in wanted:
         assert said in out
@@ -183,7 +166,7 @@ def test_names_in_files_are_no_code(whole: Report, tmp_path: Path) -> None:
 def test_figures_are_ones_that_plotly_knows(whole: Report) -> None:
     go = pytest.importorskip("plotly.graph_objects")
     found = by_name(whole)
-    assert list(found) == ["cdf", "sparsity", "plan", "times", "sizes"]
+    assert list(found) == ["cdf", "sparsity", "plan", "times"]
     for plot in found.values():
         go.Figure(json.loads(json.dumps(plot.figure, allow_nan=False)))
 
@@ -202,9 +185,6 @@ def test_a_browser_draws_every_plot(whole: Report, tmp_path: Path) -> None:
 def test_files_of_other_models_are_refused(made: Made, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"nowhere: expected a model folder.*found no such folder"):
         report.collect(tmp_path / "nowhere")
-    replace(Accesses.load(made.accesses), model_hash="f" * 64).save(tmp_path / "accesses")
-    with pytest.raises(StaleArtifactError, match=r"accesses: expected accesses of FFN weights .* found ffffffffffff"):
-        report.collect(made.store, accesses=tmp_path / "accesses")
     with Parts(made.saved / "pi2") as parts:
         plan = parts.plan()
     plan.hardware = None

@@ -15,6 +15,7 @@ import re
 import shutil
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -108,6 +109,21 @@ def _write_synced(path: Path, data: Iterable[bytes]) -> None:
         f.writelines(data)
         f.flush()
         os.fsync(f.fileno())
+
+
+def check_writable(path: Path, *, folder: bool = False) -> None:
+    """Check that a file, or a folder, can be written, before minutes of work. Raises ArtifactError."""
+    try:
+        target = path if folder else to_replace(path)
+        if target is None:
+            return  # a device or a pipe
+        parent = target if folder else target.parent
+        while not parent.exists():
+            parent = parent.parent
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise not_written(path, error) from error
 
 
 def not_written(path: Path, error: OSError) -> ArtifactError:

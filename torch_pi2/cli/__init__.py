@@ -13,15 +13,21 @@ import contextlib
 import importlib
 import json
 import os
+import platform
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from inspect import cleandoc
+from pathlib import Path
 from typing import Any, TextIO
 
+import shtab
+
 from torch_pi2.base.fields import argument, shown
+from torch_pi2.base.package import __version__
 from torch_pi2.base.progress import lines
-from torch_pi2.cli.parser import Help, Parser, Version
-from torch_pi2.cli.terminal import OutputError, configured, emit, quiet_interrupts, shown_on, sigterm_as_exit
+from torch_pi2.cli.parser import Help, Parser
+from torch_pi2.cli.terminal import OutputError, configured, emit, sigterm_as_exit
 from torch_pi2.errors import ArtifactError, Pi2Error
 
 __all__ = ["VERBS", "Parser", "build_parser", "main"]
@@ -47,7 +53,6 @@ VERBS = {
     "replay": "what other caches would have had of recorded accesses",
     "report": "one HTML file that shows a model folder: neurons, plan, times, caches",
     "doctor": "versions, CPU features, kernels, missing extras",
-    "completion": "the script that lets a shell complete all this",
 }
 #: Where verbs are whose module has another name: module, and class in it.
 _PLACES = {
@@ -60,7 +65,6 @@ _PLACES = {
     "synthetic": ("checkpoint", "Synthetic"),
     "run": ("generate", "Run"),
     "replay": ("report", "Replay"),
-    "completion": ("parser", "Completion"),
 }
 BuildParser = Callable[[], argparse.ArgumentParser]
 
@@ -70,7 +74,9 @@ def build_parser() -> argparse.ArgumentParser:
     from torch_pi2.cli import common
 
     parser = Parser(prog="torch-pi2", description="Sparse feed-forward layers for PyTorch models.")
-    parser.add_argument("--version", action=Version)
+    versions = f"torch-pi2 {__version__} (torch {metadata.version('torch')}, Python {platform.python_version()})"
+    parser.add_argument("--version", action="version", version=versions, help="versions of torch-pi2, torch and Python")
+    shtab.add_argument_to(parser, "--print-completion", help="print a script that lets a shell complete all this")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, help_line in VERBS.items():
         module, of_module = _PLACES.get(name, (name, None))
@@ -81,7 +87,11 @@ def build_parser() -> argparse.ArgumentParser:
         own = verbs.add_parser(name, help=help_line, description=about, epilog=epilog, formatter_class=Help)
         verb.add_arguments(own)
         common.add_every(own)
-        own.set_defaults(module=verb, root=parser)
+        for action in own._actions:
+            if action.type is Path or action.dest in ("model", "text"):
+                files = str(action.metavar or "").startswith(("FILE", "PATH"))
+                action.complete = shtab.FILE if files else shtab.DIRECTORY  # type: ignore[attr-defined]
+        own.set_defaults(module=verb)
     return parser
 
 
@@ -97,22 +107,19 @@ def _run(argv: Sequence[str], parser: BuildParser) -> tuple[dict[str, Any], str,
         lines("torch-pi2", not args.quiet),
         contextlib.redirect_stdout(sys.stderr),
     ):
-        if getattr(args, "verb", None) != "completion":  # which computes nothing
-            _begin(args)
+        _begin(args)
         with sigterm_as_exit():
             result = args.module.run(args)
-        with shown_on(args.stdout):
-            text = json.dumps(result) if args.json else args.module.render(result)
-    return result, text, args.stdout
+    return result, json.dumps(result) if args.json else args.module.render(result), args.stdout
 
 
 def _begin(args: argparse.Namespace) -> None:
     """Import what nearly all verbs use, and refuse folders that are for other verbs."""
-    with quiet_interrupts():
-        import torch
+    import torch
 
-        import torch_pi2.api  # noqa: F401 (what nearly all verbs use)
-        from torch_pi2.cli import folders
+    import torch_pi2.api  # noqa: F401 (what nearly all verbs use)
+    from torch_pi2.cli import folders
+
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     folders.check(args)

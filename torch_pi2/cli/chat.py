@@ -18,11 +18,11 @@ from torch_pi2.errors import Pi2Error
 
 EXAMPLE = "torch-pi2 chat my-sparse-model"
 
-HELP = '''Type a message. A line that ends with \\ continues on the next one; """ begins and ends several lines.
+HELP = """Type a message. A line that ends with \\ continues on the next one.
 /stats         speed of the last answer, neurons computed, reads of a store
 /budget BYTES  change the memory for a packed store, such as 2GB
 /reset         forget the conversation
-/exit          leave (also Ctrl-D). Ctrl-C ends an answer. A line that begins with a space is no command.'''
+/exit          leave (also Ctrl-D). Ctrl-C ends an answer. A line that begins with a space is no command."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     if not session.template:
         _tell("this model's tokenizer has no chat template: the model continues your text")
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # invalid UTF-8 is refused below
+        sys.stdin.reconfigure(errors="replace")
     with contextlib.suppress(EOFError):
         while True:
             text = _read(args)
@@ -96,32 +96,20 @@ def _read(args: argparse.Namespace) -> str:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (gives input() editing and history)
     lines: list[str] = []
-    block = False
     while True:
         try:
-            line = _line("... " if lines or block else "> ", args)
-            line.encode()
-        except UnicodeEncodeError:
-            _tell("this line is not UTF-8 and was ignored")
-            continue
+            line = _line("... " if lines else "> ", args)
         except KeyboardInterrupt:
             _tell("")
-            lines, block = [], False
+            lines = []
             continue
         except EOFError:
             if not lines:
                 raise
-            return "\n".join(lines)  # ends an open block
-        if line.strip() == '"""':
-            if block:
-                return "\n".join(lines)
-            block = True
-        elif block:
-            lines.append(line)
-        elif line.endswith("\\"):
-            lines.append(line[:-1])
-        else:
+            return "\n".join(lines)
+        if not line.endswith("\\"):
             return "\n".join([*lines, line])
+        lines.append(line[:-1])
 
 
 def _line(prompt: str, args: argparse.Namespace) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import tempfile
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -18,7 +17,7 @@ from torch_pi2.base.units import size as size
 from torch_pi2.cli.parser import add_old_name as add_old_name
 from torch_pi2.cli.terminal import records as records
 from torch_pi2.cli.terminal import table as table
-from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS, FLOATS
 from torch_pi2.types.config import METHODS, QUANTIZATIONS, SCORES, WEIGHTS, Config
 
@@ -46,16 +45,6 @@ def _integer(name: str, least: int, most: int = 1 << 31) -> Callable[[str], int]
     return named(name, parse_integer, "N")
 
 
-def _number(name: str, expected: str, valid: Callable[[float], bool]) -> Callable[[str], float]:
-    def parse_number(text: str) -> float:
-        value = float(text)
-        if not valid(value):
-            raise argparse.ArgumentTypeError(f"expected {expected}, found {text}")
-        return value
-
-    return named(name, parse_number, "N")
-
-
 def named(name: str, kind: Callable[[str], Any], metavar: str) -> Callable[[str], Any]:
     """``kind`` as argparse shows it: ``invalid NAME value``, and ``metavar`` in the help."""
     kind.__name__, kind.metavar = name, metavar  # type: ignore[attr-defined]
@@ -76,27 +65,8 @@ count = _integer("count", 0)
 threads = _integer("threads", 1, 1024)
 port = _integer("port", 0, 65535)
 seed = _integer("seed", 0, (1 << 62) - 1)
-probability = _number("probability", "more than 0 and at most 1", lambda value: 0 < value <= 1)
-margin = _number("margin", "0 or more", lambda value: 0 <= value < math.inf)
-above_zero = _number("above_zero", "more than 0", lambda value: 0 < value < math.inf)
-share = _number("share", "0 to 1", lambda value: 0 <= value <= 1)
 sizes = list_of(positive, "sizes")
-shares = list_of(above_zero, "shares")
-
-
-def drafted(text: str) -> int:
-    """Number of tokens that one pass can verify."""
-    from torch_pi2.decode.speculate import MOST_DRAFTED
-
-    return _integer("drafted", 1, MOST_DRAFTED)(text)
-
-
-def temperature(text: str) -> float:
-    """0 for greedy decoding, or a number that logits can be divided by."""
-    from torch_pi2.decode.sequence import LEAST_TEMPERATURE
-
-    expected = f"0 (greedy), or {LEAST_TEMPERATURE:g} or more"
-    return _number("temperature", expected, lambda t: t == 0 or LEAST_TEMPERATURE <= t < math.inf)(text)
+shares = list_of(float, "shares")
 
 
 # --- groups of options
@@ -150,9 +120,9 @@ def add_budget(parser: argparse.ArgumentParser, of_each: str = "") -> None:
     budget = f"memory for a model over a packed store, such as 2GiB{of_each} (default: all)"
     add("--budget", metavar="BYTES", help=budget)
     missed = "lossy, with --budget: do not read a neuron whose predictor's score is less than this above its threshold"
-    add("--miss-margin", type=margin, default=0.0, metavar="NATS", help=missed)
+    add("--miss-margin", type=float, default=0.0, metavar="NATS", help=missed)
     dropped = "lossy, with --budget: skip an expert with less of its token's weight if it is mostly not in memory"
-    add("--drop-experts", type=share, default=0.0, metavar="SHARE", help=dropped)
+    add("--drop-experts", type=float, default=0.0, metavar="SHARE", help=dropped)
 
 
 def add_decoding(parser: argparse.ArgumentParser, of_each: str = "") -> None:
@@ -173,7 +143,7 @@ def add_together(parser: argparse.ArgumentParser) -> None:
     how = "how results are added: chunks (default), with the bits of one machine; ranks sends less"
     group.add_argument("--reduction", choices=("chunks", "ranks"), help=how)
     lost = "seconds after which a silent process counts as lost (default: 120)"
-    group.add_argument("--timeout", type=above_zero, metavar="S", help=lost)
+    group.add_argument("--timeout", type=float, metavar="S", help=lost)
     add_old_name(parser, "--patience", "--timeout")
 
 
@@ -181,9 +151,9 @@ def add_sampling(parser: argparse.ArgumentParser, tokens: int) -> None:
     """``--max-new-tokens`` with its default, and how tokens are chosen."""
     add = parser.add_argument
     add("--max-new-tokens", type=positive, default=tokens, help="of an answer, at most")
-    add("--temperature", type=temperature, default=0.0, metavar="T", help="0 is greedy")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
     top_p = "sample among the likeliest tokens with this probability in sum (default: 1; for bundles, the model's)"
-    add("--top-p", type=probability, metavar="P", help=top_p)
+    add("--top-p", type=float, metavar="P", help=top_p)
     add("--seed", type=seed, default=0, help="of sampling; the next answer has this plus 1")
 
 
@@ -251,9 +221,9 @@ def sampling_of(args: argparse.Namespace) -> Any:
     """The sampling of ``--temperature`` and ``--top-p``; None: greedy. Raises ConfigError."""
     from torch_pi2.decode.sequence import Sampling
 
-    if args.temperature > 0:
+    if args.temperature != 0:
         return Sampling(args.temperature, 0, 1.0 if args.top_p is None else args.top_p)
-    if args.top_p is not None and args.top_p < 1:
+    if args.top_p is not None and args.top_p != 1:
         raise needs(f"--top-p {args.top_p:g}", "a --temperature above 0", "the most likely token each time")
     return None
 
@@ -298,16 +268,6 @@ def text_in(path: str, option: str) -> str:
 
 def check_out(folder: Path) -> None:
     """Refuse a folder that cannot be written, before minutes of work. Raises ArtifactError."""
-    parent = folder
-    while not parent.exists() and parent != parent.parent:
-        parent = parent.parent
-    try:
-        with tempfile.TemporaryFile(dir=parent):
-            pass
-    except OSError as error:
-        raise ArtifactError(
-            f"--out {folder}",
-            expected="a folder that can be written",
-            found=f"{parent}: {error.strerror or error}",
-            fix="Choose another folder.",
-        ) from error
+    from torch_pi2.base.files import check_writable
+
+    check_writable(folder, folder=True)

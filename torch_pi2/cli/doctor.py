@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import operator
 import platform
 import re
 import shlex
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_pi2.base.package import how_to_install
 from torch_pi2.cli import common
-from torch_pi2.errors import ConfigError, LibraryMissingError, Pi2Error, VersionError
+from torch_pi2.errors import ConfigError, LibraryMissingError, Pi2Error
 
 if TYPE_CHECKING:
     from torch_pi2.machine.hardware import Hardware
@@ -26,11 +25,10 @@ if TYPE_CHECKING:
 EXAMPLE = "torch-pi2 doctor --target qnn:SM8650"
 
 _PACKAGES = ("torch", "numpy", "safetensors", "transformers", "executorch", "torchao", "onnxruntime-qnn")
-_COMPARE = {"==": operator.eq, ">=": operator.ge, "<": operator.lt}
 #: Lines of a machine with nothing else to do have less than half of this error.
 _STEADY = 0.12
-#: Sizes and numbers of reads that a profile is shown for.
-_BLOCKS, _DEPTHS = (4096, 8192, 65536), (1, 4, 16, 64)
+#: Sizes of the random reads that a profile is shown for, and how many are under way.
+_BLOCKS, _DEPTH = (4096, 65536), 64
 #: CPU flags that matter to the kernels.
 _FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "asimddp")
 
@@ -109,7 +107,7 @@ def _target(target: str, compile: bool) -> dict[str, Any]:
     """What is in the way of exporting for ``target``: ``problems`` with what, expected, found and fix each."""
     kind, _, soc = target.partition(":")
     check_target(target)
-    problems = [*_packages(), *_backend()]
+    problems = _backend()
     if kind == "qnn":
         from torch_pi2.export.qnn import problems as problems_of
 
@@ -127,30 +125,10 @@ def check_target(target: str) -> None:
         raise ConfigError("--target", expected=expected, found=repr(target), fix="Correct it.")
 
 
-def _packages() -> list[Pi2Error]:
-    """Python packages that the exporter needs, and are not here or of another version."""
-    found: list[Pi2Error] = []
-    for name, wanted in _requirements("export", "hf").items():
-        version = _version(name)
-        if version is None or not all(_COMPARE[how](_numbers(version), _numbers(n)) for how, n in wanted):
-            expected = " and ".join(f"{how} {number}" for how, number in wanted)
-            kind = LibraryMissingError if version is None else VersionError
-            fix = how_to_install("export", "hf")
-            found.append(kind(f"package {name}", expected=expected, found=version or "none", fix=fix))
-    return found
-
-
-def _requirements(*extras: str) -> dict[str, list[tuple[str, str]]]:
-    """Package -> comparisons with versions, as the installed package declares them for the extras; else none."""
-    wanted = shlex.split(how_to_install(*extras))[2:]
-    if "-e" in wanted:  # a checkout that pip has not installed
-        return {}
-    return {re.split(r"[^\w.-]", text)[0]: re.findall(r"(==|>=|<)([\d.]+)", text) for text in wanted}
-
-
-def _numbers(version: str) -> list[int]:
-    """Of the release: 1.5.1+cpu is [1, 5, 1]."""
-    return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3]]
+def _requirements(extra: str) -> list[str]:
+    """Packages that the installed package declares for ``extra``; none for a checkout that pip has not installed."""
+    wanted = shlex.split(how_to_install(extra))[2:]
+    return [] if "-e" in wanted else [re.split(r"[^\w.-]", text)[0] for text in wanted]
 
 
 def _backend() -> list[Pi2Error]:
@@ -259,31 +237,24 @@ def _render_target(target: dict[str, Any]) -> str:
 
 
 def describe_hardware(hardware: Hardware) -> str:
-    """What matters most of a profile to a plan."""
-    reads, other = hardware.reads, hardware.accelerator
-    memory = f"memory {hardware.memory_gb_per_s:.1f} GB/s"
-    kernels = [{"format": n, **vars(line)} for n, kernel in hardware.kernels.items() for line in kernel.sparse]
-    names = ("us_per_hot_mb", "us_per_cold_mb", "us_per_gate_mb", "us_per_million_macs")
-    rates = [
-        {f"depth_{depth}": block / reads.us(1000, block, reads.file_bytes, depth) * 1e3 for depth in _DEPTHS}
-        | {"MB/s_of_reads_of": f"{block >> 10} KiB", "enough": reads.best_depth(block, reads.file_bytes)}
+    """What matters most of a profile; ``--json`` has all of it."""
+    reads = hardware.reads
+    rates = (
+        f"{block / reads.us(1000, block, reads.file_bytes, _DEPTH) * 1e3:.0f} MB/s of {block >> 10} KiB"
         for block in _BLOCKS
+    )
+    lines = [
+        f"{hardware.name}, {hardware.source}: {hardware.threads} threads of {hardware.cores} cores, "
+        f"memory {hardware.memory_gb_per_s:.1f} GB/s",
+        f"reads: {reads.engine}, {'direct' if reads.direct else 'through the page cache'}, {_DEPTH} at a time: "
+        f"{', '.join(rates)}",
     ]
-    direct = "direct" if reads.direct else "through the page cache"
-    parts = [
-        f"{hardware.name}, {hardware.source}: {hardware.threads} threads of {hardware.cores} cores; {memory}",
-        common.records(kernels, ("format", "tokens", "call_us", *names, "error")),
-        common.records(rates, ("MB/s_of_reads_of", *(f"depth_{depth}" for depth in _DEPTHS), "enough"))
-        + f"\n{reads.engine}, {direct}, over {common.size(reads.file_bytes)}"
-        + ("" if reads.warm else "; NOT WARMED UP: passes over the file differed, figures may be too low"),
-        f"store: {', '.join(f'{field} {value:.3g}' for field, value in vars(hardware.store).items())}",
-    ]
-    if other is not None:
-        figures = (f"{name} {value:g}" for name, value in vars(other).items() if type(value) in (int, float))
-        parts.append(f"{other.name}: {', '.join(figures)}")
+    if hardware.accelerator is not None:
+        lines.append(f"accelerator: {hardware.accelerator.name}, {common.size(hardware.accelerator.memory_bytes)}")
+    if not reads.warm:
+        lines.append("NOT WARMED UP: passes over the file differed, figures of reads may be too low")
     if hardware.error > _STEADY:
-        found = f"calls differ by {hardware.error:.0%} from their lines"
-        parts.append(f"NOT STEADY: {found}; measure again when nothing else runs")
-    if hardware.source == "published":
-        parts.append("\n".join(f"{name}: {note}" for name, note in hardware.notes.items()))
-    return "\n\n".join(parts)
+        lines.append(
+            f"NOT STEADY: calls differ by {hardware.error:.0%} from their lines; measure again when nothing else runs"
+        )
+    return "\n".join(lines)

@@ -7,13 +7,11 @@ model, which then gets the lossless exact gate.
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch_pi2.cli import common, models, verdict
-from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS
 from torch_pi2.types.config import HOT_ATTENTION, KV_FORMATS, LINEARS
 
@@ -36,8 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     common.add_model(parser)
     common.add_out(parser)
-    add("--format", choices=("bundle", "gguf"), default="bundle", help=argparse.SUPPRESS)
-    add("--type", help=argparse.SUPPRESS)
     add("--target", default="xnnpack", metavar="xnnpack|qnn:SOC", help="qnn: SM8550, SM8650, SM8750, SM8845 or SM8850")
     add("--max-tokens", type=common.positive, default=512, help="of prompt and answer together")
     add("--max-prompt", type=common.positive, default=256, help="tokens of a prompt that are read at once")
@@ -60,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("hot neurons on the NPU (lossy)")
     add = group.add_argument
     add("--precision", choices=("w4a16", "w8a16", "fp16"), default="w4a16", help="weights and inputs there")
-    add("--outliers", type=int, help=argparse.SUPPRESS)
     blocks = "with w4a16, weights of a group that has a scale; 0: one scale for each output channel; auto: 16"
     add("--blocks", type=_BLOCKS, default="auto", help=blocks)
     how = "with w4a16, weights to nearest, or by what outputs lose on --text, which takes longer"
@@ -71,19 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    if args.format == "gguf" or args.type is not None:
-        raise ConfigError(
-            "--format gguf",
-            expected="a bundle",
-            found="a GGUF file, which torch-pi2 reads and does not write any more",
-            fix=f"Run llama.cpp's convert_hf_to_gguf.py {args.model}.",
-        )
     from torch_pi2.export.api import export
     from torch_pi2.export.manifest import Manifest
 
-    if args.outliers is not None:
-        gone = "--outliers has no effect: --blocks loses less, with fewer bits (docs/QNN.md)"
-        print(f"torch-pi2: {gone}", file=sys.stderr)
     common.check_out(args.out)
     _check_target(args.target)
     model, tokenizer = _model(args), _tokenizer(args)

@@ -15,7 +15,7 @@ from torch_pi2.store.weights import WEIGHTS_FILE
 
 #: kind -> what it is, and what is done with it; {folder}: its name.
 _KINDS = {
-    "bundle": ("a bundle", "torch-pi2 generate {folder} --prompt '...'"),
+    "bundle": ("a bundle", "torch-pi2 run {folder} --prompt '...'"),
     "store": ("a store of pack", "torch-pi2 generate {folder} --prompt '...'"),
     "shards": ("shards of pack", "torchrun --nproc-per-node N -m torch_pi2 generate {folder} --prompt '...'"),
     "quantised": ("a quantised model", "torch-pi2 generate {folder} --prompt '...'"),
@@ -25,11 +25,6 @@ _KINDS = {
     "predictors": ("predictors of fit", "torch-pi2 optimize MODEL --stats STATS --predictors {folder} --out DIR"),
     "plan": ("a plan", "torch-pi2 inspect {folder}"),
 }
-#: (verb, kind) -> the nearest command to what the verb would have done.
-_NEAREST = {
-    ("chat", "bundle"): "torch-pi2 run {folder} --chat --prompt '...'",
-    ("pack", "shards"): "torch-pi2 pack FOLDER OUT",
-}
 #: Verbs that take a GGUF file as well.
 _TAKE_GGUF = ("generate", "chat", "serve")
 _FLOAT = ("checkpoint", "optimised")
@@ -38,10 +33,9 @@ _TALKING = ("checkpoint", *_OPTIMISED, "shards")
 #: verb -> the kinds of folders that it takes.
 _TAKES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("sparsify", "profile", "fit", "optimize", "quantize"), _FLOAT),
-    **dict.fromkeys(("chat", "serve", "eval"), _TALKING),
+    **dict.fromkeys(("generate", "chat", "serve", "eval"), _TALKING),
     **dict.fromkeys(("plan", "export", "pack"), ("checkpoint", *_OPTIMISED)),
     "run": ("bundle",),
-    "generate": (*_TALKING, "bundle"),
     "inspect": tuple(_KINDS),
     "report": _OPTIMISED,
 }
@@ -67,9 +61,9 @@ def kind_of(folder: Path) -> str | None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ArtifactError: the verb was given a folder that another verb is for, or a file of one.
+    """Raises ArtifactError: the verb was given a folder that another verb is for.
 
-    What is neither is the verb's: it may be a name on the Hub.
+    What is no folder of ours is the verb's: it may be a name on the Hub.
     """
     verb = getattr(args, "verb", None)
     if verb not in _TAKES:
@@ -79,23 +73,18 @@ def check(args: argparse.Namespace) -> None:
     paths = [_imported(path, args) for path in given] if isinstance(given, list) else [_imported(given, args)]
     setattr(args, argument, paths if isinstance(given, list) else paths[0])
     for path in paths:
-        folder, kind, part = Path(path), kind_of(Path(path)), ""
-        if kind is None and verb != "inspect":  # which takes a store's file
-            folder, kind, part = *_holder(folder), "a part of "
-        found, command = _KINDS.get(kind or "", ("", ""))
+        kind = kind_of(Path(path))
         if (file := gguf_in(path)) is not None and file.is_file():
-            found, command, part = "a GGUF file", f"torch-pi2 import {file} --out DIR", ""
-        elif kind is None or (kind in kinds and not part):
+            found, command = "a GGUF file", f"torch-pi2 import {file} --out DIR"
+        elif kind is None or kind in kinds:
             continue
-        elif kind in kinds:
-            command = f"torch-pi2 {verb} {{folder}} ..."
         else:
-            command = _NEAREST.get((verb, kind), command)
+            found, command = _KINDS[kind]
         raise ArtifactError(
             f"torch-pi2 {verb} {path}",
             expected=" or ".join(_KINDS[kind][0] for kind in kinds),
-            found=part + found,
-            fix=f"Use: {command.replace('{folder}', str(folder))}",
+            found=found,
+            fix=f"Use: {command.replace('{folder}', str(path))}",
         )
 
 
@@ -107,13 +96,3 @@ def _imported(given: Any, args: argparse.Namespace) -> Any:
     from torch_pi2.checkpoint.gguf.importing import cached_import
 
     return str(cached_import(file, packed=getattr(args, "budget", None) is not None, progress=not args.quiet))
-
-
-def _holder(path: Path) -> tuple[Path, str | None]:
-    """The folder that ``path``, a file or the folder ``pi2``, is in, and its kind; None: there is none."""
-    if path.is_file() or path.name == "pi2":
-        for folder in list(path.absolute().parents)[:2]:
-            kind = kind_of(folder)
-            if kind is not None:
-                return folder, kind
-    return path, None

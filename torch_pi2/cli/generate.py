@@ -1,4 +1,4 @@
-"""Continue a prompt with a model from any folder: a checkpoint, optimised, packed, or a bundle for ExecuTorch."""
+"""Continue a prompt with a model: a checkpoint, optimised or packed. `torch-pi2 run` is for bundles."""
 
 from __future__ import annotations
 
@@ -21,27 +21,16 @@ if TYPE_CHECKING:
 
 EXAMPLE = "torch-pi2 generate my-sparse-model --prompt 'def main(' --max-new-tokens 64"
 
-#: Options that bundles do not support, unless they are left at their defaults.
-_OF_MODELS = (
-    *("dense", "compile", "activations", "prompt_lookup", "gpu_memory", "reduction", "timeout"),
-    *(*common.LEAVE_OUT, "dtype", "trust_remote_code", "allow_download"),
-)
-#: Options of ``run`` that this verb lacks.
-_OF_RUN = (
-    *("ids", "system", "store", "io_threads", "engine", "policy", "verify", "chat"),
-    *("top_k", "min_p", "repetition_penalty", "stop"),
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="DIR", help="folder written by optimize, quantize, pack or export, or a plain checkpoint")
+    add("model", metavar="DIR", help="folder written by optimize, quantize or pack, or a plain checkpoint")
     add("--prompt", required=True, help="text to continue")
     common.add_sampling(parser, 64)
     several = "continue the prompt N times in one batch, each with its own seed"
     add("--num-return-sequences", type=common.positive, default=1, help=several)
     lookup = "greedy: draft up to K tokens (1 to 7) from what followed the last ones earlier, and verify them together"
-    add("--prompt-lookup", type=common.drafted, default=0, metavar="K", help=lookup)
+    add("--prompt-lookup", type=common.count, default=0, metavar="K", help=lookup)
     add("--dense", action="store_true", help="run the dense model of the folder")
     add("--trace", type=Path, metavar="FILE", help="what threads did, for Perfetto (docs/TRACES.md)")
     common.add_decoding(parser)
@@ -55,7 +44,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.base.files import is_standard_output
-    from torch_pi2.cli.folders import kind_of
     from torch_pi2.decode.decoder import check_vocabulary
     from torch_pi2.decode.generate import generate
     from torch_pi2.observe.trace import trace
@@ -68,8 +56,6 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     if args.num_return_sequences > 1 and sampling is None:
         alike = "sequences that would all be the most likely one"
         raise common.needs("--num-return-sequences", "a --temperature above 0", alike)
-    if kind_of(Path(args.model)) == "bundle":
-        return _of_bundle(args)
     recorded = trace(args.trace) if args.trace else None  # fails before loading if the path cannot be written
     if args.trace and is_standard_output(args.trace):
         args.stdout = sys.stderr
@@ -122,22 +108,6 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _of_bundle(args: argparse.Namespace) -> dict[str, Any]:
-    """With ExecuTorch: the result of ``run``, and the fields that this verb has for every folder."""
-    for name in _OF_MODELS:
-        if getattr(args, name) not in (None, False, 0, "auto", "float"):
-            raise ConfigError(
-                f"{common.option_of(name)} with {args.model}",
-                expected="an option that bundles support",
-                found="one for models that PyTorch runs",
-                fix="Leave it out; torch-pi2 run --help lists the options of bundles.",
-            )
-    result = Run.run(argparse.Namespace(**vars(args) | dict.fromkeys(_OF_RUN) | {"bundle": Path(args.model)}))
-    count, seconds = result["new_tokens"], result["prompt_seconds"] + result["decode_seconds"]
-    texts = [sequence["text"] for sequence in result["sequences"]]
-    return result | {"text": texts[0], "texts": texts, "ms_per_token": seconds * 1e3 / max(1, count)}
-
-
 def _by_transformers(model: Any, inputs: Any, tokenizer: Any, args: argparse.Namespace) -> Generated:
     import torch
 
@@ -154,8 +124,6 @@ def _by_transformers(model: Any, inputs: Any, tokenizer: Any, args: argparse.Nam
 
 
 def render(result: dict[str, Any]) -> str:
-    if "bundle" in result:
-        return Run.render(result)
     kind = "sparse" if result["sparse"] else "dense"
     speed = f"{result['new_tokens']} tokens, {result['ms_per_token']:.1f} ms each with the prompt, {kind}"
     if result["store"]:

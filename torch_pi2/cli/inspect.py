@@ -34,18 +34,12 @@ _COLUMNS = (
     *("key", "form", "neurons", "sparsity", "active_share", "borrowed_tokens", "method", "hot", "cold"),
     *("expected_active", "rank", "recall", "precision", "bytes", "bundle_bytes", "slot_bytes", "padding_share"),
 )
-#: What is known of a store without its folder, beside its layers.
-_NOTHING: dict[str, Any] = {
-    "left": {},
-    "matrices": {},
-    **dict.fromkeys(("budget", "thresholds", "fit", "verdict")),
-}
 EXAMPLE = "torch-pi2 inspect my-sparse-model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    folder = "written by profile, fit, plan, optimize, pack or export; a checkpoint; or a file model.pi2"
+    folder = "written by profile, fit, plan, optimize, pack or export, or a checkpoint"
     add("folder", type=Path, metavar="DIR", help=folder)
     verify = "read the whole store, or bundle, and compare it with its checksums"
     add("--verify", action="store_true", help=verify)
@@ -78,7 +72,7 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
     and the verdict. A bundle has other facts.
 
     Args:
-        folder: one of ours, or a neuron store without one. verify: compare all of the store with its checksums.
+        folder: one of ours. verify: compare all of the store with its checksums.
         progress: show how far that is, in a terminal.
 
     Raises:
@@ -89,11 +83,6 @@ def describe(folder: Path, verify: bool = False, progress: bool = True) -> dict[
 
     if (folder / "manifest.json").is_file():
         return describe_bundle(folder, verify, progress)
-    if folder.is_file():
-        store, slots = _store(folder, verify, progress)
-        files = {folder.name: store["bytes"]}
-        facts = {"files": files, "bytes": store["bytes"], "layers": list(slots.values())}
-        return {"contains": ["store"], **_NOTHING, **facts, "store": store}
     inner = folder / "pi2" if (folder / "pi2").is_dir() else folder
     has_store = os.path.lexists(inner / STORE_FILE)
     if verify and not has_store:

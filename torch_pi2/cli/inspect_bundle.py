@@ -116,36 +116,16 @@ def render_bundle(result: dict[str, Any]) -> str:
 
 
 def _render_npu(report: dict[str, Any]) -> str:
-    """Weights of layers and of other parts on the NPU, their error, and what they do to the model's loss."""
-    layers = {str(i): layer for i, layer in enumerate(report["layers"]) if layer is not None}
-    rows = [
-        (
-            *(name, _npu_weights(report["precision"] if name in layers else "", part)),
-            common.percent((part["errors"] or [None])[-1 if name in layers else 0]),
-            common.size(part["context_bytes"]),
-        )
-        for name, part in (layers | report.get("parts", {})).items()
-    ]
-    head = f"NPU: {report['soc']}, QNN {report['qnn']}"
-    measured = [layer["measured_tokens"] for layer in layers.values() if layer["errors"]]
-    if measured:
-        head += f"; errors against float32 on {measured[0]} tokens of the calibration data"
-    shown, loss = f"{head}\n{common.table(('layer', 'weights', 'error', 'context'), rows)}", report["loss"]
+    """What the NPU's part does to the model's loss; ``--json`` has the error of every layer."""
+    head, loss = f"NPU: {report['soc']}, QNN {report['qnn']}", report["loss"]
     if loss is None:
-        return f"{shown}\nloss with the NPU's part: not measured"
+        return f"{head}; loss with the NPU's part: not measured"
     alone = loss["nats_per_token"]
     with_npu = ", ".join(
         f"{name} {m['nats_per_token']:.4f} ({m['nats_per_token'] - alone:+.4f}, {m['change']:+.2%})"
         for name, m in loss["npu"].items()
     )
     return (
-        f"{shown}\nnats per token on {loss['tokens']} tokens of {loss['measured_on']}: without the NPU {alone:.4f}, "
+        f"{head}\nnats per token on {loss['tokens']} tokens of {loss['measured_on']}: without the NPU {alone:.4f}, "
         f"with its feed-forward layers (simulated in PyTorch) of {with_npu}"
     )
-
-
-def _npu_weights(precision: str, part: dict[str, Any]) -> str:
-    """precision: of layers; empty: a part of another kind, which has its own."""
-    if part["block"]:
-        return f"{precision or 'w4a16'}, groups of {part['block']}"
-    return precision or ("w8a16" if part["errors"] else "fp16")

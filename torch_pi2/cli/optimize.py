@@ -192,7 +192,7 @@ class Sparsify:
         add("--heldout", nargs="+", metavar="FILE|stdlib-heldout", help=heldout)
         shapes = ("relu-gate", "drelu")
         add("--activation", choices=shapes, default=shapes[0], help="drelu: also on up; needs modelling code")
-        add("--target-sparsity", type=common.probability, default=0.95, metavar="S", help="share of zeros")
+        add("--target-sparsity", type=float, default=0.95, metavar="S", help="share of zeros")
         add("--steps", type=common.count, default=0, help="of the optimiser; 0: one pass over the text")
         add("--batch", type=common.positive, default=16, help="windows a step")
         add("--window", type=common.positive, default=512, help="tokens")

@@ -1,4 +1,4 @@
-"""Write an HTML page about a model folder: how neurons fire, the plan, its times, cache hits.
+"""Write an HTML page about a model folder: how neurons fire, the plan, its times.
 
 The page needs no network and no other files. It ends with a list of what is missing and the commands to get it.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch_pi2.cli import common
 
-EXAMPLE = "torch-pi2 report my-sparse-model -o report.html --accesses accesses"
+EXAMPLE = "torch-pi2 report my-sparse-model -o report.html"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,19 +21,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-o", "--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page")
     plan = "another plan than the folder's own (torch-pi2 plan MODEL_DIR --out DIR)"
     add("--plan", type=Path, metavar="DIR", help=plan)
-    add("--accesses", type=Path, metavar="FILE", help="a recording of torch_pi2.record_accesses, to be replayed")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2 import report
-    from torch_pi2.base.files import is_standard_output, to_replace
-    from torch_pi2.observe.trace import check_path
+    from torch_pi2.base.files import check_writable, is_standard_output, to_replace
 
-    check_path(args.out)
+    check_writable(args.out)
     if is_standard_output(args.out):
         args.stdout = sys.stderr
-    files = common.given(args, "accesses", "plan")
-    found = report.collect(args.folder, **files, progress=not args.quiet)
+    found = report.collect(args.folder, plan=args.plan)
     path = report.write(found, args.out)
     size = None if to_replace(path) is None else path.stat().st_size
     return {"file": str(path), "bytes": size, "report": found}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -13,15 +12,12 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TextIO
 
 from torch_pi2.base.units import percent, size
 from torch_pi2.errors import ArtifactError
 
-#: Columns of the terminal that results go to; None: a pipe or file, whose lines may be of any length.
-_columns: ContextVar[int | None] = ContextVar("columns", default=None)
 #: Names of fields that are shares.
 _SHARE = re.compile(r"share|rate|recall|precision|sparsity|active|used|computed|error$|in_memory|_change$")
 #: Loggers that give advice to developers at start-up; their errors are still shown.
@@ -56,17 +52,6 @@ def emit(file: TextIO | None, text: str) -> None:
 # --- tables
 
 
-@contextmanager
-def shown_on(file: TextIO | None) -> Iterator[None]:
-    """Tables inside the block are for ``file``."""
-    is_terminal = getattr(file, "isatty", bool)()  # not if it is closed or has no isatty
-    token = _columns.set(shutil.get_terminal_size().columns if is_terminal else None)
-    try:
-        yield
-    finally:
-        _columns.reset(token)
-
-
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Columns of text; numbers are aligned to the right.
 
@@ -75,9 +60,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     body = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in body) for i in range(len(header))]
     numbers = [all(re.match(r"[-+]?\d|-?$", row[i]) for row in body[1:]) for i in range(len(header))]
+    columns = shutil.get_terminal_size().columns if getattr(sys.stdout, "isatty", bool)() else sys.maxsize
     groups: list[list[int]] = [[0]]
     for i in range(1, len(header)):
-        if len(groups[-1]) > 1 and sum(2 + widths[j] for j in (*groups[-1], i)) - 2 > (_columns.get() or sys.maxsize):
+        if len(groups[-1]) > 1 and sum(2 + widths[j] for j in (*groups[-1], i)) - 2 > columns:
             groups.append([0])
         groups[-1].append(i)
 
@@ -161,24 +147,6 @@ def muted(verbose: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def quiet_interrupts() -> Iterator[None]:
-    """Ctrl-C ends the process at once, without a traceback from the module that is being imported."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # nohup: leave it so
-        yield
-        return
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        os.write(2, b"torch-pi2: interrupted\n")
-        os._exit(130)
-
-    signal.signal(signal.SIGINT, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@contextmanager
 def sigterm_as_exit() -> Iterator[None]:
     """SIGTERM (from kill, timeout, a stopping container) raises SystemExit, so that verbs clean up as after Ctrl-C."""
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -192,11 +160,6 @@ def sigterm_as_exit() -> Iterator[None]:
     signal.signal(signal.SIGTERM, stop)
     try:
         yield
-    except SystemExit as end:
-        if end.code == 128 + signal.SIGTERM:
-            with contextlib.suppress(OSError):
-                os.write(2, b"torch-pi2: ended by SIGTERM\n")
-        raise
     finally:
         if signal.getsignal(signal.SIGTERM) is stop:  # else it is to be ignored until the process has ended
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from torch_pi2.base.fields import Field, checked
-from torch_pi2.base.files import atomic_write
+from torch_pi2.base.files import atomic_write, check_writable
 from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.layers.offloaded import Store, explained
-from torch_pi2.observe.trace import Recording, check_path
+from torch_pi2.observe.trace import Recording
 from torch_pi2.ops import load
 from torch_pi2.rewrite.state import store_and_budget
 from torch_pi2.store.storefile import StoreReader
@@ -219,7 +219,7 @@ class record_accesses(Recording):
         self.accesses: Accesses | None = None
         self._store: Store = store_and_budget(model)[0]
         self._before: dict[str, int] | None = None
-        check_path(self.path)
+        check_writable(self.path)
 
     def start(self) -> Self:
         """Start recording."""

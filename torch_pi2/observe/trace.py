@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import json
 import logging
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from torch_pi2.base.fields import checked
-from torch_pi2.base.files import atomic_write, not_written, to_replace
+from torch_pi2.base.files import atomic_write, check_writable
 from torch_pi2.errors import ConfigError, Pi2Error
 from torch_pi2.machine import process as machine
 from torch_pi2.ops import load
@@ -118,7 +117,7 @@ class trace(Recording):
                 fix=f"Leave it at {CAPACITY}.",
             )
         self.path, self.capacity = Path(path), capacity
-        check_path(self.path)
+        check_writable(self.path)
         self.events = self.lost = 0
         self._on = False
 
@@ -156,21 +155,6 @@ class trace(Recording):
     def summary(self) -> dict[str, Any]:
         """For results in JSON: ``path``, and ``events`` and ``lost_events`` once stopped."""
         return {"path": str(self.path), "events": self.events, "lost_events": self.lost}
-
-
-def check_path(path: Path) -> None:
-    """Check that a file can be written before minutes of work. Raises ArtifactError."""
-    try:
-        target = to_replace(path)
-        if target is None:
-            return  # a device or a pipe
-        parent = target.parent
-        while not parent.exists():
-            parent = parent.parent
-        with tempfile.TemporaryFile(dir=parent):
-            pass
-    except OSError as error:
-        raise not_written(path, error) from error
 
 
 class _Thread(NamedTuple):

@@ -1,4 +1,4 @@
-"""Gathers the facts of a report as plain JSON values: from a model folder, and from accesses that a run recorded.
+"""Gathers the facts of a report from a model folder, as plain JSON values.
 
 A *row* is a feed-forward layer, or all experts of a block together: a mixture has thousands.
 """
@@ -18,16 +18,14 @@ import torch
 
 from torch_pi2.base.units import size
 from torch_pi2.checkpoint.save_load import checked_plan
-from torch_pi2.errors import ArtifactError, check_made_from
+from torch_pi2.errors import ArtifactError
 from torch_pi2.machine import process
-from torch_pi2.observe.accesses import Accesses
-from torch_pi2.observe.replay import OPTIMAL, replay_all
 from torch_pi2.store.folder import read_config
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
 from torch_pi2.store.weights import WEIGHTS_FILE, QuantizedWeights
 from torch_pi2.types.plan import LayerPlan, Plan
-from torch_pi2.types.stats import ActivationStats, LayerStats, LossCurve
+from torch_pi2.types.stats import ActivationStats, LayerStats
 from torch_pi2.types.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -37,28 +35,22 @@ if TYPE_CHECKING:
 Report = dict[str, Any]
 #: Points of a curve: as many as a line 300 pixels wide shows.
 _POINTS = 60
-#: Cache policies that are compared, beside the run's; and sizes of the cache.
-_POLICIES, _SIZES = ("lru", "lfu", OPTIMAL), 10
 
 
 def collect(
     folder: str | Path,
     *,
-    accesses: str | Path | None = None,
     plan: str | Path | None = None,
-    progress: bool = False,
 ) -> Report:
     """Read what is known of the model in ``folder``. No weights are loaded and nothing is run.
 
     Args:
         folder: a model that was saved (``torch_pi2.save``, ``torch-pi2 optimize``) or packed.
-        accesses: a file written by :class:`torch_pi2.record_accesses`.
         plan: folder of another plan for the model than its own, as :func:`torch_pi2.load` takes it.
-        progress: show a progress bar on standard error if replaying takes over two seconds.
 
     Raises:
         ArtifactError: the folder has no files of torch_pi2; a file is missing or damaged.
-        StaleArtifactError: statistics, predictors or accesses are of other weights; ``plan`` is for another folder.
+        StaleArtifactError: statistics or predictors are of other weights; ``plan`` is for another folder.
     """
     folder = Path(folder)
     inner = folder / "pi2" if (folder / "pi2").is_dir() else folder
@@ -80,17 +72,16 @@ def collect(
         "model": model,
         "firing": firing_rows(stats) if stats else [],
         "plan": plan_facts(followed, predictors) if followed else None,
-        "cache": None if accesses is None else _cache(accesses, model["model_hash"], progress=progress),
         "verdict": {} if verdict is None else dict(verdict.lines()),
-        "made": _made(folder, {"plan": plan, "accesses": accesses}),
+        "made": _made(folder, plan),
     }
     return report | {"missing": _missing(report, folder)}
 
 
-def _made(folder: Path, files: Mapping[str, str | Path | None]) -> dict[str, str]:
+def _made(folder: Path, plan: str | Path | None) -> dict[str, str]:
     """When, by which command and on which machine the report was made; of files the names alone."""
     about = process.describe()
-    words = [word for name, path in files.items() if path is not None for word in (f"--{name}", Path(path).name)]
+    words = [] if plan is None else ["--plan", Path(plan).name]
     machine = f"{about['machine']['cpu']}, {about['machine']['cores']} cores, {size(about['machine']['memory_bytes'])}"
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -180,7 +171,7 @@ def _cdf(fired_I: torch.Tensor) -> list[tuple[float, float]]:
 
 
 def plan_facts(plan: Plan, predictors: Mapping[str, AnyPredictor]) -> dict[str, Any]:
-    """``rows`` in order of execution, ``buckets`` by batch (0: any), ``hardware`` (None: any machine), ``curve``."""
+    """``rows`` in order of execution, ``buckets`` by batch (0: any), ``hardware`` (None: any machine)."""
     hardware, nothing = plan.hardware, (0,) * len(plan.layers)
     counts = [(tuple(layer.n_hot for layer in plan.layers), nothing, nothing)]
     buckets: list[dict[str, Any]] = [{"batch": 0, "cache_bytes": 0, "ms": {}}]
@@ -188,14 +179,12 @@ def plan_facts(plan: Plan, predictors: Mapping[str, AnyPredictor]) -> dict[str, 
         counts = [(b.hot, b.accelerator, b.resident) for b in hardware.buckets]
         buckets = [{"batch": b.batch, "cache_bytes": b.cache_bytes, "ms": dict(b.ms)} for b in hardware.buckets]
     groups = groupby(enumerate(plan.layers), key=lambda numbered: numbered[1].site.experts or numbered[1].site.key)
-    made_for, stats = hardware.made_for if hardware else {}, plan.made_by.get("stats")
-    curve = LossCurve.of(stats, "statistics of the plan") if isinstance(stats, dict) else None
+    made_for = hardware.made_for if hardware else {}
     return {
         "planner": str(made_for.get("planner", plan.made_by.get("planner", "unknown"))),
         "rows": [_row(key, list(group), counts, predictors) for key, group in groups],
         "buckets": buckets,
         "hardware": None if hardware is None else _hardware(hardware),
-        "curve": None if curve is None else vars(curve) | {"points": [[p.skipped, p.change] for p in curve.loss_curve]},
     }
 
 
@@ -242,35 +231,6 @@ def _hardware(plan: Any) -> dict[str, Any]:
     }
 
 
-def _cache(path: str | Path, model_hash: str, *, progress: bool = False) -> dict[str, Any]:
-    """Replay the recording in ``path`` with caches of other sizes.
-
-    Returns:
-        Facts of the run, and ``sizes``: by share of the store ``hit_rate`` by policy.
-
-    Raises:
-        ArtifactError: missing or damaged. StaleArtifactError: recorded with weights other than ``model_hash``.
-    """
-    accesses = Accesses.load(path)
-    fix = "Record them with this model (torch_pi2.record_accesses)."
-    check_made_from(str(path), accesses.model_hash, model_hash, "accesses of FFN weights", fix)
-    run = accesses.run
-    policies = list(dict.fromkeys((run["policy"], *_POLICIES)))
-    slots = dict.fromkeys(round(accesses.slots * n / _SIZES) for n in range(1, _SIZES + 1))
-    swept = replay_all(accesses, policies, list(slots), progress=progress)
-    by_size = [[cache for cache in swept if cache.slots == count] for count in slots]
-    return {
-        "passes": accesses.passes,
-        "policy": run["policy"],
-        "share": run["slots"] / accesses.slots,
-        "hit_rate": run["hits"] / max(1, run["wanted"]),
-        "sizes": [
-            {"share": of[0].share, "bytes": of[0].cache_bytes, "hit_rate": {m.policy: m.hit_rate for m in of}}
-            for of in by_size
-        ],
-    }
-
-
 def _missing(report: Report, folder: Path) -> list[dict[str, str]]:
     """Plots that cannot be drawn: why, and what to run to get them."""
     plan, model, name = report["plan"], report["model"], shlex.quote(str(folder))
@@ -285,9 +245,4 @@ def _missing(report: Report, folder: Path) -> list[dict[str, str]]:
     elif not any(bucket["ms"] for bucket in plan["buckets"]):
         how = f"torch-pi2 plan {name} --hardware measured --out DIR   # then: --plan DIR"
         found.append(("Plan by batch size; predicted times", "the plan is not made for a machine", how))
-    if report["cache"] is None:
-        how = "with torch_pi2.record_accesses(model, FILE): ...   # then: --accesses FILE"
-        pack = f"torch-pi2 pack {name} STORE   # then load it with a budget, and record accesses"
-        why = "no recording of accesses was given" if model["stored"] else "the whole model is in memory: no cache"
-        found.append(("Cache hits by size", why, how if model["stored"] else pack))
     return [{"plot": plot, "why": why, "how": how} for plot, why, how in found]

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from torch_pi2.base.units import size
-
 #: Parts of a step's time, as the planner's cost model has them.
 PARTS = {
     "rest": ("outside feed-forward layers", "#4e79a7"),
@@ -50,18 +48,15 @@ class Plot:
 
 def plots(report: Mapping[str, Any]) -> dict[str, list[Plot]]:
     """By section, the plots that the report has facts for."""
-    firing, plan, cache = (report[name] for name in ("firing", "plan", "cache"))
-    found: dict[str, list[Plot]] = {"Neurons": [], "Plan": [], "Time": [], "Cache": []}
+    firing, plan = report["firing"], report["plan"]
+    found: dict[str, list[Plot]] = {"Neurons": [], "Plan": [], "Time": []}
     if any(row["cdf"] for row in firing):
         found["Neurons"].append(_cdf([row for row in firing if row["cdf"]]))
     if any(row["by_batch"] for row in firing):
         found["Neurons"].append(_sparsity(firing))
     if plan is not None:
         found["Plan"].append(_plan(plan))
-        found["Plan"] += [_loss_curve(plan["curve"])] if plan["curve"] else []
         found["Time"] += [_times(plan)] if any(bucket["ms"] for bucket in plan["buckets"]) else []
-    if cache is not None:
-        found["Cache"].append(_hits_by_size(cache))
     return found
 
 
@@ -191,21 +186,6 @@ def _plan(plan: Mapping[str, Any]) -> Plot:
     return _plot("plan", "The plan: hot and cold neurons", read, traces, 440, **layout)
 
 
-def _loss_curve(curve: Mapping[str, Any]) -> Plot:
-    x, y = zip(*curve["points"], strict=True)
-    most = curve["max_loss"]
-    trace = _lines(x, y, "loss", "%{x:.1%} of neurons skipped:<br>%{y:+.2%} of loss", mode="lines+markers")
-    read = (
-        f"Neurons are ranked by the score '{curve['score']}', and layers that matter less skip more. The largest share "
-        f"below the dotted line (max_loss {most:.1%}) was chosen: the loss is {curve['loss_change']:+.2%} there, on "
-        "calibration text that thresholds were not taken from. Lossy: measure it on your own text."
-    )
-    guide = {"type": "line", "x0": 0, "x1": 1, "y0": most, "y1": most, "line": {"dash": "dot", "width": 1}}
-    axes: dict[str, Any] = {"xaxis": _axis("neurons skipped", range=[0, 1], **_PERCENT)}
-    axes["yaxis"] = _axis("increase of the loss", tickformat=".1%", range=[min(0, *y), 4 * most])
-    return _plot("loss-curve", "What skipping neurons costs", read, [trace], shapes=[guide], **axes)
-
-
 def _times(plan: Mapping[str, Any]) -> Plot:
     """Predicted milliseconds per token by part, for each batch size."""
     buckets = [bucket for bucket in plan["buckets"] if bucket["ms"]]
@@ -226,30 +206,3 @@ def _times(plan: Mapping[str, Any]) -> Plot:
     layout = {"barmode": "stack", "xaxis": _axis("sequences", type="category"), "yaxis": _axis("ms per token")}
     text = {**above, "showlegend": False, "hoverinfo": "skip"}
     return _plot("times", "Time per token", read, [*traces, text], 450, **layout)
-
-
-def _hits_by_size(cache: Mapping[str, Any]) -> Plot:
-    sizes = cache["sizes"]
-    traces = [
-        _lines(
-            [of["share"] for of in sizes],
-            [of["hit_rate"][policy] for of in sizes],
-            policy,
-            "%{y:.1%} hits with %{customdata} (%{x:.0%})",
-            mode="lines+markers",
-            customdata=[size(of["bytes"]) for of in sizes],
-            line={"width": 3 if policy == cache["policy"] else 1.5, "dash": "dot" if policy == "optimal" else "solid"},
-        )
-        for policy in (sizes[0]["hit_rate"] if sizes else ())
-    ]
-    at = cache["share"]
-    mark = {"type": "line", "x0": at, "x1": at, "yref": "paper", "y0": 0, "y1": 1, "line": {"dash": "dash", "width": 1}}
-    note = {"text": "this run", "x": at, "yref": "paper", "y": 0.05, "showarrow": False, "xanchor": "left"}
-    read = (
-        f"Hits of caches of other sizes on the same accesses: {cache['passes']:,} tokens and prompts, of which the run "
-        f"had {cache['hit_rate']:.1%}. Where a line is steep, memory buys hits; where it is flat, more memory buys "
-        "little. The dotted line is the optimum, which knows the future."
-    )
-    axes: dict[str, Any] = {"xaxis": _axis("cache, of all neurons of the store", range=[0, 1.02], **_PERCENT)}
-    axes["yaxis"] = _axis("hit rate", range=[0, 1.02], **_PERCENT)
-    return _plot("sizes", "Cache hits by size", read, traces, shapes=[mark], annotations=[note], **axes)
