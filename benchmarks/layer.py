@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser)
     parser.add_argument(
         "--active",
-        type=list_of(common.probability),
+        type=list_of(float),
         default=[0.02, 0.05, 0.1, 0.2, 0.5, 1.0],
         metavar="SHARES",
         help="shares of neurons computed, comma-separated (default: 0.02,0.05,0.1,0.2,0.5,1.0)",

@@ -52,10 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser, "real model, optimised here if it is not (default: the trained one of this repository)", "none")
     add("--weights", choices=("float", *QUANTIZED), default="int4", help="of what is made or optimised here")
     add("--activations", choices=ACTIVATIONS, default="int8", help="float with float weights")
-    add("--right", type=list_of(common.share), metavar="P,...", help="guesses are right with these probabilities")
+    add("--right", type=list_of(float), metavar="P,...", help="guesses are right with these probabilities")
     add(
         "--guesses",
-        type=list_of(common.drafted),
+        type=list_of(common.count),
         default=[4],
         metavar="K,...",
         help=f"at a time, at most ({MOST_DRAFTED} or less; default: 4)",

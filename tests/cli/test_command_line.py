@@ -22,7 +22,7 @@ import torch
 from torch_pi2 import Config, cli
 from torch_pi2.base.package import __version__
 from torch_pi2.cli import terminal
-from torch_pi2.cli.parser import Help, has_no_default
+from torch_pi2.cli.common import Help, has_no_default
 
 REPO = Path(__file__).resolve().parents[2]
 TRAINED = REPO / "examples" / "models" / "drelu-stdlib-5m"

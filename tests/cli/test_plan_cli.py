@@ -123,28 +123,6 @@ def test_settings_reach_the_solver(command, root, tmp_path) -> None:
     assert hardware.context == 16
 
 
-# --- a dense checkpoint ---
-
-
-def test_a_dense_checkpoint_with_statistics(command, tmp_path, monkeypatch) -> None:
-    from tiny_models import tiny
-
-    tiny("llama-relu").save_pretrained(tmp_path / "hf")
-    model = tiny("llama-relu")
-    ids = torch.randint(0, 64, (8, 32), generator=torch.Generator().manual_seed(0))
-    torch_pi2.profile(model, ids, config=torch_pi2.Config(batch_size=4, seq_len=16)).save(tmp_path / "stats")
-    given = (tmp_path / "hf", "--stats", tmp_path / "stats", "--method", "exact", "--out", tmp_path / "p")
-    found = command(*given, "--hardware", PHONE, "--batches", "1,4", "--json").json
-    assert found["contains"] == ["plan"]
-    made = Plan.load(tmp_path / "p")
-    assert made.hardware is not None
-    assert [b.batch for b in made.hardware.buckets] == [1, 4]
-    hot = [min(b.hot[i] for b in made.hardware.buckets) for i in range(len(made.layers))]
-    assert [layer.n_hot for layer in made.layers] == hot
-    command(*given)
-    assert Plan.load(tmp_path / "p").hardware is None
-
-
 # --- messages ---
 
 
@@ -158,7 +136,10 @@ def test_a_dense_checkpoint_with_statistics(command, tmp_path, monkeypatch) -> N
         (("{tmp}/hf", "--out", "{tmp}/p"), "--stats a folder written by torch-pi2 profile"),
         (("{model}", "--hardware", PHONE, "--out", "{tmp}/p", "--predictors", "x"), "none: the folder has its own x"),
         (("{bare}", "--hardware", PHONE, "--out", "{tmp}/p"), "some: how often neurons fire .*torch_pi2.watch"),
-        (("{store}", *map(str, BASE), "--out", "{store}/pi2"), "a folder of its own: the store there has its plan"),
+        (
+            ("{tmp}/hf", *map(str, BASE), "--stats", "s", "--out", "{tmp}/p"),
+            "for a machine a folder of optimize",
+        ),
         (("{model}", "--hardware", PHONE, "--out", "{tmp}/p", "--budget", "much"), "budget bytes, or text such as"),
         (
             ("{model}", "--hardware", PHONE, "--out", "{tmp}/p", "--budget", "1GiB"),

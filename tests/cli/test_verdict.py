@@ -174,22 +174,6 @@ def test_packing_changes_no_number_and_keeps_the_verdict(root: Path, command: An
     assert command("inspect", tmp_path / "store", "--json").json["verdict"] == ran.json["verdict"]
 
 
-@pytest.mark.parametrize("verb", ["optimize", "quantize"])
-def test_interrupted_while_it_is_measured(
-    root: Path, command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
-) -> None:
-    def stop(*_args: Any, **_kwargs: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("torch_pi2.eval.verdict.judge", stop)
-    more = {"optimize": [root / "model", "--method", "exact", "--out", tmp_path / "new"], "quantize": [root / "exact"]}
-    out = [] if verb == "optimize" else [tmp_path / "new"]
-    ran = command(verb, *more[verb], *out, ok=False)
-    assert ran.code == 130
-    assert f"interrupted; {tmp_path / 'new'} is whole, but for the verdict" in ran.err
-    assert "exact" in command("inspect", tmp_path / "new").out  # it opens
-
-
 @pytest.mark.slow
 def test_quantising_is_measured_beside_what_was_dense(root: Path, command: Any, tmp_path: Path) -> None:
     found = command("quantize", root / "exact", tmp_path / "int4", "--json").json["verdict"]
@@ -217,11 +201,6 @@ def test_no_room_for_a_model_beside_another(
     assert found["speed"]["dense"] is None
     assert found["speed"]["sparse"] > 0
     assert found["loss"] is None
-
-
-def test_plan_shows_what_was_measured_of_its_model(root: Path, command: Any, tmp_path: Path) -> None:
-    argv = ("plan", root / "exact", "--hardware", "sm8650-ufs4.0", "--out", tmp_path / "plan")
-    assert "what was measured of the model:\nspeed:" in command(*argv).out
 
 
 @pytest.mark.slow

@@ -33,25 +33,25 @@ def stepped(model: nn.Module, each: Any = lambda: None) -> None:
 def test_what_fired_is_what_was_used() -> None:
     model = torch_pi2.optimize(dense(), method="exact")
     firing = Firing(model)
-    assert [layer.key for layer in firing.layers] == [layer.site.key for layer in sparse_layers(model)]
+    assert [layer["key"] for layer in firing.layers] == [layer.site.key for layer in sparse_layers(model)]
     firing.start()
     with work() as done:
         stepped(model)
     fired = firing.read(1)
-    tokens = done.neurons / sum(layer.neurons for layer in firing.layers)
+    tokens = done.neurons / sum(layer["neurons"] for layer in firing.layers)
     assert tokens >= len(IDS_1T[0])
-    assert {layer.tokens for layer in fired} == {tokens}
-    assert all(layer.hot == layer.fired_hot == 0 for layer in fired)
-    share = sum(layer.fired_cold for layer in fired) / len(fired)
+    assert {layer["tokens"] for layer in fired} == {tokens}
+    assert all(layer["hot"] == layer["fired_hot"] == 0 for layer in fired)
+    share = sum(layer["fired_cold"] for layer in fired) / len(fired)
     assert share == pytest.approx(done.neurons_used, rel=1e-6)
     assert 0 < share < 0.5
     again = firing.read(1)  # from where it was read
-    assert {layer.tokens for layer in again} == {0}
+    assert {layer["tokens"] for layer in again} == {0}
     firing.stop()
     with work() as done:
         stepped(model)
     firing.start()
-    assert {layer.tokens for layer in firing.read(1)} == {0}
+    assert {layer["tokens"] for layer in firing.read(1)} == {0}
     assert done.down_rows > 0
     firing.stop()
 
@@ -68,9 +68,9 @@ def test_hot_and_cold_ones_are_told_apart() -> None:
     for layer, fired in zip(sparse_layers(model), firing.read(1), strict=True):
         tokens = stats[layer.site.key].tokens
         in_order_I = stats[layer.site.key].fired[layer.order].double() / tokens / layer.site.intermediate
-        assert fired.hot == layer.n_hot / layer.site.intermediate
-        assert fired.fired_hot == pytest.approx(float(in_order_I[: layer.n_hot].sum()))
-        assert fired.fired_cold == pytest.approx(float(in_order_I[layer.n_hot :].sum()))
+        assert fired["hot"] == layer.n_hot / layer.site.intermediate
+        assert fired["fired_hot"] == pytest.approx(float(in_order_I[: layer.n_hot].sum()))
+        assert fired["fired_cold"] == pytest.approx(float(in_order_I[layer.n_hot :].sum()))
     firing.stop()
     assert any(layer.n_hot for layer in sparse_layers(model))
 
@@ -80,14 +80,14 @@ def test_experts_of_a_layer_are_one() -> None:
     model = torch_pi2.optimize(tiny_experts.build("Mixtral"), method="exact")
     firing = Firing(model)
     layers = model.config.num_hidden_layers
-    assert [(y.experts, y.chosen, y.neurons) for y in firing.layers] == [(4, 0.5, 4 * 48)] * layers
+    assert [(y["experts"], y["chosen"], y["neurons"]) for y in firing.layers] == [(4, 0.5, 4 * 48)] * layers
     firing.start()
     with work() as done:
         stepped(model)
     tokens = done.neurons / (2 * 48 * layers)  # each goes to two experts
     found = firing.read(1)
-    assert [layer.tokens for layer in found] == [2 * tokens] * layers
-    fired = sum(tokens * 4 * 48 * (layer.fired_hot + layer.fired_cold) for layer in found)
+    assert [layer["tokens"] for layer in found] == [2 * tokens] * layers
+    fired = sum(tokens * 4 * 48 * (layer["fired_hot"] + layer["fired_cold"]) for layer in found)
     assert fired == pytest.approx(done.down_rows, rel=1e-6)
     firing.stop()
 

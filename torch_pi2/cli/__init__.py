@@ -26,7 +26,8 @@ import shtab
 from torch_pi2.base.fields import argument, shown
 from torch_pi2.base.package import __version__
 from torch_pi2.base.progress import lines
-from torch_pi2.cli.parser import Help, Parser
+from torch_pi2.cli import common
+from torch_pi2.cli.common import Help, Parser
 from torch_pi2.cli.terminal import OutputError, configured, emit, sigterm_as_exit
 from torch_pi2.errors import ArtifactError, Pi2Error
 
@@ -71,8 +72,6 @@ BuildParser = Callable[[], argparse.ArgumentParser]
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line. Imports the verbs, but no heavy libraries."""
-    from torch_pi2.cli import common
-
     parser = Parser(prog="torch-pi2", description="Sparse feed-forward layers for PyTorch models.")
     versions = f"torch-pi2 {__version__} (torch {metadata.version('torch')}, Python {platform.python_version()})"
     parser.add_argument("--version", action="version", version=versions, help="versions of torch-pi2, torch and Python")
@@ -139,8 +138,8 @@ def main(argv: Sequence[str] | None = None, parser: BuildParser = build_parser) 
             if error.filename is None or isinstance(error, BrokenPipeError):
                 raise
             return _report(_as_artifact_error(error), "--json" in argv)
-    except KeyboardInterrupt as stop:
-        _say(f"interrupted; {str(stop) or 'nothing was left half-written'}")
+    except KeyboardInterrupt:
+        _say("interrupted; nothing was left half-written")
         return 130
     except MemoryError:
         _say("memory: expected what the command takes, found none left")

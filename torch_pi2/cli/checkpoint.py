@@ -68,12 +68,8 @@ class Import:
             linear = name.removesuffix(".weight")
             # of a layer that became neurons, its error
             by_change[change].append(errors.get(linear, errors.get(linear.rpartition(".")[0], 0.0)))
-        rows = [
-            (change, str(len(of)), common.percent(max(of), 2) if any(of) else "-")
-            for change, of in sorted(by_change.items())
-        ]
-        if rows:
-            lines.append(common.table(("rounded again", "matrices", "largest relative error"), rows))
+        for change, of in sorted(by_change.items()):
+            lines.append(f"rounded again, {change}: {len(of)} matrices, {common.percent(max(of), 2)} off at most")
         if result["neurons"]:
             off = f"what was rounded {common.percent(max(errors.values(), default=0.0), 2)} off at most"
             lines.append(f"{result['neurons']} layers are neurons now ({result['weights']}), {off}")
@@ -138,9 +134,8 @@ class Quantize:
     @staticmethod
     def render(result: dict[str, Any]) -> str:
         errors = result["errors"]
-        rows = [(name, common.percent(error, 2)) for name, error in errors.items()]
-        if len(rows) > _MOST_ROWS:
-            rows = sorted(rows, key=lambda row: -errors[row[0]])[:_MOST_ROWS]
+        largest = sorted(errors, key=lambda name: -errors[name])[:_MOST_ROWS]
+        rows = [(name, common.percent(error, 2)) for name, error in errors.items() if name in largest]
         left = f"\n(the {len(rows)} largest of {len(errors)})" if len(rows) < len(errors) else ""
         sizes = f"{common.size(result['bytes_in'])} -> {common.size(result['bytes_out'])}"
         return (

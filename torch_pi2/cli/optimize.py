@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch_pi2.base.progress import phase
 from torch_pi2.cli import common, models, verdict
 from torch_pi2.cli.processes import end_of_group, together
 from torch_pi2.types.config import Config
@@ -57,8 +58,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         def save() -> None:
             torch_pi2.save(model, args.out, tokenizer=tokenizer)
             if not args.no_verdict:
-                with verdict.judging(args.out):
-                    _judge(args, model, tokenizer, config, dense_bytes)
+                phase(verdict.MEASURING)
+                _judge(args, model, tokenizer, config, dense_bytes)
 
         Ranks(together=True).first(save)
     errors = {name: asdict(error) for name, error in get_state(model).quantization.items()}

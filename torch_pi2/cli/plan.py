@@ -1,9 +1,8 @@
 """Choose hot and cold neurons for each layer, and what a machine does with them by batch size, and write plan.json.
 
-MODEL is a dense checkpoint (with --stats), or a folder that torch_pi2 saved or packed, which keeps its neuron orders
-and methods. With --hardware the plan gets a part for that machine: the fastest by predicted times under the budgets
-given, for each number of sequences. A plan of a dense checkpoint is for looking at: torch-pi2 optimize MODEL --out DIR
---hardware NAME writes a model that follows one.
+MODEL is a dense checkpoint, with --stats. Or it is a folder that torch_pi2 saved or packed, with --hardware: the plan
+keeps the folder's neuron orders and methods, and gets a part for that machine, the fastest by predicted times under the
+budgets given, for each number of sequences. torch-pi2 optimize MODEL --hardware NAME does both for a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,13 +12,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_pi2.cli import common, models, verdict
+from torch_pi2.cli import common, models
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import ACTIVATIONS
 
 if TYPE_CHECKING:
-    from torch_pi2.planner.model_shape import ModelShape
-    from torch_pi2.types.plan import HardwarePlan, Plan
+    from torch_pi2.types.plan import HardwarePlan
     from torch_pi2.types.stats import ActivationStats
 
 EXAMPLE = "torch-pi2 plan my-model --stats my-stats --predictors my-predictors --out my-plan --hot-frequency 0.5"
@@ -32,10 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="Hugging Face checkpoint, or a folder of optimize, save or pack")
     add("--stats", type=Path, metavar="DIR", help="folder written by profile (default: MODEL's own, if it has some)")
-    add("--predictors", type=Path, metavar="DIR", help="folder written by fit")
+    add("--predictors", type=Path, metavar="DIR", help="folder written by fit, for a checkpoint")
     add("--out", type=Path, metavar="DIR", help="folder to write into (torch_pi2.load(MODEL, plan=DIR))")
     add = parser.add_argument_group("machine and budgets (lossless but for what predictors miss)").add_argument
-    hardware = "measured (torch-pi2 doctor --measure), a preset, or a file (checkpoints: torch-pi2 optimize --hardware)"
+    hardware = "measured (torch-pi2 doctor --measure), a preset, or a file"
     add("--hardware", metavar="NAME", help=hardware)
     add("--budget", metavar="BYTES", help="memory, with a store: 2.5GiB, 700MB (default: everything in memory)")
     add("--accelerator-memory", metavar="BYTES", help="for hot neurons (default: none are there)")
@@ -54,8 +52,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     _check(args)
     if args.out is not None:
         common.check_out(args.out)
-    result = _for_any_machine(args) if args.hardware is None else _for_machine(args)
-    return result | {"verdict": verdict.as_json(Path(args.model))}
+    return _for_any_machine(args) if args.hardware is None else _for_machine(args)
 
 
 def _is_ours(args: argparse.Namespace) -> bool:
@@ -71,21 +68,17 @@ def _check(args: argparse.Namespace) -> None:
         expected = "--hardware, because neuron orders and methods of a folder stay"
         fix = "Pass --hardware measured, after torch-pi2 doctor --measure."
         raise ConfigError(f"planning {args.model} anew", expected=expected, found="none", fix=fix)
+    if args.hardware is not None and not ours:
+        expected, fix = "a folder of optimize, save or pack", "Pass --hardware to torch-pi2 optimize instead."
+        raise ConfigError(f"planning {args.model} for a machine", expected=expected, found="another", fix=fix)
     if args.out is None and args.explain is None:
         raise ConfigError("--out", expected="a folder to write into", found="none", fix="Pass --out DIR.")
     if args.stats is None and not ours:
-        expected, found = "a folder written by torch-pi2 profile", "none, and no folder of ours"
-        raise ConfigError("--stats", expected=expected, found=found, fix="Pass --stats DIR.")
+        expected = "a folder written by torch-pi2 profile"
+        raise ConfigError("--stats", expected=expected, found="none", fix="Pass --stats DIR.")
     if args.predictors is not None and ours:
         found = str(args.predictors)
         raise ConfigError("--predictors", expected="none: the folder has its own", found=found, fix="Leave it out.")
-    if args.out is not None and os.path.lexists(args.out / "model.pi2"):
-        raise ConfigError(
-            f"--out {args.out}",
-            expected="a folder of its own: the store there has its plan inside",
-            found="model.pi2",
-            fix="Write it elsewhere, and pass that folder to torch_pi2.load(..., plan=DIR).",
-        )
 
 
 def _for_any_machine(args: argparse.Namespace) -> dict[str, Any]:
@@ -104,7 +97,9 @@ def _for_machine(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.cli.inspect import describe
     from torch_pi2.machine.find import find_hardware
     from torch_pi2.planner.for_machine import solve, with_hardware, without_hot
+    from torch_pi2.planner.model_shape import ModelShape
     from torch_pi2.planner.request import BATCHES, Request
+    from torch_pi2.rewrite.state import get_state
 
     hardware = find_hardware(args.hardware)
     budget = None if args.budget is None else parse_bytes(args.budget)
@@ -112,7 +107,9 @@ def _for_machine(args: argparse.Namespace) -> dict[str, Any]:
         expected, found = "a model over a store", f"{args.model}, which has none"
         fix = "Pack it first: torch-pi2 pack MODEL STORE."
         raise ConfigError(f"--budget {args.budget}", expected=expected, found=found, fix=fix)
-    plan, shape = _subject(args, _statistics(args))
+    stats, model = _statistics(args), _loaded(args)
+    plan = get_state(model).plan
+    shape = ModelShape.of(model, stats, without_hot(plan))
     request = Request(
         shape,
         hardware,
@@ -150,23 +147,6 @@ def _statistics(args: argparse.Namespace) -> ActivationStats:
             fix="Pass --stats DIR: of torch-pi2 profile, or counted in use (torch_pi2.watch).",
         )
     return stats
-
-
-def _subject(args: argparse.Namespace, stats: ActivationStats) -> tuple[Plan, ModelShape]:
-    """The plan of an optimised model, and its shape with ``stats``, without hot neurons where none are needed."""
-    import torch_pi2
-    from torch_pi2.planner.for_machine import without_hot
-    from torch_pi2.planner.model_shape import ModelShape
-    from torch_pi2.rewrite.state import get_state
-
-    if _is_ours(args):
-        model = _loaded(args)
-    else:
-        predictors = models.load_predictors(args.predictors, stats.model_hash)
-        config = common.config_of(args)
-        model = torch_pi2.optimize(models.load_dense(args), None, config, stats=stats, predictors=predictors)
-    plan = get_state(model).plan
-    return plan, ModelShape.of(model, stats, without_hot(plan))
 
 
 def _loaded(args: argparse.Namespace) -> Any:
@@ -219,8 +199,6 @@ def render(result: dict[str, Any]) -> str:
         shown.append(_render_machine(result["hardware"], result["buckets"]))
     if result.get("out"):
         shown.append(f"wrote {result['out']}")
-    if result["verdict"] is not None:
-        shown.append(f"what was measured of the model:{verdict.shown(result['verdict'])}")
     return "\n".join(shown)
 
 

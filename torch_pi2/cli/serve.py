@@ -57,10 +57,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise missing_package("fastapi, uvicorn and prometheus-client", "serve", error) from error
     from torch_pi2.base.units import parse_bytes
 
-    key = os.environ.get(KEY, "")
-    if not (key.isascii() and key.isprintable() and key == key.strip()):
-        expected = "printable ASCII, as HTTP headers allow"
-        raise ConfigError(KEY, expected=expected, found="other characters", fix="Choose another key.")
     for name, value in (("budget", args.budget), ("prefix-cache", args.prefix_cache)):
         parse_bytes(value or 0, f"--{name}")  # before models are loaded
     names = [Path(folder).resolve().name for folder in args.models]

@@ -12,7 +12,6 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, TextIO
 
 from torch_pi2.base.units import percent, size
@@ -154,7 +153,7 @@ def sigterm_as_exit() -> Iterator[None]:
         yield
         return
 
-    def stop(number: int, _frame: FrameType | None) -> None:
+    def stop(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, stop)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from torch_pi2.types.verdict import Verdict
+
+
+#: What is going on while a model is measured; what was written is whole by then.
+MEASURING = "dense against sparse (--no-verdict leaves it out)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,19 +75,9 @@ def of_folder(args: argparse.Namespace, verb: str, lossy: Sequence[str] = ()) ->
         speed = earlier.speed and replace(earlier.speed, how="; ".join(filter(None, (earlier.speed.how, how))))
         found = replace(earlier, made=made, sparse_bytes=weight_bytes(args.out), speed=speed)
     else:
-        with judging(args.out):
-            found = _of_folder(args, made, lossy)
+        phase(MEASURING)
+        found = _of_folder(args, made, lossy)
     keep(args.out, found, args.source)
-
-
-@contextlib.contextmanager
-def judging(folder: Path) -> Iterator[None]:
-    """Says that ``folder``, which is written, is measured from here on. Ctrl-C leaves it without a verdict."""
-    phase("dense against sparse (--no-verdict leaves it out)")
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"{folder} is whole, but for the verdict") from None
 
 
 def _of_folder(args: argparse.Namespace, made: Sequence[str], lossy: Sequence[str]) -> Verdict:

@@ -49,8 +49,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16)
 class Watch:
     """Counts which neurons of a model's sparse layers fire, from :meth:`start` to :meth:`stop` or in a ``with`` block.
 
-    A second start adds to the counts. A watch that is dropped without ``stop`` loses its counts. Copies of a model that
-    share a store are counted together.
+    A second start begins at zero. Copies of a model that share a store are counted together.
 
     Args:
         model: one that torch_pi2 has rewritten or loaded, in memory or over a store. After a conversion (``model.to``)
@@ -86,7 +85,7 @@ class Watch:
         weakref.finalize(self, _drop, self._groups).atexit = False
 
     def start(self) -> Self:
-        """Start or continue counting."""
+        """Start counting."""
         load()
         with self._turn:
             if self._on:
@@ -104,12 +103,8 @@ class Watch:
         """End counting and return :meth:`stats`. Raises ConfigError: it was not started."""
         with self._turn:
             if not self._on:
-                raise ConfigError(
-                    "watching a model",
-                    expected="a watch that was started",
-                    found="one that was not",
-                    fix="Call start().",
-                )
+                expected, found = "a watch that was started", "one that was not"
+                raise ConfigError("watching a model", expected=expected, found=found, fix="Call start().")
             for group in self._groups:
                 group.stop()
             self._on = False
@@ -135,13 +130,11 @@ class Watch:
     def stats(self, *, reset: bool = False) -> ActivationStats:
         """The counts so far, in the neurons' original order; the module lists their limits.
 
-        Any thread may call this, also while the model runs. ``reset``: set the counts to zero.
+        Any thread may call this, also while the model runs. ``reset``: count from zero.
         """
         with self._turn:
             tokens = self.tokens
-            made: dict[str, LayerStats] = {}
-            for group in self._groups:
-                made |= group.stats(reset)
+            made = {y.site.key: group.stats(i, reset) for group in self._groups for i, y in enumerate(group.layers)}
         layers = {key: made[key] for key in self._keys}
         predicted = sorted({y.predictor_kind for g in self._groups for y in g.layers if y.has_predictor})
         made_by: dict[str, Any] = {"verb": "watch", "watched": True, "tokens": tokens}
@@ -150,7 +143,7 @@ class Watch:
     def counts(self, *, reset: bool = False) -> list[tuple[SparseFFN, torch.Tensor]]:
         """For each layer int64 ``[1 + I]``: tokens, and for how many each neuron fired; hot neurons first.
 
-        Much cheaper than :meth:`stats`. ``reset``: set the counts to zero.
+        Much cheaper than :meth:`stats`. ``reset``: count from zero.
         """
         with self._turn:
             return [(y, group.counts(i, reset)[0]) for group in self._groups for i, y in enumerate(group.layers)]
@@ -170,8 +163,8 @@ class _Group:
         self.grouped = bool(sizes)
         self.cuts = [cuts[layer.site.key] for layer in layers]
         self._number = 0  # of the core's watch; 0: none is under way
-        #: of watches that have ended, as ``firing_read`` gives them
-        self._before = [
+        #: of the watch that has ended, as ``firing_read`` gives them
+        self._ended = [
             torch.zeros((1 + len(self.sizes), 1 + layer.site.intermediate), dtype=torch.int64) for layer in layers
         ]
 
@@ -190,7 +183,7 @@ class _Group:
         self._number = number
 
     def stop(self) -> None:
-        self._before = [self.counts(i, False) for i in range(len(self.layers))]
+        self._ended = [self.counts(i, False) for i in range(len(self.layers))]
         self.drop()
 
     def drop(self) -> None:
@@ -201,25 +194,18 @@ class _Group:
 
     def tokens(self) -> float:
         """The mean over layers; of experts the mean over modules."""
-        total = sum(int(before[0, 0]) for before in self._before)
-        if self._number:
-            total += int(torch.ops.pi2.firing_tokens(self._number))
+        ended = sum(int(counts[0, 0]) for counts in self._ended)
+        total = int(torch.ops.pi2.firing_tokens(self._number)) if self._number else ended
         return total / (len(self.layers) if self.grouped else len({y.site.experts for y in self.layers}))
 
     def counts(self, index: int, reset: bool) -> torch.Tensor:
         """``[1 + sizes, 1 + I]``, in plan order."""
-        found = self._before[index]
-        if self._number:
-            found = found + torch.ops.pi2.firing_read(self._number, index, reset)
-        if reset:
-            self._before[index] = torch.zeros_like(self._before[index])
-        return found
+        found: torch.Tensor = self._ended[index]
+        return torch.ops.pi2.firing_read(self._number, index, reset) if self._number else found
 
-    def stats(self, reset: bool) -> dict[str, LayerStats]:
-        return {y.site.key: self._layer_stats(i, y, reset) for i, y in enumerate(self.layers)}
-
-    def _layer_stats(self, index: int, layer: SparseFFN, reset: bool) -> LayerStats:
-        counts, n, cut = self.counts(index, reset), layer.site.intermediate, self.cuts[index]
+    def stats(self, index: int, reset: bool) -> LayerStats:
+        layer, counts, cut = self.layers[index], self.counts(index, reset), self.cuts[index]
+        n = layer.site.intermediate
         tokens = int(counts[0, 0])
         grouped_KI = torch.empty((len(counts), n), dtype=torch.int64)
         grouped_KI[:, layer.order] = counts[:, 1:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch_pi2.eval.work import Work
@@ -138,7 +138,7 @@ class Live:
             "model": served.name,
             "sparse": bool(firing.layers),
             "weights": parts.weights if isinstance(parts, SparseState) else "float",
-            "layers": [asdict(layer) for layer in firing.layers],
+            "layers": firing.layers,
             "max_batch_size": served.batch.max_batch_size,
             "store": self._store() is not None,
             "together": self._together,
@@ -166,14 +166,14 @@ class Live:
         read = now.prompt_tokens - before.prompt_tokens
         kinds = {kind: _mean_times(before.spent.get(kind, Spent()), now.spent.get(kind, Spent())) for kind in WORK}
         layers = self._firing.read(state["live"])  # slightly later than ``now``
-        fired = any(layer.tokens for layer in layers)
+        fired = any(layer["tokens"] for layer in layers)
         figures = {
             "seconds": seconds,
             **state,
             "answer_tokens": answered,
             "prompt_tokens": read,
             "tokens_per_second": answered / seconds,
-            "layers": [asdict(layer) for layer in layers],
+            "layers": layers,
             "ffn": _shares(before.work, now.work),
             **kinds,
             "store": _store_figures(before.store, now.store),
