@@ -18,7 +18,7 @@ from tiny_bundle import ROOM, shared_bundle, write_manifest
 import torch_pi2
 from torch_pi2 import cli
 from torch_pi2.errors import LibraryMissingError
-from torch_pi2.export import api, describe
+from torch_pi2.export import api, describe, executorch
 from torch_pi2.export.manifest import Manifest
 from torch_pi2.export.run import Bundle
 
@@ -209,7 +209,7 @@ def test_doctor_says_what_a_target_needs(command: Any, monkeypatch: pytest.Monke
     def missing() -> None:
         raise LibraryMissingError("executorch", expected="it", found="nothing", fix="Get it.")
 
-    monkeypatch.setattr("torch_pi2.export.executorch.load_library", missing)
+    monkeypatch.setattr(executorch, "load_library", missing)
     assert (
         "xnnpack: cannot be exported for yet:\n  executorch: expected it"
         in command("doctor", "--target", "xnnpack", code=1).out

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import io
 import logging
-import re
 import shutil
 import subprocess
 import sys
@@ -197,26 +196,6 @@ def test_loggers_and_filters_are_left_as_they_were(command: Command, monkeypatch
 
 def test_verbose_and_quiet_exclude_each_other(command: Command) -> None:
     assert "not allowed with argument" in command("doctor", "-v", "-q")[2]
-
-
-@pytest.mark.slow
-def test_generate_says_nothing_of_other_libraries(tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "torch_pi2"]
-    (tmp_path / "text.py").write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(400)))
-    how = ["--text", str(tmp_path / "text.py"), "--tokens", "256", "--method", "exact", "--trust-remote-code"]
-    made = subprocess.run([*program, "optimize", str(TRAINED), "--out", str(tmp_path / "m"), *how], **_CAUGHT)
-    assert made.returncode == 0, made.stderr
-    assert _of_others(made.stderr) == []
-    run = [*program, "generate", str(tmp_path / "m"), "--prompt", "def main(", "--max-new-tokens", "4"]
-    done = subprocess.run([*run, "--trust-remote-code"], **_CAUGHT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("def main(")
-    assert _of_others(done.stderr) == []
-
-
-def _of_others(err: str) -> list[str]:
-    """Lines that are not ours."""
-    return [line for line in err.splitlines() if not re.match(r"torch-pi2: |torch_pi2: |method 'auto' ", line)]
 
 
 # --- completion ---

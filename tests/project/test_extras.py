@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from torch_pi2.base.package import how_to_install
 from torch_pi2.cli import doctor
 
@@ -40,13 +38,3 @@ def test_every_extra_is_named_by_its_packages() -> None:
         assert "pi2" not in command
     assert how_to_install("export", "plan") == "pip install executorch==1.5.1 'torchao<0.19,>=0.18' 'scipy>=1.11'"
     assert "transformers<6" in how_to_install("dev")  # through torch-pi2[hf], of which no index knows
-
-
-def test_not_installed_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    from importlib import metadata
-
-    def none(name: str) -> list[str]:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "requires", none)
-    assert how_to_install("hf", "plan") == "pip install --no-build-isolation -e '.[hf,plan]' in the checkout"

@@ -27,22 +27,6 @@ def test_torch_is_the_same_wherever_it_is_named() -> None:
     assert f"`{needed}`" in (REPO / "docs" / "INSTALL.md").read_text()
 
 
-def test_a_cpu_build_is_taken_where_there_is_one() -> None:
-    from packaging.requirements import Requirement
-
-    (needed,) = (Requirement(r) for r in PROJECT["project"]["dependencies"] if r.startswith("torch"))
-    there = ["2.12.1", "2.13.0", "2.13.0+cpu", "2.14.0"]
-    assert max(needed.specifier.filter(there)) == "2.13.0+cpu"
-
-
-def test_classifiers_and_addresses() -> None:
-    about = PROJECT["project"]
-    least = about["requires-python"].removeprefix(">=")
-    assert f"Programming Language :: Python :: {least}" in about["classifiers"]
-    assert "Operating System :: POSIX :: Linux" in about["classifiers"]
-    assert {"Homepage", "Documentation", "Changelog", "Issues"} == set(about["urls"])
-
-
 def test_both_recipes_leave_the_same_libraries_outside() -> None:
     def excluded(text: str) -> list[str]:
         return re.findall(r"--exclude '([^']+)'", text)

@@ -78,26 +78,3 @@ def test_what_the_runner_is_built_with_is_named_and_excluded(sbom: dict[str, Any
     wanted = {(*requirement.split("=="), sha256) for requirement, _, sha256 in SOURCES.values()}
     found = [c for c in sbom["components"] if c.get("scope") == "excluded"]
     assert {(c["name"], c["version"], c["hashes"][0]["content"]) for c in found} == wanted
-
-
-def test_the_same_bytes_again_and_the_time_only_if_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(name: str) -> bytes:
-        out = tmp_path / name
-        command = [
-            sys.executable,
-            str(ROOT / "cmake" / "sbom.py"),
-            str(LIBRARIES),
-            str(out),
-            "torch-pi2",
-            "1.0",
-            "GNU 12",
-        ]
-        subprocess.run(command, check=True)
-        return out.read_bytes()
-
-    monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
-    assert made("a") == made("b")
-    assert "timestamp" not in json.loads(made("a"))["metadata"]
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
-    assert json.loads(made("c"))["metadata"]["timestamp"] == "2023-11-14T22:13:20Z"
-    assert made("c") == made("d")
