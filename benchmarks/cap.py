@@ -84,21 +84,11 @@ class _Cap:
 
     def _remove(self) -> None:
         end = time.monotonic() + _EMPTY_S
-        while self.folder.is_dir():
-            try:
+        while self.folder.is_dir() and time.monotonic() < end:  # a process of it may be ending
+            with contextlib.suppress(OSError):
                 self.folder.rmdir()
-            except OSError:
-                if time.monotonic() > end:
-                    return  # nothing more can be done, and an earlier error matters more
-                self._let_go()
-                time.sleep(0.05)
-
-    def _let_go(self) -> None:
-        """Move processes out of the group: a group with processes cannot be removed."""
-        with contextlib.suppress(OSError):
-            for number in (self.folder / "cgroup.procs").read_text().split():
-                with contextlib.suppress(OSError):
-                    (self._controller / "cgroup.procs").write_text(number)
+                return
+            time.sleep(0.05)
 
 
 class MemoryCap(_Cap):

@@ -11,14 +11,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from benchmarks import traffic
-from benchmarks.arguments import add_activations, add_lengths, add_peers, list_of
+from benchmarks.arguments import add_activations, add_lengths, add_peers, add_source, list_of
 from benchmarks.figures import medians, ratios, spread, summary
 from benchmarks.gguf import write_gguf
 from benchmarks.peer import Peer
@@ -44,16 +43,10 @@ StartPeer = Callable[[int], AnyPeer]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    # no defaults here: given with a folder that has something else, they are an error
-    add("--shape", help="as `torch-pi2 synthetic --shape` (default: the folder's, or mistral-7b)")
-    add("--weights", choices=QUANTIZED, help="default: the folder's, or int4")
+    add_source(parser, "model folder", "mistral-7b")
+    add("--weights", choices=QUANTIZED, default="int4", help="of what is made (default: int4)")
     add_activations(parser)
-    add(
-        "--active",
-        type=float,
-        metavar="SHARE",
-        help="mean share of neurons that fire (default: the folder's, or 0.1)",
-    )
+    add("--active", type=float, default=0.1, metavar="SHARE", help="of neurons, which fire in what is made")
     add_lengths(parser, 128, 32, 5)
     add(
         "--batch",
@@ -62,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="B,...",
         help="sequences decoded together, comma-separated; the first is what the main figures are of",
     )
-    add("--folder", type=Path, metavar="DIR", help="model folder; made if it is not there (default: in work/bench)")
     add("--eager", dest="compiled", action="store_false", help="do not compile the decoding step")
     add("--cpp-wrapper", action="store_true", help="compile what lies between kernels in C++ too (takes minutes)")
     add_peers(parser, PEERS, "another engine on the same shape (Q4_0), in alternation")
@@ -88,7 +80,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         False if it is real.
 
     Raises:
-        ConfigError: a setting makes no sense, or contradicts the folder.
+        ConfigError: a setting makes no sense.
         Pi2Error: what :func:`torch_pi2.synthetic`, :func:`torch_pi2.load`, :class:`Decoder`, :class:`Peer` and
             :class:`CommandPeer` raise.
     """
@@ -104,12 +96,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             found=",".join(map(str, batch)),
             fix="Add 1, or use --peer llama.cpp.",
         )
-    shape, weights, active = args.shape or "mistral-7b", args.weights or "int4", args.active or 0.1
-    folder = synthetic_folder(shape, weights, seed, folder=args.folder, active=active)
+    folder = args.folder or synthetic_folder(args.shape or "mistral-7b", args.weights, seed, active=args.active)
     machine.reset_peak()
     model: Any = torch_pi2.load(folder, activations=args.activations)
     subject = Subject.of(model, folder)
-    subject.check(args.shape, args.weights, args.active)
     gguf = folder.parent / f"{subject.stem}.q4_0.gguf"
     if peers or commands:
         write_gguf(gguf, model.config, seed=seed)
@@ -446,14 +436,3 @@ def about(result: Result) -> str:
         f"{result['shape']} {result['weights']}, {result['activations']} activations, {result['threads']} threads, "
         f"prompt {result['prompt']}, answer {result['tokens']}"
     )
-
-
-def notes(result: Result) -> list[str]:
-    found = []
-    for name, peer in result["peers"].items():
-        if len(peer["batches"]) < len(result["batches"]):
-            found.append(f"{name}: batch 1 only, as it takes one sequence at once")
-        if "answer_after" in peer["about"]:
-            after = peer["about"]["answer_after"]
-            found.append(f"{name}: its answers come after {after} tokens, ours after {result['prompt']}")
-    return found

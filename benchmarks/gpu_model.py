@@ -50,8 +50,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     Returns:
         ``ways``, by name: ``ms`` a token, ``spread``, and ``ours_over`` it: how many times as fast our first way is
-        within each round; ``same``: of how many rounds the tokens were those of the first way. ``left_out``: what was
-        not run, and why.
+        within each round; ``same``: of how many rounds the tokens were those of the first way.
 
     Raises:
         DeviceError: no GPU that has kernels. Pi2Error: the folder cannot be made or loaded.
@@ -64,7 +63,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     folder = args.folder or synthetic_folder(args.shape, args.weights, args.seed)
     model: Any = torch_pi2.load(folder)
     subject, memory_bytes = Subject.of(model, folder), None
-    left_out = dict[str, str]()
     if share is None:
         answers = {"sparse": _whole(model.to(device), tokens), "steps": _ours(model, tokens)}
         answers["dense"] = _whole(load_dense(folder).to(device), tokens)
@@ -73,10 +71,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         memory_bytes = rest_bytes(model) + int(share * inside)
         hot_on_gpu(model, memory_bytes)
         answers = {"divided": _eager(model, device, tokens)}
-        if importlib.util.find_spec("accelerate") is None:
-            left_out["offloaded"] = "package accelerate is not installed"
-        else:
-            answers["offloaded"] = _eager(_offloaded(load_dense(folder), memory_bytes), device, tokens)
+        answers["offloaded"] = _eager(_offloaded(load_dense(folder), memory_bytes), device, tokens)
         answers["cpu"] = _ours(torch_pi2.load(folder), tokens)
     drawn = torch.Generator().manual_seed(args.seed)
     prompts = [torch.randint(model.config.vocab_size, (1, prompt), generator=drawn) for _ in range(rounds + 2)]
@@ -93,7 +88,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "memory_bytes": memory_bytes,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "ways": _summaries(samples, said),
-        "left_out": left_out,
     }
 
 
@@ -176,7 +170,3 @@ def about(result: Result) -> str:
         f"{result['shape']} {result['weights']} on {result['device']}{memory}, prompt {result['prompt']}, answer "
         f"{result['tokens']}"
     )
-
-
-def notes(result: Result) -> list[str]:
-    return [f"not run: {name}, {why}" for name, why in result["left_out"].items()]

@@ -61,7 +61,6 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     add("--weights", default="int4", choices=("int4", "int8"))
     add_activations(parser, "int8")
     add("--max-batch-size", type=common.positive, default=8, metavar="N", help="sequences we decode together")
-    common.add_old_name(parser, "--lanes", "--max-batch-size")
     add("--compile", dest="compiled", action="store_true", help="compile our steps")
     add(
         "--prefix-cache",

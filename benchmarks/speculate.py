@@ -11,7 +11,6 @@ each would profit from what the other has just read.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import random
 import statistics
 import time
@@ -25,7 +24,7 @@ from torch import nn
 
 from benchmarks.arguments import TRAINED, add_lengths, add_source, list_of
 from benchmarks.figures import alternate, medians, of_store, ratios, spread
-from benchmarks.subject import WORK, Rooms, Subject, synthetic_folder, synthetic_store
+from benchmarks.subject import Rooms, Subject, synthetic_folder, synthetic_store
 from benchmarks.tables import Result, Table, at, ranged
 from torch_pi2.cli import common
 from torch_pi2.decode.decoder import Decoder
@@ -39,7 +38,6 @@ from torch_pi2.ops import load as load_library
 from torch_pi2.rewrite.state import store_of
 from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.storefile import STORE_FILE
-from torch_pi2.types.config import Config
 from torch_pi2.types.offload import OffloadConfig
 
 PLAIN, SPECULATIVE = "plain", "speculative"
@@ -97,7 +95,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             )
     trust = args.trust_remote_code or (shape is None and folder is None)  # our own model brings its code
     if args.ffn_in_memory < 1:
-        made, config = _store(shape, folder, weights, trust, seed), OffloadConfig(device=device)
+        made, config = _store(shape, folder, weights, seed), OffloadConfig(device=device)
         models, room = _over_store(made, args.ffn_in_memory, prompt + tokens, config, activations, trust)
     else:
         model, made = _model(shape, folder, weights, activations, trust, seed)
@@ -148,50 +146,18 @@ def _model(
     return torch_pi2.optimize(model.eval(), weights=weights, activations=rounded), made
 
 
-def _store(shape: str | None, folder: str | Path | None, weights: str, trust: bool, seed: int) -> Path:
-    """A folder with a store; packed in ``WORK``, after being optimised without loss, if it has none."""
-    import torch_pi2
-
-    if shape is not None:
-        if weights != "int4":
-            raise ConfigError(
-                f"--weights {weights} with --ffn-in-memory",
-                expected="int4, which synthetic stores have",
-                found=weights,
-                fix="Pass a --folder with a store of these weights.",
-            )
+def _store(shape: str | None, folder: str | Path | None, weights: str, seed: int) -> Path:
+    """A folder with a store. Raises ConfigError."""
+    if shape is not None and weights == "int4":
         return synthetic_store(shape, seed)
-    source = TRAINED if folder is None else Path(folder)
-    ours = (source / PI2_FOLDER).is_dir()
-    found = source if ours else _optimised(source, trust)
-    if (found / PI2_FOLDER / STORE_FILE).is_file():
-        return found
-    made = WORK / f"{name_of(found)}-{'own' if ours else weights}-store"
-    if not (made / PI2_FOLDER / STORE_FILE).is_file():
-        torch_pi2.pack(found, made, weights=None if ours else weights, trust_remote_code=trust)
-    return made
-
-
-def _optimised(folder: Path, trust: bool) -> Path:
-    """The checkpoint in ``folder``, optimised with the exact gate; made in ``WORK`` if it is not there."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    import torch_pi2
-
-    made = WORK / f"{name_of(folder)}-exact"
-    if not (made / PI2_FOLDER).is_dir():
-        how: dict[str, Any] = {"trust_remote_code": trust, "local_files_only": True}
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **how).eval()
-        optimised = torch_pi2.optimize(model, config=Config(method="exact", hot_frequency=1.01))
-        torch_pi2.save(optimised, made, tokenizer=AutoTokenizer.from_pretrained(folder, **how))
-    return made
-
-
-def name_of(folder: Path) -> str:
-    """For what is made of a folder: its name and a stamp, which another one of that name, or a changed one, has not."""
-    files = sorted(path for path in folder.resolve().rglob("*") if path.is_file())
-    facts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return f"{folder.resolve().name}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}"
+    if folder is None or not (Path(folder) / PI2_FOLDER / STORE_FILE).is_file():
+        raise ConfigError(
+            "--ffn-in-memory",
+            expected="--shape of a synthetic store, which has int4 weights, or a --folder with a store",
+            found=f"{weights} weights of {shape}" if shape else str(folder or TRAINED),
+            fix="Make a store: torch-pi2 optimize and pack.",
+        )
+    return Path(folder)
 
 
 def _over_store(

@@ -44,60 +44,29 @@ class Subject:
         stem: a prefix for names of files.
         weights: ``float``, ``int4`` or ``int8``.
         synthetic: the label of a synthetic model (see :func:`torch_pi2.synthetic`), False for a real one.
-        folder: name of the folder. names: what ``--shape`` may be.
     """
 
     shape: str
     stem: str
     weights: str
     synthetic: dict[str, Any] | Literal[False]
-    folder: str
-    names: tuple[str, ...]
 
     @staticmethod
     def of(model: nn.Module, folder: Path) -> Subject:
         """Describe the Hugging Face ``model`` that was loaded from ``folder``."""
         config: Any = model.config
-        folder_name = folder.resolve().name
         label: dict[str, Any] = getattr(config, "torch_pi2_synthetic", None) or {}
         known = label.get("shape")
         if not isinstance(known, str):  # a real model, or a synthetic one of sizes without a name
-            names = (config.model_type, type(model).__name__)
-            return Subject(_sizes(model), folder_name, weights_of(model), label or False, folder_name, names)
+            return Subject(_sizes(model), folder.resolve().name, weights_of(model), label or False)
         shape, stem, layers = known, known, config.num_hidden_layers
         if layers != SHAPES.get(known, {}).get("num_hidden_layers", layers):
             shape, stem = f"{known} with {layers} layers", f"{known}-{layers}-layers"
-        return Subject(shape, stem, weights_of(model), label, folder_name, (known,))
+        return Subject(shape, stem, weights_of(model), label)
 
     def label(self) -> dict[str, Any]:
         """For results."""
         return {"shape": self.shape, "weights": self.weights, "synthetic": self.synthetic}
-
-    def check(self, shape: str | None, weights: str | None, active: float | None) -> None:
-        """Compare with the options; None: not given.
-
-        Raises:
-            ConfigError: the folder holds another model.
-        """
-        share = self.synthetic["active"] if self.synthetic else None
-        asked = (
-            ("shape", shape, shape in self.names, f"{' or '.join(self.names)}, as in the folder"),
-            ("weights", weights, weights == self.weights, f"{self.weights}, as in the folder"),
-            (
-                "active",
-                active,
-                active == share,
-                f"{share:g}, as in the folder" if share else "nothing: its model is real",
-            ),
-        )
-        for name, value, same, expected in asked:
-            if value is not None and not same:
-                raise ConfigError(
-                    f"--{name} with --folder {self.folder}",
-                    expected=expected,
-                    found=f"{value:g}" if isinstance(value, float) else value,
-                    fix=f"Leave --{name} out, or choose another --folder.",
-                )
 
 
 def _sizes(model: nn.Module) -> str:
@@ -110,14 +79,12 @@ def _sizes(model: nn.Module) -> str:
     return f"{name}, {layers} layers of {size}" if layers and size else name
 
 
-def synthetic_folder(
-    shape: str, weights: str, seed: int, *, folder: Path | None = None, active: float | None = None
-) -> Path:
-    """A synthetic model with random weights in ``folder`` (default: in ``WORK``), made if it is not there."""
+def synthetic_folder(shape: str, weights: str, seed: int, *, active: float | None = None) -> Path:
+    """A synthetic model with random weights in ``WORK``, made if it is not there."""
     import torch_pi2
 
     firing = {"active": 0.1} | FIRING.get(shape, {}) | ({} if active is None else {"active": active})
-    made = folder or WORK / f"{shape}-{weights}-{firing['active']:g}"
+    made = WORK / f"{shape}-{weights}-{firing['active']:g}"
     if not (made / PI2_FOLDER).is_dir():
         torch_pi2.synthetic(made, shape, weights=weights, seed=seed, **firing)
     return made

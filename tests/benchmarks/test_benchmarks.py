@@ -132,22 +132,6 @@ def test_every_benchmark_is_run_here() -> None:
     assert set(COMMANDS | SLOW | LONG) == set(BENCHMARKS)
 
 
-@pytest.mark.parametrize("name", ["serve", "prefix"])
-def test_an_old_name_of_an_option(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module = importlib.import_module(f"benchmarks.{name}")
-    monkeypatch.setattr(module, "run", lambda args: {"seen": args.max_batch_size})
-    assert main([name, "--lanes", "3", "--json"]) == 0
-    out, err = capsys.readouterr()
-    result = json.loads(out)
-    assert result["seen"] == result["max_batch_size"] == 3
-    assert "--max-batch-size 3" in result["command"]
-    assert "--lanes" not in result["command"]
-    assert "--lanes is now called --max-batch-size" in err
-    assert call(name)["seen"] == 8
-
-
 # --- rules
 
 
@@ -185,11 +169,6 @@ def test_figures_of_decoding_hang_together() -> None:
     assert [b["tokens_per_s"] for b in clock["batches"]] == [0.01, 0.02]
     for b in clock["batches"]:
         assert b["ratio"] == pytest.approx(b["our_tokens_per_s"] / b["tokens_per_s"], rel=1e-3)
-
-
-def test_a_folder_with_another_model_is_refused(folders: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match="--weights with --folder synthetic: expected int4"):
-        call("decode", folder=folders["synthetic"], weights="int8")
 
 
 @pytest.mark.parametrize(
