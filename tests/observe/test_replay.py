@@ -116,8 +116,8 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         ),
         (["--budget", "130%"], "budget: expected 0% to 100%, or bytes, found '130%'"),
         (["--budget", "much"], "budget: expected bytes, or text such as"),
-        (["--hot-share", "2"], "hot_share: expected 0 to 1, found 2.0"),
-        (["--window", "-1"], "window: expected 0 or more, found -1"),
+        (["--hot-share", "2"], "hot_share: expected a number, 0 or more, at most 1, found 2.0"),
+        (["--window", "-1"], "window: expected a whole number, 0 or more, found -1"),
     ],
 )
 def test_wrong_arguments(

@@ -88,8 +88,8 @@ class Replay:
             "neurons": sum(layer.neurons for layer in accesses.stored),
             "slots": accesses.slots,
             "run": accesses.run,
-            "as_run": again and {**again.to_json(), "same": again.hits == accesses.run["hits"]},
-            "caches": [cache.to_json() for cache in caches],
+            "as_run": again and {**vars(again), "same": again.hits == accesses.run["hits"]},
+            "caches": [vars(cache) for cache in caches],
         }
 
     @staticmethod

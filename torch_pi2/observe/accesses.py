@@ -84,16 +84,6 @@ class Accesses:
         return self.layers, self.streamed, self.wanted, about.reshape(-1, 2)
 
     @cached_property
-    def row_bytes(self) -> torch.Tensor:
-        """Int64 ``[calls]``: bytes of a call's bits. A streamed call has as many again behind them."""
-        return torch.tensor([(layer.neurons + 7) // 8 for layer in self.stored])[self.layers.long()]
-
-    @cached_property
-    def ends(self) -> torch.Tensor:
-        """Int64 ``[calls]``: the end of each call's bits in ``wanted``."""
-        return (self.row_bytes * (1 + self.streamed.long())).cumsum(0)
-
-    @cached_property
     def passes(self) -> int:
         """How often calls began again at an earlier layer: tokens (steps of a batch), and prompts."""
         if len(self.stored) == 1:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from torch_pi2.base.fields import argument
 from torch_pi2.base.progress import bar
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.errors import ConfigError, check_choice
@@ -43,9 +44,6 @@ class Replayed:
     reads_per_pass: float
     read_bytes_per_pass: float
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def replay(
     accesses: Accesses,
@@ -69,7 +67,7 @@ def replay(
     """
     run = accesses.run
     resident = run.get("resident") if hot_share is None else None
-    _check(policy, slots, hot_share, window)
+    _check(policy, hot_share, window)
     counts_L3 = torch.ops.pi2.replay(
         *accesses.arguments,
         policy,
@@ -101,7 +99,7 @@ def replay_all(
 ) -> list[Replayed]:
     """:func:`replay`, for each number of slots with each policy; with a progress bar if it takes over two seconds."""
     for policy in policies:
-        _check(policy, min(slots, default=0), how.get("hot_share"), how.get("window"))
+        _check(policy, how.get("hot_share"), how.get("window"))
     all_of_them = [(policy, count) for count in slots for policy in policies]
     shown = bar(all_of_them, "replay", progress, delay=2)
     return [replay(accesses, policy, count, **how) for policy, count in shown]
@@ -122,12 +120,9 @@ def slots_of(accesses: Accesses, budget: str) -> int:
     return min(accesses.slots, parse_bytes(budget) // accesses.place_bytes)
 
 
-def _check(policy: str, slots: int, hot_share: float | None, window: int | None) -> None:
+def _check(policy: str, hot_share: float | None, window: int | None) -> None:
     check_choice("policy", policy, (*lists().policies, OPTIMAL), "Choose one of them.")
-    for name, value, good, expected in (
-        ("slots", slots, slots >= 0, "0 or more"),
-        ("hot_share", hot_share, hot_share is None or 0 <= hot_share <= 1, "0 to 1"),
-        ("window", window, window is None or window >= 0, "0 or more"),
-    ):
-        if not good:
-            raise ConfigError(name, expected=expected, found=str(value), fix="Correct it.")
+    if hot_share is not None:
+        argument(hot_share, "hot_share").number(0, 1)
+    if window is not None:
+        argument(window, "window").whole()
