@@ -25,7 +25,6 @@ from torch_pi2.base.memory import is_mapped
 from torch_pi2.base.modules import evaluating, fresh_settings
 from torch_pi2.decode import hf_generate
 from torch_pi2.decode.plan_controller import follow
-from torch_pi2.distributed.ranks import Ranks, shared_folder
 from torch_pi2.errors import CalibrationError, DtypeError, StaleArtifactError, check_choice
 from torch_pi2.fitting.fit import LAYER_FITS, cold_neurons, fit_layers
 from torch_pi2.fitting.fit import fit as fit_predictors
@@ -111,7 +110,6 @@ def profile(
     *,
     tokenizer: Any = None,
     config: Config | None = None,
-    shared: bool = False,
     progress: bool = False,
     **fields: Unpack[ConfigFields],
 ) -> ActivationStats:
@@ -127,18 +125,14 @@ def profile(
         data: text, token ids, or batches: see :func:`torch_pi2.profiling.data.batches`.
         tokenizer: for text (default: from the folder that the model was loaded from).
         config, fields: settings, as one object or as keywords (``sparsity=0.7``).
-        shared: all processes of ``torch.distributed``'s default group (``torchrun``) make this call with the same
-            arguments and share the batches. Each returns the result of one process with as many threads (sums of
-            scores may differ in the last bits of float64). Without a group this process does all the work.
 
     Raises:
-        CalibrationError, NoFFNFoundError, UnsupportedModelError, NonFiniteError, DeviceError, DtypeError; ConfigError:
-            also where ``shared`` and processes have other weights, text or settings than each other.
+        CalibrationError, NoFFNFoundError, UnsupportedModelError, NonFiniteError, DeviceError, DtypeError, ConfigError.
     """
     config = configured(config, fields)
     with on_the_cpu(model):
         kept = calibration_batches(model, data, tokenizer, config)
-        return _profile(model, kept, _search(model, kept).sites, config, progress, Ranks(together=shared))
+        return _profile(model, kept, _search(model, kept).sites, config, progress)
 
 
 def _profile(
@@ -147,18 +141,12 @@ def _profile(
     sites: list[FFNSite],
     config: Config,
     progress: bool,
-    ranks: Ranks | None = None,
 ) -> ActivationStats:
-    settings: dict[str, Any] = {
-        "batch_size": config.batch_size,
-        "seq_len": config.seq_len,
-        "progress": progress,
-        "ranks": ranks,
-    }
+    settings: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len, "progress": progress}
     dense = [site for site in sites if not exact_zeros(site.activation)]
     chosen = Thresholds()
     if dense and (config.sparsity > 0 or config.max_loss is not None) and config.method not in ("dense", "exact"):
-        chosen = choose_thresholds(model, data, dense, config, progress=progress, ranks=ranks)
+        chosen = choose_thresholds(model, data, dense, config, progress=progress)
     sites = list({site.key: site for site in (*sites, *chosen.sites)}.values())
     found = profile_sites(model, data, sites, thresholds=chosen.cuts, scales=chosen.scales, **settings)
     found.made_by |= chosen.made_by
@@ -227,9 +215,8 @@ def fit(
 
     Args:
         work: a folder for samples and fitted predictors. Memory then does not grow with the number of layers (nor do
-            weights, if :func:`torch_pi2.load_mapped` loaded the model), the same call resumes after a kill, and all
-            processes of ``torch.distributed``'s default group (``torchrun``), if there is one, make this call and share
-            the layers. Remove it when the result is saved. None: all in memory.
+            weights, if :func:`torch_pi2.load_mapped` loaded the model), and the same call resumes after a kill. Remove
+            it when the result is saved. None: all in memory.
 
     Raises:
         CalibrationError, StaleArtifactError (statistics of other weights; another fit was begun in ``work``),
@@ -345,7 +332,6 @@ def optimize(
     predictors: Mapping[str, AnyPredictor] | None = None,
     hardware: Any = None,
     gpu_memory: float | str | None = None,
-    shared: bool = False,
     progress: bool = False,
     **fields: Unpack[ConfigFields],
 ) -> Model:
@@ -368,7 +354,6 @@ def optimize(
         stats, predictors: results of :func:`profile` and :func:`fit`, which are then not computed again.
         hardware: also plan for a machine and apply that plan: ``measured`` (after ``torch-pi2 doctor --measure``) or
             anything that :func:`torch_pi2.plan_for` takes, which has more settings.
-        shared: as in :func:`profile`; processes of one machine share fitting and GPTQ as well.
         progress: bars on standard error in a terminal, and else to the log (:mod:`torch_pi2.base.progress`).
         gpu_memory: bytes (or ``"6GiB"``) for weights on torch's current GPU: all that is no feed-forward layer, and of
             these as many neurons as have room; the CPU computes the others meanwhile (docs/GPU.md). Which ones: where
@@ -386,7 +371,7 @@ def optimize(
     if hardware is not None:
         hardware = _machine(hardware, calibration is not None or stats is not None)
     with on_the_cpu(model, stays_here=divided):
-        _optimize(model, calibration, config, tokenizer, stats, predictors, progress, shared)
+        _optimize(model, calibration, config, tokenizer, stats, predictors, progress)
         if hardware is not None and not divided:
             _plan_and_follow(model, hardware, 0, progress)
     if memory_bytes is not None:
@@ -411,7 +396,6 @@ def _optimize(
     stats: ActivationStats | None,
     predictors: Mapping[str, AnyPredictor] | None,
     progress: bool,
-    shared: bool,
 ) -> None:
     load_library()
     if calibration is None and stats is None:
@@ -419,10 +403,9 @@ def _optimize(
         return
     data = None if calibration is None else calibration_batches(model, calibration, tokenizer, config)
     found, strategies = replaceable(model, _search(model, data))
-    ranks = Ranks(together=shared)
     if stats is None:
         assert data is not None
-        stats = _profile(model, data, found.sites, config, progress, ranks)
+        stats = _profile(model, data, found.sites, config, progress)
     found = _as_profiled(found, stats)
     if predictors is None and (config.method in PREDICTED or (config.method == "auto" and _can_fit(model, data))):
         if data is None:
@@ -432,11 +415,10 @@ def _optimize(
                 found="neither",
                 fix="Pass calibration=..., or predictors=torch_pi2.fit(...).",
             )
-        with shared_folder(ranks) as work:
-            predictors = _fit(model, data, found.sites, stats, config, progress, work)
+        predictors = _fit(model, data, found.sites, stats, config, progress)
     fitted = predictors if isinstance(predictors, FittedPredictors) else FittedPredictors(predictors or {})
     made = _plan(model, found, stats, fitted, config)
-    apply(model, SparseState(made, fitted, stats), progress, config, data, strategies, ranks)
+    apply(model, SparseState(made, fitted, stats), progress, config, data, strategies)
     hf_generate.attach(model)
     _say_lossy(get_state(model), config)
 

@@ -65,3 +65,13 @@ def test_what_does_not_belong_together_is_refused(command, checkpoint: Path, tmp
     assert "predictors of" in ran.err
     assert "found none" in ran.err
     assert not (tmp_path / "small").exists()
+
+
+@pytest.mark.parametrize("verb", ["profile", "fit", "optimize"])
+def test_calibration_is_of_one_process(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    more = ["--stats", str(tmp_path)] if verb == "fit" else []
+    assert cli.main([verb, "model", "--out", str(tmp_path / "out"), *more]) == 2
+    assert f"torch-pi2 {verb}: expected one process, found 2. Start one process" in capsys.readouterr().err

@@ -1,11 +1,11 @@
-"""Fits of many layers: from a folder, after a kill, by several processes, of weights that stay in their files."""
+"""Fits of many layers: from a folder, after a kill, of weights that stay in their files."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_experts import build
 from tiny_models import tiny
-from tiny_tokenizers import byte_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import torch_pi2
@@ -30,7 +29,6 @@ from torch_pi2.profiling import samples as sampling
 from torch_pi2.profiling.run import profile
 from torch_pi2.profiling.samples import SampleFiles, collect_samples
 
-REPO = Path(__file__).resolve().parents[2]
 IDS = torch.randint(0, 64, (60, 24), generator=torch.Generator().manual_seed(0))
 FEW = {"n_tokens": 400, "steps": 12, "max_rounds": 3, "seq_len": 24, "hot_frequency": 0.6, "tolerance": 0.05}
 
@@ -271,45 +269,3 @@ def test_memory_does_not_grow_with_the_layers(tmp_path: Path) -> None:
         took[layers] = int(ran.stdout)
     assert took[16] < took[8] + 50e6, took
     assert took[16] < 200e6, took
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_two_processes_fit_what_one_does(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    folder = saved(tmp_path / "model", LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3, hidden_act="relu")))
-    text = tmp_path / "text"
-    text.write_text("the cat sat on the mat, and the dog sat on the log. " * 120)
-    byte_tokenizer(text.read_text()).save_pretrained(folder)
-    data = ["--text", text, "--tokens", 1500, "--hot-frequency", 0.7, "--tolerance", 0.2, "--quiet"]
-    run = caller(tmp_path)
-    run(["-m", "torch_pi2"], "profile", folder, "--out", tmp_path / "stats", *data, "--mapped")
-    several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "torch_pi2"]
-    given = ["fit", folder, "--stats", tmp_path / "stats", *data, "--mapped", "--json"]
-    found = {}
-    for method in ("lowrank", "signbit"):
-        for name, how in (("one", ["-m", "torch_pi2"]), ("two", several)):
-            said = run(how, *given, "--method", method, "--out", tmp_path / name)
-            assert said.count("\n") == 1, "one of them tells"
-            found[name] = (tmp_path / name / "predictors.safetensors").read_bytes()
-            assert not (tmp_path / f"{name}.fitting").exists()
-        assert found["one"] == found["two"]
-    for name, how in (("one", ["-m", "torch_pi2"]), ("two", several)):
-        optimize = ["optimize", folder, "--method", "lowrank", "--out", tmp_path / f"sparse-{name}", "--no-verdict"]
-        said = run(how, *optimize, *data, "--json")
-        assert said.count("\n") == 1, "one of them tells"
-        # orders, statistics but for sums of scores, and predictors: profiled by both, fitted by both
-        files = [tmp_path / f"sparse-{name}" / "pi2" / f"{part}.safetensors" for part in ("plan", "predictors")]
-        found[name] = [file.read_bytes() for file in files]
-    assert found["one"] == found["two"]
-
-
-def caller(folder: Path) -> Callable[..., str]:
-    def run(how: list[str], *argv: Any) -> str:
-        command = [sys.executable, *how, *map(str, argv)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=REPO, env=environment)
-        assert ran.returncode == 0, ran.stderr
-        return ran.stdout
-
-    return run

@@ -111,7 +111,7 @@ NAMED: list[tuple[str, str, tuple[str | int, ...], Any, str]] = [
     ("weights", "linears", (), {"a": True}, "linears, a: expected a whole number, 1 or more"),
     ("weights", "header", ("layers.0.bundles", "dtype"), "F4", "dtype 'F4' of layers.0.bundles"),
     ("hardware", "", ("cores",), True, "cores: expected a whole number, 1 or more, found True"),
-    ("hardware", "", ("glue", "eager_us"), 10**400, "glue, eager_us: expected a number, 0 or more"),
+    ("hardware", "", ("store", "slot_us"), 10**400, "store, slot_us: expected a number, 0 or more"),
     ("device", "", ("latency_us", "value"), float("nan"), "latency_us, value: expected a number, 0 or more, found nan"),
     ("accesses", "run", ("slots",), 2.5, "run, slots: expected a whole number, 0 or more, found 2.5"),
     ("index", "", ("weight_map", "w"), "../one.safetensors", "w: expected the name of a file in this folder"),

@@ -1,8 +1,7 @@
 """Profile, fit, plan and rewrite a model, and write it as a Hugging Face folder with a pi2/ folder in it.
 
 The folder still loads as the ordinary dense model with transformers; `torch-pi2 generate` and
-torch_pi2.load() use its sparse form. Several processes of one machine share profiling and fitting: `torchrun
---nproc-per-node N -m torch_pi2 optimize ...`.
+torch_pi2.load() use its sparse form.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 from torch_pi2.base.progress import phase
 from torch_pi2.cli import common, models, verdict
-from torch_pi2.cli.processes import end_of_group, together
+from torch_pi2.cli.processes import check_alone, end_of_group
 from torch_pi2.types.config import Config
 
 EXAMPLE = "torch-pi2 optimize my-model --out my-sparse-model --method lowrank"
@@ -37,11 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch_pi2
     from torch_pi2.cli.inspect import describe
-    from torch_pi2.distributed.ranks import Ranks
     from torch_pi2.eval.verdict import bytes_of
     from torch_pi2.rewrite.state import get_state
     from torch_pi2.store.folder import check_replaceable, check_separate
 
+    check_alone("optimize")
     common.check_out(args.out)
     check_replaceable(args.out)
     check_separate("optimize", args.model, args.out)
@@ -49,19 +48,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.predictors and stats is None:
         raise common.needs("--predictors", "--stats")
     predictors = models.load_predictors(args.predictors, stats.model_hash if stats else None)
-    with together(args):
-        config, model, tokenizer, text = models.load_calibration(args)
-        dense_bytes = bytes_of(model)
-        how = {"tokenizer": tokenizer, "stats": stats, "predictors": predictors, "hardware": args.hardware}
-        model = torch_pi2.optimize(model, text, config, **how, shared=True, progress=not args.quiet)
-
-        def save() -> None:
-            torch_pi2.save(model, args.out, tokenizer=tokenizer)
-            if not args.no_verdict:
-                phase(verdict.MEASURING)
-                _judge(args, model, tokenizer, config, dense_bytes)
-
-        Ranks(together=True).first(save)
+    config, model, tokenizer, text = models.load_calibration(args)
+    dense_bytes = bytes_of(model)
+    how = {"tokenizer": tokenizer, "stats": stats, "predictors": predictors, "hardware": args.hardware}
+    model = torch_pi2.optimize(model, text, config, **how, progress=not args.quiet)
+    torch_pi2.save(model, args.out, tokenizer=tokenizer)
+    if not args.no_verdict:
+        phase(verdict.MEASURING)
+        _judge(args, model, tokenizer, config, dense_bytes)
     errors = {name: asdict(error) for name, error in get_state(model).quantization.items()}
     return {"out": str(args.out), **describe(args.out), "weights": config.weights, "quantization": errors}
 
@@ -94,11 +88,7 @@ def render(result: dict[str, Any]) -> str:
 
 
 class Profile:
-    """Record how often each FFN neuron fires on calibration text, and write stats.safetensors.
-
-    Several processes can share the text: `torchrun --nproc-per-node N -m torch_pi2 profile ...`. The result is the
-    same as that of one process with as many threads.
-    """
+    """Record how often each FFN neuron fires on calibration text, and write stats.safetensors."""
 
     EXAMPLE = "torch-pi2 profile my-model --out my-stats --tokens 20000"
 
@@ -114,14 +104,12 @@ class Profile:
     def run(args: argparse.Namespace) -> dict[str, Any]:
         import torch_pi2
         from torch_pi2.cli.inspect import describe
-        from torch_pi2.distributed.ranks import Ranks
 
+        check_alone("profile")
         common.check_out(args.out)
-        with together(args):
-            config, model, tokenizer, text = models.load_calibration(args)
-            how = {"tokenizer": tokenizer, "config": config, "progress": not args.quiet}
-            stats = torch_pi2.profile(model, text, shared=True, **how)
-            Ranks(together=True).first(lambda: stats.save(args.out))
+        config, model, tokenizer, text = models.load_calibration(args)
+        stats = torch_pi2.profile(model, text, tokenizer=tokenizer, config=config, progress=not args.quiet)
+        stats.save(args.out)
         return {"out": str(args.out), **describe(args.out)}
 
     @staticmethod
@@ -134,9 +122,7 @@ class Profile:
 class Fit:
     """Fit activation predictors to a profiled model, and write predictors.safetensors.
 
-    Samples and fitted layers are kept in OUT.fitting meanwhile: the same command resumes after a kill. Several
-    processes can share the layers: `torchrun --nproc-per-node N -m torch_pi2 fit ...`. The result is the same as that
-    of one process with as many threads.
+    Samples and fitted layers are kept in OUT.fitting meanwhile: the same command resumes after a kill.
     """
 
     EXAMPLE = "torch-pi2 fit my-model --stats my-stats --out my-predictors --target-recall 0.97"
@@ -150,22 +136,17 @@ class Fit:
     def run(args: argparse.Namespace) -> dict[str, Any]:
         import torch_pi2
         from torch_pi2.cli.inspect import describe
-        from torch_pi2.distributed.ranks import Ranks
         from torch_pi2.predict.file import save_predictors
 
+        check_alone("fit")
         common.check_out(args.out)
-        with together(args):
-            stats = models.load_stats(args.stats)
-            config, model, tokenizer, text = models.load_calibration(args)
-            work = args.out.with_name(f"{args.out.name}.fitting")
-            how = {"tokenizer": tokenizer, "config": config, "work": work, "progress": not args.quiet}
-            predictors = torch_pi2.fit(model, text, stats=stats, **how)
-
-            def save() -> None:
-                save_predictors(args.out, predictors, stats.model_hash)
-                shutil.rmtree(work, ignore_errors=True)
-
-            Ranks(together=True).first(save)
+        stats = models.load_stats(args.stats)
+        config, model, tokenizer, text = models.load_calibration(args)
+        work = args.out.with_name(f"{args.out.name}.fitting")
+        how = {"tokenizer": tokenizer, "config": config, "work": work, "progress": not args.quiet}
+        predictors = torch_pi2.fit(model, text, stats=stats, **how)
+        save_predictors(args.out, predictors, stats.model_hash)
+        shutil.rmtree(work, ignore_errors=True)
         return {"out": str(args.out), **describe(args.out)}
 
     render = Profile.render

@@ -18,9 +18,7 @@ from torch_pi2.errors import ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
-#: How long to wait for a process that has more to do.
-_TIMEOUT = timedelta(days=7)
-#: The same for a model in shards, which a slow disk may take long to load.
+#: How long to wait for a model in shards, which a slow disk may take long to load.
 _LOADING = timedelta(minutes=30)
 #: Seconds between two polls of the store while a group begins.
 _POLL_S = 0.02
@@ -31,6 +29,13 @@ _GRACE_S = 40
 def several() -> int:
     """Number of processes that ``torchrun`` has started together."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_alone(verb: str) -> None:
+    """Raises ConfigError: ``torchrun`` has started several processes of ``verb``, which one computes alone."""
+    if several() > 1:
+        fix = "Start one process; it uses all cores (--threads)."
+        raise ConfigError(f"torch-pi2 {verb}", expected="one process", found=str(several()), fix=fix)
 
 
 def is_follower() -> bool:
@@ -69,7 +74,7 @@ def process_group(args: argparse.Namespace, *models: str) -> Iterator[list[str]]
             found=", ".join(models),
             fix="Start one group of processes for each model in shards.",
         )
-    with together(args, _LOADING), ExitStack() as args.open_groups:
+    with together(args), ExitStack() as args.open_groups:
         if is_follower():
             _silence(args)
         yield [str(own_shard(Path(model))) if model in shards else model for model in models]
@@ -111,7 +116,7 @@ def _outlast_signals() -> None:
 
 
 @contextmanager
-def together(args: argparse.Namespace, timeout: timedelta = _TIMEOUT) -> Iterator[None]:
+def together(args: argparse.Namespace) -> Iterator[None]:
     """Within it all processes (``WORLD_SIZE``) are one group, on CPUs. Only the first one prints."""
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
@@ -119,10 +124,10 @@ def together(args: argparse.Namespace, timeout: timedelta = _TIMEOUT) -> Iterato
     if several() < 2:
         yield
         return
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    store, rank, size = next(rendezvous("env://", timeout=_LOADING))
     if dist.is_torchelastic_launched():
-        store = _own_part(store, rank, size, timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        store = _own_part(store, rank, size, _LOADING)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_LOADING)
     args.quiet = args.quiet or dist.get_rank() > 0
     try:
         yield

@@ -28,7 +28,6 @@ from torch import nn
 from torch_pi2.base.memory import let_go
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.progress import bar
-from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import CalibrationError, check_made_from
 from torch_pi2.fitting.loss import LossFn, causal_lm_loss, mean_loss
 from torch_pi2.fitting.resume import Losses, PredictorCache, PredictorFiles, work_folder
@@ -44,7 +43,7 @@ from torch_pi2.predict.signbit import SignBit
 from torch_pi2.profiling.data import Batch, at_most, batches, digest, split
 from torch_pi2.profiling.recorder import check_sites
 from torch_pi2.profiling.samples import Samples, collect_samples, samples_bytes
-from torch_pi2.types.method import Method, PredictorCard
+from torch_pi2.types.method import Method
 from torch_pi2.types.plan import weights_hash
 from torch_pi2.types.site import FFNSite
 from torch_pi2.types.stats import ActivationStats
@@ -89,9 +88,7 @@ def fit(
         stats: of this model; its thresholds decide which neurons count as firing.
         loss_fn: the loss that must hardly change (default: causal language modelling).
         cold: site key -> cold neurons; None: those that fire for less than ``settings.hot_frequency`` of tokens.
-        work: folder for samples and intermediate predictors; None: memory. The same call resumes after a kill. If
-            ``torch.distributed`` has a default group, all of its processes make this call and share the layers; the
-            result is that of one process with as many threads.
+        work: folder for samples and intermediate predictors; None: memory. The same call resumes after a kill.
 
     Returns:
         Predictors with cards measured on the evaluation sequences, and ``report``. Those sequences also steer the
@@ -113,13 +110,12 @@ def fit(
         cold = {s.key: cold_neurons(stats, s.key, settings.hot_frequency) for s in sites}
     sites = [s for s in sites if len(cold[s.key])]
     cuts = {s.key: stats[s.key].cut for s in sites}
-    ranks = Ranks(together=work is not None)
     made_from = {"model": model_hash, "text": digest(sets), "statistics": digest([cold, cuts]), **vars(settings)}
-    with work_folder(work, made_from, ranks):
+    with work_folder(work, made_from):
         held_back = max(1, min(settings.n_tokens // 4, 4096))
         wanted = {"fit": settings.n_tokens, "calibrate": held_back, "evaluate": held_back}
         how = {"seed": settings.seed, "max_bytes": settings.max_bytes, "progress": progress}
-        samples = _samples(model, sets, wanted, sites, cuts, work, ranks, how)
+        samples = _samples(model, sets, wanted, sites, cuts, work, how)
         layers = [
             Layer(
                 s,
@@ -136,7 +132,7 @@ def fit(
         losses = Losses(work)
 
         def loss_in(make: Callable[[], Any]) -> tuple[float, float]:
-            return losses.next(lambda: mean_loss(model, sets["evaluate"], loss_fn, make(), ranks), ranks)
+            return losses.next(lambda: mean_loss(model, sets["evaluate"], loss_fn, make()))
 
         dense_loss, _ = loss_in(lambda: None)
 
@@ -146,19 +142,16 @@ def fit(
             return loss / dense_loss - 1, skipped
 
         with bar(None, "fit", progress, total=len(layers) + settings.max_rounds, unit="step") as shown:
-            search = Search(layers, settings, change, shown.update, ranks)
+            search = Search(layers, settings, change, shown.update)
             search.run()
         result = FittedPredictors(_same_rank_for_experts(search.predictors(), sites))
         result.model_hash = model_hash
 
-        def card(layer: Layer) -> PredictorCard:
+        for layer in layers:
             key, weights = layer.site.key, layer.site.weights(model)
-            measured = measure(result[key], samples["evaluate"][key], layer.site, neurons=layer.cold, weights=weights)
+            held_out = samples["evaluate"][key]
+            result[key].card = measure(result[key], held_out, layer.site, neurons=layer.cold, weights=weights)
             let_go(model, weights)
-            return measured
-
-        for layer, measured in zip(layers, ranks.map(card, layers)):
-            result[layer.site.key].card = measured
         tokens = {name: sum(b.n_tokens for b in part) for name, part in sets.items()}
         result.report = _report(search, settings, result, dense_loss, tokens)
     return result
@@ -171,20 +164,14 @@ def _samples(
     sites: Sequence[FFNSite],
     cuts: Mapping[str, float | torch.Tensor],
     work: Path | None,
-    ranks: Ranks,
     how: Mapping[str, Any],
 ) -> dict[str, Mapping[str, Samples]]:
     """Name of a set of sequences -> site key -> its samples, of the ``wanted`` number of tokens."""
-    if not sites:
-        return {name: {} for name in sets}
-
-    def collect(name: str) -> Mapping[str, Samples]:
+    found: dict[str, Mapping[str, Samples]] = {name: {} for name in sets}
+    for name, data in sets.items() if sites else ():
         folder = None if work is None else work / f"samples-{name}"
-        return collect_samples(model, sets[name], sites, wanted[name], thresholds=cuts, folder=folder, **how)
-
-    if work is not None:
-        ranks.map(lambda name: len(collect(name)), list(sets))
-    return {name: collect(name) for name in sets}  # with a folder: opens what is there
+        found[name] = collect_samples(model, data, sites, wanted[name], thresholds=cuts, folder=folder, **how)
+    return found
 
 
 def _report(
@@ -264,17 +251,13 @@ def fit_layers(
     if not sites:
         return result
     cuts = {s.key: stats[s.key].cut for s in sites}
-    ranks = Ranks(together=work is not None)
     made_from: dict[str, Any] = {"model": model_hash, "text": digest(data), "statistics": digest([cold, cuts])}
     made_from |= {"method": str(method), "n_tokens": n_tokens, "target_recall": target_recall, "seed": seed}
     how = {"seed": seed, "max_bytes": samples_bytes(model, sites, n_tokens), "progress": progress}
-    with work_folder(work, made_from, ranks):
-        samples = _samples(model, {"all": data}, {"all": n_tokens}, sites, cuts, work, ranks, how)["all"]
-
-        def fitted(site: FFNSite) -> AnyPredictor:
-            return LAYER_FITS[method](model, site, samples[site.key], cold[site.key], target_recall)
-
-        result |= dict(zip((site.key for site in sites), ranks.map(fitted, sites)))
+    with work_folder(work, made_from):
+        samples = _samples(model, {"all": data}, {"all": n_tokens}, sites, cuts, work, how)["all"]
+        for site in sites:
+            result[site.key] = LAYER_FITS[method](model, site, samples[site.key], cold[site.key], target_recall)
     return result
 
 

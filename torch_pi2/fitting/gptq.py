@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import NonFiniteError
 from torch_pi2.formats import GROUP
 from torch_pi2.ops.quantize import integers, pack
@@ -100,7 +99,6 @@ class Solver:
         what: name of the layer, for messages. weights: ``int4`` or ``int8``, or another grid.
         by_column: groups of 32 run along N within a column, as in neurons' down rows; else along K within a row.
         damping: see :data:`DAMPING`; raise it if there are few tokens for the number of columns.
-        ranks: processes that solve the same matrices. Each solves some of the rows, and all get the result.
 
     Raises:
         NonFiniteError: inputs with NaN or infinity.
@@ -115,9 +113,7 @@ class Solver:
         by_column: bool = False,
         sweeps: int = SWEEPS,
         damping: float = DAMPING,
-        ranks: Ranks | None = None,
     ) -> None:
-        self._ranks = ranks or Ranks()
         self._what, self._by_column, self._sweeps = what, by_column, sweeps
         self._grid = Grid(weights) if isinstance(weights, str) else weights
         self._size = self._grid.size or len(moments.squares_KK)
@@ -176,11 +172,9 @@ class Solver:
         n, k = w_NK.shape
         w_NK = F.pad(w_NK.detach().float(), (0, len(self._order) - k, 0, -n % GROUP if self._by_column else 0))
         values_NK, scale_NK = torch.empty_like(w_NK), torch.empty_like(w_NK)
-        parts, size = w_NK.split(_ROWS), self._ranks.size
-        for start in range(0, len(parts), size):  # one for each process at a time
-            for i, solved in enumerate(self._ranks.map(self._solve, parts[start : start + size]), start):
-                some = slice(i * _ROWS, (i + 1) * _ROWS)
-                values_NK[some], scale_NK[some] = solved
+        for start in range(0, len(w_NK), _ROWS):
+            some = slice(start, start + _ROWS)
+            values_NK[some], scale_NK[some] = self._solve(w_NK[some])
         self._check(values_NK, "values")
         return values_NK, scale_NK
 

@@ -18,7 +18,6 @@ from torch import nn
 
 from torch_pi2.base.modules import evaluating
 from torch_pi2.base.progress import bar
-from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import CalibrationError, UnsupportedModelError
 from torch_pi2.fitting.gptq import Moments, Solver
 from torch_pi2.graph.routed import Routed, intermediate, modules_of
@@ -64,7 +63,6 @@ def calibrated_rows(
     keep: Callable[[str, torch.Tensor], None],
     *,
     progress: bool = False,
-    ranks: Ranks | None = None,
 ) -> dict[str, str]:
     """Pass the rows of ``sites`` (:func:`neuron_key`) and ``linears`` (``NAME.weight``) to ``keep``, by key.
 
@@ -73,7 +71,6 @@ def calibrated_rows(
 
     Args:
         data: batches of token ids. linears: names of modules. weights: ``int4`` or ``int8``.
-        ranks: processes that make the same call and share the work of GPTQ; each runs the model.
 
     Returns:
         Key -> reason, of matrices that cannot be calibrated and were not passed to ``keep``.
@@ -88,7 +85,7 @@ def calibrated_rows(
         return uncalibrated
     ids_BT, mask_BT = _one_batch(model, data, slices)
     with bar(None, "GPTQ", progress, total=len(slices) + len(experts)) as shown, evaluating(model):
-        run = _Run(mask_BT, slices, experts, weights, keep, uncalibrated, shown.update, ranks)
+        run = _Run(mask_BT, slices, experts, weights, keep, uncalibrated, shown.update)
         hooks = []
         for name in slices:
             module = model.get_submodule(name)
@@ -177,9 +174,7 @@ class _Run:
         keep: Callable[[str, torch.Tensor], None],
         uncalibrated: dict[str, str],
         step: Callable[[], Any],
-        ranks: Ranks | None,
     ) -> None:
-        self._ranks = ranks
         self._real_T = mask_BT.flatten()
         self._slices, self._weights, self._keep = slices, weights, keep
         self._uncalibrated, self._step = uncalibrated, step
@@ -271,14 +266,13 @@ class _Run:
 
         moments = Moments(site.hidden)
         moments.add(x_NH[real_N], float_NH[real_N])
-        solver = Solver(site.key, moments, self._weights, ranks=self._ranks)
+        solver = Solver(site.key, moments, self._weights)
         gate = None if weights.gate is None else solve("gate", weights.gate, solver)
         rounded = weights._replace(gate=gate, up=solve("up", weights.up, solver))
         (_, h_NI), (_, float_NI) = intermediate(site, rounded, x_NH), intermediate(site, weights, float_NH)
         moments = Moments(site.intermediate)
         moments.add(h_NI[real_N], float_NI[real_N])
-        how: dict[str, Any] = {"by_column": True, "ranks": self._ranks}
-        down = solve("down", weights.down, Solver(f"down of {site.key}", moments, self._weights, **how))
+        down = solve("down", weights.down, Solver(f"down of {site.key}", moments, self._weights, by_column=True))
         return F.linear(h_NI.to(x_NH.dtype), down, weights.bias_down).float()
 
     def _solve(self, name: str, module: nn.Module, x: torch.Tensor) -> None:
@@ -304,7 +298,7 @@ class _Run:
             self._check_same(name, float_TK, x_TK)
             moments = Moments(x.shape[-1])
             moments.add(x_TK, float_TK)
-            solvers[by_column] = Solver(name, moments, self._weights, by_column=by_column, ranks=self._ranks)
+            solvers[by_column] = Solver(name, moments, self._weights, by_column=by_column)
         return solvers[by_column]
 
     def _check_same(self, name: str, float_TK: torch.Tensor, x_TK: torch.Tensor) -> None:

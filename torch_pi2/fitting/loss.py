@@ -14,7 +14,6 @@ from torch import nn
 from torch_pi2.base.memory import letting_go
 from torch_pi2.base.modules import evaluating
 from torch_pi2.base.progress import bar
-from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import CalibrationError, NonFiniteError
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.profiling.data import Batch
@@ -82,22 +81,10 @@ def divergences(
     return [one / max(1, count) for one in sums]
 
 
-def mean_loss(
-    model: nn.Module, data: Sequence[Batch], loss_fn: LossFn, context: Any, ranks: Ranks | None = None
-) -> tuple[float, float]:
-    """Mean loss over ``data`` inside ``context``, and the share of cold pairs skipped (nan if unknown).
-
-    Args:
-        ranks: processes that share the batches; None: this one takes all.
-    """
-    ranks = ranks or Ranks()
-
-    def loss_of(batch: Batch) -> tuple[float, int]:
-        with nullcontext() if context is None else context:
-            return loss_fn(model, batch)
-
-    with evaluating(model), letting_go(model):
-        parts = ranks.map(loss_of, data)
+def mean_loss(model: nn.Module, data: Sequence[Batch], loss_fn: LossFn, context: Any) -> tuple[float, float]:
+    """Mean loss over ``data`` inside ``context``, and the share of cold pairs skipped (nan if unknown)."""
+    with evaluating(model), letting_go(model), nullcontext() if context is None else context:
+        parts = [loss_fn(model, batch) for batch in data]
     total, count = sum(part for part, _ in parts), sum(n for _, n in parts)
     if not count or not math.isfinite(total):
         raise NonFiniteError(
@@ -108,5 +95,5 @@ def mean_loss(
         )
     if not isinstance(context, PredictedMaskMode):
         return total / count, math.nan
-    kept, pairs = (sum(counts) for counts in zip(*ranks.map(lambda _: context.pairs, range(ranks.size))))
+    kept, pairs = context.pairs
     return total / count, 1 - kept / max(1, pairs)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.fields import MOST, Field, shown
 from torch_pi2.base.files import atomic_folder_files, atomic_write, locked, not_written, parse_json, read_text
 from torch_pi2.base.tensorfile import read_tensors
-from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import ArtifactError, StaleArtifactError
 from torch_pi2.predict.file import read_threshold_and_card
 from torch_pi2.predict.lowrank import LowRank, LowRankRows
-from torch_pi2.profiling.data import digest
 
 _FORMAT = ("torch_pi2.fitting", 1)
 #: What the fit in a work folder is made from.
@@ -87,11 +85,11 @@ class Losses:
                 loss, share = pair.items(2, 2)
                 self._losses.append((loss.number(-MOST), math.nan if share.value is None else share.number()))
 
-    def next(self, measure: Callable[[], tuple[float, float]], ranks: Ranks) -> tuple[float, float]:
+    def next(self, measure: Callable[[], tuple[float, float]]) -> tuple[float, float]:
         """The next loss, and the share of pairs that were skipped (nan if unknown)."""
         if self._next == len(self._losses):
             self._losses.append(measure())
-            if self._path is not None and not ranks.rank:
+            if self._path is not None:
                 _write(
                     self._path, losses=[(loss, None if math.isnan(share) else share) for loss, share in self._losses]
                 )
@@ -109,30 +107,23 @@ def _write(path: Path, **fields: Any) -> None:
 
 
 @contextmanager
-def work_folder(folder: Path | None, made_from: Mapping[str, Any], ranks: Ranks) -> Iterator[None]:
+def work_folder(folder: Path | None, made_from: Mapping[str, Any]) -> Iterator[None]:
     """Lock ``folder``, if there is one, for a fit with the inputs ``made_from``: name -> digest or setting.
 
     Raises:
         StaleArtifactError: the folder belongs to another fit.
         ArtifactError: another process fits there, or the folder is damaged.
-        ConfigError: processes have different models, text or settings. In all processes.
     """
     if folder is None:
         yield
         return
-    ranks.check_same("model, text or settings", lambda: digest(dict(made_from)))
-    with ExitStack() as locks:
-        ranks.first(lambda: _lock(folder, made_from, locks))  # the first process holds the lock
-        yield
-
-
-def _lock(folder: Path, made_from: Mapping[str, Any], locks: ExitStack) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise not_written(folder, error) from error
-    locks.enter_context(locked(folder, 0.0))
-    _check_same_fit(folder, json.loads(json.dumps(dict(made_from))))
+    with locked(folder, 0.0):
+        _check_same_fit(folder, json.loads(json.dumps(dict(made_from))))
+        yield
 
 
 def _check_same_fit(folder: Path, made_from: dict[str, Any]) -> None:

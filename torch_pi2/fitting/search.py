@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from torch_pi2.base.fields import limited
-from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.fitting.resume import PredictorCache
 from torch_pi2.fitting.train import calibrate, train_matrices
 from torch_pi2.formats import GROUP
@@ -85,7 +84,6 @@ class Search:
         change: predictors -> relative increase of the model's loss with them (0.01: 1 %), and the share of cold
             (token, neuron) pairs that they skip.
         advance: called after each step, for a progress bar.
-        ranks: processes that share the layers. Each makes the same search, with the predictors in a shared folder.
 
     Attributes:
         rounds: evaluations of the whole model. loss_change: with the current predictors.
@@ -97,10 +95,9 @@ class Search:
         settings: FitSettings,
         change: Callable[[Mapping[str, LowRank]], tuple[float, float]],
         advance: Callable[[], object],
-        ranks: Ranks | None = None,
     ) -> None:
         self.layers, self.rounds, self.loss_change = layers, list[dict[str, Any]](), 0.0
-        self._settings, self._change, self._advance, self._ranks = settings, change, advance, ranks or Ranks()
+        self._settings, self._change, self._advance = settings, change, advance
         self._allowed = settings.tolerance * settings.margin
 
     def run(self) -> None:
@@ -150,26 +147,20 @@ class Search:
         return read_bytes(predictor, cold) / dense + predictor.card.predicted_active * cold / site.intermediate
 
     def _choose_ranks(self, layers: Sequence[Layer], advance: Callable[[], object] = lambda: None) -> None:
-        """One process chooses the rank of a layer and trains its predictor."""
-
-        def choose(layer: Layer) -> tuple[int, str]:
+        """Choose the rank and format of each layer, and train its predictor."""
+        for layer in layers:
             self.choose_rank(layer)
             self.predictor(layer, layer.rank)
             advance()
-            return layer.rank, layer.weights
-
-        for layer, (rank, weights) in zip(layers, self._ranks.map(choose, layers)):
-            layer.rank, layer.weights = rank, weights
         for name in dict.fromkeys(y.site.experts for y in layers if y.site.experts is not None):
             self._same_format([y for y in self.layers if y.site.experts == name])
 
     def _same_format(self, experts: Sequence[Layer]) -> None:
         """One operator computes the experts of a module, so all get the format in which they read least together."""
         if len({y.weights for y in experts}) > 1:
-            costs = self._ranks.map(lambda y: [self.cost(y, y.rank, weights) for weights in FITTED], experts)
-            sums = [sum(format_costs) for format_costs in zip(*costs)]
+            sums = {weights: sum(self.cost(y, y.rank, weights) for y in experts) for weights in FITTED}
             for y in experts:
-                y.weights = FITTED[sums.index(min(sums))]
+                y.weights = min(sums, key=lambda weights: sums[weights])
 
     def choose_rank(self, layer: Layer) -> None:
         """Double the rank while that makes the layer cheaper; if it never does, halve it while that does.

@@ -26,7 +26,6 @@ from torch import nn
 from torch_pi2.base.fields import to_json
 from torch_pi2.base.memory import let_go
 from torch_pi2.base.progress import bar
-from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import CalibrationError, ConfigError
 from torch_pi2.fitting.loss import causal_lm_loss, divergences, mean_loss
 from torch_pi2.graph.dispatch import PredictedMaskMode
@@ -150,12 +149,11 @@ class _Score:
         score: str,
         config: Config,
         progress: bool,
-        ranks: Ranks | None,
     ) -> None:
         self.sites = [read_first(site, score) for site in sites]
         self.scales = score_scales(model, data, self.sites, score, progress=progress)
         settings: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len}
-        self._stats = profile(model, data, self.sites, scales=self.scales, progress=progress, ranks=ranks, **settings)
+        self._stats = profile(model, data, self.sites, scales=self.scales, progress=progress, **settings)
 
     def cut(self, key: str, share: float) -> float:
         """The threshold with which a layer skips ``share`` of its neurons; 0 for no neurons."""
@@ -283,11 +281,10 @@ class Scored:
         config: Config,
         *,
         progress: bool = False,
-        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
         self._allocation: Allocation | None = None
-        self._each = [_Score(model, data, sites, name, config, progress, ranks) for name in _score_names(config, sites)]
+        self._each = [_Score(model, data, sites, name, config, progress) for name in _score_names(config, sites)]
 
     def allocate(self, data: list[Batch], *, progress: bool = False) -> Allocation:
         """How much each layer should skip, by what skipping does on ``data``."""
@@ -315,12 +312,8 @@ def choose_thresholds(
     config: Config,
     *,
     progress: bool = False,
-    ranks: Ranks | None = None,
 ) -> Thresholds:
     """Thresholds of ``sites``, whose activations have no exact zeros, by ``score``, ``sparsity`` or ``max_loss``.
-
-    Args:
-        ranks: processes that make this call with the same arguments and share the batches; None: this one takes all.
 
     Raises:
         ConfigError: see :func:`score_scales`.
@@ -331,15 +324,15 @@ def choose_thresholds(
     if config.max_loss is not None or several:
         _check_next_token_logits(model, data[0], config)
     if config.max_loss is None:
-        scored = Scored(model, data, sites, config, progress=progress, ranks=ranks)
+        scored = Scored(model, data, sites, config, progress=progress)
         if several:
             scored.allocate(data, progress=progress)  # measures what each score costs a layer
         return replace(scored.thresholds(config.sparsity), made_by={"score": config.score})
     sets = split(data, config.batch_size)
-    scored = Scored(model, [*sets["fit"], *sets["calibrate"]], sites, config, progress=progress, ranks=ranks)
+    scored = Scored(model, [*sets["fit"], *sets["calibrate"]], sites, config, progress=progress)
     allocation = scored.allocate(sets["calibrate"], progress=progress)
     held_out = at_most(sets["evaluate"], _EVAL_TOKENS)
-    curve, share = _largest_share(scored, allocation, held_out, config, config.max_loss, progress, ranks)
+    curve, share = _largest_share(scored, allocation, held_out, config, config.max_loss, progress)
     if not share:
         _log.warning("no neuron can be skipped within max_loss=%g: thresholds are 0", config.max_loss)
     return replace(scored.thresholds(allocation.shares(share)), made_by=to_json(curve))
@@ -366,15 +359,14 @@ def _largest_share(
     config: Config,
     max_loss: float,
     progress: bool,
-    ranks: Ranks | None,
 ) -> tuple[LossCurve, float]:
     """The loss curve on ``held_out``, and the largest share that raises the loss by at most ``max_loss``."""
     model, points = scored.model, dict[float, tuple[float, float]]()
-    dense, _ = mean_loss(model, held_out, causal_lm_loss, None, ranks)
+    dense, _ = mean_loss(model, held_out, causal_lm_loss, None)
 
     def fits(share: float) -> bool:
         skips = scored.thresholds(allocation.shares(share)).masked(model)
-        loss, skipped = mean_loss(model, held_out, causal_lm_loss, skips, ranks)
+        loss, skipped = mean_loss(model, held_out, causal_lm_loss, skips)
         points[share] = skipped, loss / dense - 1
         shown.update()
         return points[share][1] <= max_loss

@@ -21,12 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_pi2.base.memory import let_go, letting_go
 from torch_pi2.base.modules import evaluating
 from torch_pi2.base.progress import bar
-from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError, UnsupportedModelError
 from torch_pi2.graph.dispatch import MatmulIndex
 from torch_pi2.graph.routed import Routed, fired_scores, modules_of
 from torch_pi2.ops.activations import ACTIVATIONS
-from torch_pi2.profiling.data import MIN_TOKENS, Batch, digest
+from torch_pi2.profiling.data import MIN_TOKENS, Batch
 from torch_pi2.types.site import FFNSite, check_weights
 from torch_pi2.types.stats import Reservoir
 
@@ -43,7 +42,6 @@ class Firing:
         grid: ``(B, T)`` of the rows, row-major; None if unknown, as for an expert, which sees the tokens that the
             router gives it.
         borrowed: the router gave the rows to other experts of the block.
-        part: number of the batch.
     """
 
     site: FFNSite
@@ -52,7 +50,6 @@ class Firing:
     real_T: torch.Tensor
     grid: tuple[int, int] | None
     borrowed: bool = False
-    part: int = 0
 
 
 Sink = Callable[[Firing], None]
@@ -91,8 +88,6 @@ def _check_finite(what: str, values_TK: torch.Tensor, real_T: torch.Tensor) -> N
 
 #: Tokens sampled from each module of experts, for those experts that get fewer than ``MIN_TOKENS``.
 _SAMPLED = 256
-#: Batch number of borrowed tokens: after all batches.
-_BORROWED = 1 << 62
 
 
 class _ExpertBlock:
@@ -106,36 +101,25 @@ class _ExpertBlock:
         self._x: torch.Tensor | None = None  # [N, H], as soon as there is a token
         self._index: torch.Tensor | None = None
 
-    def sample(self, routed: Routed, part: int) -> None:
-        rows, slots = self._reservoir.place(len(routed.x_TH), part)
+    def sample(self, routed: Routed) -> None:
+        rows, slots = self._reservoir.place(len(routed.x_TH))
         if self._x is None or self._index is None:
             self._x = routed.x_TH.new_zeros((_SAMPLED, routed.x_TH.shape[-1]))
             self._index = routed.index_TK.new_full((_SAMPLED, routed.index_TK.shape[-1]), -1)
         self._x[slots], self._index[slots] = routed.x_TH[rows], routed.index_TK[rows]
 
-    def finish(self, ranks: Ranks) -> None:
-        """Combine the counts and samples of all processes."""
-        self.calls = sum(ranks.each(self.calls))
-        counts = ranks.each(self.counts)
-        self.counts = {key: sum(one[key] for one in counts) for key in self.counts}
-        order = self._reservoir.order()
-        own = None if self._x is None or self._index is None else (self._x[order], self._index[order])
-        found = [sample for sample in ranks.each((self._reservoir.keys_S[order], own)) if sample[1] is not None]
-        if found:
-            first = torch.argsort(torch.cat([torch.from_numpy(keys) for keys, _ in found]))[:_SAMPLED]
-            self._x, self._index = (torch.cat(parts)[first] for parts in zip(*(own for _, own in found)))
-
     def other_tokens(self, site: FFNSite) -> torch.Tensor:
         """``[N, H]``: the sampled tokens that did not go to ``site``."""
         assert self._x is not None
         assert self._index is not None
-        return self._x[~self._index.eq(site.up.expert or 0).any(-1)]
+        count = min(self._reservoir.seen, _SAMPLED)
+        return self._x[:count][~self._index[:count].eq(site.up.expert or 0).any(-1)]
 
 
 class RoutedRecorder:
     """Shows a sink the firing of experts while a model runs inside ``with``.
 
-    Set :attr:`batch`, and :attr:`part`, its number, before each call.
+    Set :attr:`batch` before each call.
 
     :meth:`finish` shows an expert with fewer than ``MIN_TOKENS`` tokens up to ``_SAMPLED`` tokens that its module gave
     to others: without them there would be no statistics of an expert that other text may use.
@@ -150,7 +134,6 @@ class RoutedRecorder:
         self._blocks = [_ExpertBlock(name, own) for name, own in modules_of(sites).items()]
         self._hooks: list[Any] = []
         self.batch: Batch | None = None
-        self.part = 0
 
     def __enter__(self) -> RoutedRecorder:
         for block in self._blocks:
@@ -177,27 +160,25 @@ class RoutedRecorder:
             _check_finite(f"output of {block.name}", y_TH, real_T)
             routed = Routed(*(tensor.detach()[real_T] for tensor in routed))
             block.calls += 1
-            block.sample(routed, self.part)
+            block.sample(routed)
             for site in block.sites:
                 x_NH = routed.x_TH[routed.tokens_of(site)]
                 block.counts[site.key] += len(x_NH)
                 if len(x_NH):
-                    self._show(site, x_NH, self.part)
+                    self._show(site, x_NH)
 
         return hook
 
-    def _show(self, site: FFNSite, x_NH: torch.Tensor, part: int, *, borrowed: bool = False) -> None:
+    def _show(self, site: FFNSite, x_NH: torch.Tensor, *, borrowed: bool = False) -> None:
         score_NI = fired_scores(site, site.weights(self._model), x_NH)
-        self._sink(Firing(site, x_NH, score_NI, torch.ones(len(x_NH), dtype=torch.bool), None, borrowed, part))
+        self._sink(Firing(site, x_NH, score_NI, torch.ones(len(x_NH), dtype=torch.bool), None, borrowed))
 
-    def finish(self, ranks: Ranks) -> None:
-        """After the last batch: show more tokens of experts that have had few, each in one of the processes."""
+    def finish(self) -> None:
+        """After the last batch: show more tokens of experts that have had few."""
         for block in self._blocks:
-            block.finish(ranks)
-            for i, site in enumerate(block.sites if block.calls else ()):
-                few = block.counts[site.key] < MIN_TOKENS
-                if few and i % ranks.size == ranks.rank and len(x_NH := block.other_tokens(site)):
-                    self._show(site, x_NH, _BORROWED, borrowed=True)
+            for site in block.sites if block.calls else ():
+                if block.counts[site.key] < MIN_TOKENS and len(x_NH := block.other_tokens(site)):
+                    self._show(site, x_NH, borrowed=True)
 
 
 #: A threshold for all neurons of a layer, or ``[I]``, one for each.
@@ -207,7 +188,7 @@ Cut = TypeVar("Cut", bound=float | torch.Tensor)
 class ActivationRecorder(TorchDispatchMode):
     """Calls ``sink`` once per call of an FFN that is not an expert.
 
-    Set :attr:`batch` and its number :attr:`part` before each call of the model.
+    Set :attr:`batch` before each call of the model.
 
     Raises (while the model runs):
         NonFiniteError: NaN or infinity in the activations of a real token, naming layer and site.
@@ -223,7 +204,6 @@ class ActivationRecorder(TorchDispatchMode):
         self._x: dict[str, torch.Tensor] = {}
         self._gate: dict[str, torch.Tensor] = {}
         self.batch: Batch | None = None
-        self.part = 0
         self.calls: dict[str, int] = {s.key: 0 for s in sites}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -254,7 +234,7 @@ class ActivationRecorder(TorchDispatchMode):
         else:
             score_TI = h_TI.float().abs()
         self.calls[site.key] += 1
-        self._sink(Firing(site, x.detach().reshape(-1, x.shape[-1]), score_TI, real_T, grid, part=self.part))
+        self._sink(Firing(site, x.detach().reshape(-1, x.shape[-1]), score_TI, real_T, grid))
 
 
 def check_sites(model: nn.Module, sites: Sequence[FFNSite]) -> None:
@@ -276,59 +256,37 @@ def record(
     *,
     progress: bool = True,
     label: str = "profile",
-    ranks: Ranks | None = None,
 ) -> dict[str, int]:
     """Run ``model`` over ``data`` and show every FFN call of ``sites`` to ``sink``.
 
     Experts with few tokens are shown more at the end: see :class:`RoutedRecorder`.
 
-    Args:
-        ranks: processes that make this call with the same ``data`` and share its batches; a sink sees those of its
-            process. None: this one takes all.
-
     Returns:
-        Token and sequence counts ``{"tokens", "sequences", "batches"}``, of all processes.
+        Token and sequence counts ``{"tokens", "sequences", "batches"}``.
 
     Raises:
-        ConfigError: processes have different data.
         UnsupportedModelError: a site's matmuls never ran with its own weights.
         CalibrationError: token ids outside the model's vocabulary.
     """
-
     check_sites(model, sites)
-    ranks = ranks or Ranks()
     counts = {"tokens": 0, "sequences": 0, "batches": 0}
     recorder, routed = ActivationRecorder(model, sites, sink), RoutedRecorder(model, sites, sink)
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-    shown = bar(data, label, progress, unit="batch")
-
-    def read() -> str:
-        """Run the batches of this process; returns a digest of all batches."""
-        seen = ""
-        for part, batch in enumerate(shown):
-            if ranks.size > 1:
-                seen = digest([seen, batch])
-            if part % ranks.size != ranks.rank:
-                continue
+    with evaluating(model), routed, letting_go(model):
+        for batch in bar(data, label, progress, unit="batch"):
             _check_vocabulary(batch, vocabulary)
             recorder.batch = routed.batch = batch
-            recorder.part = routed.part = part
             with recorder if recorder.calls else nullcontext():  # experts only: nothing to intercept
                 batch.call(model)
             counts["batches"] += 1
             counts["tokens"] += batch.n_tokens
             counts["sequences"] += 0 if batch.mask_BT is None else batch.mask_BT.shape[0]
-        return seen
-
-    with evaluating(model), routed, letting_go(model):
-        ranks.check_same("calibration data", read)
-        routed.finish(ranks)
-    counts = _sums(ranks.each(counts))
+        routed.finish()
     if not counts["batches"]:
         raise CalibrationError(
             "calibration data", expected="at least one batch", found="none", fix="Pass text, ids or batches."
         )
-    silent = [key for key, n in (_sums(ranks.each(recorder.calls)) | routed.calls).items() if n == 0]
+    silent = [key for key, n in (recorder.calls | routed.calls).items() if n == 0]
     if silent:
         raise UnsupportedModelError(
             "FFN sites that never ran",
@@ -338,10 +296,6 @@ def record(
             "else turn autocast and compiled forwards off meanwhile.",
         )
     return counts
-
-
-def _sums(counts: Sequence[dict[str, int]]) -> dict[str, int]:
-    return {name: sum(one[name] for one in counts) for name in counts[0]}
 
 
 def _check_vocabulary(batch: Batch, vocabulary: Any) -> None:

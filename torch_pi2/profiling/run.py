@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import reduce
 from typing import Any
 
 import torch
 from torch import nn
 
-from torch_pi2.distributed.ranks import Ranks
-from torch_pi2.profiling.data import Batch, batches, digest
+from torch_pi2.profiling.data import Batch, batches
 from torch_pi2.profiling.recorder import Firing, record, threshold_map
 from torch_pi2.types.plan import weights_hash
 from torch_pi2.types.site import FFNSite
@@ -81,7 +79,6 @@ def profile(
     batch_size: int = 8,
     seq_len: int = 128,
     progress: bool = True,
-    ranks: Ranks | None = None,
 ) -> ActivationStats:
     """Measure which neurons of ``sites`` fire on ``data``. The model runs unchanged, in evaluation mode.
 
@@ -91,30 +88,22 @@ def profile(
         thresholds: a neuron fires iff its score exceeds this (0: exact; a number, or one per site key).
         scales: site key -> ``[I]`` float32 above 0, the score is ``|act(gate)|`` times that. Default: 1.
         progress: show a bar on a terminal.
-        ranks: processes that make this call with the same arguments and share the batches; None: this one takes all.
-            Each gets the result of one process: counts bit for bit, sums of scores up to the last bits of
-            float64.
 
     An expert counts only the tokens that the router gives it. If those are fewer than ``MIN_TOKENS``, some that went to
     other experts of its block count as well (``LayerStats.borrowed``).
 
     Raises:
-        CalibrationError, NonFiniteError, DeviceError, DtypeError, UnsupportedModelError; ConfigError: also if
-            processes have different models, data or settings.
+        CalibrationError, NonFiniteError, DeviceError, DtypeError, UnsupportedModelError, ConfigError.
     """
-    ranks = ranks or Ranks()
     cuts = threshold_map(sites, thresholds)
-    settings = [site.key for site in sites], cuts, scales, batch_size, seq_len
-    ranks.check_same("settings", lambda: digest(settings))
     # an expert's tokens have no positions: they are not counted in groups
     sizes = {site.key: 1 if site.experts else batch_size for site in sites}
     counters = {y.key: _Counter(y, cuts[y.key], sizes[y.key], (scales or {}).get(y.key)) for y in sites}
     stream = batches(data, tokenizer=tokenizer, batch_size=batch_size, seq_len=seq_len)
-    counts = record(model, stream, sites, lambda f: counters[f.site.key].add(f), progress=progress, ranks=ranks)
-    model_hash = ranks.check_same("weights", lambda: weights_hash(model, list(sites)))
+    counts = record(model, stream, sites, lambda f: counters[f.site.key].add(f), progress=progress)
     made_by = {"verb": "profile", "seq_len": seq_len, **counts}
-    layers = {key: reduce(LayerStats.plus, ranks.each(counter.stats)) for key, counter in counters.items()}
-    return ActivationStats(layers, model_hash, made_by)
+    layers = {key: counter.stats for key, counter in counters.items()}
+    return ActivationStats(layers, weights_hash(model, list(sites)), made_by)
 
 
 #: Tokens sampled per layer to measure its output error (7B: 2 MB each), and per expert, of which there are many.

@@ -80,7 +80,7 @@ class _Collector:
     def add(self, firing: Firing) -> None:
         x_NH = firing.x_TH[firing.real_T]
         self.dtype = x_NH.dtype
-        rows, slots = self.reservoir.place(len(x_NH), firing.part)
+        rows, slots = self.reservoir.place(len(x_NH))
         if len(rows):
             self._put("x", slots, x_NH[rows])
             self._put("fired", slots, pack_bits(firing.score_TI[firing.real_T][rows] > self.threshold))

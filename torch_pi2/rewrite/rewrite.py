@@ -14,7 +14,6 @@ from torch import nn
 
 from torch_pi2.base.modules import evaluating, fresh_settings, has_sparse_layers, refuse_global_hooks
 from torch_pi2.base.progress import bar
-from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.errors import CalibrationError, ConfigError, UnsupportedModelError
 from torch_pi2.fitting.gptq_model import ROLES, calibrated_rows, neuron_key, warn_rounded
 from torch_pi2.graph.find import Found
@@ -256,17 +255,13 @@ def apply(
     config: Config | None = None,
     data: list[Batch] | None = None,
     strategies: Mapping[str, str] | None = None,
-    ranks: Ranks | None = None,
 ) -> nn.Module:
-    """Rewrite ``model`` as ``parts`` and ``config`` say, and attach them to it.
-
-    ``strategies``: see :func:`rewrite`. ``ranks``: processes that make the same call and share the work of GPTQ.
-    """
+    """Rewrite ``model`` as ``parts`` and ``config`` say, and attach them to it. ``strategies``: see :func:`rewrite`."""
     config = config or Config()
     if config.weights == "float":
         rewrite(model, parts.plan, parts.predictors, progress=progress, strategies=strategies)
     else:
-        _apply_quantised(model, parts, progress, config, data, strategies, ranks)
+        _apply_quantised(model, parts, progress, config, data, strategies)
         parts.weights = config.weights
     parts.attach(model)
     return model
@@ -279,7 +274,6 @@ def _apply_quantised(
     config: Config,
     data: list[Batch] | None,
     strategies: Mapping[str, str] | None,
-    ranks: Ranks | None,
 ) -> None:
     sites = [layer.site for layer in parts.plan.layers]
     weighted = config.quantization == "weighted"
@@ -299,8 +293,8 @@ def _apply_quantised(
         inputs = gather_inputs(model, some, sites, linears, progress=progress)
     rows: dict[str, torch.Tensor] = {}
     if data and config.quantization == "gptq":
-        how: dict[str, Any] = {"progress": progress, "ranks": ranks}
-        left = calibrated_rows(model, data, sites, linears, config.weights, rows.__setitem__, **how)
+        keep = rows.__setitem__
+        left = calibrated_rows(model, data, sites, linears, config.weights, keep, progress=progress)
         warn_rounded(left)
     storage = Storage(config.weights, config.activations == "int8", inputs, weighted, rows)
     check_linears(linears, config.weights, storage)  # what can be refused, before anything is replaced

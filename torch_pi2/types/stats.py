@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -70,37 +70,27 @@ def bin_edge(index: int) -> float:
 class Reservoir:
     """Uniform sample without replacement of the rows of a stream of unknown length: the smallest random keys.
 
-    A row's key depends on the seed, its part of the stream and its position there. So samples of different parts, taken
-    by any process, combine to that of the whole: the smallest keys of all.
-
     Attributes:
-        size: most rows in the sample. seen: rows of the stream so far. keys_S: float64, keys of the sample by slot.
+        size: most rows in the sample. seen: rows of the stream so far.
     """
 
     def __init__(self, size: int, seed: int) -> None:
         self.size, self.seen = size, 0
-        self.keys_S = np.empty(0)
-        self._seed, self._part = seed, -1
+        self._keys_S, self._random = np.empty(0), np.random.default_rng(seed)
 
-    def place(self, n: int, part: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """For the next ``n`` rows of a ``part`` of the stream: ``(rows to keep, slots they go to)``, int64 each."""
-        if part != self._part:
-            self._part, self._random = part, np.random.default_rng((self._seed, part))
-        kept = len(self.keys_S)
-        keys = np.concatenate((self.keys_S, self._random.random(n)))
+    def place(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """For the next ``n`` rows of the stream: ``(rows to keep, slots they go to)``, int64 each."""
+        kept = len(self._keys_S)
+        keys = np.concatenate((self._keys_S, self._random.random(n)))
         self.seen += n
         stays = np.ones(len(keys), dtype=bool)
         if len(keys) > self.size:
             stays[np.argpartition(keys, self.size)[self.size :]] = False
         rows = np.flatnonzero(stays[kept:])
         slots = np.concatenate((np.flatnonzero(~stays[:kept]), np.arange(kept, self.size)))[: len(rows)]
-        self.keys_S = np.concatenate((self.keys_S, np.empty(min(self.size, kept + n) - kept)))
-        self.keys_S[slots] = keys[kept + rows]
+        self._keys_S = np.concatenate((self._keys_S, np.empty(min(self.size, kept + n) - kept)))
+        self._keys_S[slots] = keys[kept + rows]
         return torch.from_numpy(rows), torch.from_numpy(slots)
-
-    def order(self) -> torch.Tensor:
-        """Slots by key, int64: the same rows in the same order, however the stream was divided."""
-        return torch.from_numpy(np.argsort(self.keys_S))
 
 
 @dataclass(kw_only=True)
@@ -221,12 +211,6 @@ class LayerStats(LayerHead):
         n = len(f)
         rank = torch.arange(1, n + 1, dtype=torch.float64)
         return float((2 * (rank * f).sum() / (n * total)) - (n + 1) / n)
-
-    def plus(self, other: LayerStats) -> LayerStats:
-        """Sums of all counts. Both count one layer with the same settings."""
-        sums = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
-        tokens, borrowed = self.tokens + other.tokens, self.borrowed + other.borrowed
-        return replace(self, tokens=tokens, borrowed=borrowed, **sums)
 
 
 @dataclass
