@@ -10,6 +10,7 @@ from tiny_tokenizers import TEXT, byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import torch_pi2
+from torch_pi2 import cli
 
 TOKENS = ["--tokens", "2048", "--hot-frequency", "0.6", "--tolerance", "0.5"]
 
