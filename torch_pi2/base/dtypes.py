@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from torch_pi2.errors import DeviceError, DtypeError
+from torch_pi2.errors import DeviceError, DtypeError, NonFiniteError
 from torch_pi2.formats import FLOAT, FLOATS
 
 #: The dtypes that kernels have, by the name of the format.
@@ -52,4 +54,20 @@ def check_on_cpu(what: str, device: torch.device) -> None:
             expected="cpu",
             found=str(device),
             fix="Load the weights (a model on 'meta' has none) or move it with model.to('cpu').",
+        )
+
+
+def check_finite(what: str, tensor: torch.Tensor, most: float = math.inf, reason: str = "") -> None:
+    """Raises NonFiniteError: NaN or infinity, or numbers beyond ``most``; ``reason``: why not these."""
+    if not tensor.numel():
+        return
+    low, high = (float(v) for v in tensor.detach().aminmax())  # isfinite of a matrix takes more memory than the matrix
+    largest = max(-low, high)
+    if not largest <= most or largest == math.inf:  # a NaN compares false
+        broken = int((~torch.isfinite(tensor)).sum())
+        raise NonFiniteError(
+            f"values of {what}",
+            expected=f"finite numbers of at most {most:.6g}, {reason}" if reason else "finite numbers",
+            found=f"{broken} NaN or infinite of {tensor.numel()}" if broken else f"{largest:.6g}",
+            fix="Check the checkpoint; a sparse or quantised form of broken weights would hide the fault.",
         )

@@ -97,14 +97,13 @@ def ffn_modules(dense: nn.Module, sites: Iterable[FFNSite]) -> list[str]:
     """
     names: list[str] = []
     for site in sites:
-        refs = [ref for ref in (site.gate, site.up, site.down) if ref is not None]
-        own = {name for ref in refs for name in (ref.weight, ref.bias)}
+        own = set(site.parameter_names)
         owner = site.owner if site.experts is None else site.experts
         prefix = f"{owner}." if owner else ""
         if {prefix + name for name, _ in dense.get_submodule(owner).named_parameters()} <= own:
             names.append(owner)
         else:
-            names += [*dict.fromkeys(ref.weight.rpartition(".")[0] for ref in refs), *site.inner]
+            names += [*dict.fromkeys(ref.weight.rpartition(".")[0] for ref in site.refs.values()), *site.inner]
     return list(dict.fromkeys(names))  # experts of a module are computed together
 
 

@@ -138,7 +138,13 @@ def _with_cut(region: Region, probes: Sequence[torch.Tensor], intermediate: int)
         gate_index = gate or 0
         stream = filled[0][..., gate_index * n :][..., :n] if fused else filled[gate_index]
         stream.fill_(0.0)
-        at = partial(_of_one_gate, region, filled, stream)
+
+        def at(height: float, filled: Sequence[torch.Tensor] = filled, stream: torch.Tensor = stream) -> float:
+            """The result for a gate of ``height``, the only one that is not 0."""
+            stream[..., 0] = height
+            out = _run(region, filled, n)
+            return math.nan if out is None else float(out[0, 0])
+
         found = at(high) if n > 1 else math.nan
         for base in ACTIVATIONS if 0 < found < math.inf else ():
             share = found ** (0.5 if base == "relu2" else 1.0) / high  # others keep what is large
@@ -147,13 +153,6 @@ def _with_cut(region: Region, probes: Sequence[torch.Tensor], intermediate: int)
             fits = all(abs(at(v / share) - _value(base, v)) <= _TOLERANCE * _value(base, v) for v in small)
             if fits and base != "identity" and abs(sigmas) < _LARGEST_CUT:
                 yield Formula(Shaped(base, sigmas=float(f"{sigmas:.9g}")).text, False, gate, up)
-
-
-def _of_one_gate(region: Region, filled: Sequence[torch.Tensor], stream: torch.Tensor, height: float) -> float:
-    """The region's result for a gate of ``height``, the only one of ``stream`` (a part of ``filled``) that is not 0."""
-    stream[..., 0] = height
-    out = _run(region, filled, stream.shape[-1])
-    return math.nan if out is None else float(out[0, 0])
 
 
 def _value(base: str, v: float) -> float:

@@ -31,7 +31,7 @@ from torch_pi2.graph.routed import masked
 from torch_pi2.ops.activations import ACTIVATIONS, cuts
 from torch_pi2.types.method import PREDICTED, Method, Predictor
 from torch_pi2.types.plan import Plan
-from torch_pi2.types.site import FFNSite, LinearRef
+from torch_pi2.types.site import FFNSite
 
 aten = torch.ops.aten
 
@@ -98,12 +98,10 @@ class MatmulIndex:
         self.members: dict[str, list[Member]] = defaultdict(list)
         matrices: dict[str, torch.Tensor] = {}
         for site in sites:
-            for role in ("gate", "up", "down"):
-                ref: LinearRef | None = getattr(site, role)
-                if ref is not None:
-                    matrices[ref.weight] = ref.matrix(model.get_parameter(ref.weight).detach())
-                    start, stop = ref.rows[:2] if ref.rows else (0, len(matrices[ref.weight]))
-                    self.members[ref.weight].append(Member(site, role, start, stop))
+            for role, ref in site.refs.items():
+                matrices[ref.weight] = ref.matrix(model.get_parameter(ref.weight).detach())
+                start, stop = ref.rows[:2] if ref.rows else (0, len(matrices[ref.weight]))
+                self.members[ref.weight].append(Member(site, role, start, stop))
         # A storage may hold several parameters (a flat buffer), so each address has a list.
         self._by_storage: dict[int, list[tuple[str, int, torch.Size, tuple[int, ...], int]]] = defaultdict(list)
         for name, p in matrices.items():
@@ -133,7 +131,7 @@ class MatmulIndex:
         """``[T, I]``: the rows of ``member`` in ``out``, in ``dtype`` if given, with a bias that is added later."""
         y_TI = out.reshape(-1, out.shape[-1])[:, member.start - hit.start : member.stop - hit.start]
         y_TI = y_TI if dtype is None else y_TI.to(dtype)
-        ref = getattr(member.site, member.role)
+        ref = member.site.refs[member.role]
         if hit.bias is None and ref.bias:
             y_TI = y_TI + ref.take_bias(self._model.get_parameter(ref.bias).detach())
         return y_TI
@@ -349,8 +347,7 @@ class NeuronClusterMode(PredictedMaskMode):
 
 
 def _refuse_hooks(model: nn.Module, site: FFNSite) -> None:
-    firsts = [ref.weight.rpartition(".")[0] for ref in (site.gate, site.up) if ref is not None]
-    down = site.down.weight.rpartition(".")[0]
+    *firsts, down = (ref.weight.rpartition(".")[0] for ref in site.refs.values())
     between = [(name, False, True) for name in firsts] + [(name, True, True) for name in site.inner]
     for name, pre, post in [*between, (down, True, False)]:
         if has_hooks(model.get_submodule(name), pre=pre, post=post):

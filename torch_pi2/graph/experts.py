@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -186,28 +186,19 @@ def _more_than(module: nn.Module, form: ExpertsForm) -> str:
     return f"a forward that computes something else as well ({missed})" if missed else ""
 
 
-def all_experts(model: nn.Module) -> dict[str, ExpertsForm | str]:
-    """Name -> form of the modules of experts, or why it is not known, in the order of registration."""
+def all_experts(model: nn.Module) -> tuple[dict[str, ExpertsForm], dict[str, str]]:
+    """Name -> form of the modules of experts in the order of registration, and name -> why it is not known."""
+    known: dict[str, ExpertsForm] = {}
+    unknown: dict[str, str] = {}
     tried: dict[Any, str] = {}
-    return {
-        name: experts_form(module, tried)
-        for name, module in model.named_modules()
-        if looks_like_experts(module) and not has_sparse_layers(module)
-    }
-
-
-def known_experts(forms: Mapping[str, ExpertsForm | str]) -> dict[str, ExpertsForm]:
-    """The entries of :func:`all_experts` whose form is known."""
-    return {name: form for name, form in forms.items() if name and isinstance(form, ExpertsForm)}
-
-
-def unknown_experts(model: nn.Module, forms: Mapping[str, ExpertsForm | str]) -> dict[str, str]:
-    """Name -> reason of the others."""
-    return {
-        name: f"{type(model.get_submodule(name)).__name__}: experts of an unknown form; {form}"
-        for name, form in forms.items()
-        if isinstance(form, str)
-    }
+    for name, module in model.named_modules():
+        if looks_like_experts(module) and not has_sparse_layers(module):
+            form = experts_form(module, tried)
+            if isinstance(form, str):
+                unknown[name] = f"{type(module).__name__}: experts of an unknown form; {form}"
+            elif name:
+                known[name] = form
+    return known, unknown
 
 
 def _whole(module: nn.Module) -> bool:
@@ -217,14 +208,13 @@ def _whole(module: nn.Module) -> bool:
 
 def check_known_experts(what: str, model: nn.Module) -> None:
     """Raises UnsupportedModelError, by name, if a module of experts in ``model`` has no form that is known."""
-    forms = {name: form for name, form in all_experts(model).items() if _whole(model.get_submodule(name))}
-    unknown = unknown_experts(model, forms)
-    if unknown:
+    reasons = {reason: None for name, reason in all_experts(model)[1].items() if _whole(model.get_submodule(name))}
+    if reasons:
         raise UnsupportedModelError(
             what,
             expected=f"experts with {_GATE_UP} [experts, 2 I, H], {_DOWN} [experts, H, I], or both transposed, and a "
             "known activation",
-            found="; ".join(dict.fromkeys(unknown.values())),
+            found="; ".join(reasons),
             fix="Such experts are not supported yet; keep the float weights.",
         )
 

@@ -20,7 +20,7 @@ from torch_pi2.base.fields import checked
 from torch_pi2.base.modules import fresh_settings, has_sparse_layers
 from torch_pi2.errors import ConfigError, NoFFNFoundError, Pi2Error, UnsupportedModelError
 from torch_pi2.graph.capture import CapturedGraph, capture
-from torch_pi2.graph.experts import all_experts, expert_sites, known_experts, unknown_experts, without_experts
+from torch_pi2.graph.experts import all_experts, expert_sites, without_experts
 from torch_pi2.graph.match import Match, Projection, Seen, match_ffns
 from torch_pi2.graph.operations import op_name
 from torch_pi2.graph.skipped import not_reached, skipped_layers
@@ -110,8 +110,8 @@ def search(
     all_seen: list[Seen] = []
     unknown: dict[str, str] = {}
     left: dict[str, str] = {}
-    experts = all_experts(model)
-    with without_experts(model, known_experts(experts)):
+    experts, unknown_experts = all_experts(model)
+    with without_experts(model, experts):
         graphs = capture(model, args, kwargs, on_meta=on_meta)
     for graph in graphs:
         buffers = {node: t for node, t in graph.tensors.items() if id(t) in own}
@@ -119,7 +119,7 @@ def search(
         matches, seen = match_ffns(graph.gm, graph.tensors, buffers)
         all_seen.append(seen)
         for match in matches:
-            weights = tuple(id(graph.tensors[p.weight]) for p in _projections(match))
+            weights = tuple(id(graph.tensors[p.weight]) for p in match.projections)
             if weights not in known:
                 known.add(weights)
                 sites.append(_site(model, match, graph, names, len(sites)))
@@ -128,9 +128,9 @@ def search(
         for projections, computed in seen.unknown:
             unknown[_owner_of(graph, names, projections)] = f"another formula, of {computed}"
     reached = {id(tensor) for graph in graphs for tensor in graph.tensors.values()}
-    left |= not_reached(model, reached, known_experts(experts))
-    sites = _with_experts(model, sites, known_experts(experts))
-    other = unknown_experts(model, experts) | _unusable(model, sites)
+    left |= not_reached(model, reached, experts)
+    sites = _with_experts(model, sites, experts)
+    other = unknown_experts | _unusable(model, sites)
     sites = [site for site in sites if site.owner not in other]
     refused: Pi2Error | None = None
     if unknown and (strict or not sites):
@@ -139,7 +139,8 @@ def search(
         refused = _nothing_found(model, all_seen, left | other)
     if refused is not None and needed:
         raise refused
-    left = _without_sites(unknown | left | other, sites)
+    owners = {site.owner for site in sites}  # a layer called in several ways may be left in one graph, found in another
+    left = {name: reason for name, reason in (unknown | left | other).items() if name not in owners}
     if left and warn:
         _log.warning("left dense: %s", named(left))
     return Found(_with_unique_keys(sites), left, refused)
@@ -163,10 +164,10 @@ def _unusable(model: nn.Module, sites: Sequence[FFNSite]) -> dict[str, str]:
     users: dict[tuple[str, str], list[FFNSite]] = {}
     for site in sites:
         mine: set[tuple[str | None, tuple[int, ...] | None]] = set()
-        for ref in (site.gate, site.up, site.down):
-            if ref is not None and (reason := stands_for_another(model.get_parameter(ref.weight))):
+        for ref in site.refs.values():
+            if reason := stands_for_another(model.get_parameter(ref.weight)):
                 found[site.owner] = reason
-            if ref is not None and ref.expert is None:
+            if ref.expert is None:
                 for name in (ref.weight, ref.bias):
                     if name and (name, ref.rows) in mine:
                         found[site.owner] = f"{name} stands in two places of it"
@@ -186,33 +187,19 @@ def _owner_of(graph: CapturedGraph, names: Names, projections: Sequence[Projecti
     return owner.partition(".parametrizations")[0] or ", ".join(chosen)
 
 
-def _without_sites(left: Mapping[str, str], sites: Sequence[FFNSite]) -> dict[str, str]:
-    """A layer that is called in several ways may be left in one graph and found in another."""
-    owners = {site.owner for site in sites}
-    return {name: reason for name, reason in left.items() if name not in owners}
-
-
 def _with_experts(model: nn.Module, sites: list[FFNSite], forms: Mapping[str, ExpertsForm]) -> list[FFNSite]:
     """``sites`` and those of experts, in the order in which their parameters are registered."""
     if not forms:
         return sites
-    experts = [s for name, form in forms.items() for s in expert_sites(name, form, _class_name(model, name))]
+    classes = {name: type(model.get_submodule(name)).__name__ for name in forms}
+    experts = [site for name, form in forms.items() for site in expert_sites(name, form, classes[name])]
     places = {name: i for i, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
     in_order = sorted([*sites, *experts], key=lambda site: places[site.up.weight])  # stable: experts stay together
     return [replace(site, layer=layer) for layer, site in enumerate(in_order)]
 
 
-def _class_name(model: nn.Module, name: str) -> str:
-    return type(model.get_submodule(name)).__name__
-
-
-def _projections(match: Match) -> list[Projection]:
-    gate = [match.gate.projection] if match.gate else []
-    return [*gate, match.up.projection, match.down]
-
-
 def _site(model: nn.Module, match: Match, graph: CapturedGraph, names: Names, layer: int) -> FFNSite:
-    parameters = [graph.tensors[node] for p in _projections(match) for node in (p.weight, p.bias) if node is not None]
+    parameters = [graph.tensors[node] for p in match.projections for node in (p.weight, p.bias) if node is not None]
     chosen = _names_with_deepest_owner([names[id(p)] for p in parameters])
     name_of = {id(parameter): name for parameter, name in zip(parameters, chosen)}
     owner = _common_owner(chosen)

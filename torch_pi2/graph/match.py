@@ -97,6 +97,12 @@ class Match:
     region: tuple[fx.Node, ...]
     scaled: tuple[fx.Node, float] | None = None
 
+    @property
+    def projections(self) -> list[Projection]:
+        """Gate, if there is one, up and down."""
+        gate = [self.gate.projection] if self.gate else []
+        return [*gate, self.up.projection, self.down]
+
     def swapped(self) -> Match:
         """As :meth:`FFNSite.swapped`."""
         assert self.gate is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_pi2.base.dtypes import DTYPES, check_on_cpu, dtype_name
+from torch_pi2.base.dtypes import DTYPES, check_finite, check_on_cpu, dtype_name
 from torch_pi2.errors import DtypeError, NonFiniteError, ShapeError, check_choice
 from torch_pi2.formats import FORMATS, GGML, QUANTIZED
 from torch_pi2.ops import load
@@ -45,19 +45,8 @@ def check_quantizable(what: str, w: torch.Tensor, weights: str) -> None:
         raise ShapeError(
             what, expected="[rows, columns]", found=str(tuple(w.shape)), fix="Pass the weight of a linear layer."
         )
-    if not w.numel():
-        return
-    low, high = (float(v) for v in w.detach().aminmax())
-    largest = max(-low, high)
     most = _LARGEST_SCALE * max(-FORMATS[weights].least, FORMATS[weights].most)
-    if not largest <= most:  # a NaN compares false
-        broken = int((~torch.isfinite(w)).sum())
-        raise NonFiniteError(
-            f"values of {what}",
-            expected=f"finite numbers of at most {most:.6g}, for {weights} with float16 scales",
-            found=f"{broken} NaN or infinite of {w.numel()}" if broken else f"{largest:.6g}",
-            fix="Check the checkpoint; quantised weights would hide the fault.",
-        )
+    check_finite(what, w, most, f"for {weights} with float16 scales")
 
 
 def check_importance(what: str, importance: torch.Tensor, columns: int) -> None:

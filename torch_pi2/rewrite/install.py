@@ -36,8 +36,7 @@ class Override:
 def install(model: nn.Module, ffn: SparseFFN | SparseExperts, overrides: Sequence[Override]) -> None:
     """Let ``ffn`` compute in the place of these modules, then free the memory of parameters that nothing else uses."""
     site = ffn.site
-    refs = [ref for ref in (site.gate, site.up, site.down) if ref is not None]
-    site_name = {id(model.get_parameter(n)): n for ref in refs for n in (ref.weight, ref.bias) if n is not None}
+    site_name = {id(model.get_parameter(name)): name for name in site.parameter_names}
     replaced = [override.module for override in overrides]
     running = set(_reachable(model, set(replaced)))
     inside = dict.fromkeys(module for root in replaced for module in root.modules())

@@ -18,7 +18,7 @@ from torch_pi2.base.offloaded import free_storage
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import NoFFNFoundError
 from torch_pi2.graph.capture import capture, example_inputs
-from torch_pi2.graph.experts import all_experts, known_experts, without_experts
+from torch_pi2.graph.experts import all_experts, without_experts
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.ops.quantized import check_importance, check_quantizable
 from torch_pi2.profiling.data import Batch
@@ -93,8 +93,7 @@ def find_linears(
     Raises:
         CalibrationError, UnsupportedModelError: it does not run there.
     """
-    refs = [ref for s in sites for ref in (s.gate, s.up, s.down) if ref is not None]
-    of_sites = {id(model.get_parameter(ref.weight)) for ref in refs}
+    of_sites = {id(model.get_parameter(ref.weight)) for site in sites for ref in site.refs.values()}
     linears: dict[str, nn.Linear] = {}
     skipped: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -133,7 +132,7 @@ def _run(model: nn.Module, example: Batch | None, on_meta: bool) -> None:
             model(**example_inputs(model))
         else:
             inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in example_inputs(model).items()}
-            with without_experts(model, known_experts(all_experts(model))):
+            with without_experts(model, all_experts(model)[0]):
                 try:
                     with FakeTensorMode(allow_non_fake_inputs=True):  # transformers looks at values of other tensors
                         model(**inputs, use_cache=False)

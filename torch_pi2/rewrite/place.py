@@ -29,15 +29,14 @@ def check_names(model: nn.Module, plan: Plan) -> None:
     """Raises StaleArtifactError if ``plan`` names parameters that ``model`` does not have."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for layer in plan.layers:
-        for ref in (layer.site.gate, layer.site.up, layer.site.down):
-            for name in (ref.weight, ref.bias) if ref else ():
-                if name is not None and name not in names:
-                    raise StaleArtifactError(
-                        "plan",
-                        expected=f"a model with a parameter {name}",
-                        found=f"{type(model).__name__} without one",
-                        fix="Make a new plan for this model.",
-                    )
+        for name in layer.site.parameter_names:
+            if name not in names:
+                raise StaleArtifactError(
+                    "plan",
+                    expected=f"a model with a parameter {name}",
+                    found=f"{type(model).__name__} without one",
+                    fix="Make a new plan for this model.",
+                )
 
 
 def check_sizes(model: nn.Module, plan: Plan) -> None:
@@ -93,10 +92,9 @@ def strategies_used(model: nn.Module) -> dict[str, str]:
 
 def place(model: nn.Module, site: FFNSite, ffn: SparseFFN, strategy: str) -> None:
     """Let ``ffn`` compute ``site``, whose parameters need no values; ``strategy``: see :func:`tried_strategy`."""
-    for ref in (site.gate, site.up, site.down):
-        for name in () if ref is None else (ref.weight, ref.bias):
-            if name is not None and model.get_parameter(name).numel():
-                put(model, [name], torch.empty(0, dtype=model.get_parameter(name).dtype))
+    for name in site.parameter_names:
+        if model.get_parameter(name).numel():
+            put(model, [name], torch.empty(0, dtype=model.get_parameter(name).dtype))
     with torch.no_grad():
         _, overrides = strategies.find_strategy(model, site, ffn, [], [_OF_FILES[strategy]])  # nothing to try it with
     install(model, ffn, overrides)

@@ -200,7 +200,7 @@ def by_lazy_tensors(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Seq
         return f"lazy: {shared}"
     sources: dict[str, list[str]] = {}
     refs = [("gate", site.gate), ("up", site.up)]
-    by_module = {_module_name(ref.weight): ref for ref in (site.gate, site.up, site.down) if ref is not None}
+    by_module = {_module_name(ref.weight): ref for ref in site.refs.values()}
     for role, ref in sorted(refs, key=lambda item: item[1].rows or (0, 0) if item[1] else (0, 0)):
         if ref is not None:
             sources.setdefault(_module_name(ref.weight), []).append(role)
@@ -212,8 +212,8 @@ def by_lazy_tensors(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Seq
         parameters = {local: p.detach() for local, p in module.named_parameters()}
         more = [*(parameters.keys() - {"weight", "bias"}), *(local for local, _ in module.named_buffers())]
         if more:
-            kind, refs_of_site = type(module).__name__, (site.gate, site.up, site.down)
-            if len({ref.weight for ref in refs_of_site if ref and _module_name(ref.weight) == name}) > 1:
+            kind = type(module).__name__
+            if len({ref.weight for ref in site.refs.values() if _module_name(ref.weight) == name}) > 1:
                 return f"lazy: its weights are no linear layers', but parameters of {kind}, which computes more"
             return f"lazy: {kind} holds more than one matmul ({min(more)})"
         w_OI = by_module[name].matrix(parameters["weight"])
@@ -271,9 +271,9 @@ def _registrations(model: nn.Module, module: nn.Module) -> int:
 
 def _shared(model: nn.Module, site: FFNSite) -> str | None:
     """A linear layer of ``site`` that several modules have: it has one forward."""
-    for ref in (site.gate, site.up, site.down):
-        linear = model.get_submodule(_module_name(ref.weight)) if ref is not None else None
-        if ref is not None and sum(linear in parent._modules.values() for parent in model.modules()) > 1:
+    for ref in site.refs.values():
+        linear = model.get_submodule(_module_name(ref.weight))
+        if sum(linear in parent._modules.values() for parent in model.modules()) > 1:
             return f"{_module_name(ref.weight)} is a part of other modules, too"
     return None
 
@@ -336,8 +336,7 @@ def _more_than(site: FFNSite, model: nn.Module, modules: Mapping[str, nn.Module]
 
     An adapter or layer scale may have no effect with its present value, and yet be trained or loaded later.
     """
-    refs = [ref for ref in (site.gate, site.up, site.down) if ref is not None]
-    own = {id(model.get_parameter(name)) for ref in refs for name in (ref.weight, ref.bias) if name}
+    own = {id(model.get_parameter(name)) for name in site.parameter_names}
     for prefix, module in modules.items():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if id(tensor) not in own:

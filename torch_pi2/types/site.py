@@ -17,9 +17,9 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from torch_pi2.base.dtypes import check_on_cpu, dtype_name
+from torch_pi2.base.dtypes import check_finite, check_on_cpu, dtype_name
 from torch_pi2.base.fields import Field, Limits, limited, optional, to_json
-from torch_pi2.errors import DtypeError, NonFiniteError, UnsupportedModelError
+from torch_pi2.errors import DtypeError, UnsupportedModelError
 from torch_pi2.formats import FLOATS
 from torch_pi2.ops.activations import ACTIVATIONS, on_up, second, swapped
 
@@ -133,6 +133,17 @@ class FFNSite:
         return self.gate is not None
 
     @property
+    def refs(self) -> dict[str, LinearRef]:
+        """Its matmuls by role: gate, if it has one, up and down."""
+        gate = {} if self.gate is None else {"gate": self.gate}
+        return gate | {"up": self.up, "down": self.down}
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """Of all weights and biases."""
+        return [name for ref in self.refs.values() for name in (ref.weight, ref.bias) if name is not None]
+
+    @property
     def experts(self) -> str | None:
         """Name of the module that holds this expert among others; None for a layer that is no expert."""
         return None if self.up.expert is None else self.up.weight.rpartition(".")[0]
@@ -195,10 +206,7 @@ class FFNSite:
         """Inverse of :meth:`to_json`. Raises ArtifactError, naming ``where``, for anything but what that writes."""
         site = Field(data, where, "Make the plan again.")
         made: FFNSite = site.take(FFNSite)
-        for name in ("gate", "up", "down"):
-            ref: LinearRef | None = getattr(made, name)
-            if ref is None:
-                continue
+        for name, ref in made.refs.items():
             site.at(name).at("weight").text()  # not empty
             if ref.bias is not None:
                 site.at(name).at("bias").text()
@@ -232,14 +240,7 @@ def check_weights(site: FFNSite, weights: FFNWeights) -> None:
             fix="Convert the model with model.to(torch.bfloat16) (or float32) first.",
         )
     for name, tensor in named.items():
-        # of the smallest and largest: isfinite of a matrix takes more memory than the matrix
-        if tensor.numel() and not all(bool(torch.isfinite(v)) for v in tensor.detach().aminmax()):
-            raise NonFiniteError(
-                f"values of {site.key} {name}",
-                expected="finite numbers",
-                found=f"{int((~torch.isfinite(tensor)).sum())} NaN or infinite of {tensor.numel()}",
-                fix="Check the checkpoint; a sparse form of broken weights would hide the fault.",
-            )
+        check_finite(f"{site.key} {name}", tensor)
 
 
 @dataclass(frozen=True)
