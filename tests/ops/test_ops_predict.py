@@ -232,70 +232,63 @@ def test_opcheck() -> None:
     opcheck(torch.ops.pi2.predict_signbit.default, (x, signs, 77, 1.0))
 
 
-def test_bad_predictors() -> None:
-    x, a, b, bias = lowrank_q("int4")
-    with pytest.raises(RuntimeError, match=r"predictor tensor b: expected contiguous uint8 530 x 36 \(rows of 40 int4"):
-        torch.ops.pi2.predict_lowrank_q(x, a, b[:, :-1], bias, "int4", False, 0.0)
-    with pytest.raises(RuntimeError, match="weights: expected int4 or int8, found 'float'"):
-        torch.ops.pi2.predict_lowrank_q(x, a, b, bias, "float", False, 0.0)
-    with pytest.raises(RuntimeError, match=r"shape of predictor tensor b_bias: expected \[530\], found \[529\]"):
-        torch.ops.pi2.predict_lowrank_q(x, a, b, bias[1:], "int4", False, 0.0)
-    with pytest.raises(RuntimeError, match=r"tensor a: expected a row and a column at least, found \[0, 54\]"):
-        torch.ops.pi2.predict_lowrank_q(x, a[:0], b, bias, "int4", False, 0.0)
-    signs = pack_signs(torch.randn(9, 77))
-    with pytest.raises(RuntimeError, match="hidden size of x: expected 64"):
-        torch.ops.pi2.predict_signbit(x, signs, 64, 1.0)
-    with pytest.raises(RuntimeError, match=r"shape of signs: expected \[neurons, 16\] for hidden .*, found \[9, 8\]"):
-        torch.ops.pi2.predict_signbit(x, signs[:, :8], 77, 1.0)
-    with pytest.raises(RuntimeError, match="dtype of signs: expected uint8"):
-        torch.ops.pi2.predict_signbit(x, signs.char(), 77, 1.0)
-    with pytest.raises(RuntimeError, match="layout of signs: expected contiguous"):
-        torch.ops.pi2.predict_signbit(x, signs.T.contiguous().T, 77, 1.0)
-    for bad, shown in ((-1.0, "-1"), (float("inf"), "inf"), (float("-inf"), "-inf"), (float("nan"), "-?nan")):
-        with pytest.raises(RuntimeError, match=f"margin: expected a finite number of at least 0, found {shown}\\."):
-            torch.ops.pi2.predict_signbit(x, signs, 77, bad)
+LOWRANK = {
+    "x": torch.zeros(2, 77),
+    "a": torch.zeros(19, 77, dtype=torch.int8),
+    "a_scale": torch.zeros(19),
+    "b": torch.zeros(20, 19, dtype=torch.int8),
+    "b_scale": torch.zeros(20),
+    "b_bias": None,
+    "threshold": 0.0,
+}
+_X, _A, _B, _BIAS = lowrank_q("int4")
+QUANTISED = {
+    "x": _X,
+    "a": _A,
+    "b": _B,
+    "b_bias": _BIAS,
+    "weights": "int4",
+    "int8_activations": False,
+    "threshold": 0.0,
+}
+SIGNS = pack_signs(torch.randn(9, 77))
+SIGNBIT = {"x": _X, "signs": SIGNS, "columns": 77, "margin": 1.0}
+BAD: list[tuple[str, dict, dict, str]] = [
+    ("lowrank", LOWRANK, {"x": torch.zeros(2, 76)}, "hidden size of x: expected 77"),
+    ("lowrank", LOWRANK, {"a": torch.zeros(19, 77)}, "dtype of predictor tensor a: expected int8, found another"),
+    ("lowrank", LOWRANK, {"b": LOWRANK["b"].T.contiguous().T}, "layout of predictor tensor b: expected"),
+    ("lowrank", LOWRANK, {"b": LOWRANK["b"][:, 1:]}, r"tensor b: expected \[20, 19\], found \[20, 18\]"),
+    ("lowrank", LOWRANK, {"a_scale": torch.zeros(18)}, r"tensor a_scale: expected \[19\], found .*Fit"),
+    ("lowrank", LOWRANK, {"a_scale": torch.zeros(19).half()}, "dtype of predictor tensor a_scale: expected float32"),
+    ("lowrank_q", QUANTISED, {"b": _B[:, :-1]}, r"tensor b: expected contiguous uint8 530 x 36 \(rows of 40 int4"),
+    ("lowrank_q", QUANTISED, {"weights": "float"}, "weights: expected int4 or int8, found 'float'"),
+    ("lowrank_q", QUANTISED, {"b_bias": _BIAS[1:]}, r"tensor b_bias: expected \[530\], found \[529\]"),
+    ("lowrank_q", QUANTISED, {"a": _A[:0]}, r"tensor a: expected a row and a column at least, found \[0, 54\]"),
+    ("signbit", SIGNBIT, {"columns": 64}, "hidden size of x: expected 64"),
+    ("signbit", SIGNBIT, {"signs": SIGNS[:, :8]}, r"signs: expected \[neurons, 16\] for hidden .*, found \[9, 8\]"),
+    ("signbit", SIGNBIT, {"signs": SIGNS.char()}, "dtype of signs: expected uint8"),
+    ("signbit", SIGNBIT, {"signs": SIGNS.T.contiguous().T}, "layout of signs: expected contiguous"),
+    ("signbit", SIGNBIT, {"margin": -1.0}, r"margin: expected a finite number of at least 0, found -1\."),
+    ("signbit", SIGNBIT, {"margin": float("nan")}, "margin: expected a finite number of at least 0, found -?nan"),
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"a": torch.zeros(19, 77)}, "dtype of predictor tensor a: expected int8, found another"),
-        (
-            {"b": torch.zeros(20, 19, dtype=torch.int8).T.contiguous().T},
-            "layout of predictor tensor b: expected",
-        ),
-        (
-            {"b": torch.zeros(20, 18, dtype=torch.int8)},
-            r"tensor b: expected \[20, 19\], found \[20, 18\]",
-        ),
-        ({"b_scale": torch.zeros(20, 1)}, r"shape of predictor tensor b_scale: expected \[20\], found \[20, 1\]"),
-        ({"a_scale": torch.zeros(19).half()}, "dtype of predictor tensor a_scale: expected float32"),
-        ({"b_bias": torch.zeros(40)[::2]}, "layout of predictor tensor b_bias: expected contiguous"),
-    ],
-)
-def test_bad_predictor_tensors(change: dict, message: str) -> None:
-    args = {"x": torch.zeros(2, 77), "a": torch.zeros(19, 77, dtype=torch.int8), "a_scale": torch.zeros(19)}
-    args |= {"b": torch.zeros(20, 19, dtype=torch.int8), "b_scale": torch.zeros(20), "b_bias": None} | change
+@pytest.mark.parametrize(("kind", "sound", "change", "message"), BAD)
+def test_bad_predictors(kind: str, sound: dict, change: dict, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
-        torch.ops.pi2.predict_lowrank(**args, threshold=0.0)
+        getattr(torch.ops.pi2, f"predict_{kind}")(**sound | change)
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        (([], "oracle", 1.0, "float", False), "kind: expected lowrank, lowrank_q or signbit, found 'oracle'"),
-        (([], "signbit", 1.0, "float", False), "predictor: expected 1 tensor for kind signbit, found 0"),
-        (([torch.zeros(1)] * 4, "lowrank_q", 1.0, "int4", False), r"expected 2 tensors \(and a bias\) .*, found 4"),
-        (
-            ([torch.zeros(9, 16, dtype=torch.uint8)], "signbit", 1.0, "float", False),
-            r"expected at least 200 cold .*, found 9",
-        ),
-    ],
-)
-def test_bad_predicted_layers(case: tuple, message: str) -> None:
+def test_bad_predicted_layers() -> None:
     x, *tensors = layer("float", 230, 3, 77, 3)
-    with pytest.raises(RuntimeError, match=message):
-        torch.ops.pi2.predicted_ffn(x, *tensors, *case, "relu", True, 30, 0.0)
+    for predictor, kind, message in (
+        ([], "oracle", "kind: expected lowrank, lowrank_q or signbit, found 'oracle'"),
+        ([], "signbit", "predictor: expected 1 tensor for kind signbit, found 0"),
+        ([torch.zeros(1)] * 4, "lowrank_q", r"expected 2 tensors \(and a bias\) .*, found 4"),
+        ([SIGNS], "signbit", "expected at least 200 cold .*, found 9"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.pi2.predicted_ffn(x, *tensors, predictor, kind, 1.0, "int4", False, "relu", True, 30, 0.0)
 
 
 def test_timings_tell_predictor_and_layer_apart() -> None:
