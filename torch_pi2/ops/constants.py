@@ -19,8 +19,7 @@ class Constants(NamedTuple):
         chunks, pass_tokens, prompt_tokens, prompt_neurons, stream_from: ``pi2/ffn.h``. gemm_tokens, blocks (a bit for
         the code of each format that may be in them): ``pi2/linear.h``.
         mask_bytes: ``pi2/predict.h``. expert_bytes: ``pi2/experts.h``. attention_split, attention_rows:
-        ``pi2/attention.h``. most_group, most_sizes: ``pi2/firing.h``. most_traced, stages,
-        trace_counters: ``pi2/trace.h``.
+        ``pi2/attention.h``. most_traced, stages, trace_counters: ``pi2/trace.h``.
     """
 
     chunks: int
@@ -34,8 +33,6 @@ class Constants(NamedTuple):
     expert_bytes: int
     attention_split: int
     attention_rows: int
-    most_group: int
-    most_sizes: int
     most_traced: int
     stages: int
     trace_counters: int

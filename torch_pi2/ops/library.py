@@ -2,15 +2,12 @@
 
 Operators, all under ``torch.ops.pi2``:
 
-* ``sparse_ffn`` and ``predicted_ffn`` (functional and ``.out``), ``predict_lowrank``, ``predict_lowrank_q`` and
-  ``predict_signbit``; ``linear`` (functional and ``.out``), ``linear_blocks``, ``quantize`` and ``dequantize``;
-  ``experts_ffn`` and ``stored_experts``, mixtures of experts; ``attention``: each has a
-  readable reference of its name in a module here, which says what it computes.
+* those of ``operators.REFERENCES``: each has a readable reference of its name in a module of this folder, which says
+  what it computes.
 * ``gathered_experts``: ``experts_ffn`` on a GPU, see :mod:`torch_pi2.ops.gpu`, where the others are as well.
 * ``store_open``, ``store_close``, ``store_layers``, ``store_preload``, ``store_describe``, ``store_stats``,
   ``store_lookahead``, ``store_early_routing``, ``store_resize``, ``store_arrange``, ``store_leave_out``: neuron stores
-  by number, see :mod:`torch_pi2.layers.offloaded`; ``stored_ffn``: a layer whose neurons are in one; ``add_parts``:
-  what several machines have of one.
+  by number, see :mod:`torch_pi2.layers.offloaded`.
 * ``store_record``, ``store_recorded``: what their calls want, see :mod:`torch_pi2.observe.accesses`; ``replay``,
   ``replay_check``: what caches would have had of it, see :mod:`torch_pi2.observe.replay`.
 * ``device_times``: when a described storage device would have finished reads, see :mod:`torch_pi2.machine.device`.

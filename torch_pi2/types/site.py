@@ -1,7 +1,7 @@
 """``FFNSite``: what the rest of the library knows about one feed-forward layer (design D4).
 
-Both finders (graph patterns and architecture adapters) yield it; ``optimize``
-and export rewrite from it. A site holds *names*, never tensors, so it can be written to ``plan.json``.
+Both finders yield it; ``optimize`` and export rewrite from it. A site holds *names*, never tensors, so it can be
+written to ``plan.json``.
 
 Shape suffixes used in the whole package: ``T`` tokens, ``H`` hidden size, ``I`` intermediate size (neurons),
 ``R`` rows per neuron (3 gated: gate, up, down; 2 plain: up, down), ``C`` cold neurons, ``r`` predictor rank.
