@@ -33,7 +33,7 @@ class Answers:
 
     Attributes:
         alone: to each prompt, one after another. together: to all prompts at once; None: it cannot.
-        talk: to each question of a chat. known_tokens: cached tokens at the last of these.
+        talk: to each question of a chat. known_tokens: cached tokens at the last of these; None: it reads all again.
         logits: after the first prompt, ``[V]``; None: it shows none. most: tokens per answer, if fewer than PyTorch's.
     """
 
@@ -94,9 +94,8 @@ def python(bundle: Path, expected: Expected, case: Case) -> Answers:
         ids = opened.tokenizer(PROMPTS[0]).input_ids
         logits = opened.logits(ids, len(ids))[-1]
         alone = [opened.generate(prompt, case.tokens) for prompt in PROMPTS]
-        together = opened.generate_batch(PROMPTS, case.tokens)
-        talk = [opened.generate(said, case.talk_tokens, reuse=True) for said in _turns(expected)]
-    return Answers(_ids(alone), _ids(together), _ids(talk), talk[-1].known_tokens, logits)
+        talk = [opened.generate(said, case.talk_tokens) for said in _turns(expected)]
+    return Answers(_ids(alone), None, _ids(talk), None, logits)
 
 
 def _ids(made: Sequence[Any]) -> list[list[int]]:

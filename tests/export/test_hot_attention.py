@@ -22,12 +22,10 @@ from torch_pi2.export.describe import describe_program
 from torch_pi2.export.hot_attention import (
     AttentionCall,
     AttentionPart,
-    HeadPart,
     PlacedAttention,
     attention_calls,
     check_parts,
     float_parts,
-    head_of,
     place_attention,
     samples_of,
     with_parts,
@@ -53,9 +51,8 @@ def lanes_of(model: nn.Module, lanes: int = 2, kv: str = "float32") -> Lanes:
 
 
 def with_float_parts(lanes: Lanes) -> Lanes:
-    calls, head = attention_calls(lanes), head_of(lanes)
-    assert head is not None
-    return with_parts(lanes, calls, float_parts(calls, head))
+    calls = attention_calls(lanes)
+    return with_parts(lanes, calls, float_parts(calls))
 
 
 def first_call(family: str, **config: Any) -> AttentionCall:
@@ -143,7 +140,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         batches=KINDS[request.param],
         hot=dict.fromkeys(KINDS[request.param], 1),
         hot_prompts=(16,),
-        hot_attention="all",
+        hot_attention="prompts",
         kv=request.param,
     )
 
@@ -153,10 +150,10 @@ def test_a_bundle_decodes_the_same_text(bundle: tuple[nn.Module, Path]) -> None:
     model, folder = bundle
     methods = describe_program(folder / "model.pte")["methods"]
     batches = Manifest.load(folder).batches
-    for name in ("prefill_16", *(f"decode_b{batch}" for batch in batches)):
-        assert {"pi2::write_cache.out"} <= {*methods[name]["operators"]}
-        assert "pi2::cached_attention.out" not in methods[name]["operators"]
-    assert "pi2::cached_attention.out" in methods["forward"]["operators"]
+    assert "pi2::write_cache.out" in methods["prefill_16"]["operators"]
+    assert "pi2::cached_attention.out" not in methods["prefill_16"]["operators"]
+    for name in ("forward", *(f"decode_b{batch}" for batch in batches)):
+        assert "pi2::cached_attention.out" in methods[name]["operators"]
     with Bundle(folder) as opened, torch.no_grad():
         for length in (1, 9, 16, 20, 33, 40):
             logits, wanted = opened.logits(IDS[:length], length)[0], model(torch.tensor([IDS[:length]])).logits[0, -1]
@@ -164,9 +161,8 @@ def test_a_bundle_decodes_the_same_text(bundle: tuple[nn.Module, Path]) -> None:
             torch.testing.assert_close(logits, wanted, rtol=0, atol=tolerance * float(wanted.abs().max()))
             greedy = model.generate(torch.tensor([IDS[:length]]), max_new_tokens=8, do_sample=False, pad_token_id=0)
             assert opened.generate(IDS[:length], 8).sequences[0].ids == greedy[0, length:].tolist(), length
-        prompts = [IDS[:21], IDS[5:30]][: max(batches)]
-        together = [made.sequences[0].ids for made in opened.generate_batch(prompts, 6)]
-        assert together == [opened.generate(prompt, 6).sequences[0].ids for prompt in prompts]
+        together = opened.generate(IDS[:21], 6, num_return_sequences=max(batches))
+        assert together.sequences == opened.generate(IDS[:21], 6).sequences * max(batches)
 
 
 @pytest.mark.slow
@@ -188,7 +184,7 @@ def test_quantised_linear_layers_are_those_numbers(tmp_path: Path) -> None:
     for layers, settings, more, most in ((2, {"weights": "int8"}, {}, 1e-3), (1, {}, {"linears": "int8"}, 0.1)):
         model = one_layer(num_hidden_layers=layers, intermediate_size=600)
         model = torch_pi2.optimize(model, method="exact", **settings)
-        folder = torch_pi2.export(model, tmp_path / "b", **sizes, **more, hot_attention="all")
+        folder = torch_pi2.export(model, tmp_path / "b", **sizes, **more, hot_attention="prompts")
         with Bundle(folder) as opened, torch.no_grad():
             found, wanted = opened.logits(IDS[:14], 12), model(torch.tensor([IDS[:14]])).logits[0, 11:].float()
         assert float((found - wanted).norm() / wanted.norm()) < most
@@ -211,12 +207,17 @@ def test_scores_far_below_what_is_not_seen() -> None:
 
 
 def test_parts_are_compared_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = AttentionPart.forward
+
+    def other(self: AttentionPart, x: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return forward(self, x + 1, *inputs)
+
     for wrong, message in (
         (lambda *_, **__: 1 / 0, r"one that cannot be called alone \(ZeroDivisionError: division by zero\)"),
-        (lambda self, x: (x.sum() + self.rows(x),), r"one that computes something else alone \(.* % off\)"),
+        (other, r"one that computes something else alone \(.* % off\)"),
     ):
         lanes = lanes_of(drawn_model("Llama"))
-        monkeypatch.setattr(HeadPart, "forward", wrong)
+        monkeypatch.setattr(AttentionPart, "forward", wrong)
         with pytest.raises(UnsupportedModelError, match=message):
             check_parts(lanes, attention_calls(lanes))
 
@@ -225,15 +226,15 @@ def test_what_is_refused(tmp_path: Path) -> None:
     model = torch_pi2.optimize(one_layer())
     for settings, message in (
         (
-            {"hot_attention": "all"},
-            r"export\(hot_attention=...\): expected none, prompts, all, and only with hot or an NPU",
+            {"hot_attention": "prompts"},
+            r"export\(hot_attention=...\): expected none, prompts, and only with hot or an NPU",
         ),
         (
-            {"hot_attention": "some", "hot": {1: 1}},
-            "expected none, prompts, all, and only with hot or an NPU, found 'some'",
+            {"hot_attention": "all", "hot": {1: 1}},
+            "expected none, prompts, and only with hot or an NPU, found 'all'",
         ),
         (
-            {"hot_attention": "all", "hot": {1: 1}, "kv": "int8"},
+            {"hot_attention": "prompts", "hot": {1: 1}, "kv": "int8"},
             "with kv='int8': expected keys and values in float32 or",
         ),
         ({"hot_attention": "prompts", "hot": {1: 1}}, r"expected methods that read prompts on the accelerator"),
@@ -244,7 +245,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     lanes = Lanes(falcon, 1, ROOM)
     arguments: dict[str, Any] = {"calibration": (), "ffn_bytes": 0}
     with pytest.raises(UnsupportedModelError, match="attention of FalconForCausalLM on an accelerator: expected"):
-        place_attention(falcon, lanes, ["decode_b1"], npu("all"), report={}, **arguments)
+        place_attention(falcon, lanes, ["prefill_16"], npu("prompts"), report={}, **arguments)
     report: dict[str, Any] = {}
     assert place_attention(falcon, lanes, ["prefill_16"], npu(None), report=report, **arguments) == PlacedAttention()
     assert report["attention"].startswith("on the CPU: ")
@@ -257,15 +258,15 @@ def test_the_memory_of_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     model = drawn_model("Llama")
     most: dict[str, Any] = {"calibration": (), "ffn_bytes": MOST_BYTES}
     message = (
-        r"export\(hot_attention='all'\) for SM8650: expected at most 3584 MiB of weights, which an NPU can have, "
-        r"found 3584 MiB: attention and last linear layer 0 MiB, feed-forward layers 3584 MiB in w4a16\. Leave"
+        r"export\(hot_attention='prompts'\) for SM8650: expected at most 3584 MiB of weights, which an NPU can have, "
+        r"found 3584 MiB: attention 0 MiB, feed-forward layers 3584 MiB in w4a16\. Leave"
     )
     with pytest.raises(ConfigError, match=message):
-        place_attention(model, lanes_of(model), ["prefill_16"], npu("all"), report={}, **most)
+        place_attention(model, lanes_of(model), ["prefill_16"], npu("prompts"), report={}, **most)
     report: dict[str, Any] = {}
     model = drawn_model("Llama")
-    assert place_attention(model, lanes_of(model), ["prefill_16"], npu(None), report=report, **most).where == "none"
-    assert report["attention"].startswith("on the CPU: 3584 MiB: attention and last linear layer 0 MiB")
+    assert place_attention(model, lanes_of(model), ["prefill_16"], npu(None), report=report, **most).parts == {}
+    assert report["attention"].startswith("on the CPU: 3584 MiB: attention 0 MiB")
     model, asked = drawn_model("Llama"), []
     lowered = qnn.Parts({}, {})
     monkeypatch.setattr(qnn, "lower_parts", lambda parts, *_, **__: asked.extend(p[2].block for p in parts) or lowered)
@@ -273,6 +274,6 @@ def test_the_memory_of_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     for ffn_bytes, block in ((MOST_BYTES - weights, 0), (MOST_BYTES - weights + 1, 32)):
         model, first = drawn_model("Llama"), first_batches([torch.randint(0, 50, (2, 40))])
         arguments: dict[str, Any] = {"calibration": first, "ffn_bytes": ffn_bytes, "report": {}}
-        assert place_attention(model, lanes_of(model), ["prefill_16"], npu("prompts"), **arguments).where == "prompts"
+        assert place_attention(model, lanes_of(model), ["prefill_16"], npu("prompts"), **arguments).calls
         assert {*asked} == {block}
         asked.clear()

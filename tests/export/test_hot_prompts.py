@@ -15,7 +15,7 @@ from runner_calls import run
 from torch import nn
 
 import torch_pi2
-from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.errors import ConfigError
 from torch_pi2.export.describe import describe_program
 from torch_pi2.export.manifest import Manifest
 from torch_pi2.export.methods import check_npu_memory, hot_prompts
@@ -125,8 +125,8 @@ def test_pieces(bundle: tuple[nn.Module, Path], data: st.DataObject) -> None:
     fields["methods"] |= {f"prefill_{n}": like | {"max_tokens": n} for n in sizes}
     manifest = Manifest.from_json(fields)
     length = data.draw(st.integers(1, room - 1))
-    known = at = data.draw(st.integers(0, length - 1))
-    for name, start, count in manifest.pieces(known, length):
+    at = 0
+    for name, start, count in manifest.pieces(length):
         takes = manifest.methods[name].max_tokens
         assert start == at
         assert 1 <= count <= takes
@@ -147,14 +147,6 @@ def test_what_is_refused(tmp_path: Path, bundle: tuple[nn.Module, Path]) -> None
         message = rf"export\(hot_prompts=...\), {at}: expected a whole number, 2 or more"
         with pytest.raises(ConfigError, match=message):
             torch_pi2.export(model, tmp_path / "b", batches=(1,), hot={1: 1}, hot_prompts=wrong)
-    fields = Manifest.load(bundle[1]).to_json()
-    fields["methods"]["prefill_16"]["max_tokens"] = 8
-    with pytest.raises(ArtifactError, match=r"methods.prefill_16.max_tokens: expected 16, as its name says, found 8"):
-        Manifest.from_json(fields)
-    fields = Manifest.load(bundle[1]).to_json() | {"max_tokens": 20}
-    fields["methods"]["prefill_20"] = fields["methods"].pop("prefill_16") | {"max_tokens": 20}
-    with pytest.raises(ArtifactError, match="expected more than 20, as prefill_20 takes"):
-        Manifest.from_json(fields)
 
 
 def npu(prompts: tuple[int, ...] | None, **settings: Any) -> ExportSettings:
@@ -170,10 +162,7 @@ def test_the_memory_of_an_npu(bundle: tuple[nn.Module, Path], monkeypatch: pytes
     assert Settings("SM8650").bits == 4.5
     many: list[SparseFFN] = layers * (1 + int(MOST_BYTES * 8 / 4.5 / (NEURONS * 3 * 64)))
     assert hot_prompts(many, npu(None)) == ()
-    message = (
-        r"hot_prompts=\(128,\)\) for SM8650: expected feed-forward layers of at most 3584 MiB, which an NPU can have, "
-        rf"found {len(many)} with 3584 MiB in w4a16\. Leave it out"
-    )
+    message = rf"hot neurons of {len(many)} layers, graph prefill_128, for SM8650: expected .*Pass fewer chunks"
     with pytest.raises(ConfigError, match=message):
         hot_prompts(many, npu((128,)))
     assert hot_prompts(layers * (len(many) // 2), npu(None, precision="w8a16")) == (128,)

@@ -264,13 +264,13 @@ def test_the_check_compiles_and_stays_offline(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize(
     ("precision", "hot_attention", "block"),
-    [("fp16", "all", 0), ("w4a16", "all", 0), ("w4a16", "all", 32), ("w4a16", "none", 0)],
+    [("fp16", "prompts", 0), ("w4a16", "prompts", 0), ("w4a16", "prompts", 32), ("w4a16", "none", 0)],
 )
 def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
     precision: str, hot_attention: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bundle as users export it: hot neurons on QNN, cold ones over the store, attention and the last linear layer on
-    QNN or, as the rest, on XNNPACK.
+    """A bundle as users export it: hot neurons on QNN, cold ones over the store, attention of prompts on QNN or, as the
+    rest, on XNNPACK.
 
     Against PyTorch with what is on QNN in the precision that was compiled.
     """
@@ -317,14 +317,14 @@ def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
     methods = describe_program(folder / "model.pte")["methods"]
     for name in ("decode_b1", "decode_b2"):  # of each of two layers one hot part, between submit and collect
         delegates = methods[name]["delegates"]
-        assert (delegates["QnnBackend"], delegates["Pi2Backend"]) == (2 if hot_attention == "none" else 5, 4)
+        assert (delegates["QnnBackend"], delegates["Pi2Backend"]) == (2, 4)
         assert delegates["XnnpackBackend"] > 0
     assert "QnnBackend" not in methods["forward"]["delegates"]
-    assert methods["prefill_8"]["delegates"]["QnnBackend"] == methods["decode_b1"]["delegates"]["QnnBackend"]
+    assert methods["prefill_8"]["delegates"]["QnnBackend"] == (2 if hot_attention == "none" else 4)
     report = json.loads((folder / "qnn.json").read_text())
     assert report.get("attention", "none") == hot_attention
     assert {part["block"] for part in report.get("parts", {}).values()} <= {block}
-    assert {*report.get("parts", {})} == ({"attention0", "attention1", "head"} if hot_attention == "all" else set())
+    assert {*report.get("parts", {})} == ({"attention0", "attention1"} if hot_attention == "prompts" else set())
     load_library()
     set_options({"store_path": str(folder / "model.pi2")})
     program = Runtime.get().load_program(folder / "model.pte")
@@ -339,8 +339,8 @@ def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
         neurons = {"decode_b1": 512, "prefill_8": 768}
         hot = {name: [(m, count) for m in of_layers.modules[name]] for name, count in neurons.items()}
         attention = PlacedAttention()
-        if hot_attention == "all":
-            attention = PlacedAttention("all", attention_calls(lanes), compiled[0].modules)
+        if hot_attention == "prompts":
+            attention = PlacedAttention(attention_calls(lanes), compiled[0].modules)
         decoders = {name: Accelerated(hot, attention).decoder(name, lanes) for name in hot}
         start = torch.zeros(1, dtype=torch.int64)
         decoder_methods(lanes, (1,))["forward"](ids[:, :8], start)

@@ -110,18 +110,6 @@ def test_data_that_are_no_rows_of_ids_are_not_scored(item: Any) -> None:
 def test_a_report_is_read(tmp_path: Path) -> None:
     (tmp_path / REPORT_FILE).write_text(json.dumps(NPU_REPORT))
     assert read_report(tmp_path / REPORT_FILE) == NPU_REPORT
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"version": 2}, r"expected torch_pi2\.qnn version 1, found torch_pi2\.qnn version 2"),
-        ({"layers": [{}]}, r"layers, 0: expected a field measured_tokens, found none"),
-        ({"layers": 3}, r"layers: expected a list, found 3"),
-        ({"loss": {**NPU_REPORT["loss"], "tokens": 0}}, r"loss, tokens: expected a whole number, 1 or more, found 0"),
-    ],
-)
-def test_a_damaged_report_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    (tmp_path / REPORT_FILE).write_text(json.dumps(NPU_REPORT | change))
-    with pytest.raises(ArtifactError, match=message):
+    (tmp_path / REPORT_FILE).write_text(json.dumps(NPU_REPORT | {"version": 2}))
+    with pytest.raises(ArtifactError, match=r"expected torch_pi2\.qnn version 1, found torch_pi2\.qnn version 2"):
         read_report(tmp_path / REPORT_FILE)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,39 +175,45 @@ import torch
 class One(torch.nn.Module):
     def forward(self, x):
         return (x,)
-for layer in work["layers"]:
-    if layer["name"] == os.environ.get("BAD"):
+for name in work["parts"]:
+    if name == os.environ.get("BAD"):
         os.kill(os.getpid(), 9)
     if os.environ.get("BAD"):
         time.sleep(60)
-    place = str(folder.parent / layer["name"])
+    place = str(folder.parent / name)
     torch.export.save(torch.export.export(One(), (torch.zeros(1, 32),)), place + ".pt2")
-    pathlib.Path(place + ".context").write_bytes(layer["name"].encode())
+    pathlib.Path(place + ".context").write_bytes(name.encode())
     pathlib.Path(place + ".spec").write_bytes(b"spec")
-    pathlib.Path(place + ".json").write_text(json.dumps({"by": folder.name}))
+    pathlib.Path(place + ".json").write_text(json.dumps({"by": folder.name, "graphs": {"decode_b1": {}}}))
 (folder / "done.json").write_text(json.dumps({"build": "v2"}))
 """
 
 
 @pytest.fixture
-def three_layers(fake_sdk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> lower.Job:
-    """For two processes, which run ``_CHILD``."""
+def three_layers(
+    fake_sdk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[[], tuple[Any, dict[str, Any]]]:
+    """What two processes, which run ``_CHILD``, make of them."""
     (tmp_path / "child.py").write_text(_CHILD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
     monkeypatch.setattr(lower, "_MODULE", "child")
     monkeypatch.setattr(lower, "cores", lambda: 2)
-    for name in ("seen", "work"):
-        (tmp_path / name).mkdir()
-    made = lower.Job(tmp_path / "work", qnn.Settings("SM8650", "fp16", timeout_s=100), sdk.find())
-    for i in range(3):
-        made.add(f"layer{i}", *hot_part(tiny_hot(), None, made.settings, {"decode_b1": (1, 1)}))
-    return made
+    (tmp_path / "seen").mkdir()
+    read: dict[str, Any] = {}
+    settings, of_folder = qnn.Settings("SM8650", "fp16", timeout_s=100), lower._read
+    monkeypatch.setattr(lower, "_read", lambda folder, name: read.setdefault(name, of_folder(folder, name)))
+
+    def run() -> tuple[Any, dict[str, Any]]:
+        given = ((f"layer{i}", *hot_part(tiny_hot(), None, settings, {"decode_b1": (1, 1)})) for i in range(3))
+        return lower.lower_parts(given, settings).about["qnn"], read
+
+    return run
 
 
 @pytest.mark.slow
-def test_layers_are_dealt_out_and_come_back_in_order(three_layers: lower.Job, tmp_path: Path) -> None:
-    build, compiled = three_layers.run()
+def test_layers_are_dealt_out_and_come_back_in_order(three_layers: Any, tmp_path: Path) -> None:
+    build, compiled = three_layers()
     assert (build, list(compiled)) == ("v2", ["layer0", "layer1", "layer2"])
     assert [c.report["by"] for c in compiled.values()] == ["process0", "process1", "process0"]
     assert [c.context for c in compiled.values()] == [b"layer0", b"layer1", b"layer2"]
@@ -217,12 +224,12 @@ def test_layers_are_dealt_out_and_come_back_in_order(three_layers: lower.Job, tm
 
 @pytest.mark.parametrize("bad", ["layer1"])
 def test_a_process_that_is_killed_is_named_and_the_others_end(
-    bad: str, three_layers: lower.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bad: str, three_layers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BAD", bad)
     started = time.monotonic()
     with pytest.raises(CompileError, match=rf"hot neurons of layer {bad[-1]}, graphs decode_b1\).*ended with SIGKILL"):
-        three_layers.run()
+        three_layers()
     assert time.monotonic() - started < 50
     for path in (tmp_path / "seen").iterdir():
         with pytest.raises(ProcessLookupError):
@@ -246,7 +253,6 @@ class _Refused(RuntimeError):
     [
         ("layer3", r"hot neurons of layer 3, graphs decode_b1, prefill_8: .*fewer hot chunks.*target='xnnpack'"),
         ("attention3", r"attention of layer 3, graphs .*hot_attention='none'"),
-        ("head", r"last linear layer, graphs .*hot_attention='prompts' or 'none'"),
     ],
 )
 def test_what_the_compiler_refuses_is_named_with_its_graphs_and_soc(
@@ -260,10 +266,9 @@ def test_what_the_compiler_refuses_is_named_with_its_graphs_and_soc(
         raise _Refused("Failed to compile")
 
     monkeypatch.setattr(qnn_compile, "_lower", lower)
-    layer = {"name": name, "graphs": {"decode_b1": {}, "prefill_8": {}}}
-    programs: dict[str, Any] = dict.fromkeys(layer["graphs"])
+    programs: dict[str, Any] = dict.fromkeys(("decode_b1", "prefill_8"))
     with pytest.raises(CompileError, match=message) as raised:
-        qnn_compile._compile(programs, layer, qnn.Settings("SM8750", "w8a16"), log, convolutions=False)
+        qnn_compile._compile(name, programs, qnn.Settings("SM8750", "w8a16"), log, convolutions=False)
     assert "takes for SM8750 in w8a16, and memory for it, found Failed to compile; <E> out of memory. " in str(
         raised.value
     )

@@ -47,10 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hot", type=_CHUNKS, help=hot)
     pieces = "pieces of prompts that the accelerator reads whole (default: 128 on an NPU that holds all layers)"
     add("--hot-prompts", type=_PIECES, help=pieces)
-    attention = (
-        "where the accelerator computes attention, too: pieces of prompts, or all, which is decoding as well with "
-        "the last linear layer (default: prompts on an NPU that holds it)"
-    )
+    attention = "whether the accelerator computes attention in pieces of prompts (default: on an NPU that holds it)"
     add("--hot-attention", choices=HOT_ATTENTION, help=attention)
     verdict.add_arguments(parser)
     group = parser.add_argument_group("hot neurons on the NPU (lossy)")

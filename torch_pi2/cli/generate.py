@@ -46,9 +46,9 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.base.files import is_standard_output
     from torch_pi2.decode.decoder import check_vocabulary
     from torch_pi2.decode.generate import generate
+    from torch_pi2.decode.sequence import TextStream
     from torch_pi2.observe.trace import trace
     from torch_pi2.rewrite.state import ModelState
-    from torch_pi2.serve.chat import TextStream
 
     sampling = common.sampling_of(args)
     if sampling is not None and args.prompt_lookup:

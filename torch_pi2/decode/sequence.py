@@ -1,11 +1,11 @@
-"""Sequences while they are generated: sampling, ends, stop strings. The logits may come from a model or a bundle."""
+"""Sequences while they are generated, by a model or a bundle: sampling, ends, stop strings, text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -138,3 +138,66 @@ class StopStrings:
         """At the end: what was held back."""
         held, self._held = self._held, ""
         return held
+
+
+class TextStream:
+    """Decodes tokens as they come, up to the first of some stop strings.
+
+    Held back are tokens that are a part of a character, and text that may be the beginning of a stop string.
+
+    Args:
+        tokenizer: of Hugging Face.
+        stops: strings before which the text ends.
+        hidden: ids that are left out of the text; None: those that the tokenizer calls special.
+        before: ids in front of the text: its first space, or character, may depend on them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stops: Sequence[str] = (),
+        hidden: Collection[int] | None = None,
+        before: Sequence[int] = (),
+    ) -> None:
+        self._tokenizer, self._stops, self._hidden = tokenizer, StopStrings(stops), hidden
+        self._ids = list(before)
+        self._from = 0  # the ids from here to ``_to`` are those whose text was returned last
+        ends = range(len(before), max(len(before) - 4, 0), -1)  # the last ids may be bytes of a character
+        self._to = next((n for n in ends if not self._decode(before[:n]).endswith("\ufffd")), len(before))
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has come; all text after it is dropped."""
+        return self._stops.reached
+
+    def add(self, token: int) -> str:
+        """The text that ``token`` completes."""
+        if self.stopped:
+            return ""
+        self._ids.append(token)
+        # a token's text depends on the tokens before it (spaces); an incomplete character decodes to U+FFFD
+        text = self._new()
+        if text.endswith("\ufffd"):
+            return ""
+        self._from, self._to = self._to, len(self._ids)
+        return self._stops.add(text)
+
+    def end(self) -> str:
+        """The text that was held back, when no token follows."""
+        if self.stopped:
+            return ""
+        text = self._new()
+        self._from = self._to = len(self._ids)
+        return self._stops.add(text) + self._stops.flush()
+
+    def _new(self) -> str:
+        """Text of the ids from ``_to`` on."""
+        known, whole = self._decode(self._ids[self._from : self._to]), self._decode(self._ids[self._from :])
+        return whole[len(known) :]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        if self._hidden is not None:
+            ids = [token for token in ids if token not in self._hidden]
+        special = self._hidden is None
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=special, clean_up_tokenization_spaces=False)
+        return text

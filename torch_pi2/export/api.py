@@ -82,9 +82,8 @@ def export(
         hot_prompts: token counts N of methods ``prefill_N``, in which the accelerator computes whole layers; the last
             piece of a prompt is padded. Otherwise ``forward`` reads prompts. Default: 128 on an NPU whose memory holds
             the feed-forward layers, else none.
-        hot_attention: in which methods the accelerator also computes attention with its projections: ``none``,
-            ``prompts`` (those of ``hot_prompts``) or ``all`` (also decoding, with the last linear layer). ``kv`` has
-            to be float32 or float16. Default: ``prompts`` on an NPU whose memory holds it.
+        hot_attention: whether the accelerator also computes attention with its projections: ``none``, or in those of
+            ``prompts``; ``kv`` has to be float32 or float16 then. Default: ``prompts`` on an NPU whose memory holds it.
         precision, blocks, quantization, weight_sharing: for the NPU's part, see
             :class:`torch_pi2.export.qnn.Settings`.
         calibration: text (with ``tokenizer``), ids or batches, as for :func:`torch_pi2.optimize`, on which the inputs

@@ -161,7 +161,7 @@ def lane_layers(
         ours: attention gets only the new tokens, by which :func:`exportable_attention` recognises the layer; otherwise
             it gets what ``select`` gives.
 
-    Our attention function sets ``caller``, ``window`` and ``has_sinks`` of each layer.
+    Our attention function sets ``caller`` and ``window`` of each layer.
     """
     from transformers.cache_utils import CacheLayerMixin
 
@@ -175,7 +175,7 @@ def lane_layers(
             self.keys, self.values, self.rows_BT, self.new_key = keys, values, rows_BT, keys
             self.tokens = keys.shape[2] if ours else len(keys) // lanes
             self.caller: nn.Module | None = None
-            self.window, self.has_sinks = 0, False
+            self.window = 0
 
         def before(self) -> tuple[torch.Tensor, torch.Tensor]:
             """Cached keys and values of the sequences."""
@@ -281,7 +281,7 @@ def _attention(
         raise _unsupported(module, f"one with {', '.join(strange)}" if strange else "one that changes them")
     layer = layers[index]
     window = _window(module, config, index, sliding_window, layer.tokens)
-    layer.caller, layer.window, layer.has_sinks = module, window, s_aux is not None
+    layer.caller, layer.window = module, window
     widths = query.shape[-1], value.shape[-1]  # a cache has one width for both
     query, key, value = (
         F.pad(x, (0, max(widths) - x.shape[-1])) if len({*widths}) > 1 else x for x in (query, key, value)

@@ -184,10 +184,9 @@ def _lossy(source: Source, settings: ExportSettings, methods: Methods) -> Iterat
         prompts = prompt_sizes(methods.specs)
         pieces = f"all neurons there in pieces of {' and '.join(map(str, prompts))}" if prompts else "by the CPU"
         yield f"hot neurons in {settings.precision} on {soc} when decoding (chunks of {CHUNK}); prompts {pieces}"
-        where = {"prompts": "in those pieces", "all": "there and when decoding, then with the last linear layer"}
-        if methods.hot_attention != "none":
+        if methods.hot_attention:
             kind = "in fp16" if settings.precision == "fp16" else "quantised (qnn.json)"
-            yield f"attention {kind} on {soc} {where[methods.hot_attention]}"
+            yield f"attention {kind} on {soc} in those pieces"
 
 
 # --- what is in a .pte ------------------------------------------------------------------------------------------------

@@ -12,7 +12,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_pi2.base.package import how_to_install
-from torch_pi2.errors import ConfigError, LibraryMissingError, VersionError, parse_core_error
+from torch_pi2.errors import (
+    ArtifactError,
+    ConfigError,
+    LibraryMissingError,
+    Pi2Error,
+    StaleArtifactError,
+    VersionError,
+    parse_core_error,
+)
 from torch_pi2.ops.library import library_path
 
 #: The only version of ExecuTorch that the library works with: its C++ interface differs in every version.
@@ -92,8 +100,7 @@ def set_options(options: Mapping[str, str | int | bool]) -> None:
     for key, value in options.items():
         text = str(value).lower() if isinstance(value, bool) else str(value)
         if library.pi2_et_set(key.encode(), text.encode()) != 0:
-            what, expected, found, fix = parts_of_problem(last_error())
-            raise ConfigError(what, expected=expected, found=found, fix=fix)
+            raise delegate_error(last_error())
 
 
 def share_weights(share: bool) -> None:
@@ -103,8 +110,7 @@ def share_weights(share: bool) -> None:
         LibraryMissingError: see :func:`load_library`; or this executorch has no XNNPACK.
     """
     if load_library().pi2_et_share_weights(int(share)) != 0:
-        what, expected, found, fix = parts_of_problem(last_error())
-        raise LibraryMissingError(what, expected=expected, found=found, fix=fix)
+        raise delegate_error(last_error(), LibraryMissingError)
 
 
 def last_error() -> str:
@@ -132,8 +138,12 @@ def stats(*, reset: bool = False) -> dict[str, Any]:
         size = 2 * needed
 
 
-def parts_of_problem(message: str) -> tuple[str, str, str, str]:
-    """The parts of ``what: expected ..., found .... fix``."""
-    what, expected, rest = parse_core_error(message)
+def delegate_error(text: str, kind: type[Pi2Error] | None = None) -> Pi2Error:
+    """The error for a message of the backend, ``what: expected ..., found .... fix``; its kind follows from it."""
+    what, expected, rest = parse_core_error(text)
     found, _, fix = rest.partition(". ")
-    return what, expected, found, fix
+    if not (what and expected and found and fix):
+        return ArtifactError("our delegate", expected="that it works", found=text, fix="See its log on standard error.")
+    of_settings, of_weights = what.startswith(("option ", "trace ")), expected.startswith("weights ")
+    kind = kind or (ConfigError if of_settings else StaleArtifactError if of_weights else ArtifactError)
+    return kind(what, expected=expected, found=found, fix=fix)

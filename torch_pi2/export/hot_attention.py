@@ -1,8 +1,8 @@
-"""Attention with its projections on an accelerator, and the last linear layer: dense graphs of fixed shape.
+"""Attention with its projections on an accelerator, where it reads prompts: dense graphs of fixed shape.
 
 An accelerator cannot write in place. So keys and values of earlier tokens are inputs of the graph, over all slots of a
 lane under a mask, and those of new tokens are outputs, which ``pi2::write_cache`` puts into the cache.
-:class:`AttentionPart` and :class:`HeadPart` are these graphs, :func:`with_parts` puts them into a decoder.
+:class:`AttentionPart` is such a graph, :func:`with_parts` puts them into a decoder.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from torch_pi2.rewrite.install import everywhere, exchange
 
 #: Under this name transformers finds the attention of a part.
 _NAME = "pi2_hot_attention"
-#: The name of the last linear layer among parts.
-HEAD = "head"
 #: Added to the scores of what a token does not see. Float16 holds it, too.
 _MASKED = -3e4
 #: Tokens of a piece in which calibration texts are read.
@@ -127,17 +125,6 @@ class AttentionPart(nn.Module):
         return y, key, value
 
 
-class HeadPart(nn.Module):
-    """``(x,) -> (logits,)``: the last linear layer, ``[B, T, H] -> [B, T, V]``."""
-
-    def __init__(self, linear: nn.Module) -> None:
-        super().__init__()
-        self.rows = _Rows(linear)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-        return (self.rows(x),)
-
-
 class _Rows(nn.Module):
     """A linear layer or a norm, whose input is reshaped to the rows of one matrix. Otherwise the HTP (Qualcomm's
     emulator, QNN 2.49) computes something else: of 4-bit weights and x ``[2, 1, H]``, of root mean squares in float16
@@ -208,17 +195,6 @@ def _attend(
     return torch.cat(found, 1).reshape(batch, heads, tokens, width).transpose(1, 2), None
 
 
-class AcceleratedHead(nn.Module):
-    """Replaces a decoder's last linear layer; ``part`` computes it."""
-
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.part = part
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.part(x)[0]
-
-
 class AcceleratedAttention(nn.Module):
     """Replaces an attention of transformers; ``part`` computes it."""
 
@@ -241,30 +217,20 @@ def states_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tens
     return [x, *(kwargs.get("position_embeddings") or ())]
 
 
-def head_of(lanes: Lanes) -> nn.Module | None:
-    """The last linear layer of the model of ``lanes``, if it has one of its own."""
-    last: Any = lanes.model.get_output_embeddings()  # type: ignore[operator]
-    return last if _is_linear(last) else None
-
-
 def with_parts(lanes: Lanes, calls: Sequence[AttentionCall], parts: Mapping[str, nn.Module]) -> Lanes:
-    """A variant of ``lanes`` in which ``parts``, by name, compute the attention of layers, or the head."""
+    """A variant of ``lanes`` in which ``parts``, by name, compute the attention of layers; all layers, or none."""
     variant = lanes.variant()
     replacements: dict[nn.Module, nn.Module] = {
         variant.model.get_submodule(call.name): AcceleratedAttention(call, parts[part_name(call.layer)])
-        for call in calls
-        if part_name(call.layer) in parts
+        for call in (calls if parts else ())
     }
-    if HEAD in parts and (head := head_of(variant)) is not None:
-        replacements[head] = AcceleratedHead(parts[HEAD])
     exchange(everywhere(variant.model, replacements))
     return variant
 
 
-def float_parts(calls: Sequence[AttentionCall], head: nn.Module | None) -> dict[str, nn.Module]:
-    """The part of each layer and of ``head`` by name, in float32."""
-    parts: dict[str, nn.Module] = {part_name(call.layer): AttentionPart(call) for call in calls}
-    return parts if head is None else parts | {HEAD: HeadPart(head)}
+def float_parts(calls: Sequence[AttentionCall]) -> dict[str, nn.Module]:
+    """The part of each layer by name, in float32."""
+    return {part_name(call.layer): AttentionPart(call) for call in calls}
 
 
 def part_name(layer: int) -> str:
@@ -298,7 +264,7 @@ def check_parts(lanes: Lanes, calls: Sequence[AttentionCall]) -> None:
 
     try:
         expected = read(lanes)
-        logits = read(with_parts(lanes, calls, float_parts(calls, head_of(lanes))))
+        logits = read(with_parts(lanes, calls, float_parts(calls)))
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -359,14 +325,9 @@ def attention_calls(lanes: Lanes, dtype: torch.dtype | None = None) -> list[Atte
         x, *tables = states_of(args, kwargs)
         others = {k: v for k, v in kwargs.items() if k not in _POSITIONS and not hasattr(v, "layers")}
         strange = [k for k, v in others.items() if isinstance(v, torch.Tensor)]
-        strange += [f"{len(args)} positional arguments"] * (len(args) > 1)
-        strange += ["tables of other numbers than float32"] * any(t.dtype != torch.float32 for t in tables)
-        strange += ["further results"] * (not isinstance(output, tuple) or any(o is not None for o in output[1:]))
+        if strange or len(args) > 1 or not isinstance(output, tuple):
+            raise _refused(model, f"one that is called with {', '.join(strange) or 'something else'}")
         layer = layers[index]
-        strange += ["sinks"] * layer.has_sinks
-        strange += ["values of another width than keys"] * (layer.keys.shape[-1] != layer.values.shape[-1])
-        if strange or x.dim() != 3:
-            raise _refused(model, f"one with {', '.join(strange)}")
         shapes = (x.shape[-1], *(t.shape[-1] for t in tables)), (*layer.keys.shape[1:],)
         found[index] = AttentionCall(
             index, cache, names[module], module, layer.window, others, *shapes, dtype or layer.keys.dtype, len(output)
@@ -402,10 +363,9 @@ class PlacedAttention:
     """Attention on the accelerator.
 
     Attributes:
-        where: "none", "prompts" or "all". calls: of the decoder's layers. parts: method -> name -> part.
+        calls: of the decoder's layers. parts: method -> name -> part; empty: it is on the CPU.
     """
 
-    where: str = "none"
     calls: Sequence[AttentionCall] = ()
     parts: Mapping[str, Mapping[str, nn.Module]] = field(default_factory=dict)
 
@@ -419,7 +379,7 @@ def place_attention(
     report: dict[str, Any],
     ffn_bytes: int,
 ) -> PlacedAttention:
-    """Decide which methods have attention on the accelerator, and compile its parts.
+    """Decide whether the methods that read prompts have attention on the accelerator, and compile its parts.
 
     Args:
         source: the model that ``lanes`` has a copy of. methods: those with hot parts. calibration: without any, nothing
@@ -431,36 +391,32 @@ def place_attention(
     """
     asked, soc = settings.hot_attention, settings.soc
     prompts = [name for name in methods if name.startswith("prefill_")]
-    where = asked or ("prompts" if soc and prompts and settings.kv != "int8" else "none")
-    if where == "none":
+    if asked == "none" or (asked is None and not (soc and prompts and settings.kv != "int8")):
         return PlacedAttention()
-    if where == "prompts":
-        methods = prompts
     try:
-        if not methods:
+        if not prompts:
             raise ConfigError(
                 "export(hot_attention='prompts')",
                 expected="methods that read prompts on the accelerator (hot_prompts)",
                 found="none",
-                fix="Pass hot_prompts, sizes below max_tokens, or hot_attention='all' to decode there.",
+                fix="Pass hot_prompts, sizes below max_tokens.",
             )
         # quantised graphs have no 16-bit float inputs
         quantised = soc is not None and settings.precision != "fp16"
         calls = attention_calls(lanes, torch.float32 if quantised else None)
         check_parts(lanes, calls)
-        head = head_of(lanes) if where == "all" else None
         if soc is None:
-            return PlacedAttention(where, calls, dict.fromkeys(methods, float_parts(calls, head)))
-        block = _block([call.module for call in calls] + ([] if head is None else [head]), settings, ffn_bytes)
+            return PlacedAttention(calls, dict.fromkeys(prompts, float_parts(calls)))
+        block = _block([call.module for call in calls], settings, ffn_bytes)
     except Pi2Error as error:
         if asked:
             raise
         report["attention"] = f"on the CPU: {error.found}"
         return PlacedAttention()
-    programs = _programs(source, calls, head, methods, block, settings.quantization == "gptq", calibration)
+    programs = _programs(source, calls, prompts, block, settings.quantization == "gptq", calibration)
     lowered = qnn.lower_parts(programs, settings.qnn, progress=settings.progress)
-    report |= {"attention": where, "parts": lowered.report}
-    return PlacedAttention(where, calls, lowered.modules)
+    report |= {"attention": "prompts", "parts": lowered.report}
+    return PlacedAttention(calls, lowered.modules)
 
 
 def _block(modules: Sequence[nn.Module], settings: ExportSettings, ffn_bytes: int) -> int:
@@ -479,8 +435,8 @@ def _block(modules: Sequence[nn.Module], settings: ExportSettings, ffn_bytes: in
     raise ConfigError(
         f"export(hot_attention={settings.hot_attention!r}) for {settings.soc}",
         expected=f"at most {qnn.MOST_BYTES >> 20} MiB of weights, which an NPU can have",
-        found=f"{(ffn_bytes + size) >> 20} MiB: attention and last linear layer {size >> 20} MiB, feed-forward layers "
-        f"{ffn_bytes >> 20} MiB in {settings.precision}",
+        found=f"{(ffn_bytes + size) >> 20} MiB: attention {size >> 20} MiB, feed-forward layers {ffn_bytes >> 20} MiB "
+        f" in {settings.precision}",
         fix="Leave it out (the CPU computes attention), or pass blocks=32 for smaller feed-forward layers.",
     )
 
@@ -488,7 +444,6 @@ def _block(modules: Sequence[nn.Module], settings: ExportSettings, ffn_bytes: in
 def _programs(
     source: nn.Module,
     calls: Sequence[AttentionCall],
-    head: nn.Module | None,
     methods: Sequence[str],
     block: int,
     gptq: bool,
@@ -497,18 +452,12 @@ def _programs(
     """Each part as the NPU's compiler takes it: its name, its program, its inputs."""
     precision = "w4a16" if block else "w8a16"
     attentions = [source.get_submodule(call.name) for call in calls]
-    heads = [] if head is None else [source.get_output_embeddings()]  # type: ignore[operator]
-    seen: list[Any] = [[]] * (len(attentions) + 1)
+    seen: list[Any] = [[]] * len(attentions)
     if calibration:
-        seen = calls_of(source, [*attentions, *heads], states_of, calibration)
+        seen = calls_of(source, attentions, states_of, calibration)
     for call, states in zip(calls, seen):
         part = AttentionPart(call)
         graphs = {name: call.shapes(*sizes_of(name)) for name in methods}
         samples = samples_of(part, states) if calibration else []
         program = qnn.open_program(part, qnn.zeros(call.shapes(2, 3)), call.open)
         yield part_name(call.layer), program, qnn.PartInputs(samples, graphs, call.open, precision, block, gptq)
-    if head is not None:
-        width = calls[0].widths[0]
-        one = {name: [((sizes_of(name)[0], 1, width), torch.float32)] for name in methods}
-        program = qnn.open_program(HeadPart(head), (torch.zeros(2, 3, width),), [(0, 1)])
-        yield HEAD, program, qnn.PartInputs([tuple(x) for x in seen[-1]], one, [(0, 1)], precision, block)

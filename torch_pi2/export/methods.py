@@ -79,13 +79,13 @@ class Methods:
     """What is traced.
 
     Attributes:
-        specs: by name. chunks: method -> chunks of hot neurons in each layer, on an accelerator. hot_attention: in
-            which methods attention is there, too. check: raises if the traced methods are wrong.
+        specs: by name. chunks: method -> chunks of hot neurons in each layer, on an accelerator. hot_attention:
+            whether it also computes attention of prompts. check: raises if the traced methods are wrong.
     """
 
     specs: Mapping[str, MethodSpec]
     chunks: Chunks = field(default_factory=dict)
-    hot_attention: str = "none"
+    hot_attention: bool = False
     check: Callable[[Programs], None] = lambda _: None
 
 
@@ -137,7 +137,7 @@ def decoder_methods_of(
         # decoding with hot parts is not compared: they may be compiled, and have neurons that predictors leave out
         check_traced(checked, programs, max_prompt=settings.forward_tokens, smooth=smooth, decode=not settings.splits)
 
-    return Methods(specs, chunks, accelerated.attention.where, check)
+    return Methods(specs, chunks, bool(accelerated.attention.parts), check)
 
 
 def module_methods(
@@ -191,7 +191,7 @@ def check_npu_memory(layers: Sequence[SparseFFN], settings: ExportSettings, meth
             f"hot neurons of {len(layers)} layers, graph {method}, for {settings.soc}",
             expected=f"at most {MOST_BYTES >> 20} MiB of weights, which an NPU can have",
             found=f"{size >> 20} MiB in {settings.precision} ({min(neurons)} to {max(neurons)} neurons of a layer)",
-            fix="Pass fewer chunks (hot), or for fewer bits a weight precision='w4a16', blocks=32.",
+            fix="Pass fewer chunks (hot), no hot_prompts, or for fewer bits a weight precision='w4a16', blocks=32.",
         )
 
 
@@ -201,31 +201,22 @@ def hot_prompts(layers: Sequence[SparseFFN], settings: ExportSettings) -> tuple[
     Raises:
         ConfigError: an NPU's memory does not hold them.
     """
-    prompts = None if settings.hot_prompts is None else tuple(settings.hot_prompts)
-    size = _ffn_bytes(layers, settings)
-    if size <= MOST_BYTES:
-        default = (128,) if settings.soc is not None and settings.max_tokens > 128 else ()
-        return default if prompts is None else prompts
-    if prompts:
-        raise ConfigError(
-            f"export(hot_prompts={prompts}) for {settings.soc}",
-            expected=f"feed-forward layers of at most {MOST_BYTES >> 20} MiB, which an NPU can have",
-            found=f"{len(layers)} with {size >> 20} MiB in {settings.precision}",
-            fix="Leave it out: prompts are read by the CPU, from the store.",
-        )
-    return ()
+    asked, whole = settings.hot_prompts, [-(-ffn.site.intermediate // CHUNK) for ffn in layers]
+    if asked:
+        check_npu_memory(layers, settings, f"prefill_{max(asked)}", whole)
+        return tuple(asked)
+    default = asked is None and settings.soc is not None and settings.max_tokens > 128
+    return (128,) if default and _ffn_bytes(layers, settings, whole) <= MOST_BYTES else ()
 
 
-def _ffn_bytes(layers: Sequence[SparseFFN], settings: ExportSettings, chunks: Sequence[int] | None = None) -> int:
-    """Bytes of weights on an NPU, if there is one: of whole layers, or of so many chunks of each."""
+def _ffn_bytes(layers: Sequence[SparseFFN], settings: ExportSettings, chunks: Sequence[int]) -> int:
+    """Bytes of weights on an NPU, if there is one, of so many chunks of each layer."""
     if settings.soc is None:
         return 0
-    weights: int = 0
-    for i, site in enumerate(ffn.site for ffn in layers):
-        neurons = site.intermediate if chunks is None else min(site.intermediate, chunks[i] * CHUNK)
-        weights += neurons * site.rows_per_neuron * site.hidden
-    bits: float = settings.qnn.bits
-    return round(weights * bits / 8)
+    sites = [ffn.site for ffn in layers]
+    neurons = [min(site.intermediate, count * CHUNK) for site, count in zip(sites, chunks, strict=True)]
+    weights = sum(n * site.rows_per_neuron * site.hidden for n, site in zip(neurons, sites))
+    return round(weights * settings.qnn.bits / 8)
 
 
 def _accelerated(source: Source, lanes: Lanes, settings: ExportSettings, staging: Path, chunks: Chunks) -> Accelerated:

@@ -1,4 +1,4 @@
-"""``Bundle``: run a bundle on this machine, as the C++ runner does on a phone."""
+"""``Bundle``: run a bundle on this machine by ExecuTorch's Python runtime. On phones the C++ runner does."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import torch
 from torch_pi2.base.fields import argument, checked
 from torch_pi2.base.files import check_not_standard_output
 from torch_pi2.base.units import parse_bytes
-from torch_pi2.decode.sequence import GeneratedSequence, StopStrings, decode_loop
+from torch_pi2.decode.sequence import GeneratedSequence, TextStream, decode_loop
 from torch_pi2.errors import ConfigError, NonFiniteError, ShapeError
 from torch_pi2.export import executorch as backend
 from torch_pi2.export.manifest import STORE_FILE, Manifest
 from torch_pi2.export.runtime import Program
-from torch_pi2.export.text import Detokenizer, SamplingKeywords, SamplingSettings, defaults_of, encode, load_tokenizer
+from torch_pi2.export.text import SamplingKeywords, SamplingSettings, defaults_of, encode, load_tokenizer
 
 _log = logging.getLogger("torch_pi2")
 
@@ -53,7 +53,7 @@ class Generated:
     """What :meth:`Bundle.generate` returns.
 
     Attributes:
-        prompt_ids: tokens of the prompt, of which ``known_tokens`` were not read again. sequences: the answers.
+        prompt_ids: tokens of the prompt. sequences: the answers.
         prompt_seconds: until the first token. decode_seconds: all others. decode_steps: calls of decoding methods.
     """
 
@@ -62,7 +62,6 @@ class Generated:
     prompt_seconds: float
     decode_seconds: float
     decode_steps: int
-    known_tokens: int = 0
 
     @property
     def text(self) -> str:
@@ -79,7 +78,7 @@ class Generated:
 class Bundle:
     """An open bundle. Methods are loaded when they are first needed, the neuron store with the first of them.
 
-    One thread at a time: the methods share one KV cache. The settings below are lossless: they change no bit.
+    One call at a time: the methods share one KV cache. The settings below are lossless: they change no bit.
 
     Args:
         folder: written by ``torch_pi2.export``; every file must be there with its size.
@@ -148,9 +147,7 @@ class Bundle:
         }
         self._tokenizer = tokenizer
         self._sampling = defaults_of(self.folder)
-        self._in_first_lane: list[int] = []  # tokens whose keys and values are there
-        self._lock = threading.RLock()
-        self._busy = False
+        self._busy = threading.Lock()
         self._program: Program | None = Program(self.folder, self.manifest, options)
         self._program.load("forward")  # opens the store, whose problems are reported now
 
@@ -170,17 +167,17 @@ class Bundle:
         """Release the program; the store is closed when no other bundle uses it. A closed bundle cannot be used.
 
         Raises:
-            ConfigError: the trace cannot be written; or this is called within ``stream`` of an answer.
+            ConfigError: the trace cannot be written; or another call is going on.
         """
-        with self._alone("close"):
-            program, self._program = self._program, None
-            if program is not None:
+        if self._program is not None:
+            with self._alone("close", None) as program:
+                self._program = None
                 program.close()
 
     @property
     def load_seconds(self) -> float:
         """Time that loading methods took so far."""
-        return self._open("load_seconds").load_seconds
+        return 0.0 if self._program is None else self._program.load_seconds
 
     @property
     def tokenizer(self) -> Any:
@@ -197,8 +194,8 @@ class Bundle:
         Raises:
             ConfigError: the bundle is a decoder. ShapeError, DtypeError: the inputs are not as when it was exported.
         """
-        self._require("module", "bundle(...)")
-        outputs = self._call("forward", *args)
+        with self._alone("bundle(...)", "module") as program:
+            outputs = program.call("forward", *args)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     @torch.no_grad()
@@ -209,7 +206,6 @@ class Bundle:
         *,
         seed: int = 0,
         num_return_sequences: int = 1,
-        reuse: bool = False,
         stream: Stream | None = None,
         **sampling: Unpack[SamplingKeywords],
     ) -> Generated:
@@ -217,64 +213,61 @@ class Bundle:
 
         Greedy answers (``temperature=0``, the default) are the same bits each time. Sequence i of a sampled answer has
         its own generator, seeded ``seed + i``. The prompt is read once and its keys and values are copied to the other
-        sequences. They end at their own times; as soon as a smaller batch holds the remaining ones, its method goes on.
+        sequences, which end at their own times.
 
         Args:
             prompt: text, token ids, or messages of a chat (``{"role": ..., "content": ...}``) for the tokenizer's
                 template.
             max_new_tokens: most tokens of each sequence (default: as many as fit).
             num_return_sequences: at most ``manifest.lanes``.
-            reuse: do not read again the tokens that prompt and last call (with one sequence) begin with, as in the
-                next turn of a chat. Keys and values of the last answer come from decoding, and the rest is read as a
-                short prompt: where neurons are predicted, both miss neurons that a long prompt read at once does not.
             stream: called for every token, in order of sequences within a step. An error that it raises ends the
                 answer. It cannot call this bundle, whose KV cache is in use.
             sampling: ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty``, ``stop``: see
                 :class:`torch_pi2.export.text.SamplingSettings`; None: the model's generation_config.json decides.
 
         Raises:
-            ConfigError: the bundle is no decoder, an argument is wrong, or this is called within ``stream``.
+            ConfigError: the bundle is no decoder, an argument is wrong, or another call is going on.
             ShapeError: the prompt is too long.
             ArtifactError: a tokenizer is needed and there is none, or the store cannot be read.
             NonFiniteError: logits are not finite.
         """
-        with self._alone("generate", "decoder"):
-            self._check_count("num_return_sequences", num_return_sequences)
-            argument(reuse, "reuse").flag()
-            prompts = [prompt] * num_return_sequences
-            answers, timing = self._answer(prompts, max_new_tokens, sampling, seed, stream, reuse)
-        return Generated(answers[0].prompt, [answer.result() for answer in answers], *timing)
+        how = SamplingSettings(**sampling)
+        if max_new_tokens is not None:
+            argument(max_new_tokens, "max_new_tokens").whole(1)
+        if stream is not None and not callable(stream):
+            argument(stream, "stream").wrong("a function, or None")
+        argument(seed, "seed").whole(most=1 << 62)
+        if isinstance(prompt, str):
+            argument(prompt, "prompt").text(empty=True)
+        with self._alone("generate", "decoder") as program:
+            count, lanes = num_return_sequences, self.manifest.lanes
+            if type(count) is not int or not 1 <= count <= lanes:
+                argument(count, "num_return_sequences").wrong(f"1 to {lanes}, the lanes of the bundle")
+            ids, room = self._encode(prompt)
+            tokenizer = self.tokenizer if how.stop or self._has_tokenizer() else None
+            how = how.with_defaults(self._sampling)
+            answers = [
+                _Answering(i, seed, room, max_new_tokens, self.manifest.eos, ids, tokenizer, stream, how)
+                for i in range(count)
+            ]
+            batch = min(b for b in self.manifest.batches if b >= count)
+            sizes = [f"prefill_{n}" for n in self.manifest.prefills]
+            for name in (*sizes, f"decode_b{batch}", *(["fork"] if count > 1 else [])):
+                program.load(name)  # so that no answer waits for it later
+            steps: list[float] = []  # when each began
 
-    @torch.no_grad()
-    def generate_batch(
-        self,
-        prompts: Sequence[Prompt],
-        max_new_tokens: int | None = None,
-        *,
-        seed: int = 0,
-        stream: Stream | None = None,
-        **sampling: Unpack[SamplingKeywords],
-    ) -> list[Generated]:
-        """Continue several prompts at once, each in a lane of its own.
+            def step(going: list[_Answering]) -> list[tuple[_Answering, torch.Tensor]]:
+                steps.append(time.perf_counter())
+                if count > 1 and len(steps) == 1:
+                    program.call("fork", torch.zeros(lanes, dtype=torch.int64))
+                logits_NV = _decode(program, batch, {a.number: (a.tokens[-1], a.position) for a in going})
+                return [(answer, logits_NV[answer.number]) for answer in going]
 
-        A lossless bundle gives each the greedy answer of :meth:`generate` (up to the last bits of logits, as methods of
-        other batch sizes add in another order).
-
-        Args:
-            prompts: at most ``manifest.lanes``. The others: as of :meth:`generate`; prompt i is sequence i.
-
-        Returns:
-            One sequence for each prompt; seconds and steps are those of all together.
-
-        Raises:
-            As :meth:`generate`.
-        """
-        with self._alone("generate_batch", "decoder"):
-            if isinstance(prompts, str):
-                argument(prompts, "prompts").wrong("a list of prompts")
-            self._check_count("prompts", len(prompts))
-            answers, timing = self._answer([*prompts], max_new_tokens, sampling, seed, stream, False)
-        return [Generated(answer.prompt, [answer.result()], *timing) for answer in answers]
+            started = time.perf_counter()
+            decode_loop(answers, [self._read(program, ids)] * count, step, _Answering.choose)
+            done = time.perf_counter()
+        first = steps[0] if steps else done
+        return Generated(ids, [answer.result() for answer in answers], first - started, done - first, len(steps))
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int] | torch.Tensor, prompt: int = 1) -> torch.Tensor:
@@ -283,18 +276,15 @@ class Bundle:
         The first ``prompt`` tokens are read at once (``forward``), the others one by one (``decode``).
 
         Raises:
-            ConfigError: the bundle is no decoder, or this is called within ``stream``. ShapeError: too many tokens, or
-                none.
+            ConfigError: the bundle is no decoder, or another call is going on. ShapeError: too many tokens, or none.
         """
-        with self._alone("logits", "decoder"):
-            tokens = self._encode(ids)
-            self._most_new_tokens(tokens[:-1])
+        with self._alone("logits", "decoder") as program:
+            tokens, _ = self._encode(ids, 0)
             if not 1 <= prompt <= len(tokens):
                 raise ShapeError("prompt", expected=f"1 to {len(tokens)} tokens", found=str(prompt), fix="Correct it.")
-            self._in_first_lane = []
-            rows = [self._read(tokens[:prompt])]
+            rows = [self._read(program, tokens[:prompt])]
             for position in range(prompt, len(tokens)):
-                rows.append(self._decode({0: (tokens[position], position)})[0])
+                rows.append(_decode(program, self.manifest.batches[0], {0: (tokens[position], position)})[0])
         return torch.stack(rows)
 
     def stats(self, *, reset: bool = False) -> dict[str, Any]:
@@ -316,177 +306,77 @@ class Bundle:
             "wait_share": total["wait_ns"] / busy if busy else None,
         }
 
-    # --- one call at a time -------------------------------------------------------------------------------------------
-
     @contextmanager
-    def _alone(self, what: str, kind: str | None = None) -> Iterator[None]:
-        """Other threads wait; a call within ``stream`` of an answer is refused."""
-        with self._lock:
-            if self._busy:
-                raise ConfigError(
-                    f"{what} of {self.folder}",
-                    expected="one call at a time: the KV cache holds an answer",
-                    found="a call within the stream of an answer",
-                    fix="Call it later, or open the bundle once more; to end the answer raise an error in stream.",
-                )
-            if kind is not None:
-                self._require(kind, what)
-            self._busy = True
-            try:
-                yield
-            finally:
-                self._busy = False
+    def _alone(self, what: str, kind: str | None) -> Iterator[Program]:
+        """The program, for one call at a time. Raises ConfigError: another one, a closed bundle, or of another kind."""
 
-    def _open(self, what: str) -> Program:
-        if self._program is None:
-            raise ConfigError(
-                f"{what} of {self.folder}", expected="an open bundle", found="a closed one", fix="Open it."
-            )
-        return self._program
+        def refuse(expected: str, found: str, fix: str) -> ConfigError:
+            return ConfigError(f"{what} of {self.folder}", expected=expected, found=found, fix=fix)
 
-    def _require(self, kind: str, what: str) -> None:
-        self._open(what)
-        if self.manifest.kind != kind:
-            raise ConfigError(
-                f"{what} of {self.folder}",
-                expected=f"a bundle of kind {kind}",
-                found=self.manifest.kind,
-                fix="Call bundle(...) for modules, generate or logits for decoders.",
-            )
+        if not self._busy.acquire(blocking=False):
+            fix = "Call it later, or open the bundle once more; to end an answer raise an error in its stream."
+            raise refuse("one call at a time: the KV cache holds an answer", "a call within another one", fix)
+        try:
+            if self._program is None:
+                raise refuse("an open bundle", "a closed one", "Open it.")
+            if kind not in (None, self.manifest.kind):
+                fix = "Call bundle(...) for modules, generate or logits for decoders."
+                raise refuse(f"a bundle of kind {kind}", self.manifest.kind, fix)
+            yield self._program
+        finally:
+            self._busy.release()
 
-    def _check_count(self, name: str, count: object) -> None:
-        if type(count) is not int or not 1 <= count <= self.manifest.lanes:
-            argument(count, name).wrong(f"1 to {self.manifest.lanes}, the lanes of the bundle")
-
-    def _call(self, name: str, *args: torch.Tensor | float) -> Sequence[torch.Tensor]:
-        with self._lock:
-            return self._open(name).call(name, *args)
-
-    # --- answers ------------------------------------------------------------------------------------------------------
-
-    def _answer(
-        self,
-        prompts: list[Any],
-        most: int | None,
-        sampling: SamplingKeywords,
-        seed: int,
-        stream: Stream | None,
-        reuse: bool,
-    ) -> tuple[list[_Answering], tuple[float, float, int, int]]:
-        """An answer to each of ``prompts``, of which identical ones are read once; and the numbers of Generated."""
-        how = SamplingSettings(**sampling)
-        if most is not None:
-            argument(most, "max_new_tokens").whole(1)
-        if stream is not None and not callable(stream):
-            argument(stream, "stream").wrong("a function, or None")
-        argument(seed, "seed").whole(most=1 << 62)
-        texts = [argument(prompt, "prompt").text(empty=True) for prompt in prompts if isinstance(prompt, str)]
+    def _has_tokenizer(self) -> bool:
         names = ("tokenizer.json", "tokenizer_config.json")
-        with_text = (
-            self._tokenizer is not None or bool(texts or how.stop) or any((self.folder / n).is_file() for n in names)
-        )
-        tokenizer = self.tokenizer if with_text else None
-        how = how.with_defaults(self._sampling)
-        same = all(prompt is prompts[0] for prompt in prompts)
-        ids = [self._encode(prompt) for prompt in prompts[: 1 if same else None]]
-        answers = []
-        for lane in range(len(prompts)):
-            own = ids[0 if same else lane]
-            fit = self._most_new_tokens(own)
-            answers.append(_Answering(lane, seed, fit, most, self.manifest.eos, own, tokenizer, stream, how))
-        self._load_decoding(len(answers))
-        steps: list[float] = []  # when each began
+        return self._tokenizer is not None or any((self.folder / name).is_file() for name in names)
 
-        def step(going: list[_Answering]) -> list[tuple[_Answering, torch.Tensor]]:
-            steps.append(time.perf_counter())
-            if same and len(answers) > 1 and len(steps) == 1:
-                self._call("fork", torch.zeros(self.manifest.lanes, dtype=torch.int64))
-            logits_NV = self._step(going)
-            return [(answer, logits_NV[answer.lane]) for answer in going]
-
-        known = self._known_tokens(ids[0]) if reuse else 0
-        self._in_first_lane = []
-        started = time.perf_counter()
-        read = [self._read(own, known, lane) for lane, own in enumerate(ids)]
-        decode_loop(answers, read * len(answers) if same else read, step, _Answering.choose)
-        done = time.perf_counter()
-        if len(answers) == 1:
-            self._in_first_lane = ids[0] + answers[0].tokens[:-1]
-        first = steps[0] if steps else done
-        return answers, (first - started, done - first, len(steps), known)
-
-    def _encode(self, prompt: Any) -> list[int]:
-        return encode(prompt, lambda: self.tokenizer, self.manifest.model.vocab or 0)
-
-    def _known_tokens(self, ids: list[int]) -> int:
-        """Tokens that ``ids``, but for the last, and the first lane begin with."""
-        pairs = enumerate(zip(ids[:-1], self._in_first_lane))
-        return next((i for i, (a, b) in pairs if a != b), min(len(ids) - 1, len(self._in_first_lane)))
-
-    def _most_new_tokens(self, ids: list[int]) -> int:
-        """Tokens that an answer to ``ids`` may have. Raises ShapeError: none."""
-        most: int = self.manifest.max_tokens - len(ids)
-        if most <= 0:
+    def _encode(self, prompt: Any, answer: int = 1) -> tuple[list[int], int]:
+        """Tokens of ``prompt``, and how many an answer may have. Raises ShapeError: not ``answer``."""
+        ids = encode(prompt, lambda: self.tokenizer, self.manifest.model.vocab or 0)
+        room: int = self.manifest.max_tokens - len(ids)
+        if room < answer:
             raise ShapeError(
                 "prompt",
-                expected=f"at most {self.manifest.max_tokens - 1} tokens: the bundle has room for "
+                expected=f"at most {self.manifest.max_tokens - answer} tokens: the bundle has room for "
                 f"{self.manifest.max_tokens}, answer included",
                 found=str(len(ids)),
                 fix="Shorten it, or export with a larger max_tokens.",
             )
-        return most
+        return ids, room
 
-    def _read(self, ids: list[int], known: int = 0, lane: int = 0) -> torch.Tensor:
-        """Read ``ids`` into a lane that has the first ``known`` of them already; logits ``[V]`` after the last one."""
-        offset = lane * self.manifest.max_tokens
-        for name, start, count in self.manifest.pieces(known, len(ids)):
+    def _read(self, program: Program, ids: list[int]) -> torch.Tensor:
+        """Read ``ids`` into the first lane; logits ``[V]`` after the last one."""
+        for name, start, count in self.manifest.pieces(len(ids)):
             piece, last = ids[start : start + count], []
             if name != "forward":  # what padding writes is overwritten before it is read
                 piece += piece[-1:] * (self.manifest.methods[name].max_tokens - count)
                 last = [torch.tensor([count - 1])]
-            logits_11V = self._call(name, torch.tensor([piece]), torch.tensor([offset + start]), *last)[0]
+            logits_11V = program.call(name, torch.tensor([piece]), torch.tensor([start]), *last)[0]
         return _finite(logits_11V[0, -1])
 
-    def _step(self, going: list[_Answering]) -> torch.Tensor:
-        """Logits ``[N, V]`` by lane after one more token of each, moved to the first lanes if a smaller batch fits."""
-        if max(a.lane for a in going) >= min(b for b in self.manifest.batches if b >= len(going)):
-            lanes = [a.lane for a in going]
-            self._call("fork", torch.tensor(lanes + lanes[:1] * (self.manifest.lanes - len(lanes))))
-            for lane, answer in enumerate(going):
-                answer.lane = lane
-        return self._decode({a.lane: (a.tokens[-1], a.position) for a in going})
 
-    def _decode(self, lanes: Mapping[int, tuple[int, int]]) -> torch.Tensor:
-        """Logits ``[N, V]`` after (token, position) of each lane."""
-        batch = min(b for b in self.manifest.batches if b > max(lanes))
-        # Idle lanes get the token of a used one, which wants no other neurons. What they write is never read.
-        idle = next(iter(lanes.values()))
-        rows = [lanes.get(lane, idle) for lane in range(batch)]
-        ids_N1, positions_N1 = torch.tensor(rows).split(1, dim=1)
-        logits_N1V = self._call(f"decode_b{batch}", ids_N1.contiguous(), positions_N1.contiguous())[0]
-        return _finite(logits_N1V[:, 0], list(lanes))
-
-    def _load_decoding(self, count: int) -> None:
-        """Load what ``count`` sequences may need, so that they do not wait for it later."""
-        program = self._open("generate")
-        most = min(b for b in self.manifest.batches if b >= count)
-        batches = [b for b in self.manifest.batches if b == most or (count > 1 and b < most)]
-        names = [*(f"prefill_{n}" for n in self.manifest.prefills), *(f"decode_b{b}" for b in batches)]
-        for name in [*names, "fork"] if count > 1 else names:
-            program.load(name)
+def _decode(program: Program, batch: int, lanes: Mapping[int, tuple[int, int]]) -> torch.Tensor:
+    """Logits ``[N, V]`` after (token, position) of each lane."""
+    # Idle lanes get the token of a used one, which wants no other neurons. What they write is never read.
+    idle = next(iter(lanes.values()))
+    rows = [lanes.get(lane, idle) for lane in range(batch)]
+    ids_N1, positions_N1 = torch.tensor(rows).split(1, dim=1)
+    logits_N1V = program.call(f"decode_b{batch}", ids_N1.contiguous(), positions_N1.contiguous())[0]
+    _finite(logits_N1V[[*lanes]])
+    return logits_N1V[:, 0]
 
 
 class _Answering(GeneratedSequence):
-    """An answer that is being generated in a lane of the KV cache, with its text.
+    """An answer that is being generated in the lane of its number, with its text.
 
-    ``fit``: tokens that fit; ``most``: that the caller wants at most.
+    ``room``: tokens that fit; ``most``: that the caller wants at most.
     """
 
     def __init__(
         self,
         number: int,
         seed: int,
-        fit: int,
+        room: int,
         most: int | None,
         eos: tuple[int, ...],
         prompt: list[int],
@@ -494,12 +384,11 @@ class _Answering(GeneratedSequence):
         stream: Stream | None,
         sampling: SamplingSettings,
     ) -> None:
-        super().__init__(number, seed, fit if most is None else min(most, fit), eos)
-        self.lane, self.text, self.prompt = number, "", prompt
-        self._full = "room" if most is None or most >= fit else "length"
+        super().__init__(number, seed, room if most is None else min(most, room), eos)
+        self.prompt, self.text = prompt, ""
+        self._full = "room" if most is None or most >= room else "length"
         self._stream, self._sampling = stream, sampling
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt)
-        self._stops, self._shown = StopStrings(sampling.stop or ()), ""
+        self._decoded = None if tokenizer is None else TextStream(tokenizer, sampling.stop or (), before=prompt)
 
     @property
     def position(self) -> int:
@@ -513,16 +402,12 @@ class _Answering(GeneratedSequence):
     def append(self, token: int) -> None:
         super().append(token)
         piece = ""
-        if self._detokenizer is not None:
-            piece = "" if self.ended == "eos" else self._detokenizer.add(token)
-            piece = self._stops.add(piece + (self._detokenizer.rest() if self.ended else ""))
-            if self._stops.reached:
+        if self._decoded is not None:
+            piece = "" if self.ended == "eos" else self._decoded.add(token)
+            piece += self._decoded.end() if self.ended else ""
+            if self._decoded.stopped:
                 self.ended = "stop"
-            elif self.ended:
-                piece += self._stops.flush()
-            self._shown += piece
-            if self.ended:
-                self.text = self._shown if self.ended == "stop" else self._detokenizer.text()
+            self.text += piece
         if self._stream is not None:
             self._stream(self.number, token, piece)
 
@@ -531,10 +416,9 @@ class _Answering(GeneratedSequence):
         return Answer(self.tokens, self.text, self.ended if self.ended in ("eos", "stop") else self._full)
 
 
-def _finite(logits: torch.Tensor, rows: list[int] | None = None) -> torch.Tensor:
-    """``logits``. Raises NonFiniteError: those of ``rows`` (default: all) are not finite."""
-    used = logits if rows is None else logits[rows]
-    if torch.isfinite(used).all():
+def _finite(logits: torch.Tensor) -> torch.Tensor:
+    """``logits``. Raises NonFiniteError."""
+    if torch.isfinite(logits).all():
         return logits
     raise NonFiniteError(
         "logits",

@@ -13,11 +13,9 @@ import torch
 
 from torch_pi2.errors import (
     ArtifactError,
-    ConfigError,
     DtypeError,
     Pi2Error,
     ShapeError,
-    StaleArtifactError,
     VersionError,
 )
 from torch_pi2.export import executorch as backend
@@ -100,25 +98,12 @@ class Program:
             problem = backend.last_error()
         trace = self.options.get("trace")
         if trace and problem.startswith(f"trace {trace}: "):
-            raise delegate_error(problem)
+            raise backend.delegate_error(problem)
 
     def _failed(self, name: str, expected: str, error: RuntimeError) -> Pi2Error:
         """What our delegate says of ``error``, or else what ExecuTorch does."""
         problem = backend.last_error()
-        return delegate_error(problem) if problem else _refused(f"{self.path}, {name}", expected, error)
-
-
-def delegate_error(text: str) -> Pi2Error:
-    """The error for a message of our delegate: "what: expected ..., found .... what to do"."""
-    what, expected, found, fix = backend.parts_of_problem(text)
-    if not (what and expected and found and fix):
-        return ArtifactError("our delegate", expected="that it works", found=text, fix="See its log on standard error.")
-    kind: type[Pi2Error] = ArtifactError
-    if what.startswith(("option ", "trace ")):
-        kind = ConfigError
-    elif expected.startswith("weights "):
-        kind = StaleArtifactError
-    return kind(what, expected=expected, found=found, fix=fix)
+        return backend.delegate_error(problem) if problem else _refused(f"{self.path}, {name}", expected, error)
 
 
 def _refused(what: str, expected: str, error: RuntimeError) -> ArtifactError:

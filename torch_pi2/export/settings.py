@@ -95,7 +95,7 @@ def _check(settings: ExportSettings) -> None:
         if not good:
             found = repr(getattr(settings, name))
             raise ConfigError(f"export({name}=...)", expected=expected, found=found, fix="Leave it out.")
-    if settings.hot_attention in ("prompts", "all") and settings.kv == "int8":
+    if settings.hot_attention == "prompts" and settings.kv == "int8":
         raise ConfigError(
             f"export(hot_attention={settings.hot_attention!r}) with kv='int8'",
             expected="keys and values in float32 or float16: int8 has a scale for each token",

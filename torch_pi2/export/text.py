@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import re
-import sys
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypedDict
 
 import torch
@@ -27,10 +23,6 @@ FORMAT = "torch_pi2.chat"
 VERSION = 3  # in 2 there were no earlier answers
 
 _log = logging.getLogger("torch_pi2")
-
-#: Bounds of a template: lines that it runs, and characters that it writes.
-MOST_STEPS = 1_000_000
-MOST_TEXT = 1 << 24
 
 #: White space around a marked message, some of it not ASCII.
 _START, _END = "\u3000\x1c \n", "\n \x1f\u00a0"
@@ -50,43 +42,6 @@ _USER, _SYSTEM, _TURN = ("user",), ("system",), ("assistant", "user")
 _Description = tuple[list[str], list[bool]]
 
 
-def render_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
-    """The text of ``messages`` by the tokenizer's template, up to the answer. Raises what the template raises.
-
-    Raises:
-        ConfigError: the template runs for more than ``MOST_STEPS`` lines or writes more than ``MOST_TEXT`` characters.
-            Jinja's sandbox bounds one ``range``, but not nested loops.
-    """
-    with _bounded():
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
-
-
-@contextmanager
-def _bounded() -> Iterator[None]:
-    """Bounds the templates that are rendered in the block, see :func:`render_messages`."""
-    steps = text = 0
-
-    def count(frame: FrameType, event: str, value: Any) -> Any:
-        nonlocal steps, text
-        steps += 1
-        text += len(value) if event == "return" and isinstance(value, str) else 0
-        if steps > MOST_STEPS or text > MOST_TEXT:
-            raise ConfigError(
-                "chat template",
-                expected=f"one that ends within {MOST_STEPS} lines and {MOST_TEXT} characters",
-                found="more",
-                fix="Correct tokenizer.chat_template, or shorten the chat.",
-            )
-        return count if frame.f_code.co_filename == "<template>" else None
-
-    before = sys.gettrace()
-    sys.settrace(count)  # of this thread
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
 def describe_template(tokenizer: Any) -> dict[str, Any] | None:
     """What the template writes before, between and behind messages, up to the answer.
 
@@ -98,9 +53,6 @@ def describe_template(tokenizer: Any) -> dict[str, Any] | None:
         before its next question; None if the template does more with answers. ``strips``: for each role whether white
         space at both ends of its messages (that of :meth:`str.strip`) is removed. None if there is no template, or if
         it does more with questions.
-
-    Raises:
-        ConfigError: see :func:`render_messages`.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         return None
@@ -176,11 +128,13 @@ def _rendered(tokenizer: Any, roles: Sequence[str], contents: Sequence[str]) -> 
     """None: the template raises, which is how templates refuse roles."""
     messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
     try:
-        return render_messages(tokenizer, messages)
-    except ConfigError:
-        raise
+        return _text_of(tokenizer, messages)
     except Exception:
         return None
+
+
+def _text_of(tokenizer: Any, messages: Any) -> str:
+    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
 
 
 def _repeats(tokenizer: Any, user: _Description, both: _Description | None, turns: _Description) -> bool:
@@ -210,12 +164,6 @@ def write_chat(tokenizer: Any, folder: Path) -> bool:
         return False
     atomic_write(folder / CHAT_FILE, json.dumps({"format": FORMAT, "version": VERSION, **description}, indent=1) + "\n")
     return True
-
-
-#: Tokens of the prompt that are decoded with an answer: the text of a token depends on the one before.
-_CONTEXT = 8
-#: A token that is one byte of a character.
-_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -288,9 +236,7 @@ def chat_text(tokenizer: Any, messages: Any) -> str:
             fix="Pass the prompt as text, or export with a tokenizer that has one.",
         )
     try:
-        return render_messages(tokenizer, messages)
-    except ConfigError:
-        raise
+        return _text_of(tokenizer, messages)
     except Exception as error:  # a template raises what it likes: it is a program
         raise ConfigError(
             "chat",
@@ -298,67 +244,6 @@ def chat_text(tokenizer: Any, messages: Any) -> str:
             found=str(error) or type(error).__name__,
             fix="Correct them.",
         ) from error
-
-
-class Detokenizer:
-    """Text of a growing sequence, in pieces.
-
-    A token may be part of a character, and some tokenizers write a space before a word only if a word precedes it. So
-    new text is the difference of two decodings that begin at an earlier token, held back while it ends within a
-    character. Later tokens do not change it, with one exception: a byte token that forms no character with those before
-    it turns them into U+FFFD, too. ``export/runner/tokenizer/text_stream.cc`` does the same.
-
-    Args:
-        tokenizer: transformers'. prompt: tokens before the first that is added.
-    """
-
-    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        first = max(len(prompt) - _CONTEXT, 0)
-        # Do not begin within a run of bytes, which is decoded as a whole.
-        while first > 0 and not self._stands_alone(prompt[first]):
-            first -= 1
-        self._ids = list(prompt[first:])
-        # A character whose first bytes are the prompt's belongs to the answer.
-        ends = range(len(self._ids), max(len(self._ids) - 4, -1), -1)
-        self._answer = next((n for n in ends if not self._decode(self._ids[:n]).endswith("\ufffd")), len(self._ids))
-        self._start, self._shown = 0, self._answer
-
-    def add(self, token: int) -> str:
-        """The text that this token completes; "" while a character is incomplete."""
-        self._ids.append(token)
-        piece = self._new()
-        if not piece or piece.endswith("\ufffd"):
-            return ""
-        self._start, self._shown = self._shown, len(self._ids)
-        return piece
-
-    def rest(self) -> str:
-        """Text that was held back, at the end."""
-        piece = self._new()
-        self._shown = len(self._ids)
-        return piece
-
-    def text(self) -> str:
-        """The text of all added tokens, decoded at once."""
-        return _behind(self._decode(self._ids[: self._answer]), self._decode(self._ids))
-
-    def _new(self) -> str:
-        return _behind(self._decode(self._ids[self._start : self._shown]), self._decode(self._ids[self._start :]))
-
-    def _stands_alone(self, token: int) -> bool:
-        """Whether the token has text (special ones have none) and is no byte of a character."""
-        text = self._tokenizer.convert_ids_to_tokens(token)
-        return text is not None and not _BYTE.fullmatch(text) and self._decode([token]) != ""
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-def _behind(before: str, whole: str) -> str:
-    """``whole`` without its common beginning with ``before``."""
-    same = next((i for i, (a, b) in enumerate(zip(before, whole)) if a != b), min(len(before), len(whole)))
-    return whole[same:]
 
 
 # --- how the next token is chosen -------------------------------------------------------------------------------------

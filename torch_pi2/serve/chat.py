@@ -1,11 +1,11 @@
-"""Between tokens and text: ``TextStream`` decodes tokens one by one, chat templates turn messages into token ids, and
-``ChatSession`` is a conversation with one model, whose KV cache keeps what was read before.
+"""Chats: templates turn messages into token ids, and ``ChatSession`` is a conversation with one model, whose KV cache
+keeps what was read before.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,63 +14,8 @@ from torch import nn
 
 from torch_pi2.decode.decoder import Decoder
 from torch_pi2.decode.generate import end_tokens
-from torch_pi2.decode.sequence import GeneratedSequence, Sampling, StopStrings, pick
+from torch_pi2.decode.sequence import GeneratedSequence, Sampling, TextStream, pick
 from torch_pi2.errors import ConfigError, ShapeError
-
-
-class TextStream:
-    """Decodes tokens as they come, up to the first of some stop strings.
-
-    Held back are tokens that are a part of a character, and text that may be the beginning of a stop string.
-
-    Args:
-        tokenizer: of Hugging Face.
-        stops: strings before which the text ends.
-        hidden: ids that are left out of the text; None: those that the tokenizer calls special.
-        before: ids in front of the text; its first space may depend on them.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        stops: Sequence[str] = (),
-        hidden: Collection[int] | None = None,
-        before: Sequence[int] = (),
-    ) -> None:
-        self._tokenizer, self._stops, self._hidden = tokenizer, StopStrings(stops), hidden
-        self._ids = list(before)
-        self._from, self._to = 0, len(before)  # the ids whose text was returned last
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string has come; all text after it is dropped."""
-        return self._stops.reached
-
-    def add(self, token: int) -> str:
-        """The text that ``token`` completes."""
-        if self.stopped:
-            return ""
-        self._ids.append(token)
-        # a token's text depends on the tokens before it (spaces); an incomplete character decodes to U+FFFD
-        known, whole = self._decode(self._ids[self._from : self._to]), self._decode(self._ids[self._from :])
-        if whole.endswith("\ufffd"):
-            return ""
-        self._from, self._to = self._to, len(self._ids)
-        return self._stops.add(whole[len(known) :])
-
-    def end(self) -> str:
-        """The text that was held back, when no token follows."""
-        if self.stopped:
-            return ""
-        known, whole = self._decode(self._ids[self._from : self._to]), self._decode(self._ids[self._from :])
-        self._from = self._to = len(self._ids)
-        return self._stops.add(whole[len(known) :]) + self._stops.flush()
-
-    def _decode(self, ids: list[int]) -> str:
-        if self._hidden is not None:
-            ids = [token for token in ids if token not in self._hidden]
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=self._hidden is None)
-        return text
 
 
 def has_template(tokenizer: Any) -> bool:

@@ -16,10 +16,10 @@ from torch import nn
 
 from torch_pi2.decode.decoder import check_vocabulary
 from torch_pi2.decode.generate import end_tokens
-from torch_pi2.decode.sequence import LEAST_TEMPERATURE, Sampling
+from torch_pi2.decode.sequence import LEAST_TEMPERATURE, Sampling, TextStream
 from torch_pi2.errors import ConfigError
 from torch_pi2.serve.batch import Batch, EndEvent, Sequence, TokenEvent, closed
-from torch_pi2.serve.chat import TextStream, chat_ids, template_of
+from torch_pi2.serve.chat import chat_ids, template_of
 from torch_pi2.serve.constraint import Constraint, Grammars, Penalties, token_of
 from torch_pi2.serve.requests import ChatRequest, CompletionRequest
 from torch_pi2.serve.tools import ToolCallFormat, ToolSet, format_of

@@ -25,7 +25,7 @@ LINEARS = ("float32", "int8", "int4")
 #: Formats of its KV cache.
 KV_FORMATS = ("float32", "float16", "int8")
 #: Which methods compute attention on an accelerator: none, those for prompts, or all with hot clusters.
-HOT_ATTENTION = ("none", "prompts", "all")
+HOT_ATTENTION = ("none", "prompts")
 
 
 @dataclass(frozen=True)

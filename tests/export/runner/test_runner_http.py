@@ -125,16 +125,13 @@ def test_a_talk_of_two_turns_reads_what_is_new(ask: openai.OpenAI, talking: Path
     messages: list[Any] = [{"role": "user", "content": "a"}]
     with Bundle(talking) as twin:
         for turn in range(2):
-            wanted = twin.generate(messages, 2, reuse=True)
+            wanted = twin.generate(messages, 2)
             made = ask.chat.completions.create(model=talking.name, messages=messages, max_completion_tokens=2)
             assert made.choices[0].message.role == "assistant"
             assert made.choices[0].message.content == wanted.text
             assert made.usage is not None
             assert made.usage.prompt_tokens_details is not None
-            known = made.usage.prompt_tokens_details.cached_tokens or 0
-            assert (known > 0) == (turn > 0)
-            if turn > 0:
-                assert known == wanted.known_tokens
+            assert bool(made.usage.prompt_tokens_details.cached_tokens) == (turn > 0)
             messages += [{"role": "assistant", "content": wanted.text}, {"role": "user", "content": "b"}]
     parts = [{"role": "developer", "content": "x"}, {"role": "user", "content": [{"type": "text", "text": "a"}] * 2}]
     said = ask.chat.completions.create(model=talking.name, messages=parts, max_tokens=3)  # type: ignore[arg-type]

@@ -2,10 +2,11 @@
 
 Qualcomm's libraries live only in here: they print without end, must be loaded after torch, and may crash.
 
-FOLDER holds ``job.json`` (:class:`torch_pi2.export.qnn.lower.Job`) and for each layer its hot part with calibration
-inputs, ``NAME.pt``. For each it writes the quantised program ``NAME.pt2``, the context binary ``NAME.context``, the
-compile specification ``NAME.spec`` and, last, ``NAME.json``; when all is done ``done.json``. If something is wrong it
-writes ``error.json`` and exits with 1. Standard output and standard error of this process are the file ``log``.
+FOLDER holds ``job.json`` (:func:`torch_pi2.export.qnn.lower.compile_parts`). The folder around it has each part,
+``NAME.float.pt2``, with calibration inputs, ``NAME.pt``, and gets the quantised program ``NAME.pt2``, the context
+binary ``NAME.context``, the compile specification ``NAME.spec`` and, last, ``NAME.json``. When all is done FOLDER has
+``done.json``; if something is wrong ``error.json``, and this exits with 1. Standard output and standard error are the
+file ``log``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import os
 import re
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,18 +72,18 @@ def _run(folder: Path) -> None:
     settings, log = Settings(**job["settings"]), _Log(folder / "log")
     sdk.load(sdk.Libraries(Path(job["libraries"]), job["origin"]))
     build = _build()
-    sdk.check_build(build)
     _probe(settings, build, log)
-    for layer in job["layers"]:
+    for name in job["parts"]:
         started = time.monotonic()
-        name = layer["name"]
         inputs: PartInputs = torch.load(work / f"{name}.pt", weights_only=False)  # our own file
         quantized = quantize_part(torch.export.load(work / f"{name}.float.pt2"), inputs, settings)
         program, outputs = quantized.program, inputs.outputs
         programs = {graph: part_program(program, shapes, outputs.get(graph)) for graph, shapes in inputs.graphs.items()}
         facts = {"block": inputs.block, "errors": quantized.errors, "measured_tokens": quantized.tokens}
         torch.export.save(program, work / f"{name}.pt2")
-        context, spec, graphs = _compile(programs, layer, settings, log, convolutions=inputs.block > 0)
+        context, spec, graphs = _compile(name, programs, settings, log, convolutions=inputs.block > 0)
+        for graph, shapes in inputs.graphs.items():
+            graphs[graph]["shapes"] = [shape for shape, _ in shapes]
         atomic_write(work / f"{name}.context", context)
         atomic_write(work / f"{name}.spec", spec)
         seconds = round(time.monotonic() - started, 1)
@@ -115,8 +115,8 @@ def _probe(settings: Settings, build: str, log: _Log) -> None:
 
 
 def _compile(
+    name: str,
     programs: dict[str, torch.export.ExportedProgram],
-    layer: dict[str, Any],
     settings: Settings,
     log: _Log,
     *,
@@ -124,7 +124,7 @@ def _compile(
 ) -> tuple[bytes, bytes, dict[str, dict[str, Any]]]:
     """Context binary, compile specification and what is known of each graph."""
     log.mark()
-    what, fix = title(layer["name"]), how_to_avoid(layer["name"])
+    what, fix = title(name), how_to_avoid(name)
     try:
         delegates, spec = _lower(programs, settings, convolutions=convolutions)
     except Pi2Error as error:
@@ -133,7 +133,7 @@ def _compile(
         expected = f"what Qualcomm's compiler takes for {settings.soc} in {settings.precision}, and memory for it"
         graphs_of = f"{what}, graphs {', '.join(programs)}"
         raise CompileError(graphs_of, expected=expected, found=_reason(error, log), fix=fix) from error
-    contexts = {delegate.context for delegate in delegates.values()}
+    contexts = {context for context, _ in delegates.values()}
     if len(contexts) != 1:
         raise CompileError(
             what,
@@ -143,30 +143,17 @@ def _compile(
         )
     traffic = _TRAFFIC.findall(log.read())
     names = ("spill_bytes", "fill_bytes", "write_bytes", "read_bytes")
-    graphs = {name: graph | delegates[name].order() for name, graph in layer["graphs"].items()}
+    graphs = {graph: dict[str, Any](order) for graph, (_, order) in delegates.items()}
     if len(traffic) == len(programs):
         for graph, numbers in zip(graphs.values(), traffic):
             graph |= dict(zip(names, map(int, numbers)))
     return contexts.pop(), spec, graphs
 
 
-@dataclass(frozen=True)
-class _Delegate:
-    """A graph in a context binary: which inputs of its program the arguments of its call are, and which of its results
-    are the program's outputs."""
-
-    context: bytes
-    arguments: list[int]
-    results: list[int]
-
-    def order(self) -> dict[str, list[int]]:
-        return {"arguments": self.arguments, "results": self.results} if len(self.arguments) > 1 else {}
-
-
 def _lower(
     programs: dict[str, torch.export.ExportedProgram], settings: Settings, *, convolutions: bool = False
-) -> tuple[dict[str, _Delegate], bytes]:
-    """ExecuTorch's lowering to the HTP: context binary of each program (the same one), and the specification.
+) -> tuple[dict[str, tuple[bytes, dict[str, list[int]]]], bytes]:
+    """ExecuTorch's lowering to the HTP: what :func:`_only_delegate` gives of each program, and the specification.
 
     ``convolutions``: linear layers as 1 x 1 convolutions, for which alone the compiler takes scales of groups.
     """
@@ -192,8 +179,14 @@ def _lower(
     ][0].value
 
 
-def _only_delegate(name: str, program: torch.export.ExportedProgram, settings: Settings) -> _Delegate:
-    """The delegate of the whole lowered program. Raises CompileError: there are operators that the NPU lacks."""
+def _only_delegate(
+    name: str, program: torch.export.ExportedProgram, settings: Settings
+) -> tuple[bytes, dict[str, list[int]]]:
+    """The delegate of the whole lowered program: its context binary (the same one for all graphs); and, if there are
+    several, which inputs of the program the arguments of its call are, and which of its results the outputs.
+
+    Raises CompileError: there are operators that the NPU lacks.
+    """
     graph = program.graph_module
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
     others = {str(n.target) for n in nodes if not str(n.target).endswith(("executorch_call_delegate", "getitem>"))}
@@ -209,7 +202,8 @@ def _only_delegate(name: str, program: torch.export.ExportedProgram, settings: S
     given = [node for node in graph.graph.nodes if node.op == "placeholder"]
     (output,) = graph.graph.find_nodes(op="output")
     arguments, results = [given.index(x) for x in call.args[1:]], [y.args[1] for y in output.args[0]]
-    return _Delegate(bytes(delegates[0].processed_bytes), arguments, results)
+    order = {"arguments": arguments, "results": results} if len(arguments) > 1 else {}
+    return bytes(delegates[0].processed_bytes), order
 
 
 def _reason(error: Exception, log: _Log) -> str:

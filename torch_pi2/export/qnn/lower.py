@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from torch_pi2.export.qnn.settings import REPORT_FORMAT, REPORT_VERSION, Graph, 
 from torch_pi2.machine.process import cores, free_bytes
 
 _MODULE = "torch_pi2.export.qnn.compile"
-#: Memory of a process that compiles: in any case, and in sizes of its layer in float32.
+#: Memory of a process that compiles: in any case, and in sizes of its part in float32.
 _PROCESS, _TIMES = 1 << 30, 6
 
 
@@ -145,12 +144,19 @@ def lower_parts(
 
     Raises: as :func:`lower_hot`, but for what is of feed-forward layers.
     """
-    given: dict[str, PartInputs] = {}
-    with job(settings) as work:
+    if found := problems(settings.soc):
+        raise found[0]
+    libraries, given, most = sdk.find(), dict[str, PartInputs](), 0
+    with tempfile.TemporaryDirectory(prefix="torch-pi2-qnn-") as temporary:
+        folder = Path(temporary)
         for name, program, given[name] in parts:
-            work.add(name, program, given[name])
-        build, compiled = work.run(progress=progress)
-        about = {"qnn": build, "libraries": work.libraries.origin, "executorch": EXECUTORCH}
+            path = folder / f"{name}.float.pt2"
+            torch.export.save(program, path)
+            torch.save(given[name], folder / f"{name}.pt")
+            most = max(most, path.stat().st_size)
+        build = compile_parts(folder, given, most, settings, libraries, progress=progress)
+        compiled = {name: _read(folder, name) for name in given}
+    about = {"qnn": build, "libraries": libraries.origin, "executorch": EXECUTORCH}
     modules: dict[str, dict[str, nn.Module]] = {}
     for name, inputs in given.items():
         one = compiled[name]
@@ -180,7 +186,7 @@ def _delegate(program: torch.export.ExportedProgram, compiled: Compiled) -> nn.M
 
 @dataclass(frozen=True)
 class Compiled:
-    """One layer: the quantised program, its context binary, the specification that goes with it, and a report."""
+    """One part: the quantised program, its context binary, the specification that goes with it, and a report."""
 
     program: torch.export.ExportedProgram
     context: bytes
@@ -188,92 +194,67 @@ class Compiled:
     report: dict[str, Any]
 
 
-@dataclass
-class Job:
-    """Layers to be compiled, in a temporary folder (:func:`job`).
+def _read(folder: Path, name: str) -> Compiled:
+    import torchao.quantization.pt2e  # noqa: F401  the program's quantisation operators
 
-    Attributes:
-        bytes: size of the largest layer so far, in floats.
+    program = torch.export.load(folder / f"{name}.pt2")
+    context, spec = ((folder / f"{name}.{kind}").read_bytes() for kind in ("context", "spec"))
+    return Compiled(program, context, spec, json.loads((folder / f"{name}.json").read_text()))
+
+
+def compile_parts(
+    folder: Path,
+    parts: Mapping[str, PartInputs],
+    part_bytes: int,
+    settings: Settings,
+    libraries: sdk.Libraries,
+    *,
+    progress: bool = False,
+) -> str:
+    """Compile the ``parts`` that are in ``folder``, the largest of ``part_bytes``, in processes. Returns QNN's build.
+
+    Raises:
+        VersionError: libraries and ExecuTorch do not fit together. CompileError: a part was refused, took more than
+            ``settings.timeout_s``, or crashed its process. The other processes are ended then.
     """
-
-    folder: Path
-    settings: Settings
-    libraries: sdk.Libraries
-    layers: list[dict[str, Any]] = field(default_factory=list)
-    bytes: int = 0
-
-    def add(self, name: str, program: torch.export.ExportedProgram, inputs: PartInputs) -> None:
-        """A part, for the process that compiles it; its graphs are reported."""
-        path = self.folder / f"{name}.float.pt2"
-        torch.export.save(program, path)
-        torch.save(inputs, self.folder / f"{name}.pt")
-        self.bytes = max(self.bytes, path.stat().st_size)
-        graphs = {graph: {"shapes": [shape for shape, _ in shapes]} for graph, shapes in inputs.graphs.items()}
-        self.layers.append({"name": name, "graphs": graphs})
-
-    def run(self, *, progress: bool = False) -> tuple[str, dict[str, Compiled]]:
-        """QNN's build, and every layer by name, in the order in which they were added.
-
-        Args:
-            progress: show how many layers are done (:mod:`torch_pi2.base.progress`).
-
-        Raises:
-            VersionError: libraries and ExecuTorch do not fit together. CompileError: a layer was refused, took more
-                than ``settings.timeout_s``, or crashed its process. The other processes are ended then.
-        """
-        environment = sdk.environment(self.libraries, self.folder / "sdk")
-        count = workers(len(self.layers), self.bytes)
-        environment["OMP_NUM_THREADS"] = str(max(1, cores() // count))
-        running = [_Process(self, self.layers[i::count], self.folder / f"process{i}") for i in range(count)]
-        try:
-            with bar(None, "compiling for the NPU", progress, total=len(self.layers), unit="layer") as shown:
-                for process in running:
-                    process.start(environment)
-                while sum(
-                    process.is_running() for process in running
-                ):  # asks every process; any() would stop at the first
-                    shown.update(sum(process.finished() for process in running) - shown.n)
-                    time.sleep(0.1)
-                shown.update(len(self.layers) - shown.n)
-        finally:
-            for process in running:
-                process.end()
-        build = json.loads((running[0].folder / "done.json").read_text())["build"]
-        return str(build), {layer["name"]: self._read(layer["name"]) for layer in self.layers}
-
-    def _read(self, name: str) -> Compiled:
-        import torchao.quantization.pt2e  # noqa: F401  the program's quantisation operators
-
-        program = torch.export.load(self.folder / f"{name}.pt2")
-        context, spec = ((self.folder / f"{name}.{kind}").read_bytes() for kind in ("context", "spec"))
-        return Compiled(program, context, spec, json.loads((self.folder / f"{name}.json").read_text()))
+    count = workers(len(parts), part_bytes)
+    environment = sdk.environment(libraries, folder / "sdk")
+    environment["OMP_NUM_THREADS"] = str(max(1, cores() // count))
+    job = {"settings": asdict(settings), "libraries": str(libraries.folder), "origin": libraries.origin}
+    running: list[_Process] = []
+    try:
+        with bar(None, "compiling for the NPU", progress, total=len(parts), unit="part") as shown:
+            for i in range(count):
+                own = {name: parts[name] for name in [*parts][i::count]}
+                running.append(_Process(folder / f"process{i}", own, settings, job, environment))
+            while sum([process.is_running() for process in running]):  # asks every process
+                shown.update(sum(process.finished() for process in running) - shown.n)
+                time.sleep(0.1)
+            shown.update(len(parts) - shown.n)
+    finally:
+        for process in running:
+            process.end()
+    return str(json.loads((running[0].folder / "done.json").read_text())["build"])
 
 
-@dataclass
 class _Process:
-    """A process that compiles some layers, one after another; its own ``folder`` is in that of the job."""
+    """A process that compiles some parts, one after another; its own ``folder`` is in that of the parts."""
 
-    job: Job
-    layers: list[dict[str, Any]]
-    folder: Path
-    process: subprocess.Popen[bytes] | None = None
-    done: int = 0
-    since: float = 0.0
-
-    def start(self, environment: dict[str, str]) -> None:
-        libraries = self.job.libraries
-        work = {
-            "settings": asdict(self.job.settings),
-            "libraries": str(libraries.folder),
-            "origin": libraries.origin,
-            "layers": self.layers,
-        }
-        self.folder.mkdir()
-        (self.folder / "job.json").write_text(json.dumps(work))
-        self.since = time.monotonic()
-        with (self.folder / "log").open("wb") as log:
+    def __init__(
+        self,
+        folder: Path,
+        parts: Mapping[str, PartInputs],
+        settings: Settings,
+        job: Mapping[str, Any],
+        environment: dict[str, str],
+    ) -> None:
+        self.folder, self.parts, self.settings = folder, parts, settings
+        self.done, self.since = 0, time.monotonic()
+        folder.mkdir()
+        (folder / "job.json").write_text(json.dumps({**job, "parts": [*parts]}))
+        with (folder / "log").open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(self.folder)],
+                [sys.executable, "-m", _MODULE, str(folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -283,8 +264,7 @@ class _Process:
 
     def is_running(self) -> bool:
         """Whether it is still at work. Raises what went wrong."""
-        assert self.process is not None
-        code, finished, timeout = self.process.poll(), self.finished(), self.job.settings.timeout_s
+        code, finished, timeout = self.process.poll(), self.finished(), self.settings.timeout_s
         if code is None:
             if finished > self.done:
                 self.done, self.since = finished, time.monotonic()
@@ -303,38 +283,29 @@ class _Process:
 
     def end(self) -> None:
         """Kill it if it is not done."""
-        if self.process is not None and self.process.poll() is None:
+        if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
     def finished(self) -> int:
-        return sum((self.job.folder / f"{layer['name']}.json").is_file() for layer in self.layers)
+        return sum((self.folder.parent / f"{name}.json").is_file() for name in self.parts)
 
     def _failed(self, how: str) -> CompileError:
-        (layer, *_) = [*self.layers[self.finished() :], {"name": "its end", "graphs": {}}]
-        settings = self.job.settings
+        name = next(iter([*self.parts][self.finished() :]), "its end")
+        graphs = self.parts[name].graphs if name in self.parts else ()
         return CompileError(
-            f"Qualcomm's compiler ({title(layer['name'])}, graphs {', '.join(layer['graphs'])})",
-            expected=f"a context binary for {settings.soc} in {settings.precision}",
+            f"Qualcomm's compiler ({title(name)}, graphs {', '.join(graphs)})",
+            expected=f"a context binary for {self.settings.soc} in {self.settings.precision}",
             found=how,
-            fix=f"{how_to_avoid(layer['name'])} Where it was killed, memory was short: free some.",
+            fix=f"{how_to_avoid(name)} Where it was killed, memory was short: free some.",
         )
 
 
-def workers(layers: int, layer_bytes: int) -> int:
-    """Processes that compile at a time: one a core, as many as find :data:`_PROCESS` and :data:`_TIMES` their layer."""
+def workers(parts: int, part_bytes: int) -> int:
+    """Processes that compile at a time: one a core, as many as find :data:`_PROCESS` and :data:`_TIMES` their part."""
     free = free_bytes()
-    fit = layers if free is None else free // (_PROCESS + _TIMES * layer_bytes)
-    return max(1, min(layers, cores(), fit))
-
-
-@contextmanager
-def job(settings: Settings) -> Iterator[Job]:
-    """An empty job in a temporary folder. Raises the first of :func:`problems`."""
-    if found := problems(settings.soc):
-        raise found[0]
-    with tempfile.TemporaryDirectory(prefix="torch-pi2-qnn-") as folder:
-        yield Job(Path(folder), settings, sdk.find())
+    fit = parts if free is None else free // (_PROCESS + _TIMES * part_bytes)
+    return max(1, min(parts, cores(), fit))
 
 
 @functools.cache
@@ -345,8 +316,7 @@ def check(soc: str) -> None:
         ConfigError: unsupported SoC. LibraryMissingError: no libraries; the message names their licence.
         VersionError: ExecuTorch or the libraries have a version that does not work.
     """
-    with job(Settings(soc, timeout_s=300)) as one:
-        one.run()
+    lower_parts((), Settings(soc, timeout_s=300))
 
 
 def problems(soc: str, *, compile: bool = False) -> list[Pi2Error]:

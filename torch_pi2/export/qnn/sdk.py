@@ -24,9 +24,6 @@ from torch_pi2.export.qnn.settings import SOCS
 PACKAGE = "onnxruntime-qnn"
 PACKAGE_VERSIONS = {"2.5.0": "2.49.40"}
 
-#: QNN releases of an own SDK with that other layout; 2.49 is known to work, of others the first small compile tells.
-BROKEN_RELEASES = ("2.47.", "2.48.", "2.50.", "2.51.")
-
 LICENCE = "Qualcomm AI Stack License"
 
 
@@ -104,17 +101,6 @@ def check_host() -> None:
             expected="Linux on x86-64",
             found=host,
             fix="Export there and copy the bundle; target='xnnpack' works here.",
-        )
-
-
-def check_build(build: str) -> None:
-    """Raises VersionError if the QNN build (``v2.49.40.2608...``) is known not to fit ExecuTorch's adaptor."""
-    if build.removeprefix("v").startswith(BROKEN_RELEASES):
-        raise VersionError(
-            "QNN release of Qualcomm's libraries",
-            expected=f"{', '.join(PACKAGE_VERSIONS.values())}",
-            found=f"{build}, whose device structure ExecuTorch {EXECUTORCH} does not know",
-            fix=f"Unset QNN_SDK_ROOT and pip install {PACKAGE}=={next(iter(PACKAGE_VERSIONS))}.",
         )
 
 

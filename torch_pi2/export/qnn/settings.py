@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.base.fields import Field, argument, check_fields, limited
+from torch_pi2.base.fields import argument, check_fields, limited
 from torch_pi2.base.files import parse_json, read_text
 
 REPORT_FILE = "qnn.json"
@@ -43,7 +43,6 @@ MOST_BYTES = 3584 << 20
 _KINDS = {
     "layer": ("hot neurons of layer {}", "Choose another precision or fewer hot chunks (hot, hot_prompts)"),
     "attention": ("attention of layer {}", "Pass hot_attention='none' (the CPU computes it), or a smaller max_tokens"),
-    "head": ("last linear layer", "Pass hot_attention='prompts' or 'none' (the CPU computes it)"),
 }
 
 
@@ -116,28 +115,5 @@ class Graph:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """The report at ``path``; the fields that are shown (versions, layers and loss) are checked.
-
-    Raises:
-        ArtifactError: it is missing, damaged, or no such report.
-    """
-    data = parse_json(read_text(path), path, REPORT_FORMAT, REPORT_VERSION)
-    fields = Field(data, str(path), "Export the bundle again.")
-    for name in ("soc", "precision", "qnn"):
-        fields.at(name).text()
-    layers = [layer for layer in fields.at("layers").items() if layer.value is not None]
-    for layer in layers:
-        layer.at("measured_tokens").whole()
-    for part in [*layers, *fields.at("parts", {}).each().values()]:
-        part.at("context_bytes").whole()
-        part.at("block").whole()
-        for error in part.at("errors").items():
-            error.number()
-    if (loss := fields.at("loss")).value is not None:
-        loss.at("measured_on").text()
-        loss.at("tokens").whole(1)
-        loss.at("nats_per_token").number()
-        for method in loss.at("npu").each().values():
-            method.at("nats_per_token").number()
-            method.at("change").number(-1)
-    return data
+    """The report at ``path``. Raises ArtifactError: it is missing, damaged, or no such report."""
+    return parse_json(read_text(path), path, REPORT_FORMAT, REPORT_VERSION)
