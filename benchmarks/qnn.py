@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,10 +33,10 @@ def measure(soc: str, hidden: int, precision: str, blocks: int) -> dict[str, Any
     rows = [torch.randn((neurons, hidden), generator=random) / hidden**0.5 for _ in range(3)]
     graphs = {f"hot{k}_b{b}": qnn.Graph((b, 1), [k]) for k in CHUNKS for b in BATCHES}
     settings = qnn.Settings(soc, precision=precision, blocks=blocks)
-    report = qnn.lower_hot(
+    lowered = qnn.lower_hot(
         [HotChunks(site, rows, chunk=CHUNK)], [torch.randn((64, hidden), generator=random)], graphs, settings
-    ).report
-    layer = report["layers"][0]
+    )
+    layer = lowered.report["layer0"]
     unique = round(neurons * 3 * hidden * settings.bits / 8)
     ratio = layer["context_bytes"] / unique
     return {
@@ -44,7 +45,9 @@ def measure(soc: str, hidden: int, precision: str, blocks: int) -> dict[str, Any
         "hidden": hidden,
         "unique_bytes": unique,
         "context_over_unique": ratio,
-        **report,
+        **asdict(settings),
+        **lowered.about,
+        "layers": [layer],
     }
 
 

@@ -91,12 +91,11 @@ def measure(folder: Path, tokens: int, emulator: str | None, rows: int = 64) -> 
             graph = {"forward": qnn.Graph((rows,), chunks)}
             lowered = qnn.lower_hot(hot, samples, graph, settings)
             ran = []
-            for part, x in zip(lowered.modules["forward"], heldout):
-                assert part is not None
+            for part, x in zip(lowered.modules["forward"].values(), heldout):
                 ran += Emulated(part, (x[:rows],))(x[:rows])
             found[name]["emulator_errors"] = [relative(*pair) for pair in zip(ran, right)]
             found[name]["emulator_against_pytorch"] = [relative(*pair) for pair in zip(ran, got)]
-            found[name]["context_bytes"] = sum(layer["context_bytes"] for layer in lowered.report["layers"])
+            found[name]["context_bytes"] = sum(layer["context_bytes"] for layer in lowered.report.values())
         print(name, found[name], flush=True)
     return {
         "what": "qnn-loss",

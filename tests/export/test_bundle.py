@@ -293,35 +293,6 @@ def test_one_changed_bit_of_the_store_is_refused_or_never_read(module: Path, lay
         Bundle(folder, verify=True)
 
 
-def larger(manifest: dict[str, Any]) -> None:
-    manifest["lanes"] = 8
-    manifest["methods"]["decode_b8"] = {**manifest["methods"]["decode_b4"], "batch": 8}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda d: d.update(max_tokens=ROOM + 8),
-            rf"max_tokens: expected {ROOM + 8}, as .*manifest.json says, found {ROOM}\.",
-        ),
-        (
-            lambda d: d["methods"]["forward"].update(max_tokens=PROMPT + 1),
-            rf"input of forward: expected \(1, {PROMPT + 1}\), as .* found \(1, {PROMPT}\)",
-        ),
-        (
-            lambda d: d["model"].update(vocab=VOCAB + 1),
-            rf"logits of forward: expected \(1, 1, {VOCAB + 1}\), as .* found",
-        ),
-        (larger, r"methods that it lacks: expected none, as .* found decode_b8"),
-    ],
-)
-def test_what_the_program_says_of_itself_counts(copied: Path, change: Any, message: str) -> None:
-    edit(copied, change)
-    with pytest.raises(ArtifactError, match=r"model\.pte, " + message):
-        Bundle(copied)
-
-
 def test_another_executorch_is_refused(copied: Path) -> None:
     edit(copied, lambda d: d["made_by"].update(executorch="1.4.1"))
     with pytest.raises(

@@ -268,7 +268,7 @@ def test_the_memory_of_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert place_attention(model, lanes_of(model), ["prefill_16"], npu(None), report=report, **most).parts == {}
     assert report["attention"].startswith("on the CPU: 3584 MiB: attention 0 MiB")
     model, asked = drawn_model("Llama"), []
-    lowered = qnn.Parts({}, {})
+    lowered = qnn.Lowered({}, {}, {}, {})
     monkeypatch.setattr(qnn, "lower_parts", lambda parts, *_, **__: asked.extend(p[2].block for p in parts) or lowered)
     weights = sum(p.numel() for layer in model.model.layers for p in layer.self_attn.parameters())
     for ffn_bytes, block in ((MOST_BYTES - weights, 0), (MOST_BYTES - weights + 1, 32)):

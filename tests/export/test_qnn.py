@@ -103,12 +103,12 @@ def test_a_block_on_the_emulator(soc: str, precision: str, activation: str, bloc
         samples = block.before(torch.cat([torch.randn(12, hidden), *(x.reshape(-1, hidden) for x in inputs.values())]))
     settings = qnn.Settings(soc, precision, blocks=blocks, weight_sharing=False, timeout_s=300)
     lowered = qnn.lower_hot([hot], [samples], graphs, settings)
-    assert lowered.report["qnn"].startswith("v2.49.40")
-    layer = lowered.report["layers"][0]
+    assert lowered.about["qnn"].startswith("v2.49.40")
+    layer = lowered.report["layer0"]
     assert layer["block"] == blocks
     programs, right = {}, {}
     for name, x in inputs.items():
-        block.hot = lowered.modules[name][0]
+        block.hot = lowered.modules[name]["layer0"]
         programs[name], right[name] = torch.export.export(block, (x,)), block(x).detach()
         block.hot = hot.first(graphs[name].chunks[0])
         assert (
@@ -165,8 +165,7 @@ def test_groups_and_gptq_have_a_smaller_true_error_in_a_trained_layer(tmp_path: 
     for blocks, how in ((0, "rtn"), (16, "rtn"), (16, "gptq")):
         settings = qnn.Settings("SM8650", "w4a16", blocks, False, timeout_s=300, quantization=how)
         lowered = qnn.lower_hot([hot], [train], {"forward": qnn.Graph((64,), [2])}, settings)
-        module = lowered.modules["forward"][0]
-        assert module is not None
+        module = lowered.modules["forward"]["layer0"]
         (got,) = run_on_emulator(module, x, tmp_path)
         assert relative(got, module(x)) < 5e-3
         errors[blocks, how] = relative(got, right)
@@ -207,10 +206,9 @@ def test_damage_of_the_context_binary_changes_the_result(tmp_path: Path) -> None
     hot, x = hot_part("relu", 256, 128, 128, gated=False), torch.randn(1, 256)
     graphs = {"forward": qnn.Graph((1,), [1])}
     lowered = qnn.lower_hot([hot], [None], graphs, qnn.Settings("SM8650", "fp16", weight_sharing=False))
-    module = lowered.modules["forward"][0]
-    assert module is not None
+    module = lowered.modules["forward"]["layer0"]
     program, _ = lower({"forward": torch.export.export(module, (x,))})
-    size = lowered.report["layers"][0]["context_bytes"]
+    size = lowered.report["layer0"]["context_bytes"]
     start = program.index(module.get_submodule("part.delegate").processed_bytes)
     damaged = bytearray(program)
     for i in range(start + size // 2, start + size // 2 + 2000):
@@ -337,7 +335,7 @@ def test_a_decoder_with_hot_neurons_on_the_npu_and_cold_ones_in_our_delegate(
     with registered(layers) as key, torch.no_grad():
         lanes = Lanes(delegated_copy(model, layers, key), 2, 32)
         neurons = {"decode_b1": 512, "prefill_8": 768}
-        hot = {name: [(m, count) for m in of_layers.modules[name]] for name, count in neurons.items()}
+        hot = {name: [(m, count) for m in of_layers.modules[name].values()] for name, count in neurons.items()}
         attention = PlacedAttention()
         if hot_attention == "prompts":
             attention = PlacedAttention(attention_calls(lanes), compiled[0].modules)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from torch_pi2.export.delegated import split_hot_cold
 from torch_pi2.export.hot import CHUNK, chunks_per_batch, hot_chunks
 from torch_pi2.export.hot_attention import PlacedAttention, place_attention, with_parts
 from torch_pi2.export.program import MethodSpec, trace
-from torch_pi2.export.qnn.settings import MOST_BYTES, REPORT_FILE
+from torch_pi2.export.qnn.settings import MOST_BYTES, REPORT_FILE, REPORT_FORMAT, REPORT_VERSION
 from torch_pi2.export.settings import ExportSettings
 from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
@@ -216,7 +216,8 @@ def _ffn_bytes(layers: Sequence[SparseFFN], settings: ExportSettings, chunks: Se
     sites = [ffn.site for ffn in layers]
     neurons = [min(site.intermediate, count * CHUNK) for site, count in zip(sites, chunks, strict=True)]
     weights = sum(n * site.rows_per_neuron * site.hidden for n, site in zip(neurons, sites))
-    return round(weights * settings.qnn.bits / 8)
+    size: int = round(weights * settings.qnn.bits / 8)
+    return size
 
 
 def _accelerated(source: Source, lanes: Lanes, settings: ExportSettings, staging: Path, chunks: Chunks) -> Accelerated:
@@ -260,14 +261,15 @@ def _compiled(
     graphs = {name: qnn.Graph(sizes_of(name), of_layers) for name, of_layers in chunks.items()}
     one_by_one = map(hot_chunks, source.ffns, most)
     lowered = qnn.lower_hot(one_by_one, samples, graphs, settings.qnn, progress=settings.progress)
-    report |= lowered.report | {"loss": None}
+    report |= {"format": REPORT_FORMAT, "version": REPORT_VERSION, **asdict(settings.qnn), **lowered.about}
+    report |= {"layers": [*lowered.report.values()], "loss": None}
     rows, after = scored_rows(calibration, tokens)
     if rows:
         quantised_on = "the tokens that hot parts were quantised on"
         text = f"calibration data after {quantised_on}" if after else quantised_on
-        loss = loss_of(source.model, source.ffns, lowered.quantized, chunks, rows)
+        loss = loss_of(source.model, source.ffns, [*lowered.quantized.values()], chunks, rows)
         report["loss"] = {"measured_on": text} | loss
-    return lowered.modules
+    return {method: [*of_layers.values()] for method, of_layers in lowered.modules.items()}
 
 
 def _calibration(source: Source, settings: ExportSettings) -> Sequence[Batch]:

@@ -19,7 +19,7 @@ from torch_pi2.errors import (
     VersionError,
 )
 from torch_pi2.export import executorch as backend
-from torch_pi2.export.manifest import CONTEXT_METHOD, PROGRAM_FILE, Manifest
+from torch_pi2.export.manifest import PROGRAM_FILE, Manifest
 
 #: Options are global to the library until a store is opened with them: one program at a time sets them and opens.
 _OPENING = threading.Lock()
@@ -38,8 +38,8 @@ class Program:
         options: for the delegate, see :func:`torch_pi2.export.executorch.set_options`; None: the default.
 
     Raises:
-        ArtifactError: ExecuTorch does not load it, or it is not as the manifest says. VersionError: it is of another
-            ExecuTorch. LibraryMissingError: ExecuTorch or our library is not installed.
+        ArtifactError: ExecuTorch does not load it. VersionError: it is of another ExecuTorch. LibraryMissingError:
+            ExecuTorch or our library is not installed.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, options: Mapping[str, str | int | bool | None]) -> None:
@@ -56,7 +56,6 @@ class Program:
 
         try:
             self._program: Any = Runtime.get().load_program(self.path, verification=Verification.InternalConsistency)
-            _check_program(self._program, manifest, self.path)
         except RuntimeError as error:
             raise _refused(str(self.path), "a program of ExecuTorch", error) from error
 
@@ -136,33 +135,6 @@ def _check_inputs(where: str, metadata: Any, args: Sequence[torch.Tensor | float
             raise ShapeError(
                 name, expected=f"at most {list(most)}", found=str(list(given.shape)), fix="Pass what was exported."
             )
-
-
-def _check_program(program: Any, manifest: Manifest, path: Path) -> None:
-    """Raises ArtifactError unless the program has the methods and sizes that the manifest says."""
-
-    def require(what: str, expected: object, found: object) -> None:
-        if found != expected:
-            raise ArtifactError(
-                f"{path}, {what}",
-                expected=f"{expected}, as {manifest.where} says",
-                found=str(found),
-                fix="The program counts: copy the bundle again, or export again.",
-            )
-
-    decoder = manifest.kind == "decoder"
-    missing = {*manifest.methods, *([CONTEXT_METHOD] if decoder else [])} - program.method_names
-    require("methods that it lacks", "none", ", ".join(sorted(missing)) or "none")
-    if not decoder:
-        return
-    require("max_tokens", manifest.max_tokens, program.load_method(CONTEXT_METHOD).execute([])[0])
-    for name, method in manifest.methods.items():
-        about = program.metadata(name)
-        sizes = (method.batch, method.max_tokens) if method.kind != "fork" else (manifest.lanes,)
-        require(f"input of {name}", sizes, tuple(about.input_tensor_meta(0).sizes()))
-        if method.kind != "fork":
-            logits = (method.batch, 1, manifest.model.vocab)
-            require(f"logits of {name}", logits, tuple(about.output_tensor_meta(0).sizes()))
 
 
 def _check_executorch(manifest: Manifest, folder: Path) -> None:

@@ -8,7 +8,7 @@ Qualcomm's libraries are proprietary (Qualcomm AI Stack License) and not part of
 them. They are only ever loaded in a process of their own (:mod:`torch_pi2.export.qnn.compile`).
 """
 
-from torch_pi2.export.qnn.lower import Lowered, Parts, check, lower_hot, lower_parts, problems
+from torch_pi2.export.qnn.lower import Lowered, check, lower_hot, lower_parts, problems
 from torch_pi2.export.qnn.quantize import PartInputs, open_program, zeros
 from torch_pi2.export.qnn.settings import MOST_BYTES, PART_BLOCK, PRECISIONS, SOCS, Graph, Settings
 
@@ -20,7 +20,6 @@ __all__ = [
     "Graph",
     "Lowered",
     "PartInputs",
-    "Parts",
     "Settings",
     "check",
     "lower_hot",

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from torch_pi2.export.executorch import EXECUTORCH, check_executorch
 from torch_pi2.export.hot import HotChunks
 from torch_pi2.export.qnn import sdk
 from torch_pi2.export.qnn.quantize import PartInputs, hot_part, part_program
-from torch_pi2.export.qnn.settings import REPORT_FORMAT, REPORT_VERSION, Graph, Settings, how_to_avoid, title
+from torch_pi2.export.qnn.settings import Graph, Settings, how_to_avoid, title
 from torch_pi2.machine.process import cores, free_bytes
 
 _MODULE = "torch_pi2.export.qnn.compile"
@@ -43,35 +43,20 @@ _PROCESS, _TIMES = 1 << 30, 6
 
 @dataclass(frozen=True)
 class Lowered:
-    """Compiled hot parts.
+    """Compiled parts of a decoder.
 
     Attributes:
-        modules: graph -> for each layer a module x ``[*shape, H]`` -> the same shape. ``torch.export`` keeps it as a
-            call of ExecuTorch's QNN delegate; in PyTorch it computes in the precision that was compiled.
-        quantized: for each layer what was compiled, in PyTorch: x ``[T, H]`` of any T -> a tuple of the sums of the
-            first 1, 2, ... chunks.
-        report: versions, settings, and per layer: bytes, groups of weights, quantisation error, and for each graph its
-            shape, and DDR bytes per call as the compiler states them.
-    """
-
-    modules: dict[str, list[nn.Module]]
-    quantized: list[nn.Module]
-    report: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Compiled parts.
-
-    Attributes:
-        modules: graph -> name -> module. report: of each part what :class:`Lowered` reports of a layer. quantized: of
-            each what was compiled, in PyTorch. about: versions.
+        modules: graph -> name -> module. ``torch.export`` keeps it as a call of ExecuTorch's QNN delegate; in PyTorch
+            it computes in the precision that was compiled.
+        quantized: name -> what was compiled, in PyTorch.
+        report: name -> bytes, groups of weights, quantisation error, and for each graph the shapes of its inputs, and
+            DDR bytes per call as the compiler states them. about: versions.
     """
 
     modules: dict[str, dict[str, nn.Module]]
+    quantized: dict[str, nn.Module]
     report: dict[str, dict[str, Any]]
-    quantized: dict[str, nn.Module] = field(default_factory=dict)
-    about: dict[str, str] = field(default_factory=dict)
+    about: dict[str, str]
 
 
 class CompiledHot(nn.Module):
@@ -107,7 +92,10 @@ def lower_hot(
     *,
     progress: bool = False,
 ) -> Lowered:
-    """Quantise and compile the hot part of each layer.
+    """Quantise and compile the hot part of each layer, ``layer0`` and so on.
+
+    ``modules`` take x ``[*shape, H]`` and give the same shape, ``quantized`` x ``[T, H]`` of any T and give a tuple of
+    the sums of the first 1, 2, ... chunks.
 
     Args:
         hot: the hot part of each layer, float32, consumed one at a time.
@@ -127,11 +115,11 @@ def lower_hot(
             yield f"layer{i}", *hot_part(layer, inputs, settings, sizes)
 
     lowered = lower_parts(parts(), settings, progress=progress)
-    modules: dict[str, list[nn.Module]] = {
-        name: [*map(CompiledHot, of_graph.values())] for name, of_graph in lowered.modules.items()
+    modules: dict[str, dict[str, nn.Module]] = {
+        graph: {name: CompiledHot(part) for name, part in of_graph.items()}
+        for graph, of_graph in lowered.modules.items()
     }
-    about = {"format": REPORT_FORMAT, "version": REPORT_VERSION, **asdict(settings), **lowered.about}
-    return Lowered(modules, [*lowered.quantized.values()], {**about, "layers": [*lowered.report.values()]})
+    return replace(lowered, modules=modules)
 
 
 def lower_parts(
@@ -139,7 +127,7 @@ def lower_parts(
     settings: Settings,
     *,
     progress: bool = False,
-) -> Parts:
+) -> Lowered:
     """Quantise and compile parts of a decoder, consumed one at a time, each with its name and its inputs.
 
     Raises: as :func:`lower_hot`, but for what is of feed-forward layers.
@@ -166,7 +154,7 @@ def lower_parts(
             program = part_program(one.program, shapes, inputs.outputs.get(graph), order)
             modules.setdefault(graph, {})[name] = CompiledPart(_delegate(program, one), *order)
     quantized: dict[str, nn.Module] = {name: c.program.module(check_guards=False) for name, c in compiled.items()}
-    return Parts(modules, {name: one.report for name, one in compiled.items()}, quantized, about)
+    return Lowered(modules, quantized, {name: one.report for name, one in compiled.items()}, about)
 
 
 def _delegate(program: torch.export.ExportedProgram, compiled: Compiled) -> nn.Module:
