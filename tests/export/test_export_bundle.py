@@ -412,7 +412,7 @@ def refusals() -> list[Any]:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"target": "tpu"}, "'xnnpack', or 'qnn:'"),
+        ({"target": "tpu"}, "'xnnpack', or 'qnn:SM8650'"),
         ({"linears": "int3"}, r"linears=.*float32 or int8 or int4"),
         ({"kv": "int4"}, r"kv=.*float32 or float16 or int8"),
         ({"batches": ()}, "batch sizes of 1 or more"),

@@ -63,15 +63,6 @@ def by_executorch(programs: Programs, patch: pytest.MonkeyPatch) -> bytes:
     [
         ("Llama", {"hidden_act": "relu"}, "int8", ("decode_b1", "decode_b4"), False),
         ("Llama", {"num_hidden_layers": 3}, "float32", ("decode_b1",), True),
-        pytest.param(
-            "Gemma2",
-            {"num_hidden_layers": 4, "head_dim": 8, "sliding_window": 8},
-            "int4",
-            ("decode_b2",),
-            False,
-            marks=pytest.mark.long,
-        ),
-        pytest.param("GPTNeoX", {}, "float32", ("forward", "decode_b1", "fork"), False, marks=pytest.mark.long),
     ],
 )
 def test_decoders(

@@ -37,7 +37,7 @@ class ExportSettings:
     kv: str = limited(choices=KV_FORMATS, default="float32")
     hot: Mapping[int, int] | None = None
     hot_prompts: Sequence[int] | None = None
-    hot_attention: str | None = None
+    hot_attention: str | None = limited(choices=HOT_ATTENTION, default=None)
     precision: str = "w4a16"
     blocks: int | str = "auto"
     quantization: str = "rtn"
@@ -81,35 +81,20 @@ class ExportSettings:
 
 
 def _check(settings: ExportSettings) -> None:
+    on_accelerator = settings.hot_attention == "prompts"
+    target_known = settings.target == "xnnpack" or (settings.target.startswith("qnn:") and settings.soc is not None)
     for name, good, expected in (
+        ("target", target_known, "'xnnpack', or 'qnn:SM8650' and the like"),
         ("batches", bool(settings.batches), "batch sizes of 1 or more"),
         *((name, settings.soc is not None, "the default, as target is no NPU") for name in settings.changed(_OF_NPU)),
         ("hot_prompts", not settings.hot_prompts or settings.splits, "it only with hot or an NPU"),
-        (
-            "hot_attention",
-            settings.hot_attention in (None, "none") or (settings.hot_attention in HOT_ATTENTION and settings.splits),
-            f"{', '.join(HOT_ATTENTION)}, and only with hot or an NPU",
-        ),
+        ("hot_attention", not on_accelerator or settings.splits, "it only with hot or an NPU"),
+        ("hot_attention", not on_accelerator or settings.kv != "int8", "it only with kv in float32 or float16"),
         ("hot", not {*(settings.hot or {})} - {*settings.batches}, "chunks for the batch sizes in batches"),
     ):
         if not good:
             found = repr(getattr(settings, name))
-            raise ConfigError(f"export({name}=...)", expected=expected, found=found, fix="Leave it out.")
-    if settings.hot_attention == "prompts" and settings.kv == "int8":
-        raise ConfigError(
-            f"export(hot_attention={settings.hot_attention!r}) with kv='int8'",
-            expected="keys and values in float32 or float16: int8 has a scale for each token",
-            found="int8",
-            fix="Leave one of them out.",
-        )
-    kind, _, soc = settings.target.partition(":")
-    if settings.target != "xnnpack" and (kind != "qnn" or not soc):
-        raise ConfigError(
-            "export(target=...)",
-            expected="'xnnpack', or 'qnn:' and an SoC such as 'qnn:SM8650'",
-            found=repr(settings.target),
-            fix="Choose one of them.",
-        )
+            raise ConfigError(f"export({name}=...)", expected=expected, found=found, fix="Leave it out, or correct it.")
 
 
 def check_installed(settings: ExportSettings) -> None:
