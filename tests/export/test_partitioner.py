@@ -91,7 +91,7 @@ def test_any_program_of_the_model(make: Callable[[], nn.Module], way: str, tmp_p
 def test_a_program_of_which_nothing_would_be_ours(order: int, tmp_path: Path) -> None:
     ours = Pi2Partitioner(exact(), tmp_path / "model.pi2")
     program = exported_program(dense())
-    message = "expected a program with feed-forward layers of its model.*found one with no operator of ours"
+    message = "expected a program with feed-forward layers of its model.*found one without"
     with pytest.raises(ConfigError, match=message):
         to_edge_transform_and_lower(program, partitioner=[ours, XnnpackPartitioner()][::order], compile_config=CONFIG)
     with pytest.raises(ConfigError, match=message):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -46,8 +45,15 @@ class Program:
         self.path, self.options, self.load_seconds = folder / PROGRAM_FILE, options, 0.0
         self._share_weights = manifest.model.linears == "float32"
         self._methods: dict[str, Any] = {}
-        _check_executorch(manifest, folder)
         backend.load_library()
+        made_by = manifest.made_by.get("executorch", "").partition("+")[0]
+        if made_by not in ("", backend.EXECUTORCH):
+            raise VersionError(
+                f"program of {folder}",
+                expected=f"one of ExecuTorch {backend.EXECUTORCH}, which is installed",
+                found=made_by,
+                fix="Export again.",
+            )
         if manifest.target.startswith("qnn:"):
             from torch_pi2.export.qnn import sdk
 
@@ -135,19 +141,3 @@ def _check_inputs(where: str, metadata: Any, args: Sequence[torch.Tensor | float
             raise ShapeError(
                 name, expected=f"at most {list(most)}", found=str(list(given.shape)), fix="Pass what was exported."
             )
-
-
-def _check_executorch(manifest: Manifest, folder: Path) -> None:
-    """Raises VersionError if another ExecuTorch made the program than the one that is installed."""
-    made_by = manifest.made_by.get("executorch", "").partition("+")[0]
-    try:
-        installed = importlib.metadata.version("executorch")
-    except importlib.metadata.PackageNotFoundError:
-        return  # loading our library says so
-    if made_by and installed != made_by:
-        raise VersionError(
-            f"executorch for {folder}",
-            expected=f"{made_by}, which made it",
-            found=installed,
-            fix=f"pip install executorch=={made_by}, or export again.",
-        )
