@@ -56,14 +56,8 @@ def ran() -> Iterator[Callable[[Path], torch.Tensor]]:
 
 
 # of experts, in a list: test_from_the_model_to_the_inspector
-@pytest.mark.parametrize(
-    ("make", "way"),
-    [
-        pytest.param(quantised, "list", marks=pytest.mark.slow),
-        pytest.param(int4, "reversed", marks=pytest.mark.slow),
-        (signbit, "rest"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "way"), [(quantised, "list"), (int4, "reversed"), (signbit, "rest")])
 def test_any_program_of_the_model(make: Callable[[], nn.Module], way: str, tmp_path: Path, ran: Any) -> None:
     model = make()
     program, store = exported_program(model), tmp_path / "model.pi2"
