@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from serving import Server, dense, quantised, tokenizer_of_example
 
@@ -144,6 +145,9 @@ def test_keys_are_asked_for_by_all_but_the_page(server: Server) -> None:
         for path in ("/v1/live", "/v1/models", "/metrics", "/page/other.js", "/page/../metrics", "/page/"):
             refused = httpx.get(f"{locked.url}{path}")
             assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        with pytest.raises(openai.AuthenticationError, match="expected the server's API key"):
+            locked.client("wrong").models.list()
+        assert locked.client("secret").models.list().data[0].id == "tiny"
         headers = {"Authorization": "Bearer secret"}
         with httpx.stream("GET", f"{locked.url}/v1/live", headers=headers, timeout=20) as response:
             assert next(events(response))[0] == "model"

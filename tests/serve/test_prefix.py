@@ -7,11 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from serving import greedy_alone
-from torch import nn
+from serving import greedy_alone, quantised
 
-import torch_pi2
 from torch_pi2.serve.batch import Batch, EndEvent, Sequence, TokenEvent
 from torch_pi2.serve.prefix import PrefixCache
 
@@ -74,14 +71,7 @@ def test_of_a_prompt_the_last_blocks_go_first() -> None:
     assert cache.bytes == 3 * size
 
 
-def quantised() -> nn.Module:
-    sizes = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 8, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=90, hidden_act="relu")
-    torch.manual_seed(0)
-    return torch_pi2.optimize(transformers.LlamaForCausalLM(config).eval(), weights="int4", activations="int8")
-
-
-@pytest.mark.parametrize("prefix_bytes", [1 << 24, 40_000])
+@pytest.mark.parametrize("prefix_bytes", [1 << 24, 600_000])
 def test_answers_are_those_without_it(prefix_bytes: int) -> None:
     """Prompts that begin alike and go on otherwise, several at a time, also when blocks have to go."""
     model, chosen = quantised(), random.Random(0)

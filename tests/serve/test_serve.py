@@ -235,13 +235,8 @@ def test_answers_that_are_objects_of_any_kind(client: openai.OpenAI) -> None:
 
 
 def test_malformed_requests(server: Server) -> None:
-    for body in (b"", b"{", b"[]", b'{"model": 3}', b"\xff", json.dumps({"model": "tiny"}).encode()):
-        answer = httpx.post(f"{server.url}/v1/completions", content=body)
-        assert answer.status_code == 400, body
-        assert answer.json()["error"]["message"]
     assert httpx.post(f"{server.url}/v1/completions", content=b" " * (9 << 20)).status_code == 413
     assert httpx.post(f"{server.url}/v1/completions", content=iter([b"{}"])).status_code == 411
-    assert httpx.get(f"{server.url}/nothing").status_code == 404
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
     assert httpx.head(f"{server.url}/health").status_code == 200
     assert httpx.get(f"{server.url}/v1/completions").headers["allow"] == "POST"
@@ -403,18 +398,6 @@ def test_a_full_queue_is_429(tokenizer: Any) -> None:
             assert found.value.response.headers["retry-after"] == "1"
             streams[0].close()
             assert waits.result().choices[0].finish_reason == "length"
-    finally:
-        server.close()
-
-
-def test_keys(tokenizer: Any) -> None:
-    server = Server(quantised(), tokenizer, api_key="secret")
-    try:
-        assert server.client("secret").models.list().data[0].id == "tiny"
-        with pytest.raises(openai.AuthenticationError, match="expected the server's API key"):
-            server.client("wrong").models.list()
-        assert httpx.get(f"{server.url}/metrics").status_code == 401
-        assert httpx.get(f"{server.url}/health").status_code == 200
     finally:
         server.close()
 
