@@ -33,7 +33,7 @@ from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
 from torch_pi2.predict.file import FittedPredictors, load_predictors
-from torch_pi2.predict.lowrank import LowRank
+from torch_pi2.predict.lowrank import LowRankRows
 from torch_pi2.profiling.text import stdlib_text
 from torch_pi2.rewrite.linears import find_linears
 from torch_pi2.rewrite.skeleton import skeleton
@@ -224,7 +224,7 @@ def test_optimised_folder_keeps_its_order_and_predictors(tmp_path: Path) -> None
     stats = torch_pi2.profile(model, ids_BT, config=config)
     predictors = FittedPredictors()
     for site in find_sites(model):  # any numbers do: it is the file that is followed
-        predictors[site.key] = LowRank.quantised(torch.randn(4, 32), torch.randn(48, 4), torch.zeros(48))
+        predictors[site.key] = LowRankRows.fitted(torch.randn(4, 32), torch.randn(48, 4), torch.zeros(48))
         predictors[site.key].card = PredictorCard(0.9, 0.5, 0.2, 100, 0.1, 4)
     made = torch_pi2.optimize(model, config=config, stats=stats, predictors=predictors)
     torch_pi2.save(made, tmp_path / "sparse")

@@ -20,7 +20,7 @@ from torch_pi2.fitting.train import calibrate, measure, train_matrices
 from torch_pi2.graph import find_sites
 from torch_pi2.graph.dispatch import PredictedMaskMode
 from torch_pi2.predict.file import FittedPredictors, load_predictors, save_predictors
-from torch_pi2.predict.lowrank import ALWAYS, LowRank, LowRankRows, quantise_rows, quantised
+from torch_pi2.predict.lowrank import ALWAYS, LowRank, LowRankRows
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.run import profile
 from torch_pi2.profiling.samples import Samples
@@ -47,9 +47,9 @@ def layer(seed: int = 0) -> tuple[FFNSite, FFNWeights]:
     return FFNSite("ffn", 0, "relu", True, *refs, H, I, ""), weights
 
 
-def train_lowrank(found: Samples, **how: Any) -> LowRank:
-    """In int8."""
-    return LowRank.quantised(*train_matrices(found, **how))
+def train_lowrank(found: Samples, **how: Any) -> LowRankRows:
+    ops.load()
+    return LowRankRows.fitted(*train_matrices(found, **how))
 
 
 def samples(n: int, seed: int, w: FFNWeights) -> Samples:
@@ -70,7 +70,7 @@ def test_training_learns_far_more_than_the_base_rate() -> None:
     assert card.mass_recall is not None
     assert card.mass_recall > card.recall, "what is missed is small"
     assert card.rank == p.rank == 12
-    assert card.bytes == 12 * H + 4 * 12 + I * 12 + 8 * I
+    assert card.bytes == (12 + I) * 18 + 4 * I
     assert card.cost_share == pytest.approx(12 * (H + I) / (3 * H * I))
 
 
@@ -136,20 +136,13 @@ def test_a_layer_that_never_fires_is_predicted_silent() -> None:
 def test_scores_are_the_operators() -> None:
     """``predict_lowrank`` on the rows of some neurons is this predictor on those neurons."""
     ops.load()
-    _, w = layer()
-    p = train_lowrank(samples(500, 1, w), rank=6, steps=50)
-    p.threshold = 0.3
-    x, some = torch.randn(2, 9, H), torch.tensor([44, 0, 7, 8])
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-127, 128, size, generator=g, dtype=torch.int8) for size in ((6, H), (I, 6)))
+    p = LowRank(a, torch.full((6,), 0.01), b, torch.full((I,), 0.01), torch.randn(I, generator=g), 0.3)
+    x, some = torch.randn(2, 9, H, generator=g), torch.tensor([44, 0, 7, 8])
     got = torch.ops.pi2.predict_lowrank(x, p.a, p.a_scale, p.b[some], p.b_scale[some], p.bias[some], p.threshold)
     want = p.active(x.view(-1, H))[:, some].view(2, 9, 4)
     assert float((got == want).float().mean()) > 0.98  # all but ties broken by the order of a sum
-
-
-def test_row_quantisation_error_is_half_a_step() -> None:
-    m = torch.randn(7, 33) * torch.logspace(-6, 3, 7)[:, None]
-    q, scale = quantise_rows(m)
-    assert bool(((q * scale[:, None] - m).abs() <= 0.5001 * scale[:, None]).all())
-    assert torch.equal(quantise_rows(torch.zeros(2, 3))[0], torch.zeros(2, 3, dtype=torch.int8))
 
 
 def test_too_few_samples_and_bad_targets_are_refused() -> None:
@@ -211,23 +204,18 @@ def wide(hidden: int, neurons: int) -> tuple[FFNSite, Samples]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("hidden", "rank", "weights"), [(64, 32, "int4"), (16, 8, "int8")])
-def test_the_search_takes_the_format_that_reads_less(hidden: int, rank: int, weights: str) -> None:
-    """A row of rank 8 takes 8 + 4 bytes in int8 and a whole group, 18, in int4; of rank 32 it takes 36 and 18."""
+def test_the_search_takes_the_rank_that_reads_least() -> None:
     ops.load()
-    site, found = wide(hidden, 256)
+    site, found = wide(64, 256)
     fit_on, held = found.split(0.3)
-    layer = Layer(site, torch.arange(256), {"ffn": fit_on}, {"ffn": held}, rank, 0.9)
+    layer = Layer(site, torch.arange(256), {"ffn": fit_on}, {"ffn": held}, 32, 0.9)
     chooser = Search([layer], FitSettings(steps=80), lambda _: (0.0, 0.0), lambda: None)
     chooser.choose_rank(layer)
-    cost = {w: chooser.cost(layer, layer.rank, w, probe=True) for w in ("int4", "int8")}
-    assert layer.weights == min(cost, key=lambda w: cost[w])
-    assert layer.weights == weights
+    costs = {rank: chooser.cost(layer, rank, probe=True) for rank in (8, 16, 32, 64)}
+    assert layer.rank == min(costs, key=lambda rank: costs[rank])
     chosen = chooser.predictor(layer, layer.rank)
-    assert chosen.weights == weights
     read = sum(t.nbytes for t in chosen.tensors().values())
-    dense = 3 * hidden * 256 * 16 / 8
-    assert chooser.cost(layer, layer.rank) == pytest.approx(read / dense + chosen.card.predicted_active)
+    assert chooser.cost(layer, layer.rank) == pytest.approx(read / (3 * 64 * 256 * 2) + chosen.card.predicted_active)
     assert chosen.card.recall == pytest.approx(0.9, abs=0.02)
 
 
@@ -236,7 +224,7 @@ def test_int8_activations_are_measured_as_they_run() -> None:
     site, found = wide(64, 48)
     settings = FitSettings(steps=20, weights="int4", activations="int8")
     layer = Layer(site, torch.arange(48), {"ffn": found}, {"ffn": found}, 32, 0.9)
-    predictor = Search([layer], settings, lambda _: (0.0, 0.0), lambda: None).predictor(layer, 32, "int4")
+    predictor = Search([layer], settings, lambda _: (0.0, 0.0), lambda: None).predictor(layer, 32)
     a, b, bias = predictor.tensors().values()
     masks = [
         torch.ops.pi2.predict_lowrank_q(found.x_NH, a, b, bias, "int4", int8, predictor.threshold)
@@ -246,23 +234,18 @@ def test_int8_activations_are_measured_as_they_run() -> None:
     assert float((measured != masks[0]).float().mean()) < 1e-4 < float((measured != masks[1]).float().mean())
 
 
-def test_padded_int4_predictors_decide_the_same() -> None:
+def test_padded_predictors_decide_the_same() -> None:
     ops.load()
     _, found = wide(64, 48)
-    made = train_matrices(found, rank=24, steps=10)
-    for weights in ("int4", "int8"):
-        short = quantised(*made, weights)
-        for rank in (24, 30, 70):
-            longer = short.padded(rank)
-            assert (longer.rank, longer.weights) == (rank, weights)
-            assert torch.equal(longer.scores(found.x_NH) >= 0.1, short.scores(found.x_NH) >= 0.1)
-            again = {name: tensor.clone() for name, tensor in longer.tensors().items()}
-            if weights == "int4":
-                assert LowRankRows.from_rows(again, weights, 64, 0.0, None).rank == rank
-    rounded = quantised(*made, "int4")
-    assert isinstance(rounded, LowRankRows)
-    rounded.int8_activations = True
-    assert torch.equal(rounded.padded(40).scores(found.x_NH), rounded.scores(found.x_NH)), "measured with its inputs"
+    short = LowRankRows.fitted(*train_matrices(found, rank=24, steps=10))
+    for rank in (24, 30, 70):
+        longer = short.padded(rank)
+        assert longer.rank == rank
+        assert torch.equal(longer.scores(found.x_NH) >= 0.1, short.scores(found.x_NH) >= 0.1)
+        again = {name: tensor.clone() for name, tensor in longer.tensors().items()}
+        assert LowRankRows.from_rows(again, "int4", 64, 0.0, None).rank == rank
+    short.int8_activations = True
+    assert torch.equal(short.padded(40).scores(found.x_NH), short.scores(found.x_NH)), "measured with its inputs"
 
 
 FIT = {"n_tokens": 800, "steps": 120, "max_rounds": 6, "seq_len": 24, "hot_frequency": 0.6}
@@ -442,8 +425,9 @@ def test_stale_damaged_and_uncalibrated_predictors_are_refused(tmp_path: Path) -
 
 
 def test_tensors_that_do_not_fit_together_are_refused() -> None:
-    t = fitted()["ffn"].tensors()
-    with pytest.raises(ArtifactError, match=r"low-rank predictor: expected a \[r, H\] .* b int8 \[45, 4\], bias"):
+    matrices = {"a": torch.zeros(4, H, dtype=torch.int8), "b": torch.zeros(I, 4, dtype=torch.int8)}
+    t = matrices | {"a_scale": torch.ones(4), "b_scale": torch.ones(I), "bias": torch.zeros(I)}
+    with pytest.raises(ArtifactError, match=r"low-rank predictor: expected a \[r, H\] .* b int8 \[45, 4\], a_scale"):
         LowRank.from_tensors({k: v for k, v in t.items() if k != "b_scale"}, 0.0, None)
     with pytest.raises(ArtifactError, match=r"shapes of a low-rank predictor: .* b int8 \[44, 4\]"):
         LowRank.from_tensors(t | {"b": t["b"][:-1]}, 0.0, None)

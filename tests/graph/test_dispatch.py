@@ -19,7 +19,7 @@ from torch_pi2.graph import find_sites
 from torch_pi2.graph.dispatch import NeuronClusterMode, PredictedMaskMode
 from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.ops.ffn import sparse_ffn
-from torch_pi2.predict.lowrank import LowRank
+from torch_pi2.predict.lowrank import LowRankRows
 from torch_pi2.types.plan import LayerPlan, Plan, weights_hash
 from torch_pi2.types.site import FFNSite, LinearRef
 
@@ -72,10 +72,10 @@ class FFN(nn.Module):
         return FFNSite("ffn", 0, activation, self.on_up, gate, up, LinearRef("down.weight", b("down")), H, I, "")
 
 
-def predictor(hidden: int, intermediate: int, seed: int = 0) -> LowRank:
+def predictor(hidden: int, intermediate: int, seed: int = 0) -> LowRankRows:
     g = torch.Generator().manual_seed(seed)
     a, b = torch.randn(8, hidden, generator=g), torch.randn(intermediate, 8, generator=g)
-    return LowRank.quantised(a, b, torch.zeros(intermediate))
+    return LowRankRows.fitted(a, b, torch.zeros(intermediate))
 
 
 def make_plan(model: nn.Module, sites: list[FFNSite], method: str, n_hot: int = 5, threshold: float = 0.0) -> Plan:

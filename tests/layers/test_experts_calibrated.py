@@ -28,7 +28,7 @@ from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops.activations import ACTIVATIONS
 from torch_pi2.planner.hot_neurons import greedy_plan
 from torch_pi2.predict.file import FittedPredictors
-from torch_pi2.predict.lowrank import LowRank
+from torch_pi2.predict.lowrank import LowRankRows
 from torch_pi2.predict.signbit import SignBit
 from torch_pi2.profiling import MIN_TOKENS, ActivationStats, batches
 from torch_pi2.profiling import profile as profile_sites
@@ -301,7 +301,7 @@ def test_lowrank_predictors_of_experts_have_one_rank(
     assert 0 < done.neurons_computed < 1
     assert 0 < off(found, logits(smooth, HELD)) < 0.5
     short = predictors[sites[0].key]
-    assert isinstance(short, LowRank)
+    assert isinstance(short, LowRankRows)
     longer, x_TH = short.padded(short.rank + 5), torch.randn(4, 64)
     assert longer.rank == short.rank + 5
     assert torch.equal(longer.active(x_TH), short.active(x_TH))

@@ -3,9 +3,8 @@
 This follows PowerInfer (arXiv 2312.12456, section 5.1), whose predictors start at a size guessed from sparsity and skew
 and are adjusted until perplexity stays put. The search has two stages:
 
-1. *rank* and format (int4 or int8), layer by layer: from that guess up or down for as long as the layer's cost falls
-   at the same recall. The cost is the bytes of the predictor, quantised as it will run, and of the neurons that it lets
-   through;
+1. *rank*, layer by layer: from that guess up or down for as long as the layer's cost falls at the same recall. The cost
+   is the bytes of the predictor, in int4 as it will run, and of the neurons that it lets through;
 2. *recall*: raised in the layers that hurt the loss most until the whole model is within tolerance, then lowered
    wherever there is slack.
 
@@ -38,7 +37,7 @@ from torch_pi2.graph.routed import modules_of
 from torch_pi2.ops import load as load_library
 from torch_pi2.predict import AnyPredictor
 from torch_pi2.predict.file import FitReport, FittedPredictors
-from torch_pi2.predict.lowrank import LowRank
+from torch_pi2.predict.lowrank import LowRankRows
 from torch_pi2.predict.signbit import SignBit
 from torch_pi2.profiling.data import Batch, at_most, batches, digest, split
 from torch_pi2.profiling.recorder import check_sites
@@ -136,7 +135,7 @@ def fit(
 
         dense_loss, _ = loss_in(lambda: None)
 
-        def change(predictors: Mapping[str, LowRank]) -> tuple[float, float]:
+        def change(predictors: Mapping[str, LowRankRows]) -> tuple[float, float]:
             # A predicted neuron is computed whatever its gate: thresholds only said which neurons to find.
             loss, skipped = loss_in(lambda: PredictedMaskMode(model, sites, predictors, masked))
             return loss / dense_loss - 1, skipped
@@ -183,7 +182,7 @@ def _report(
         card = result[layer.site.key].card
         assert card is not None
         sizes: dict[str, Any] = {"cold": len(layer.cold), "rank": layer.rank, "target_recall": layer.recall}
-        sizes["weights"] = layer.weights
+        sizes["weights"] = "int4"
         rows.append({"key": layer.site.key} | sizes | card.to_json())
     accepted = [r for r in search.rounds if r["change"] == change]
     report = FitReport(
@@ -208,7 +207,7 @@ def _report(
     return report
 
 
-def _same_rank_for_experts(predictors: dict[str, LowRank], sites: Sequence[FFNSite]) -> dict[str, LowRank]:
+def _same_rank_for_experts(predictors: dict[str, LowRankRows], sites: Sequence[FFNSite]) -> dict[str, LowRankRows]:
     """``predictors``, padded so that all experts of a module have the rank of the largest."""
     result = dict(predictors)
     for own in modules_of(sites).values():

@@ -14,7 +14,7 @@ from torch_pi2.base.files import atomic_folder_files, atomic_write, locked, not_
 from torch_pi2.base.tensorfile import read_tensors
 from torch_pi2.errors import ArtifactError, StaleArtifactError
 from torch_pi2.predict.file import read_threshold_and_card
-from torch_pi2.predict.lowrank import LowRank, LowRankRows
+from torch_pi2.predict.lowrank import LowRankRows
 
 _FORMAT = ("torch_pi2.fitting", 1)
 #: What the fit in a work folder is made from.
@@ -22,18 +22,18 @@ _SETTINGS_FILE = "begun.json"
 
 
 class PredictorCache:
-    """Predictors of one layer, in memory: trained ones by rank, steps and format, calibrated ones by recall too."""
+    """Predictors of one layer, in memory: trained ones by rank and steps, calibrated ones by recall too."""
 
     def __init__(self) -> None:
-        self._predictors: dict[tuple[int, int, str, float | None], LowRank] = {}
+        self._predictors: dict[tuple[int, int, float | None], LowRankRows] = {}
 
-    def find(self, rank: int, steps: int, weights: str, recall: float | None) -> LowRank | None:
+    def find(self, rank: int, steps: int, recall: float | None) -> LowRankRows | None:
         """The predictor that was put here, if any; recall None: not calibrated."""
-        return self._predictors.get((rank, steps, weights, recall))
+        return self._predictors.get((rank, steps, recall))
 
-    def put(self, predictor: LowRank, steps: int, recall: float | None) -> LowRank:
+    def put(self, predictor: LowRankRows, steps: int, recall: float | None) -> LowRankRows:
         """Raises ArtifactError: it cannot be written."""
-        self._predictors[predictor.rank, steps, predictor.weights, recall] = predictor
+        self._predictors[predictor.rank, steps, recall] = predictor
         return predictor
 
 
@@ -48,10 +48,9 @@ class PredictorFiles(PredictorCache):
         super().__init__()
         self._folder, self._hidden = folder, hidden
 
-    def find(self, rank: int, steps: int, weights: str, recall: float | None) -> LowRank | None:
+    def find(self, rank: int, steps: int, recall: float | None) -> LowRankRows | None:
         """Raises ArtifactError: a file is damaged."""
-        path = self._folder / _name(rank, steps, weights)
-        calibration = self._folder / _name(rank, steps, weights, recall)
+        path, calibration = (self._folder / _name(rank, steps, found) for found in (None, recall))
         if not path.exists() or not calibration.exists():
             return None
         threshold, card = 0.0, None
@@ -59,12 +58,10 @@ class PredictorFiles(PredictorCache):
             fields = Field(parse_json(read_text(calibration), calibration, *_FORMAT), str(calibration), "Fit again.")
             threshold, card = read_threshold_and_card(fields)
         tensors, _ = read_tensors(path)
-        if weights == LowRank.weights:
-            return LowRank.from_tensors(tensors, threshold, card)
-        return LowRankRows.from_rows(tensors, weights, self._hidden, threshold, card)
+        return LowRankRows.from_rows(tensors, "int4", self._hidden, threshold, card)
 
-    def put(self, predictor: LowRank, steps: int, recall: float | None) -> LowRank:
-        name = _name(predictor.rank, steps, predictor.weights, recall)
+    def put(self, predictor: LowRankRows, steps: int, recall: float | None) -> LowRankRows:
+        name = _name(predictor.rank, steps, recall)
         if recall is None:
             atomic_folder_files(self._folder, {name: (predictor.tensors(), {})})
         else:
@@ -97,8 +94,8 @@ class Losses:
         return self._losses[self._next - 1]
 
 
-def _name(rank: int, steps: int, weights: str, recall: float | None = None) -> str:
-    name = f"{rank}-{steps}-{weights}"
+def _name(rank: int, steps: int, recall: float | None) -> str:
+    name = f"{rank}-{steps}-int4"
     return f"{name}.safetensors" if recall is None else f"{name}-{recall!r}.json"
 
 

@@ -1,4 +1,4 @@
-"""Sizes predictors: the cheapest rank and format of each layer, and the recall that the whole model's loss allows."""
+"""Sizes predictors: the cheapest rank of each layer, and the recall that the whole model's loss allows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_pi2.fitting.resume import PredictorCache
 from torch_pi2.fitting.train import calibrate, train_matrices
 from torch_pi2.formats import GROUP
 from torch_pi2.predict import PER_NEURON
-from torch_pi2.predict.lowrank import FITTED, LowRank, LowRankRows, quantised
+from torch_pi2.predict.lowrank import LowRankRows
 from torch_pi2.profiling.samples import Samples
 from torch_pi2.types.config import Config
 from torch_pi2.types.site import FFNSite
@@ -57,7 +57,7 @@ def initial_rank(site: FFNSite, active_share: float, skew: float) -> int:
     return max(min(8, site.hidden), min(site.hidden // 2, step * round(rank / step)))
 
 
-def read_bytes(predictor: LowRank, cold: int) -> float:
+def read_bytes(predictor: LowRankRows, cold: int) -> float:
     """Bytes that a token reads of a predictor whose layer keeps it for ``cold`` neurons only."""
     share = {name: cold / len(tensor) if name in PER_NEURON else 1.0 for name, tensor in predictor.tensors().items()}
     return sum(tensor.nbytes * share[name] for name, tensor in predictor.tensors().items())
@@ -73,7 +73,6 @@ class Layer:
     held_back: Mapping[str, Samples]
     rank: int
     recall: float
-    weights: str = FITTED[0]
     cache: PredictorCache = field(default_factory=PredictorCache)
 
 
@@ -93,7 +92,7 @@ class Search:
         self,
         layers: list[Layer],
         settings: FitSettings,
-        change: Callable[[Mapping[str, LowRank]], tuple[float, float]],
+        change: Callable[[Mapping[str, LowRankRows]], tuple[float, float]],
         advance: Callable[[], object],
     ) -> None:
         self.layers, self.rounds, self.loss_change = layers, list[dict[str, Any]](), 0.0
@@ -109,84 +108,64 @@ class Search:
         if self.layers and self.loss_change <= self._allowed:
             self._shrink()
 
-    def predictor(
-        self, layer: Layer, rank: int, weights: str | None = None, recall: float | None = None, *, probe: bool = False
-    ) -> LowRank:
-        """A trained and calibrated predictor, made once for each set of arguments.
-
-        A probe is trained for a quarter of the steps. None: the layer's own format or recall.
-        """
+    def predictor(self, layer: Layer, rank: int, *, probe: bool = False) -> LowRankRows:
+        """A trained predictor, calibrated to the layer's recall, made once. A probe is trained for fewer steps."""
         steps, site, cache = self._settings.steps, layer.site, layer.cache
         steps = max(1, steps // 4) if probe else steps
-        weights, recall = weights or layer.weights, recall or layer.recall
-        predictor = cache.find(rank, steps, weights, recall)
+        predictor = cache.find(rank, steps, layer.recall)
         if predictor is None:
-            trained = cache.find(rank, steps, weights, None) or self._train(layer, rank, steps)[weights]
+            trained = cache.find(rank, steps, None) or self._train(layer, rank, steps)
             trained = self._with_activations(trained)
-            predictor = calibrate(trained, layer.held_back[site.key], site, target_recall=recall, neurons=layer.cold)
-            cache.put(predictor, steps, recall)
+            held_back = layer.held_back[site.key]
+            predictor = calibrate(trained, held_back, site, target_recall=layer.recall, neurons=layer.cold)
+            cache.put(predictor, steps, layer.recall)
         return self._with_activations(predictor)
 
-    def _train(self, layer: Layer, rank: int, steps: int) -> dict[str, LowRank]:
-        """Format -> predictor; all formats share one training."""
+    def _train(self, layer: Layer, rank: int, steps: int) -> LowRankRows:
         site, seed = layer.site, self._settings.seed + layer.site.layer
         matrices = train_matrices(layer.fit[site.key], rank=rank, neurons=layer.cold, steps=steps, seed=seed)
-        return {weights: layer.cache.put(quantised(*matrices, weights), steps, None) for weights in FITTED}
+        return layer.cache.put(LowRankRows.fitted(*matrices), steps, None)
 
-    def _with_activations(self, predictor: LowRank) -> LowRank:
+    def _with_activations(self, predictor: LowRankRows) -> LowRankRows:
         """``predictor``, set to round its inputs as the layer will."""
-        if isinstance(predictor, LowRankRows):
-            predictor.int8_activations = self._settings.activations == "int8"
+        predictor.int8_activations = self._settings.activations == "int8"
         return predictor
 
-    def cost(self, layer: Layer, rank: int, weights: str | None = None, *, probe: bool = False) -> float:
+    def cost(self, layer: Layer, rank: int, *, probe: bool = False) -> float:
         """Bytes that a token reads, of predictor and neurons, as a share of the dense FFN's."""
-        predictor, site, cold = self.predictor(layer, rank, weights, probe=probe), layer.site, len(layer.cold)
+        predictor, site, cold = self.predictor(layer, rank, probe=probe), layer.site, len(layer.cold)
         assert predictor.card is not None
         dense = site.rows_per_neuron * site.hidden * site.intermediate * self._settings.weight_bits / 8
         return read_bytes(predictor, cold) / dense + predictor.card.predicted_active * cold / site.intermediate
 
     def _choose_ranks(self, layers: Sequence[Layer], advance: Callable[[], object] = lambda: None) -> None:
-        """Choose the rank and format of each layer, and train its predictor."""
+        """Choose the rank of each layer, and train its predictor."""
         for layer in layers:
             self.choose_rank(layer)
             self.predictor(layer, layer.rank)
             advance()
-        for name in dict.fromkeys(y.site.experts for y in layers if y.site.experts is not None):
-            self._same_format([y for y in self.layers if y.site.experts == name])
-
-    def _same_format(self, experts: Sequence[Layer]) -> None:
-        """One operator computes the experts of a module, so all get the format in which they read least together."""
-        if len({y.weights for y in experts}) > 1:
-            sums = {weights: sum(self.cost(y, y.rank, weights) for y in experts) for weights in FITTED}
-            for y in experts:
-                y.weights = min(sums, key=lambda weights: sums[weights])
 
     def choose_rank(self, layer: Layer) -> None:
         """Double the rank while that makes the layer cheaper; if it never does, halve it while that does.
 
-        Probes estimate the cost of a rank, each in its cheaper format.
+        Probes estimate the cost of a rank.
         """
-
-        def cheapest(rank: int) -> tuple[float, str]:
-            return min((self.cost(layer, rank, weights, probe=True), weights) for weights in FITTED)
-
-        best, lowest = layer.rank, cheapest(layer.rank)
+        best, lowest = layer.rank, self.cost(layer, layer.rank, probe=True)
         for factor in (2.0, 0.5):
             moved = False
             while True:
                 rank = int(best * factor)
                 if not 4 <= rank <= layer.site.hidden:
                     break
-                other = cheapest(rank)
-                if other[0] >= lowest[0]:
+                other = self.cost(layer, rank, probe=True)
+                if other >= lowest:
                     break
                 best, lowest, moved = rank, other, True
             if moved:
                 break
-        layer.rank, layer.weights = best, lowest[1]
+        layer.rank = best
 
-    def predictors(self, only: Layer | None = None) -> dict[str, LowRank]:
+    def predictors(self, only: Layer | None = None) -> dict[str, LowRankRows]:
         return {y.site.key: self.predictor(y, y.rank) for y in self.layers if only is None or y is only}
 
     def _evaluate(self, step: str, only: Layer | None = None) -> float:
@@ -225,7 +204,7 @@ class Search:
 
     def _lower(self, layers: Sequence[Layer], step: str) -> bool:
         """Lower their recall if that is cheaper and within tolerance. Returns whether it was done."""
-        before = [(y.rank, y.weights, y.recall) for y in self.layers]
+        before = [(y.rank, y.recall) for y in self.layers]
         cost = sum(self.cost(y, y.rank) for y in layers)
         for y in layers:
             y.recall = max(0.05, 1 - 1.5 * (1 - y.recall))
@@ -235,6 +214,6 @@ class Search:
         if new <= self._allowed:
             self.loss_change = new
             return True
-        for y, (rank, weights, recall) in zip(self.layers, before):
-            y.rank, y.weights, y.recall = rank, weights, recall
+        for y, (rank, recall) in zip(self.layers, before):
+            y.rank, y.recall = rank, recall
         return False

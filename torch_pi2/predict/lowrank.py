@@ -1,4 +1,4 @@
-"""The low-rank predictor of Deja Vu, PowerInfer and LLM in a flash: ``b relu(a x) + bias``, in int8 or int4."""
+"""The low-rank predictor of Deja Vu, PowerInfer and LLM in a flash: ``b relu(a x) + bias``, in int4 or int8."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 
 from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import Field
@@ -26,14 +25,8 @@ from torch_pi2.types.site import MOST_SIZE, FFNSite
 ALWAYS = 1e30
 
 
-def quantise_rows(m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric int8 with one float32 scale per row: ``m ~ q * scale[:, None]``."""
-    scale = m.float().abs().amax(1).clamp_min(1e-12) / 127
-    return torch.round(m.float() / scale[:, None]).clamp(-127, 127).to(torch.int8), scale
-
-
 class LowRank:
-    """Two small int8 matrices that say which neurons will fire.
+    """Two small int8 matrices that say which neurons will fire, as older files have them.
 
     Attributes:
         a: ``[r, H]`` int8, a_scale ``[r]`` float32; b: ``[I, r]`` int8, b_scale ``[I]``, bias ``[I]`` float32.
@@ -60,11 +53,6 @@ class LowRank:
         self.a, self.a_scale, self.b, self.b_scale, self.bias = a, a_scale, b, b_scale, bias
         self.threshold, self.card = threshold, card
 
-    @staticmethod
-    def quantised(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> LowRank:
-        """From float matrices ``[r, H]``, ``[I, r]`` and ``[I]``."""
-        return LowRank(*quantise_rows(a), *quantise_rows(b), bias.float().clone())
-
     @property
     def rank(self) -> int:
         return len(self.a)
@@ -79,13 +67,6 @@ class LowRank:
         new = copy.copy(self)
         new.threshold, new.card = threshold, None
         return new
-
-    def padded(self, rank: int) -> LowRank:
-        """The same predictor padded with zeros to ``rank``: all experts of a module must have equal sizes."""
-        more = rank - self.rank
-        a, b = F.pad(self.a, (0, 0, 0, more)), F.pad(self.b, (0, more))
-        scale = F.pad(self.a_scale, (0, more), value=1.0)
-        return LowRank(a, scale, b, self.b_scale, self.bias, self.threshold, self.card)
 
     def scores(self, x_TH: torch.Tensor) -> torch.Tensor:
         """``[T, I]`` float32 logits for inputs ``[T, H]`` of any float dtype."""
@@ -208,20 +189,8 @@ def _rows_of_cold(
     return Cold("lowrank_q", kept, weights, in_blocks=True)
 
 
-#: Formats of a fitted predictor's matrices: int4 with a scale per group of 32, int8 with a scale per row.
-FITTED = ("int4", "int8")
-
-
-def quantised(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor, weights: str) -> LowRank:
-    """The predictor of float matrices ``[r, H]``, ``[I, r]`` and ``[I]`` in one of :data:`FITTED`, threshold 0."""
-    if weights == "int8":
-        return LowRank.quantised(a, b, bias)
-    rows = [torch.ops.pi2.quantize(m.float().contiguous(), weights) for m in (a, b)]
-    return LowRankRows(rows[0], rows[1], bias.float().clone(), weights, a.shape[1])
-
-
 class LowRankRows(LowRank):
-    """As :class:`LowRank`, ``b relu(a x) + bias >= threshold``, at half the bytes when ``int4``.
+    """As :class:`LowRank`, in rows with a scale per group of 32. Fits make int4, at half the bytes of int8.
 
     Attributes:
         a: uint8 ``[r, row_bytes(H)]``, b: uint8 ``[I, row_bytes(r)]``, bias: float32 ``[I]``.
@@ -253,7 +222,14 @@ class LowRankRows(LowRank):
         z_Tr = torch.relu(seen(x_TH.float()) @ values(self.a, self.weights, self.hidden).T)
         return seen(z_Tr) @ values(self.b, self.weights, self.rank).T + self.bias
 
+    @staticmethod
+    def fitted(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> LowRankRows:
+        """In int4, from float matrices ``[r, H]``, ``[I, r]`` and ``[I]``; threshold 0."""
+        rows = [torch.ops.pi2.quantize(m.float().contiguous(), "int4") for m in (a, b)]
+        return LowRankRows(rows[0], rows[1], bias.float().clone(), "int4", a.shape[1])
+
     def padded(self, rank: int) -> LowRankRows:
+        """The same predictor padded with zeros to ``rank``: all experts of a module must have equal sizes."""
         a = torch.cat((self.a, quantize(torch.zeros(rank - self.rank, self.hidden), self.weights)))
         one = row_bytes(self.weights, 1)
         now, more = self.b.shape[1] // one, (row_bytes(self.weights, rank) - self.b.shape[1]) // one
