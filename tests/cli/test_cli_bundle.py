@@ -240,12 +240,12 @@ def test_export_passes_on_what_is_asked(
     monkeypatch.setattr("torch_pi2.cli.export._model", lambda args: model)
     monkeypatch.setattr("torch_pi2.cli.models.load_tokenizer", lambda args: "tokenizer")
     out = tmp_path / "bundle"
-    options = ("--max-tokens", 99, "--batches", "1,2", "--hot", "1=3,2=4", "--hot-prompts", "32,64", "--no-verdict")
+    options = ("--max-tokens", 99, "--batches", "1,2", "--hot", "1=3,2=4", "--hot-prompts", "32,64")
     ran = command("export", "m", "--out", out, *options)
     assert (given["model"], given["target"], given["max_tokens"], given["batches"]) == (model, "xnnpack", 99, (1, 2))
     assert (given["hot"], given["hot_prompts"], given["calibration"]) == ({1: 3, 2: 4}, (32, 64), None)
     assert f"{out}: decoder for xnnpack, methods forward, decode_b1" in ran.out
-    command("export", "m", "--out", tmp_path / "three", "--hot-prompts", "none", "--no-verdict")
+    command("export", "m", "--out", tmp_path / "three", "--hot-prompts", "none")
     assert given["hot_prompts"] == ()
 
 

@@ -225,8 +225,7 @@ def test_files_of_before_are_read() -> None:
     gpu = make(accelerator=replace(npu, name="a GPU", holds_rest=True))
     assert Hardware.from_json(gpu.to_json()) == gpu
     assert gpu.hash != make().hash
-    assert "a GPU: memory_bytes" in describe(gpu)
-    assert "stream_gb_per_s 50, shared_gb_per_s 60" in describe(make())
+    assert "accelerator: a GPU, " in describe(gpu)
 
 
 @pytest.mark.parametrize("name", DAMAGE)

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise common.needs("--measure-folder", "--measure")
     target = None if args.target is None else _target(args.target, args.compile)
     library = _library()
-    profile = _measured(args) if args.measure else _cached() if library["loaded"] else None
+    profile = _hardware(args) if args.measure or library["loaded"] else None
     return {
         "ok": library["loaded"] and not (target and target["problems"]),
         "versions": {
@@ -71,36 +71,27 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _measured(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure this machine, and keep the profile."""
-    from torch_pi2.machine.find import cached_path
-    from torch_pi2.measure.measure import measure
-
-    folder = args.measure_folder
-    if folder is not None and not folder.is_dir():
-        fix = "Name one on the drive to be measured."
-        raise ConfigError("--measure-folder", expected="a folder", found=str(folder), fix=fix)
-    path = cached_path()
-    common.check_out(path.parent)
-    hardware = measure(folder=folder, progress=not args.quiet)
-    hardware.save(path)
-    return {"path": str(path), "hash": hardware.hash, "profile": json.loads(hardware.to_json())}
-
-
-def _cached() -> dict[str, Any]:
-    """Whether there is a profile of this machine."""
+def _hardware(args: argparse.Namespace) -> dict[str, Any]:
+    """The profile of this machine: measured now, with ``--measure``, or earlier."""
     from torch_pi2.machine.find import cached_path
     from torch_pi2.machine.hardware import Hardware
 
-    path = cached_path()
+    path, folder = cached_path(), args.measure_folder
+    if args.measure:
+        from torch_pi2.measure.measure import measure
+
+        if folder is not None and not folder.is_dir():
+            fix = "Name one on the drive to be measured."
+            raise ConfigError("--measure-folder", expected="a folder", found=str(folder), fix=fix)
+        common.check_out(path.parent)
+        measure(folder=folder, progress=not args.quiet).save(path)
     if not path.is_file():
         return {"path": None}
     try:
         hardware = Hardware.load(path)
-        about = {} if hardware.accelerator is None else {"accelerator": hardware.accelerator.name}
-        return {"path": str(path), "hash": hardware.hash, **about}
     except Pi2Error as error:
         return {"path": None, "problem": str(error)}
+    return {"path": str(path), "hash": hardware.hash, "profile": json.loads(hardware.to_json())}
 
 
 def _target(target: str, compile: bool) -> dict[str, Any]:
@@ -218,16 +209,13 @@ def render(result: dict[str, Any]) -> str:
 def _render_hardware(found: dict[str, Any] | None) -> str:
     if found is None:
         return ""
-    if "profile" in found:
-        from torch_pi2.machine.hardware import Hardware
-
-        profile = Hardware.from_json(json.dumps(found["profile"]))
-        return f"measured: {found['path']}\n\n{describe_hardware(profile)}"
     if found["path"] is None:
         problem = f" ({found['problem']})" if "problem" in found else ""
         return f"not measured yet: torch-pi2 doctor --measure, about a minute{problem}"
-    beside = f", with {found['accelerator']}" if "accelerator" in found else ""
-    return f"measured: {found['path']}{beside}"
+    from torch_pi2.machine.hardware import Hardware
+
+    shown = describe_hardware(Hardware.from_json(json.dumps(found["profile"])))
+    return f"{found['path']}: {shown}".replace("\n", f"\n{' ' * 11}")
 
 
 def _render_target(target: dict[str, Any]) -> str:

@@ -7,11 +7,10 @@ model, which then gets the lossless exact gate.
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch_pi2.cli import common, models, verdict
+from torch_pi2.cli import common, models
 from torch_pi2.formats import ACTIVATIONS
 from torch_pi2.types.config import HOT_ATTENTION, KV_FORMATS, LINEARS
 
@@ -49,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hot-prompts", type=_PIECES, help=pieces)
     attention = "whether the accelerator computes attention in pieces of prompts (default: on an NPU that holds it)"
     add("--hot-attention", choices=HOT_ATTENTION, help=attention)
-    verdict.add_arguments(parser)
     group = parser.add_argument_group("hot neurons on the NPU (lossy)")
     add = group.add_argument
     add("--precision", choices=("w4a16", "w8a16", "fp16"), default="w4a16", help="weights and inputs there")
@@ -81,30 +79,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         progress=not args.quiet,
     )
     manifest = Manifest.load(args.out).to_json()
-    if not args.no_verdict:
-        _keep_verdict(args, model, manifest)
-    return {"out": str(args.out), "manifest": manifest, "verdict": verdict.as_json(args.out)}
-
-
-def _keep_verdict(args: argparse.Namespace, model: Any, manifest: dict[str, Any]) -> None:
-    """The verdict of MODEL, as far as the bundle computes the same; speed depends on the device."""
-    from torch_pi2.checkpoint.card import write_card
-    from torch_pi2.eval.verdict import unmeasured
-    from torch_pi2.rewrite.state import get_state
-
-    earlier, parts = verdict.read(Path(args.model)), get_state(model)
-    rounded = {"linears": args.linears, "kv": args.kv}
-    settings = {"target": args.target} | {name: kind for name, kind in rounded.items() if kind != "float32"}
-    steps = [*verdict.before(Path(args.model)), verdict.step("export", args.model, settings)]
-    why = {"speed": f"it is that of the device: torch-pi2 run {args.out.name} here, or on the device, says it"}
-    found = unmeasured(args.out, parts.plan, parts.weights, made=steps, not_measured=why)
-    lossy = tuple(dict.fromkeys((*found.lossy, *manifest["lossy"])))
-    loss = earlier.loss if earlier is not None and not manifest["lossy"] else None
-    size = sum(entry["bytes"] for entry in manifest["files"].values())
-    dense_bytes = None if earlier is None else earlier.dense_bytes
-    found = replace(found, lossy=lossy, loss=loss, sparse_bytes=size, dense_bytes=dense_bytes)
-    found.save(args.out)
-    write_card(args.out, found, args.model, f"torch-pi2 run {args.out.resolve().name} --prompt 'Once upon a time'")
+    return {"out": str(args.out), "manifest": manifest}
 
 
 def _model(args: argparse.Namespace) -> Any:
@@ -141,5 +116,5 @@ def render(result: dict[str, Any]) -> str:
     return (
         f"{common.table(('file', 'bytes'), rows)}\n"
         f"{result['out']}: {made['kind']} for {made['target']}, methods {', '.join(made['methods'])}{lossy}\n"
-        f"run it: torch-pi2 run {result['out']} --prompt '...'{verdict.shown(result['verdict'])}"
+        f"run it: torch-pi2 run {result['out']} --prompt '...'"
     )

@@ -432,7 +432,6 @@ def describe_bundle(folder: Path, verify: bool, progress: bool) -> dict[str, Any
         "unknown": unknown,
         "verified_bytes": read if verify else None,
         "npu": read_report(folder / REPORT_FILE) if REPORT_FILE in files else None,
-        "verdict": verdict.as_json(folder),
     }
 
 
@@ -488,7 +487,7 @@ def render_bundle(result: dict[str, Any]) -> str:
     ]
     if result["verified_bytes"] is not None:
         shown.append(f"verified: {common.size(result['verified_bytes'])} are as they were exported")
-    return "\n\n".join(filter(None, (*shown, verdict.shown(result["verdict"]).lstrip("\n"))))
+    return "\n\n".join(shown)
 
 
 def _render_npu(report: dict[str, Any]) -> str:
