@@ -683,7 +683,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert found["store"]["verified_bytes"] > 59 * 72
     assert [layer["slot_bytes"] for layer in found["layers"]] == [1024, 1024]
     assert found["layers"][0]["padding_share"] == pytest.approx(1 - 108 / 1024)
-    assert main(["inspect", str(store_of(out)), "--verify"]) == 0
+    assert main(["inspect", str(out), "--verify"]) == 0
     assert "are as they were packed" in capsys.readouterr().out
     assert main(["inspect", str(source), "--verify", "--json"]) == 2
     assert "expected a neuron store pi2/model.pi2" in capsys.readouterr().err
