@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 decoder.prompt(ids_1T[:, :n])
                 seconds = time.perf_counter() - started
                 steps = timed_steps(decoder, ids_1T[:, n:])
-                found[n] = n / seconds, steps.steps / steps.seconds
+                found[n] = n / seconds, len(steps.answers) / steps.seconds
                 continue
             if other is not None and way not in bundles:
                 took = other.round(n, tokens)

@@ -138,7 +138,7 @@ def test_a_budget_is_of_what_is_in_a_store(command: Command, kinds: dict[str, Pa
         f"weights are all in memory. Leave --budget out, or pack it: torch-pi2 pack {folder} STORE."
     ) in command("generate", folder, *asked, ok=False).err
     dense = command("generate", kinds["optimised"], *asked, "--dense", ok=False).err
-    assert "--budget 1GB with --dense: expected one of them" in dense
+    assert "--budget 1GB: expected a model over a store, as pack writes it, found --dense, whose weights" in dense
     few = command("generate", kinds["store"], *asked[:-1], "20KB", ok=False).err
     assert "Give it more, or lower --max-new-tokens or --num-return-sequences." in few
     few = command("eval", kinds["store"], "--budget", "20KB", ok=False).err

@@ -158,13 +158,11 @@ def load_any(args: argparse.Namespace, dense: bool = False) -> nn.Module:
     in_memory, wanted = dense or not (Path(args.model) / "pi2").is_dir(), getattr(args, "gpu_memory", None)
     for name, value in {"budget": getattr(args, "budget", None), **common.left_out(args)}.items():
         option = f"{common.option_of(name)} {value}"
-        if dense and value is not None:
-            raise common.excludes(option, "--dense", "a dense model has all of its weights in memory")
         if in_memory and value is not None:
             raise ConfigError(
                 option,
                 expected="a model over a store, as pack writes it",
-                found=f"{args.model}, whose weights are all in memory",
+                found=f"{'--dense' if dense else args.model}, whose weights are all in memory",
                 fix=f"Leave {common.option_of(name)} out, or pack it: torch-pi2 pack {args.model} STORE.",
             )
     if wanted is not None:

@@ -40,11 +40,6 @@ class TimedSteps:
     stats: dict[str, int] | None
     answers: list[torch.Tensor]
 
-    @property
-    def steps(self) -> int:
-        """How many."""
-        return len(self.answers)
-
     def ms(self, kind: int) -> float:
         """Of one kind of :mod:`torch_pi2.observe.timings`, of all steps together."""
         return timings.milliseconds(self.timings, kind)
