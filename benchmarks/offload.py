@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if device is not None:
         modes = _simulated(device, modes, peers)
     if trace is not None:
-        _check_trace(trace, modes)
+        check_writable(trace)
     folder = _store(args.folder, args.shape, args.seed)
     capped = cap.available()
     if peers and not capped:
@@ -228,17 +228,6 @@ def _simulated(device: str, modes: Sequence[str], peers: Sequence[str]) -> list[
             fix="Another engine reads at this machine's speed; compare with it without a device.",
         )
     return [name for name in modes if name != "mmap"]
-
-
-def _check_trace(path: str | Path, modes: Sequence[str]) -> None:
-    if "pipeline" not in modes:
-        raise ConfigError(
-            f"trace {path}",
-            expected="the mode pipeline, which is what is recorded",
-            found=",".join(modes),
-            fix="Add it to the modes.",
-        )
-    check_writable(Path(path))
 
 
 def _store(folder: Path | None, shape: str | None, seed: int) -> Path:

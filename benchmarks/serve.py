@@ -29,7 +29,6 @@ from benchmarks.tables import Result, Table, at, ranged
 from benchmarks.traffic import Memory
 from benchmarks.words import save_tokenizer, text, vocabulary
 from torch_pi2.cli import common
-from torch_pi2.errors import ConfigError
 from torch_pi2.rewrite.skeleton import model_config
 
 PEERS = ("llama.cpp",)
@@ -51,7 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=common.positive, default=3, metavar="N", help="alternating; one more before is warm-up")
     add("--prompts", type=from_to, default=[32, 256], metavar="FROM,TO", help="tokens of prompts (default: 32,256)")
     add("--answers", type=from_to, default=[16, 128], metavar="FROM,TO", help="tokens of answers (default: 16,128)")
-    add("--shared", type=int, default=128, metavar="T", help="tokens that half of the prompts begin with, at most")
+    add(
+        "--shared",
+        type=common.count,
+        default=128,
+        metavar="T",
+        help="tokens that half of the prompts begin with, at most",
+    )
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
@@ -132,17 +137,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         ours is, of requests/s within each round, and of waits of all rounds.
 
     Raises:
-        ConfigError: ``--shared`` is longer than prompts. PeerError: a server ended, or did not answer as it should.
+        PeerError: a server ended, or did not answer as it should.
         Pi2Error: what :func:`torch_pi2.synthetic` and :func:`benchmarks.gguf.write_gguf` raise.
     """
     prompts, answers, shared, clients = args.prompts, args.answers, args.shared, args.clients
-    if not 0 <= shared < prompts[1]:
-        raise ConfigError(
-            "shared",
-            expected=f"less than {prompts[1]} tokens",
-            found=str(shared),
-            fix="Prompts have an end of their own.",
-        )
     served = Served(args, context=prompts[1] + answers[1])
     drawn = Requests(prompts, answers, shared, args.seed)
     memory = Memory(1 << 14, 0.1, seed=args.seed)

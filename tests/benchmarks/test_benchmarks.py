@@ -176,7 +176,6 @@ def test_figures_of_decoding_hang_together() -> None:
     [
         ({"device": "drum"}, "device: expected ufs-4.0, nvme or a JSON file, found 'drum'"),
         ({"device": "nvme", "peers": ["llama.cpp"]}, "--device with --peer: expected one of them, found both"),
-        ({"modes": ["cache"], "trace": "t"}, "trace t: expected the mode pipeline"),
     ],
 )
 def test_modes_that_make_no_sense(folders: dict[str, Path], settings: dict[str, Any], message: str) -> None:

@@ -258,7 +258,5 @@ def test_what_cannot_be_done_says_so(tmp_path: Path) -> None:
     with torch_pi2.trace(path), pytest.raises(ConfigError, match=one_at_a_time):
         torch_pi2.trace(tmp_path / "other.json").start()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "out.json"]
-    with pytest.raises(ConfigError, match="expected the mode pipeline, which is what is recorded, found mmap,cache"):
-        call("offload", folder=tmp_path, modes=["mmap", "cache"], trace=path)
     with pytest.raises(ArtifactError, match="found the name of a folder"):
         call("offload", folder=tmp_path, trace=tmp_path)
