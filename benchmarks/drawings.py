@@ -79,16 +79,6 @@ def memory(results: Results) -> Drawing:
     )
 
 
-def modes(results: Results) -> Drawing:
-    """Ways to run a model of which half of the neurons fit."""
-    name = "offload-mistral-7b-int4-int8"
-    result = results[name]
-    bars = [_point(mode, m) for mode, m in result["modes"].items()]
-    bars += [Point(peer, *[p["tokens_per_s"]] * 3) for peer, p in result["peers"].items()]
-    title = f"Mistral-7B shape, {100 * result['ffn_in_memory']:.0f} % of neurons in memory"
-    return Drawing(title, "", "tokens/s", {OURS: bars}, name)
-
-
 def active(results: Results) -> Drawing:
     """How many times as fast as llama.cpp, against the share of neurons that are active."""
     runs = _named(results, "decode-llama-1b-int4-int8", lambda r: PEER in r["peers"])
@@ -125,7 +115,6 @@ def batches(results: Results) -> Drawing:
 
 DRAWINGS: dict[str, Callable[[Results], Drawing]] = {
     "memory": memory,
-    "modes": modes,
     "active": active,
     "batches": batches,
 }
