@@ -53,7 +53,7 @@ class Firing:
         ]
 
     def start(self) -> None:
-        """Start or continue counting."""
+        """Start counting."""
         if self._watch is not None:
             self._watch.start()
 
