@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from torch_pi2.base.tensorfile import DTYPES, Spec, TensorReader, TensorWriter
-from torch_pi2.errors import ArtifactError, ConfigError, StaleArtifactError
+from torch_pi2.errors import ArtifactError, StaleArtifactError
 from torch_pi2.store.weights import QuantizedWeights, metadata
 
 
@@ -80,31 +80,12 @@ def test_nothing_is_left_when_writing_fails(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), TensorWriter(tmp_path / "f", {"w": Spec((2,), torch.float32)}, {}):
         raise ZeroDivisionError
     with (
-        pytest.raises(ConfigError, match=r"expected all 2 .* found 1 not or not wholly written, e\.g\. v\."),
+        pytest.raises(AssertionError, match="not or not wholly written: v"),
         TensorWriter(tmp_path / "f", {n: Spec((2,), torch.float32) for n in "wv"}, {}) as out,
     ):
         out.write("w", torch.zeros(2))
     with pytest.raises(ArtifactError, match="expected a folder that can be written"):
         write(Path("/proc/none/f"), {"w": torch.zeros(1)})
-    assert not os.listdir(tmp_path)
-
-
-def test_what_is_written_must_be_as_declared(tmp_path: Path) -> None:
-    wrong = (torch.zeros((2, 3)), torch.zeros((2, 2), dtype=torch.float16), torch.zeros(4))
-    for tensor in wrong:
-        with (
-            pytest.raises(ConfigError, match=r"expected float32 \[2, 2\], as declared, once"),
-            TensorWriter(tmp_path / "f", {"w": Spec((2, 2), torch.float32)}, {}) as out,
-        ):
-            out.write("w", tensor)
-
-    def write_too_much() -> None:
-        with TensorWriter(tmp_path / "f", {"w": Spec((2, 2), torch.float32)}, {}) as out:
-            out.write("w", torch.zeros((2, 2)))
-            out.write("w", torch.zeros((1, 2)))
-
-    with pytest.raises(ConfigError, match="with 0 bytes left to write"):
-        write_too_much()
     assert not os.listdir(tmp_path)
 
 
@@ -115,8 +96,6 @@ def test_reading_what_is_not_there(tmp_path: Path) -> None:
     with TensorReader(tmp_path / "f") as reader:
         with pytest.raises(ArtifactError, match="expected a tensor v, found 1 others"):
             reader.read("v")
-        with pytest.raises(ConfigError, match=r"memory for w: expected contiguous, float32 \[4, 2\]"):
-            reader.read_into("w", torch.zeros((4, 3)))
         os.truncate(tmp_path / "f", (tmp_path / "f").stat().st_size - 8)  # shrinks while it is open
         with pytest.raises(ArtifactError, match=r"damage \(w ends after 24 of 32 bytes\)"):
             reader.read("w")
@@ -184,30 +163,6 @@ def test_any_names_shapes_and_dtypes_come_back(tmp_path: Path, items: list, meta
         assert reader.metadata == meta
         assert all(torch.equal(reader.read(name), tensor) for name, tensor in tensors.items())
         assert reader.specs.keys() == tensors.keys()
-
-
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(0, 4095), st.integers(0, 255), st.booleans())
-def test_random_damage_gives_an_error_or_tensors_of_the_declared_sizes(
-    tmp_path: Path, place: int, value: int, cut: bool
-) -> None:
-    write(tmp_path / "f", some_tensors(), {"a": "b"})
-    data = bytearray((tmp_path / "f").read_bytes())
-    place %= len(data)
-    if cut:
-        del data[place:]
-    else:
-        data[place] = value
-    (tmp_path / "f").write_bytes(data)
-    try:
-        with TensorReader(tmp_path / "f") as reader:
-            for name, spec in reader.specs.items():
-                assert Spec.of(reader.read(name)) == spec
-    except ArtifactError as error:
-        named = "damage" in str(error)
-        assert named
-        return
-    assert not cut
 
 
 def weights_file(path: Path, **changes: str | None) -> Path:

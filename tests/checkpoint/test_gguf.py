@@ -18,7 +18,6 @@ import torch_pi2
 from torch_pi2.base.tensorfile import Spec, TensorReader, TensorWriter
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.errors import ArtifactError, ConfigError, DtypeError, NonFiniteError, Pi2Error, UnsupportedModelError
-from torch_pi2.store import gguf as gguf_files
 
 GOLDEN = Path(__file__).parents[1] / "data" / "gguf"
 TOKENS = torch.tensor([[5, 77, 130, 9, 200, 31, 64, 250, 3, 18]])
@@ -302,7 +301,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("llama", "block_count", None, "llama.block_count in .*: expected a whole number from 1 to"),
     ("llama", "block_count", 3, "block_count in .*: expected 2, as its tensors have it, found 3"),
     ("llama", "block_count", 1, "block_count in .*: expected 2, as its tensors have it, found 1"),
-    ("llama", "block_count", [1, 2], "expected a whole number from 1 to .*, found a list"),
+    ("llama", "block_count", [1, 2], r"expected a whole number from 1 to .*, found \[1, 2\]"),
     ("llama", "attention.head_count_kv", 0, "head_count_kv in .*: expected a whole number from 1 to"),
     ("llama", "attention.head_count", 0, "llama.attention.head_count in .*: expected a whole number from 1"),
     ("llama", "attention.head_count", 3, "attention.key_length in .*: expected 256, .*found 192"),
@@ -329,17 +328,6 @@ def test_what_is_refused(made: Any, tmp_path: Path, name: str, key: str, value: 
     with pytest.raises(Pi2Error, match=message):
         torch_pi2.import_gguf(changed, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["a.gguf"]
-
-
-def test_texts_of_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    with gguf_files.GgufFile(GOLDEN / "tiny-llama.q4_k_m.gguf") as file:
-        name = "tokenizer.ggml.tokens"
-        wanted = gguf.GGUFReader(file.path).fields[name].contents()
-        assert [text.decode() for text in file.texts(name)] == wanted
-        assert file.texts("general.architecture") == file.texts("tokenizer.ggml.token_type") == file.texts("none") == []
-        monkeypatch.setattr(gguf_files, "_MOST_HEADER", 100)
-        with pytest.raises(ArtifactError, match=r"damage \('tokenizer.ggml.tokens' of \d+ bytes\)"):
-            file.texts(name)
 
 
 def test_arguments(made: Any, tmp_path: Path) -> None:

@@ -246,53 +246,6 @@ except torch_pi2.errors.GroupError as error:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shards", "coordinated", "victim"), [("2", "yes", 1), ("float/stages", "", 1)])
-def test_a_stopped_process_continues_or_is_named(
-    folder: Path, tmp_path: Path, shards: str, coordinated: str, victim: int
-) -> None:
-    """By SIGSTOP within a prompt, for less than ``timeout_s``, and for more."""
-    script = """
-import subprocess
-coordinated, victim, stops = sys.argv[5], int(sys.argv[6]), out / "stops"
-
-def stop(*_):
-    if stops.exists():
-        seconds = stops.read_text()
-        stops.unlink()
-        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-if rank == victim:
-    list(called_modules(model).values())[-1].register_forward_hook(stop)
-coordinator = torch_pi2.lead(model) if coordinated and not rank else None
-try:
-    if coordinated and rank:
-        torch_pi2.lead(model)
-    else:
-        decoder = Decoder(model, max_tokens=64, chunk_tokens=8, compiled=False)
-        for seconds in (1, 7):
-            if rank == (0 if coordinated else victim):
-                stops.write_text(str(seconds))
-            token = decoder.prompt(torch.arange(40)[None])
-            print([int(token), int(decoder.step(token))])
-except torch_pi2.errors.GroupError as error:
-    print(error)
-if coordinator is not None:
-    coordinator.close()
-"""
-    said = together(tmp_path, _BEGIN + script + _EXIT, 2, folder / shards, coordinated, victim)
-    store = folder / ("store" if shards == "2" else "float/store")
-    decoder = Decoder(torch_pi2.load(store, budget="1GiB"), max_tokens=64, chunk_tokens=8, compiled=False)
-    token = decoder.prompt(torch.arange(40)[None])
-    wanted = str([int(token), int(decoder.step(token))])
-    for rank, lines in enumerate(said):
-        *answers, error = lines.splitlines()
-        assert answers == ([] if coordinated and rank else [wanted])
-        lost = f"process {victim}. See" if rank != victim else "this one in time: all others have given up, as they do"
-        assert f"expected an answer of each within 3 s, found none of {lost}" in error
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("who", "where"), [(0, "it failed only there"), (1, "only this process refused it: hook: exp")]
 )

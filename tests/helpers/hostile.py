@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from gguf_header import file_of, small_document, small_file
 
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.gguf.families import configuration
@@ -47,8 +46,7 @@ _INSTEAD = {json.dumps(DEEP): "[" * 3000 + "]" * 3000, json.dumps(DIGITS): "9" *
 
 
 class Target(NamedTuple):
-    """A kind of file: its name in a folder, where JSON is in it (None: it is JSON, or made of what JSON could have, by
-    ``gguf_header``), and who reads it.
+    """A kind of file: its name in a folder, where JSON is in it (None: it is JSON; GGUF has none), and who reads it.
 
     ``free``: fields whose content is for people, so that anything may stand there.
     """
@@ -84,8 +82,7 @@ _GGUF_LAYER = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self
 _GGUF_LAYER += ("mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm")
 _GGUF_NAMES = [f"model.layers.0.{name}.weight" for name in _GGUF_LAYER]
 _GGUF_NAMES += ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
-#: Of its fields those that an import does not read, or not as numbers.
-_GGUF_FREE = ("general.name", "tokenizer.ggml.tokens", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+_GGUF = Path(__file__).parents[1] / "data" / "gguf" / "tiny-llama.q4_k_m.gguf"
 
 TARGETS: dict[str, Target] = {
     "plan": Target("plan.json", None, lambda p: Plan.load(p.parent), ("made_by", "made_for")),
@@ -100,7 +97,7 @@ TARGETS: dict[str, Target] = {
     "accesses": Target("accesses.safetensors", ("stored", "run", "place_bytes"), Accesses.load, ("engine",)),
     "config": Target("config.json", None, lambda p: read_config(p.parent), ("model_type", "layers")),
     "index": Target("model.safetensors.index.json", None, lambda p: Checkpoint(p.parent).close(), ("metadata",)),
-    "gguf": Target("model.gguf", None, _read_gguf, _GGUF_FREE),
+    "gguf": Target("model.gguf", (), _read_gguf),
 }
 
 
@@ -145,7 +142,7 @@ def write_sound(root: Path) -> None:
         (root / name).mkdir()
         (root / name / TARGETS[name].file).write_text(text)
     (root / "gguf").mkdir()
-    path_of(root, "gguf").write_bytes(small_file())
+    path_of(root, "gguf").write_bytes(_GGUF.read_bytes())
     with TensorWriter(root / "index" / "one.safetensors", {"w": Spec((2,), torch.float32)}, {}) as out:
         out.write("w", torch.zeros(2))
     speed, loss = Speed(9.0, 3.0, 3.0, 2.5, 3.5, "x"), Loss(0.01, 64, "y")
@@ -206,7 +203,6 @@ def documents(name: str, sound: bytes) -> Iterator[tuple[str, Any, Callable[[Any
     """Each JSON text in a file: its name, its value, and the file with another value in its place."""
     target = TARGETS[name]
     if name == "gguf":
-        yield "", small_document(), file_of
         return
     if target.texts is None:
         yield "", json.loads(sound), lambda value: dumps(value).encode()
@@ -291,7 +287,7 @@ class _Text(NamedTuple):
 
 def spoiled(sound: bytes, texts: list[_Text], chance: random.Random) -> bytes:
     """``sound`` with one to four random changes: fields of its JSON ``texts``, or bytes."""
-    if chance.random() < 0.6:
+    if texts and chance.random() < 0.6:
         text = chance.choice(texts)
         value = changed(text.value, chance.choice(text.ways), chance.choice(_SOME))
         return text.other(value)

@@ -14,7 +14,7 @@ from torch_pi2.export.store import TENSORS, Blob
 from torch_pi2.formats import FORMATS
 from torch_pi2.ops import ACTIVATIONS, load
 from torch_pi2.ops.crc32c import crc32c
-from torch_pi2.store.superblock import PAGE, LayerEntry, Superblock, slot_bytes, superblock_bytes
+from torch_pi2.store.superblock import PAGE, LayerEntry, Superblock, superblock_bytes
 
 HASH = bytes(range(32))
 
@@ -124,7 +124,7 @@ class Store:
 
         for number, one in enumerate(layers):
             raw = one.neuron_rows.contiguous().view(torch.uint8).reshape(len(one.neuron_rows), -1)
-            size = slot_bytes(raw.shape[1], 512)
+            size = -(-raw.shape[1] // 512) * 512
             slots = b"".join(bytes(row.numpy()).ljust(size, b"\0") for row in raw)
             checks = b"".join(int(c).to_bytes(4, "little") for c in crc32c(raw))
             rows = one.neuron_rows.shape[1]

@@ -1,4 +1,4 @@
-"""Models over stores that decode at once, while their budgets and plans change and calls are cancelled.
+"""Models over stores that decode at once, while their budgets change and calls are cancelled.
 
 A program, so that its memory is its own: ``python soaking.py FOLDER ANSWERS``, with what :func:`make` wrote. It ends
 with an error if a token is wrong or a cache stays larger than its budget, and else prints, as JSON, what it found
@@ -22,14 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plan_fakes import plan_of
 from transformers import AutoModelForCausalLM
 
 import torch_pi2
 from torch_pi2.base.memory import trim
-from torch_pi2.decode.decoder import Decoder
-from torch_pi2.decode.plan_controller import follow
-from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.machine import process
 from torch_pi2.rewrite.state import store_and_budget
 from torch_pi2.types.offload import OffloadConfig
@@ -92,10 +88,7 @@ class Subject:
 
     def begin(self) -> None:
         self.model = self.load(self.most, MODELS[self.name])
-        self._kinds: tuple[Callable[[], None], ...] = (
-            *(self.whole, self.whole, self.cancelled, self.cancelled, self.left),
-            *(self.guessed, self.planned, self.fresh),
-        )
+        self._kinds: tuple[Callable[[], None], ...] = (*[self.whole, self.cancelled] * 3, self.fresh)
 
     def answers(self, count: int) -> None:
         for _ in range(count):
@@ -110,7 +103,7 @@ class Subject:
     def set_budget(self, budget: int) -> None:
         made = torch_pi2.set_budget(self.model, budget)
         assert made.total <= budget, (self.name, made.total, budget)
-        end = time.monotonic() + 5  # a plan that comes into force just now may know the budget before for a moment
+        end = time.monotonic() + 5
         while (has := torch_pi2.stats(self.model)["cache_bytes"]) > made.cache:
             assert time.monotonic() < end, (self.name, has, made.cache)
             time.sleep(0.001)
@@ -124,9 +117,9 @@ class Subject:
         assert found == wanted, (self.name, length, sequences, tokens, found, wanted)
         self.done["tokens"] += sum(map(len, found))
 
-    def whole(self, model: Any = None, **more: Any) -> None:
+    def whole(self, model: Any = None) -> None:
         length, sequences, tokens = self._prompt()
-        found = asked(self.model if model is None else model, length, sequences, tokens, **more)
+        found = asked(self.model if model is None else model, length, sequences, tokens)
         self._check(found, length, sequences, tokens)
 
     def cancelled(self) -> None:
@@ -146,35 +139,6 @@ class Subject:
         for one, wanted in zip(found, self.wanted[length, sequences], strict=True):
             assert one == wanted[: len(one)], (self.name, length, sequences, one, wanted)
         self.done["tokens"] += sum(map(len, found))
-
-    def left(self) -> None:
-        """A prompt that is not read to its end, or an answer whose decoder is left."""
-        length, tokens = self._chance.choice(LENGTHS), self._chance.randint(0, 5)
-        decoder = Decoder(self.model, max_tokens=CONTEXT, batch=2, compiled=False, chunk_tokens=8)
-        ids_1T = torch.arange(1, 1 + length)[None] * 7 % 512
-        joining = decoder.add(ids_1T)
-        for _ in zip(range(self._chance.randint(1, 3)), joining, strict=False):
-            pass
-        joining.close()
-        token = decoder.prompt(ids_1T) if tokens else None
-        for wanted in self.wanted[length, 1][0][:tokens]:
-            assert token is not None
-            assert int(token) == wanted, (self.name, length)
-            token = decoder.step(token)
-
-    def guessed(self) -> None:
-        length, tokens = self._chance.choice(LENGTHS), self._chance.randint(1, LONGEST)
-        self._check(asked(self.model, length, 1, tokens, prompt_lookup=3), length, 1, tokens)
-
-    def planned(self) -> None:
-        """Hot neurons, what stays in memory, and the size of the cache, by how many sequences there are."""
-        layer, cache = sparse_layers(self.model)[0], store_and_budget(self.model)[0].opened_bytes
-        most, batches = layer.site.intermediate, (1, 2, 4)
-        hot = {n: self._chance.randint(0, 0 if layer.site.experts else most) for n in batches}
-        resident = {n: self._chance.randint(0, most // 2) for n in batches}
-        planned = {n: int(cache * (1 - 0.2 * self._chance.random())) for n in batches}
-        follow(self.model, plan_of(self.model, hot, resident=resident, cache=planned, budget=self.most))
-        self.whole()
 
     def fresh(self) -> None:
         """Another model over the same file."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import struct
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,10 +12,6 @@ import torch
 import torch_pi2
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.ops.crc32c import crc32c
-from torch_pi2.predict.file import save_predictors
-from torch_pi2.store.parts import Parts
-from torch_pi2.store.storefile import PADDING, StoreReader, part_of
-from torch_pi2.store.superblock import Superblock
 from torch_pi2.store.weights import metadata, neuron_specs
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import FFNSite, LinearRef
@@ -116,35 +111,3 @@ def rename_checked(d: Damaged, old: str, new: str) -> None:
     checks = json.loads(d.meta["checks"])
     checks[new] = checks.pop(old)
     d.meta["checks"] = json.dumps(checks)
-
-
-def parts_beside(folder: Path) -> Plan:
-    """Make the store of ``folder`` one of version 1, with plan, predictors and statistics in files beside it."""
-    pi2 = folder / "pi2"
-    with Parts(pi2) as parts:
-        plan, predictors, stats = parts.plan(), parts.predictors(), parts.stats()
-    with StoreReader(store_of(folder)) as store:
-        names = sorted(store.specs, key=lambda n: (store.offset(n), store.specs[n].nbytes))
-        parts_at = [i for i, n in enumerate(names) if part_of(n) is not None]
-        after = [n for n in names[parts_at[-1] + 1 :] if store.specs[n].nbytes]
-        padding = after[:1] if after and PADDING.fullmatch(after[0]) else []
-        kept = {n: store.specs[n] for n in names if part_of(n) is None and n not in padding}
-        meta = {n: value for n, value in store.metadata.items() if n != "metadata_check"} | {"pi2_version": "1"}
-        meta["checks"] = json.dumps({n: check for n, check in store.checks.items() if n in kept})
-        with TensorWriter(folder / "old", kept, meta, order=list(kept)) as out:
-            where = [
-                replace(entry, slots=out.offset(f"{key}.bundles"), checks=out.offset(f"{key}.checks"))
-                for key, entry in zip(store.keys, store.entries)
-            ]
-            block = Superblock(out.file_bytes, bytes.fromhex(store.model_hash), tuple(where)).pack()
-            out.write("pi2.superblock", torch.frombuffer(bytearray(block), dtype=torch.uint8))
-            for name in kept:
-                if name != "pi2.superblock":
-                    out.write_bytes(name, store.read_bytes(name, 0, kept[name].nbytes), 0)
-    (folder / "old").replace(store_of(folder))
-    plan.save(pi2)
-    if predictors:
-        save_predictors(pi2, predictors, plan.model_hash)
-    if stats:
-        stats.save(pi2)
-    return plan

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-_TOKENIZER = Path(__file__).parents[2] / "examples" / "models" / "drelu-stdlib-5m" / "tokenizer.json"
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -58,18 +56,6 @@ def build(name: str, **more: Any) -> nn.Module:
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.2)  # transformers' own start is too small to tell right from wrong
     return model
-
-
-def with_tokenizer(folder: Path) -> None:
-    """A Mixtral at random, with the tokenizer of the trained example."""
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(_TOKENIZER))
-    tokenizer.save_pretrained(folder)
-    model: Any = build("Mixtral", vocab_size=len(tokenizer), max_position_embeddings=1024)
-    for layer in model.model.layers:
-        layer.mlp.gate.weight.data.mul_(20)  # weights of all sizes
-    model.save_pretrained(folder)
 
 
 def logits(model: nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:

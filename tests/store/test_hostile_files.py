@@ -9,7 +9,6 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +21,15 @@ from hostile import (
     changed,
     documents,
     fuzz,
-    joined,
     path_of,
     places,
     refused,
-    split,
     write_sound,
 )
 
 import torch_pi2
 from torch_pi2.base.reading import MOST_DEPTH, parse
 from torch_pi2.errors import ArtifactError
-from torch_pi2.store.storefile import StoreReader
-from torch_pi2.store.superblock import Superblock
 
 #: May be right in some place, so that a file with it may be sound.
 _PERHAPS = ("missing", "null", "text", "truth", "fraction", "negative", "zero", "huge", "list", "object")
@@ -64,7 +59,7 @@ def bounded(path: Path) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", [name for name in TARGETS if name != "gguf"])
 def test_every_field(sound: Path, name: str) -> None:
     target, path = TARGETS[name], path_of(sound, name)
     whole, wrong, count = path.read_bytes(), [], 0
@@ -215,66 +210,6 @@ def test_a_large_plan_is_not_refused_for_its_size() -> None:
     entry = {"site": site | dict.fromkeys(("gate", "down"), site["up"]), "n_hot": 0, "hidden": 7168, "owner": "o" * 30}
     text = json.dumps({"layers": [entry] * 23_424}, indent=1)
     assert len(parse(text, "plan.json")["layers"]) == 23_424
-
-
-def _swapped(block: Superblock) -> tuple[Any, ...]:
-    return block.layers[::-1]
-
-
-def _moved(field: str, by: int) -> Any:
-    def layers(block: Superblock) -> tuple[Any, ...]:
-        first = block.layers[0]
-        return (replace(first, **{field: getattr(first, field) + by}), *block.layers[1:])
-
-    return layers
-
-
-#: Superblocks with good checksums that say something else than the header: what one reader believes, another does not.
-POLYGLOTS = {
-    "layers swapped": _swapped,
-    "slots elsewhere": _moved("slots", 4096),
-    "checks elsewhere": _moved("checks", 4),
-    "fewer neurons": _moved("neurons", -1),
-    "more neurons": _moved("neurons", 1),
-    "wider slots": _moved("slot_bytes", 512),
-    "other rows": _moved("rows", -1),
-    "a layer less": lambda block: block.layers[:1],
-}
-
-
-@pytest.mark.parametrize("kind", POLYGLOTS)
-def test_superblock_and_header_say_the_same(sound: Path, kind: str) -> None:
-    path = path_of(sound, "store")
-    whole = path.read_bytes()
-    with StoreReader(path) as store:
-        start, size = store.offset("pi2.superblock"), store.specs["pi2.superblock"].nbytes
-    block = Superblock.parse(whole[start : start + size])
-    other = replace(block, layers=POLYGLOTS[kind](block)).pack()
-    path.write_bytes(whole[:start] + other.ljust(size, b"\0") + whole[start + size :])
-    try:
-        error = refused("store", path)
-    finally:
-        path.write_bytes(whole)
-    assert "found damage" in str(error)
-
-
-@pytest.mark.parametrize("where", ["before", "after", "a page later"])
-def test_a_store_in_another_file(sound: Path, where: str) -> None:
-    """Something in front, behind, or between header and data, which another reader would begin with."""
-    path = path_of(sound, "store")
-    whole = path.read_bytes()
-    header, data = split(whole)
-    made = {
-        "before": b"PK\3\4" + whole,
-        "after": whole + whole,
-        "a page later": joined(header, bytes(4096) + data),
-    }[where]
-    path.write_bytes(made)
-    try:
-        error = refused("store", path)
-    finally:
-        path.write_bytes(whole)
-    assert "found damage" in str(error)
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -1,24 +1,20 @@
-"""More than one process on a store, a full disk, and what the system itself takes away."""
+"""A store that another process has open is cut off, packed over, deleted."""
 
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from small_budget import logits, small
 from stores import SMALL, store_of
-from tiny_models import tiny
 
 import torch_pi2
-from torch_pi2.errors import ArtifactError, Pi2Error
+from torch_pi2.errors import ArtifactError
 
 
 @pytest.fixture(scope="module")
@@ -100,60 +96,3 @@ def test_a_store_that_is_cut_off_packed_over_and_deleted_below_another_process(
     reader.close()
     with pytest.raises(ArtifactError):
         torch_pi2.load(one, budget="1GiB")
-
-
-# --- a full disk ---
-
-
-@contextmanager
-def full_disk(folder: Path, room: int) -> Iterator[None]:
-    """``folder`` on a file system of ``room`` bytes; where none can be mounted, no file may be larger than that."""
-    command = ["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", folder]
-    mounted = shutil.which("mount") is not None and subprocess.run(command, capture_output=True).returncode == 0
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if not mounted:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room // 4, hard))
-    try:
-        yield
-    finally:
-        if mounted:
-            subprocess.run(["umount", folder], check=True)
-        else:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.fixture(scope="module")
-def writers(base: Path) -> dict[str, Callable[[Path], object]]:
-    tiny("llama-relu").save_pretrained(base / "float")
-    model = torch_pi2.optimize(tiny("llama-relu"), None, torch_pi2.Config(method="exact"))
-    return {
-        "pack": lambda folder: torch_pi2.pack(base / "one-plain", folder),
-        "pack in stages": lambda folder: torch_pi2.pack(base / "one-plain", folder, ranks=2, by="layers"),
-        "quantize": lambda folder: torch_pi2.quantize(base / "float", folder),
-        "synthetic": lambda folder: torch_pi2.synthetic(folder, SMALL, active=0.2, rank=16),
-        "save": lambda folder: torch_pi2.save(model, folder),
-        "plan": lambda folder: model.torch_pi2.plan.save(folder),
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("room", [4096, 65536])
-def test_a_full_disk(writers: dict[str, Callable[[Path], object]], tmp_path: Path, room: int) -> None:
-    """Refused by name with nothing left, or written whole."""
-    refused = 0
-    for name, write in writers.items():
-        disk = tmp_path / name
-        disk.mkdir()
-        with full_disk(disk, room):
-            said = ""
-            try:
-                write(disk / "out")
-            except Pi2Error as error:
-                said = str(error)
-            if said:
-                refused += 1
-                assert "space" in said or "too large" in said, (name, said)
-                assert os.listdir(disk) in ([], ["out"]), name
-                assert [p.name for p in (disk / "out").rglob("*") if p.name.startswith(".")] == [], name
-        write(disk / "out")
-    assert refused >= 3

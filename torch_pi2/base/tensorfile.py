@@ -26,7 +26,7 @@ from torch_pi2.base.files import claimed, not_written
 from torch_pi2.base.memory import MappedFile, new_tensor
 from torch_pi2.base.progress import bar
 from torch_pi2.base.reading import ROOM_BYTES, open_file, parse
-from torch_pi2.errors import ArtifactError, ConfigError
+from torch_pi2.errors import ArtifactError
 
 #: Names of dtypes in safetensors headers.
 DTYPES = {
@@ -105,7 +105,7 @@ class TensorWriter:
         order: names in the order in which they lie in the file (default: large ones on pages, see in_file_order).
 
     Raises:
-        ArtifactError: the file cannot be written. ConfigError (on leaving): tensors were declared and not written.
+        ArtifactError: the file cannot be written.
     """
 
     def __init__(
@@ -180,21 +180,16 @@ class TensorWriter:
         return os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, name: str, tensor: torch.Tensor, *, row: int = 0) -> None:
-        """Write ``tensor`` as ``name``, or as its rows from ``row`` on; it has the dtype and row shape declared.
+        """Write ``tensor`` as ``name``, or as its rows from ``row`` on, with the dtype and row shape declared, once.
 
         Raises:
-            ConfigError: not as declared. ArtifactError: the disk is full or gone.
+            ArtifactError: the disk is full or gone.
         """
         spec = self.specs[name]
         whole = tuple(tensor.shape) == spec.shape and row == 0
         rows = tensor.dim() > 0 and tuple(tensor.shape[1:]) == spec.shape[1:] and row + len(tensor) <= spec.shape[0]
-        if tensor.dtype != spec.dtype or not (whole or rows) or tensor.nbytes > self._left[name]:
-            raise ConfigError(
-                f"tensor {name} of {self.path.name}",
-                expected=f"{spec}, as declared, once",
-                found=f"{Spec.of(tensor)} at row {row} with {self._left[name]} bytes left to write",
-                fix="Declare what is written, and write each row once.",
-            )
+        assert whole or rows, f"{name}, {spec}: {Spec.of(tensor)} at row {row}"
+        assert tensor.dtype == spec.dtype
         per_row = spec.nbytes // spec.shape[0] if spec.shape and spec.shape[0] else 0
         self._put(name, tensor, row * per_row)
 
@@ -220,6 +215,7 @@ class TensorWriter:
         except OSError as error:
             self._fail(error)
         self._left[name] -= tensor.nbytes
+        assert self._left[name] >= 0, f"{name} written twice"
         self._bar.update(tensor.nbytes)
 
     def _pwrite(self, data: memoryview, offset: int) -> None:
@@ -234,15 +230,8 @@ class TensorWriter:
         missing = [name for name, left in self._left.items() if left]
         if kind is not None or missing:
             self._discard()
-        if kind is not None:
+            assert kind is not None, f"not or not wholly written: {', '.join(missing[:3])}"
             return
-        if missing:
-            raise ConfigError(
-                f"tensors of {self.path.name}",
-                expected=f"all {len(self.specs)} that were declared",
-                found=f"{len(missing)} not or not wholly written, e.g. {missing[0]}",
-                fix="Write them before the block ends; nothing was left half-written.",
-            )
         try:
             os.fsync(self._file)
             os.close(self._file)
@@ -380,13 +369,9 @@ class TensorReader:
         """Fill a contiguous ``tensor`` of the same dtype with ``name``, from its row ``row`` on."""
         spec = self.spec(name)
         per_row = spec.nbytes // spec.shape[0] if spec.shape and spec.shape[0] else 0
-        if tensor.dtype != spec.dtype or not tensor.is_contiguous() or row * per_row + tensor.nbytes > spec.nbytes:
-            raise ConfigError(
-                f"memory for {name}",
-                expected=f"contiguous, {spec}",
-                found=f"{Spec.of(tensor)} for its rows from {row}",
-                fix="Allocate it with the shape and dtype that TensorReader.specs says.",
-            )
+        assert tensor.dtype == spec.dtype
+        assert tensor.is_contiguous()
+        assert row * per_row + tensor.nbytes <= spec.nbytes, f"{name}, {spec}: {Spec.of(tensor)} from row {row} on"
         self._read(name, bytes_of(tensor), row * per_row)
 
     def read_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:

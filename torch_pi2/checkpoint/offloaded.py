@@ -66,8 +66,7 @@ def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], setting
             here, own = reader.shard.plan(plan), own_predictors(reader.shard, plan, predictors)
             predictors.clear()
             predictors = own
-        strict = settings.strict_budget
-        sizes: dict[str, Any] = {"config": offload, "context": context, "dtype": kind, "strict": strict}
+        sizes: dict[str, Any] = {"config": offload, "context": context, "dtype": kind}
         # a budget that is too small is refused in all processes, or the others would wait for this one
         ranks = Ranks(together=together is not None)
         most = _ALL if budget_bytes is None else budget_bytes

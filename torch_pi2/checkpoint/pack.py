@@ -42,7 +42,7 @@ from torch_pi2.store.storefile import (
     part_of,
     weights_path,
 )
-from torch_pi2.store.superblock import MOST_CLUSTER, SECTOR
+from torch_pi2.store.superblock import MOST_CLUSTER
 from torch_pi2.store.trust import remember
 from torch_pi2.store.weights import QuantizedWeights
 from torch_pi2.store.writer import StoreAssembly, StoreLayer
@@ -83,7 +83,6 @@ def pack(
     folder_out: str | Path,
     *,
     weights: str | None = None,
-    slot_align: int | None = None,
     cluster: int | None = None,
     ranks: int = 1,
     shares: Sequence[float] | None = None,
@@ -103,8 +102,6 @@ def pack(
             ``float32``, ``bfloat16`` or ``float16``, to which neurons of another dtype are rounded; everything else
             stays as it is. ``int4`` or ``int8``: neurons and other linear layers are quantised (lossy). Neurons are
             kept beside ``folder_out`` meanwhile. For folders of quantised neurons: None, or their own format.
-        slot_align: bytes from one neuron to the next are a multiple of it, a power of two from 512 to 65536 (default:
-            4096, the page that a device reads; 512 for smaller neurons).
         cluster: neurons that are read and cached together, a power of two up to 64. Default: 1 if a predictor chooses
             neurons; else all of a layer are wanted, and clusters have some 200 KB, which devices read best.
         ranks: more than 1 writes shards, each the store of one machine, in folders ``rank-0-of-N`` and so on, which
@@ -120,7 +117,7 @@ def pack(
         StaleArtifactError: plan and weights do not belong together. Whatever :func:`torch_pi2.quantize` raises.
     """
     source, folder = Path(folder_in).resolve(), Path(folder_out).resolve()
-    _check(weights, slot_align, cluster)
+    _check(weights, cluster)
     check_choice("pack(by=...)", by, BY, "Choose one.")
     if ranks == 1 and (shares is not None or by != BY[0]):
         raise ConfigError(
@@ -149,14 +146,14 @@ def pack(
             reader.check_plan(plan)
             if whole == source:
                 _check_weights(reader, weights, source)
-            packer = _Packer(whole, reader, parts, slot_align, cluster, progress)
+            packer = _Packer(whole, reader, parts, cluster, progress)
             if ranks == 1:
                 keep_card(folder, staging)
                 report = packer.pack(staging)
             elif by == "layers":
                 report = packer.pack_shards(staging, partition_layers(plan, ranks, shares))
             else:
-                report = packer.pack_shards(staging, partition_neurons(plan, ranks, shares, parts.stats()))
+                report = packer.pack_shards(staging, partition_neurons(plan, ranks, shares))
         shutil.rmtree(staging / _NEURONS, ignore_errors=True)
     if trust_remote_code:
         remember(folder)
@@ -164,16 +161,12 @@ def pack(
     return report
 
 
-def _check(weights: str | None, slot_align: int | None, cluster: int | None) -> None:
+def _check(weights: str | None, cluster: int | None) -> None:
     if weights is not None:
         check_choice("pack(weights=...)", weights, WEIGHTS, "Choose one.")
-    for name, value, least, most, fix in (
-        ("slot_align", slot_align, SECTOR, 65536, "Leave it out, or take the block size of the device."),
-        ("cluster", cluster, 1, MOST_CLUSTER, "Leave it out."),
-    ):
-        if value is not None and (value & (value - 1) or not least <= value <= most):
-            expected = f"a power of two from {least} to {most}"
-            raise ConfigError(f"pack({name}=...)", expected=expected, found=repr(value), fix=fix)
+    if cluster is not None and (cluster & (cluster - 1) or not 1 <= cluster <= MOST_CLUSTER):
+        expected = f"a power of two from 1 to {MOST_CLUSTER}"
+        raise ConfigError("pack(cluster=...)", expected=expected, found=repr(cluster), fix="Leave it out.")
 
 
 def _check_weights(reader: QuantizedWeights, weights: str | None, source: Path) -> None:
@@ -196,12 +189,11 @@ class _Packer:
         whole: Path,
         reader: QuantizedWeights,
         parts: Parts,
-        slot_align: int | None,
         cluster: int | None,
         progress: bool,
     ) -> None:
         self._folder, self._reader, self._plan, self._inside = whole, reader, parts.plan(), parts.inside
-        self._align, self._cluster, self._progress = slot_align, cluster, progress
+        self._cluster, self._progress = cluster, progress
 
     def pack(self, folder: Path, shard: Shard | None = None) -> PackReport:
         """Write the store, and everything else of the folder, into ``folder``."""
@@ -260,7 +252,6 @@ class _Packer:
             reader.metadata | sites,
             _provenance(self._folder, self._reader),
             cluster=self._cluster,
-            align=self._align,
             shard=shard,
         )
 

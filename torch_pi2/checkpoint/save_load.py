@@ -178,7 +178,6 @@ def load(
     budget: float | str | None = None,
     offload: OffloadConfig | None = None,
     context: int | None = None,
-    strict_budget: bool = False,
     plan: Plan | str | Path | None = None,
     gpu_memory: float | str | None = None,
     group: GroupConfig | None = None,
@@ -214,8 +213,6 @@ def load(
             has memory for (default: 1,024). More of them in a :class:`torch_pi2.Decoder`, and so in
             :func:`torch_pi2.generate` and ``model.generate``, cause a warning; caches that transformers makes itself
             (for beams) are not counted.
-        strict_budget: raise an error, not a warning, for a budget whose cache holds less than one token needs: nearly
-            everything would be read from flash each time. Both name the smallest budget that avoids this.
         plan: another plan than the folder's, or its folder (``torch-pi2 plan FOLDER --hardware ... --out``), with the
             same weights, neuron orders and methods. A plan with a part for hardware, this one or the folder's, is
             followed as the number of sequences changes (:func:`torch_pi2.follow`).
@@ -241,7 +238,6 @@ def load(
         budget=budget,
         offload=offload,
         context=context,
-        strict_budget=strict_budget,
         plan=plan,
         group=group,
         progress=progress,

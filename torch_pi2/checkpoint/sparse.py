@@ -69,7 +69,6 @@ class LoadSettings:
     budget: float | str | None = None
     offload: OffloadConfig | None = None
     context: int | None = None
-    strict_budget: bool = False
     plan: Plan | str | Path | None = None
     group: GroupConfig | None = None
     progress: bool = False
@@ -94,7 +93,7 @@ class LoadSettings:
         """Raises ConfigError: a setting that contradicts another, or what is in ``folder``."""
         path = weights_path(folder / PI2_FOLDER)
         in_floats, has_store = path is None, path is not None and path.name == STORE_FILE
-        of_budget = {"offload": self.offload, "strict_budget": self.strict_budget or None, "context": self.context}
+        of_budget = {"offload": self.offload, "context": self.context}
         given = ", ".join(f"{name}=..." for name, value in of_budget.items() if value is not None)
         for wrong, setting, expected, found, fix in (
             (

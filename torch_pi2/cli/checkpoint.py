@@ -163,8 +163,6 @@ class Pack:
             "format of a float checkpoint's neurons (default: float, as it is); int4, int8: all linear layers, lossy"
         )
         add("--weights", choices=[FLOAT, *OF_NEURONS], help=neurons)
-        align = "slots are multiples of so many bytes (default: 4096, 512 for small ones)"
-        add("--slot-align", type=int, help=align)
         cluster = "neurons in a slot, read together (default: 1 with predictors, else some 200 KB)"
         add("--cluster", type=common.positive, help=cluster)
         add("--ranks", type=common.positive, default=1, help="shards for so many machines (docs/DISTRIBUTED.md)")
@@ -180,7 +178,7 @@ class Pack:
         import torch_pi2
 
         common.check_out(args.out)
-        how = common.given(args, "weights", "slot_align", "cluster", "ranks", "shares", "by", "trust_remote_code")
+        how = common.given(args, "weights", "cluster", "ranks", "shares", "by", "trust_remote_code")
         report = torch_pi2.pack(args.source, args.out, **how, progress=not args.quiet)
         whole = args.ranks == 1  # shards have no speed or loss of their own
         if whole and not args.no_verdict:

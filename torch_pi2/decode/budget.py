@@ -81,7 +81,7 @@ def set_budget(model: nn.Module, budget: float | str) -> Budget:
     if made.cache > parts.cache and store.config.preload:
         store.preload()
     if made.cache < min(made.token, made.neurons):
-        _below_the_cliff(made, store.path.parent.parent, strict=False)
+        _warn_below_cliff(made, store.path.parent.parent)
     return made
 
 
@@ -144,7 +144,6 @@ def divide_budget(
     config: OffloadConfig,
     context: int,
     dtype: torch.dtype,
-    strict: bool = False,
 ) -> Budget:
     """Divide ``budget_bytes`` among the parts of a model over a store.
 
@@ -153,11 +152,9 @@ def divide_budget(
         model_config: of the Hugging Face model, for the size of keys and values.
         context: tokens whose keys and values fit in the budget.
         dtype: of keys, values and float weights.
-        strict: refuse a cache that holds less than a token wants, which else is a warning.
 
     Raises:
-        ConfigError: the budget is too small for what must stay in memory or, with ``strict``, for the neurons that a
-            token wants besides. The message has the smallest that is enough.
+        ConfigError: the budget is too small for what must stay in memory. The message has the smallest that is enough.
     """
     if context < 0:
         raise ConfigError("context", expected="0 or more tokens", found=str(context), fix="Correct it.")
@@ -199,7 +196,7 @@ def divide_budget(
     found = {"cache": slots * slot, "neurons": count * slot, "token": token, "slot": slot}
     made = Budget(total=budget_bytes, **parts, **found, context=context, piece_tokens=piece_tokens(context))
     if slots < count and made.cache < token and config.engine != "mmap":
-        _below_the_cliff(made, Path(store.path).parent.parent, strict)
+        _warn_below_cliff(made, Path(store.path).parent.parent)
     return made
 
 
@@ -211,16 +208,9 @@ def _own_kv(store: StoreReader, model_config: Any, all_bytes: int) -> int:
     return all_bytes * len(store.shard.blocks(count)) // count
 
 
-def _below_the_cliff(budget: Budget, folder: Path, strict: bool) -> None:
-    """Warn, or with ``strict`` raise ConfigError, that a token's neurons do not fit, and from which budget they do."""
+def _warn_below_cliff(budget: Budget, folder: Path) -> None:
+    """Warn that a token's neurons do not fit, and from which budget they do."""
     cache, token, enough = mebibytes(budget.cache), mebibytes(budget.token), mebibytes(budget.cliff, up=True)
-    if strict:
-        raise ConfigError(
-            f"budget for {folder} (strict_budget)",
-            expected=f"at least {enough}: a cache for the {token} of neurons that a token wants on average",
-            found=f"{mebibytes(budget.total)}, with a cache of {cache}",
-            fix="Give it more; without strict_budget it is a warning, and much of it comes from flash for each token.",
-        )
     _log.warning(
         "%s: the cache of %s holds less than the %s of neurons that a token wants on average; much of it comes from "
         "flash for each token. From a budget of %s on it would not.",

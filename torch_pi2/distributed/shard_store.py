@@ -27,7 +27,6 @@ from torch_pi2.types.method import PREDICTED
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.shard import MOST_RANKS, Shard, ShardLayer
 from torch_pi2.types.site import FFNSite, block_of, row_of_blocks
-from torch_pi2.types.stats import ActivationStats
 
 #: Tensors with a number for each neuron.
 _BY_NEURON = ("bias_gate", "bias_up")
@@ -35,23 +34,20 @@ _BY_NEURON = ("bias_gate", "bias_up")
 _BY_MODULE = {"linears", "formats", "sites"}
 
 
-def partition_neurons(
-    plan: Plan, ranks: int, shares: Sequence[float] | None = None, stats: ActivationStats | None = None
-) -> list[Shard]:
+def partition_neurons(plan: Plan, ranks: int, shares: Sequence[float] | None = None) -> list[Shard]:
     """The shard of each of ``ranks`` machines: as many chunks of each layer as its share.
 
     Chunks that are read most are spread evenly: the most frequent neurons are in the first chunks.
 
     Args:
         shares: of neurons, for each machine, in any unit (default: the same for all).
-        stats: how often neurons fire. Without them, hot neurons count as always firing, others as the plan expects.
 
     Raises:
         ConfigError: not 2 to 64 machines, shares that are not one number above 0 for each, or more machines than a
             layer has chunks.
     """
     weights = _normalised(ranks, shares)
-    chunks = {layer.site.key: _chunks(layer, weights, stats) for layer in plan.layers}
+    chunks = {layer.site.key: _chunks(layer, weights) for layer in plan.layers}
     return [
         Shard(rank, ranks, {y.site.key: ShardLayer(y.site.intermediate, chunks[y.site.key][rank]) for y in plan.layers})
         for rank in range(ranks)
@@ -120,10 +116,10 @@ def check_ranks(ranks: int, shares: Sequence[float] | None) -> None:
         )
 
 
-def _chunks(layer: LayerPlan, shares: Sequence[float], stats: ActivationStats | None) -> list[tuple[int, ...]]:
+def _chunks(layer: LayerPlan, shares: Sequence[float]) -> list[tuple[int, ...]]:
     """Chunks of a layer for each machine: the heaviest first, to the one with least work for its share."""
     size = chunk_neurons(layer.site.intermediate)
-    work = [float(part.sum()) for part in _work(layer, stats).split(size)]
+    work = [float(part.sum()) for part in _work(layer).split(size)]
     if len(work) < len(shares):
         raise ConfigError(
             f"{len(shares)} machines for {layer.site.key}",
@@ -155,18 +151,13 @@ def _apportioned(count: int, shares: Sequence[float]) -> list[int]:
     return counts
 
 
-def _work(layer: LayerPlan, stats: ActivationStats | None) -> torch.Tensor:
-    """For each neuron in plan order, the share of its rows that a token reads."""
+def _work(layer: LayerPlan) -> torch.Tensor:
+    """For each neuron in plan order, the share of its rows that a token reads: hot ones always fire."""
     hot = torch.arange(layer.site.intermediate) < layer.n_hot
-    seen = None if stats is None else stats.layers.get(layer.site.key)
-    if seen is None or seen.tokens == 0:
-        fires = torch.full((len(hot),), layer.expected_active)
-    else:
-        fires = seen.frequency()[layer.order.long()].float()
-    if layer.method in PREDICTED:
-        return torch.where(hot, 1.0, fires)
     rows = layer.site.rows_per_neuron
-    return (1 + (rows - 1) * fires) / rows  # its first row decides
+    decided = 0 if layer.method in PREDICTED else 1  # by its first row
+    fires = (decided + (rows - decided) * layer.expected_active) / rows
+    return torch.where(hot, 1.0, fires)
 
 
 def shard_name(rank: int, ranks: int) -> str:

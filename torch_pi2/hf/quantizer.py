@@ -46,7 +46,7 @@ class Pi2QuantizationConfig(QuantizationConfigMixin):
     unless a setting is passed.
 
     Args:
-        activations, budget, offload, context, strict_budget, plan, gpu_memory, progress: of :func:`torch_pi2.load`;
+        activations, budget, offload, context, plan, gpu_memory, progress: of :func:`torch_pi2.load`;
             ``offload`` may be a mapping of the fields of an :class:`torch_pi2.OffloadConfig`.
         quant_method, weights, dtype: written into config.json (docs/FORMATS.md); not to be passed.
 
@@ -62,7 +62,6 @@ class Pi2QuantizationConfig(QuantizationConfigMixin):
         budget: float | str | None = None,
         offload: OffloadConfig | Mapping[str, Any] | None = None,
         context: int | None = None,
-        strict_budget: bool | None = None,
         plan: Plan | str | Path | None = None,
         gpu_memory: float | str | None = None,
         progress: bool | None = None,
@@ -80,7 +79,7 @@ class Pi2QuantizationConfig(QuantizationConfigMixin):
             check_choice("Pi2QuantizationConfig(dtype=...)", dtype, FLOATS, "Make the folder again.")
         self.quant_method: Any = HF_METHOD
         self.weights, self.dtype = weights, dtype
-        self.activations, self.budget, self.context, self.strict_budget = activations, budget, context, strict_budget
+        self.activations, self.budget, self.context = activations, budget, context
         self.offload = OffloadConfig(**offload) if isinstance(offload, Mapping) else offload
         self.plan, self.gpu_memory, self.progress = plan, gpu_memory, progress
 

@@ -12,7 +12,7 @@ import os
 import re
 import struct
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -98,6 +98,7 @@ _STRING, _ARRAY = 8, 9
 #: More than any model has: bounds loops over a hostile header.
 _MOST_HEADER = 1 << 28
 _MOST_TENSORS = 1 << 17
+_MOST_VALUES = 1 << 21
 _MOST_NAME = 1 << 16
 _MOST_DIMENSIONS = 4
 _LARGEST = 1 << 60
@@ -108,12 +109,13 @@ _PAGE = 4096
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor: ``shape`` rows first, as torch has it (files say columns first); ``start``: its place in the file."""
+    """One tensor: ``shape`` rows first, as torch has it (files say columns first); ``start``: its place in ``file``."""
 
     name: str
     shape: tuple[int, ...]
     type: TensorType
     start: int
+    file: GgufFile
 
     @property
     def columns(self) -> int:
@@ -132,26 +134,12 @@ class GgufTensor:
         return self.rows * self.row_bytes
 
 
-@dataclass(frozen=True)
-class GgufArray:
-    """An array of the metadata, which stays in the file: ``kind``, the code of its elements, and how many they are.
-
-    Attributes:
-        start, nbytes: its place in the file.
-    """
-
-    kind: int
-    count: int
-    start: int = field(default=0, compare=False)
-    nbytes: int = field(default=0, compare=False)
-
-
 class GgufFile:
     """A GGUF file, open: its header, checked, and its tensors by row. Close it, or use it as a context manager.
 
     Attributes:
         path: of the file. magic: its first bytes. version: 2 or 3. size: bytes of the file.
-        metadata: name -> number, bool, text, or :class:`GgufArray`.
+        metadata: name -> number, bool, text, or a list of these; texts of lists are bytes, as tokens need not be UTF-8.
         tensors: name -> :class:`GgufTensor`.
 
     Raises:
@@ -206,25 +194,6 @@ class GgufFile:
         self._at = end
         return self._piece[begin : begin + size]
 
-    def _skip(self, size: int) -> None:
-        if self._at + size > self.size:
-            self._damaged(f"{size} bytes of metadata after {self._at}, in a file of {self.size}")
-        self._at += size
-
-    def _skip_texts(self, count: int, what: str) -> None:
-        """Skip texts fast: vocabularies have hundreds of thousands."""
-        at, piece_at, piece, size_at = self._at, 0, b"", struct.Struct("<Q").unpack_from
-        for _ in range(count):
-            begin = at - piece_at
-            if not 0 <= begin <= len(piece) - 8:
-                piece_at, begin, piece = at, 0, os.pread(self._file, _PIECE, at)
-                if len(piece) < 8:
-                    self._damaged(f"it ends within {what}")
-            at += 8 + size_at(piece, begin)[0]
-            if at > self.size:
-                self._damaged(f"{what} that ends at {at}, in a file of {self.size}")
-        self._at = at
-
     def _scalar(self, kind: int) -> Any:
         layout = "<" + _SCALARS[kind]
         return struct.unpack(layout, self._take(struct.calcsize(layout)))[0]
@@ -242,12 +211,15 @@ class GgufFile:
             self._damaged(f"{count} {what} in the {self.size - self._at} bytes that are left")
         return count
 
+    def _bytes(self, what: str) -> bytes:
+        return self._take(self._length(f"bytes of {what}", 1))
+
     def _text(self, what: str, most: int = _MOST_HEADER) -> str:
-        size = self._length(f"bytes of {what}", 1)
-        if size > most:
-            self._damaged(f"{what} of {size} bytes")
+        text = self._bytes(what)
+        if len(text) > most:
+            self._damaged(f"{what} of {len(text)} bytes")
         try:
-            return self._take(size).decode()
+            return text.decode()
         except UnicodeDecodeError:
             self._damaged(f"{what} that is not UTF-8")
 
@@ -293,24 +265,19 @@ class GgufFile:
         if kind != _ARRAY:
             self._damaged(f"{shown(name)} of an unknown kind {kind}")
         kind = self._u32()
-        if kind in _SCALARS:
-            each = struct.calcsize("<" + _SCALARS[kind])
-            count = self._length(f"values of {shown(name)}", each)
-            start = self._at
-            self._skip(count * each)
-        elif kind == _STRING:
-            count = self._length(f"texts of {shown(name)}", 8)
-            start = self._at
-            self._skip_texts(count, f"a text of {shown(name)}")
-        else:
+        if kind not in (*_SCALARS, _STRING):
             self._damaged(f"{shown(name)}, an array of kind {kind}")
-        return GgufArray(kind, count, start, self._at - start)
+        layout = _SCALARS.get(kind, "Q")
+        count = self._length(f"values of {shown(name)}", struct.calcsize("<" + layout))
+        if count > _MOST_VALUES:
+            self._damaged(f"{shown(name)} of {count} values")
+        if kind == _STRING:
+            return [self._bytes(f"a text of {shown(name)}") for _ in range(count)]
+        layout = f"<{count}{layout}"
+        return list(struct.unpack(layout, self._take(struct.calcsize(layout))))
 
     def _tensor(self) -> tuple[str, tuple[int, ...], TensorType, int]:
         name = self._text("a tensor's name", _MOST_NAME)
-        if name in self.tensors:
-            self._damaged(f"tensor {shown(name)} occurs twice")
-        self.tensors[name] = GgufTensor(name, (), TYPES[0], 0)
         dimensions = self._u32()
         if not 1 <= dimensions <= _MOST_DIMENSIONS:
             self._damaged(f"tensor {shown(name)} of {dimensions} dimensions")
@@ -332,28 +299,15 @@ class GgufFile:
         """Check that tensors follow each other in the file without overlap."""
         end = 0
         for name, shape, of, offset in sorted(found, key=lambda one: one[3]):
-            tensor = GgufTensor(name, shape, of, data + offset)
+            tensor = GgufTensor(name, shape, of, data + offset, self)
+            if name in self.tensors:
+                self._damaged(f"tensor {shown(name)} occurs twice")
             if offset % alignment or offset < end or tensor.start + tensor.nbytes > self.size:
                 self._damaged(
                     f"tensor {shown(name)}, {tensor.nbytes} bytes, at {offset} after {end}, in a file of {self.size}"
                 )
             end = offset + tensor.nbytes
             self.tensors[name] = tensor
-
-    def texts(self, name: str) -> list[bytes]:
-        """The texts of an array in the metadata; empty: there is no such array. Raises ArtifactError: too long."""
-        array = self.metadata.get(name)
-        if not isinstance(array, GgufArray) or array.kind != _STRING:
-            return []
-        if array.nbytes > _MOST_HEADER:
-            self._damaged(f"{shown(name)} of {array.nbytes} bytes")
-        data = os.pread(self._file, array.nbytes, array.start)
-        found, at = [], 0
-        for _ in range(array.count):
-            size = int.from_bytes(data[at : at + 8], "little")
-            found.append(data[at + 8 : at + 8 + size])
-            at += 8 + size
-        return found
 
     # What follows reads tensors.
 
@@ -373,9 +327,10 @@ class GgufFile:
         tensor = self.tensor(name)
         size = min(tensor.nbytes, _PAGE)
         try:
-            first, last = (os.pread(self._file, size, at) for at in (tensor.start, tensor.start + tensor.nbytes - size))
+            places = (tensor.start, tensor.start + tensor.nbytes - size)
+            first, last = (os.pread(tensor.file._file, size, at) for at in places)
         except OSError as error:
-            self._damaged(str(error.strerror or error))
+            tensor.file._damaged(str(error.strerror or error))
         return first + last
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -385,11 +340,12 @@ class GgufFile:
         into, at = bytes_of(rows), 0
         while at < len(into):
             try:
-                got = os.preadv(self._file, [into[at : at + (8 << 20)]], tensor.start + start * tensor.row_bytes + at)
+                place = tensor.start + start * tensor.row_bytes + at
+                got = os.preadv(tensor.file._file, [into[at : at + (8 << 20)]], place)
             except OSError as error:
-                self._damaged(str(error.strerror or error))
+                tensor.file._damaged(str(error.strerror or error))
             if not got:
-                self._damaged("it became shorter while it was read")
+                tensor.file._damaged("it became shorter while it was read")
             at += got
         return rows
 
@@ -439,8 +395,6 @@ class GgufModel(GgufFile):
 
     def __init__(self, path: str | Path) -> None:
         self._others: list[GgufFile] = []
-        self._owners: dict[str, GgufFile] = {}
-        self._first: GgufFile = self
         super().__init__(path)
         try:
             self.paths = [self.path]
@@ -457,23 +411,14 @@ class GgufModel(GgufFile):
 
     def _join(self) -> None:
         self.paths = self._names()
-        mine = self._number_of(self)
-        parts: list[GgufFile] = []
-        for number, path in enumerate(self.paths):
-            part = self if number == mine else self._open(path, number)
-            if (found := self._number_of(part)) != number:
-                what = "a file that is none" if found is None else f"part {found + 1}"
-                self._refuse(path, f"part {number + 1} of {len(self.paths)}", what)
-            parts.append(part)
-        first, tensors = parts[0], {}
-        self._first = first
+        mine = self.metadata[_NUMBER]
+        parts = [self if number == mine else self._open(path, number) for number, path in enumerate(self.paths)]
+        first, tensors = parts[0], dict[str, GgufTensor]()
         for path, part in zip(self.paths, parts, strict=True):
             self._check_same(path, part, first)
-            for name, tensor in part.tensors.items():
-                if name in tensors:
-                    self._refuse(path, "tensors that no other part has", f"{shown(name)}, which another has as well")
-                tensors[name] = tensor
-                self._owners[name] = part
+            if twice := next((name for name in part.tensors if name in tensors), None):
+                self._refuse(path, "tensors that no other part has", f"{shown(twice)}, which another has as well")
+            tensors |= part.tensors
         wanted = first.metadata.get(_TENSORS)
         if wanted != len(tensors):
             self._refuse(self.paths[0], f"parts of {len(tensors)} tensors, as they are", f"{_TENSORS} {shown(wanted)}")
@@ -499,14 +444,17 @@ class GgufModel(GgufFile):
         return [self.path.with_name(f"{stem}-{one:05}-of-{count:05}{suffix}") for one in range(1, count + 1)]
 
     def _open(self, path: Path, number: int) -> GgufFile:
+        expected = f"part {number + 1} of {len(self.paths)}"
         if not path.exists():
-            self._refuse(path, f"part {number + 1} of {len(self.paths)} of a model, beside the others", "nothing")
-        self._others.append(GgufFile(path))
-        return self._others[-1]
-
-    def _number_of(self, part: GgufFile) -> int | None:
-        number = part.metadata.get(_NUMBER)
-        return number if type(number) is int else None
+            self._refuse(path, f"{expected} of a model, beside the others", "nothing")
+        part = GgufFile(path)
+        self._others.append(part)
+        found = part.metadata.get(_NUMBER)
+        if type(found) is not int:
+            self._refuse(path, expected, "a file that is none")
+        if found != number:
+            self._refuse(path, expected, f"part {found + 1}")
+        return part
 
     def _check_same(self, path: Path, part: GgufFile, first: GgufFile) -> None:
         """Raises ArtifactError: metadata that two parts have in common differ."""
@@ -523,14 +471,3 @@ class GgufModel(GgufFile):
         raise ArtifactError(
             str(path), expected=expected, found=found, fix="Put all parts of one model into one folder, by their names."
         )
-
-    def texts(self, name: str) -> list[bytes]:
-        return super().texts(name) if self._first is self else self._first.texts(name)
-
-    def ends_of(self, name: str) -> bytes:
-        owner = self._owners.get(name, self)
-        return super().ends_of(name) if owner is self else owner.ends_of(name)
-
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        owner = self._owners.get(name, self)
-        return super().read_rows(name, start, stop) if owner is self else owner.read_rows(name, start, stop)

@@ -28,7 +28,7 @@ from torch_pi2.predict.file import (
     each_predictor,
     predictors_of,
 )
-from torch_pi2.store.storefile import PIECE, STORE_FILE, StoreReader, block_checks, part_of, tensor_check
+from torch_pi2.store.storefile import STORE_FILE, StoreReader, part_of
 from torch_pi2.types.method import PREDICTED, Method
 from torch_pi2.types.plan import Plan
 from torch_pi2.types.shard import Shard
@@ -48,21 +48,15 @@ class Parts:
     """The parts of a folder ``pi2/``, in its store or in files, read when they are asked for. A context manager.
 
     Raises:
-        ArtifactError: the store is damaged, or a file beside it differs from what the store has inside.
+        ArtifactError: the store is damaged, or a file beside it is of what the store has inside.
     """
 
     def __init__(self, pi2: str | Path) -> None:
         self._pi2 = Path(pi2)
         self._store: StoreReader | None = None
         if os.path.lexists(self._pi2 / STORE_FILE):
-            store = StoreReader(self._pi2 / STORE_FILE)
-            try:
-                if store.has_parts:
-                    _check_beside(self._pi2, store)
-                    self._store = store
-            finally:
-                if self._store is None:  # damaged, or of version 1, whose parts are files
-                    store.close()
+            self._store = StoreReader(self._pi2 / STORE_FILE)
+            self._check_beside()
 
     def __enter__(self) -> Self:
         return self
@@ -70,6 +64,18 @@ class Parts:
     def __exit__(self, *_: object) -> None:
         if self._store is not None:
             self._store.close()
+
+    def _check_beside(self) -> None:
+        """Raises ArtifactError if there are parts beside the store: which of them would count?"""
+        for part, (file, _) in _FILES.items():
+            if os.path.lexists(self._pi2 / file) and (self._in_store(part) or part != _ALSO_BESIDE):
+                self.__exit__()
+                raise ArtifactError(
+                    f"{self._pi2 / file} beside {STORE_FILE}",
+                    expected=f"no such file: {STORE_FILE} has its {part} inside",
+                    found="one",
+                    fix="Remove it, or pack the folder that it belongs to anew.",
+                )
 
     @property
     def inside(self) -> bool:
@@ -219,25 +225,6 @@ class PartFiles:
         part = part_of(name)
         assert part is not None
         return self._readers[part].read_bytes(name.removeprefix(f"pi2.{part}."), start, stop)
-
-
-def _check_beside(pi2: Path, store: StoreReader) -> None:
-    """Raises ArtifactError if a file beside ``store`` is not what it has inside: which of them counts?"""
-    either = {_ALSO_BESIDE} - {part_of(name) for name in store.specs}
-    with PartFiles(pi2, [part for part in _FILES if part not in either]) as files:
-        for name, spec in files.specs.items():
-            if store.specs.get(name) == spec:
-                starts = range(0, spec.nbytes, PIECE)
-                blocks = [block_checks(files.read_bytes(name, i, min(i + PIECE, spec.nbytes))) for i in starts]
-                if tensor_check(name, spec, blocks) == store.checks[name]:
-                    continue
-            beside = _FILES[part_of(name) or "plan"][0]
-            raise ArtifactError(
-                f"{pi2 / beside} beside {STORE_FILE}",
-                expected=f"what the store has inside, where {beside} belongs, or no such file",
-                found=f"another {name}",
-                fix="Remove it, or pack the folder that it belongs to anew.",
-            )
 
 
 def check_predictors(plan: Plan, found: Iterator[tuple[str, AnyPredictor]], where: str | Path) -> None:

@@ -31,8 +31,8 @@ from torch_pi2.types.site import FFNSite
 
 STORE_FILE = "model.pi2"
 STORE_FORMAT = "torch_pi2.store"
-#: 1: plan, predictors and statistics are files beside it; 2: they are inside, see ``PARTS``.
-STORE_VERSIONS = ("1", "2", "3", "4")
+#: Version 1, which had plan, predictors and statistics in files beside it, is not read any more.
+STORE_VERSIONS = ("2", "3", "4")
 #: Version of ``weights.safetensors`` -> version of a store with its metadata: 3 has linear layers in several formats,
 #: or a quantised embedding; 4 has neurons in another format than the rest, or in two.
 _STORE_VERSIONS_OF = {WEIGHTS_VERSION: "2", MIXED_VERSION: "3", PAIRS_VERSION: "4"}
@@ -64,7 +64,7 @@ def open_weights(pi2: Path) -> QuantizedWeights:
 def store_version(weights: Mapping[str, str]) -> str:
     """Version of a store made from a weights file or a store with this metadata."""
     found = weights["pi2_version"]
-    return _STORE_VERSIONS_OF[found] if weights["pi2_format"] != STORE_FORMAT else max(found, "2")
+    return found if weights["pi2_format"] == STORE_FORMAT else _STORE_VERSIONS_OF[found]
 
 
 def format_fields(kind: str, hidden: int) -> dict[str, int]:
@@ -144,8 +144,7 @@ class StoreReader(QuantizedWeights):
             self.entries = self._superblock().layers
             for key, entry in zip(self.keys, self.entries, strict=True):
                 self._check_entry(key, entry)
-            if self.has_parts:
-                self._check_parts()
+            self._check_parts()
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             self.close()
             self._damaged(f"{type(error).__name__}: {error}")
@@ -217,11 +216,6 @@ class StoreReader(QuantizedWeights):
             return entry.neurons, 0
         mine = self.shard.layers[key]
         return mine.neurons, mine.chunk
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether plan, predictors and statistics are inside, and not in files beside it."""
-        return self.metadata["pi2_version"] != "1"
 
     def _check_parts(self) -> None:
         """Raises ValueError for a part without its text or another tensor of ours, and for damaged metadata."""
@@ -379,7 +373,7 @@ class StoreReader(QuantizedWeights):
         found["checks"] = sum(4 * entry.neurons for entry in self.entries)
         rows = {f"{name}.weight" for name in self.linears}
         found["linears"] = sum(self.specs[name].nbytes for name in self.checks if name in rows)
-        parts = {name: part_of(name) if self.has_parts else None for name in self.checks}
+        parts = {name: part_of(name) for name in self.checks}
         floats = (name for name, part in parts.items() if part is None and name not in rows)
         found["floats"] = sum(self.specs[name].nbytes for name in floats)
         for part in PARTS:

@@ -124,12 +124,9 @@ def superblock_bytes(layers: int) -> int:
     return -(-_PART * (1 + layers) // PAGE) * PAGE
 
 
-def slot_bytes(neuron_bytes: int, align: int | None = None) -> int:
-    """Bytes from one slot to the next: ``neuron_bytes`` rounded up to ``align``.
-
-    Default: to a page, or to a sector where a page would hold several neurons (small models).
-    """
-    align = align or (PAGE if neuron_bytes >= PAGE else SECTOR)
+def slot_bytes(neuron_bytes: int) -> int:
+    """Bytes from one slot to the next: rounded up to a page, or to a sector where a page would hold several neurons."""
+    align = PAGE if neuron_bytes >= PAGE else SECTOR
     return -(-neuron_bytes // align) * align
 
 

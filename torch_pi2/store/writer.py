@@ -84,7 +84,7 @@ class StoreAssembly:
         source: name of such a tensor -> what has it: ``read_bytes(name, start, stop)`` and, where the bytes have a
             checksum, ``compare(name, blocks)``.
         weights: metadata of a weights file or store. provenance: where the store comes from, as JSON.
-        cluster: neurons of a slot. align: slots are multiples of so many bytes. None: what suits plan and neurons.
+        cluster: neurons of a slot; None: what suits plan and neurons.
         shard: which neurons of the plan's layers these are; None: all.
 
     Attributes:
@@ -103,7 +103,6 @@ class StoreAssembly:
         provenance: str,
         *,
         cluster: int | None = None,
-        align: int | None = None,
         shard: Shard | None = None,
     ) -> None:
         self._plan, self.layers, self._source, self._shard = plan, layers, source, shard
@@ -112,7 +111,7 @@ class StoreAssembly:
             for layer in layers
         }
         self.cluster = cluster or self._default_cluster()
-        self.slots = {key: slot_bytes(self.cluster * size, align) for key, size in self.neuron_bytes.items()}
+        self.slots = {key: slot_bytes(self.cluster * size) for key, size in self.neuron_bytes.items()}
         self.specs: dict[str, Spec] = {}
         self.others: list[str] = []
         self._paddings: list[str] = []

@@ -162,7 +162,7 @@ class Writing(Operation):
 
 class Pack(Writing):
     def make_older(self) -> None:
-        torch_pi2.pack(self.folder / "plain", self.older, slot_align=1024)
+        torch_pi2.pack(self.folder / "plain", self.older, cluster=2)
 
     def write(self) -> None:
         torch_pi2.pack(self.folder / "plain", self.out)

@@ -16,7 +16,7 @@ import torch
 
 from torch_pi2.base.fields import shown
 from torch_pi2.errors import ArtifactError, UnsupportedModelError
-from torch_pi2.store.gguf import GgufArray, GgufFile
+from torch_pi2.store.gguf import GgufFile
 
 #: Key, without the architecture -> attribute of the configuration.
 _COMMON = {
@@ -167,7 +167,7 @@ class ArchMetadata:
             raise ArtifactError(
                 f"{self._prefix}{key} in {self._file.path}",
                 expected=f"a {whole}number from {least:g} to {most:g}",
-                found="a list" if isinstance(found, GgufArray) else shown("nothing" if found is None else found),
+                found=shown("nothing" if found is None else found),
                 fix="Get the file again, or convert the model with a current llama.cpp.",
             )
         return found
@@ -200,7 +200,7 @@ def configuration(file: GgufFile) -> dict[str, Any]:
         if meta.has(key) or key in required:
             config[attribute] = meta.number(key, least=key in _COUNTS, most=1 << 31 if "epsilon" not in key else 1)
     tokens = file.metadata.get("tokenizer.ggml.tokens")
-    rows = tokens.count if isinstance(tokens, GgufArray) else file.tensor("token_embd.weight").shape[0]
+    rows = len(tokens) if isinstance(tokens, list) else file.tensor("token_embd.weight").shape[0]
     config.setdefault("vocab_size", rows)
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     if not config.get("sliding_window", 1):
@@ -235,7 +235,8 @@ def _special_tokens(file: GgufFile, vocabulary: int) -> dict[str, Any]:
     found = {key: file.metadata.get(f"tokenizer.ggml.{key}_token_id", usual.get(key)) for key in keys}
     known = {key: token for key, token in found.items() if type(token) is int and 0 <= token < vocabulary}
     config: dict[str, Any] = {f"{name}_token_id": known.get(key) for name, key in _TOKENS.items()}
-    texts = file.texts("tokenizer.ggml.tokens")[:vocabulary]
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    texts = tokens[:vocabulary] if isinstance(tokens, list) else []
     ends = [known[key] for key in ("eos", "eot", "eom") if key in known]  # of a turn, too, where answers of chats end
     ends = list(dict.fromkeys([*ends, *(token for token, text in enumerate(texts) if text in _ENDS)]))
     return config | ({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})

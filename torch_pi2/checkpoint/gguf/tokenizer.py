@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.fields import shown
-from torch_pi2.store.gguf import MAGIC, GgufArray, GgufFile
+from torch_pi2.store.gguf import MAGIC, GgufFile
 
 #: ``tokenizer.ggml.pre`` of byte-level vocabularies that are split as GPT-2 does.
 _GPT2 = "gpt-2"
@@ -38,7 +38,7 @@ def _splits() -> dict[str, str]:
 def write_tokenizer(file: GgufFile, folder: Path) -> str:
     """Write the tokenizer into ``folder``. Returns why there is none; empty: there is one."""
     model, pre = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre", "")
-    if model in (None, "none") or not isinstance(file.metadata.get("tokenizer.ggml.tokens"), GgufArray):
+    if model in (None, "none") or not isinstance(file.metadata.get("tokenizer.ggml.tokens"), list):
         return "the file has none"
     if model not in ("llama", "gpt2") or (model == "gpt2" and pre not in (_GPT2, *_splits())):
         return f"of a kind that transformers does not know, {shown(str(model))} {shown(str(pre))}"
@@ -68,7 +68,7 @@ def _readable(file: GgufFile, folder: Path) -> Iterator[Path]:
 
     Of a file that begins otherwise, or names tokens that are none, such as 4294967295, which llama.cpp leaves out.
     """
-    count = file.metadata["tokenizer.ggml.tokens"].count
+    count = len(file.metadata["tokenizer.ggml.tokens"])
     odd = [key for key in _ID_KEYS if not _is_token(file.metadata.get(key, 0), count)]
     if file.magic == MAGIC and not odd:
         yield file.path
