@@ -160,16 +160,14 @@ class Torchrun:
     Its standard error goes to the file ``log``.
     """
 
-    def __init__(
-        self, log: Path, ranks: int, restarts: int, *command: object, stdout: int = subprocess.DEVNULL
-    ) -> None:
+    def __init__(self, log: Path, ranks: int, restarts: int, *command: object) -> None:
         self.log = log
         run = ("torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}")
         with log.open("w") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *run, "-m", "torch_pi2", *map(str, command)],
                 stdin=subprocess.DEVNULL,
-                stdout=stdout,
+                stdout=subprocess.DEVNULL,
                 stderr=file,
                 text=True,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},

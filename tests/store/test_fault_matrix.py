@@ -31,8 +31,6 @@ MATRIX = {
     "prompt": ("read", "memory"),
     "pack": (*WRITING, "kill"),
     "save": ("open", "write", "fsync", "name", "size", "kill"),
-    "save-int4": ("open", "write", "fsync", "name", "memory"),
-    "export": (*WRITING, "kill"),
 }
 
 

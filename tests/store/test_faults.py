@@ -66,24 +66,6 @@ def flip(path: Path, layer: int) -> None:
 # --- exchanged files ---
 
 
-def test_a_store_that_is_replaced_while_open(folders: tuple[Path, Path], one: Path, tmp_path: Path) -> None:
-    """The open one is read to its end; who opens later finds the new one, a whole model with its own plan."""
-    model = small(one)
-    wanted = logits(model)
-    torch_pi2.pack(one, tmp_path / "wide", cluster=2)
-    os.replace(store_of(tmp_path / "wide"), store_of(one))
-    assert torch.equal(logits(model), wanted)
-    again = small(one)
-    assert torch.equal(logits(again), wanted)
-    shutil.copy(store_of(folders[1]), tmp_path / "other")
-    os.replace(tmp_path / "other", store_of(one))
-    assert torch.equal(logits(again), wanted)
-    other = logits(torch_pi2.load(folders[1], budget="1GiB"))
-    assert not torch.equal(other, wanted)
-    assert torch.equal(logits(torch_pi2.load(one, budget="1GiB")), other)
-    assert torch.equal(logits(model), wanted)
-
-
 def test_a_store_that_is_replaced_while_it_is_loaded(
     folders: tuple[Path, Path], one: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

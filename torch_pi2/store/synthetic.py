@@ -239,13 +239,15 @@ def random_rows(count: int, columns: int, weights: str, deviation: float, genera
 
     Floats are normal, quantised numbers uniform, which is cheap: random bytes and one scale, its sign random by group.
     Without that, the mean of -8..7 (int4) or -128..127 (int8), half a step below zero, would be common to all rows:
-    after a few layers a model is nothing but that. A row's last group is padded with zeros, as
-    :func:`torch.ops.pi2.quantize` does.
+    after a few layers a model is nothing but that. Rows that do not end with a whole group are quantised from normal
+    numbers.
     """
-    if weights in FLOATS:
+    if weights in FLOATS or columns % 32:
         values_NK = torch.randn((count, columns), generator=generator) * deviation
+        if weights not in FLOATS:
+            return torch.ops.pi2.quantize(values_NK, weights)  # type: ignore[no-any-return]
         return values_NK.to(DTYPES[weights]).view(torch.uint8)
-    groups = -(-columns // 32)
+    groups = columns // 32
     total = row_bytes(weights, columns)
     values = total - 2 * groups
     words = torch.randint(-(2**63), 2**63 - 1, (count, -(-values // 8)), generator=generator, dtype=torch.int64)
@@ -254,24 +256,7 @@ def random_rows(count: int, columns: int, weights: str, deviation: float, genera
     spread = math.sqrt((16**2 - 1) / 12) if weights == "int4" else math.sqrt((256**2 - 1) / 12)
     sign_NG = torch.randint(0, 2, (count, groups), generator=generator, dtype=torch.int8) * 2 - 1
     rows[:, values:].view(torch.float16).copy_(sign_NG * (deviation / spread))
-    if columns % 32:
-        rows[:, :values] = _without_padding(rows[:, :values], columns, weights)
     return rows
-
-
-def _without_padding(values: torch.Tensor, columns: int, weights: str) -> torch.Tensor:
-    """The last group's numbers beyond ``columns`` set to zero."""
-    k = torch.arange(32)
-    outside = k >= columns % 32
-    values = values.clone()
-    if weights == "int8":
-        values[:, -32:][:, outside] = 0
-        return values
-    last = values[:, -16:]
-    low = torch.where(outside[:16], 8, last & 15)
-    high = torch.where(outside[16:], 8, last >> 4)
-    values[:, -16:] = (low | (high << 4)).to(torch.uint8)
-    return values
 
 
 def _sizes(

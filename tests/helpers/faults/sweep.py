@@ -14,13 +14,10 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import signal
 import sys
-import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -169,58 +166,20 @@ class Pack(Writing):
 
 
 class Save(Writing):
-    weights = "float"
-
     def make_older(self) -> None:
         from tiny_models import tiny
 
-        self.model, other = (
-            torch_pi2.optimize(tiny("llama-relu", seed=seed), method="exact", weights=self.weights) for seed in (0, 1)
-        )
+        self.model, other = (torch_pi2.optimize(tiny("llama-relu", seed=seed), method="exact") for seed in (0, 1))
         torch_pi2.save(other, self.older)
 
     def write(self) -> None:
         torch_pi2.save(self.model, self.out)
 
 
-class SaveQuantized(Save):
-    weights = "int4"
-
-
-class Export(Writing):
-    """Tracing and lowering, which take most of a minute and touch no file, are done once; all is written every time."""
-
-    def make_older(self) -> None:
-        from exported import one_layer
-
-        from torch_pi2.base.files import atomic_write
-        from torch_pi2.export import api
-
-        self.model = torch_pi2.optimize(one_layer())
-        write, kept = api._write_program, []
-
-        def write_again(path: Path, *args: Any) -> Any:
-            if not kept:
-                kept.append((write(path, *args), path.read_bytes()))
-            else:
-                atomic_write(path, kept[0][1])
-            return kept[0][0]
-
-        api._write_program = write_again
-        torch_pi2.export(self.model, self.older, max_tokens=16, batches=(1,))
-        with (self.older / "manifest.json").open("a") as file:
-            file.write("\n")
-
-    def write(self) -> None:
-        torch_pi2.export(self.model, self.out, max_tokens=16, batches=(1,))
-
-
 OPERATIONS: dict[str, Callable[[Path], Operation]] = {
     **{name: partial(Reading, name=name) for name in READS},
     "pack": Pack,
     "save": Save,
-    "save-int4": SaveQuantized,
-    "export": Export,
 }
 
 
@@ -263,8 +222,6 @@ def sweep(operation: Operation, kind: str, few: bool) -> dict[str, Any]:
     before = {path.name for path in operation.folder.iterdir()}
     counts = {"calls": n, "tried": 0, "refused": 0, "made_good": 0}
     findings: list[str] = []
-    errors: Counter[str] = Counter()
-    seconds = time.perf_counter()
     for count in (1, ALL):
         for k in list(moments(n, few))[:: 3 if few and count > 1 else 1]:
             print(f"{kind} {k} of {n}, {count}", file=sys.stderr, flush=True)
@@ -279,7 +236,6 @@ def sweep(operation: Operation, kind: str, few: bool) -> dict[str, Any]:
                     findings.append(what + "a wrong result")
             else:
                 counts["refused"] += 1
-                errors[re.sub(r"\d+", "#", f"{type(error).__name__}: {error}")[:200]] += 1
                 if not is_named(error, kind):
                     findings.append(what + f"{type(error).__name__}: {error}"[:300])
                 if isinstance(operation, Writing) and not operation.is_older(count > 1 and kind == "name"):
@@ -301,7 +257,7 @@ def sweep(operation: Operation, kind: str, few: bool) -> dict[str, Any]:
                 findings.append(what + f"the next time left {sorted(left)}")
                 for name in left:
                     shutil.rmtree(operation.folder / name, ignore_errors=True)
-    return counts | {"seconds": round(time.perf_counter() - seconds, 1), "errors": errors, "findings": findings}
+    return counts | {"findings": findings}
 
 
 def stores(folder: Path) -> None:
@@ -333,7 +289,6 @@ def killed(operation: Writing, few: bool) -> dict[str, Any]:
     n, wanted = shim.pi2_fault_seen(), operation.result(None)
     counts = {"calls": n, "tried": 0, "refused": 0, "made_good": 0}
     findings = []
-    seconds = time.perf_counter()
     for k in moments(n, few):
         print(f"kill {k} of {n}", file=sys.stderr, flush=True)
         what = f"killed at {k} of {n}: "
@@ -351,7 +306,7 @@ def killed(operation: Writing, few: bool) -> dict[str, Any]:
         left = {path.name for path in operation.folder.iterdir()} - before
         if left:
             findings.append(what + f"the next time left {sorted(left)}")
-    return counts | {"seconds": round(time.perf_counter() - seconds, 1), "errors": {}, "findings": findings}
+    return counts | {"findings": findings}
 
 
 def main() -> None:
