@@ -17,14 +17,11 @@ from torch_pi2.ops import load as load_library
 from torch_pi2.ops.rows import values
 from torch_pi2.predict.file import load_predictors
 from torch_pi2.predict.lowrank import LowRankRows
-from torch_pi2.predict.signbit import SignBit
 from torch_pi2.store.synthetic import (
     LOCALITY,
     TOPIC_IDS,
     TOPIC_TOKENS,
-    GateMaker,
     TokenStream,
-    direction,
     embedding_noise,
     power_law,
     random_rows,
@@ -237,29 +234,6 @@ def test_later_layers_can_be_copies(tmp_path: Path) -> None:
         torch_pi2.synthetic(tmp_path / "n", "tiny", distinct_layers=0)
 
 
-def test_sign_counts_above_2048_are_whole_numbers() -> None:
-    """The margin lies on a count: half-precision counts would be apart by 2, and the margin between them by 1."""
-    load_library()
-    hidden, g = 6400, torch.Generator().manual_seed(0)
-    maker = GateMaker(direction(hidden, g), power_law(128, 0.3), "int8", g, predictor="signbit")
-    maker.rows(0, 128)
-    counts = torch.cat(maker._scores, 1)
-    assert counts.dtype == torch.float32
-    assert float(counts.min()) > 2048
-    assert bool((counts % 2 == 1).any())
-    made = maker.predictor(0)
-    assert isinstance(made, SignBit)
-    assert made.threshold % 1 == pytest.approx(0.5, abs=0.01)  # half a place below a count that occurs
-    assert bool((counts == round(made.threshold + 0.5)).any())
-
-
-def test_sign_bits_as_predictor(tmp_path: Path) -> None:
-    torch_pi2.synthetic(tmp_path / "m", SMALL, predictor="signbit")
-    predictors = load_predictors(tmp_path / "m" / "pi2")
-    assert all(isinstance(p, SignBit) and p.card.recall > 0.8 for p in predictors.values())
-    assert {layer.method for layer in Plan.load(tmp_path / "m" / "pi2").layers} == {"signbit"}
-
-
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 def test_random_rows_have_their_deviation_and_zeros_past_the_end(weights: str) -> None:
     load_library()
@@ -283,9 +257,8 @@ def test_random_rows_have_their_deviation_and_zeros_past_the_end(weights: str) -
             {"active": 1.0},
             r"predictor=...\): expected None where every neuron is computed \(active=1\), found 'lowrank'",
         ),
-        ({"predictor": "guess"}, r"expected lowrank, signbit or None, found 'guess'"),
+        ({"predictor": "guess"}, r"expected lowrank or None, found 'guess'"),
         ({"rank": 0}, r"synthetic\(rank=...\): expected at least 1, found 0"),
-        ({"predictor_weights": "float"}, r"expected int4 or int8, found 'float'"),
     ],
 )
 def test_settings_that_make_no_sense(tmp_path: Path, settings: dict, message: str) -> None:

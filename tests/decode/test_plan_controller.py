@@ -36,8 +36,7 @@ from torch_pi2.types.plan import HardwarePlan, Plan, PromptPlan, weights_hash
 IDS = torch.arange(1, 9)[None]
 PREDICTORS: dict[str, dict[str, Any]] = {
     "lowrank int4": {"predictor": "lowrank", "weights": "int4", "rank": 32},
-    "lowrank, float weights": {"predictor": "lowrank", "weights": "float32", "rank": 32, "predictor_weights": "int8"},
-    "signbit": {"predictor": "signbit", "weights": "int4"},
+    "lowrank, float weights": {"predictor": "lowrank", "weights": "float32", "rank": 32},
     "exact": {"predictor": None, "weights": "int4"},
 }
 

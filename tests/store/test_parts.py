@@ -18,7 +18,8 @@ from torch_pi2.base.tensorfile import Spec
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.cli import main
 from torch_pi2.errors import ArtifactError, Pi2Error, StaleArtifactError
-from torch_pi2.predict.file import load_predictors, save_predictors
+from torch_pi2.predict.file import FittedPredictors, load_predictors, save_predictors
+from torch_pi2.predict.signbit import SignBit
 from torch_pi2.store.parts import Parts
 from torch_pi2.store.storefile import StoreReader, block_checks, part_of, tensor_check
 from torch_pi2.types.plan import Plan
@@ -271,8 +272,8 @@ def test_parts_that_do_not_belong_together_are_not_packed(
             predictor.b, predictor.bias = predictor.b[:96], predictor.bias[:96]
         save_predictors(source / "pi2", predictors, model_hash)
     elif name == "signs":
-        torch_pi2.synthetic(tmp_path / "signs", SMALL, predictor="signbit")
-        save_predictors(source / "pi2", load_predictors(tmp_path / "signs" / "pi2"), model_hash)
+        signs = {key: SignBit.from_weights(torch.randn(104, 64)) for key in predictors}
+        save_predictors(source / "pi2", FittedPredictors(signs), model_hash)
     else:
         shutil.copy(root / "other-q" / "pi2" / name, source / "pi2" / name)
     with pytest.raises(error, match=message):

@@ -43,7 +43,7 @@ from torch_pi2.store.synthetic import (
 )
 from torch_pi2.store.weights import WEIGHTS_FILE, metadata, neuron_specs
 from torch_pi2.types.config import Config
-from torch_pi2.types.method import PREDICTED, Method
+from torch_pi2.types.method import Method
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import ExpertsForm, FFNSite, LinearRef
 
@@ -52,7 +52,6 @@ _BLOCK = 0.02
 #: Rows made at a time.
 _CHUNK = 2048
 _LAW = "p(u) = min(0.95, c u^-s), 43 % of neurons make 80 % of activations (PowerInfer, arXiv 2312.12456)"
-PREDICTORS = (*PREDICTED, None)
 
 
 @checked
@@ -65,7 +64,6 @@ def synthetic(
     weights: str = "int4",
     predictor: str | None = "lowrank",
     rank: int = 512,
-    predictor_weights: str = "int4",
     hot_frequency: float | None = None,
     layers: int | None = None,
     locality: float = LOCALITY,
@@ -84,7 +82,7 @@ def synthetic(
         active: mean share of neurons that fire for a token, in every layer. 1: all of them, as in SwiGLU, without a
             predictor (``predictor=None``).
         weights: ``int4``, ``int8``, or ``float32``, ``bfloat16`` or ``float16``, which quantise nothing.
-        predictor: ``lowrank`` (of ``rank``, in ``predictor_weights``), ``signbit``, or None for the exact gate.
+        predictor: ``lowrank`` (of ``rank``, in int4), or None for the exact gate.
         hot_frequency: neurons that fire for at least this share of tokens are hot (default: that of Config).
         layers: another number of layers than the shape's.
         locality: part of the noise that tokens of one topic share (:mod:`torch_pi2.store.synthetic`); 0: none.
@@ -99,10 +97,9 @@ def synthetic(
     for name, value, good, expected in (
         ("active", active, 0 < active <= 0.9 or active == 1, "more than 0, at most 0.9, or 1"),
         ("weights", weights, weights in (*QUANTIZED, *FLOATS), " or ".join((*QUANTIZED, *FLOATS))),
-        ("predictor", predictor, predictor in PREDICTORS, "lowrank, signbit or None"),
+        ("predictor", predictor, predictor in ("lowrank", None), "lowrank or None"),
         ("predictor", predictor, predictor is None or active < 1, "None where every neuron is computed (active=1)"),
         ("rank", rank, rank >= 1, "at least 1"),
-        ("predictor_weights", predictor_weights, predictor_weights in QUANTIZED, " or ".join(QUANTIZED)),
         ("locality", locality, 0 <= locality < 1, "0 or more, less than 1"),
         ("distinct_layers", distinct_layers, distinct_layers is None or distinct_layers >= 1, "at least 1"),
     ):
@@ -115,7 +112,7 @@ def synthetic(
         "weights": weights,
         "predictor": predictor,
         "rank": rank if predictor == "lowrank" else 0,
-        "predictor_weights": predictor_weights if predictor == "lowrank" else None,
+        "predictor_weights": "int4" if predictor == "lowrank" else None,
         "hot_frequency": Config().hot_frequency if hot_frequency is None else hot_frequency,
         "law": _LAW if active < 1 else None,
         "residual": RESIDUAL,
@@ -271,16 +268,7 @@ class _Writer:
             yield 0, torch.ones(shape)
 
     def _write_site(self, site: FFNSite, out: TensorWriter, predictors: FittedPredictors) -> None:
-        predictor = self.label["predictor"]
-        gate = GateMaker(
-            self._d,
-            self._p,
-            self.kind,
-            self._generator,
-            predictor=predictor,
-            rank=int(self.label["rank"]),
-            predictor_weights=str(self.label["predictor_weights"] or "int4"),
-        )
+        gate = GateMaker(self._d, self._p, self.kind, self._generator, rank=int(self.label["rank"]))
         # h = relu(gate) up has a second moment of about 1/4 where it is not zero, h = silu(gate) up of about 1/8
         moment = 1 / 8 if self._swiglu else float(self.label["active"]) / 4
         down = _BLOCK / math.sqrt(moment * self.intermediate)
@@ -291,13 +279,13 @@ class _Writer:
             for row, deviation in ((1, 1 / math.sqrt(self.hidden)), (2, down)):
                 neuron_rows[:, row] = random_rows(stop - start, self.hidden, self.kind, deviation, self._generator)
             out.write(f"{site.key}.bundles", neuron_rows, row=start)
-        if predictor is not None and self.n_hot < self.intermediate:
+        if gate.rank and self.n_hot < self.intermediate:
             predictors[site.key] = gate.predictor(self.n_hot)
 
     def _layer_plan(self, site: FFNSite, predictors: FittedPredictors) -> LayerPlan:
         order = torch.arange(self.intermediate, dtype=torch.int32)  # made in order of frequency
         predictor = predictors.get(site.key)
-        method = Method.EXACT if predictor is None else str(self.label["predictor"])
+        method = Method.EXACT if predictor is None else Method.LOWRANK
         if self.n_hot == self.intermediate:
             method = Method.DENSE
         share = 1.0

@@ -13,7 +13,6 @@ from torch_pi2.cli import common, models, verdict
 from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.formats import FLOAT, FLOATS, IMPORT_NEURONS, OF_NEURONS, QUANTIZED
 from torch_pi2.types.config import QUANTIZATIONS, Config
-from torch_pi2.types.method import PREDICTED
 
 #: Layers whose error ``quantize`` shows, at most.
 _MOST_ROWS = 40
@@ -215,9 +214,8 @@ class Synthetic:
         add("--shape", default="mistral-7b", help=shapes)
         add("--active", type=float, default=0.1, help="mean share of neurons that fire; 1: SwiGLU")
         add("--weights", choices=[*QUANTIZED, *FLOATS], default="int4", help="how they are stored")
-        add("--predictor", choices=[*PREDICTED, "none"], default="lowrank", help="what finds firing neurons")
+        add("--predictor", choices=["lowrank", "none"], default="lowrank", help="what finds firing neurons")
         add("--rank", type=common.positive, default=512, help="of the low-rank predictor")
-        add("--predictor-weights", choices=QUANTIZED, default="int4", help="of the low-rank predictor")
         add("--layers", type=common.positive, help="another number of layers (default: the shape's)")
         topic = "part of a token's noise that its topic shares (default: as measured on text; 0: experts evenly used)"
         add("--locality", type=float, help=topic)
@@ -230,7 +228,7 @@ class Synthetic:
         import torch_pi2
 
         start, how = time.perf_counter(), {} if args.locality is None else {"locality": args.locality}
-        how |= common.given(args, "active", "weights", "rank", "predictor_weights", "layers", "distinct_layers", "seed")
+        how |= common.given(args, "active", "weights", "rank", "layers", "distinct_layers", "seed")
         predictor = None if args.predictor == "none" else args.predictor
         shape, quiet = _shape(args.shape), args.quiet
         label = torch_pi2.synthetic(args.out, shape, predictor=predictor, **how, progress=not quiet)

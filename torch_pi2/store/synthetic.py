@@ -35,7 +35,6 @@ from torch_pi2.base.package import missing_package
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import FLOATS, row_bytes
 from torch_pi2.predict.lowrank import LowRankRows
-from torch_pi2.predict.signbit import SignBit
 from torch_pi2.types.method import PredictorCard
 
 #: Share of a block's neurons that makes ``_ACTIVATIONS`` of its activations.
@@ -48,6 +47,8 @@ LOCALITY, TOPIC_IDS, TOPIC_TOKENS = 0.4, 128, 64
 RESIDUAL = 0.1
 #: Deviations by which the predictor's hidden values are lifted over the relu.
 _LIFT = 3.0
+#: Format of the predictor.
+_WEIGHTS = "int4"
 #: Recall at which the predictor's threshold is set.
 _RECALL = 0.96
 #: Tokens by which the threshold is set, and as many others by which the predictor is measured.
@@ -121,8 +122,7 @@ class GateMaker:
 
     Args:
         d: the direction ``[H]``. p: shares of tokens ``[I]``.
-        weights: format of the gate rows. predictor_weights: of the predictor's.
-        predictor: ``lowrank``, ``signbit`` or None. rank: of a low-rank one; without, rows vary in all directions.
+        weights: format of the gate rows. rank: of their predictor, in int4; 0: there is none.
     """
 
     def __init__(
@@ -132,29 +132,24 @@ class GateMaker:
         weights: str,
         generator: torch.Generator,
         *,
-        predictor: str | None = "lowrank",
         rank: int = 512,
-        predictor_weights: str = "int4",
     ) -> None:
-        self.d, self.weights, self.predictor_weights = d, weights, predictor_weights
-        self._generator = generator
+        self.d, self.weights, self._generator = d, weights, generator
         self.beta = torch.special.ndtri(p).float()
-        hidden, self.kind = len(d), predictor
-        self.rank = min(rank, hidden - 1) if predictor == "lowrank" else 0
+        hidden = len(d)
+        self.rank = min(rank, hidden - 1)
         self._scores: list[torch.Tensor] = []
         self._fires: list[torch.Tensor] = []
-        self._signs: list[torch.Tensor] = []
-        if predictor is not None:
+        if self.rank:
             # 2 T tokens as the layers will see them
             n = torch.randn((2 * _TOKENS, hidden), generator=generator)
             self._x = (d + n - (n @ d)[:, None] * (d / hidden)) / math.sqrt(2)
-        if self.rank:
             v = torch.randn((self.rank, hidden), generator=generator) / math.sqrt(hidden)
             v -= (v @ d)[:, None] * (d / hidden)
-            rows = torch.ops.pi2.quantize(v + _LIFT * d / hidden, predictor_weights)
+            rows = torch.ops.pi2.quantize(v + _LIFT * d / hidden, _WEIGHTS)
             self._v, self._a = v, rows
-            self._z = torch.relu(self._x @ self._float(rows, hidden, predictor_weights).T)
-            self._mean_z = self._float(rows, hidden, predictor_weights) @ d / math.sqrt(2)
+            self._z = torch.relu(self._x @ self._float(rows, hidden, _WEIGHTS).T)
+            self._mean_z = self._float(rows, hidden, _WEIGHTS) @ d / math.sqrt(2)
             self._b: list[torch.Tensor] = []
             self._bias: list[torch.Tensor] = []
 
@@ -184,31 +179,23 @@ class GateMaker:
             rows = g.to(DTYPES[self.weights]).view(torch.uint8)
         else:
             rows = torch.ops.pi2.quantize(g, self.weights)
-        if self.kind is not None:
+        if self.rank:
             gate = self._float(rows, hidden, self.weights)
             self._fires.append(self._x @ gate.T > 0)
-            if self.rank:
-                self._predict(u, gate)
-            else:
-                self._predict_signs(gate)
+            self._predict(u, gate)
         return rows
 
     def _predict(self, u: torch.Tensor, gate: torch.Tensor) -> None:
         """Append the predictor's rows of these neurons, and its scores on the test tokens."""
-        rows = torch.ops.pi2.quantize(u, self.predictor_weights)
-        b = self._float(rows, self.rank, self.predictor_weights)
+        rows = torch.ops.pi2.quantize(u, _WEIGHTS)
+        b = self._float(rows, self.rank, _WEIGHTS)
         # from the rounded rows on both sides, so that rounding shifts no neuron's threshold
         bias = gate @ self.d / math.sqrt(2) - b @ self._mean_z
         self._b.append(rows)
         self._bias.append(bias)
         self._scores.append(torch.addmm(bias, self._z, b.T))
 
-    def _predict_signs(self, gate: torch.Tensor) -> None:
-        signs = SignBit.from_weights(gate)
-        self._signs.append(signs.signs)
-        self._scores.append(signs.scores(self._x))  # whole numbers up to H, which float16 has only to 2048
-
-    def predictor(self, first_cold: int) -> LowRankRows | SignBit:
+    def predictor(self, first_cold: int) -> LowRankRows:
         """The predictor, after all rows are made, measured on neurons from ``first_cold`` on."""
         scores = torch.cat(self._scores, 1)[:, first_cold:]
         fires = torch.cat(self._fires, 1)[:, first_cold:]
@@ -216,13 +203,8 @@ class GateMaker:
         threshold = float(firing[int((1 - _RECALL) * len(firing))]) if len(firing) else 0.0
         predicted, fires = scores[_TOKENS:] >= threshold, fires[_TOKENS:]
         hits = int((predicted & fires).sum())
-        made: LowRankRows | SignBit
         hidden, neurons = len(self.d), len(self.beta)
-        if self.rank:
-            b, bias = torch.cat(self._b), torch.cat(self._bias)
-            made = LowRankRows(self._a, b, bias, self.predictor_weights, hidden, threshold)
-        else:  # half a step lower, so that rounding excludes none
-            made = SignBit(torch.cat(self._signs), hidden, (threshold - 0.5) / (hidden - threshold + 0.5))
+        made = LowRankRows(self._a, torch.cat(self._b), torch.cat(self._bias), _WEIGHTS, hidden, threshold)
         made.card = PredictorCard(
             recall=hits / max(1, int(fires.sum())),
             precision=hits / max(1, int(predicted.sum())),
