@@ -160,11 +160,7 @@ def claimed(target: Path, *, patience_s: float = 0.0) -> Iterator[Path]:
 
 @contextmanager
 def scratch(folder: Path, name: str) -> Iterator[Path]:
-    """An empty folder in ``folder`` while the block lasts, for one process at a time; what a killed one left goes.
-
-    Raises:
-        ArtifactError: another process has it. OSError: it cannot be written.
-    """
+    """An empty folder in ``folder`` while the block lasts, for one process at a time; what a killed one left goes."""
     with claimed(folder / name, patience_s=_PATIENCE_S) as made:
         made.mkdir()
         yield made

@@ -29,9 +29,6 @@ def new_tensor(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
     If large, it is fresh from the system (what an allocator has at hand has small pages already), begins at a huge page
     and is asked to be of such: weights are streamed about an eighth faster from them, and gathered a quarter. It goes
     back to the system with the tensor.
-
-    Raises:
-        MemoryError: there is not so much.
     """
     shape = tuple(shape)
     count = math.prod(shape)
@@ -75,9 +72,6 @@ class MappedFile:
 
     Args:
         file: descriptor, which may be closed afterwards. shared: what is written to the memory is written to the file.
-
-    Raises:
-        OSError: it cannot be mapped.
     """
 
     def __init__(self, file: int, *, shared: bool = False) -> None:

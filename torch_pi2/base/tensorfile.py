@@ -103,9 +103,6 @@ class TensorWriter:
         metadata: strings by name.
         progress: a progress bar on standard error if it is a terminal and writing takes over two seconds.
         order: names in the order in which they lie in the file (default: large ones on pages, see in_file_order).
-
-    Raises:
-        ArtifactError: the file cannot be written.
     """
 
     def __init__(
@@ -180,11 +177,7 @@ class TensorWriter:
         return os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, name: str, tensor: torch.Tensor, *, row: int = 0) -> None:
-        """Write ``tensor`` as ``name``, or as its rows from ``row`` on, with the dtype and row shape declared, once.
-
-        Raises:
-            ArtifactError: the disk is full or gone.
-        """
+        """Write ``tensor`` as ``name``, or as its rows from ``row`` on, with the dtype and row shape declared, once."""
         spec = self.specs[name]
         whole = tuple(tensor.shape) == spec.shape and row == 0
         rows = tensor.dim() > 0 and tuple(tensor.shape[1:]) == spec.shape[1:] and row + len(tensor) <= spec.shape[0]
@@ -258,9 +251,6 @@ class TensorReader:
     Attributes:
         specs: shape and dtype of every tensor.
         metadata: strings by name.
-
-    Raises:
-        ArtifactError: missing, truncated, or its header is damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -330,11 +320,7 @@ class TensorReader:
         return specs, {name: 8 + length + start for name, (_, start, _) in entries.items()}, metadata
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """Tensor ``name``, or its rows ``[start, stop)``, in memory of its own; large ones in huge pages.
-
-        Raises:
-            ArtifactError: the file has no such tensor, or cannot be read to its end.
-        """
+        """Tensor ``name``, or its rows ``[start, stop)``, in memory of its own; large ones in huge pages."""
         spec = self.spec(name)
         shape = spec.shape if rows is None else (rows[1] - rows[0], *spec.shape[1:])
         tensor = new_tensor(shape, spec.dtype)

@@ -200,9 +200,6 @@ def follow(group: Group, make: Callable[[Call], object], forget: Callable[[Seque
 
     ``forget`` gets the numbers of objects that are not used any more. Errors that refuse a call are raised in the first
     process too, which reports them. After any other error this process ends the group.
-
-    Raises:
-        GroupError: the first process has ended or hangs, or the call ended differently there.
     """
     channel, refused = _Channel(group), list[Pi2Error]()
     group.coordinated = True

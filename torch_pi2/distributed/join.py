@@ -18,7 +18,7 @@ from torch_pi2.base.reading import parse
 from torch_pi2.distributed.group import Group
 from torch_pi2.distributed.pipeline_parallel import connect_stages
 from torch_pi2.distributed.ranks import Ranks
-from torch_pi2.distributed.shard_store import check_complete, common_hash, ranks_of, shard_name, shards_in
+from torch_pi2.distributed.shard_store import check_complete, common_hash, shard_name, shards_in
 from torch_pi2.distributed.tensor_parallel import Share, agree_on_logits
 from torch_pi2.errors import ConfigError
 from torch_pi2.ops.activations import cuts
@@ -39,7 +39,7 @@ def own_shard(folder: Path) -> Path:
     shards = shards_in(folder)
     if not shards:
         return folder
-    ranks = ranks_of(next(iter(shards.values())))
+    ranks = int(next(iter(shards.values())).name.rpartition("-")[2])
     rank = _check_group(str(folder), ranks)
     if rank not in shards:
         raise ConfigError(

@@ -65,11 +65,7 @@ def _mix_in(module: Any, mixin: type, **attributes: Any) -> None:
 
 
 def connect_stages(model: Any, shard: Shard, group: Group) -> None:
-    """Let ``model`` exchange hidden states and logits with the other stages of ``group``.
-
-    Raises:
-        UnsupportedModelError: it has no head.
-    """
+    """Let ``model`` exchange hidden states and logits with the other stages of ``group``."""
     head = model.get_output_embeddings()
     if head is None:
         raise _unsupported(f"{type(model).__name__} in stages", "a causal language model with a head", "none")

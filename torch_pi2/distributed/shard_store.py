@@ -166,11 +166,7 @@ def shard_name(rank: int, ranks: int) -> str:
 
 
 def shards_in(folder: Path) -> dict[int, Path]:
-    """Rank -> folder of each shard in ``folder``; empty if it is no folder of shards.
-
-    Raises:
-        ArtifactError: shards of different numbers of machines.
-    """
+    """Rank -> folder of each shard in ``folder``; empty if it is no folder of shards."""
     if not folder.is_dir():
         return {}
     named = {path: match for path in sorted(folder.iterdir()) if (match := SHARD_NAME.fullmatch(path.name))}
@@ -183,13 +179,6 @@ def shards_in(folder: Path) -> dict[int, Path]:
             fix="Remove those of an earlier torch-pi2 pack --ranks.",
         )
     return {int(match[1]): path for path, match in named.items()}
-
-
-def ranks_of(shard: Path) -> int:
-    """How many machines there are shards for, by the name of the folder of one."""
-    match = SHARD_NAME.fullmatch(shard.name)
-    assert match is not None
-    return int(match[2])
 
 
 def common_hash(reader: StoreReader) -> str:

@@ -103,9 +103,6 @@ def declare(folder: Path) -> None:
     """Note in config.json that the weights are in ``pi2/``, and how (docs/FORMATS.md), for :mod:`torch_pi2.hf`.
 
     No file there has a name that transformers looks for, so that it opens nothing without torch_pi2.
-
-    Raises:
-        ArtifactError: config.json or the weights are missing or damaged.
     """
     config = read_config(folder)
     with open_weights(folder / PI2_FOLDER) as weights:

@@ -141,9 +141,6 @@ class GgufFile:
         path: of the file. magic: its first bytes. version: 2 or 3. size: bytes of the file.
         metadata: name -> number, bool, text, or a list of these; texts of lists are bytes, as tokens need not be UTF-8.
         tensors: name -> :class:`GgufTensor`.
-
-    Raises:
-        ArtifactError: missing, no GGUF file, of another version, or damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -360,9 +357,6 @@ _MOST_PARTS = 99_999
 def gguf_in(path: str | Path) -> Path | None:
     """The GGUF file that ``path`` names or that is in the folder ``path``, which has no other checkpoint; of parts the
     first. None: there is none.
-
-    Raises:
-        ArtifactError: several models are in the folder.
     """
     path = Path(path)
     if not path.is_dir():

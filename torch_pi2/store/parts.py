@@ -45,11 +45,7 @@ _ALSO_BESIDE = "stats"
 
 
 class Parts:
-    """The parts of a folder ``pi2/``, in its store or in files, read when they are asked for. A context manager.
-
-    Raises:
-        ArtifactError: the store is damaged, or a file beside it is of what the store has inside.
-    """
+    """The parts of a folder ``pi2/``, in its store or in files, read when they are asked for. A context manager."""
 
     def __init__(self, pi2: str | Path) -> None:
         self._pi2 = Path(pi2)
@@ -179,9 +175,6 @@ class PartFiles:
 
     Attributes:
         specs: by their names in a store. paths: the files.
-
-    Raises:
-        ArtifactError: a file is damaged.
     """
 
     def __init__(self, pi2: Path, parts: Iterable[str] | None = None) -> None:

@@ -53,11 +53,7 @@ class Source(Protocol):
 
 
 class Checkpoint:
-    """The tensors of a Hugging Face folder (``model.safetensors``, or the shards that its index names).
-
-    Raises:
-        ArtifactError: no safetensors there, or something is damaged.
-    """
+    """The tensors of a Hugging Face folder (``model.safetensors``, or the shards that its index names)."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)

@@ -129,9 +129,6 @@ class StoreReader(QuantizedWeights):
     Attributes:
         keys: of the layers' sites, in plan order. entries: where their neurons are, in the same order.
         shard: which neurons of a model for several machines are here; None: all.
-
-    Raises:
-        ArtifactError: missing, damaged, of another format or version, or its parts do not agree.
     """
 
     file_format, file_versions, pairs_version = STORE_FORMAT, STORE_VERSIONS, _STORE_VERSIONS_OF[PAIRS_VERSION]
@@ -303,9 +300,6 @@ class StoreReader(QuantizedWeights):
 
         Returns:
             uint8 ``[neurons, R, row_bytes]`` in plan order, of two formats ``[neurons, bytes]``.
-
-        Raises:
-            ArtifactError: a neuron's bytes are not what was packed, or the file ends before.
         """
         entry = self.entries[index]
         start, stop = rows or (0, entry.neurons)
@@ -339,11 +333,7 @@ class StoreReader(QuantizedWeights):
             yield at, neuron_rows
 
     def verify(self, progress: bool = False) -> int:
-        """Compare everything in the file with its checksum; bytes compared.
-
-        Raises:
-            ArtifactError: naming the first neuron or tensor that is not what was packed.
-        """
+        """Compare everything in the file with its checksum; bytes compared."""
         done = self.specs[SUPERBLOCK].nbytes
         with bar(None, "verify", progress, total=self.file_bytes, unit="B", unit_scale=True, delay=2) as shown:
             for index, entry in enumerate(self.entries):

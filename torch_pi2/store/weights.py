@@ -73,11 +73,7 @@ def metadata(
 
 
 def neuron_specs(site: FFNSite, kind: str) -> dict[str, Spec]:
-    """Tensors of one feed-forward layer: neurons as bytes, and its biases, in float32 if the neurons are quantised.
-
-    Raises:
-        ShapeError: as :func:`torch_pi2.formats.neuron_shape`.
-    """
+    """Tensors of one feed-forward layer: neurons as bytes, and its biases, in float32 if the neurons are quantised."""
     shape = (site.intermediate, *neuron_shape(kind, site.rows_per_neuron, site.hidden))
     specs = {f"{site.key}.bundles": Spec(shape, torch.uint8)}
     for name, ref, size in (
@@ -99,9 +95,6 @@ class QuantizedWeights(TensorReader):
         model_hash: of the plan that belongs to it.
         linears: module name -> number of inputs. strategies: site key -> one of ``STRATEGIES``.
         embeddings: module name -> width, of quantised ones.
-
-    Raises:
-        ArtifactError: missing, damaged, of another format or version, or of weights of an unknown kind.
     """
 
     file_format: str = FORMAT
@@ -201,9 +194,6 @@ class QuantizedWeights(TensorReader):
     def read_neurons(self, site: FFNSite, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """Bundles of a layer, or of its neurons ``[start, stop)`` in plan order: uint8 ``[I, R, row bytes of H]``, of
         two formats ``[I, bytes]``.
-
-        Raises:
-            ArtifactError: the file has none, or of other sizes.
         """
         name = f"{site.key}.bundles"
         self.check(name, neuron_specs(site, self.format_of(site.key))[name])
@@ -224,11 +214,7 @@ class QuantizedWeights(TensorReader):
             self._refuse(f"{name} as {spec}", str(self.spec(name)))
 
     def read_like(self, name: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """Tensor ``name``, None if the file has none; in ``dtype`` if it is float.
-
-        Raises:
-            ArtifactError: its shape is not that of ``like``, or one is float and the other is not.
-        """
+        """Tensor ``name``, None if the file has none; in ``dtype`` if it is float."""
         if name not in self.specs:
             return None
         spec = self.specs[name]

@@ -167,11 +167,7 @@ class StoreAssembly:
         return found | {"metadata_check": metadata_check(found)}
 
     def superblock(self, out: TensorWriter) -> Superblock:
-        """The superblock of the file ``out``, which knows where everything is.
-
-        Raises:
-            ArtifactError: the plan's model hash is no hexadecimal number.
-        """
+        """The superblock of the file ``out``, which knows where everything is."""
         entries = []
         for layer in self.layers:
             site, (slots, checks) = layer.site, layer.tensors
