@@ -396,12 +396,6 @@ def test_save_replaces_no_folder_around_its_source_nor_the_current_one(
         torch_pi2.save(drelu, ".")
 
 
-def test_to_empty_is_refused() -> None:
-    model = torch_pi2.optimize(tiny_models.tiny("llama-relu"), config=torch_pi2.Config(method="exact"))
-    with pytest.raises(errors.ConfigError, match=r"expected conversions that keep them.*to_empty.*restore"):
-        model.to_empty(device="cpu")
-
-
 def test_save_and_load_refusals(drelu, tmp_path: Path) -> None:
     with pytest.raises(errors.ConfigError, match="found a dense model"):
         torch_pi2.save(drelu, tmp_path / "m")

@@ -111,7 +111,7 @@ def test_a_layer_computes_what_one_with_so_many_hot_neurons_does(
         assert layer.hot_for(9) == layer.n_hot == 0
 
 
-@pytest.mark.parametrize("name", ["lowrank int4", "signbit"])
+@pytest.mark.parametrize("name", ["lowrank int4", "lowrank, float weights"])
 def test_all_hot_is_the_dense_layer_and_one_boundary_the_same_bits(folders: dict[str, Path], name: str) -> None:
     model = torch_pi2.load(folders[name])
     layer = sparse_layers(model)[0]
@@ -148,7 +148,7 @@ def test_compiled_steps_have_the_hot_neurons_of_their_batch(folders: dict[str, P
     assert rows[eager][1] == 2 * neurons * len(sparse_layers(model)) > 2 * rows[eager][0]
 
 
-@pytest.mark.parametrize("name", ["lowrank int4", "signbit"])
+@pytest.mark.parametrize("name", ["lowrank int4", "lowrank, float weights"])
 def test_neurons_that_no_predictor_has_rows_for_stay_hot(folders: dict[str, Path], name: str) -> None:
     own = torch_pi2.load(folders[name]).torch_pi2.plan
     planned = replace(own, layers=[replace(y, n_hot=100) for y in own.layers])
