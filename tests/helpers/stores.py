@@ -6,6 +6,7 @@ import functools
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ import torch_pi2
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.ops.crc32c import crc32c
 from torch_pi2.store.weights import metadata, neuron_specs
+from torch_pi2.types.offload import OffloadConfig
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import FFNSite, LinearRef
 
@@ -61,6 +63,13 @@ def toy(folder: Path, neurons: tuple[int, ...] = (50, 9), hidden: int = 40, *, m
 
 def store_of(folder: Path) -> Path:
     return folder / "pi2" / "model.pi2"
+
+
+def small(folder: Path, **settings: Any) -> torch.nn.Module:
+    """The model with the smallest budget there is: without a cache, so that it reads every time."""
+    config = OffloadConfig(preload=False, io_threads=4, **settings)
+    budget = torch_pi2.stats(torch_pi2.load(folder, budget="1GiB", offload=config))["budget"].smallest
+    return torch_pi2.load(folder, budget=budget, offload=config)
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from rewriting import assert_same_state, close
-from small_budget import small
+from stores import small
 from tiny_models import HIDDEN, INTERMEDIATE, VOCAB, FunctionalBlock, plain, randomise
 from torch import nn
 

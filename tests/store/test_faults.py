@@ -16,8 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_budget import IDS, logits, small
-from stores import SMALL, Damaged, store_of, toy
+from stores import SMALL, Damaged, logits, small, store_of, toy
 from torch import nn
 
 import torch_pi2
@@ -28,6 +27,7 @@ from torch_pi2.store.storefile import StoreReader
 from torch_pi2.types.offload import OffloadConfig
 
 LAYERS = 3
+IDS = torch.arange(1, 13)[None]
 SHAPE = SMALL | {"num_hidden_layers": LAYERS}
 
 

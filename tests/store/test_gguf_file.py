@@ -158,7 +158,11 @@ def test_a_hostile_header_takes_little_memory(tmp_path: Path) -> None:
 
 
 def test_what_is_no_file(tmp_path: Path) -> None:
-    for path, found in ((tmp_path, "a folder"), (tmp_path / "none.gguf", "nothing"), (Path("/dev/null"), "a device")):
+    for path, found in (
+        (tmp_path, "a folder"),
+        (tmp_path / "none.gguf", "nothing"),
+        (Path("/dev/null"), "a pipe or a device"),
+    ):
         with pytest.raises(ArtifactError, match=f"expected a GGUF file, found {found}"):
             GgufFile(path)
 

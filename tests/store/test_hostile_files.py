@@ -129,10 +129,6 @@ def test_named(sound: Path, name: str, text: str, way: tuple[str | int, ...], va
     assert message in str(error)
 
 
-def _pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def _socket(path: Path) -> None:
     here = os.open(path.parent, os.O_RDONLY)
     with socket.socket(socket.AF_UNIX) as made:
@@ -142,11 +138,11 @@ def _socket(path: Path) -> None:
 
 NOT_FILES = {
     "folder": (Path.mkdir, "a folder"),
-    "pipe": (_pipe, "a pipe"),
+    "pipe": (os.mkfifo, "a pipe or a device"),
     "socket": (_socket, "No such device or address"),
     "link to nothing": (lambda path: path.symlink_to("nothing"), "a link to nothing"),
     "link to itself": (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
-    "device": (lambda path: path.symlink_to("/dev/zero"), "a device"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "a pipe or a device"),
 }
 
 

@@ -272,7 +272,8 @@ def test_parts_that_do_not_belong_together_are_not_packed(
             predictor.b, predictor.bias = predictor.b[:96], predictor.bias[:96]
         save_predictors(source / "pi2", predictors, model_hash)
     elif name == "signs":
-        signs = {key: SignBit.from_weights(torch.randn(104, 64)) for key in predictors}
+        bits = torch.zeros(104, 8, dtype=torch.uint8)
+        signs = {key: SignBit(bits, 64, 0.5, one.card) for key, one in predictors.items()}
         save_predictors(source / "pi2", FittedPredictors(signs), model_hash)
     else:
         shutil.copy(root / "other-q" / "pi2" / name, source / "pi2" / name)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_budget import logits, small
-from stores import SMALL, store_of
+from stores import SMALL, logits, small, store_of
 
 import torch_pi2
 from torch_pi2.errors import ArtifactError

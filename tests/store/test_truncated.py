@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_budget import logits
-from stores import SMALL
+from stores import SMALL, logits
 from tiny_models import tiny
 
 import torch_pi2

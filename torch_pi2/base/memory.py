@@ -33,15 +33,14 @@ def new_tensor(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
     shape = tuple(shape)
     count = math.prod(shape)
     nbytes = count * dtype.itemsize
-    if nbytes < HUGE_PAGE_BYTES or not hasattr(mmap, "MAP_PRIVATE"):
+    if nbytes < HUGE_PAGE_BYTES:
         return torch.empty(shape, dtype=dtype)
     try:
         mapped = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"{nbytes} bytes for a tensor of {list(shape)}: {error.strerror}") from None
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # the system has none
-            mapped.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # the system has none
+        mapped.madvise(mmap.MADV_HUGEPAGE)
     at = -torch.frombuffer(mapped, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
     return torch.frombuffer(mapped, dtype=dtype, count=count, offset=at).view(shape)
 

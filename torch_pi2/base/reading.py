@@ -17,19 +17,6 @@ MOST_BYTES = 1 << 28
 #: What a file may take while it is read, beside twice its size.
 ROOM_BYTES = 64 << 20
 
-_KINDS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-    (stat.S_ISSOCK, "a socket"),
-)
-
-
-def kind_of(mode: int) -> str:
-    """The kind of a file that is not a regular one, in words."""
-    return next((name for is_that, name in _KINDS if is_that(mode)), "no file")
-
 
 def open_file(path: str | Path, expected: str = "a file", fix: str = "Check the folder's name.") -> int:
     """A descriptor of the regular file ``path``, for reading. Raises ArtifactError at once for anything else."""
@@ -43,7 +30,8 @@ def open_file(path: str | Path, expected: str = "a file", fix: str = "Check the 
     mode = os.fstat(file).st_mode
     if not stat.S_ISREG(mode):
         os.close(file)
-        raise ArtifactError(str(path), expected=expected, found=kind_of(mode), fix=fix)
+        found = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+        raise ArtifactError(str(path), expected=expected, found=found, fix=fix)
     return file
 
 
