@@ -233,7 +233,39 @@ for folder in sys.argv[4:]:
     assert second.splitlines()[1].startswith(
         f"{here}: expected rank-1-of-2, as this is process 1, found rank-0-of-2. Copy that folder to this machine"
     )
-    assert "2 processes that share work: expected an answer of each, found none of one of them" in first
+    assert "2 processes that load one model: expected an answer of each, found none of one of them" in first
+
+
+@pytest.mark.slow
+def test_an_error_in_one_process_is_one_in_all(tmp_path: Path) -> None:
+    """While they load a model; and none waits for one that has ended."""
+    script = """
+import os
+from torch_pi2.distributed.group import of_each
+from torch_pi2.errors import ConfigError
+errors = [ConfigError("a thing", expected="one", found="none", fix="Add it."), MemoryError("too much")]
+
+def of(i):
+    if i < 0:
+        raise errors[i]
+    return i * i
+
+for numbers in ((2, 4), (1, -2), (1, -1), None):
+    if rank and numbers is None:
+        os._exit(9)
+    try:
+        print(of_each(lambda: of(numbers[rank] if numbers else 0)))
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}".splitlines()[0])
+    sys.stdout.flush()
+"""
+    first, second = (said.splitlines() for said in together(tmp_path, script, 2, codes=[0, 9]))
+    assert first[:2] == second[:2] == ["[4, 16]", "ConfigError: a thing: expected one, found none. Add it."]
+    assert first[2].startswith(
+        "Pi2Error: process 1 of 2 that load one model: expected its shard, found MemoryError: too"
+    )
+    assert second[2] == "MemoryError: too much"
+    assert first[3].startswith("Pi2Error: 2 processes that load one model: expected an answer of each, found none of")
 
 
 def test_a_shard_alone_is_refused(made: Path) -> None:

@@ -31,7 +31,7 @@ def test_no_weights_are_unpickled() -> None:
         for path in folder.rglob("*.py")
         if unpickles.search(path.read_text())
     }
-    assert found == {"torch_pi2/export/qnn/compile.py", "torch_pi2/distributed/ranks.py"}
+    assert found == {"torch_pi2/export/qnn/compile.py", "torch_pi2/distributed/group.py"}
 
 
 def test_code_of_a_checkpoint_is_never_run_by_default() -> None:

@@ -14,8 +14,8 @@ from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.base.memory import give_back_freed_memory
 from torch_pi2.checkpoint.sparse import DEFAULT_CONTEXT, LoadSettings, load_sparse, weights_of
 from torch_pi2.decode.budget import divide_budget
+from torch_pi2.distributed.group import of_each
 from torch_pi2.distributed.join import Membership, join
-from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.distributed.tensor_parallel import ShardedExperts, ShardedFFN
 from torch_pi2.errors import ConfigError
 from torch_pi2.graph.routed import find_router
@@ -32,7 +32,7 @@ from torch_pi2.store.folder import PI2_FOLDER
 from torch_pi2.store.storefile import STORE_FILE, StoreReader
 from torch_pi2.store.weights import QuantizedWeights
 from torch_pi2.types.method import Method
-from torch_pi2.types.offload import OffloadConfig
+from torch_pi2.types.offload import Budget, OffloadConfig
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.shard import GroupConfig, Shard
 
@@ -67,10 +67,13 @@ def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], setting
             predictors.clear()
             predictors = own
         sizes: dict[str, Any] = {"config": offload, "context": context, "dtype": kind}
-        # a budget that is too small is refused in all processes, or the others would wait for this one
-        ranks = Ranks(together=together is not None)
         most = _ALL if budget_bytes is None else budget_bytes
-        budget = ranks.of_each(lambda: divide_budget(most, reader, here, predictors, hf, **sizes))[ranks.rank]
+
+        def divided() -> Budget:
+            return divide_budget(most, reader, here, predictors, hf, **sizes)
+
+        # a budget that is too small is refused in all processes, or the others would wait for this one
+        budget = divided() if together is None else of_each(divided)[together.group.rank]
         if budget_bytes is None:
             budget = budget.with_total(budget.whole, folder)
         index_of = {key: i for i, key in enumerate(reader.keys)}

@@ -13,7 +13,7 @@ from torch_pi2.base.fields import checked
 from torch_pi2.decode.broadcast import BROADCAST_CALLS, coordinator_of, group_of
 from torch_pi2.decode.decoder import Decoder, check_vocabulary
 from torch_pi2.distributed.coordinator import Call, Coordinator, follow
-from torch_pi2.distributed.ranks import Ranks
+from torch_pi2.distributed.group import of_each
 from torch_pi2.errors import ConfigError
 from torch_pi2.layers.prompt import call_mode, sparse_only
 
@@ -45,7 +45,7 @@ def lead(model: nn.Module) -> Coordinator | None:
             found="one that this process computes alone" if group is None else "one that has a coordinator",
             fix="Call it once in every process, after torch_pi2.load of a folder of shards.",
         )
-    Ranks(together=True).each(None)  # some of them may take long to load
+    of_each(lambda: None)  # some of them may take long to load
     if group.rank:
         follower = _Follower(model)
         follow(group, follower.make, follower.forget)

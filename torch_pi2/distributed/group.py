@@ -12,12 +12,14 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from torch_pi2.errors import ConfigError, GroupError
+from torch_pi2.errors import ConfigError, GroupError, Pi2Error
+
+Result = TypeVar("Result")
 
 #: How long to wait for the others' word on who has failed. They notice a killed process within milliseconds of each
 #: other, and one that hangs within a second.
@@ -36,6 +38,44 @@ def _broadcast(own: torch.Tensor, root: int, group_name: str) -> torch.Tensor:
     ops = torch.ops._c10d_functional
     result: torch.Tensor = ops.wait_tensor(ops.broadcast(own.contiguous(), root, group_name))
     return result
+
+
+def of_each(make: Callable[[], Result]) -> list[Result]:
+    """What ``make`` returns in each process of the default group, by rank.
+
+    An error in one of them is raised in all; if one has ended, Pi2Error.
+    """
+    result, own = None, None
+    try:
+        result = make()
+    except Exception as error:
+        own = error
+    found: list[Any] = [None] * dist.get_world_size()
+    try:
+        dist.all_gather_object(found, (result, None if own is None else _as_message(own)))
+    except RuntimeError as error:
+        raise own or Pi2Error(
+            f"{len(found)} processes that load one model",
+            expected="an answer of each",
+            found=f"none of one of them ({error})",
+            fix="See what the others say; a process that is killed has often taken more memory than there is.",
+        ) from error
+    if own is not None:
+        raise own
+    for _, message in found:
+        if message is not None:
+            kind, parts = message
+            raise kind(**parts)
+    return [result for result, _ in found]
+
+
+def _as_message(error: Exception) -> tuple[type[Pi2Error], dict[str, str]]:
+    """An error as it is sent to the others: not all errors can be pickled."""
+    if isinstance(error, Pi2Error):
+        return type(error), {name: getattr(error, name) for name in ("what", "expected", "found", "fix")}
+    what = f"process {dist.get_rank()} of {dist.get_world_size()} that load one model"
+    found = f"{type(error).__name__}: {error}"
+    return Pi2Error, {"what": what, "expected": "its shard", "found": found, "fix": "See what that process says."}
 
 
 class Group:

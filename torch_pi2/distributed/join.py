@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch_pi2.base.fields import Field
 from torch_pi2.base.package import __version__
 from torch_pi2.base.reading import parse
-from torch_pi2.distributed.group import Group
+from torch_pi2.distributed.group import Group, of_each
 from torch_pi2.distributed.pipeline_parallel import connect_stages
-from torch_pi2.distributed.ranks import Ranks
 from torch_pi2.distributed.shard_store import check_complete, common_hash, shard_name, shards_in
 from torch_pi2.distributed.tensor_parallel import Share, agree_on_logits
 from torch_pi2.errors import ConfigError
@@ -123,7 +122,7 @@ def join(reader: StoreReader, plan: Plan, hf: Any, how: GroupConfig, settings: M
         "reduction": how.reduction,
         **{name: str(value) for name, value in settings.items()},
     }
-    everyone = Ranks(together=True).each((own, shard.to_json(), torch.get_rng_state()))
+    everyone = of_each(lambda: (own, shard.to_json(), torch.get_rng_state()))
     first, _, random_state = everyone[0]
     for rank, (theirs, *_) in enumerate(everyone):
         for name, value in first.items():
