@@ -22,7 +22,7 @@ def test_readme_leads_to_it_and_it_to_what_exists() -> None:
 
 
 def test_no_weights_are_unpickled() -> None:
-    """But by the process that compiles for the NPU, of its parent's folder, and between processes that load one model."""
+    """But by the process that compiles for the NPU, of its parent's folder, and between processes of one model."""
     unpickles = re.compile(r"\b(torch\.load|pickle|dill|marshal|shelve|yaml\.load|allow_pickle|all_gather_object)\b")
     folders = (ROOT / "torch_pi2", ROOT / "export")
     found = {
