@@ -273,7 +273,7 @@ def test_parts_that_do_not_belong_together_are_not_packed(
         save_predictors(source / "pi2", predictors, model_hash)
     elif name == "signs":
         bits = torch.zeros(104, 8, dtype=torch.uint8)
-        signs = {key: SignBit(bits, 64, 0.5, one.card) for key, one in predictors.items()}
+        signs = {key: SignBit(bits.clone(), 64, 0.5, one.card) for key, one in predictors.items()}
         save_predictors(source / "pi2", FittedPredictors(signs), model_hash)
     else:
         shutil.copy(root / "other-q" / "pi2" / name, source / "pi2" / name)
