@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -393,43 +392,25 @@ def _run(model: Any, **inputs: Any) -> Any:
 
 
 def _cache(lanes: Lanes, lane: int, tokens: int) -> Any:
-    """The model's own cache, with the first tokens of a lane."""
-    from transformers import DynamicCache
+    """A cache of transformers with the first tokens of a lane.
 
-    config: Any = lanes.model.config
-    cache = DynamicCache(config=config.get_text_config(decoder=True))
-    for i, layer in enumerate(cache.layers):
-        layer.update = _Lent(layer, partial(lanes.floats, lane, tokens, i))
-    return cache
-
-
-class _Lent:
-    """``update`` of a cache's layer whose keys and values exist in float32 only while the model reads them.
-
-    Those of all layers together take several times the memory of a bundle's cache. Otherwise the layer has tensors of
-    the same shapes without memory, as the model reads its length from them.
+    A layer's are in float32 only while the model reads them: those of all layers together take several times the
+    memory of a bundle's cache.
     """
+    from transformers.cache_utils import Cache, DynamicLayer
 
-    def __init__(self, layer: Any, rows: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._layer, self._rows, self._update = layer, rows, layer.update
-        self._update(*self._lend())
-        self._take_back()
+    class Layer(DynamicLayer):
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self.index, self.is_initialized = index, True
+            self.keys = torch.zeros(1).expand(1, 1, tokens, 1)  # the model reads its length from it
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        layer = self._layer
-        length = layer.keys.shape[2]  # a window is shorter than the sequence
-        layer.keys, layer.values = (rows_1KTD[:, :, rows_1KTD.shape[2] - length :] for rows_1KTD in self._lend())
-        keys_and_values = self._update(*args, **kwargs)
-        self._take_back()
-        return keys_and_values
+        def update(self, *new: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
+            trim()
+            before = lanes.floats(lane, tokens, self.index)
+            return tuple(torch.cat((rows.transpose(0, 1)[None], one), 2) for rows, one in zip(before, new))
 
-    def _lend(self) -> list[torch.Tensor]:
-        return [rows_TKD.transpose(0, 1)[None] for rows_TKD in self._rows()]
-
-    def _take_back(self) -> None:
-        layer = self._layer
-        layer.keys, layer.values = (rows.new_zeros(1).expand(rows.shape) for rows in (layer.keys, layer.values))
-        trim()
+    return Cache(layers=[Layer(i) for i in range(lanes.layers)])
 
 
 def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -19,9 +19,8 @@ from torch_pi2.base.files import check_not_standard_output
 from torch_pi2.base.units import parse_bytes
 from torch_pi2.decode.sequence import GeneratedSequence, TextStream, decode_loop
 from torch_pi2.errors import ConfigError, NonFiniteError, ShapeError
-from torch_pi2.export import executorch as backend
+from torch_pi2.export.executorch import Program, stats
 from torch_pi2.export.manifest import STORE_FILE, Manifest
-from torch_pi2.export.runtime import Program
 from torch_pi2.export.text import SamplingKeywords, SamplingSettings, defaults_of, encode, load_tokenizer
 
 _log = logging.getLogger("torch_pi2")
@@ -296,7 +295,7 @@ class Bundle:
             Both are None before anything was computed.
         """
         path = self.store.resolve()
-        stores = [one for one in backend.stats(reset=reset)["stores"] if Path(one["path"]).resolve() == path]
+        stores = [one for one in stats(reset=reset)["stores"] if Path(one["path"]).resolve() == path]
         total = {**stores[0]} if stores else {}  # an entry for each combination of settings
         total |= {key: sum(one[key] for one in stores) for key, value in total.items() if isinstance(value, int)}
         wanted, busy = total.get("wanted", 0), total.get("busy_ns", 0)
