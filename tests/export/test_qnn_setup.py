@@ -26,7 +26,7 @@ from torch_pi2.export import qnn
 from torch_pi2.export.hot import HotChunks
 from torch_pi2.export.qnn import compile as qnn_compile
 from torch_pi2.export.qnn import lower, sdk
-from torch_pi2.export.qnn.quantize import block_of, check_calibration, hot_part
+from torch_pi2.export.qnn.quantize import block_of, hot_part
 from torch_pi2.export.qnn.weights import block_scales
 
 
@@ -110,9 +110,9 @@ def test_wrong_settings() -> None:
 
 
 def test_groups_that_do_not_divide_a_layer() -> None:
-    hot, x = tiny_hot(hidden=40, neurons=48), torch.zeros(4, 40)
+    hot = tiny_hot(hidden=40, neurons=48)
     with pytest.raises(ConfigError, match=r"multiples of blocks=32, found a hidden size of 40, chunks of \[32, 16\]"):
-        check_calibration(hot, x, qnn.Settings("SM8650", blocks=32))
+        block_of(hot, qnn.Settings("SM8650", blocks=32))
     assert block_of(hot, qnn.Settings("SM8650")) == 0
     assert block_of(tiny_hot(), qnn.Settings("SM8650")) == 16
     assert block_of(tiny_hot(), qnn.Settings("SM8650", "w8a16", blocks=32)) == 0

@@ -105,7 +105,7 @@ def lower_hot(
 
     Raises:
         ConfigError: unsupported SoC. LibraryMissingError, VersionError: as :func:`check`.
-        CalibrationError, ShapeError, NonFiniteError: as :func:`~torch_pi2.export.qnn.quantize.hot_part`.
+        NonFiniteError: as :func:`~torch_pi2.export.qnn.quantize.hot_part`.
         CompileError: the compiler refused a layer, crashed, or took too long.
     """
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_pi2.errors import CalibrationError, ConfigError, NonFiniteError, ShapeError
+from torch_pi2.errors import ConfigError, NonFiniteError
 from torch_pi2.export.hot import HotChunks
 from torch_pi2.export.qnn.settings import BLOCK, Settings
 from torch_pi2.export.qnn.weights import MOST, Scales, block_scales, calibrate
@@ -89,11 +89,15 @@ def hot_part(
             emulator, QNN 2.49) computes something else; ``[2, H]`` and ``[1, 2, H]`` are right.
 
     Raises:
-        CalibrationError: no samples where they are needed. ShapeError: samples of another width.
-        ConfigError: groups of weights that do not divide the layer.
-        NonFiniteError: NaN or infinity in samples or weights.
+        ConfigError: groups of weights that do not divide the layer. NonFiniteError: NaN or infinity in samples or
+            weights.
     """
-    check_calibration(hot, samples, settings)
+    block = block_of(hot, settings)
+    for what, tensors in (("inputs", [] if samples is None else [samples]), ("weights", hot.parameters())):
+        if not all(t.isfinite().all() for t in tensors):
+            raise NonFiniteError(
+                f"{what} of the hot part", expected="finite values", found="NaN or infinity", fix="Check the model."
+            )
     pieces: list[Inputs] = []
     if samples is not None and settings.precision != "fp16":
         x_TH = samples.reshape(-1, hot.hidden).float()
@@ -103,37 +107,11 @@ def hot_part(
         {name: [((tokens, hot.hidden), torch.float32)] for name, (tokens, _) in graphs.items()},
         [(0,)],
         settings.precision,
-        block_of(hot, settings),
+        block,
         settings.quantization == "gptq",
         {name: chunks - 1 for name, (_, chunks) in graphs.items()},
     )
     return open_program(_Sums(hot).eval(), (torch.zeros(3, hot.hidden),), inputs.open), inputs
-
-
-def check_calibration(hot: HotChunks, samples: torch.Tensor | None, settings: Settings) -> None:
-    """Raises what :func:`hot_part` raises, before anything is computed."""
-    block_of(hot, settings)
-    if samples is None or samples.numel() == 0:
-        if settings.precision == "fp16" and samples is None:
-            return
-        raise CalibrationError(
-            "calibration inputs of the hot part",
-            expected=f"some [..., {hot.hidden}] to find the ranges of 16-bit activations",
-            found="none",
-            fix="Give samples, or choose precision='fp16'.",
-        )
-    if samples.shape[-1] != hot.hidden:
-        raise ShapeError(
-            "calibration inputs of the hot part",
-            expected=f"[..., {hot.hidden}]",
-            found=str(tuple(samples.shape)),
-            fix="Record what enters this layer's FFN.",
-        )
-    for what, tensors in (("calibration inputs", [samples]), ("weights", list(hot.parameters()))):
-        if not all(t.isfinite().all() for t in tensors):
-            raise NonFiniteError(
-                f"{what} of the hot part", expected="finite values", found="NaN or infinity", fix="Check the model."
-            )
 
 
 def block_of(hot: HotChunks, settings: Settings) -> int:
