@@ -58,13 +58,13 @@ def test_the_manifest_and_the_program_have_them(bundle: tuple[nn.Module, Path]) 
 def called(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Methods that are called from now on, and where their tokens go."""
     calls: list[tuple[str, int]] = []
-    call = bundle._call
+    call = bundle._program.call
 
     def recorded(name: str, *args: torch.Tensor) -> Any:
         calls.append((name, int(args[1].flatten()[0])))
         return call(name, *args)
 
-    monkeypatch.setattr(bundle, "_call", recorded)
+    monkeypatch.setattr(bundle._program, "call", recorded)
     return calls
 
 

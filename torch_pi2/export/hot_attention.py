@@ -436,7 +436,7 @@ def _block(modules: Sequence[nn.Module], settings: ExportSettings, ffn_bytes: in
         f"export(hot_attention={settings.hot_attention!r}) for {settings.soc}",
         expected=f"at most {qnn.MOST_BYTES >> 20} MiB of weights, which an NPU can have",
         found=f"{(ffn_bytes + size) >> 20} MiB: attention {size >> 20} MiB, feed-forward layers {ffn_bytes >> 20} MiB "
-        f" in {settings.precision}",
+        f"in {settings.precision}",
         fix="Leave it out (the CPU computes attention), or pass blocks=32 for smaller feed-forward layers.",
     )
 
