@@ -94,7 +94,7 @@ class Parts:
         if self._store is None:
             return Plan.load(self._pi2)
         plan = Plan.from_json(self._store.text("plan"), self._store.part("plan"), self._where("plan"))
-        self._store.check_own_plan(plan)
+        self._store.check_plan(plan)
         return plan
 
     def predictors(self, model_hash: str | None = None) -> FittedPredictors:

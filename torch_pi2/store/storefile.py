@@ -252,20 +252,10 @@ class StoreReader(QuantizedWeights):
         super().check_plan(plan)
         found = self.metadata.get("orders_hash", "")
         keys = self.keys if self.shard is None else [*self.shard.layers]
-        self._same_plan(found == plan.orders_hash and keys == [layer.site.key for layer in plan.layers], plan)
-
-    def check_own_plan(self, plan: Plan) -> None:
-        """:meth:`check_plan` of the plan that the store was packed with: the superblock has its hot neurons."""
-        self.check_plan(plan)
-        here = plan if self.shard is None else self.shard.plan(plan)
-        self._same_plan([entry.n_hot for entry in self.entries] == [hot_neurons(y) for y in here.layers], plan)
-
-    def _same_plan(self, same: bool, plan: Plan) -> None:
-        if not same:
-            found = self.metadata.get("orders_hash", "")
+        if found != plan.orders_hash or keys != [layer.site.key for layer in plan.layers]:
             raise StaleArtifactError(
                 str(self.path),
-                expected=f"layers, hot neurons and neuron orders {plan.orders_hash[:12]} as in plan.json",
+                expected=f"layers and neuron orders {plan.orders_hash[:12]} as in plan.json",
                 found=f"others ({found[:12] or 'none'})",
                 fix="The plan was made anew since; pack the folder again.",
             )

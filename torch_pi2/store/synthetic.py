@@ -138,8 +138,7 @@ class GateMaker:
         self.beta = torch.special.ndtri(p).float()
         hidden = len(d)
         self.rank = min(rank, hidden - 1)
-        self._scores: list[torch.Tensor] = []
-        self._fires: list[torch.Tensor] = []
+        self._scores, self._fires, self._b, self._bias = (list[torch.Tensor]() for _ in range(4))
         if self.rank:
             # 2 T tokens as the layers will see them
             n = torch.randn((2 * _TOKENS, hidden), generator=generator)
@@ -150,8 +149,6 @@ class GateMaker:
             self._v, self._a = v, rows
             self._z = torch.relu(self._x @ self._float(rows, hidden, _WEIGHTS).T)
             self._mean_z = self._float(rows, hidden, _WEIGHTS) @ d / math.sqrt(2)
-            self._b: list[torch.Tensor] = []
-            self._bias: list[torch.Tensor] = []
 
     @staticmethod
     def _float(rows: torch.Tensor, columns: int, weights: str) -> torch.Tensor:
@@ -182,18 +179,12 @@ class GateMaker:
         if self.rank:
             gate = self._float(rows, hidden, self.weights)
             self._fires.append(self._x @ gate.T > 0)
-            self._predict(u, gate)
+            self._b.append(torch.ops.pi2.quantize(u, _WEIGHTS))
+            b = self._float(self._b[-1], self.rank, _WEIGHTS)
+            # from the rounded rows on both sides, so that rounding shifts no neuron's threshold
+            self._bias.append(gate @ self.d / math.sqrt(2) - b @ self._mean_z)
+            self._scores.append(torch.addmm(self._bias[-1], self._z, b.T))
         return rows
-
-    def _predict(self, u: torch.Tensor, gate: torch.Tensor) -> None:
-        """Append the predictor's rows of these neurons, and its scores on the test tokens."""
-        rows = torch.ops.pi2.quantize(u, _WEIGHTS)
-        b = self._float(rows, self.rank, _WEIGHTS)
-        # from the rounded rows on both sides, so that rounding shifts no neuron's threshold
-        bias = gate @ self.d / math.sqrt(2) - b @ self._mean_z
-        self._b.append(rows)
-        self._bias.append(bias)
-        self._scores.append(torch.addmm(bias, self._z, b.T))
 
     def predictor(self, first_cold: int) -> LowRankRows:
         """The predictor, after all rows are made, measured on neurons from ``first_cold`` on."""
