@@ -78,9 +78,9 @@ def build_parser() -> argparse.ArgumentParser:
     shtab.add_argument_to(parser, "--print-completion", help="print a script that lets a shell complete all this")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, help_line in VERBS.items():
-        module, of_module = _PLACES.get(name, (name, None))
+        module, class_name = _PLACES.get(name, (name, None))
         verb: Any = importlib.import_module(f"torch_pi2.cli.{module}")
-        verb = getattr(verb, of_module) if of_module else verb
+        verb = getattr(verb, class_name) if class_name else verb
         about = cleandoc(verb.__doc__)
         epilog = f"example:\n  {verb.EXAMPLE}"
         own = verbs.add_parser(name, help=help_line, description=about, epilog=epilog, formatter_class=Help)

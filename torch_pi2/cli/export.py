@@ -110,11 +110,12 @@ def _check_target(target: str) -> None:
 
 
 def render(result: dict[str, Any]) -> str:
-    made = result["manifest"]
-    rows = [(name, common.size(entry["bytes"])) for name, entry in made["files"].items()]
-    lossy = "".join(f"\nlossy: {text}" for text in made["lossy"])
+    manifest = result["manifest"]
+    rows = [(name, common.size(entry["bytes"])) for name, entry in manifest["files"].items()]
+    lossy = "".join(f"\nlossy: {text}" for text in manifest["lossy"])
     return (
         f"{common.table(('file', 'bytes'), rows)}\n"
-        f"{result['out']}: {made['kind']} for {made['target']}, methods {', '.join(made['methods'])}{lossy}\n"
+        f"{result['out']}: {manifest['kind']} for {manifest['target']}, methods {', '.join(manifest['methods'])}"
+        f"{lossy}\n"
         f"run it: torch-pi2 run {result['out']} --prompt '...'"
     )

@@ -167,12 +167,12 @@ def _matrices(inner: Path) -> dict[str, int]:
 
 
 def _budget_of_loss(plan: Plan | None, stats: ActivationStats | None) -> dict[str, Any] | None:
-    """What a loss budget made of thresholds, and its curve; None: there was no budget."""
+    """The loss that thresholds were chosen for, and its curve; None: no loss was asked for."""
     from torch_pi2.base.fields import to_json
     from torch_pi2.types.stats import LossCurve
 
-    made = stats.made_by if plan is None and stats else plan.made_by.get("stats") if plan else None
-    curve = LossCurve.of(made, "statistics of the plan") if isinstance(made, dict) else None
+    made_by = stats.made_by if plan is None and stats else plan.made_by.get("stats") if plan else None
+    curve = LossCurve.of(made_by, "statistics of the plan") if isinstance(made_by, dict) else None
     return None if curve is None else to_json(curve)
 
 
@@ -292,11 +292,11 @@ def _render_store(store: dict[str, Any]) -> str:
     parts = ", ".join(f"{name.replace('_', ' ')} {common.size(count)}" for name, count in store["regions"].items())
     shard, verified = store["shard"], store["verified_bytes"]
     checked = "" if verified is None else f"\nverified: {common.size(verified)} are as they were packed"
-    made = "\nprovenance: " + ", ".join(_flat(store["provenance"])) if store["provenance"] else ""
-    made += f", FFN weights {store['model_hash'][:12]}" if made else ""
+    origin = "\nprovenance: " + ", ".join(_flat(store["provenance"])) if store["provenance"] else ""
+    origin += f", FFN weights {store['model_hash'][:12]}" if origin else ""
     of_whole, rank = (f" of {shard['of']}", f"shard {shard['rank']} of {shard['ranks']}, ") if shard else ("", "")
     head = f"{rank}store version {store['format_version']}: {store['neurons']}{of_whole} neurons in {store['weights']}"
-    return f"{head}, {common.size(store['bytes'])}: {parts}{made}{checked}"
+    return f"{head}, {common.size(store['bytes'])}: {parts}{origin}{checked}"
 
 
 def _flat(facts: dict[str, Any]) -> list[str]:
@@ -463,27 +463,28 @@ def _store_parts(path: Path) -> dict[str, int]:
 
 
 def render_bundle(result: dict[str, Any]) -> str:
-    made, methods = result["manifest"], result["methods"]
-    model, memory, ffn = made["model"], made["memory"], common.size(made["bytes"]["ffn"])
+    manifest, methods = result["manifest"], result["methods"]
+    model, memory, ffn = manifest["model"], manifest["memory"], common.size(manifest["bytes"]["ffn"])
     rows = [
         method | {"method": name, "operators": sum(method["operators"].values())} for name, method in methods.items()
     ]
     program = common.records(rows, ("method", "batch", "max_tokens", "delegates", "operators", "hot_chunks"))
     parts = [(name, size, common.percent(size / result["bytes"])) for name, size in result["parts"].items()]
-    hashes = [(name, size, made["files"][name]["sha256"]) for name, size in result["files"].items()]
+    hashes = [(name, size, manifest["files"][name]["sha256"]) for name, size in result["files"].items()]
     shown = [
-        f"bundle version {made['version']}: {made['kind']} for {made['target']}, {common.size(result['bytes'])}\n"
+        f"bundle version {manifest['version']}: {manifest['kind']} for {manifest['target']}, "
+        f"{common.size(result['bytes'])}\n"
         f"model: {model['class']} ({model['model_type'] or 'no Hugging Face type'}), {model['layers']} FFNs of hidden "
         f"size {model['hidden']} in {model['weights']}, other linear layers in {model['linears']}, FFN weights "
         f"{model['model_hash'][:12]}\n"
-        f"made by: {', '.join(f'{name} {version}' for name, version in made['made_by'].items())}\n"
-        f"room: {made['lanes']} sequences of {made['max_tokens']} tokens; memory: {common.size(memory['fixed_bytes'])} "
-        f"and neurons, a token wants {common.size(memory['token_bytes'])} of {ffn}",
+        f"made by: {', '.join(f'{name} {version}' for name, version in manifest['made_by'].items())}\n"
+        f"holds {manifest['lanes']} sequences of {manifest['max_tokens']} tokens; memory: "
+        f"{common.size(memory['fixed_bytes'])} and neurons; a token: {common.size(memory['token_bytes'])} of {ffn}",
         f"delegates and operators: not known ({result['unknown']})" if result["unknown"] else program,
         common.table(("part", "bytes", "share"), parts),
         common.table(("file", "bytes", "SHA-256"), hashes),
         *([_render_npu(result["npu"])] if result["npu"] else []),
-        *(f"lossy: {text}" for text in made["lossy"]),
+        *(f"lossy: {text}" for text in manifest["lossy"]),
     ]
     if result["verified_bytes"] is not None:
         shown.append(f"verified: {common.size(result['verified_bytes'])} are as they were exported")

@@ -163,8 +163,8 @@ def _served(args: argparse.Namespace, name: str, folder: str) -> Any:
     from torch_pi2.serve.model import ServedModel
 
     most = args.max_tokens or common.MOST_TOKENS
-    of_this = argparse.Namespace(**vars(args) | {"model": folder, "context": args.max_batch_size * most})
-    model = models.load_any(of_this)
+    own_args = argparse.Namespace(**vars(args) | {"model": folder, "context": args.max_batch_size * most})
+    model = models.load_any(own_args)
     batch = Batch(
         model,
         max_tokens=common.max_tokens(args, model),
@@ -173,7 +173,7 @@ def _served(args: argparse.Namespace, name: str, folder: str) -> Any:
         compiled=args.compile,
         prefix_bytes=parse_bytes(args.prefix_cache),
     )
-    return ServedModel(name, model, models.load_tokenizer(of_this), batch)
+    return ServedModel(name, model, models.load_tokenizer(own_args), batch)
 
 
 def render(result: dict[str, Any]) -> str:

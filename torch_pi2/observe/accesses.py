@@ -122,17 +122,17 @@ class Accesses:
                 found=f"{found[0]} version {found[1]}",
                 fix=_FIX,
             )
-        made = cls._parsed(tensors, metadata, path)
+        accesses = cls._parsed(tensors, metadata, path)
         for name, dtype in _DTYPES.items():
-            tensor = getattr(made, name)
+            tensor = getattr(accesses, name)
             if tensor.dtype != dtype or tensor.dim() != 1:
                 _damaged(path, f"{name}: {tensor.dtype}, {tensor.dim()} dimensions")
         try:
-            torch.ops.pi2.replay_check(*made.arguments)
+            torch.ops.pi2.replay_check(*accesses.arguments)
         except RuntimeError as error:
             reason = str(error).splitlines()[0].partition("pi2: accesses: ")[2].removesuffix(". Record them again.")
             _damaged(path, reason, error)
-        return made
+        return accesses
 
     @classmethod
     def _parsed(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: str | Path) -> Accesses:

@@ -134,8 +134,8 @@ class Watch:
         """
         with self._turn:
             tokens = self.tokens
-            made = {y.site.key: group.stats(i, reset) for group in self._groups for i, y in enumerate(group.layers)}
-        layers = {key: made[key] for key in self._keys}
+            by_key = {y.site.key: group.stats(i, reset) for group in self._groups for i, y in enumerate(group.layers)}
+        layers = {key: by_key[key] for key in self._keys}
         predicted = sorted({y.predictor_kind for g in self._groups for y in g.layers if y.has_predictor})
         made_by: dict[str, Any] = {"verb": "watch", "watched": True, "tokens": tokens}
         return ActivationStats(layers, self.plan.model_hash, made_by | ({"predictors": predicted} if predicted else {}))
@@ -246,13 +246,13 @@ def _already() -> ConfigError:
 
 def _profiled(model: nn.Module) -> dict[str, float]:
     """By key the threshold of the statistics that the model has, or its store."""
-    made = get_state(model)
-    if made.stats is not None:
-        return {stats.key: stats.threshold for stats in made.stats}
-    if made.store is None:
+    state = get_state(model)
+    if state.stats is not None:
+        return {stats.key: stats.threshold for stats in state.stats}
+    if state.store is None:
         return {}
-    with Parts(made.store.path.parent) as parts:
-        return parts.thresholds(made.plan.model_hash)
+    with Parts(state.store.path.parent) as parts:
+        return parts.thresholds(state.plan.model_hash)
 
 
 def _slots(model: nn.Module, layers: Sequence[SparseFFN]) -> float:
