@@ -130,24 +130,6 @@ def test_a_result_that_cannot_be_written_is_an_error(
     assert ("standard output: expected a file or terminal that takes the result" in err) == (code == 2)
 
 
-def test_interrupted_while_it_imports_torch() -> None:
-    code = """
-import os, signal, sys
-def hook(event, arguments, sent=[]):
-    if event == "import" and arguments[0] == "torch" and not sent:
-        sent.append(True)
-        os.kill(os.getpid(), signal.SIGINT)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup ignores it
-sys.addaudithook(hook)
-from torch_pi2.cli import main
-sys.exit(main(["doctor"]))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO)
-    assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr.startswith("torch-pi2: interrupted")
-    assert "Traceback" not in done.stderr
-
-
 #: A command that gets a signal when it makes a file at a path with the word.
 _SIGNALLED = """
 import os, signal, sys
