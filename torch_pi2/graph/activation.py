@@ -3,8 +3,8 @@
 The elementwise region between an FFN's projections is run on probe values in float64 and compared with every
 hypothesis ``act(up)``, ``act(gate) * up`` and ``act(gate) * act(up)`` for every name in ``ops.ACTIVATIONS``. So
 ``x * sigmoid(x)``, ``F.silu``, ``nn.SiLU`` and a hand-written copy are all ``silu``; with a clamp at 50 they are not:
-probes have all magnitudes, and values around every number that the region compares with. Of what is none of these it is
-tried whether numbers (scales, a clamp, something added to up) make it one.
+probes have all magnitudes, and values around every number that the region compares with. If no hypothesis fits, numbers
+(scales, a clamp, something added to up) are fitted to each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TOLERANCE = 2e-5
 _MANY = 2048
 #: Numbers of an activation are between these, so that none overflows in float32.
 _SMALLEST, _LARGEST = 1e-30, 1e30
-#: More deviations than this no gate of a layer is above their mean.
+#: Most standard deviations of a cut above the mean.
 _LARGEST_CUT = 100.0
 #: Where to probe around such a number, relative to it.
 _AROUND = (-2.0, -1.001, -1.0, -0.999, -0.5, 0.5, 0.999, 1.0, 1.0005, 1.001, 2.0)
@@ -84,7 +84,7 @@ def _hypotheses(n_streams: int) -> list[Formula]:
 def _with_numbers(
     region: Region, probes: Sequence[torch.Tensor], intermediate: int, constants: Sequence[float]
 ) -> Iterator[Formula]:
-    """Formulas whose activations have numbers that fit at a few points; that they fit everywhere remains to be seen."""
+    """Formulas whose activations have numbers that fit at a few points; the caller checks them everywhere."""
     fused = probes[0].shape[-1] == 2 * intermediate
     constants = [c for c in constants if _SMALLEST < c < _LARGEST]
     small = min([1.0, *(c / 2 for c in constants)])
@@ -129,7 +129,7 @@ def _with_numbers(
 
 
 def _with_cut(region: Region, probes: Sequence[torch.Tensor], intermediate: int) -> Iterator[Formula]:
-    """Formulas whose gates are cut so many of their deviations above their mean, that fit where one gate stands out."""
+    """Formulas whose gates are cut some standard deviations above their mean, fitted where one gate stands out."""
     high, n = 1000.0, intermediate
     fused = probes[0].shape[-1] == 2 * n
     plain = not fused and len(probes) == 1

@@ -1,12 +1,12 @@
 """Dispatch modes that mask neurons of an *unmodified* model, for research and for measuring predictors.
 
-Below autograd module names say nothing, and a model may slice, fuse or transpose its weights at will. What stays true
-is the storage: an operand that begins inside a site's parameter and has its strides *is* some rows of it
+Below autograd there are no module names, and a model may slice, fuse or transpose its weights. Weights are therefore
+recognised by their storage: an operand that begins inside a site's parameter and has its strides *is* some rows of it
 (:class:`MatmulIndex`, which the profiler uses as well).
 
 * :class:`PredictedMaskMode` computes everything and zeroes, before ``down``, what predictors and thresholds would skip.
   It sizes predictors before there is a plan.
-* :class:`NeuronClusterMode` does so by a plan, and counts what a sparse layer would have computed.
+* :class:`NeuronClusterMode` does so by a plan, and counts what a sparse layer would compute.
 
 Semantics are those of ``torch_pi2.ops.ffn.sparse_ffn``: a cold neuron counts for a token iff it is
 predicted and ``|act(gate)| > threshold``; a hot one counts always.

@@ -1,10 +1,10 @@
 """Mixtures of experts: modules that hold all experts of a block in two 3-D parameters, and the sites in them.
 
-Structure says which modules these are, not names: parameters ``gate_up_proj [E, 2I, H]`` (or ``up_proj [E, I, H]``) and
-``down_proj [E, H, I]``, or both transposed, biases of both, and no others; what :mod:`torch_pi2.graph.activation`
-recognises between them; and ``forward(hidden_states, top_k_index, top_k_weights)``, as the experts of transformers
-have, or ``forward(hidden_states)`` of rows that are sorted by expert (Llama 4). That their forward computes what these
-say is seen on random input before one is replaced (:mod:`torch_pi2.rewrite.rewrite`).
+They are recognised by structure, not by class: parameters ``gate_up_proj [E, 2I, H]`` (or ``up_proj [E, I, H]``) and
+``down_proj [E, H, I]``, or both transposed, possibly biases of both, and no others; a formula that
+:mod:`.activation` knows; and ``forward(hidden_states, top_k_index, top_k_weights)`` as in transformers, or
+``forward(hidden_states)`` with rows sorted by expert (Llama 4). Before a module is replaced, its forward is compared
+with this form on random input (:mod:`torch_pi2.rewrite.rewrite`).
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def is_sorted(module: nn.Module) -> bool:
 
 
 def _settings(module: nn.Module) -> Any:
-    """All that may make the code of ``module`` do something else than that of another one."""
+    """Everything by which the code of ``module`` may differ from that of another module."""
     plain = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_modules", "training")}
     simple = [
         (k, v if isinstance(v, int | float | str | None) else id(v)) for k, v in plain.items() if v not in ({}, set())
@@ -151,9 +151,9 @@ def _formula(module: nn.Module, gated: bool) -> tuple[Formula, bool] | None:
 
 
 def _more_than(module: nn.Module, form: ExpertsForm) -> str:
-    """How the forward of ``module`` deviates from ``form``; empty if it does not, or cannot be tried like this.
+    """How the forward of ``module`` deviates from ``form``; empty if it does not, or cannot be tried.
 
-    Its code runs with small weights of ours, on tokens of all magnitudes, in both modes.
+    Its code runs with small random weights, on tokens of all magnitudes, in both modes.
     """
     small = copy.copy(module)
     small._parameters = {}
@@ -202,7 +202,7 @@ def all_experts(model: nn.Module) -> tuple[dict[str, ExpertsForm], dict[str, str
 
 
 def _whole(module: nn.Module) -> bool:
-    """Whether it holds more than one matmul of each expert, so that no code but its own computes them."""
+    """Whether it holds more than one matmul of each expert, so that only its own code computes them."""
     return sum(p.dim() == 3 for p in module.parameters(recurse=False)) > 1
 
 
@@ -256,14 +256,14 @@ def _pass_on(hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.
     return hidden_states.clone()
 
 
-#: Arguments of a module of experts, and what it makes of them.
+#: Arguments of a module of experts, and its result.
 ExpertsProbe = tuple[tuple[torch.Tensor, ...], torch.Tensor]
 
 
 def probe_experts(model: Any, sites: Sequence[FFNSite]) -> ExpertsProbe:
-    """Random tokens over all experts of one module, by random weights, and what the sites say comes out.
+    """Random tokens for all experts of one module with random routing weights, and the result according to the sites.
 
-    Of a module that wants rows sorted by expert those of the other experts are zeros, and not in the result.
+    For a module that wants rows sorted by expert, the rows of experts without a site are zeros and not in the result.
     """
     first = sites[0]
     module = model.get_submodule(str(first.experts))

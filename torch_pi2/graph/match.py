@@ -34,7 +34,7 @@ _MIXES = re.compile(
 )
 #: What makes constants of a region, without a tensor of the model.
 _CONSTANTS = frozenset(["tensor", "broadcast_tensors"])
-#: Of all neurons of a token: only formulas that are known have them, and anything else is no FFN.
+#: Statistics over all neurons of a token: allowed in known formulas only.
 _STATISTICS = frozenset(["mean", "std"])
 #: Probe elements above which a region with literal sizes is left alone (1 GiB of float64).
 _MAX_PROBE = 1 << 27
@@ -109,7 +109,7 @@ class Match:
         return replace(self, gate=self.up, up=self.gate, activation=swapped(self.activation))
 
     def site(self, name_of: Callable[[fx.Node], str], **where: Any) -> FFNSite:
-        """The site of this FFN, whose parameters are called so; ``where``: what of it a graph does not say."""
+        """The site of this FFN with parameters named by ``name_of``; ``where``: fields that a graph does not give."""
 
         def ref(stream: Stream) -> LinearRef:
             p = stream.projection
@@ -148,8 +148,8 @@ class Walk:
 class Seen:
     """Observations of a search, for messages: linears, what blocked each walk, and FFNs that cannot be made sparse.
 
-    ``unknown`` are those with another formula (its operations), ``left`` those with another reason; both with the
-    projections, of which the down is the last. ``walks``: by the node of a down.
+    ``unknown`` are FFNs with another formula (its operations), ``left`` others with a reason; both with their
+    projections, down last. ``walks``: by the node of a down.
     """
 
     order: dict[fx.Node, int]
@@ -301,7 +301,7 @@ def _match_down(gm: fx.GraphModule, walk: Walk, tensors: Tensors, taken: set[fx.
         return None
     if not isinstance(found, Formula):
         if any(op_name(node.target) in _STATISTICS for node in region):
-            return None  # a norm, of which others speak
+            return None  # a norm, which :mod:`.skipped` reports
         seen.unknown.append(([*sources, down], ", ".join(dict.fromkeys(op_name(n.target) for n in region))))
         return None
     x = inputs.pop()

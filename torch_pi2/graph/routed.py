@@ -1,8 +1,7 @@
-"""Experts of a running dense model: which tokens each has, what it computes of them, and the router that chooses them.
+"""Experts of a running dense model: the tokens of each, what it computes, and the router that chooses it.
 
-What a module of experts does inside (a loop, grouped matrix products, a kernel of its own) differs by version and
-setting of transformers; what goes in and comes out does not, so that is where one looks. A router is found by what its
-block chooses, not by names.
+The inside of a module of experts (a loop, grouped matrix products, a kernel) differs by version and setting of
+transformers, so only its arguments and results are used. A router is found by what its block chooses, not by names.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ class Routed(NamedTuple):
 
     @staticmethod
     def of(args: Sequence[Any], kwargs: Mapping[str, Any], experts: int) -> Routed:
-        """The arguments of a call of a module of so many experts; rows sorted by expert become tokens of one each."""
+        """The arguments of a call of a module of ``experts``; rows sorted by expert become tokens of one expert each."""
         if len(args) + len(kwargs) == 1:
             x_TH = args[0] if args else kwargs[ARGUMENTS[0][0]]
             expert_T = torch.arange(experts, dtype=torch.int64, device=x_TH.device)
             expert_T = expert_T.repeat_interleave(x_TH.shape[0] // experts)
-            # what is all zeros, as of tokens that others have, stays zeros
+            # rows of zeros, which belong to other experts, stay zeros
             index_TK = torch.where((x_TH != 0).any(-1), expert_T, experts)[:, None]
             return Routed(x_TH, index_TK, torch.ones_like(x_TH[:, :1]))
         given = [next(kwargs[name] for name in names if name in kwargs) for names in ARGUMENTS[len(args) :]]
@@ -161,9 +160,9 @@ def find_router(
 ) -> LinearRouter | None:
     """The router in ``block``, which holds ``experts`` (``count`` of them); None: it is no linear layer and a top k.
 
-    The block routes random tokens, and nothing of them is computed by ``experts``. Which of the parameters around them
-    make the same choices is tried: all matrices ``[E, H]``, with and without vectors ``[E]``. Modules ``beside`` give
-    zeros meanwhile: what they compute would be read from storage.
+    The block routes random tokens, which ``experts`` do not compute. Then all matrices ``[E, H]`` of the block are tried
+    for the same choices, with and without vectors ``[E]``. Modules ``beside``, whose weights may be in storage, give
+    zeros meanwhile.
     """
     with other_forwards(dict.fromkeys(beside, torch.zeros_like)):
         routed = _try(block, experts, count)
@@ -196,7 +195,7 @@ def _try(block: nn.Module, experts: nn.Module, count: int) -> Routed | None:
     try:
         with torch.no_grad():
             block(x_BTH)
-    except Exception:  # whatever code of a model raises that is called with one tensor
+    except Exception:  # the code of a model may raise anything when it is called with one tensor
         pass
     finally:
         hook.remove()

@@ -1,7 +1,6 @@
-"""``Verdict``: what became of a model: how fast, how large and how good it is beside its dense form (verdict.json).
+"""``Verdict``: speed, size and quality of a model compared with its dense form (verdict.json).
 
-What was not measured is None, and ``not_measured`` says why. Of one run on one machine: a figure to look at, and no
-benchmark.
+What was not measured is None, and ``not_measured`` says why. One run on one machine is an indication, no benchmark.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Loss:
-    """``change``: of the loss per token, relative to the dense model, 0.01: 1 %; on ``tokens`` of ``text``."""
+    """``change`` of the loss per token relative to the dense model (0.01: 1 %), on ``tokens`` of ``text``."""
 
     change: float = limited(-1.0)
     tokens: int = limited(1)
@@ -54,11 +53,11 @@ class Loss:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one model folder.
+    """The verdict on one model folder.
 
     Attributes:
-        model_hash: of the FFN weights, as of its plan.
-        lossy: what changes numbers, in words; none: the model computes what the dense one computes.
+        model_hash: hash of the FFN weights, as in its plan.
+        lossy: what changes numbers, in words; empty: the model computes what the dense one computes.
         made: the steps that made the folder, the first one first.
         sparse_bytes: weights and predictors in the folder. dense_bytes: weights of the dense model; None: not known.
         speed, loss: None: not measured. not_measured: why not, by what (``dense``, ``speed``, ``loss``).

@@ -42,9 +42,9 @@ WARPS = 8
 
 #: What dequantising for a product of matrices may take at a time.
 TEMPORARY_BYTES = 64 << 20
-#: Of a number on its way: integers, the same as floats, these times their scales, in another dtype.
+#: Bytes of a number meanwhile: integers, the same as floats, these times their scales, in another dtype.
 _BYTES_OF_NUMBER = 16
-#: Of the bytes that would then be read and written, so many are worth reading again: kernels unpack, too.
+#: The share of these reads and writes that counts: kernels unpack, too.
 _WORTH = 0.75
 
 
