@@ -32,7 +32,7 @@ class Routed(NamedTuple):
 
     @staticmethod
     def of(args: Sequence[Any], kwargs: Mapping[str, Any], experts: int) -> Routed:
-        """The arguments of a call of a module of ``experts``; rows sorted by expert become tokens of one expert each."""
+        """The arguments of a call of a module of ``experts``; rows sorted by expert are tokens of one expert each."""
         if len(args) + len(kwargs) == 1:
             x_TH = args[0] if args else kwargs[ARGUMENTS[0][0]]
             expert_T = torch.arange(experts, dtype=torch.int64, device=x_TH.device)
@@ -160,8 +160,8 @@ def find_router(
 ) -> LinearRouter | None:
     """The router in ``block``, which holds ``experts`` (``count`` of them); None: it is no linear layer and a top k.
 
-    The block routes random tokens, which ``experts`` do not compute. Then all matrices ``[E, H]`` of the block are tried
-    for the same choices, with and without vectors ``[E]``. Modules ``beside``, whose weights may be in storage, give
+    The block routes random tokens, which ``experts`` do not compute. Which of its matrices ``[E, H]`` makes the same
+    choices is tried, with and without vectors ``[E]``. Modules ``beside``, whose weights may be in storage, give
     zeros meanwhile.
     """
     with other_forwards(dict.fromkeys(beside, torch.zeros_like)):
