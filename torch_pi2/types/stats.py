@@ -287,8 +287,6 @@ class ActivationStats:
             for name in (*_COUNTS, _OWN):
                 if getattr(s, name) is not None:
                     tensors[f"{s.key}.{name}"] = getattr(s, name)
-            # a sample of firing vectors in earlier releases, which need the tensor
-            tensors[f"{s.key}.cofire_bits"] = torch.zeros((0, -(-s.intermediate // 8)), dtype=torch.uint8)
             layers.append({one.name: getattr(s, one.name) for one in fields(LayerHead)})
         meta = {
             "format": STATS_FORMAT,
