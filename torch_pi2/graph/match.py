@@ -211,8 +211,8 @@ def _as_matmul(node: fx.Node, tensors: Tensors) -> Projection | None:
         (x, weight), transposed = node.args, True
     elif name == "addmm" and len(node.args) == 3 and not node.kwargs:  # Conv1D: bias + x @ weight
         (bias, x, weight), transposed = node.args, True
-    elif name == "einsum" and len(node.args) == 3 and not node.kwargs and _einsum_layout(node) is not None:
-        (_, x, weight), transposed = node.args, _einsum_layout(node) is True
+    elif name == "einsum" and len(node.args) == 3 and not node.kwargs and (layout := _einsum_layout(node)):
+        (_, x, weight), transposed = node.args, layout == "in, out"
     else:
         return None
     if (stored := _turned(weight)) is not None:
@@ -239,19 +239,20 @@ def _made_of(weight: fx.Node, tensors: Tensors) -> tuple[fx.Node, ...]:
     return tuple(node for node in seen if node in tensors)
 
 
-def _einsum_layout(node: fx.Node) -> bool | None:
-    """Whether the matrix of an einsum that is a linear layer is ``[in, out]``; None: it is none."""
+def _einsum_layout(node: fx.Node) -> str:
+    """``in, out`` or ``out, in``, the dimensions of the matrix of an einsum that is a linear layer; empty: it is none."""
     dims = getattr(getattr(node.args[1], "meta", {}).get("example_value"), "dim", lambda: 0)()
-    x = torch.randn((*range(4, 3 + dims), 3))
-    for transposed, weight in ((True, torch.randn(3, 2)), (False, torch.randn(2, 3))):
+    generator = torch.Generator().manual_seed(dims)
+    x, w = torch.randn((*range(4, 3 + dims), 3), generator=generator), torch.randn(3, 2, generator=generator)
+    wanted = x @ w
+    for layout, weight in (("in, out", w), ("out, in", w.T)):
         try:
             found = torch.einsum(str(node.args[0]), x, weight)
         except RuntimeError:  # sizes that do not fit
             continue
-        wanted = x @ (weight if transposed else weight.T)
         if found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-5):
-            return transposed
-    return None
+            return layout
+    return ""
 
 
 def _turned(node: Any) -> fx.Node | None:
