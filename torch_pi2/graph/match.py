@@ -240,7 +240,7 @@ def _made_of(weight: fx.Node, tensors: Tensors) -> tuple[fx.Node, ...]:
 
 
 def _einsum_layout(node: fx.Node) -> str:
-    """``in, out`` or ``out, in``, the dimensions of the matrix of an einsum that is a linear layer; empty: it is none."""
+    """``in, out`` or ``out, in``: dimensions of the matrix of an einsum that is a linear layer; empty: it is none."""
     dims = getattr(getattr(node.args[1], "meta", {}).get("example_value"), "dim", lambda: 0)()
     generator = torch.Generator().manual_seed(dims)
     x, w = torch.randn((*range(4, 3 + dims), 3), generator=generator), torch.randn(3, 2, generator=generator)
