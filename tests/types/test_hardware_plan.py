@@ -79,17 +79,6 @@ def test_damage_is_named(path: tuple, value: object, message: str) -> None:
     assert str(raised.value).startswith("plan.json, hardware, ")
 
 
-def test_nothing_is_resident_in_memory() -> None:
-    data = made().to_json() | {"budget_bytes": None}
-    assert HardwarePlan.from_json(data, LAYERS, "plan.json").buckets[0].resident == (100, 10)  # there is a cache
-    data["buckets"][1]["cache_bytes"] = 0
-    message = r"hardware, buckets, 1, resident: expected 0 where everything is in memory, found 900"
-    with pytest.raises(errors.ArtifactError, match=message):
-        HardwarePlan.from_json(data, LAYERS, "plan.json")
-    data["buckets"][1]["resident"] = [0, 0]
-    assert HardwarePlan.from_json(data, LAYERS, "plan.json").buckets[1].cache_bytes == 0
-
-
 def test_older_plans_have_times_of_passes() -> None:
     assert HardwarePlan.from_json(made().to_json() | {"passes": {"2": 1.25}}, LAYERS, "plan.json") == made()
 

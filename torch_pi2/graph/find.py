@@ -203,7 +203,9 @@ def _site(model: nn.Module, match: Match, graph: CapturedGraph, names: Names, la
     chosen = _names_with_deepest_owner([names[id(p)] for p in parameters])
     name_of = {id(parameter): name for parameter, name in zip(parameters, chosen)}
     owner = _common_owner(chosen)
-    runs = _owner_runs(model, match, owner)
+    within = _within(model, owner)
+    runs = all(map(within, (*match.inside, *match.down.nodes)))
+    drops = [node for node in graph.gm.graph.nodes if _is_dropout(node)]
 
     def named(node: fx.Node) -> str:
         return name_of[id(graph.tensors[node])]
@@ -216,17 +218,14 @@ def _site(model: nn.Module, match: Match, graph: CapturedGraph, names: Names, la
         owner_class=type(model.get_submodule(owner)).__name__,
         inner=_inner_modules(model, match, graph.gm.graph, named(match.down.weight).rpartition(".")[0], owner),
         owner_runs=runs,
-        drops=_drops(model, match, graph.gm.graph, owner),
+        # dropout does nothing in the evaluation mode of the capture
+        drops="inside" if any(node in match.region for node in drops) else "owner" if any(map(within, drops)) else "",
     )
-    if runs and match.scaled is not None and _ends(model, match.scaled[0], graph.gm.graph, owner):
-        return replace(site, activation=scaled(site.activation, match.scaled[1]))
+    if runs and match.scaled is not None:
+        last, factor = match.scaled
+        if within(last) and not within(last.next):  # the last thing that the owner computes in a call of its forward
+            return replace(site, activation=scaled(site.activation, factor))
     return site
-
-
-def _ends(model: nn.Module, node: fx.Node, graph: fx.Graph, owner: str) -> bool:
-    """Whether ``node`` is the last thing that the owner computes in a call of its forward."""
-    within = _within(model, owner)
-    return within(node) and not within(node.next)
 
 
 def _common_owner(names: Sequence[str]) -> str:
@@ -279,12 +278,6 @@ def _inner_modules(model: nn.Module, match: Match, graph: fx.Graph, down_module:
     return tuple(found) if all(name in modules for name in found) else ()
 
 
-def _owner_runs(model: nn.Module, match: Match, owner: str) -> bool:
-    """Whether every operation of the FFN takes place within a call of the owner's forward."""
-    within = _within(model, owner)
-    return all(within(node) for node in (*match.inside, *match.down.nodes))
-
-
 def _within(model: nn.Module, owner: str) -> Callable[[fx.Node], bool]:
     """Whether a node is computed within a call of the owner's forward."""
     module = model.get_submodule(owner)
@@ -302,15 +295,9 @@ def _within(model: nn.Module, owner: str) -> Callable[[fx.Node], bool]:
     return within
 
 
-def _drops(model: nn.Module, match: Match, graph: fx.Graph, owner: str) -> str:
-    """Where there is dropout, which does nothing in the evaluation mode of the capture."""
-    found = [node for node in graph.nodes if node.op in ("call_function", "call_method") and _is_dropout(node)]
-    if any(node in match.region for node in found):
-        return "inside"
-    return "owner" if found and any(map(_within(model, owner), found)) else ""
-
-
 def _is_dropout(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method"):
+        return False
     p = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
     return "dropout" in op_name(node.target) and bool(p != 0)
 

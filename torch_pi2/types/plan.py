@@ -390,8 +390,6 @@ def _check(plan: HardwarePlan, data: Field, layers: Bounds) -> None:
         for count, (key, _, size) in zip(bucket.accelerator, layers, strict=True):
             if count % ACCELERATOR_CHUNK and count != size:
                 fields.at("accelerator").wrong(f"a multiple of {ACCELERATOR_CHUNK}, or {size}, for {key}", count)
-        if any(bucket.resident) and plan.budget_bytes is None and not bucket.cache_bytes:
-            fields.at("resident").wrong("0 where everything is in memory", sum(bucket.resident))
     _check_counts(data.at("prompt").at("dense_from"), [(key, 0, 1 << 30) for key, _, _ in layers])
     data.at("threads").names((), THREAD_ROLES)
     settings = data.at("offload")
