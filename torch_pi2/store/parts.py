@@ -22,12 +22,7 @@ from torch_pi2.base.reading import parse
 from torch_pi2.base.tensorfile import Spec, TensorReader
 from torch_pi2.errors import ArtifactError
 from torch_pi2.predict import AnyPredictor
-from torch_pi2.predict.file import (
-    PREDICTORS_FILE,
-    FittedPredictors,
-    each_predictor,
-    predictors_of,
-)
+from torch_pi2.predict.file import PREDICTORS_FILE, FittedPredictors, each_predictor, predictors_of
 from torch_pi2.store.storefile import STORE_FILE, StoreReader, part_of
 from torch_pi2.types.method import PREDICTED, Method
 from torch_pi2.types.plan import Plan
@@ -68,7 +63,7 @@ class Parts:
                 self.__exit__()
                 raise ArtifactError(
                     f"{self._pi2 / file} beside {STORE_FILE}",
-                    expected=f"no such file: {STORE_FILE} has its {part} inside",
+                    expected="no such file: a store has plan, predictors and statistics inside",
                     found="one",
                     fix="Remove it, or pack the folder that it belongs to anew.",
                 )
