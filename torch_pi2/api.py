@@ -19,13 +19,12 @@ from typing import Any, TypeVar, Unpack
 import torch
 from torch import nn
 
-from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.fields import checked
 from torch_pi2.base.memory import is_mapped
 from torch_pi2.base.modules import evaluating, fresh_settings
 from torch_pi2.decode import hf_generate
 from torch_pi2.decode.plan_controller import follow
-from torch_pi2.errors import CalibrationError, DtypeError, StaleArtifactError, check_choice
+from torch_pi2.errors import CalibrationError, StaleArtifactError, check_choice
 from torch_pi2.fitting.fit import LAYER_FITS, cold_neurons, fit_layers
 from torch_pi2.fitting.fit import fit as fit_predictors
 from torch_pi2.fitting.loss import causal_lm_loss
@@ -76,8 +75,7 @@ def _search(
             up first or gate first. needed: no layer at all is an error.
 
     Raises:
-        ConfigError, StaleArtifactError: ``stats`` are of another model. DtypeError: the model does not run, and its
-            matrices are of several dtypes.
+        ConfigError, StaleArtifactError: ``stats`` are of another model.
     """
     inputs: dict[str, Any] = {}
     if is_mapped(model):  # no weights are needed
@@ -87,18 +85,7 @@ def _search(
     elif data and not hasattr(model, "config"):
         assert data[0].input_ids is not None
         inputs = {"args": (data[0].input_ids[:2, :8],)}
-    try:
-        found = search(model, needed=needed, **inputs)
-    except CalibrationError as error:
-        matrices = {dtype_name(p.dtype): name for name, p in model.named_parameters() if p.dim() == 2}
-        if len(matrices) < 2:
-            raise
-        raise DtypeError(
-            f"dtypes of {type(model).__name__}, which does not run",
-            expected="one dtype for all matrices",
-            found=", ".join(f"{dtype} ({name})" for dtype, name in sorted(matrices.items())),
-            fix="Convert the model with model.to(torch.bfloat16) (or float32) first.",
-        ) from error
+    found = search(model, needed=needed, **inputs)
     return found if stats is None else _as_profiled(found, stats)
 
 
@@ -127,7 +114,7 @@ def profile(
         config, fields: settings, as one object or as keywords (``sparsity=0.7``).
 
     Raises:
-        CalibrationError, NoFFNFoundError, UnsupportedModelError, NonFiniteError, DeviceError, DtypeError, ConfigError.
+        Pi2Error: see :mod:`torch_pi2.errors`.
     """
     config = configured(config, fields)
     with on_the_cpu(model):
@@ -172,11 +159,7 @@ def _warn_of_few(stats: ActivationStats) -> None:
 
 
 def _as_profiled(found: Found, stats: ActivationStats) -> Found:
-    """With each site read up first or gate first, as in ``stats``.
-
-    Raises:
-        ConfigError, StaleArtifactError: they are of another model.
-    """
+    """With each site read up first or gate first, as in ``stats``."""
     return replace(found, sites=[_read_as(site, stats[site.key]) for site in found.sites])
 
 

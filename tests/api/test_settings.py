@@ -154,7 +154,7 @@ def test_the_callers_settings_stay() -> None:
 
 
 class Dropping(nn.Module):
-    """Dropout in an FFN, as a module or as a call; in the last one noise."""
+    """Dropout in an FFN, as a module or as a call."""
 
     def __init__(self, how: str, p: float = 0.3) -> None:
         super().__init__()
@@ -167,13 +167,11 @@ class Dropping(nn.Module):
             h = self.module(h)
         elif self.how == "call":
             h = F.dropout(h, self.p, self.training)
-        elif self.how == "noise" and self.training:
-            h = h + torch.rand_like(h)
         y = self.down(h)
         return self.module(y) if self.how == "after" else y
 
 
-DROPPING = {how: lambda how=how: Dropping(how) for how in ("module", "call", "noise", "after")} | {
+DROPPING = {how: lambda how=how: Dropping(how) for how in ("module", "call", "after")} | {
     "chain": lambda: nn.Sequential(nn.LayerNorm(HIDDEN), *sequential(nn.ReLU(), nn.Dropout(0.3)))
 }
 

@@ -180,7 +180,7 @@ def test_a_talk_with_a_gpu_in_it(
         assert "load " not in said.err
     monkeypatch.setattr(gpu, "check_gpu", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(gpu, "CudaTransferBuffer", lambda _: ThreadLink())
+    monkeypatch.setattr(gpu, "TransferBuffer", lambda _: ThreadLink())
     said = talk("hello\n", "--gpu-memory", "12MiB")
     assert (said.code, said.out) == (0, wanted), said.err
     assert main(["generate", str(MODEL), "--prompt", "a", "--gpu-memory", "1GiB"]) == 2

@@ -7,6 +7,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from torch import nn
+
+from torch_pi2.layers.experts import SparseExperts
+from torch_pi2.layers.of_model import homes
 
 
 class ThreadLink:
@@ -46,3 +50,15 @@ class ThreadLink:
 
     def enter(self, y: torch.Tensor) -> torch.Tensor:
         return y.clone()
+
+
+def placed(model: nn.Module) -> dict[str, int]:
+    """Neurons of each layer of ``model``, which is divided, that are not on the CPU."""
+    found: dict[str, int] = {}
+    for home in homes(model):
+        if isinstance(home, SparseExperts):
+            every, there = home.site.intermediate, home.split.there
+            found |= {layer.site.key: every * (i in there) for i, layer in enumerate(home.experts())}
+        else:
+            found[home.site.key] = home.split.n_gpu
+    return found

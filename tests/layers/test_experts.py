@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_experts import IDS, MODELS, SHAPE, SYNTHETIC, build, logits, off
+from tiny_experts import MODELS, SHAPE, SYNTHETIC, build, logits, off
 from torch import nn
 
 import torch_pi2
@@ -20,9 +20,7 @@ from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.errors import (
     ArtifactError,
     ConfigError,
-    GradientError,
     NoFFNFoundError,
-    ShapeError,
     StaleArtifactError,
     UnsupportedModelError,
 )
@@ -99,17 +97,13 @@ def test_unknown_forms_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", ["another parameter", "no activation we know"])
-def test_what_only_looks_alike_stays_as_it_is(change: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_only_looks_alike_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     model = build("Qwen2Moe")
     experts: Any = model.model.layers[1].mlp.experts
-    if change == "another parameter":
-        experts.scale = nn.Parameter(torch.ones(4))
-    else:
-        experts.act_fn = nn.Softplus()
+    experts.act_fn = nn.Softplus()
     assert [site.key for site in find_sites(model)] == ["model.layers.0.mlp", "model.layers.1.mlp.shared_expert"]
-    left = "left dense: model.layers.1.mlp.experts (Qwen2MoeExperts: experts of an unknown form; "
-    assert left + ("parameters " if change == "another parameter" else "activation ") in caplog.text
+    left = "left dense: model.layers.1.mlp.experts (Qwen2MoeExperts: experts of an unknown form; activation "
+    assert left in caplog.text
 
 
 # --- in memory ---
@@ -194,29 +188,6 @@ def test_what_one_operator_cannot_compute_is_refused(mixtral: nn.Module, sites: 
     with pytest.raises(StaleArtifactError, match=r"expected 4 experts, as MixtralExperts has, found 3"):
         rewrite(mixtral, Plan(short, weights_hash(mixtral, [layer.site for layer in short])))
     assert logits(mixtral).isfinite().all()
-
-
-def test_inputs_are_checked(mixtral: nn.Module, sites: list[FFNSite]) -> None:
-    model = copy.deepcopy(mixtral)
-    rewrite(model, plan_of(model, sites))
-    experts: Any = model.model.layers[0].mlp.experts
-    index, routing = torch.zeros((1, 2), dtype=torch.int64), torch.ones((1, 2))
-    with pytest.raises(
-        ShapeError, match=r"hidden size of the input of model.layers.0.mlp.experts: expected 64, found 63"
-    ):
-        experts(torch.zeros((1, 63)), index, routing)
-    with pytest.raises(GradientError, match=r"gradients through model.layers.0.mlp.experts"):
-        experts(torch.zeros((1, 64), requires_grad=True), index, routing)
-
-
-def test_export_has_one_operator_a_module(mixtral: nn.Module, sites: list[FFNSite]) -> None:
-    from torch_pi2.export.program import export_program
-
-    model = copy.deepcopy(mixtral)
-    rewrite(model, plan_of(model, sites))
-    exported = export_program(model, kwargs={"input_ids": IDS, "use_cache": False})
-    found = [str(node.target) for node in exported.graph.nodes if "pi2." in str(node.target)]
-    assert found == ["pi2.experts_ffn.default"] * 2
 
 
 # --- quantised: saved, from a checkpoint, over a store ---

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import torch_pi2
 from torch_pi2.errors import ConfigError, GradientError, ShapeError
-from torch_pi2.formats import FORMATS, GGML, row_bytes
+from torch_pi2.formats import FORMATS, GGML
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.ops.constants import constants
 
@@ -56,13 +56,6 @@ def test_rows_in_blocks_are_shown_to_nobody(kind: str) -> None:
         assert torch.equal(layer.rows, before) != layer.blocks
         assert torch.equal(layer.dequantized(), gguf_values(before, kind))
     assert torch.equal(layer.in_row_order(), before)
-
-
-def test_it_is_made_on_meta_and_filled() -> None:
-    empty = QuantLinear.empty(5, 512, "q6_k", True)
-    assert empty.rows.shape == (5, row_bytes("q6_k", 512))
-    empty.rows = random_rows("q6_k", 5, 512)
-    assert torch.equal(empty.dequantized(), gguf_values(empty.rows, "q6_k"))
 
 
 def test_what_is_no_such_row_is_refused() -> None:

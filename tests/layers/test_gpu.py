@@ -219,11 +219,3 @@ def test_gpus_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(DeviceError, match=r"expected Triton, found it is not installed\. pip install .*triton"):
         gpu.check_gpu(device)
-
-
-@pytest.mark.usefixtures("meta_is_a_gpu")
-def test_mixtures_over_a_store_stay(tmp_path: Path) -> None:
-    torch_pi2.save(torch_pi2.optimize(build("Mixtral"), weights="int8"), tmp_path / "saved")
-    torch_pi2.pack(tmp_path / "saved", tmp_path / "store")
-    with pytest.raises(DeviceError, match=r"mlp.experts, whose neurons are in a store: expected it on the CPU"):
-        torch_pi2.load(tmp_path / "store", budget="1GiB").to("meta")

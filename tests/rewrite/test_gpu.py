@@ -12,7 +12,7 @@ import pytest
 import torch
 from offloading import smallest
 from shared import small_store
-from thread_link import ThreadLink
+from thread_link import ThreadLink, placed
 from tiny_experts import build
 from tiny_models import tiny
 from torch import nn
@@ -73,8 +73,8 @@ def test_both_parts_together_are_the_layer(method: str, weights: str, name: str)
     layers = sparse_layers(model)
     room = sum(layer.neuron_rows.nbytes for layer in layers)
     for share in (0.0, 0.3, 1.0):
-        counts = hot_on_gpu(model, rest_bytes(model) + int(room * share * 1.2), ThreadLink())
-        assert [layer.split.n_gpu for layer in layers if layer.split is not None] == list(counts.values())
+        hot_on_gpu(model, rest_bytes(model) + int(room * share * 1.2), ThreadLink())
+        counts = placed(model)
         in_all = sum(layer.site.intermediate for layer in layers)
         assert sum(counts.values()) == pytest.approx(min(1.0, share * 1.2) * in_all, abs=0.1 * in_all)
         torch.testing.assert_close(logits(model), wanted, rtol=0, atol=1e-4)
@@ -95,7 +95,7 @@ def test_no_more_goes_there_than_was_said(method: str, weights: str) -> None:
         assert 0.8 * (memory - rest_bytes(model)) < there <= memory - rest_bytes(model)
 
 
-def test_moves_and_conversions() -> None:
+def test_moves_and_conversions(caplog: pytest.LogCaptureFixture) -> None:
     model = made()
     wanted = logits(model)
     layers = sparse_layers(model)
@@ -103,9 +103,11 @@ def test_moves_and_conversions() -> None:
     with pytest.raises(ConfigError, match=r"restoring .*: expected a model on the CPU, found one with neurons"):
         torch_pi2.restore(model)
     model.to(CPU)  # where they are
+    model.float()  # as it is
     assert all(layer.split is not None for layer in layers)
     model.double().float()
-    assert all(layer.split is None for layer in layers)
+    assert all(layer.split is None and layer.dtype == torch.float32 for layer in layers)
+    assert "a conversion to float64 ends the division" in caplog.text
     assert torch.equal(logits(model), wanted)
     torch_pi2.restore(model)
 
@@ -128,7 +130,7 @@ def link(monkeypatch: pytest.MonkeyPatch) -> ThreadLink:
     made = ThreadLink()
     monkeypatch.setattr(save_load, "checked_memory", int)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(gpu, "CudaTransferBuffer", lambda _: made)
+    monkeypatch.setattr(gpu, "TransferBuffer", lambda _: made)
     return made
 
 
@@ -272,7 +274,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, int]:
     for module in (api, save_load):
         monkeypatch.setattr(module, "checked_memory", lambda found: found)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(gpu, "CudaTransferBuffer", lambda _: ThreadLink())
+    monkeypatch.setattr(gpu, "TransferBuffer", lambda _: ThreadLink())
     return (
         torch_pi2.optimize(tiny("llama-relu"), CALIBRATION, method="exact", hardware=machine(), gpu_memory=memory),
         memory,
@@ -348,7 +350,8 @@ def test_those_that_fire_most_go_first() -> None:
     model = made("threshold", name="llama")
     stats = model.torch_pi2.stats
     layers = sparse_layers(model)
-    counts = hot_on_gpu(model, rest_bytes(model) + layers[0].neuron_rows.nbytes // 2, ThreadLink())
+    hot_on_gpu(model, rest_bytes(model) + layers[0].neuron_rows.nbytes // 2, ThreadLink())
+    counts = placed(model)
     fired = {y.site.key: (stats[y.site.key].fired[y.order], counts[y.site.key]) for y in layers}
     least = min(int(fires[:n].min()) for fires, n in fired.values() if n)
     most = max(int(fires[n:].max()) for fires, n in fired.values() if n < len(fires))
@@ -364,7 +367,8 @@ def test_experts_that_the_router_asks_for_most_are_there() -> None:
     rest = rest_bytes(model)
     for count in (0, 3, every):
         link = ThreadLink()
-        there = hot_on_gpu(model, rest + count * expert_bytes, link)
+        hot_on_gpu(model, rest + count * expert_bytes, link)
+        there = placed(model)
         assert sum(n > 0 for n in there.values()) == count
         assert set(there.values()) <= {0, first.site.intermediate}
         torch.testing.assert_close(logits(model), wanted, rtol=0, atol=1e-4)
@@ -390,13 +394,3 @@ def test_a_store_that_cannot_be_read_leaves_the_model_on_the_cpu(
     with pytest.raises(ArtifactError, match=r"neuron 0 of .* has checksum"):
         hot_on_gpu(model, 1 << 30, link)
     assert all(layer.split is None for layer in sparse_layers(model))
-
-
-def test_conversions_end_it_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
-    model = made().bfloat16()
-    hot_on_gpu(model, 1 << 30, ThreadLink())
-    model.bfloat16()  # as it is
-    assert all(layer.split is not None for layer in sparse_layers(model))
-    model.float()
-    assert all(layer.split is None and layer.dtype == torch.float32 for layer in sparse_layers(model))
-    assert "a conversion to float32 ends the division" in caplog.text

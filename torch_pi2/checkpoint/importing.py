@@ -23,13 +23,14 @@ from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.foreign import QuantizedCheckpoint
 from torch_pi2.checkpoint.quantize import copy_small_files, new_plan, other_linears
 from torch_pi2.checkpoint.stored import PackedSource, Stored, bound_plan, refs_of
-from torch_pi2.checkpoint.weights_writer import Quantizer, QuantizeReport, RelativeError, row_chunks, update_digest
+from torch_pi2.checkpoint.weights_writer import Quantizer, QuantizeReport, row_chunks, update_digest
 from torch_pi2.errors import UnsupportedModelError, check_choice
 from torch_pi2.formats import IMPORT_NEURONS, PAIRS, QUANTIZED, formats_of
 from torch_pi2.graph.find import Found, search
 from torch_pi2.layers.linear import can_stand_for
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.activations import exact_zeros
+from torch_pi2.ops.quantized import RelativeError
 from torch_pi2.rewrite.skeleton import skeleton
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, declare, read_config
 from torch_pi2.store.source import ExpertMatrix, wrong_shape

@@ -32,7 +32,7 @@ from torch_pi2.layers.linear import QuantEmbedding, QuantLinear, can_stand_for
 from torch_pi2.layers.of_model import sparse_layers
 from torch_pi2.ops import load as load_library
 from torch_pi2.ops.constants import wants_blocks
-from torch_pi2.rewrite.place import check_sizes, place, place_experts, strategies_used
+from torch_pi2.rewrite.place import check_sizes, place, strategies_used
 from torch_pi2.rewrite.rewrite import predictor_tensors
 from torch_pi2.rewrite.skeleton import check_filled, fill, places, put, skeleton
 from torch_pi2.store.folder import PI2_FOLDER
@@ -307,12 +307,12 @@ def load_sparse(
                 experts = SparseExperts(parts, len(group)) if make_experts is None else make_experts(parts, group)
                 if experts.in_memory:
                     _read_experts(experts, weights)
-                place_experts(model, [whole[layer.site.key] for layer in group], experts.eval())
+                place(model, [whole[layer.site.key] for layer in group], experts.eval())
                 continue
             layer = group[0]
             ffn = empty(layer) if make_layer is None else make_layer(layer, weights, kind)
             _read_layer(ffn, weights)
-            place(model, layer.site, ffn, weights.strategy(layer.site.key))
+            place(model, group, ffn, weights.strategy(layer.site.key))
             ffn.eval()
 
         def read(name: str, like: torch.Tensor) -> torch.Tensor | None:

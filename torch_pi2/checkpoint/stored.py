@@ -22,7 +22,7 @@ from torch_pi2.base.tensorfile import Spec
 from torch_pi2.errors import DtypeError, UnsupportedModelError
 from torch_pi2.graph.find import search
 from torch_pi2.layers.experts import expert_groups
-from torch_pi2.rewrite.place import TRIED_EXPERTS, tried_experts_strategy, tried_strategy
+from torch_pi2.rewrite.place import TRIED_EXPERTS, tried_strategy
 from torch_pi2.rewrite.skeleton import check_filled, fill, on_meta, places, put, skeleton
 from torch_pi2.rewrite.strategies import log_skipped
 from torch_pi2.store.folder import check_float, read_config
@@ -158,11 +158,11 @@ class Stored:
         try:
             if first.experts is not None:
                 self._read_experts(group, empty)
-                return tried_experts_strategy(self.model, group)
-            for name in names:
-                put(self.model, [name], self.checkpoint.read(self.name(name)))
-            check_weights(first, first.weights(self.model))
-            return tried_strategy(self.model, first)
+            else:
+                for name in names:
+                    put(self.model, [name], self.checkpoint.read(self.name(name)))
+                check_weights(first, first.weights(self.model))
+            return tried_strategy(self.model, group)
         except UnsupportedModelError as error:
             return error.with_traceback(None)  # a traceback would keep the weights in memory
         finally:

@@ -17,6 +17,7 @@ from torch_pi2.checkpoint.stored import Stored, refs_of
 from torch_pi2.errors import NonFiniteError, StaleArtifactError
 from torch_pi2.fitting.gptq_model import neuron_key
 from torch_pi2.formats import FLOATS, row_bytes
+from torch_pi2.ops.quantized import RelativeError
 from torch_pi2.ops.quantized import quantize as quantize_rows
 from torch_pi2.ops.rows import row_of_neurons
 from torch_pi2.store.source import ExpertMatrix, wrong_shape
@@ -273,22 +274,6 @@ def converted(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tens
         found=f"{float(values.abs().max()):.6g}",
         fix="Pack it with weights='bfloat16' or 'float'." if sound else "The checkpoint is damaged; get it again.",
     )
-
-
-class RelativeError:
-    """Relative error over chunks."""
-
-    def __init__(self) -> None:
-        self._wrong, self._all = 0.0, 0.0
-
-    def add(self, wanted: torch.Tensor, found: torch.Tensor) -> None:
-        wanted = wanted.float()
-        self._all += float(wanted.square().sum(dtype=torch.float64))
-        self._wrong += float(found.sub_(wanted).square_().sum(dtype=torch.float64))
-
-    @property
-    def relative(self) -> float:
-        return math.sqrt(self._wrong / self._all) if self._all else 0.0
 
 
 def row_chunks(spec: Spec) -> Iterator[tuple[int, int]]:

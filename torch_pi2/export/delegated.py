@@ -36,7 +36,7 @@ from torch_pi2.layers.linear import QuantEmbedding, QuantLinear
 from torch_pi2.layers.of_model import SparseLayer, homes, replacements
 from torch_pi2.layers.prompt import skips_predictor, takes_prompt_path
 from torch_pi2.ops import load
-from torch_pi2.rewrite.install import everywhere, exchange
+from torch_pi2.rewrite.install import replace_modules
 from torch_pi2.rewrite.state import ModelState
 
 #: Operator -> its role in the delegate's blob.
@@ -216,7 +216,7 @@ def delegated_copy(model: nn.Module, layers: Sequence[SparseLayer], name: str) -
             new[module] = delegated(name, layers.index(part))
         else:  # the other modules of a sequence pass their input on
             new[module] = nn.Identity()
-    handle, undo = ModelState.detach(model), exchange(everywhere(model, new))
+    handle, undo = ModelState.detach(model), replace_modules(model, new)
     try:
         return copy.deepcopy(model).eval().requires_grad_(False)
     finally:
@@ -231,7 +231,7 @@ def split_hot_cold(model: nn.Module, hot: Sequence[tuple[nn.Module, int]]) -> No
     ``hot``: what the accelerator computes of each layer, and how many neurons that are.
     """
     whole = sorted({m for m in model.modules() if isinstance(m, DelegatedFFN)}, key=lambda m: m.layer)
-    exchange(everywhere(model, {m: SplitFFN(m, *part) for m, part in zip(whole, hot, strict=True)}))
+    replace_modules(model, {m: SplitFFN(m, *part) for m, part in zip(whole, hot, strict=True)})
 
 
 # --- the rest of the model --------------------------------------------------------------------------------------------

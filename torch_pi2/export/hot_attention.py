@@ -24,7 +24,7 @@ from torch_pi2.export.hot import linear_of
 from torch_pi2.export.settings import ExportSettings
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.profiling.data import Batch
-from torch_pi2.rewrite.install import everywhere, exchange
+from torch_pi2.rewrite.install import replace_modules
 
 #: Under this name transformers finds the attention of a part.
 _NAME = "pi2_hot_attention"
@@ -111,7 +111,7 @@ class AttentionPart(nn.Module):
         attention.config._attn_implementation = _NAME  # its own copy
         self.attention: nn.Module = attention
         rows: dict[nn.Module, nn.Module] = {m: _Rows(m) for m in attention.modules() if _is_linear(m) or _is_norm(m)}
-        exchange(everywhere(self, rows))
+        replace_modules(self, rows)
         AttentionInterface.register(_NAME, _attend)
 
     def forward(self, x: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -224,7 +224,7 @@ def with_parts(lanes: Lanes, calls: Sequence[AttentionCall], parts: Mapping[str,
         variant.model.get_submodule(call.name): AcceleratedAttention(call, parts[part_name(call.layer)])
         for call in (calls if parts else ())
     }
-    exchange(everywhere(variant.model, replacements))
+    replace_modules(variant.model, replacements)
     return variant
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.autograd import forward_ad
 
 from torch_pi2.base.dtypes import DTYPES, dtype_name
 from torch_pi2.base.modules import refuse_global_hooks
@@ -19,7 +18,6 @@ def check_ffn_input(site: FFNSite, training: bool, x: torch.Tensor, weights: tor
     """
     if not torch.compiler.is_compiling():
         refuse_global_hooks(site.key)
-        _refuse_tangent(site, x)
     for what, dtype in (("input", x.dtype), ("weights", weights)):
         if dtype not in DTYPES.values():
             raise DtypeError(
@@ -41,17 +39,6 @@ def check_ffn_input(site: FFNSite, training: bool, x: torch.Tensor, weights: tor
             expected="inference, without gradients",
             found="an input that requires grad" if x.requires_grad else "a model in training mode",
             fix="Call it under torch.no_grad() after model.eval(), or torch_pi2.restore(model) to train.",
-        )
-
-
-def _refuse_tangent(site: FFNSite, x: torch.Tensor) -> None:
-    """Forward-mode AD (``torch.func.jvp``) takes an operator that it does not know for a constant."""
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
-        raise GradientError(
-            f"gradients through {site.key}",
-            expected="inference, without gradients",
-            found="an input with a tangent (torch.func.jvp or forward_ad)",
-            fix="Call torch_pi2.restore(model) first.",
         )
 
 
@@ -82,18 +69,11 @@ def check_method(site: FFNSite, layer_plan: LayerPlan) -> None:
             found="one for each neuron",
             fix="Choose score='gate'.",
         )
-    order, own = layer_plan.order, layer_plan.thresholds
+    order = layer_plan.order
     if not is_permutation(order, site.intermediate) or not 0 <= layer_plan.n_hot <= site.intermediate:
         raise ConfigError(
             f"plan of {site.key}",
             expected=f"an order of {site.intermediate} different neurons and 0 to {site.intermediate} hot ones",
             found=f"{len(order.unique())} different neurons from {len(order)}, and {layer_plan.n_hot} hot ones",
-            fix="Make the plan again.",
-        )
-    if own is not None and len(own) != len(order):
-        raise ConfigError(
-            f"thresholds of {site.key}",
-            expected=f"one for each of {len(order)} neurons",
-            found=f"{len(own)}",
             fix="Make the plan again.",
         )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.formats import FLOAT, PAIRS, neuron_shape
 from torch_pi2.layers.checks import check_ffn_input, check_method, needs_eval, result_dtype
 from torch_pi2.layers.gpu import (
@@ -69,6 +68,9 @@ class SparseFFN(DenseForm):
         weights: the ``kind``. dtype: of the float parameters. error, output_error: what quantising did to
             the weights, and to the output on calibration tokens (relative, Frobenius norms; None if not measured).
         split: with some of its neurons on a GPU, where its input is then; None: all are where its tensors are.
+        by_batch: (tokens, hot neurons), ascending by tokens; empty: ``n_hot`` always. A call has the hot neurons of the
+            first entry for at least its tokens, or of the last: no fewer than ``least_hot``; all of them: no predictor
+            is asked. Without a predictor that changes no bits. What was compiled before does not see another setting.
         dense_from: from so many tokens in one call on every neuron is computed, 0: never; None: as
             :mod:`torch_pi2.layers.prompt` finds best. Calls of no more tokens than :attr:`by_batch` knows never are
             prompts, nor are the steps of a plan that is followed.
@@ -87,7 +89,7 @@ class SparseFFN(DenseForm):
     split: HybridFFN | None = None
     #: Of a part: its neurons, first to last, among those of the layer that it is a part of.
     span: tuple[int, int] = (0, 0)
-    _by_batch: tuple[tuple[int, int], ...] = ()
+    by_batch: tuple[tuple[int, int], ...] = ()
     #: What operators call the predictor.
     predictor_kind: str
     predictor_a: torch.Tensor | None
@@ -236,48 +238,14 @@ class SparseFFN(DenseForm):
         """The fewest neurons that may be hot: those that no predictor has rows for, if one is asked at all."""
         return self.n_hot if self.method in PREDICTED else 0
 
-    @property
-    def by_batch(self) -> tuple[tuple[int, int], ...]:
-        """(tokens, hot neurons), ascending by tokens; empty: ``n_hot`` always.
-
-        A call of t tokens has the hot neurons of the first entry for at least t; one for more than any, those of the
-        last. No fewer than ``least_hot``; all of them: no predictor is asked. Without a predictor that changes no bits;
-        with one, what it would have missed. What was compiled before does not see another setting.
-
-        Raises (when it is set):
-            ConfigError: a layer with a threshold, whose hot neurons are part of what it computes.
-            ShapeError: fewer hot neurons than ``least_hot``, or more than there are.
-        """
-        return self._by_batch
-
-    @by_batch.setter
-    def by_batch(self, entries: Sequence[tuple[int, int]]) -> None:
-        chosen = tuple((int(batch), int(hot)) for batch, hot in entries)
-        site, hot = self.site, [n for _, n in chosen]
-        if hot and not self.least_hot <= min(hot) <= max(hot) <= site.intermediate:
-            raise ShapeError(
-                f"hot neurons of {site.key} by batch",
-                expected=f"{self.least_hot} (those that no predictor has rows for) to {site.intermediate}",
-                found=", ".join(map(str, hot)),
-                fix="The plan is for another model, or for this one planned otherwise: make it again.",
-            )
-        if self.method == Method.THRESHOLD and set(hot) - {self.n_hot}:
-            raise ConfigError(
-                f"hot neurons of {site.key} by batch",
-                expected=f"{self.n_hot} for all: hot neurons know no threshold, so others would be other results",
-                found=", ".join(map(str, hot)),
-                fix="Leave layers with a threshold as they are.",
-            )
-        self._by_batch = chosen
-
     def hot_for(self, tokens: int) -> int:
         """Hot neurons of a call of so many tokens, see :attr:`by_batch`."""
-        if not self._by_batch:
+        if not self.by_batch:
             return self.n_hot
-        for batch, hot in self._by_batch:
+        for batch, hot in self.by_batch:
             if tokens <= batch:
                 return hot
-        return self._by_batch[-1][1]
+        return self.by_batch[-1][1]
 
     def _predicted(self, x: torch.Tensor, n_hot: int) -> torch.Tensor:
         """The mask and the layer with it in one operator."""
@@ -400,7 +368,7 @@ class SparseFFN(DenseForm):
         """What a plan says of ``whole``, of which this is a part, is said of this, too."""
         first, last = self.span
         self.dense_from, self.training = whole.dense_from, whole.training
-        self._by_batch = tuple((batch, max(0, min(hot, last) - first)) for batch, hot in whole.by_batch)
+        self.by_batch = tuple((batch, max(0, min(hot, last) - first)) for batch, hot in whole.by_batch)
 
     def check_input(self, x: torch.Tensor) -> None:
         """Raise on a wrong hidden size, or where the dense layer would have recorded a gradient."""

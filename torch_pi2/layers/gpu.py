@@ -12,8 +12,7 @@ import functools
 import importlib.util
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +21,7 @@ from torch_pi2.base.dtypes import dtype_name
 from torch_pi2.base.offloaded import OffloadedParameter
 from torch_pi2.base.package import how_to_install
 from torch_pi2.base.progress import log_once
-from torch_pi2.errors import ConfigError, DeviceError, DtypeError
+from torch_pi2.errors import DeviceError
 from torch_pi2.formats import has_two_formats
 from torch_pi2.ops.activations import check_plain
 from torch_pi2.types.site import FFNSite
@@ -91,11 +90,7 @@ def check_gpu(device: torch.device) -> None:
 
 
 def goes_to_gpu(fn: Callable[[torch.Tensor], torch.Tensor], here: torch.Tensor) -> bool:
-    """Whether ``fn``, which a module's ``_apply`` was given, moves tensors to a GPU from elsewhere.
-
-    Raises:
-        DeviceError: see :func:`check_gpu`.
-    """
+    """Whether ``fn``, which a module's ``_apply`` was given, moves tensors from the CPU to a GPU."""
     moved = fn(torch.empty(0, dtype=torch.float32, device=here.device))
     if not on_gpu(moved) or on_gpu(here):
         return False
@@ -133,27 +128,12 @@ def check_together(key: str, x: torch.Tensor, rows: torch.Tensor) -> None:
         )
 
 
-class TransferBuffer(Protocol):
-    """Between the CPU and a device that works by itself."""
+class TransferBuffer:
+    """Between the CPU and a GPU: pinned memory, and a stream for copies. A copied model uses the same.
 
-    device: torch.device
-
-    @property
-    def turn(self) -> AbstractContextManager[Any]:
-        """Held from when an input leaves until its result is on its way back."""
-
-    def leave(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """``x`` is on its way to the CPU; what is returned waits for it."""
-
-    def queue(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """The device is to do ``work``; what is returned gives its result, or one that is still to come."""
-
-    def enter(self, y: torch.Tensor) -> torch.Tensor:
-        """A tensor of the CPU, on the device."""
-
-
-class CudaTransferBuffer:
-    """Pinned memory and a stream for copies. A copied model uses the same."""
+    Attributes:
+        turn: held from when an input leaves until its result is on its way back.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -162,7 +142,7 @@ class CudaTransferBuffer:
         self._stream = torch.cuda.Stream(device)
         self._pinned: dict[str, torch.Tensor] = {}
 
-    def _room(self, what: str, like: torch.Tensor) -> torch.Tensor:
+    def _pinned_like(self, what: str, like: torch.Tensor) -> torch.Tensor:
         held = self._pinned.get(what)
         if held is None or held.dtype != like.dtype or held.numel() < like.numel():
             with torch.inference_mode(False):  # or calls outside of it could not write there
@@ -171,10 +151,11 @@ class CudaTransferBuffer:
         return held[: like.numel()].view(like.shape)
 
     def leave(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """``x`` is on its way to the CPU; what is returned waits for it."""
         x = x.contiguous()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            there = self._room("leave", x)
+            there = self._pinned_like("leave", x)
             there.copy_(x, non_blocking=True)
             arrived = self._stream.record_event()
         x.record_stream(self._stream)
@@ -186,26 +167,20 @@ class CudaTransferBuffer:
         return wait
 
     def queue(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """The GPU is to do ``work``; what is returned gives its result, or one that is still to come."""
         y = work()  # kernels are queued by themselves
         return lambda: y
 
     def enter(self, y: torch.Tensor) -> torch.Tensor:
+        """A tensor of the CPU, on the GPU."""
         if self._entered is not None:  # of one sequence it is over: the input was computed from it
             self._entered.synchronize()
-        entered = self._room("enter", y).copy_(y).to(self.device, non_blocking=True)
+        entered = self._pinned_like("enter", y).copy_(y).to(self.device, non_blocking=True)
         self._entered = torch.cuda.current_stream(self.device).record_event()
         return entered
 
-    def __deepcopy__(self, _memo: Any) -> CudaTransferBuffer:
+    def __deepcopy__(self, _memo: Any) -> TransferBuffer:
         return self
-
-    def __reduce__(self) -> Any:
-        raise ConfigError(
-            "pickling a model",
-            expected="one on the CPU",
-            found=f"neurons on {self.device}, which mean nothing to another process",
-            fix="Call model.to('cpu') first.",
-        )
 
 
 class HybridFFN:
@@ -299,13 +274,6 @@ class HybridExperts:
         if len(self.there) == self.experts:
             y = self._on_gpu(x, index, routing)
             return y
-        if index.dtype != torch.int64:
-            raise DtypeError(
-                f"index of {layer.site.key}",
-                expected="int64",
-                found=dtype_name(index.dtype),
-                fix="Use .long().",
-            )
         sent = (index, routing.float(), x)
         with self.link.turn:
             arriving = self.link.leave(_as_bytes(*sent))

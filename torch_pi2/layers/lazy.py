@@ -12,7 +12,6 @@ change them in place, in ways that no note could follow.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -119,55 +118,41 @@ def evaluate(
     return value(note)
 
 
-class _Family:
-    """Lazy tensors that may share memory: ``root`` is the note of the one that all others are views of."""
-
-    def __init__(self, root: Note) -> None:
-        self.root = root
-        self._members: list[weakref.ref[LazyFFN]] = []
-
-    def add(self, member: LazyFFN) -> None:
-        self._members.append(weakref.ref(member))
-
-    def members(self) -> list[LazyFFN]:
-        """Those that still exist."""
-        return [lazy for ref in self._members if (lazy := ref()) is not None]
-
-
 class LazyFFN(torch.Tensor):
-    """Shape and dtype of a projection's result, and the note of how to get its values."""
+    """Shape and dtype of a projection's result, and the note of how to get its values.
+
+    Attributes:
+        base: the lazy tensor of which it may be a view. viewed: whether others may be views of it.
+        dense: its values, once they were needed.
+    """
 
     note: Note
-    family: _Family
-    pinned: torch.Tensor | None  # the values, once they were needed
+    base: LazyFFN | None
+    viewed: bool
+    dense: torch.Tensor | None
 
     @staticmethod
-    def wrap(note: Note, like: torch.Tensor) -> LazyFFN:
+    def wrap(note: Note, like: torch.Tensor, base: LazyFFN | None = None) -> LazyFFN:
         """A lazy tensor with shape, dtype and device of ``like``, whose device may be ``meta``."""
         device = next(leaves(note)).x.device
         lazy: LazyFFN = torch.Tensor._make_wrapper_subclass(LazyFFN, like.shape, dtype=like.dtype, device=device)
-        lazy.note, lazy.pinned = note, None
-        lazy._found_family()
+        lazy.note, lazy.base, lazy.viewed, lazy.dense = note, base, False, None
+        if base is not None:
+            base.viewed = True
         return lazy
 
-    def _found_family(self) -> None:
-        self.family = _Family(self.note)
-        self.family.add(self)
+    @property
+    def computed(self) -> bool:
+        """Whether its values were needed, or those of what it is a view of: they may have been changed in place."""
+        return self.dense is not None or (self.base is not None and self.base.computed)
 
     def values(self) -> torch.Tensor:
         """Computed densely, at the first call; views of each other share memory as ordinary tensors do."""
-        if self.pinned is None:
-            root = self.family.root
-            memory = evaluate(root, lambda leaf: leaf.source.dense(leaf.x), ignore_casts=False)
-            for lazy in self.family.members():
-                lazy.pinned = evaluate(
-                    lazy.note,
-                    lambda leaf: leaf.source.dense(leaf.x),
-                    ignore_casts=False,
-                    known=[(root, memory)],
-                )
-        assert self.pinned is not None
-        return self.pinned
+        if self.dense is None:
+            known = [] if self.base is None else [(self.base.note, self.base.values())]
+            self.dense = evaluate(self.note, lambda leaf: leaf.source.dense(leaf.x), ignore_casts=False, known=known)
+        assert self.dense is not None
+        return self.dense
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -175,13 +160,12 @@ class LazyFFN(torch.Tensor):
         if is_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        flat = tree_flatten((args, kwargs))[0]
-        others = [f for f in flat if isinstance(f, torch.Tensor) and not isinstance(f, LazyFFN)]
-        pinned = any(isinstance(f, LazyFFN) and f.pinned is not None for f in flat)
-        if op_name(func) in ELEMENTWISE and not others and not pinned and "out" not in kwargs:
-            in_place = bool(args) and isinstance(args[0], LazyFFN) and is_in_place(func, args, kwargs)
-            if not in_place or len(args[0].family.members()) == 1:
-                return _note_down(func, tuple(args), kwargs)
+        tensors = [f for f in tree_flatten((args, kwargs))[0] if isinstance(f, torch.Tensor)]
+        lazy = all(isinstance(t, LazyFFN) and not t.computed for t in tensors)
+        if lazy and is_in_place(func, args, kwargs):  # a view would not notice
+            lazy = args[0].base is None and not args[0].viewed
+        if lazy and op_name(func) in ELEMENTWISE and "out" not in kwargs:
+            return _note_down(func, tuple(args), kwargs)
         args, kwargs = _with_values((args, kwargs))
         return func(*args, **kwargs)
 
@@ -212,26 +196,18 @@ def _note_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         meta_args = tuple("meta" if isinstance(a, torch.device | str) else a for a in meta_args)
     out = func(*meta_args, **meta_kwargs)
     note_args, note_kwargs = tree_map_only(LazyFFN, lambda lazy: lazy.note, (args, kwargs))
+    first: LazyFFN = next(f for f in tree_flatten((args, kwargs))[0] if isinstance(f, LazyFFN))
+    base = first if op_name(func) in _MAY_ALIAS else None
     if isinstance(out, tuple | list):
-        pieces = [LazyFFN.wrap(Call(func, note_args, note_kwargs, i), part) for i, part in enumerate(out)]
-        return tuple(_related(func, args, piece) for piece in pieces)
+        calls = (Call(func, note_args, note_kwargs, i) for i in range(len(out)))
+        return tuple(LazyFFN.wrap(call, part, base) for call, part in zip(calls, out))
     if not isinstance(out, torch.Tensor):
         return out
     note = Call(func, note_args, note_kwargs)
-    if args and isinstance(args[0], LazyFFN) and is_in_place(func, args, kwargs):
-        args[0].note = note
-        args[0]._found_family()
-        return args[0]
-    return _related(func, args, LazyFFN.wrap(note, out))
-
-
-def _related(func: Any, args: tuple[Any, ...], result: LazyFFN) -> LazyFFN:
-    """``result`` in the family of the tensor that it may be a view of."""
-    if op_name(func) in _MAY_ALIAS:
-        base = next(f for f in tree_flatten(args)[0] if isinstance(f, LazyFFN))
-        result.family = base.family
-        base.family.add(result)
-    return result
+    if is_in_place(func, args, kwargs):
+        first.note = note
+        return first
+    return LazyFFN.wrap(note, out, base)
 
 
 def _warn_compiled(_context: Any) -> None:
@@ -302,7 +278,7 @@ class LazyDown:
 
     def _input_of(self, h: LazyFFN) -> torch.Tensor | None:
         """The FFN's input if ``h`` is exactly what the site computes between its linears, else None."""
-        if h.pinned is not None:
+        if h.computed:
             return None
         found = list(leaves(h.note))
         x = found[0].x

@@ -22,7 +22,7 @@ from torch_pi2.ops.constants import wants_blocks
 from torch_pi2.ops.gpu.operators import products_from
 from torch_pi2.ops.linear import ROWS as BLOCK_ROWS
 from torch_pi2.ops.linear import from_blocks, to_blocks
-from torch_pi2.ops.quantized import check_kind, check_rows_kind, quantize
+from torch_pi2.ops.quantized import RelativeError, check_kind, check_rows_kind, quantize
 
 #: Float32 bytes of the rows that are quantised or dequantised at a time.
 CHUNK_BYTES = 32 << 20
@@ -131,29 +131,6 @@ class QuantLinear(_OverRows):
         made.dtype, made.training = w_NK.dtype, linear.training
         return made
 
-    @staticmethod
-    def empty(
-        rows: int,
-        columns: int,
-        weights: str,
-        int8_activations: bool = False,
-        *,
-        bias: bool = False,
-        dtype: torch.dtype = torch.float32,
-    ) -> QuantLinear:
-        """A layer on ``meta``, for loading: assign its ``rows`` (and ``bias``) afterwards."""
-        check_rows_kind(weights)
-        held = torch.empty((rows, row_bytes(weights, columns)), dtype=torch.uint8, device="meta")
-        made = QuantLinear(
-            held,
-            torch.empty(rows, dtype=torch.float32, device="meta") if bias else None,
-            columns,
-            weights,
-            int8_activations,
-        )
-        made.dtype = dtype
-        return made.eval()
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``[..., K]`` in float32, bfloat16 or float16; the result has its dtype (under autocast: that of autocast).
 
@@ -207,16 +184,11 @@ class QuantLinear(_OverRows):
 
     def relative_error(self, w_NK: torch.Tensor) -> float:
         """``|W' - W| / |W|`` against the float weight (Frobenius norms; 0 for a zero weight)."""
-        wrong = total = 0.0
+        error, rows = RelativeError(), self.in_row_order()
         step = max(1, CHUNK_BYTES // (4 * self.in_features))
-        rows = self.in_row_order()
-        for start in range(0, self.out_features, step):
-            part = slice(start, start + step)
-            w = w_NK[part].detach().float()
-            off: torch.Tensor = torch.ops.pi2.dequantize(rows[part], self.weights, self.in_features, torch.float32)
-            wrong += float(off.sub_(w).square_().sum(dtype=torch.float64))
-            total += float(w.square().sum(dtype=torch.float64))
-        return (wrong / total) ** 0.5 if total else 0.0
+        for part, w in zip(rows.split(step), w_NK.detach().split(step), strict=True):
+            error.add(w, torch.ops.pi2.dequantize(part, self.weights, self.in_features, torch.float32))
+        return error.relative
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantLinear:
         """``model.to(dtype)`` changes what is said about the dtype, never rows or the float32 bias."""

@@ -16,7 +16,7 @@ import torch
 
 from torch_pi2.base.fields import checked
 from torch_pi2.base.memory import trim
-from torch_pi2.errors import ArtifactError, ConfigError, OutOfMemoryError, parse_core_error
+from torch_pi2.errors import ArtifactError, ConfigError, OutOfMemoryError, Pi2Error, parse_core_error
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.gpu import TransferBuffer
 from torch_pi2.machine.device import find_device
@@ -70,8 +70,8 @@ class Store:
         #: keep to it: nobody has asked for that of a shard.
         self.budget: Budget | None = None
         self.limited = False
-        self._said = set[str]()
-        self._kept, self._lock = weakref.WeakKeyDictionary[object, int](), threading.Lock()
+        self._warned = set[str]()
+        self._contexts, self._lock = weakref.WeakKeyDictionary[object, int](), threading.Lock()
         self._since_trim = 0
         #: What :meth:`arrange` has asked for; None: nothing.
         self.resident: tuple[int, ...] | None = None
@@ -104,11 +104,9 @@ class Store:
             except MemoryError as error:
                 raise _no_memory(str(self.path)) from error
             except RuntimeError as error:
-                found = _reason(error, self.path)
-                if found.startswith(_NOT_OF_THE_FILE):
-                    raise self._impossible(found) from error
+                found = str(error).splitlines()[0].rpartition(f"pi2: store {self.path}: ")[2]
                 if not found.startswith(refused):
-                    raise self._damaged(found) from error
+                    raise self._problem(found) from error
         raise ConfigError(
             "OffloadConfig.engine",
             expected="one that this system allows",
@@ -117,17 +115,17 @@ class Store:
             "kernel.io_uring_disabled).",
         )
 
-    def _impossible(self, found: str) -> ConfigError:
-        return ConfigError(
-            f"opening {self.path}",
-            expected="memory, threads and settings with which it can be read",
-            found=found,
-            fix="Give it a smaller budget, fewer io_threads or other settings; nothing is wrong with the store.",
-        )
-
-    def _damaged(self, found: str) -> ArtifactError | OutOfMemoryError:
+    def _problem(self, found: str) -> Pi2Error:
+        """What the core says of the file, or of opening it."""
         if found.startswith(_NO_MEMORY):
             return _no_memory(str(self.path))
+        if found.startswith(_NOT_OF_THE_FILE):
+            return ConfigError(
+                f"opening {self.path}",
+                expected="memory, threads and settings with which it can be read",
+                found=found,
+                fix="Give it a smaller budget, fewer io_threads or other settings; nothing is wrong with the store.",
+            )
         return ArtifactError(
             str(self.path),
             expected="a sound neuron store",
@@ -165,7 +163,7 @@ class Store:
         with explained(str(self.path)):
             problem = torch.ops.pi2.store_preload(self.number)
         if problem:
-            raise self._damaged(problem)
+            raise self._problem(problem)
 
     def resize(self, cache_bytes: int) -> None:
         """Give the cache another size, at most that with which the store was opened; between two calls of its layers.
@@ -249,8 +247,8 @@ class Store:
         than all have that there are.
         """
         with self._lock:
-            self._kept[holder] = tokens
-            tokens = sum(self._kept.values())
+            self._contexts[holder] = tokens
+            tokens = sum(self._contexts.values())
         if self.limited and self.budget is not None and tokens > self.budget.context:
             self.warn_once(
                 f"keys and values of {tokens} tokens, all sequences together, take more memory than its budget, which "
@@ -261,8 +259,8 @@ class Store:
 
     def warn_once(self, message: str, of: str) -> None:
         """Log it, if nothing has been ``of`` this store before."""
-        if of not in self._said:
-            self._said.add(of)
+        if of not in self._warned:
+            self._warned.add(of)
             _log.warning("%s: %s", self.path.parent.parent, message)
 
     def close(self) -> None:
@@ -303,11 +301,6 @@ class Store:
 def _close(number: int) -> bool:
     with unseen_by_modes():
         return bool(torch.ops.pi2.store_close(number))
-
-
-def _reason(error: RuntimeError, path: Path) -> str:
-    """What the core says, without its prefix and torch's trace."""
-    return str(error).splitlines()[0].rpartition(f"pi2: store {path}: ")[2]
 
 
 def check_store_layer(store: Store, layer: int, site: FFNSite) -> None:

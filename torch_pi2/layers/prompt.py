@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,9 @@ from torch_pi2.layers.rows import row_of_each
 from torch_pi2.ops import ACTIVATIONS, load
 from torch_pi2.ops.activations import cuts, exact_zeros, on_up
 from torch_pi2.ops.gpu.operators import products_from, rows_at_once
-from torch_pi2.types.site import FFNSite
+
+if TYPE_CHECKING:
+    from torch_pi2.layers.ffn import SparseFFN
 
 #: Tokens from which on matrix products are used, where no plan says it (``SparseFFN.dense_from``).
 PROMPT_TOKENS = 32
@@ -87,43 +89,12 @@ def single_steps() -> AbstractContextManager[None]:
     return _called_with(single_steps=True, sparse_only=True)
 
 
-class PromptLayer(Protocol):
-    """What is asked of a :class:`~torch_pi2.layers.ffn.SparseFFN` here."""
-
-    site: FFNSite
-    weights: str
-    int8_activations: bool
-    in_memory: bool
-    has_tiles: bool
-    expected_share: float
-    dense_from: int | None
-    n_hot: int
-    threshold: float
-    thresholds: torch.Tensor | None
-    neuron_rows: torch.Tensor
-    bias_gate: torch.Tensor | None
-    bias_up: torch.Tensor | None
-    bias_down: torch.Tensor | None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the float parameters that it has or stands for."""
-
-    @property
-    def has_predictor(self) -> bool:
-        """Whether cold neurons are predicted."""
-
-    @property
-    def by_batch(self) -> tuple[tuple[int, int], ...]:
-        """(tokens, hot neurons), ascending by tokens."""
-
-
 def decoded_together(x: torch.Tensor, hidden: int) -> int:
     """Sequences, at most, that the tokens of ``x [..., hidden]`` belong to."""
     return 1 if call_mode.single_steps else x.numel() // hidden
 
 
-def takes_prompt_path(layer: PromptLayer, x: torch.Tensor) -> bool:
+def takes_prompt_path(layer: SparseFFN, x: torch.Tensor) -> bool:
     """Whether :func:`prompt_ffn` is the faster way for the tokens of ``x [..., H]``."""
     if on_gpu(x):
         return _dense_on_gpu(layer, x)
@@ -134,7 +105,7 @@ def takes_prompt_path(layer: PromptLayer, x: torch.Tensor) -> bool:
     return _wants_all(layer) if layer.has_predictor else not layer.int8_activations
 
 
-def _dense_on_gpu(layer: PromptLayer, x: torch.Tensor) -> bool:
+def _dense_on_gpu(layer: SparseFFN, x: torch.Tensor) -> bool:
     if torch.compiler.is_compiling():
         tokens = x.numel() // layer.site.hidden
     elif call_mode.sparse_only:
@@ -145,12 +116,12 @@ def _dense_on_gpu(layer: PromptLayer, x: torch.Tensor) -> bool:
     return all_of_floats or tokens >= dense_on_gpu_from(layer)
 
 
-def _as_they_are(layer: PromptLayer) -> bool:
+def _as_they_are(layer: SparseFFN) -> bool:
     """Whether a product of matrices takes the rows of ``layer`` as they are; others are converted in each call."""
     return layer.weights == FLOAT and layer.dtype == _of_factors(layer.dtype)
 
 
-def dense_on_gpu_from(layer: PromptLayer) -> int:
+def dense_on_gpu_from(layer: SparseFFN) -> int:
     """Tokens of a call from which on every neuron of ``layer`` is computed, where it is on a GPU: together they would
     read more than that does, as each reads its own. For inputs of the layer's dtype."""
     site, share = layer.site, layer.expected_share
@@ -165,7 +136,7 @@ def dense_on_gpu_from(layer: PromptLayer) -> int:
     return products_from(stored, site.hidden, factor_bytes, share)
 
 
-def skips_predictor(layer: PromptLayer, x: torch.Tensor) -> bool:
+def skips_predictor(layer: SparseFFN, x: torch.Tensor) -> bool:
     """Whether ``x [..., H]`` is a prompt of which the operator computes every gate and up (int8 activations: by tiles).
 
     Where a predictor leaves few neurons it is faster to follow it: 128 tokens, 4096 x 14336, int4, 2 threads (Zen 5): a
@@ -179,7 +150,7 @@ def skips_predictor(layer: PromptLayer, x: torch.Tensor) -> bool:
     return _wants_all(layer)
 
 
-def _wants_all(layer: PromptLayer) -> bool:
+def _wants_all(layer: SparseFFN) -> bool:
     """Whether a predicted layer is to compute every neuron of a prompt; one whose plan says from when on does."""
     most = PREDICTED_SHARE_INT8 if layer.int8_activations and layer.has_tiles else PREDICTED_SHARE
     return layer.dense_from is not None or layer.expected_share > most
@@ -191,7 +162,7 @@ def has_tiles() -> bool:
     return str(torch.ops.pi2.kernel_tables()).endswith("vnni")
 
 
-def _stays(layer: PromptLayer, x: torch.Tensor) -> bool:
+def _stays(layer: SparseFFN, x: torch.Tensor) -> bool:
     """Few tokens, :func:`sparse_only`, or a graph being captured, whose number of tokens may be any.
 
     As many tokens as there are sequences in the largest of a plan's buckets are no prompt: the buckets say how many
@@ -203,12 +174,12 @@ def _stays(layer: PromptLayer, x: torch.Tensor) -> bool:
     return least == 0 or _tokens(layer, x) < least
 
 
-def _tokens(layer: PromptLayer, x: torch.Tensor) -> int:
+def _tokens(layer: SparseFFN, x: torch.Tensor) -> int:
     """Of a call, or of the prompt that it reads a chunk of."""
     return max(x.numel() // layer.site.hidden, call_mode.prompt_tokens)
 
 
-def prompt_from(layer: PromptLayer) -> int:
+def prompt_from(layer: SparseFFN) -> int:
     """Tokens from which on a call is a prompt to ``layer``; 0: never."""
     least = PROMPT_TOKENS if layer.dense_from is None else layer.dense_from
     return max(least, layer.by_batch[-1][0] + 1) if least and layer.by_batch else least
@@ -219,7 +190,7 @@ def _of_factors(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
-def prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
+def prompt_ffn(layer: SparseFFN, x: torch.Tensor) -> torch.Tensor:
     """Every neuron of ``layer`` on ``x [..., H]``; the result has ``x``'s dtype.
 
     Everything is in float32, as in the sparse operator, but for the products of bfloat16 inputs, whose results PyTorch
@@ -230,7 +201,7 @@ def prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
         return _prompt_ffn(layer, x)
 
 
-def _prompt_ffn(layer: PromptLayer, x: torch.Tensor) -> torch.Tensor:
+def _prompt_ffn(layer: SparseFFN, x: torch.Tensor) -> torch.Tensor:
     site, kind = layer.site, layer.weights
     dtype = _of_factors(x.dtype)
     x_TH = x.reshape(-1, site.hidden).to(dtype)

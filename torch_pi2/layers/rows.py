@@ -12,7 +12,7 @@ from torch_pi2.base.memory import new_tensor
 from torch_pi2.base.progress import log_once
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import row_bytes
-from torch_pi2.ops.quantized import quantize
+from torch_pi2.ops.quantized import RelativeError, quantize
 from torch_pi2.ops.rows import row_of_neurons
 from torch_pi2.types.method import LOSSY
 from torch_pi2.types.site import FFNSite, FFNWeights, LinearRef
@@ -54,7 +54,7 @@ def make_quantized_rows(
     hidden = weights.up.shape[1]
     neuron_rows = new_tensor((len(order), len(rows), row_bytes(kind, hidden)), torch.uint8)
     step = max(1, _CHUNK_BYTES // (4 * hidden))
-    wrong = total = 0.0
+    error = RelativeError()
     for r, (role, w_IH, ref) in enumerate(rows):
         for start in range(0, len(order), step):
             part = w_IH.detach()[order[start : start + step]].contiguous()
@@ -64,10 +64,8 @@ def make_quantized_rows(
             else:
                 quantised = quantize(f"{ref.weight} of {site.key}", part, kind, weight)
             neuron_rows[start : start + step, r] = quantised
-            off = torch.ops.pi2.dequantize(quantised, kind, hidden, torch.float32).sub_(part)
-            wrong += float(off.square_().sum(dtype=torch.float64))
-            total += float(part.float().square_().sum(dtype=torch.float64))
-    return neuron_rows, (wrong / total) ** 0.5 if total else 0.0
+            error.add(part, torch.ops.pi2.dequantize(quantised, kind, hidden, torch.float32))
+    return neuron_rows, error.relative
 
 
 def row_of_each(neuron_rows: torch.Tensor, row: int, kind: str, hidden: int, dtype: torch.dtype) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from torch_pi2.errors import DeviceError
-from torch_pi2.layers.gpu import CudaTransferBuffer, TransferBuffer, check_gpu
+from torch_pi2.layers.gpu import TransferBuffer, check_gpu
 from torch_pi2.machine.hardware import Accelerator
 from torch_pi2.machine.reads import six_digits
 
@@ -38,7 +38,7 @@ class Gpu:
         about = torch.cuda.get_device_properties(self.device)
         self.name, self.cache_bytes = about.name, about.L2_cache_size
         self.free_bytes = torch.cuda.mem_get_info(self.device)[0]
-        self.link: TransferBuffer = CudaTransferBuffer(self.device)
+        self.link = TransferBuffer(self.device)
 
     def device_us(self, work: Callable[[], object]) -> float:
         """Microseconds of ``work`` by its own clock."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from torch_pi2.base.dtypes import DTYPES, check_finite, check_on_cpu, dtype_name
@@ -85,3 +87,21 @@ def quantize(what: str, w: torch.Tensor, weights: str, importance: torch.Tensor 
         importance = importance.float().contiguous()
     rows: torch.Tensor = torch.ops.pi2.quantize(w.detach(), weights, importance)
     return rows
+
+
+class RelativeError:
+    """``|found - wanted| / |wanted|`` (Frobenius norms) of a matrix that comes in parts."""
+
+    def __init__(self) -> None:
+        self._wrong, self._all = 0.0, 0.0
+
+    def add(self, wanted: torch.Tensor, found: torch.Tensor) -> None:
+        """A part; ``found`` (float32) is changed."""
+        wanted = wanted.float()
+        self._all += float(wanted.square().sum(dtype=torch.float64))
+        self._wrong += float(found.sub_(wanted).square_().sum(dtype=torch.float64))
+
+    @property
+    def relative(self) -> float:
+        """0 where ``wanted`` is 0."""
+        return math.sqrt(self._wrong / self._all) if self._all else 0.0

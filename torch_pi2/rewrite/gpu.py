@@ -13,7 +13,7 @@ from torch_pi2.base.units import parse_bytes, size
 from torch_pi2.errors import ConfigError, OutOfMemoryError
 from torch_pi2.layers.experts import OffloadedExperts, SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
-from torch_pi2.layers.gpu import CudaTransferBuffer, HybridFFN, TransferBuffer, check_gpu, device_of, on_gpu
+from torch_pi2.layers.gpu import HybridFFN, TransferBuffer, check_gpu, device_of, on_gpu
 from torch_pi2.layers.of_model import homes
 from torch_pi2.layers.offloaded import OffloadedFFN
 from torch_pi2.rewrite.state import ModelState, SparseState, stored_stats
@@ -112,7 +112,7 @@ def room_on_gpu(model: nn.Module, memory_bytes: int) -> int:
     return memory_bytes - least_bytes
 
 
-def hot_on_gpu(model: nn.Module, memory_bytes: int, link: TransferBuffer | None = None) -> dict[str, int]:
+def hot_on_gpu(model: nn.Module, memory_bytes: int, link: TransferBuffer | None = None) -> None:
     """Put as many neurons of ``model``, which is optimised and on the CPU, on a GPU as have room, and all else.
 
     Those that its plan gives to an accelerator, if it gives it any and all have room. Else those that are wanted most,
@@ -123,9 +123,6 @@ def hot_on_gpu(model: nn.Module, memory_bytes: int, link: TransferBuffer | None 
     Args:
         memory_bytes: of weights there; keys, values and activations come on top.
         link: to the GPU (None: torch's current one).
-
-    Returns:
-        neurons there, by the key of their layer.
 
     Raises:
         OutOfMemoryError: the rest of the model has no room, or the GPU has less memory free. ArtifactError: a store
@@ -138,12 +135,11 @@ def hot_on_gpu(model: nn.Module, memory_bytes: int, link: TransferBuffer | None 
     there = None if parts is None else _planned(found, parts.plan, room_bytes)
     if there is None:
         there = _most_wanted(found, None if parts is None else parts.stats or stored_stats(model), room_bytes)
-    link = link or CudaTransferBuffer(torch.device("cuda", torch.cuda.current_device()))
+    link = link or TransferBuffer(torch.device("cuda", torch.cuda.current_device()))
     with _or_here(model, memory_bytes, link.device):
         for home, units in zip(found, there, strict=True):
             _split_off(home, units, link)
         model.to(link.device)
-    return {layer.site.key: count for home in found for layer, count in _counts(home)}
 
 
 def _split_off(home: SparseFFN | SparseExperts, there: Sequence[int], link: TransferBuffer) -> None:
@@ -155,15 +151,6 @@ def _split_off(home: SparseFFN | SparseExperts, there: Sequence[int], link: Tran
         if not home.in_memory and count < home.site.intermediate:
             count = count // HybridFFN.CHUNK * HybridFFN.CHUNK
         home.split_off(count, link, _stored_neurons(home, count))
-
-
-def _counts(home: SparseFFN | SparseExperts) -> list[tuple[SparseFFN, int]]:
-    """Layers of ``home``, which is split, and how many neurons of each are there."""
-    assert home.split is not None
-    if isinstance(home, SparseExperts):
-        there, every = home.split.there, home.site.intermediate
-        return [(layer, every * (expert in there)) for expert, layer in enumerate(home.experts())]
-    return [(home, home.split.n_gpu)]
 
 
 def _stored_neurons(layer: SparseFFN, count: int) -> torch.Tensor | None:

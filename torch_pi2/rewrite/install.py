@@ -17,8 +17,6 @@ from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.lazy import LazyDown
 from torch_pi2.layers.of_model import homes
 
-#: A module that has another, the name under which it does, and what is to be there.
-Target = tuple[nn.Module, str, nn.Module]
 #: Under this name the module with the down projection's weight has the sparse layer.
 NAME = "sparse_ffn"
 #: A module's ``forward`` as it was installed: accelerate and patches put another around it.
@@ -113,27 +111,14 @@ def _is_guarded(module: nn.Module) -> bool:
     return isinstance(module._parameters, GuardedParameters) and module._parameters.owner is not None
 
 
-# --- modules in the place of others ---
+def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> Callable[[], None]:
+    """Register the values of ``new`` wherever in ``model`` their keys are; the function returned undoes it."""
+    places = [(parent, name, child) for parent in model.modules() for name, child in parent._modules.items()]
+    places = [(parent, name, child) for parent, name, child in places if child is not None and child in new]
 
+    def register(module_for: Callable[[Any], Any]) -> None:
+        for parent, name, child in places:
+            dict.__setitem__(parent._modules, name, module_for(child))  # of a guarded module, too
 
-def everywhere(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> list[Target]:
-    """Each key of ``new`` is to give way to its value wherever in ``model`` it is registered."""
-    places = ((parent, name, child) for parent in model.modules() for name, child in parent._modules.items())
-    return [(parent, name, new[child]) for parent, name, child in places if child is not None and child in new]
-
-
-def exchange(targets: Sequence[Target]) -> Callable[[], None]:
-    """Register the modules of ``targets``; the function returned undoes all of it, as does an exception here."""
-    before = [(parent, name, parent._modules[name]) for parent, name, _ in targets]
-
-    def undo() -> None:
-        for parent, name, child in before:
-            dict.__setitem__(parent._modules, name, child)
-
-    try:
-        for parent, name, module in targets:
-            dict.__setitem__(parent._modules, name, module)  # of a guarded module, too
-    except BaseException:  # an interruption
-        undo()
-        raise
-    return undo
+    register(new.__getitem__)
+    return lambda: register(lambda child: child)

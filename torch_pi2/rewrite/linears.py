@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +22,7 @@ from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.ops.quantized import check_importance, check_quantizable
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.run import InputStats
-from torch_pi2.rewrite.install import everywhere, exchange
+from torch_pi2.rewrite.install import replace_modules
 from torch_pi2.types.site import FFNSite
 
 _log = logging.getLogger("torch_pi2")
@@ -171,8 +170,8 @@ def quantize_linears(
 ) -> dict[str, LayerError]:
     """Replace ``linears`` (emptied) in ``model`` and give their memory back; their errors.
 
-    All rows are made before the first layer is replaced, and float weights go last: on any exception ``model`` has its
-    own modules and numbers. The rows take a quarter to a half of the float weights for this long; where FFNs were
+    All rows are made before the first layer is replaced, and float weights go last: on an error ``model`` has its own
+    modules and numbers. The rows take a quarter to a half of the float weights for this long; where FFNs were
     quantised before, that is less than they have given back.
 
     An output layer tied to the embedding gets rows of its own, the embedding stays float, and the model's configuration
@@ -181,7 +180,6 @@ def quantize_linears(
     Raises:
         DeviceError, DtypeError, NonFiniteError, ShapeError, ConfigError: see :func:`check_linears`.
     """
-    check_linears(linears, storage.weights, storage)
     errors: dict[str, LayerError] = {}
     made: dict[str, QuantLinear] = {}
     for name in bar(list(linears), "quantise linear layers", progress):
@@ -199,10 +197,11 @@ def quantize_linears(
         _log.info("%s: %s, relative error of its weights %.4f", name, storage.weights, errors[name].weight)
         share_hooks(linear, made[name])
         made[name].use_blocks()  # in place, before it is anyone's: interrupted, its rows would mean other numbers
-    with ExitStack() as undo:
-        _replace(model, [(linears[name], made[name]) for name in linears], undo)
-        undo.pop_all()  # nothing below can fail
+    replace_modules(model, {linears[name]: quantised for name, quantised in made.items()})
     in_use = {id(parameter) for parameter in model.parameters()}
+    config, tied = getattr(model, "config", None), any(id(linear.weight) in in_use for linear in linears.values())
+    if tied and getattr(config, "tie_word_embeddings", False):
+        config.tie_word_embeddings = False  # type: ignore[union-attr]
     for name, linear in linears.items():
         # a captured graph or a variable of the caller may keep parameters, but not their memory
         for local, parameter in linear.named_parameters():
@@ -210,16 +209,6 @@ def quantize_linears(
                 free_storage(parameter, f"{name}.{local}", parameter)
     linears.clear()
     return errors
-
-
-def _replace(model: nn.Module, pairs: Sequence[tuple[nn.Linear, QuantLinear]], undo: ExitStack) -> None:
-    """Register each second in the place of the first; ``undo`` takes all of it back."""
-    undo.callback(exchange(everywhere(model, dict(pairs))))
-    left = {id(parameter) for parameter in model.parameters()}
-    config = getattr(model, "config", None)
-    if any(id(linear.weight) in left for linear, _ in pairs) and getattr(config, "tie_word_embeddings", False):
-        undo.callback(setattr, config, "tie_word_embeddings", True)
-        config.tie_word_embeddings = False  # type: ignore[union-attr]
 
 
 def _output_error(linear: nn.Linear, made: QuantLinear, x_TK: torch.Tensor | None) -> float | None:

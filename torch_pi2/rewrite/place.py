@@ -12,11 +12,10 @@ from torch_pi2.layers.experts import SparseExperts, expert_groups
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.of_model import replacements
 from torch_pi2.layers.sequence import FusedIdentity
-from torch_pi2.rewrite import strategies
 from torch_pi2.rewrite.install import install
 from torch_pi2.rewrite.skeleton import put
+from torch_pi2.rewrite.strategies import find_strategy
 from torch_pi2.types.plan import LayerPlan, Plan
-from torch_pi2.types.site import FFNSite
 
 #: Experts of a module whose weights are read to see what it computes.
 TRIED_EXPERTS = 2
@@ -60,16 +59,18 @@ def check_sizes(model: nn.Module, plan: Plan) -> None:
                 )
 
 
-def tried_strategy(model: nn.Module, site: FFNSite) -> str:
-    """The strategy that is seen to compute the same, as files call it; the parameters of ``site`` have values.
+def tried_strategy(model: nn.Module, group: Sequence[LayerPlan]) -> str:
+    """The strategy that is seen to compute the same as a layer, or all experts of one module, as files call it.
+
+    The layer's parameters have values; of experts those of the first ``TRIED_EXPERTS``.
 
     Raises:
         UnsupportedModelError: none does.
     """
+    site = group[0].site
     try:
         with torch.no_grad():
-            probes = strategies.probes_of(site, site.weights(model))
-            return _IN_FILES[strategies.find_strategy(model, site, None, probes, _IN_FILES)[0]]
+            return _IN_FILES[find_strategy(model, group, None, _IN_FILES, tried=TRIED_EXPERTS)[0]]
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"weights of {site.key or 'the FFN'} ({site.owner_class}) in a folder",
@@ -90,29 +91,17 @@ def strategies_used(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def place(model: nn.Module, site: FFNSite, ffn: SparseFFN, strategy: str) -> None:
-    """Let ``ffn`` compute ``site``, whose parameters need no values; ``strategy``: see :func:`tried_strategy`."""
+def place(
+    model: nn.Module, group: Sequence[LayerPlan], sparse: SparseFFN | SparseExperts, strategy: str = _IN_FILES["module"]
+) -> None:
+    """Let ``sparse`` compute a layer, or all experts of one module, whose parameters need no values.
+
+    ``strategy``: see :func:`tried_strategy`; it is not tried again.
+    """
+    site = group[0].site
+    with torch.no_grad():
+        _, overrides = find_strategy(model, group, sparse, [_OF_FILES[strategy]], tried=0)
     for name in site.parameter_names:
         if model.get_parameter(name).numel():
             put(model, [name], torch.empty(0, dtype=model.get_parameter(name).dtype))
-    with torch.no_grad():
-        _, overrides = strategies.find_strategy(model, site, ffn, [], [_OF_FILES[strategy]])  # nothing to try it with
-    install(model, ffn, overrides)
-
-
-def tried_experts_strategy(model: nn.Module, group: Sequence[LayerPlan]) -> str:
-    """As :func:`tried_strategy`, for the experts of one module, of which the first ``TRIED_EXPERTS`` have values."""
-    with torch.no_grad():
-        strategies.experts_override(model, group, None, tried=TRIED_EXPERTS)
-    return _IN_FILES["module"]
-
-
-def place_experts(model: nn.Module, group: Sequence[LayerPlan], sparse: SparseExperts) -> None:
-    """Let ``sparse`` compute the module of experts that ``group`` names, whose parameters need no values."""
-    override = strategies.experts_override(model, group, sparse, tried=0)
-    site = group[0].site
-    for ref in (site.up, site.down):
-        for name in (ref.weight, ref.bias):
-            if name is not None:
-                put(model, [name], torch.empty(0, dtype=model.get_parameter(name).dtype))
-    install(model, sparse, [override])
+    install(model, sparse, overrides)

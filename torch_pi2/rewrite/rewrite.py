@@ -6,18 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from torch_pi2.base.modules import evaluating, fresh_settings, has_sparse_layers, refuse_global_hooks
+from torch_pi2.base.modules import fresh_settings, has_sparse_layers, refuse_global_hooks
 from torch_pi2.base.progress import bar
 from torch_pi2.errors import CalibrationError, ConfigError, UnsupportedModelError
 from torch_pi2.fitting.gptq_model import ROLES, calibrated_rows, neuron_key, warn_rounded
 from torch_pi2.graph.find import Found
-from torch_pi2.graph.operations import same_tokens
 from torch_pi2.layers.experts import SparseExperts, expert_groups
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.linear import QuantLinear
@@ -26,7 +24,7 @@ from torch_pi2.ops.quantized import check_quantizable
 from torch_pi2.profiling.data import Batch
 from torch_pi2.profiling.run import InputStats, gather_inputs
 from torch_pi2.rewrite.gpu import refuse_split
-from torch_pi2.rewrite.install import Override, install, uninstall
+from torch_pi2.rewrite.install import install, uninstall
 from torch_pi2.rewrite.linears import (
     LayerError,
     Storage,
@@ -38,13 +36,7 @@ from torch_pi2.rewrite.linears import (
 )
 from torch_pi2.rewrite.place import check_names
 from torch_pi2.rewrite.state import SparseState
-from torch_pi2.rewrite.strategies import (
-    Probe,
-    experts_override,
-    find_strategy,
-    log_skipped,
-    probes_of,
-)
+from torch_pi2.rewrite.strategies import find_strategy, log_skipped
 from torch_pi2.types.config import Config
 from torch_pi2.types.method import Method
 from torch_pi2.types.plan import LayerPlan, Plan
@@ -57,7 +49,6 @@ def rewrite(
     plan: Plan,
     predictors: Mapping[str, Any] | None = None,
     *,
-    check_hash: bool = True,
     progress: bool = False,
     storage: Storage | None = None,
     strategies: Mapping[str, str] | None = None,
@@ -70,7 +61,6 @@ def rewrite(
         predictors: site key -> low-rank predictor in original neuron order: an object with ``tensors()`` and
             ``threshold`` or a mapping of tensors (see :class:`~torch_pi2.layers.ffn.SparseFFN`). Needed for
             layers whose method is ``lowrank``.
-        check_hash: verify that the plan was made from these weights (reads them all once).
         progress: a progress bar on standard error if it is a terminal.
         storage: how the weights are stored (None: float). Quantised layers cannot be restored, so what can be refused
             is refused before the first of them is made. Should one fail all the same, the dense modules get the numbers
@@ -91,8 +81,7 @@ def rewrite(
         )
     refuse_global_hooks("torch_pi2.optimize")
     check_names(model, plan)
-    if check_hash:
-        plan.check_model(model)
+    plan.check_model(model)
     storage, predictors, groups = storage or Storage(), predictors or {}, expert_groups(plan.layers)
     known = dict(strategies or {})
     for group in groups:
@@ -190,29 +179,10 @@ def _rewrite_group(
     model: nn.Module, group: Sequence[LayerPlan], predictors: Mapping[str, Any], storage: Storage, known: str
 ) -> None:
     """One layer, or all experts of a module; ``known``: its strategy."""
-    site = group[0].site
     made = (_make_layer(model, layer, predictors.get(layer.site.key), storage) for layer in group)
-    if site.experts is not None:
-        experts = SparseExperts(made, len(group)).eval()
-        install(model, experts, [experts_override(model, group, experts, tried=0)])
-        return
-    ffn = next(made)
-    _, overrides = find_strategy(model, site, ffn, [], [known])
-    if known != "lazy" and _varies_in_training(overrides, probes_of(site, site.weights(model))[0]):
-        group[0].site = ffn.site = replace(site, drops="inside")
-    install(model, ffn, overrides)
-
-
-def _varies_in_training(overrides: Sequence[Override], probe: Probe) -> bool:
-    """Whether modules that are to be replaced do something else in training mode, as dropout does."""
-    modules = [override.module for override in overrides]
-    with evaluating(*modules), torch.random.fork_rng(devices=[]):
-        for module in modules:
-            module.train()
-        h = probe[0].clone()
-        for module in modules:
-            h = module.forward(h)
-    return not same_tokens(h, probe[1])
+    sparse = next(made) if group[0].site.experts is None else SparseExperts(made, len(group)).eval()
+    _, overrides = find_strategy(model, group, sparse, [known], tried=0)
+    install(model, sparse, overrides)
 
 
 def _check_group(
@@ -225,15 +195,11 @@ def _check_group(
     """Refuse what rewriting would refuse, without changing anything; the strategy, tried if it is not ``known``."""
     empty = [_check_layer(model, layer, predictors.get(layer.site.key), storage) for layer in group]
     site = group[0].site
-    if site.experts is not None:
-        SparseExperts(empty, len(group))
+    sparse = empty[0] if site.experts is None else SparseExperts(empty, len(group))
     if site.key in known:
         return known[site.key]
     with torch.no_grad():
-        if site.experts is not None:
-            experts_override(model, group, None)
-            return "module"
-        return find_strategy(model, site, empty[0], probes_of(site, site.weights(model)))[0]
+        return find_strategy(model, group, sparse)[0]
 
 
 def _check_layer(model: nn.Module, layer: LayerPlan, predictor: Any, storage: Storage) -> SparseFFN:

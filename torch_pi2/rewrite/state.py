@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -21,16 +21,6 @@ from torch_pi2.types.stats import ActivationStats
 _ATTRIBUTE = "torch_pi2"
 
 
-class Follows(Protocol):
-    """What keeps a model with its plan: :class:`torch_pi2.decode.plan_controller.PlanController`."""
-
-    def batch(self, sequences: int) -> None:
-        """From the next step on there are so many sequences."""
-
-    def refresh(self) -> None:
-        """The budget has other room for neurons."""
-
-
 @dataclass(kw_only=True, eq=False)
 class ModelState:
     """The state of a model that is nobody's parameter; a copied model has a copy, over the same store.
@@ -38,11 +28,11 @@ class ModelState:
     Attributes:
         store: that the model reads its neurons from; None: it is in memory. budget: of the store.
         group: of the processes that each have a shard of it; None: this one has all.
-        controller: lets it follow a plan (:func:`torch_pi2.follow`).
+        controller: what keeps the model with its plan (:class:`torch_pi2.decode.plan_controller.PlanController`).
     """
 
     store: Store | None = None
-    controller: Follows | None = None
+    controller: Any = None
     group: Group | None = None
 
     @property

@@ -13,9 +13,7 @@ Experts are replaced together: the ``forward`` of the module that holds them.
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +26,6 @@ from torch_pi2.errors import StaleArtifactError, UnsupportedModelError
 from torch_pi2.graph.experts import probe_experts
 from torch_pi2.graph.find import named
 from torch_pi2.graph.operations import BranchCoverage, same_tokens, token_magnitudes
-from torch_pi2.layers.experts import SparseExperts
 from torch_pi2.layers.ffn import SparseFFN
 from torch_pi2.layers.lazy import LazyDown, LazySource
 from torch_pi2.layers.sequence import FusedIdentity
@@ -49,29 +46,35 @@ Probe = tuple[torch.Tensor, torch.Tensor]
 
 def find_strategy(
     model: nn.Module,
-    site: FFNSite,
-    ffn: Any,
-    probes: Sequence[Probe],
+    group: Sequence[LayerPlan],
+    sparse: Any,
     strategies: Iterable[str] = ("module", "sequential", "lazy"),
+    *,
+    tried: int | None = None,
 ) -> tuple[str, list[Override]]:
-    """The first of ``strategies`` that computes the same, and its overrides.
+    """The first of ``strategies`` that computes the same as a layer, or all experts of one module; and its overrides.
 
     Args:
-        ffn: the sparse layer, an empty one, or None, which lazy tensors do not take.
-        probes: none, if the strategy is known; then nothing is tried.
+        group: the plan of the layer, or those of all experts.
+        sparse: what computes them, empty or not; or None, which lazy tensors do not take.
+        tried: 0: nothing is tried, as the strategy is known. Of experts, so many (None: all), which need their weights.
 
     Raises:
-        UnsupportedModelError: none of them does.
+        UnsupportedModelError: none of them does. StaleArtifactError: the module has another number of experts.
     """
+    site = group[0].site
+    if site.experts is not None:
+        return "module", [_by_experts(model, group, sparse, tried)]
+    probes = [] if tried == 0 else _probes_of(site, site.weights(model))
     reasons: list[str] = []
     for strategy in strategies:
-        overrides = _TRY[strategy](model, site, ffn, probes)
+        overrides = _TRY[strategy](model, site, sparse, probes)
         if not isinstance(overrides, str):
             if any(reason.endswith(_SILENT) for reason in reasons):
                 _log.warning("%s runs through lazy tensors, which is slower: %s", site.key, "; ".join(reasons))
             return strategy, overrides
         reasons.append(overrides)
-    raise no_strategy(site, reasons)
+    raise _no_strategy(site, reasons)
 
 
 def plain_reason(reasons: Sequence[str]) -> str:
@@ -89,18 +92,8 @@ def log_skipped(refused: Mapping[str, UnsupportedModelError], others: bool) -> d
     return left
 
 
-def experts_override(
-    model: nn.Module, group: Sequence[LayerPlan], sparse: SparseExperts | None, tried: int | None = None
-) -> Any:
-    """The override by which ``sparse`` computes in the place of the module of experts that ``group`` names.
-
-    Args:
-        tried: of so many experts (None: all) see first that its forward computes what their sites say; these need
-            their weights for that.
-
-    Raises:
-        StaleArtifactError: it has another number of experts. UnsupportedModelError: it computes something else as well.
-    """
+def _by_experts(model: nn.Module, group: Sequence[LayerPlan], sparse: Any, tried: int | None) -> Override:
+    """The override by which ``sparse`` computes in the place of the module of experts that ``group`` names."""
     first = group[0].site
     module = model.get_submodule(str(first.experts))
     experts = len(model.get_parameter(first.up.weight))
@@ -121,11 +114,11 @@ def experts_override(
     if not reason and (hooks := hooks_inside(str(first.experts), module)):
         reason = f"module: {hooks}, {_SILENT}"
     if reason:
-        raise no_strategy(first, [reason])
-    return None if sparse is None else Override(module, sparse.forward)
+        raise _no_strategy(first, [reason])
+    return Override(module, getattr(sparse, "forward", None))
 
 
-def probes_of(site: FFNSite, weights: FFNWeights) -> list[Probe]:
+def _probes_of(site: FFNSite, weights: FFNWeights) -> list[Probe]:
     """Random inputs of a layer and what it makes of them."""
     generator = torch.Generator().manual_seed(site.layer)
     probes: list[Probe] = []
@@ -141,7 +134,7 @@ def probes_of(site: FFNSite, weights: FFNWeights) -> list[Probe]:
 # --- the three strategies: each returns its overrides, or why it cannot be used ---
 
 
-def by_module(model: nn.Module, site: FFNSite, ffn: Any, probes: Sequence[Probe]) -> list[Override] | str:
+def _by_module(model: nn.Module, site: FFNSite, ffn: Any, probes: Sequence[Probe]) -> list[Override] | str:
     if not site.owner:
         return "module: it is the whole model"
     owner = model.get_submodule(site.owner)
@@ -157,7 +150,7 @@ def by_module(model: nn.Module, site: FFNSite, ffn: Any, probes: Sequence[Probe]
     return f"module: {site.owner} {problem}" if problem else [Override(owner, getattr(ffn, "forward", None))]
 
 
-def by_sequence(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Override] | str:
+def _by_sequence(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Override] | str:
     if not site.inner:
         return "sequential: part of it is code of its owner"
     sources = {_module_name(ref.weight) for ref in (site.gate, site.up) if ref is not None}
@@ -193,7 +186,7 @@ def by_sequence(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequenc
     return overrides
 
 
-def by_lazy_tensors(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Override] | str:
+def _by_lazy_tensors(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Sequence[Probe]) -> list[Override] | str:
     if cuts(site.activation):
         return "lazy: its cut is of all gates together"
     if shared := _shared(model, site):
@@ -243,9 +236,9 @@ def by_lazy_tensors(model: nn.Module, site: FFNSite, ffn: SparseFFN, probes: Seq
 
 
 _TRY: dict[str, Callable[[nn.Module, FFNSite, Any, Sequence[Probe]], list[Override] | str]] = {
-    "module": by_module,
-    "sequential": by_sequence,
-    "lazy": by_lazy_tensors,
+    "module": _by_module,
+    "sequential": _by_sequence,
+    "lazy": _by_lazy_tensors,
 }
 
 
@@ -256,7 +249,7 @@ def _module_name(parameter: str) -> str:
 # --- whether modules compute the FFN, and nothing else ---
 
 
-def no_strategy(site: FFNSite, reasons: Sequence[str]) -> UnsupportedModelError:
+def _no_strategy(site: FFNSite, reasons: Sequence[str]) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"rewriting {site.key or 'the FFN'} ({site.owner_class})",
         expected="modules that compute the FFN, or linears that can be replaced",
@@ -302,10 +295,8 @@ def _tried(call: Any, probes: Sequence[Probe], *modules: nn.Module) -> str | Non
 
 @contextmanager
 def _as_it_was(*roots: nn.Module) -> Iterator[list[str]]:
-    """What the code within it does to attributes of modules is undone, and named in the list: it would not be done."""
-    modules = dict.fromkeys(module for root in roots for module in root.modules())
-    before = {module: dict(vars(module)) for module in modules}
-    inside = {(module, name): copy.copy(v) for module in modules for name, v in vars(module).items() if _holds(v)}
+    """What the code within it assigns to attributes of modules is undone, and named in the list."""
+    before = {module: dict(vars(module)) for root in roots for module in root.modules()}
     changed: list[str] = []
     try:
         yield changed
@@ -315,20 +306,6 @@ def _as_it_was(*roots: nn.Module) -> Iterator[list[str]]:
             changed += [name for name in {**attributes, **now} if attributes.get(name, now) is not now.get(name, now)]
             now.clear()
             now.update(attributes)
-        for (module, name), was in inside.items():
-            holder = vars(module)[name]
-            if [*map(id, _inside(holder))] != [*map(id, _inside(was))]:
-                changed.append(name)
-                holder.clear()
-                (holder.update if isinstance(holder, dict | set) else holder.extend)(was)
-
-
-def _holds(value: Any) -> bool:
-    return type(value) in (list, dict, set, deque)
-
-
-def _inside(holder: Any) -> list[Any]:
-    return [*holder, *holder.values()] if isinstance(holder, dict) else [*holder]
 
 
 def _more_than(site: FFNSite, model: nn.Module, modules: Mapping[str, nn.Module]) -> str | None:
