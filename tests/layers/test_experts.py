@@ -300,9 +300,9 @@ def test_what_a_store_cannot_do_says_so(quantised: tuple[nn.Module, Path], tmp_p
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A synthetic model of every type, with another kind of predictor each; beside each its ``store``."""
+    """A synthetic model of every type, two with predictors; beside each its ``store``."""
     made = {}
-    for kind, predictor in zip(SHAPE, ("lowrank", "signbit", None), strict=True):
+    for kind, predictor in zip(SHAPE, ("lowrank", "lowrank", None), strict=True):
         folder = tmp_path_factory.mktemp(kind)
         shape = SYNTHETIC | SHAPE[kind] | {"model_type": kind}
         torch_pi2.synthetic(folder / "plain", shape, active=0.25, rank=16, predictor=predictor)

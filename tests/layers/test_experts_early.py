@@ -17,12 +17,12 @@ from torch_pi2.graph.routed import LinearRouter
 from torch_pi2.layers.offloaded import Store
 from torch_pi2.types.offload import OffloadConfig
 
-PREDICTORS = ("lowrank", "signbit", None)
+PREDICTORS = ("lowrank", None)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Path]:
-    """Stores of a synthetic mixture with each kind of predictor."""
+    """Stores of a synthetic mixture with predictors and without."""
     made: dict[str | None, Path] = {}
     shape = SYNTHETIC | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 96, "head_dim": 16}
     for kind in PREDICTORS:
