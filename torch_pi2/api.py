@@ -42,7 +42,7 @@ from torch_pi2.predict import AnyPredictor
 from torch_pi2.predict.file import FittedPredictors
 from torch_pi2.profiling.data import MIN_SEQUENCES, MIN_TOKENS, Batch, batches, calibration_batches, rows_of
 from torch_pi2.profiling.run import profile as profile_sites
-from torch_pi2.profiling.samples import bytes_per_token, samples_bytes
+from torch_pi2.profiling.samples import samples_bytes
 from torch_pi2.rewrite.gpu import checked_memory, hot_on_gpu, on_the_cpu, room_on_gpu
 from torch_pi2.rewrite.rewrite import apply, replaceable
 from torch_pi2.rewrite.rewrite import restore as restore_modules
@@ -229,9 +229,9 @@ def _fit(
         if not any(s.experts is None for s in sites):
             return FittedPredictors()
     fitted = [s for s in sites if len(cold[s.key])]
-    per_token = max(1, bytes_per_token(model, fitted))
     # In memory, samples of all layers are held at once: fewer tokens for large models (7B: about 6,000).
-    n_tokens = _FIT_TOKENS if work else max(1024, min(_FIT_TOKENS, _FIT_BYTES // per_token))
+    share = 1.0 if work else _FIT_BYTES / max(1, samples_bytes(model, fitted, _FIT_TOKENS))
+    n_tokens = max(1024, int(min(1.0, share) * _FIT_TOKENS))
     if n_tokens < _FIT_TOKENS:
         _log.warning("predictors are fitted to %d tokens instead of %d, to bound memory", n_tokens, _FIT_TOKENS)
     if config.method in LAYER_FITS:
@@ -248,10 +248,8 @@ def _fit(
             work=work,
             progress=progress,
         )
-    # what is rounded up, and the least that an expert has, may exceed per_token * n_tokens
-    max_bytes = max(_FIT_BYTES, samples_bytes(model, fitted, n_tokens))
     weight_bits = FitSettings.weight_bits if config.weights == FLOAT else FORMATS[config.weights].bits_per_weight
-    settings = FitSettings(**vars(config), n_tokens=n_tokens, max_bytes=max_bytes, weight_bits=weight_bits)
+    settings = FitSettings(**vars(config), n_tokens=n_tokens, weight_bits=weight_bits)
     return fit_predictors(model, data, sites, stats, settings, cold=cold, work=work, progress=progress)
 
 

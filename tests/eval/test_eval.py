@@ -177,12 +177,6 @@ def test_the_prompt_is_not_timed_and_decoding_uses_the_cache() -> None:
     assert lengths == [4, 1, 1, 1]
 
 
-@pytest.mark.parametrize("setting", [{"new_tokens": 0}, {"rounds": 0}])
-def test_senseless_counts_are_refused(setting) -> None:
-    with pytest.raises(ConfigError, match="new_tokens, rounds: expected at least 1"):
-        time_decode([tiny("llama")], PROMPT, **setting)
-
-
 def _site(owner: str, up: str, down: str, gate: str | None = None, inner: tuple[str, ...] = ()) -> FFNSite:
     def ref(name: str, bias: bool) -> LinearRef:
         return LinearRef(f"{name}.weight", f"{name}.bias" if bias else None)

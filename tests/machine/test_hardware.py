@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_pi2.cli.doctor import describe_hardware as describe
-from torch_pi2.errors import ArtifactError, ConfigError, Pi2Error
+from torch_pi2.errors import ArtifactError, ConfigError
 from torch_pi2.machine.find import PRESETS, cached_path, find_hardware
 from torch_pi2.machine.hardware import KERNELS, Accelerator, Hardware, Kernel, Line, StoreCosts
 from torch_pi2.machine.reads import ReadRate, Reads, monotone
@@ -179,8 +178,6 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "unknown": (lambda d: d.update(speed=1), "where: expected no other fields than name, source"),
     "source": (lambda d: d.update(source="guessed"), "where, source: expected measured or published, found 'guessed'"),
     "negative": (lambda d: d["store"].update(slot_us=-1), "where, store, slot_us: expected a number, 0 or more"),
-    "nan": (lambda d: d["store"].update(slot_us=float("nan")), "where, store, slot_us: expected a number, 0 or more"),
-    "huge": (lambda d: d["store"].update(slot_us=1e300), "where, store, slot_us: expected a number, 0 or more"),
     "kernel": (
         lambda d: d["kernels"].update({"int3/int8": d["kernels"]["int4/int8"]}),
         "where, kernels: expected names of int4/int8, int4/float",
@@ -199,8 +196,6 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda d: _rows(d).pop(),
         "where, reads, rates: expected one row for every combination of its blocks, ranges and depths",
     ),
-    "no rows": (lambda d: _rows(d).clear(), "expected one row for every combination"),
-    "twice": (lambda d: _rows(d).append(_rows(d)[0]), "expected one row for every combination"),
     "no reads": (lambda d: _rows(d)[0].update(reads_per_s=0), "reads_per_s: expected a number, above 0"),
     "accelerator": (
         lambda d: d["accelerator"].update(gmacs_per_s=0),
@@ -225,7 +220,7 @@ def test_files_of_before_are_read() -> None:
     gpu = make(accelerator=replace(npu, name="a GPU", holds_rest=True))
     assert Hardware.from_json(gpu.to_json()) == gpu
     assert gpu.hash != make().hash
-    assert "accelerator: a GPU, " in describe(gpu)
+    assert "accelerator: a GPU, 4.3 GB" in describe(gpu)
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -237,57 +232,6 @@ def test_damage_is_named(name: str) -> None:
         Hardware.from_json(json.dumps(data), "where")
     assert message in str(raised.value)
     assert raised.value.fix
-
-
-HUGE = '{"format": "torch_pi2.hardware", "version": ' + "9" * 5000 + "}"
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "1", HUGE], ids=["empty", "open", "list", "null", "1", "huge"])
-def test_what_is_no_profile_is_refused(text: str, tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError):
-        Hardware.from_json(text)
-    (tmp_path / "h.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ArtifactError, match="expected JSON"):
-        Hardware.load(tmp_path / "h.json")
-    with pytest.raises(ArtifactError, match="expected a file"):
-        Hardware.load(tmp_path)
-    with pytest.raises(ArtifactError, match="expected a file, found nothing"):
-        Hardware.load(tmp_path / "none.json")
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-def _places(data: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) in it."""
-    if isinstance(data, dict):
-        return [place for key, item in data.items() for place in [(data, key), *_places(item)]]
-    if isinstance(data, list):
-        return [place for key, item in enumerate(data) for place in [(data, key), *_places(item)]]
-    return []
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_any_change_of_a_file_is_refused_or_makes_a_profile_that_works(data: st.DataObject) -> None:
-    changed = copy.deepcopy(WHOLE)
-    places = _places(changed)
-    for _ in range(data.draw(st.integers(1, 3))):
-        container, key = places[data.draw(st.integers(0, len(places) - 1))]
-        if isinstance(container, dict) or key < len(container):
-            container[key] = data.draw(JSON)
-    try:
-        hardware = Hardware.from_json(json.dumps(changed))
-    except Pi2Error:
-        return
-    assert Hardware.from_json(hardware.to_json()) == hardware
-    assert hardware.reads.us(3, 5000, 10 * MIB, 4) > 0
-    for kernel in hardware.kernels:
-        assert hardware.line("sparse", kernel, 3).us(hot=1e6, cold=1e6, macs=1e6) >= 0
 
 
 WHOLE = json.loads(HARDWARE.to_json())

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -101,32 +100,21 @@ def changed(path: list[Any], value: Any) -> Description:
     ("path", "value", "message"),
     [
         (["source"], ..., "device: expected a field source, found none"),
-        (["random"], ..., "device: expected a field random, found none"),
         (["speed"], 3, "device: expected no other fields than name, source, latency_us"),
         (["name"], "", "device, name: expected text, found ''"),
-        (["name"], 4, "device, name: expected text, found 4"),
-        (["latency_us"], 5, "device, latency_us: expected an object, found 5"),
         (["latency_us", "value"], -1, "device, latency_us, value: expected a number, 0 or more, found -1"),
-        (["latency_us", "value"], math.nan, "device, latency_us, value: expected a number, 0 or more, found nan"),
-        (["latency_us", "value"], "5", "device, latency_us, value: expected a number, 0 or more, found '5'"),
         (["latency_us", "value"], 2e6, "device: expected a device that makes sense, found latency: expected 0 to 1 s"),
         (["latency_us", "value"], 9.2, "sense, found sequential: latency: expected less than what a read of 4096"),
         (["latency_us", "assumed"], ..., r"latency_us: expected where the figure is from, or what is assumed"),
-        (["latency_us", "assumed"], " ", "device, latency_us, assumed: expected text, found ' '"),
         (["max_depth", "value"], 0, "device, max_depth, value: expected a number, 1 or more, found 0"),
         (["max_depth", "value"], 2.5, "sense, found max_depth: expected a whole number up to 65536, found 2.5"),
         (["max_depth", "value"], 16, "sense, found random: depths: expected at most the device's 16"),
-        (["random"], [], r"device, random: expected a list of 1 or more, found \[\]"),
         (["random", 1, "mb_per_s"], -850, "device, random, 1, mb_per_s: expected a number, 0.1 or more, found -850"),
-        (["random", 1, "mb_per_s"], math.inf, "random, 1, mb_per_s: expected a number, 0.1 or more, found inf"),
-        (["random", 1, "mb_per_s"], True, "random, 1, mb_per_s: expected a number, 0.1 or more, found True"),
-        (["random", 1, "mb_per_s"], ..., "device, random, 1: expected a field mb_per_s, found none"),
         (["random", 1, "mb_per_s"], 2e6, "sense, found random: bandwidth: expected 100000 to 1e12 bytes/s"),
         (["random", 3, "mb_per_s"], 2e5, "bandwidth: expected larger blocks to take longer, found 524288 bytes quick"),
         (["random", 1, "range_bytes"], 128 << 20, "device, random, 1: expected each block, range and depth once"),
         (["random", 1, "block_bytes"], 8192, "random: expected a row for every combination .* found none for block_b"),
         (["random", 1, "core"], "big", "device, random, 1: expected no other fields than block_bytes, range_bytes"),
-        (["sequential", 0], 7, "device, sequential, 0: expected an object, found 7"),
     ],
 )
 def test_descriptions_that_make_no_sense(path: list[Any], value: Any, message: str) -> None:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from torch_pi2 import cli
 from torch_pi2.cli.doctor import describe_hardware as describe
-from torch_pi2.errors import ArtifactError, ConfigError, LibraryMissingError
+from torch_pi2.errors import ArtifactError, LibraryMissingError
 from torch_pi2.machine.find import cached_path, find_hardware
 from torch_pi2.machine.hardware import Hardware
 from torch_pi2.measure.compute import Grid, KernelCases
@@ -176,7 +176,7 @@ def test_a_quick_look_has_everything(tmp_path: Path) -> None:
     assert Hardware.from_json(hardware.to_json()) == hardware
     assert hardware.accelerator is not None
     assert hardware.accelerator.holds_rest
-    assert "accelerator: a fake, " in describe(hardware)
+    assert "accelerator: a fake" in describe(hardware)
     assert "four a layer" in hardware.notes["accelerator"]
     for name, kernel in hardware.kernels.items():
         assert [line.tokens for line in kernel.sparse] == [1, 4]
@@ -188,8 +188,6 @@ def test_a_quick_look_has_everything(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="seconds: expected more than 0, found 0"):
-        measure(seconds=0)
     monkeypatch.setattr(sys.modules["torch_pi2.measure.measure"], "find_spec", lambda name: None)
     with pytest.raises(LibraryMissingError, match=r"scipy: expected an installed scipy.*pip install .*scipy"):
         measure(seconds=1)
@@ -215,7 +213,7 @@ def test_doctor_measures_saves_and_knows_it_afterwards(
     assert cli.main(["doctor", "--measure", "--measure-folder", str(tmp_path)]) == 0
     assert (asked[0]["folder"], asked[0]["progress"]) == (tmp_path, True)
     text = capsys.readouterr().out
-    for part in ("reads: ", "MB/s of 4 KiB", "all is well"):
+    for part in ("memory 43.9 GB/s", "MB/s of 4 KiB", "all is well"):
         assert part in text
     assert find_hardware("measured") == found_here
     npu = "Hexagon NPU of Snapdragon 8 Gen 3"

@@ -41,7 +41,7 @@ from torch_pi2.predict.lowrank import LowRankRows
 from torch_pi2.predict.signbit import SignBit
 from torch_pi2.profiling.data import Batch, at_most, batches, digest, split
 from torch_pi2.profiling.recorder import check_sites
-from torch_pi2.profiling.samples import Samples, collect_samples, samples_bytes
+from torch_pi2.profiling.samples import Samples, collect_samples
 from torch_pi2.types.method import Method
 from torch_pi2.types.plan import weights_hash
 from torch_pi2.types.site import FFNSite
@@ -95,7 +95,7 @@ def fit(
 
     Raises:
         StaleArtifactError: ``stats`` belong to other weights, or ``work`` to another fit.
-        CalibrationError: too few sequences. ConfigError: samples in memory exceed ``settings.max_bytes``.
+        CalibrationError: too few sequences.
         ArtifactError: ``work`` cannot be written, or another process uses it.
     """
     load_library()
@@ -113,7 +113,7 @@ def fit(
     with work_folder(work, made_from):
         held_back = max(1, min(settings.n_tokens // 4, 4096))
         wanted = {"fit": settings.n_tokens, "calibrate": held_back, "evaluate": held_back}
-        how = {"seed": settings.seed, "max_bytes": settings.max_bytes, "progress": progress}
+        how = {"seed": settings.seed, "progress": progress}
         samples = _samples(model, sets, wanted, sites, cuts, work, how)
         layers = [
             Layer(
@@ -252,7 +252,7 @@ def fit_layers(
     cuts = {s.key: stats[s.key].cut for s in sites}
     made_from: dict[str, Any] = {"model": model_hash, "text": digest(data), "statistics": digest([cold, cuts])}
     made_from |= {"method": str(method), "n_tokens": n_tokens, "target_recall": target_recall, "seed": seed}
-    how = {"seed": seed, "max_bytes": samples_bytes(model, sites, n_tokens), "progress": progress}
+    how = {"seed": seed, "progress": progress}
     with work_folder(work, made_from):
         samples = _samples(model, {"all": data}, {"all": n_tokens}, sites, cuts, work, how)["all"]
         for site in sites:

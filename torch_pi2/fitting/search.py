@@ -34,7 +34,6 @@ class FitSettings(Config):
         steps: optimiser steps per training.
         max_rounds: bound on evaluations of the whole model with all predictors. A round that looks for the worst
             layer also evaluates every layer alone.
-        max_bytes: bound on the samples of all layers, if they are in memory.
     """
 
     margin: float = limited(0, 1, above=True, default=0.5)
@@ -43,7 +42,6 @@ class FitSettings(Config):
     eval_tokens: int = 16_384
     steps: int = limited(1, default=500)
     max_rounds: int = limited(1, default=24)
-    max_bytes: int = 2 << 30
 
 
 def initial_rank(site: FFNSite, active_share: float, skew: float) -> int:

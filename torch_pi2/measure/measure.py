@@ -15,7 +15,7 @@ import torch
 
 from torch_pi2.base.package import how_to_install
 from torch_pi2.base.progress import bar
-from torch_pi2.errors import ConfigError, LibraryMissingError
+from torch_pi2.errors import LibraryMissingError
 from torch_pi2.machine import process
 from torch_pi2.machine.find import cached_path
 from torch_pi2.machine.hardware import Hardware
@@ -47,11 +47,9 @@ def measure(
         gpu: beside the CPU (default: torch's current one, if it has kernels); it takes seconds more.
 
     Raises:
-        ConfigError: no time. ArtifactError: the folder cannot be written.
+        ArtifactError: the folder cannot be written.
         LibraryMissingError: scipy or transformers is not installed.
     """
-    if not seconds > 0:
-        raise ConfigError("seconds", expected="more than 0", found=str(seconds), fix="A minute gives good figures.")
     for package, extra in (("scipy", "plan"), ("transformers", "hf")):
         if find_spec(package) is None:
             fix, expected = how_to_install(extra), f"an installed {package}"

@@ -178,21 +178,20 @@ def check(request: Request) -> None:
 
 
 def _check_memory(request: Request) -> None:
-    """Raises ConfigError if the machine has less memory than the budget, or than everything takes."""
+    """Raises ConfigError if the machine has less memory than the budget, or than everything takes.
+
+    An NPU's memory is the machine's. The CPU keeps what a GPU has.
+    """
     shape, theirs, batch = request.shape, request.hardware.accelerator, request.batches[-1]
-    # Published profiles are of phones, whose accelerators use the same memory.
-    shared = request.hardware.source == "published"
     if request.budget_bytes is not None:
         needed, what = request.budget_bytes, f"budget of {request.budget_bytes} bytes"
         fix = "Give it less, or plan for fewer sequences (batches) or a shorter context."
-        if shared and request.accelerator_bytes:
+        if request.accelerator_bytes and theirs is not None and not theirs.holds_rest:
             needed += request.accelerator_bytes
             what += f" and accelerator memory of {request.accelerator_bytes} bytes, which is the same memory"
     else:
         budget = shape.budget(0, batch=batch, context=request.context, config=OffloadConfig())
         neurons = sum(layer.intermediate * layer.neuron_bytes for layer in shape.layers)
-        if not shared and not (theirs is not None and theirs.holds_rest):  # the CPU keeps what a GPU has
-            neurons = max(0, neurons - request.accelerator_bytes)
         needed = budget.fixed + budget.predictors + budget.kv + neurons
         what = f"everything in memory, for batches to {batch} of {request.context} tokens"
         fix = "Pack the model and plan it with a budget, or for fewer sequences (batches) or a shorter context."

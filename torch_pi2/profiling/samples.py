@@ -58,14 +58,6 @@ class Samples:
         )
 
 
-def routed_tokens(n_tokens: int, share: float) -> int:
-    """Tokens to sample for an expert that gets ``share`` of all on average, where other layers have ``n_tokens``.
-
-    Twice that average, as some experts are chosen more often, and at least 256.
-    """
-    return n_tokens if share == 1 else min(n_tokens, max(256, math.ceil(2 * share * n_tokens)))
-
-
 class _Collector:
     """Sink that samples one layer's tokens uniformly, in memory or in files whose names begin with ``path``."""
 
@@ -169,7 +161,6 @@ def collect_samples(
     batch_size: int = 8,
     seq_len: int = 128,
     seed: int = 0,
-    max_bytes: int = 2 << 30,
     folder: Path | None = None,
     progress: bool = True,
 ) -> Mapping[str, Samples]:
@@ -177,30 +168,21 @@ def collect_samples(
 
     Args:
         model, data, tokenizer, batch_size, seq_len: see :func:`torch_pi2.profiling.run.profile`.
-        n_tokens: fewer for experts, which get few of all tokens (:func:`routed_tokens`).
+        n_tokens: fewer for experts, which get few of all tokens.
         thresholds: a neuron fires iff its score exceeds this (0: exact; one for all neurons of a site, or ``[I]``).
-        max_bytes: bound on the memory of the result, without a folder.
         folder: for the samples; a complete folder is the result as it is. None: in memory.
 
     Returns:
         site key -> :class:`Samples`, in random order (a reservoir's).
 
     Raises:
-        ConfigError: the samples of all sites together exceed ``max_bytes``.
+        ConfigError: ``n_tokens`` below 1.
         ArtifactError: ``folder`` is on a full disk. CalibrationError and others: as ``profile``.
     """
     if folder is not None and (folder / _INDEX).exists():
         return SampleFiles(folder)
     if n_tokens < 1:
         raise ConfigError("n_tokens", expected="at least 1", found=str(n_tokens), fix="20000 is a good start.")
-    need = samples_bytes(model, sites, n_tokens)
-    if folder is None and need > max_bytes:
-        raise ConfigError(
-            "memory for predictor samples",
-            expected=f"at most max_bytes={max_bytes}",
-            found=f"{need} bytes for {n_tokens} tokens of {len(sites)} FFNs",
-            fix="Take fewer tokens, raise max_bytes, or give a folder for them.",
-        )
     stream = batches(data, tokenizer=tokenizer, batch_size=batch_size, seq_len=seq_len)
     cuts = threshold_map(sites, thresholds)
     counts = _tokens(model, sites, n_tokens)
@@ -219,19 +201,14 @@ def collect_samples(
 
 
 def _tokens(model: nn.Module, sites: Sequence[FFNSite], n_tokens: int) -> dict[str, int]:
-    """Site key -> tokens to sample."""
+    """Site key -> tokens to sample; of an expert twice its average, as some are chosen more often, and at least 256."""
     shares = chosen_shares(getattr(model, "config", None), sites)
-    return {s.key: routed_tokens(n_tokens, shares.get(s.experts, 1.0)) for s in sites}
-
-
-def bytes_per_token(model: nn.Module, sites: Sequence[FFNSite]) -> int:
-    """Memory that one sampled token takes in all ``sites`` together."""
-    many = 1 << 16
-    return -(-samples_bytes(model, sites, many) // many)
+    wanted = {s.key: max(256, math.ceil(2 * shares.get(s.experts, 1.0) * n_tokens)) for s in sites}
+    return {key: min(n_tokens, count) for key, count in wanted.items()}
 
 
 def samples_bytes(model: nn.Module, sites: Sequence[FFNSite], n_tokens: int) -> int:
-    """Memory that :func:`collect_samples` takes; more than ``n_tokens * bytes_per_token`` if there are experts."""
+    """Memory that :func:`collect_samples` takes without a folder."""
     tokens = _tokens(model, sites, n_tokens)
     rows = {s.key: s.hidden * model.get_parameter(s.up.weight).element_size() + -(-s.intermediate // 8) for s in sites}
     return sum(tokens[key] * row for key, row in rows.items())
