@@ -136,7 +136,6 @@ def test_tokens_that_are_none(tmp_path: Path, said: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert (tokenizer.eos_token, tokenizer.bos_token_id) == (None, 1)
     assert tokenizer(TEXTS[0])["input_ids"] == reference(TEXTS[0], True)
-    assert not (tmp_path / "header.gguf").exists()
 
 
 def test_without_a_first_token(tmp_path: Path) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch_pi2.base.fields import shown
-from torch_pi2.store.gguf import MAGIC, GgufFile
+from torch_pi2.store.gguf import GgufFile
 
 #: ``tokenizer.ggml.pre`` of byte-level vocabularies that are split as GPT-2 does.
 _GPT2 = "gpt-2"
@@ -22,8 +20,7 @@ _LIKE_LLAMA3 = frozenset(
 _CONTROL, _USER_DEFINED = 3, 4
 #: A space in the tokens of SentencePiece.
 _SPACE = "\u2581"
-#: What a file calls these.
-_ID_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "unknown", "padding"))
+_TOKENS = "tokenizer.ggml.tokens"
 
 
 def _splits() -> dict[str, str]:
@@ -38,23 +35,22 @@ def _splits() -> dict[str, str]:
 def write_tokenizer(file: GgufFile, folder: Path) -> str:
     """Write the tokenizer into ``folder``. Returns why there is none; empty: there is one."""
     model, pre = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre", "")
-    if model in (None, "none") or not isinstance(file.metadata.get("tokenizer.ggml.tokens"), list):
+    if model in (None, "none") or not isinstance(file.metadata.get(_TOKENS), list):
         return "the file has none"
     if model not in ("llama", "gpt2") or (model == "gpt2" and pre not in (_GPT2, *_splits())):
         return f"of a kind that transformers does not know, {shown(str(model))} {shown(str(pre))}"
-    gemma = str(file.metadata.get("general.architecture")).startswith("gemma")
+    arch = str(file.metadata.get("general.architecture"))
     try:
         from transformers import PreTrainedTokenizerFast
-        from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
-        with _readable(file, folder) as path:
-            arch, vocabulary, about = get_gguf_tokenizer(str(path))
+        vocabulary, about = _described(file)
         if model == "gpt2":
             made = _byte_level(vocabulary["tokens"], vocabulary.get("token_type", ()), vocabulary["merges"], pre)
             about = {"add_bos_token": pre in _LIKE_LLAMA3, **about}
         else:
             made, _ = convert_gguf_tokenizer(arch, vocabulary)
-        if model == "llama" and not gemma:
+        if model == "llama" and not arch.startswith("gemma"):
             _as_llama_cpp_splits(made, file.metadata.get("tokenizer.ggml.add_space_prefix") is not False)
         PreTrainedTokenizerFast(tokenizer_object=made, **about).save_pretrained(folder)
     except Exception as error:  # transformers and tokenizers raise many types
@@ -62,32 +58,32 @@ def write_tokenizer(file: GgufFile, folder: Path) -> str:
     return ""
 
 
-@contextmanager
-def _readable(file: GgufFile, folder: Path) -> Iterator[Path]:
-    """What transformers reads: the file, or a copy of its header in ``folder``, before nothing.
+def _described(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What transformers' readers of tokenizers take: the vocabulary, and the settings of the tokenizer.
 
-    Of a file that begins otherwise, or names tokens that are none, such as 4294967295, which llama.cpp leaves out.
+    Ids of tokens outside the vocabulary, such as 4294967295, are left out, as llama.cpp does.
     """
-    count = len(file.metadata["tokenizer.ggml.tokens"])
-    odd = [key for key in _ID_KEYS if not _is_token(file.metadata.get(key, 0), count)]
-    if file.magic == MAGIC and not odd:
-        yield file.path
-        return
-    copy = folder / "header.gguf"
-    with open(file.path, "rb") as whole:
-        header = whole.read(min((tensor.start for tensor in file.tensors.values()), default=file.size))
-    for key in odd:
-        header = header.replace(key.encode(), key.replace("ggml", "none").encode())
-    copy.write_bytes(MAGIC + header[len(MAGIC) :])
-    os.truncate(copy, file.size)  # tensors are holes, which take no space
-    try:
-        yield copy
-    finally:
-        copy.unlink()
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING
 
+    count = len(file.metadata[_TOKENS])
 
-def _is_token(value: object, count: int) -> bool:
-    return type(value) is int and 0 <= value < count
+    def value(key: str) -> Any:
+        found = file.metadata.get(key)
+        if isinstance(found, list):
+            return [one.decode() if isinstance(one, bytes) else one for one in found]
+        is_token = type(found) is int and 0 <= found < count
+        return found if is_token or not key.endswith("_token_id") else None
+
+    vocabulary, about = (
+        {name: found for key, name in names.items() if (found := value(f"tokenizer.{key}")) is not None}
+        for names in (GGUF_TOKENIZER_MAPPING["tokenizer"], GGUF_TOKENIZER_MAPPING["tokenizer_config"])
+    )
+    if vocabulary["tokenizer_type"] == "llama":
+        about.setdefault("add_bos_token", True)
+    for name in ("bos", "eos", "unk", "pad"):
+        token = vocabulary.get(f"{name}_token_id")
+        about[f"{name}_token"] = None if token is None else vocabulary["tokens"][token]
+    return vocabulary, about
 
 
 def _byte_level(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[str], pre: str) -> Any:
