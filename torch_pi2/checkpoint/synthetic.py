@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.base.fields import checked
@@ -24,6 +25,7 @@ from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.tensorfile import Spec, TensorWriter
 from torch_pi2.checkpoint.card import keep_card
+from torch_pi2.checkpoint.stored import refs_of
 from torch_pi2.errors import ConfigError
 from torch_pi2.formats import FLOATS, QUANTIZED, row_bytes
 from torch_pi2.graph.experts import expert_sites
@@ -31,7 +33,6 @@ from torch_pi2.ops import load as load_library
 from torch_pi2.predict.file import FittedPredictors, save_predictors
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, declare
 from torch_pi2.store.synthetic import (
-    CLASSES,
     LOCALITY,
     RESIDUAL,
     GateMaker,
@@ -136,22 +137,16 @@ class _Writer:
     """Writes the folder ``pi2/`` of one synthetic model."""
 
     def __init__(self, config: Any, label: dict[str, Any], progress: bool) -> None:
+        from transformers import AutoModelForCausalLM
+
         self.config, self.label, self.progress = config, label, progress
         self.kind = str(label["weights"])
         self.dtype = DTYPES.get(self.kind, torch.bfloat16)  # of what is not quantised
-        self.hidden, self.intermediate = config.hidden_size, config.intermediate_size
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = getattr(config, "head_dim", None) or self.hidden // self.heads
+        self.hidden = config.hidden_size
         self.experts = getattr(config, "num_local_experts", getattr(config, "num_experts", 0))
-        if config.model_type == "qwen3_moe":
-            if config.decoder_sparse_step != 1 or config.mlp_only_layers:
-                raise ConfigError(
-                    "shape",
-                    expected="experts in every layer",
-                    found=f"decoder_sparse_step {config.decoder_sparse_step}, mlp_only_layers {config.mlp_only_layers}",
-                    fix="Leave these out: a synthetic model has layers of one form.",
-                )
-            self.intermediate = config.moe_intermediate_size
+        self.intermediate = getattr(config, "moe_intermediate_size", config.intermediate_size)
+        with torch.device("meta"):
+            self._model: nn.Module = AutoModelForCausalLM.from_config(config)
         self._generator = torch.Generator().manual_seed(int(label["seed"]))
         self._d = direction(self.hidden, self._generator)
         self._swiglu = label["active"] == 1
@@ -166,65 +161,42 @@ class _Writer:
     def sites(self) -> list[FFNSite]:
         """As ``find_sites`` finds them."""
         owners = [f"model.layers.{i}.mlp" for i in range(self.config.num_hidden_layers)]
-        class_name = CLASSES[self.config.model_type]
         activation = "silu" if self._swiglu else "relu"
         sites: list[FFNSite] = []
-        if self.experts:
-            form = ExpertsForm(self.experts, self.intermediate, self.hidden, activation, False)
-            for owner in owners:
-                sites += expert_sites(f"{owner}.experts", form, f"{class_name}Experts", len(sites))
-            return sites
         for index, owner in enumerate(owners):
+            if self.experts:
+                form = ExpertsForm(self.experts, self.intermediate, self.hidden, activation, False)
+                owner += ".experts"
+                sites += expert_sites(owner, form, type(self._model.get_submodule(owner)).__name__, len(sites))
+                continue
             gate, up, down = (LinearRef(f"{owner}.{name}_proj.weight") for name in ("gate", "up", "down"))
-            size = (self.hidden, self.intermediate)
-            sites.append(FFNSite(owner, index, activation, False, gate, up, down, *size, owner, f"{class_name}MLP"))
+            class_name, size = type(self._model.get_submodule(owner)).__name__, (self.hidden, self.intermediate)
+            sites.append(FFNSite(owner, index, activation, False, gate, up, down, *size, owner, class_name))
         return sites
 
-    def linears(self) -> dict[str, tuple[int, int, float]]:
-        """Name -> rows, columns and deviation of the weights of every linear that is quantised if anything is."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        unit = 1 / math.sqrt(self.hidden)
-        found: dict[str, tuple[int, int, float]] = {}
-        for i in range(self.config.num_hidden_layers):
-            attention = f"model.layers.{i}.self_attn"
-            found |= {
-                f"{attention}.{name}_proj": (n, self.hidden, unit) for name, n in (("q", q), ("k", kv), ("v", kv))
-            }
-            found[f"{attention}.o_proj"] = (self.hidden, q, _BLOCK / math.sqrt(q))
-        return found | {"lm_head": (self.config.vocab_size, self.hidden, unit)}
-
-    def floats(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of everything that stays float."""
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.config.vocab_size, self.hidden)}
-        for i in range(self.config.num_hidden_layers):
-            layer = f"model.layers.{i}"
-            shapes |= {f"{layer}.{n}_layernorm.weight": (self.hidden,) for n in ("input", "post_attention")}
-            if self.config.model_type == "qwen2":
-                rows = (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads))
-                shapes |= {f"{layer}.self_attn.{n}_proj.bias": (heads * self.head_dim,) for n, heads in rows}
-            if self.experts:
-                shapes[f"{layer}.mlp.gate.weight"] = (self.experts, self.hidden)
-            if self.config.model_type in ("qwen3_moe", "olmoe"):
-                whole = self.config.model_type == "olmoe"  # one norm over all heads, not one for each
-                for n, heads in (("q", self.heads), ("k", self.kv_heads)):
-                    shapes[f"{layer}.self_attn.{n}_norm.weight"] = (self.head_dim * (heads if whole else 1),)
-        return shapes | {"model.norm.weight": (self.hidden,)}
-
     def write(self, folder: Path) -> None:
-        sites, linears, floats = self.sites(), self.linears(), self.floats()
+        sites = self.sites()
+        in_sites = {ref.weight for site in sites for _, ref in refs_of(site)}
+        linears = {
+            name: module
+            for name, module in self._model.named_modules()
+            if isinstance(module, nn.Linear) and f"{name}.weight" not in in_sites
+        }
+        elsewhere = in_sites | {f"{name}.weight" for name in linears}
+        floats = {name: tuple(p.shape) for name, p in self._model.named_parameters() if name not in elsewhere}
         text = json.dumps([self.label, self.config.to_dict()], sort_keys=True, default=str)
         model_hash = hashlib.sha256(f"torch_pi2.synthetic {text}".encode()).hexdigest()
         specs = {name: Spec(shape, self.dtype) for name, shape in floats.items()}
         in_floats = self.kind in FLOATS
-        for name, (rows, columns, _) in linears.items():
-            quantised = Spec((rows, row_bytes(self.kind, columns)), torch.uint8)
-            specs[f"{name}.weight"] = Spec((rows, columns), self.dtype) if in_floats else quantised
+        for name, linear in linears.items():
+            quantised = Spec((linear.out_features, row_bytes(self.kind, linear.in_features)), torch.uint8)
+            specs[f"{name}.weight"] = Spec(tuple(linear.weight.shape), self.dtype) if in_floats else quantised
         for site in sites:
             specs |= neuron_specs(site, self.kind)
         about = metadata(
             self.kind,
             model_hash,
-            {} if in_floats else {name: columns for name, (_, columns, _) in linears.items()},
+            {} if in_floats else {name: linear.in_features for name, linear in linears.items()},
             {site.key: "owner" for site in sites},
         ) | {"synthetic": json.dumps(self.label)}
         predictors = FittedPredictors()
@@ -232,7 +204,9 @@ class _Writer:
             for name, shape in floats.items():
                 for row, tensor in self._float(name, shape):
                     out.write(name, tensor.to(self.dtype), row=row)
-            for name, (rows, columns, deviation) in linears.items():
+            for name, linear in linears.items():
+                rows, columns = linear.weight.shape
+                deviation = (_BLOCK if name.endswith("o_proj") else 1) / math.sqrt(columns)
                 for start in range(0, rows, _CHUNK):
                     count = min(_CHUNK, rows - start)
                     made = random_rows(count, columns, self.kind, deviation, self._generator)
