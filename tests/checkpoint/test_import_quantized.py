@@ -61,7 +61,6 @@ def test_scales_that_float16_does_not_have(tmp_path: Path) -> None:
     model = quantised(tmp_path / "in", "gptq", scales=torch.float32)
     report = torch_pi2.import_quantized(tmp_path / "in", tmp_path / "out")
     assert set(report.rounded.values()) == {"gptq in groups of 128 to int4 with float16 scales"}
-    assert 0 < max(report.errors.values()) < 2.0**-11
     wanted = logits(model)
     off = float((logits(torch_pi2.load(tmp_path / "out", dtype=torch.float32)) - wanted).norm() / wanted.norm())
     assert 0 < off < 0.003

@@ -443,8 +443,8 @@ def test_what_cannot_be_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             NonFiniteError,
             "values of lm_head.weight: expected finite numbers of at",
         ),
-        "flat": (torch.ones(64), ArtifactError, r"lm_head.weight in .*expected \[rows, 32\], found \[64\]"),
-        "no dimensions": (torch.tensor(1.0), ArtifactError, r"expected \[rows, 32\], found \[\]"),
+        "flat": (torch.ones(64), ArtifactError, r"lm_head.weight in .*expected \[64, 32\], found \[64\]"),
+        "no dimensions": (torch.tensor(1.0), ArtifactError, r"expected \[64, 32\], found \[\]"),
         "whole": (torch.ones((64, 32), dtype=torch.int8), DtypeError, "found int8"),
         "missing": (None, ArtifactError, "expected a tensor lm_head.weight, found"),
     }

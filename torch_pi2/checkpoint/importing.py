@@ -33,7 +33,7 @@ from torch_pi2.ops.activations import exact_zeros
 from torch_pi2.ops.quantized import RelativeError
 from torch_pi2.rewrite.skeleton import skeleton
 from torch_pi2.store.folder import PI2_FOLDER, check_replaceable, check_separate, declare, read_config
-from torch_pi2.store.source import ExpertMatrix, wrong_shape
+from torch_pi2.store.source import ExpertMatrix
 from torch_pi2.store.trust import has_tokenizer
 from torch_pi2.store.weights import WEIGHTS_FILE
 from torch_pi2.types.plan import Plan
@@ -52,7 +52,7 @@ class ImportReport(QuantizeReport):
         neurons: layers (each expert is one) that became neurons. tokenizer: why there is none; empty: there is one.
         predictors: tensors of PowerInfer's predictors that were ignored. recall: of those that were imported, key of a
             layer -> share of its firing neurons that they predict, on the given text.
-        errors: of rounded matrices; 0 for the others.
+        errors: of rounded matrices; 0 for those that keep their integers.
     """
 
     types: dict[str, int] = field(default_factory=dict)
@@ -189,8 +189,6 @@ class _Importer(Quantizer):
             packed = checkpoint.packed(self._stored(f"{name}.weight"))
             if packed is not None and packed.format != self._kind:
                 formats[name] = packed.format
-        for name in (*self._floats, *self._biases, *(f"{name}.weight" for name in self._in_rows)):
-            self._check_shape(name, stored.model)
 
     @property
     def neuron_formats(self) -> str:
@@ -224,22 +222,15 @@ class _Importer(Quantizer):
             return ExpertMatrix(self._checkpoint, site, ref, role).name
         return self._stored(ref.weight)
 
-    def _check_shape(self, name: str, model: nn.Module) -> None:
-        """Raises ArtifactError: the file's tensor is not the model's."""
-        owner, _, local = name.rpartition(".")
-        wanted = getattr(model.get_submodule(owner), local).shape
-        found = self._checkpoint.spec(self._stored(name)).shape
-        if tuple(wanted) != found:
-            raise wrong_shape(name, self._checkpoint.folder, list(wanted), list(found))
-
     def _write_linear(self, name: str, out: TensorWriter, digest: Any) -> float:
         stored, error = self._stored(f"{name}.weight"), RelativeError()
         packed = self._packed.packed(stored)
         assert packed is not None
         for start, stop in row_chunks(self._checkpoint.spec(stored)):
-            rows = self._packed.own_rows(stored, start, stop) if packed.kept else None
-            if rows is None or not packed.exact:
-                rows = self._rows(self._checkpoint.read(stored, (start, stop)), stored, error, packed.format, rows)
+            if packed.kept:
+                rows = self._packed.own_rows(stored, start, stop)
+            else:
+                rows = self._rows(self._checkpoint.read(stored, (start, stop)), stored, error, packed.format)
             update_digest(digest, rows)
             out.write(f"{name}.weight", rows, row=start)
         self._count(name, stored, packed.format, packed.kept)
@@ -247,7 +238,7 @@ class _Importer(Quantizer):
 
     def _as_stored(
         self, site: FFNSite, ref: LinearRef, role: str, neurons: torch.Tensor, kind: str
-    ) -> tuple[torch.Tensor | None, bool]:
+    ) -> torch.Tensor | None:
         stored, first = self._name_of(site, ref, role), int(neurons[0])
         rows_lie = (role != "down" or self._packed.by_neuron) and (not ref.transposed or ref.expert is not None)
         packed = self._packed.packed(stored)
@@ -255,10 +246,10 @@ class _Importer(Quantizer):
         if first == 0:
             self._count(stored, stored, kind, same)
         if packed is None or not same:
-            return None, False
+            return None
         if ref.rows is not None and ref.expert is None:  # a part of a matrix; experts are single in the file
             first += ref.rows[0]
-        return self._packed.own_rows(stored, first, first + len(neurons)), packed.exact
+        return self._packed.own_rows(stored, first, first + len(neurons))
 
     def _count(self, name: str, stored: str, to: str, kept: bool) -> None:
         """Of matrix ``stored`` in the format ``to``. kept: its integers are."""

@@ -23,7 +23,7 @@ from torch_pi2.errors import DtypeError, UnsupportedModelError
 from torch_pi2.graph.find import search
 from torch_pi2.layers.experts import expert_groups
 from torch_pi2.rewrite.place import TRIED_EXPERTS, tried_strategy
-from torch_pi2.rewrite.skeleton import check_filled, fill, on_meta, places, put, skeleton
+from torch_pi2.rewrite.skeleton import check_filled, fill, now, on_meta, places, put, skeleton
 from torch_pi2.rewrite.strategies import log_skipped
 from torch_pi2.store.folder import check_float, read_config
 from torch_pi2.store.source import Checkpoint, ExpertMatrix, Source, stored_name, wrong_shape
@@ -105,6 +105,20 @@ class Stored:
         known = (n for n in (parameter, *self.alias.get(parameter, ())) if n in self.checkpoint)
         return next(known, stored_name(self.checkpoint, parameter))
 
+    def checked(self, parameter: str, *, floats: bool = False) -> Spec:
+        """Shape and dtype of the checkpoint's tensor.
+
+        Raises:
+            ArtifactError: another shape than the model's. DtypeError: ``floats`` are needed, and it has none.
+        """
+        name, wanted = self.name(parameter), tuple(now(self.model, parameter).shape)
+        if floats:
+            self.checkpoint.check_float(name)
+        spec = self.checkpoint.spec(name)
+        if spec.shape != wanted:
+            raise wrong_shape(name, self.checkpoint.folder, list(wanted), list(spec.shape))
+        return spec
+
     def place_layers(self, plan: Plan, needed: bool) -> tuple[dict[str, str], dict[str, str]]:
         """Site key -> one of ``STRATEGIES``; and why other layers cannot be replaced, which is logged: they stay dense.
 
@@ -136,19 +150,14 @@ class Stored:
             if ref.expert is not None:
                 found = ExpertMatrix(self.checkpoint, site, ref, role)
                 if not found.fits:
-                    expected, shape = (
-                        f"{role} {list(found.shape)} of {site.key}",
-                        self.checkpoint.spec(found.name).shape,
-                    )
+                    expected = f"{role} {list(found.shape)} of {site.key}"
+                    shape = self.checkpoint.spec(found.name).shape
                     raise wrong_shape(found.name, self.checkpoint.folder, expected, list(shape))
                 self.checkpoint.check_float(found.name)
                 continue
             for name in (ref.weight, ref.bias):
                 if name is not None:
-                    stored, wanted = self.name(name), tuple(self.model.get_parameter(name).shape)
-                    self.checkpoint.check_float(stored)
-                    if (shape := self.checkpoint.spec(stored).shape) != wanted:
-                        raise wrong_shape(stored, self.checkpoint.folder, list(wanted), list(shape))
+                    self.checked(name, floats=True)
 
     def _try(self, group: list[LayerPlan]) -> str | UnsupportedModelError:
         """How a layer, or all experts of one module, can be replaced, or why not; tried with weights in memory."""

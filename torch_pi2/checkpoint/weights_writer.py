@@ -20,7 +20,7 @@ from torch_pi2.formats import FLOATS, row_bytes
 from torch_pi2.ops.quantized import RelativeError
 from torch_pi2.ops.quantized import quantize as quantize_rows
 from torch_pi2.ops.rows import row_of_neurons
-from torch_pi2.store.source import ExpertMatrix, wrong_shape
+from torch_pi2.store.source import ExpertMatrix
 from torch_pi2.store.weights import NO_EMBEDDINGS, NO_FORMATS, WEIGHTS_FILE, metadata, neuron_specs
 from torch_pi2.types.plan import LayerPlan, Plan
 from torch_pi2.types.site import FFNSite, LinearRef
@@ -82,7 +82,7 @@ class Quantizer:
         self._layers = [layer for layer in plan.layers if layer.site.key in strategies]
         refs = [ref for layer in self._layers for _, ref in refs_of(layer.site)]
         in_sites = {name for ref in refs for name in (ref.weight, ref.bias) if name}
-        self._stored, self._alias, named = stored.name, stored.alias, stored.model.get_submodule
+        self._of, self._stored, named = stored, stored.name, stored.model.get_submodule
         biases = {f"{name}.bias" for name in linears if getattr(named(name), "bias", None) is not None}
         elsewhere = in_sites | biases | {f"{name}.weight" for name in (*linears, *embeddings)}
         self._biases = sorted(biases)
@@ -92,11 +92,11 @@ class Quantizer:
 
     def write(self, folder: Path, progress: bool) -> tuple[QuantizeReport, str]:
         """Write the file into ``folder``; the report, and the hash of the float feed-forward weights."""
-        specs = {name: self._checkpoint.spec(self._stored(name)) for name in self._floats}
-        specs |= {name: Spec(self._checkpoint.spec(self._stored(name)).shape, torch.float32) for name in self._biases}
+        specs = {name: self._of.checked(name) for name in self._floats}
+        specs |= {name: Spec(self._of.checked(name).shape, torch.float32) for name in self._biases}
         for name, columns in self._in_rows.items():
-            rows = self._rows_of(f"{name}.weight", columns)
-            specs[f"{name}.weight"] = Spec((rows, row_bytes(self._formats.get(name, self._kind), columns)), torch.uint8)
+            rows, kind = self._of.checked(f"{name}.weight", floats=True).shape[0], self._formats.get(name, self._kind)
+            specs[f"{name}.weight"] = Spec((rows, row_bytes(kind, columns)), torch.uint8)
         for layer in self._layers:
             specs |= neuron_specs(layer.site, self._format_of(layer.site))
         report = QuantizeReport(self._kind)
@@ -136,15 +136,6 @@ class Quantizer:
             if ref.bias is not None:
                 update_digest(digest, ref.take_bias(self._checkpoint.read(self._stored(ref.bias))))
 
-    def _rows_of(self, name: str, columns: int) -> int:
-        """Rows of a linear's weight. Raises ArtifactError or DtypeError if the checkpoint's cannot be it."""
-        stored = self._stored(name)
-        self._checkpoint.check_float(stored)
-        shape = self._checkpoint.spec(stored).shape
-        if len(shape) != 2 or shape[1] != columns:
-            raise wrong_shape(stored, self._checkpoint.folder, f"[rows, {columns}]", list(shape))
-        return shape[0]
-
     @property
     def _in_rows(self) -> dict[str, int]:
         """Linears and embeddings with rows of their own, and their columns; linears tied to an embedding have none."""
@@ -152,7 +143,7 @@ class Quantizer:
         return {**self._embeddings, **own}
 
     def _is_tied(self, name: str) -> bool:
-        return any(f"{other}.weight" in self._alias.get(f"{name}.weight", ()) for other in self._embeddings)
+        return any(f"{other}.weight" in self._of.alias.get(f"{name}.weight", ()) for other in self._embeddings)
 
     def _write_linear(self, name: str, out: TensorWriter, digest: Any) -> float:
         stored = self._stored(f"{name}.weight")
@@ -210,9 +201,9 @@ class Quantizer:
         step = max(1, _CHUNK // (4 * site.hidden))
         for start in range(0, len(neurons), step):
             wanted = neurons[start : start + step]
-            made, exact = self._as_stored(site, ref, role, wanted, kind)
-            if made is None or not exact:
-                given = calibrated[wanted] if made is None and calibrated is not None else made
+            made = self._as_stored(site, ref, role, wanted, kind)
+            if made is None:
+                given = None if calibrated is None else calibrated[wanted]
                 made = self._rows(by_neuron[wanted].contiguous(), ref.weight, error, kind, given)
             rows[start : start + step] = made
 
@@ -222,9 +213,9 @@ class Quantizer:
 
     def _as_stored(
         self, site: FFNSite, ref: LinearRef, role: str, neurons: torch.Tensor, kind: str
-    ) -> tuple[torch.Tensor | None, bool]:
-        """Rows of ``neurons`` that the checkpoint has in ``kind`` (None: it has not), and whether they are exact."""
-        return None, False
+    ) -> torch.Tensor | None:
+        """Rows of ``neurons`` that the checkpoint has in ``kind``; None: it has not."""
+        return None
 
     def _write_biases(self, layer: LayerPlan, out: TensorWriter, digest: Any) -> None:
         site, order = layer.site, layer.order.long()

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import snapshot_download
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -20,11 +19,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.base.fields import checked
 from torch_pi2.base.modules import fresh_settings
-from torch_pi2.base.tensorfile import TensorReader
 from torch_pi2.checkpoint.save_load import finish_loading, read_model
 from torch_pi2.checkpoint.sparse import LoadSettings
-from torch_pi2.errors import ArtifactError, ConfigError, DeviceError, UnsupportedModelError, check_choice
-from torch_pi2.formats import FLOATS, OF_NEURONS
+from torch_pi2.errors import ArtifactError, DeviceError, UnsupportedModelError, check_choice
+from torch_pi2.formats import FLOATS
 from torch_pi2.rewrite.gpu import checked_memory
 from torch_pi2.store.folder import HF_FILE, HF_METHOD, PI2_FOLDER
 from torch_pi2.store.storefile import STORE_FILE, weights_path
@@ -69,12 +67,6 @@ class Pi2QuantizationConfig(QuantizationConfigMixin):
         weights: str | None = None,
         dtype: str | None = None,
     ) -> None:
-        if quant_method != HF_METHOD:
-            raise ConfigError(
-                "Pi2QuantizationConfig(quant_method=...)", expected=HF_METHOD, found=quant_method, fix="Leave it out."
-            )
-        if weights is not None:
-            check_choice("Pi2QuantizationConfig(weights=...)", weights, OF_NEURONS, "Make the folder again.")
         if dtype is not None:
             check_choice("Pi2QuantizationConfig(dtype=...)", dtype, FLOATS, "Make the folder again.")
         self.quant_method: Any = HF_METHOD
@@ -108,27 +100,18 @@ class Pi2Quantizer(HfQuantizer):
     quantization_config: Pi2QuantizationConfig
 
     def update_device_map(self, device_map: Any) -> None:
-        places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
-        for place in places:
-            if place is None or place in _ANY_DEVICE or (isinstance(place, str | torch.device) and _is_cpu(place)):
-                continue
-            raise DeviceError(
-                "from_pretrained(device_map=...)",
-                expected="cpu or auto",
-                found=str(place),
-                fix="Leave it out; quantization_config=Pi2QuantizationConfig(gpu_memory=...) puts neurons on a GPU.",
-            )
+        for place in device_map.values() if isinstance(device_map, Mapping) else [device_map]:
+            if place is not None and place not in _ANY_DEVICE and not str(place).startswith("cpu"):
+                raise DeviceError(
+                    "from_pretrained(device_map=...)",
+                    expected="cpu or auto",
+                    found=str(place),
+                    fix="Leave it out; Pi2QuantizationConfig(gpu_memory=...) puts neurons on a GPU.",
+                )
 
     def update_attn_implementation(self, config: Any) -> Any:
         """The first hook that sees ``config``, before files are searched: name the file to read."""
         own = self.quantization_config
-        if getattr(config, "distributed_config", None) is not None:
-            raise ConfigError(
-                "from_pretrained(distributed_config=...)",
-                expected="one process",
-                found="a part of the model for each of several",
-                fix="Leave distributed_config, tp_plan and tp_size out.",
-            )
         if own.weights is not None:  # config.json says that the weights are in our format
             config.transformers_weights = HF_FILE
             if config.dtype is None and own.dtype is not None:
@@ -139,21 +122,17 @@ class Pi2Quantizer(HfQuantizer):
     update_tp_plan = update_attn_implementation
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        if kwargs.get("use_kernels"):
-            raise ConfigError(
-                "from_pretrained(use_kernels=True)",
-                expected="layers that are computed by torch_pi2",
-                found="kernels to take their place",
-                fix="Leave it out.",
-            )
-        file = Path(kwargs["checkpoint_files"][0])
-        self._folder = file.parent
+        self._folder = Path(kwargs["checkpoint_files"][0]).parent
         vars(model.config).pop("transformers_weights", None)
-        _check_class(model, self._folder)
         if not Path(model.name_or_path).is_dir():
             _fetch(model.name_or_path, self._folder)
-        if self.quantization_config.weights is not None:
-            _check_there(file)
+        if self.quantization_config.weights is not None and weights_path(self._folder / PI2_FOLDER) is None:
+            raise ArtifactError(
+                str(self._folder / PI2_FOLDER),
+                expected=f"{STORE_FILE} or {WEIGHTS_FILE}",
+                found="neither",
+                fix="Copy the folder again, whole, or make it again.",
+            )
         _empty(model)
         return model
 
@@ -167,7 +146,13 @@ class Pi2Quantizer(HfQuantizer):
         how = LoadSettings(config=config, trust_remote_code=_is_remote(model), **settings)
         loaded: Any = read_model(self._folder, how)
         if type(loaded) is not type(model):
-            raise _other_class(type(loaded).__name__, model, self._folder)
+            # no ValueError: a pipeline would catch it, try the folder's class, and take logits for features
+            raise UnsupportedModelError(
+                f"opening {self._folder}",
+                expected=f"a {type(loaded).__name__}, which its plan was made for",
+                found=f"a {type(model).__name__}",
+                fix="Use AutoModelForCausalLM; its model.model is the model without the last layer.",
+            )
         kept = {name: vars(model)[name] for name in _KEPT_ATTRIBUTES if name in vars(model)}
         vars(model).clear()
         vars(model).update(vars(loaded) | kept)
@@ -186,46 +171,9 @@ class Pi2Quantizer(HfQuantizer):
         return False
 
 
-def _is_cpu(place: str | torch.device) -> bool:
-    return torch.device(place).type == "cpu" if place != "disk" else False
-
-
 def _is_remote(model: Any) -> bool:
     """Whether its class is code of the folder, which the user has allowed to run."""
     return type(model).__module__.startswith("transformers_modules")
-
-
-def _check_class(model: Any, folder: Path) -> None:
-    """Raises UnsupportedModelError: the folder is for another class."""
-    wanted = (getattr(model.config, "architectures", None) or [type(model).__name__])[0]
-    if type(model).__name__ != wanted:
-        raise _other_class(wanted, model, folder)
-
-
-def _other_class(wanted: str, model: Any, folder: Path) -> UnsupportedModelError:
-    """Not a ValueError: a pipeline would catch it, try the folder's class, and take logits for features."""
-    return UnsupportedModelError(
-        f"opening {folder}",
-        expected=f"a {wanted}, which its plan was made for",
-        found=f"a {type(model).__name__}",
-        fix="Use AutoModelForCausalLM; its model.model is the model without the last layer.",
-    )
-
-
-def _check_there(file: Path) -> None:
-    """Raises ArtifactError: the folder lacks what its config.json names."""
-    with TensorReader(file) as reader:
-        tensors = len(reader.specs)
-    pi2 = file.parent / PI2_FOLDER
-    if tensors:
-        path, expected, found = file, "a file of no tensors", f"{tensors}"
-    elif weights_path(pi2) is None:
-        path, expected, found = pi2, f"{STORE_FILE} or {WEIGHTS_FILE}", "neither" if pi2.exists() else "nothing"
-    else:
-        return
-    raise ArtifactError(
-        str(path), expected=expected, found=found, fix="Copy the folder again, whole, or make it again."
-    )
 
 
 def _fetch(name: str, folder: Path) -> None:

@@ -165,7 +165,8 @@ def put(model: nn.Module, names: list[str], value: torch.Tensor) -> None:
             owner._parameters[local] = parameter
 
 
-def _now(model: nn.Module, name: str) -> torch.Tensor:
+def now(model: nn.Module, name: str) -> torch.Tensor:
+    """The parameter or buffer of this name."""
     owner, _, local = name.rpartition(".")
     tensor: torch.Tensor = getattr(model.get_submodule(owner), local)
     return tensor
@@ -185,7 +186,7 @@ def fill(
         ArtifactError: there is none for a tensor of the file ``where``; its initial value would be wrong.
     """
     for names in groups:
-        found = {name: value for name in names if (value := read(name, _now(model, name))) is not None}
+        found = {name: value for name in names if (value := read(name, now(model, name))) is not None}
         if not names:
             continue
         if not found:
