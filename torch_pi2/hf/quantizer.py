@@ -19,6 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from torch_pi2.base.dtypes import DTYPES
 from torch_pi2.base.fields import checked
 from torch_pi2.base.modules import fresh_settings
+from torch_pi2.base.tensorfile import TensorReader
 from torch_pi2.checkpoint.save_load import finish_loading, read_model
 from torch_pi2.checkpoint.sparse import LoadSettings
 from torch_pi2.errors import ArtifactError, DeviceError, UnsupportedModelError, check_choice
@@ -122,17 +123,29 @@ class Pi2Quantizer(HfQuantizer):
     update_tp_plan = update_attn_implementation
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        self._folder = Path(kwargs["checkpoint_files"][0]).parent
+        file = Path(kwargs["checkpoint_files"][0])
+        self._folder = file.parent
         vars(model.config).pop("transformers_weights", None)
+        wanted = (getattr(model.config, "architectures", None) or [type(model).__name__])[0]
+        if type(model).__name__ != wanted:
+            # no ValueError: a pipeline would catch it, try the folder's class, and take logits for features
+            raise UnsupportedModelError(
+                f"opening {self._folder}",
+                expected=f"a {wanted}, which its plan was made for",
+                found=f"a {type(model).__name__}",
+                fix="Use AutoModelForCausalLM; its model.model is the model without the last layer.",
+            )
         if not Path(model.name_or_path).is_dir():
             _fetch(model.name_or_path, self._folder)
-        if self.quantization_config.weights is not None and weights_path(self._folder / PI2_FOLDER) is None:
-            raise ArtifactError(
-                str(self._folder / PI2_FOLDER),
-                expected=f"{STORE_FILE} or {WEIGHTS_FILE}",
-                found="neither",
-                fix="Copy the folder again, whole, or make it again.",
-            )
+        if self.quantization_config.weights is not None:
+            TensorReader(file).close()  # raises if it is missing or damaged
+            if weights_path(self._folder / PI2_FOLDER) is None:
+                raise ArtifactError(
+                    str(self._folder / PI2_FOLDER),
+                    expected=f"{STORE_FILE} or {WEIGHTS_FILE}",
+                    found="neither",
+                    fix="Copy the folder again, whole, or make it again.",
+                )
         _empty(model)
         return model
 
@@ -145,14 +158,6 @@ class Pi2Quantizer(HfQuantizer):
         del config.quantization_config
         how = LoadSettings(config=config, trust_remote_code=_is_remote(model), **settings)
         loaded: Any = read_model(self._folder, how)
-        if type(loaded) is not type(model):
-            # no ValueError: a pipeline would catch it, try the folder's class, and take logits for features
-            raise UnsupportedModelError(
-                f"opening {self._folder}",
-                expected=f"a {type(loaded).__name__}, which its plan was made for",
-                found=f"a {type(model).__name__}",
-                fix="Use AutoModelForCausalLM; its model.model is the model without the last layer.",
-            )
         kept = {name: vars(model)[name] for name in _KEPT_ATTRIBUTES if name in vars(model)}
         vars(model).clear()
         vars(model).update(vars(loaded) | kept)
