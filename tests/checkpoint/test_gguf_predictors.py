@@ -73,7 +73,7 @@ def theirs(x_TH: torch.Tensor, values: Any, block: int) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0"])
 def test_scores_are_theirs_divided_by_the_norm(made: Made, tmp_path: Path, kind: str) -> None:
     file, values = made(bad, kind)
     torch_pi2.import_gguf(file, tmp_path / "out", predictors=IDS)
@@ -149,27 +149,23 @@ def test_at_the_command_line(made: Made, tmp_path: Path, capfd: pytest.CaptureFi
     assert cli.main(command) == 0
     assert "4 tensors of PowerInfer's predictors left out" in capfd.readouterr().out
     (tmp_path / "some.txt").write_text("the cat sat on the mat " * 200)
-    for text in ("stdlib", str(tmp_path / "some.txt")):
-        assert cli.main([*command, "--predictors", text]) == 0
-        said = capfd.readouterr().out
-        assert "predictors of 2 layers (lossy) find 9" in said
-        assert "left out" not in said
+    assert cli.main([*command, "--predictors", str(tmp_path / "some.txt")]) == 0
+    said = capfd.readouterr().out
+    assert "predictors of 2 layers (lossy) find 9" in said
+    assert "left out" not in said
     assert cli.main(["inspect", str(tmp_path / "out"), "--json"]) == 0
     layers = json.loads(capfd.readouterr().out)["layers"]
     assert all(layer["method"] == "lowrank" and layer["recall"] > 0.9 and layer["rank"] == 512 for layer in layers)
-    assert cli.main([*command, "--predictors", str(tmp_path / "none.txt")]) == 2
-    assert f"--predictors {tmp_path / 'none.txt'}: expected a UTF-8 text file" in capfd.readouterr().err
     (tmp_path / "none").mkdir()
     assert cli.main(["import", str(tmp_path / "none"), "--out", str(tmp_path / "o"), "--predictors", "stdlib"]) == 2
     assert "--predictors: expected a GGUF file beside it, found folder" in capfd.readouterr().err
 
 
-def without(name: str) -> Callable[[Any], dict[str, torch.Tensor]]:
-    return lambda model: {other: matrix for other, matrix in bad(model).items() if other != name}
-
-
 def other(name: str, *shape: int) -> Callable[[Any], dict[str, torch.Tensor]]:
-    return lambda model: bad(model) | {name: torch.randn(shape)}
+    """Predictors of which one matrix is of another shape, or missing."""
+    return lambda model: (
+        {n: t for n, t in bad(model).items() if n != name} | ({name: torch.randn(shape)} if shape else {})
+    )
 
 
 ZERO = np.concatenate((np.zeros(3, np.float32), np.ones(253, np.float32)))
@@ -187,21 +183,14 @@ ZERO = np.concatenate((np.zeros(3, np.float32), np.ones(253, np.float32)))
             UnsupportedModelError,
             "predictor of block 1 in .*: expected a norm that lets every number through, found 3 of its 256 weights",
         ),
-        ({"predictors": without("blk.1.fc2.weight")}, {}, ArtifactError, "expected a tensor blk.1.fc2.weight"),
+        ({"predictors": other("blk.1.fc2.weight")}, {}, ArtifactError, "expected a tensor blk.1.fc2.weight"),
         (
             {"predictors": other("blk.0.fc1.weight", 96, 128)},
             {},
             ArtifactError,
             r"expected fc1 \[r, 256\] and fc2 \[512, r\], found \[96, 128\] and \[512, 96\]",
         ),
-        (
-            {"predictors": other("blk.0.fc2.weight", 512, 64)},
-            {},
-            ArtifactError,
-            r"found \[96, 256\] and \[512, 64\]",
-        ),
         ({}, {"predictors": IDS[:1, :20]}, CalibrationError, "at least 64 tokens"),
-        ({}, {"predictors": 7}, CalibrationError, "form of the calibration data"),
     ],
 )
 def test_refused_by_name(

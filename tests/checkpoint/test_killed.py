@@ -17,9 +17,6 @@ from tiny_models import tiny
 
 import torch_pi2
 from torch_pi2.errors import ArtifactError
-from torch_pi2.types.plan import LayerPlan, Plan
-from torch_pi2.types.site import FFNSite, LinearRef
-from torch_pi2.types.stats import HIST_BINS, ActivationStats, LayerStats
 
 #: Imports once, and forks for each process that is to be killed.
 _FORKS = multiprocessing.get_context("forkserver")
@@ -36,21 +33,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _plan(sources: Path, out: Path) -> None:
-    site = FFNSite("a", 0, "relu", False, None, LinearRef("up"), LinearRef("down"), 8, 4096, "")
-    Plan([LayerPlan(site, "exact", 0, torch.arange(4096, dtype=torch.int32))], "ab" * 32).save(out)
-
-
-def _stats(sources: Path, out: Path) -> None:
-    many = torch.zeros(3, 1 << 12, dtype=torch.int64)
-    counts = {"fired": many[0].clone(), "zeros": many[1].clone(), "abs_sum": many[0].double()}
-    batches = {"batch_groups": torch.zeros(1, dtype=torch.int64), "batch_fired": many[2:].clone()}
-    bins = torch.zeros(HIST_BINS, dtype=torch.int64)
-    head = {"key": "a", "layer": 0, "threshold": 0.0, "tokens": 9, "batch_sizes": (1,)}
-    layer = LayerStats(**head, **counts, **batches, score_hist=bins)
-    ActivationStats({"a": layer}, "ab" * 32).save(out)
-
-
 WRITERS: dict[str, Callable[[Path, Path], object]] = {
     "save": lambda sources, out: torch_pi2.save(torch_pi2.optimize(tiny("llama-relu")), out),
     "save quantised": lambda sources, out: torch_pi2.save(torch_pi2.optimize(tiny("llama-relu"), weights="int4"), out),
@@ -60,8 +42,6 @@ WRITERS: dict[str, Callable[[Path, Path], object]] = {
     "pack quantised": lambda sources, out: torch_pi2.pack(sources / "float", out, weights="int4"),
     "pack in stages": lambda sources, out: torch_pi2.pack(sources / "float", out, ranks=2, by="layers"),
     "synthetic": lambda sources, out: torch_pi2.synthetic(out, "tiny", layers=1, rank=8),
-    "plan": _plan,
-    "stats": _stats,
 }
 
 
@@ -119,7 +99,7 @@ def steps_of(writer: str, sources: Path, out: Path) -> int:
 
 
 #: Writers in the fast run; the others take seconds each.
-FAST = ("pack float", "plan")
+FAST = ("pack float",)
 
 
 @pytest.mark.parametrize(

@@ -87,25 +87,17 @@ def metadata(source: str | Path, library: str = "torch_pi2") -> dict[str, Any]:
             from huggingface_hub import metadata_load
 
             about = metadata_load(card)
-    if isinstance(about, dict):
-        found |= {name: about[name] for name in _COPIED if _plain(about.get(name))}
+    for name in _COPIED:
+        value = about.get(name) if isinstance(about, dict) else None
+        if value and all(isinstance(item, str) for item in (value if isinstance(value, list) else [value])):
+            found[name] = value
     if not Path(source).is_dir() and _HUB_NAME.fullmatch(str(source)):
         found["base_model"] = str(source)
     return found | {"tags": ["torch_pi2", "sparse", "text-generation"]}
 
 
-def _plain(value: object) -> bool:
-    """Text, or a short list of it."""
-    if isinstance(value, list):
-        return 0 < len(value) <= 20 and all(isinstance(item, str) for item in value)
-    return isinstance(value, str) and bool(value.strip())
-
-
 def section(title: str, lines: Mapping[str, str], remark: str, run: str) -> str:
     """A table of ``lines``, a ``remark``, and the command to ``run``."""
-    rows = "".join(f"| {name} | {_cell(value)} |\n" for name, value in lines.items())
+    cells = {name: escape(value, quote=False).replace("|", "\\|").replace("\n", " ") for name, value in lines.items()}
+    rows = "".join(f"| {name} | {value} |\n" for name, value in cells.items())
     return f"## {title}\n\n| | |\n|---|---|\n{rows}\n{remark}\n\n```\n{run}\n```"
-
-
-def _cell(text: str) -> str:
-    return escape(text, quote=False).replace("|", "\\|").replace("\n", " ")

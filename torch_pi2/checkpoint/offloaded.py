@@ -163,41 +163,26 @@ def _check_lossy(plan: Plan, offload: OffloadConfig) -> None:
     """Say that results are lossy. Raises ConfigError: no layer can leave anything out, or the engine cannot tell."""
     predicted = sum(y.method == Method.LOWRANK and y.site.experts is None for y in plan.layers)
     mixtures = len({layer.site.experts for layer in plan.layers} - {None})
-    for setting, layers, those, where in (
-        (
-            "miss_margin",
-            predicted,
-            "layers with low-rank predictors (method='lowrank'), which are no experts",
-            "%d layers, neurons that are not in memory are left out where their predictor's score is less than %g "
-            "above its threshold",
-        ),
-        (
-            "drop_experts",
-            mixtures,
-            "mixtures of experts",
-            "%d mixtures, experts that are mostly not in memory are left out where they have less than %g of their "
-            "token's weight",
-        ),
+    for setting, layers, those in (
+        ("miss_margin", predicted, "layers with low-rank predictors (method='lowrank'; not experts)"),
+        ("drop_experts", mixtures, "mixtures of experts"),
     ):
         value = getattr(offload, setting)
         if value <= 0:
             continue
+        methods = ", ".join(sorted({layer.method for layer in plan.layers}))
+        expected, found, fix = "", "", "Leave it out, or load another store."
         if layers == 0:
-            raise ConfigError(
-                f"OffloadConfig.{setting}",
-                expected=those,
-                found=f"methods {', '.join(sorted({layer.method for layer in plan.layers}))} and {mixtures} mixtures",
-                fix="Leave it out, or make the store of a model that has some.",
-            )
-        if offload.engine == "mmap":
-            raise ConfigError(
-                f"OffloadConfig.{setting}",
-                expected="engine io_uring, pread or auto",
-                found="mmap, where only the system knows what is in memory",
-                fix="Choose another engine.",
-            )
-        costs = "torch-pi2 eval measures what that costs"
-        _log.warning(f"lossy: in {where} (OffloadConfig.%s); {costs}", layers, value, setting)
+            expected, found = those, f"methods {methods} and {mixtures} mixtures"
+        elif offload.engine == "mmap":
+            expected, found = "engine io_uring, pread or auto", "mmap, where only the system knows what is in memory"
+        if expected:
+            raise ConfigError(f"OffloadConfig.{setting}", expected=expected, found=found, fix=fix)
+        _log.warning(
+            "lossy: %d %s leave out what matters least of what is not in memory (OffloadConfig.%s=%g); "
+            "torch-pi2 eval measures what that costs",
+            *(layers, those, setting, value),
+        )
 
 
 def _route_early(model: nn.Module) -> None:

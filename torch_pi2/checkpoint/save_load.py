@@ -21,7 +21,6 @@ from torch_pi2.base.fields import checked, shown
 from torch_pi2.base.files import replacing_folder
 from torch_pi2.base.modules import fresh_settings
 from torch_pi2.base.offloaded import OffloadedParameter
-from torch_pi2.base.package import how_to_install
 from torch_pi2.checkpoint.card import keep_card
 from torch_pi2.checkpoint.gguf.importing import cached_import
 from torch_pi2.checkpoint.offloaded import load_offloaded
@@ -382,32 +381,16 @@ def _load_weights(model: nn.Module, path: Path) -> None:
         ) from error
 
 
-def _what_to_do(folder: Path, error: Exception) -> str:
-    """Advice if transformers could not load ``folder``."""
-    from safetensors import SafetensorError
-
-    if isinstance(error, (OSError, SafetensorError)) and "trust_remote_code" not in str(error):
-        return "Copy its weights (*.safetensors) again from where they were made."
-    return how_to_trust(folder)
-
-
 def _from_pretrained(folder: Path, settings: LoadSettings) -> nn.Module:
     read_config(folder)  # transformers says less of a damaged one
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError as error:
-        raise ArtifactError(
-            f"loading {folder}",
-            expected="the package transformers, or a model to load into",
-            found="neither",
-            fix=f"{how_to_install('hf')}, or pass model=...",
-        ) from error
     trust = settings.trust_remote_code
     config = settings.config or model_config(folder, trust_remote_code=trust)
-    named = named_class(config)
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
     try:
         model: nn.Module
-        model, loading = (named or AutoModelForCausalLM).from_pretrained(
+        model, loading = (named_class(config) or AutoModelForCausalLM).from_pretrained(
             folder,
             config=config,
             trust_remote_code=trusted(folder, trust),
@@ -418,11 +401,13 @@ def _from_pretrained(folder: Path, settings: LoadSettings) -> nn.Module:
     except MemoryError:
         raise
     except Exception as error:  # transformers raises what its classes do
+        of_file = isinstance(error, (OSError, SafetensorError)) and "trust_remote_code" not in str(error)
+        copy = "Copy its weights (*.safetensors) again from where they were made."
         raise ArtifactError(
             f"loading {folder}",
             expected="a model that transformers can build",
             found=f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}",
-            fix=f"{_what_to_do(folder, error)} Or pass model=... to load into.",
+            fix=f"{copy if of_file else how_to_trust(folder)} Or pass model=... to load into.",
         ) from error
     if missing := sorted(loading["missing_keys"]):  # transformers gives them random numbers
         raise ArtifactError(
