@@ -28,7 +28,7 @@ from torch_pi2.rewrite.strategies import log_skipped
 from torch_pi2.store.folder import check_float, read_config
 from torch_pi2.store.source import Checkpoint, ExpertMatrix, Source, stored_name, wrong_shape
 from torch_pi2.types.plan import LayerPlan, Plan
-from torch_pi2.types.site import FFNSite, LinearRef, check_weights
+from torch_pi2.types.site import FFNSite, LinearRef
 
 #: Smaller tensors are read into memory, and converted if the model computes in another dtype.
 _SMALL_BYTES = 1 << 20
@@ -160,17 +160,17 @@ class Stored:
                     self.checked(name, floats=True)
 
     def _try(self, group: list[LayerPlan]) -> str | UnsupportedModelError:
-        """How a layer, or all experts of one module, can be replaced, or why not; tried with weights in memory."""
-        first = group[0].site
-        names = {name for _, ref in refs_of(first) for name in (ref.weight, ref.bias) if name}
-        empty = {name: self.model.get_parameter(name) for name in names}
+        """How a layer, or all experts of one module, can be replaced, or why not; tried with random numbers."""
+        site = group[0].site
+        names = {name for _, ref in refs_of(site) for name in (ref.weight, ref.bias) if name}
+        empty = {name: self.model.get_parameter(name) for name in sorted(names)}
+        generator = torch.Generator().manual_seed(0)
         try:
-            if first.experts is not None:
-                self._read_experts(group, empty)
-            else:
-                for name in names:
-                    put(self.model, [name], self.checkpoint.read(self.name(name)))
-                check_weights(first, first.weights(self.model))
+            for name, parameter in empty.items():
+                made = torch.empty(parameter.shape, dtype=parameter.dtype)  # pages are allocated when written to
+                some = made if site.experts is None else made[:TRIED_EXPERTS]
+                some.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
+                put(self.model, [name], made)
             return tried_strategy(self.model, group)
         except UnsupportedModelError as error:
             return error.with_traceback(None)  # a traceback would keep the weights in memory
@@ -182,19 +182,6 @@ class Stored:
         """Read a matrix of one expert into the parameter that stacks those of all experts."""
         matrix = ExpertMatrix(self.checkpoint, site, ref, role).read()
         ref.take(self.model.get_parameter(ref.weight).detach()).copy_(matrix)
-
-    def _read_experts(self, group: list[LayerPlan], empty: dict[str, nn.Parameter]) -> None:
-        """Read the weights of some experts: all experts of a layer may be more than there is memory for."""
-        first, model = group[0].site, self.model
-        dtype = ExpertMatrix(self.checkpoint, first, first.up, "up").dtype
-        for name, parameter in empty.items():
-            put(model, [name], torch.empty(parameter.shape, dtype=dtype))  # pages are allocated when written to
-        for layer in group[:TRIED_EXPERTS]:
-            for role, ref in refs_of(layer.site):
-                self.read_expert(layer.site, role, ref)
-                if ref.bias is not None:
-                    model.get_parameter(ref.bias).detach().copy_(self.checkpoint.read(self.name(ref.bias)))
-            check_weights(layer.site, layer.site.weights(model))
 
 
 def _form(group: list[LayerPlan]) -> Any:
