@@ -15,7 +15,6 @@ import torch
 from transformers import AutoTokenizer
 
 import torch_pi2
-from torch_pi2.base.tensorfile import Spec, TensorReader, TensorWriter
 from torch_pi2.checkpoint.save_load import load_dense
 from torch_pi2.errors import ArtifactError, ConfigError, DtypeError, NonFiniteError, Pi2Error, UnsupportedModelError
 
@@ -398,32 +397,6 @@ def test_parts_of_a_model(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"formats": '{"model.embed_tokens": "q7_k"}'}, "q7_k"),
-        ({"formats": '{"model.embed_tokens": "q4_k"}'}, r"v_proj.weight as uint8 \[64, 144\], found uint8 \[64, 210\]"),
-        ({"embeddings": '{"model.norm": 256}'}, r"model.norm.weight as uint8 \[320, 210\], found float32 \[256\]"),
-        ({"embeddings": '{"model.embed_tokens": 256, "model.norm": 256}'}, "model, model.norm of 256 numbers a token"),
-        ({"embeddings": '{"model.embed_tokens": 512}'}, "model.embed_tokens of 512 numbers a token"),
-        ({"embeddings": "[]"}, "embeddings"),
-        ({"pi2_version": "4"}, "version 1 or 2 or 3"),
-    ],
-)
-def test_damaged_metadata(tmp_path: Path, change: dict[str, str], message: str) -> None:
-    torch_pi2.import_gguf(GOLDEN / "tiny-llama.q4_k_m.gguf", tmp_path / "out")
-    path = tmp_path / "out" / "pi2" / "weights.safetensors"
-    with TensorReader(path) as reader:
-        tensors = {name: reader.read(name) for name in reader.specs}
-        about = reader.metadata | change
-    with TensorWriter(path, {name: Spec.of(tensor) for name, tensor in tensors.items()}, about) as out:
-        for name, tensor in tensors.items():
-            out.write(name, tensor)
-    with pytest.raises(ArtifactError, match=message):
-        torch_pi2.load(tmp_path / "out")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "at"), [("Q8_0", 0), ("Q4_K", 2), ("Q6_K", 208), ("Q5_0", 0)])
 def test_scales_that_are_no_numbers(made: Any, tmp_path: Path, kind: str, at: int) -> None:
     _, _, file = made("llama")
@@ -435,17 +408,6 @@ def test_scales_that_are_no_numbers(made: Any, tmp_path: Path, kind: str, at: in
         changed.write(b"\x00\x7e")
     with pytest.raises(NonFiniteError, match=r"blk.1.ffn_up.weight: expected numbers, found NaN"):
         torch_pi2.import_gguf(typed, tmp_path / "out")
-
-
-@pytest.mark.slow
-def test_compiled_and_tokens_that_are_none(tmp_path: Path) -> None:
-    torch_pi2.import_gguf(GOLDEN / "tiny-llama.q4_k_m.gguf", tmp_path / "out")
-    model = torch_pi2.load(tmp_path / "out", dtype=torch.float32)
-    wanted = logits(model)
-    with pytest.raises((IndexError, RuntimeError)):
-        model(torch.tensor([[-100]]))
-    compiled = torch.compile(model, backend="aot_eager")
-    torch.testing.assert_close(logits(compiled), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

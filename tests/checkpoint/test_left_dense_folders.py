@@ -87,18 +87,6 @@ def test_a_quantised_folder(inline: Any, tmp_path: Path, caplog: pytest.LogCaptu
     assert torch.equal(logits(over), found)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("weights", [None, "int4"])
-def test_a_store_of_floats_or_of_what_is_quantised_then(inline: Any, weights: str | None, tmp_path: Path) -> None:
-    dense = inline(1)
-    dense.save_pretrained(tmp_path / "float")
-    torch_pi2.pack(tmp_path / "float", tmp_path / "store", weights=weights)
-    over = torch_pi2.load(tmp_path / "store", budget="1GiB", context=16)
-    check(over)
-    wanted = dense if weights is None else load_dense(tmp_path / "store")
-    assert close(logits(over), logits(wanted), 1e-5 if weights is None else 1e-4)
-
-
 def test_saved_after_it_was_quantised_in_memory(inline: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """There the layer is sparse, by lazy tensors; in the folder it is dense, with the numbers of its rows."""
     sparse = torch_pi2.optimize(inline(1), method="exact", weights="int4")

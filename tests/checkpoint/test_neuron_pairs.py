@@ -250,44 +250,43 @@ def test_refused_by_name(typed: Typed, tmp_path: Path) -> None:
         torch_pi2.Config(weights="q4_1+int8")
 
 
-def changed(path: Path, change: Callable[[dict[str, str]], dict[str, str]], drop: int = 0) -> None:
-    """The weights file again, with other metadata; ``drop`` bytes of each neuron of the first layer less."""
-    with TensorReader(path) as reader:
-        tensors = {name: reader.read(name) for name in reader.specs}
-        about = change(reader.metadata)
-    if drop:
-        name = "model.layers.0.mlp.bundles"
-        tensors[name] = tensors[name][:, drop:].contiguous()
-    with TensorWriter(path, {name: Spec.of(tensor) for name, tensor in tensors.items()}, about) as out:
-        for name, tensor in tensors.items():
-            out.write(name, tensor)
+FIRST = "model.layers.0.mlp"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("formats", "more", "drop", "message"),
+    ("neurons", "about", "drop", "message"),
     [
-        ({"model.layers.0.mlp": "q4_k"}, {}, 0, "expected int4 or int8 or int4[+]int8.*found 'q4_k'"),
-        ({"model.layers.0.mlp": "q4_k+q4_k"}, {}, 0, "found 'q4_k[+]q4_k'"),
-        ({"model.layers.0.mlp": "int8"}, {}, 0, r"bundles as uint8 \[256, 3, 272\], found uint8 \[256, 560\]"),
-        ({"model.layers.0.mlp": "q5_k+int8"}, {}, 0, r"bundles as uint8 \[256, 624\], found uint8 \[256, 560\]"),
-        ({"lm_head": "q4_k+int8"}, {}, 0, "found 'q4_k[+]int8'"),
-        ({}, {}, 2, r"bundles as uint8 \[256, 560\], found uint8 \[256, 558\]"),
-        ({}, {"pi2_version": "2"}, 0, "linear layers and embeddings alone, in version 2, found model.layers.0.mlp"),
-        ({}, {"weights": "float32", "linears": "{}"}, 0, "formats: expected none, in a file of float32"),
+        ("all", {"formats": {FIRST: "q4_k"}}, 0, "expected int4 or int8 or int4[+]int8.*found 'q4_k'"),
+        ("all", {"formats": {FIRST: "q4_k+q4_k"}}, 0, "found 'q4_k[+]q4_k'"),
+        ("all", {"formats": {FIRST: "int8"}}, 0, r"as uint8 \[256, 3, 272\], found uint8 \[256, 560\]"),
+        ("all", {"formats": {FIRST: "q5_k+int8"}}, 0, r"as uint8 \[256, 624\], found uint8 \[256, 560\]"),
+        ("all", {"formats": {"lm_head": "q4_k+int8"}}, 0, "found 'q4_k[+]int8'"),
+        ("all", {}, 2, r"bundles as uint8 \[256, 560\], found uint8 \[256, 558\]"),
+        ("all", {"pi2_version": 2}, 0, f"linear layers and embeddings alone, in version 2, found {FIRST}"),
+        ("all", {"weights": "float32", "linears": {}}, 0, "formats: expected none, in a file of float32"),
+        ("auto", {"formats": {"model.embed_tokens": "q7_k"}}, 0, "q7_k"),
+        ("auto", {"embeddings": {"model.norm": 256}}, 0, "model, model.norm of 256 numbers a token"),
+        ("auto", {"embeddings": {"model.embed_tokens": 512}}, 0, "model.embed_tokens of 512 numbers a token"),
+        ("auto", {"embeddings": []}, 0, "embeddings"),
+        ("auto", {"pi2_version": 4}, 0, "version 1 or 2 or 3"),
     ],
 )
-def test_damaged_metadata(
-    tmp_path: Path, formats: dict[str, str], more: dict[str, str], drop: int, message: str
-) -> None:
-    torch_pi2.import_gguf(GOLDEN, tmp_path / "out", neurons="all")
+def test_damaged_metadata(tmp_path: Path, neurons: str, about: dict[str, Any], drop: int, message: str) -> None:
+    """``drop``: bytes of each neuron of the first layer less."""
+    torch_pi2.import_gguf(GOLDEN, tmp_path / "out", neurons=neurons)
     path = tmp_path / "out" / "pi2" / "weights.safetensors"
-
-    def change(about: dict[str, str]) -> dict[str, str]:
-        assert about["pi2_version"] == "3"
-        return about | {"formats": json.dumps(json.loads(about["formats"]) | formats)} | more
-
-    changed(path, change, drop)
+    with TensorReader(path) as reader:
+        tensors = {name: reader.read(name) for name in reader.specs}
+        found = dict(reader.metadata)
+    for name, value in about.items():
+        value = json.loads(found[name]) | value if name in ("formats", "embeddings") and value else value
+        found[name] = value if isinstance(value, str) else json.dumps(value)
+    if drop:
+        tensors[f"{FIRST}.bundles"] = tensors[f"{FIRST}.bundles"][:, drop:].contiguous()
+    with TensorWriter(path, {name: Spec.of(tensor) for name, tensor in tensors.items()}, found) as out:
+        for name, tensor in tensors.items():
+            out.write(name, tensor)
     with pytest.raises(ArtifactError, match=message):
         torch_pi2.load(tmp_path / "out")
 

@@ -84,15 +84,12 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "code of generate": lambda folder: shutil.copytree(
         folder, folder / "custom_generate", ignore=shutil.ignore_patterns("*.json", "*.safetensors", "pi2")
     ),
-    "another name": lambda folder: next(folder.glob("*.py")).rename(folder / "other.py"),
     "an adapter of another model": lambda folder: (folder / "adapter_config.json").write_text("{}"),
     "not ours": lambda folder: shutil.rmtree(folder / "pi2"),
     "the folder beside it": naming({"AutoConfig": "../evil/code.Config"}),
     "a repository": naming({"AutoConfig": "who/what--code.Config"}),
     "a file that is not there": naming({"AutoConfig": "missing.Config"}),
-    "one of a list": naming({"AutoTokenizer": [None, "/tmp/code.Slow"]}, "tokenizer_config.json"),
     "no names": naming([1, 2]),
-    "no text": naming({"AutoConfig": 5}),
     "not JSON": lambda folder: (folder / "config.json").write_text("{"),
 }
 
