@@ -79,10 +79,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "checkpoint_format": ("gptq", "gptq_v2"),
         "format": ("gptq", "gptq_v2"),
         "pack_dtype": ("int32",),
-        # how some modules were made may differ, not how they are read
-        "dynamic": {
-            "*": dict.fromkeys(("group_size", "sym", "desc_act", "damp_percent", "mse", "static_groups"), _ANY)
-        },
+        "dynamic": {"*": _OF_MODULES},
         **dict.fromkeys(("rotation", "adapter", "is_marlin_format"), ()),
         "*": _ANY,
     },
@@ -139,7 +136,7 @@ def _check(folder: Path, settings: Mapping[str, Any], fields: Mapping[str, Any])
         known = fields.get(name, fields.get("*", ()))
         if isinstance(known, dict) and isinstance(found, dict):
             _check(folder, found, known)
-        elif known is not _ANY and found not in (None, False, "", [], {}, *known):
+        elif known is not _ANY and found not in (None, False, "", [], {}, *(() if isinstance(known, dict) else known)):
             expected = "with fields" if isinstance(known, dict) else " or ".join(map(str, known)) or "none"
             raise refuse(folder, f"{name} {expected}", shown(found))
 
@@ -151,8 +148,8 @@ def _group_of(settings: Mapping[str, Any], *names: str) -> int:
 
 def _compressed_format(folder: Path, settings: Mapping[str, Any]) -> Format:
     groups = (settings.get("config_groups") or {}).values()
-    weights = [group["weights"] for group in groups if group.get("weights")]
-    bits = {one.get("num_bits", 8) for one in weights}
+    weights = [group["weights"] for group in groups if group and group.get("weights")]
+    bits = {one.get("num_bits") or 8 for one in weights}
     if len(bits) != 1:
         raise refuse(folder, "matrices of as many bits everywhere", " and ".join(map(str, sorted(bits))) or "none")
     sizes = {_group_of(one, "group_size") for one in weights}
