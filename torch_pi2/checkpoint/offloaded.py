@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ def load_offloaded(folder: Path, plan: Plan, predictors: dict[str, Any], setting
         index_of = {key: i for i, key in enumerate(reader.keys)}
     store = Store(path, budget.cache, offload, token_bytes=budget.token)
     store.budget, store.limited = budget, budget_bytes is not None
-    make = _OverStore(store, index_of, predictors, settings.int8_activations, together)
+    dividing = None if together is None or together.own.by_layers else together
+    make = _OverStore(store, index_of, predictors, settings.int8_activations, dividing)
     give_back_freed_memory()
     model = load_sparse(folder, plan, predictors, settings, make_layer=make.layer, make_experts=make.experts)
     give_back_freed_memory()  # that only loading needed, before the cache is filled
@@ -108,39 +110,37 @@ def offload_of(plan: Plan) -> OffloadConfig:
     return OffloadConfig() if plan.hardware is None else OffloadConfig(**plan.hardware.offload)
 
 
+@dataclass
 class _OverStore:
-    """Makes layers whose neurons stay in ``store``, with their predictors, which it removes from ``predictors``."""
+    """Makes layers whose neurons stay in ``store``, with their predictors, which it removes from ``predictors``.
 
-    def __init__(
-        self,
-        store: Store,
-        index_of: Mapping[str, int],
-        predictors: dict[str, Any],
-        int8_activations: bool,
-        together: Membership | None,
-    ) -> None:
-        self._store, self._index_of, self._predictors = store, index_of, predictors
-        self._int8_activations = int8_activations
-        #: The group whose processes divide the neurons of each layer.
-        self._dividing = None if together is None or together.own.by_layers else together
+    Attributes:
+        index_of: key of a layer -> its number in the store. dividing: the group whose processes divide its neurons.
+    """
+
+    store: Store
+    index_of: Mapping[str, int]
+    predictors: dict[str, Any]
+    int8_activations: bool
+    dividing: Membership | None
 
     def layer(self, layer: LayerPlan, weights: QuantizedWeights, kind: torch.dtype) -> SparseFFN:
         """See :data:`torch_pi2.checkpoint.sparse.MakeLayer`."""
         key = layer.site.key
-        tensors, threshold = predictor_tensors(self._predictors.pop(key, None))
-        made = (OffloadedFFN if self._dividing is None else ShardedFFN).over(
-            self._store,
-            self._index_of[key],
+        tensors, threshold = predictor_tensors(self.predictors.pop(key, None))
+        made = (OffloadedFFN if self.dividing is None else ShardedFFN).over(
+            self.store,
+            self.index_of[key],
             layer.site,
             layer,
             weights.operand_of(key),
             lowrank=tensors,
             threshold=threshold,
-            int8_activations=self._int8_activations,
+            int8_activations=self.int8_activations,
             dtype=DTYPES.get(weights.kind, kind),
         )
-        if self._dividing is not None and isinstance(made, ShardedFFN):
-            made.share = self._dividing.share(key)
+        if self.dividing is not None and isinstance(made, ShardedFFN):
+            made.share = self.dividing.share(key)
         return made
 
     def experts(self, parts: Iterable[SparseFFN], group: Sequence[LayerPlan]) -> SparseExperts:
@@ -148,14 +148,14 @@ class _OverStore:
 
         def copied() -> Iterator[SparseFFN]:
             for layer, part in zip(group, parts, strict=True):
-                self._predictors.pop(layer.site.key, None)
+                self.predictors.pop(layer.site.key, None)
                 yield part
 
         key = group[0].site.key
-        if self._dividing is None:
-            return OffloadedExperts(copied(), len(group), self._store, self._index_of[key])
-        made = ShardedExperts(copied(), len(group), self._store, self._index_of[key])
-        made.share = self._dividing.share(key)
+        if self.dividing is None:
+            return OffloadedExperts(copied(), len(group), self.store, self.index_of[key])
+        made = ShardedExperts(copied(), len(group), self.store, self.index_of[key])
+        made.share = self.dividing.share(key)
         return made
 
 

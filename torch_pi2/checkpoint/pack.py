@@ -146,7 +146,7 @@ def pack(
             reader.check_plan(plan)
             if whole == source:
                 _check_weights(reader, weights, source)
-            packer = _Packer(whole, reader, parts, cluster, progress)
+            packer = _Packer(whole, reader, plan, parts.inside, cluster, progress)
             if ranks == 1:
                 keep_card(folder, staging)
                 report = packer.pack(staging)
@@ -181,28 +181,25 @@ def _check_weights(reader: QuantizedWeights, weights: str | None, source: Path) 
         )
 
 
+@dataclass
 class _Packer:
-    """Writes the store of the folder ``whole``, or stores of its shards."""
+    """Writes the store of the folder ``whole``, or stores of its shards. inside: its plan is in a store."""
 
-    def __init__(
-        self,
-        whole: Path,
-        reader: QuantizedWeights,
-        parts: Parts,
-        cluster: int | None,
-        progress: bool,
-    ) -> None:
-        self._folder, self._reader, self._plan, self._inside = whole, reader, parts.plan(), parts.inside
-        self._cluster, self._progress = cluster, progress
+    whole: Path
+    reader: QuantizedWeights
+    plan: Plan
+    inside: bool
+    cluster: int | None
+    progress: bool
 
     def pack(self, folder: Path, shard: Shard | None = None) -> PackReport:
         """Write the store, and everything else of the folder, into ``folder``."""
         path = folder / PI2_FOLDER / STORE_FILE
         path.parent.mkdir()
-        copy_small_files(self._folder, folder)
-        with PartFiles(self._folder / PI2_FOLDER, () if self._inside else None) as beside:
+        copy_small_files(self.whole, folder)
+        with PartFiles(self.whole / PI2_FOLDER, () if self.inside else None) as beside:
             store = self._assembly(beside, shard)
-            out = TensorWriter(path, store.specs, store.metadata, progress=self._progress, order=list(store.specs))
+            out = TensorWriter(path, store.specs, store.metadata, progress=self.progress, order=list(store.specs))
             _check_space(folder, out.file_bytes)
             superblock = store.superblock(out)
             with out:
@@ -214,7 +211,7 @@ class _Packer:
 
     def pack_shards(self, staging: Path, shards: Sequence[Shard]) -> PackReport:
         """A folder for each of ``shards``."""
-        total = PackReport(layers=len(self._plan.layers))
+        total = PackReport(layers=len(self.plan.layers))
         for shard in shards:
             folder = staging / shard_name(shard.rank, len(shards))
             folder.mkdir()
@@ -226,13 +223,13 @@ class _Packer:
 
     def _assembly(self, beside: PartFiles, shard: Shard | None) -> StoreAssembly:
         """Raises ArtifactError: neurons are missing. ConfigError: there are none at all."""
-        here: Plan = self._plan
-        reader: Any = self._reader
+        here: Plan = self.plan
+        reader: Any = self.reader
         if shard is not None:
-            here, reader = shard.plan(self._plan), ShardView(self._reader, self._plan, shard)
+            here, reader = shard.plan(self.plan), ShardView(self.reader, self.plan, shard)
         if not here.layers:
             raise ConfigError(
-                f"packing {self._folder}",
+                f"packing {self.whole}",
                 expected="layers of neurons",
                 found="none",
                 fix="Import its file or checkpoint again, with neurons='all' (--neurons all).",
@@ -243,15 +240,15 @@ class _Packer:
         parts = dict(beside.specs)
         if not parts:  # the reader has them
             parts = {n: weights.pop(n) for n in list(weights) if part_of(n) is not None}
-        sites = {"sites": json.dumps({layer.site.key: self._reader.strategy(layer.site.key) for layer in here.layers})}
+        sites = {"sites": json.dumps({layer.site.key: self.reader.strategy(layer.site.key) for layer in here.layers})}
         return StoreAssembly(
-            self._plan,
+            self.plan,
             layers,
             [parts, weights],
             lambda name: beside if name in beside.specs else reader,
             reader.metadata | sites,
-            _provenance(self._folder, self._reader),
-            cluster=self._cluster,
+            _provenance(self.whole, self.reader),
+            cluster=self.cluster,
             shard=shard,
         )
 
