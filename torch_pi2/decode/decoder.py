@@ -120,8 +120,8 @@ class Decoder:
     Raises:
         UnsupportedModelError: the model's cache cannot be static (state-space layers), it has an encoder, or (by
             :meth:`prompt`) it does not use the cache.
+        ShapeError: (by methods) a prompt or step does not fit, or no prompt has been read.
         DeviceError: the model is on several GPUs, or (by methods that read a prompt) has been moved since.
-        ConfigError: a divided model with ``compiled``, or a setting that makes no sense.
     """
 
     #: The other processes know it by this number, if a coordinator broadcasts its calls (:func:`torch_pi2.lead`).
@@ -234,10 +234,6 @@ class Decoder:
                 question of a conversation. This is as lossless as chunks of a prompt are (tokens that steps have fed
                 keep the bits of steps). The last 12 tokens are read in any case: fewer would take another path through
                 layers with int8 activations.
-
-        Raises:
-            ShapeError: more sequences than ``batch``, a prompt that leaves no room, or ``known`` of other tokens than
-                there are.
         """
         _check_ids(ids_BT, "prompt")
         check_vocabulary(self.model, ids_BT, "prompt")
@@ -301,8 +297,6 @@ class Decoder:
                 are not read again, except up to 12 before the last if unknown ones follow (:meth:`prompt`).
 
         Raises:
-            ShapeError: there are ``batch`` sequences already, one is being read, the prompt leaves no room, or
-                ``known`` has more tokens.
             UnsupportedModelError: the model cannot have sequences of different lengths.
         """
         _check_ids(ids_1T, "add")
@@ -417,11 +411,7 @@ class Decoder:
         return self._answer(output.logits)
 
     def copy_kv(self, row: int, first: int, last: int) -> list[torch.Tensor]:
-        """Copy keys and values of the tokens from ``first`` to ``last`` (exclusive) of a row, for :meth:`add`.
-
-        Raises:
-            ShapeError: the row has no such tokens. UnsupportedModelError: they are divided among processes.
-        """
+        """Copy keys and values of the tokens from ``first`` to ``last`` (exclusive) of a row, for :meth:`add`."""
         if not (0 <= row < len(self.lengths) and 0 <= first < last <= self.lengths[row]):
             raise ShapeError(
                 "copy_kv",
@@ -440,11 +430,7 @@ class Decoder:
     @broadcast_call
     @torch.inference_mode()
     def step(self, next_B1: torch.Tensor) -> torch.Tensor:
-        """Feed one token per sequence, int64 ``[B, 1]``; returns the next ones. A step that fails can be repeated.
-
-        Raises:
-            ShapeError: the longest sequence has no room, no prompt has been read, or another batch size.
-        """
+        """Feed one token per sequence, int64 ``[B, 1]``; returns the next ones. A step that fails can be repeated."""
         self._check_read("decoding step")
         _check_ids(next_B1, "decoding step")
         if self.length >= self.max_tokens or next_B1.shape != (self.batch, 1):
@@ -469,9 +455,6 @@ class Decoder:
         transformers without soft caps and the like (:mod:`torch_pi2.decode.attention`). PyTorch's float products of
         several tokens have other last bits than those of one, as has other attention. Compiled, each number of tokens
         is a graph of its own; that Inductor rounds alike in both is tested, not promised by it.
-
-        Raises:
-            ShapeError: no prompt has been read, several sequences, too many tokens, or no room for them.
         """
         self._check_read("verify")
         _check_ids(ids_1T, "verify")
@@ -522,11 +505,7 @@ class Decoder:
     @broadcast_call
     @torch.inference_mode()
     def rollback(self, tokens: int) -> None:
-        """Forget the last ``tokens`` of each sequence: the next ones take their place.
-
-        Raises:
-            ShapeError: none would be left. ConfigError: no whole number of 0 or more.
-        """
+        """Forget the last ``tokens`` of each sequence: the next ones take their place."""
         tokens = argument(tokens, "rollback(tokens)").whole()
         least = min(self.lengths, default=0)
         if tokens >= max(1, least):
@@ -541,11 +520,7 @@ class Decoder:
     @broadcast_call
     @torch.inference_mode()
     def fork(self, sequences: int) -> None:
-        """Continue the only sequence as this many: its keys and values are copied.
-
-        Raises:
-            ShapeError: no prompt has been read, there are several sequences already, or more than ``batch``.
-        """
+        """Continue the only sequence as this many: its keys and values are copied."""
         self._check_read("fork")
         self._check_not_adding("fork")
         if self.batch != 1 or not 1 <= sequences <= self.rows:
@@ -570,9 +545,6 @@ class Decoder:
 
         Returns:
             For each row from now on, the one in which its sequence was.
-
-        Raises:
-            ShapeError: no prompt has been read, or there are no such rows.
         """
         self._check_read("retain")
         kept = sorted(set(rows))

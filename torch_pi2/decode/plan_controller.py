@@ -113,9 +113,6 @@ class PlanController:
 
         Returns at once where the store's cache keeps its size, or there is none. Another size waits for the layer that
         is being computed, and takes milliseconds.
-
-        Raises:
-            ArtifactError: the store has been closed.
         """
         if sequences == self.sequences:
             return
@@ -130,11 +127,7 @@ class PlanController:
             self.sequences = sequences
 
     def refresh(self) -> None:
-        """Arrange the store for the bucket in force once more: :func:`torch_pi2.set_budget` has changed the budget.
-
-        Raises:
-            ArtifactError: the store has been closed.
-        """
+        """Arrange the store for the bucket in force once more: :func:`torch_pi2.set_budget` has changed the budget."""
         with self._lock:
             if not self._replaced:
                 self._arrange(self.bucket)

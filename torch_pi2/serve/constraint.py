@@ -119,11 +119,7 @@ class Grammars:
         return self._constraint(grammar, "response_format")
 
     def of_tools(self, tools: ToolSet, answer: dict[str, Any] | bool | None = None) -> Constraint:
-        """Calls of ``tools``, or an answer of the schema ``answer`` (None: any text).
-
-        Raises:
-            ConfigError: llguidance does not support the schema of a function or the tokenizer.
-        """
+        """Calls of ``tools``, or an answer of the schema ``answer`` (None: any text)."""
         return self._constraint(_tool_grammar(tools, self._mark, answer), "tools")
 
     def _constraint(self, grammar: str, what: str) -> Constraint:

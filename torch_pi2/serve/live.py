@@ -60,11 +60,7 @@ class Live:
         self._before: _Reading | None = None
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """``model`` once, then ``figures`` while there is work, ``idle`` when it ends, and ``alive``.
-
-        Raises:
-            ConfigError: somebody else watches the model.
-        """
+        """``model`` once, then ``figures`` while there is work, ``idle`` when it ends, and ``alive``."""
         queue: _Queue = asyncio.Queue()
         if self._closed:
             return

@@ -82,12 +82,7 @@ class ServedModel:
         return constraint
 
     def prompts(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
-        """Token ids of each prompt.
-
-        Raises:
-            ConfigError: no tokens, unknown tokens, more choices than the batch takes at a time, a chat without a
-                template, or tools that the model does not support.
-        """
+        """Token ids of each prompt. Raises ConfigError: the model, its tokenizer or the batch cannot take them."""
         self._check_count(request)
         if request.top is not None:
             self.bytes_of(0)  # takes a second the first time: not in the event loop
@@ -135,10 +130,6 @@ class ServedModel:
         """Pieces of the answers as they come, each with the number of its choice: ``request.n`` of each prompt.
 
         The sequences are cancelled if the caller stops iterating.
-
-        Raises:
-            ShapeError: prompt and answer are too long. BusyError: the queue is full.
-            ClosedError: the server ends before the answer is complete. ConfigError: of the request.
         """
         events: asyncio.Queue[tuple[int, TokenEvent | EndEvent]] = asyncio.Queue()
         count = request.n * len(prompts)
