@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from torch_pi2.cli import common, models
 from torch_pi2.cli.processes import process_group
 from torch_pi2.cli.terminal import emit, muted
-from torch_pi2.errors import ConfigError, Pi2Error
+from torch_pi2.errors import ConfigError, Pi2Error, UnsupportedModelError
 
 if TYPE_CHECKING:
-    pass
+    from torch_pi2.decode.generate import Generated
 
 EXAMPLE = "torch-pi2 generate my-sparse-model --prompt 'def main(' --max-new-tokens 64"
 
@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _run(args: argparse.Namespace) -> dict[str, Any]:
     from torch_pi2.base.files import is_standard_output
+    from torch_pi2.decode.decoder import check_vocabulary
     from torch_pi2.decode.generate import generate
     from torch_pi2.decode.sequence import TextStream
     from torch_pi2.observe.trace import trace
@@ -64,6 +65,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("--prompt", expected="at least one token", found=repr(args.prompt), fix="Pass some text.")
     args.context = args.num_return_sequences * (inputs["input_ids"].numel() + args.max_new_tokens)
     model: Any = models.load_any(args, args.dense)
+    check_vocabulary(model, inputs["input_ids"])
     prompt, shown = inputs["input_ids"][0].tolist(), not args.json and args.num_return_sequences == 1
     text = TextStream(tokenizer, before=prompt)
     how = common.given(args, "num_return_sequences", "max_new_tokens", "seed", "prompt_lookup")
@@ -76,6 +78,12 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     with recorded or nullcontext():
         try:
             output = generate(model, inputs["input_ids"], tokenizer=tokenizer, compiled=args.compile, **how)
+        except UnsupportedModelError:  # its cache is not supported
+            if args.num_return_sequences > 1 or args.prompt_lookup:
+                raise
+            output = _by_transformers(model, inputs, tokenizer, args)
+            if shown:
+                emit(args.stdout, output.text)
         except Pi2Error:
             if shown:
                 emit(args.stdout, "\n")  # so that the error has its own line
@@ -98,6 +106,21 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         "trace": recorded and recorded.summary(),
         **more,
     }
+
+
+def _by_transformers(model: Any, inputs: Any, tokenizer: Any, args: argparse.Namespace) -> Generated:
+    import torch
+
+    from torch_pi2.decode.generate import Generated
+
+    torch.manual_seed(args.seed)
+    how: dict[str, Any] = {"do_sample": False}
+    if args.temperature > 0:
+        how = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p or 1.0, "top_k": 0}
+    with torch.no_grad():
+        ids = model.generate(**inputs.to(model.device), max_new_tokens=args.max_new_tokens, **how)[0].tolist()
+    prompt = inputs["input_ids"][0].tolist()
+    return Generated([ids[len(prompt) :]], [], [], 0.0, prompt=prompt, tokenizer=tokenizer)
 
 
 def render(result: dict[str, Any]) -> str:
