@@ -161,6 +161,11 @@ def test_log_probabilities(client: openai.OpenAI, server: Server) -> None:
     ):
         assert top[token] == value == max(top.values()) <= 0
         assert len(top) == 2
+    assert made.logprobs.text_offset[1] == len(made.logprobs.tokens[0])
+    held = {"stop": made.text + "\0"}  # what may be a beginning of it is sent in the end
+    streamed = list(client.completions.create(**asked, prompt=PROMPTS[0], logprobs=2, stream=True, extra_body=held))
+    offsets = [offset for chunk in streamed for offset in chunk.choices[0].logprobs.text_offset]
+    assert offsets == made.logprobs.text_offset
     messages = [{"role": "user", "content": "Hello"}]
     chat = client.chat.completions.create(**asked, messages=messages, logprobs=True, top_logprobs=4)
     content = chat.choices[0].logprobs.content
@@ -187,7 +192,6 @@ def test_log_probabilities(client: openai.OpenAI, server: Server) -> None:
         ({"prompt": [-1]}, "found the token -1"),
         ({"best_of": 2}, "best_of is not supported, unless it is n"),
         ({"suffix": "y"}, "suffix is not supported"),
-        ({"echo": True}, "echo is not supported"),
         ({"logit_bias": {"1": 101}}, "logit_bias.1: Input should be less than or equal to 100"),
         ({"stream": False, "stream_options": {"include_usage": True}}, "stream_options is for streams"),
     ],
@@ -268,11 +272,13 @@ def test_the_first_space_of_a_completion(tokenizer: Any) -> None:
     asked: dict[str, Any] = {"model": "tiny", "prompt": "w5 w6", "max_tokens": 3, "temperature": 0}
     try:
         made = server.client().completions.create(**asked).choices[0].text
+        echoed = server.client().completions.create(**asked, echo=True).choices[0].text
         streamed = server.client().completions.create(**asked, stream=True)
         assert "".join(chunk.choices[0].text for chunk in streamed) == made
     finally:
         server.close()
     assert re.fullmatch(r"( w\d+){3}", made)
+    assert echoed == f"w5 w6{made}"
 
 
 def test_a_server_that_ends_answers_503(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,7 +435,7 @@ def test_a_model_that_fails_fails_the_request_alone(server: Server, client: open
 
 
 @pytest.mark.slow
-def test_penalties(client: openai.OpenAI, tokenizer: Any) -> None:
+def test_penalties_and_echo(client: openai.OpenAI, tokenizer: Any, alone: Any) -> None:
     asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
     token = tokenizer("z")["input_ids"][0]
     # a bias that is as large as can be comes again, until what has come is less
@@ -439,3 +445,12 @@ def test_penalties(client: openai.OpenAI, tokenizer: Any) -> None:
     for penalty in ({"presence_penalty": 2}, {"frequency_penalty": 2}):
         tokens = client.completions.create(**asked, logit_bias=bias, logprobs=0, **penalty).choices[0].logprobs.tokens
         assert set(tokens) == {"z", "y"}, tokens
+    for ids in (PROMPTS[0], tokenizer(PROMPTS[0])["input_ids"]):
+        echoed = client.completions.create(**asked | {"prompt": ids}, echo=True)
+        assert echoed.choices[0].text == PROMPTS[0] + alone(PROMPTS[0], 12)
+        assert echoed.usage.completion_tokens == 12
+    chunks = client.completions.create(**asked, echo=True, stream=True, n=2)
+    texts = ["", ""]
+    for chunk in chunks:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [PROMPTS[0] + alone(PROMPTS[0], 12)] * 2

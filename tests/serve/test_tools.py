@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from torch_pi2.errors import ConfigError
 from torch_pi2.serve.batch import EndEvent, Sequence
-from torch_pi2.serve.tools import HERMES, LLAMA, MISTRAL, ToolCallFormat, ToolCallParser, format_of
+from torch_pi2.serve.tools import HERMES, LLAMA, MISTRAL, ToolCallDelta, ToolCallFormat, ToolCallParser, format_of
 
 _HEAD = "{% for t in tools or [] %}# {{ t.function.name }}\n{% endfor %}"
 _TALK = "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
@@ -175,6 +175,13 @@ def test_a_stream_has_the_same_calls(ask: Any, server: Server) -> None:
     text, calls, finish = streamed(ask(stream=True))
     assert (text, finish) == ("", "tool_calls")
     assert calls == [{"name": "weather", "arguments": ask().choices[0].message.tool_calls[0].function.arguments}]
+    pieces = [
+        call.function.arguments
+        for chunk in ask(stream=True)
+        for call in chunk.choices[0].delta.tool_calls or []
+        if call.function.arguments
+    ]
+    assert len(pieces) > 2  # as they come
     with server.client().chat.completions.stream(
         model="tiny", messages=[QUESTION], tools=[WEATHER], temperature=0
     ) as s:
@@ -187,9 +194,16 @@ def test_choices_of_tools(ask: Any) -> None:
     assert none.message.tool_calls is None
     assert none.finish_reason in ("stop", "length")
     both = {"tools": [WEATHER, CLOCK]}
-    made = ask(**both, tool_choice={"type": "function", "function": {"name": "clock"}}).choices[0]
-    assert made.finish_reason == "tool_calls"
-    assert [(call.function.name, call.function.arguments) for call in made.message.tool_calls] == [("clock", "{}")]
+    for choice in (
+        {"type": "function", "function": {"name": "clock"}},
+        {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "clock"}}]},
+        },
+    ):
+        made = ask(**both, tool_choice=choice, parallel_tool_calls=False).choices[0]
+        assert made.finish_reason == "tool_calls"
+        assert [(call.function.name, call.function.arguments) for call in made.message.tool_calls] == [("clock", "{}")]
     made = ask(**both, tool_choice="required", parallel_tool_calls=False).choices[0]
     assert [call.function.name for call in made.message.tool_calls] == ["weather"]
     assert jsonschema.validate(json.loads(made.message.tool_calls[0].function.arguments), PARAMETERS) is None
@@ -232,8 +246,9 @@ def test_calls_that_are_needed_have_the_arguments_of_the_schema(ask: Any, strict
 def test_an_end_that_is_cut_is_no_text(cut: int) -> None:
     calls = ToolCallParser(HERMES, ["weather"])
     text = '<tool_call>\n{"name": "weather", "arguments": {}}' + "\n</tool_call>"[:cut]
-    (call,) = calls.add(text, last=True)
-    assert isinstance(call, dict)
+    parts = list(calls.add(text, last=True))
+    assert [part for part in parts if isinstance(part, str)] == []
+    assert (calls.count, calls.complete) == (1, True)
 
 
 def test_strict_calls_of_an_answer_that_need_not_call(ask: Any, server: Server, name: str) -> None:
@@ -258,7 +273,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name: String should match"),
     ({"tools": [WEATHER, WEATHER]}, "two functions have the same name"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice: there are no tools"),
-    ({"tool_choice": "sometimes"}, "tool_choice: .*expected none, auto, required or a function"),
+    ({"tool_choice": "sometimes"}, "tool_choice: .*expected none, auto, required, a function or allowed_tools"),
     ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "other is none of the tools weather"),
     (
         {"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": "array"}}}]},
@@ -317,16 +332,18 @@ def test_forms_are_found_by_the_text_of_templates(name: str) -> None:
 
 def told(form: ToolCallFormat, text: str, cuts: list[int]) -> tuple[str, list[tuple[str, str]]]:
     """What is said and called of a text that comes in pieces."""
-    parser, said, made = ToolCallParser(form, ["weather", "clock"]), "", list[tuple[str, str]]()
+    calls, said, made = ToolCallParser(form, ["weather", "clock"]), "", list[list[str]]()
     cuts = sorted({min(cut, len(text)) for cut in cuts})
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    for part in [part for piece in pieces for part in parser.add(piece)] + list(parser.add("", last=True)):
-        if isinstance(part, str):
-            said += part
+    for part in [part for piece in pieces for part in calls.add(piece)] + list(calls.add("", last=True)):
+        if isinstance(part, ToolCallDelta):
+            if part.name is not None:
+                made.append([part.name, ""])
+            made[part.number][1] += part.arguments
         else:
-            made.append((part["function"]["name"], part["function"]["arguments"]))
-    assert parser.count == len(made)
-    return said, made
+            said += part
+    assert calls.count == len(made)
+    return said, [(called[0], called[1]) for called in made]
 
 
 _PARIS = '{"city": "Pa}r\\"is {[", "a": {"b": [1]}}'
@@ -345,15 +362,18 @@ READ: list[tuple[ToolCallFormat, str, str, list[tuple[str, str]]]] = [
     (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "clock"}</tool_call>', "", [("clock", '{"a": 1}')]),
     (HERMES, '<tool_call>{"name": "clock", "arguments": "{}"}</tool_call>', "", [("clock", "{}")]),
     # none
-    *[
-        (HERMES, f"<tool_call>{none}", f"<tool_call>{none}", [])
-        for none in ('{"name": "rm", "arguments": {}}</tool_call>', " no", "{no}", '{"name": ["weather"]}')
-    ],
+    (
+        HERMES,
+        '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
+        [],
+    ),
+    (HERMES, "<tool_call> no", "<tool_call> no", []),
+    (HERMES, "<tool_call>{no}", "<tool_call>{no}", []),
+    (HERMES, '<tool_call>{"name": ["weather"]}', '<tool_call>{"name": ["weather"]}', []),
     # cut short
-    *[
-        (HERMES, cut, cut, [])
-        for cut in ('<tool_call>{"name": "clock", "arguments": {"a": "Pa', '<tool_call>{"name": "c')
-    ],
+    (HERMES, '<tool_call>{"name": "weather", "arguments": {"city": "Pa', "", [("weather", '{"city": "Pa')]),
+    (HERMES, '<tool_call>{"name": "wea', '<tool_call>{"name": "wea', []),
     (LLAMA, f'{{"name": "weather", "parameters": {_PARIS}}}', "", [("weather", _PARIS)]),
     (LLAMA, f'\n<|python_tag|>{{"name": "weather", "parameters": {_PARIS}}}', "", [("weather", _PARIS)]),
     (

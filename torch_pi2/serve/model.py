@@ -144,6 +144,10 @@ class ServedModel:
         try:
             for sequence in sequences:
                 self.batch.submit(sequence)
+            if isinstance(request, CompletionRequest) and request.echo:
+                for number in range(count):
+                    prompt = request.prompts[number // request.n]
+                    yield number, Piece(prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt))
             going = set(range(count))
             while going:
                 number, event = await events.get()

@@ -14,7 +14,6 @@ MOST_STOP = 1000
 #: Unsupported fields that would change the answer, and their values without effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
-    "echo": (None, False),
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
     "modalities": (None, ["text"]),
@@ -163,6 +162,16 @@ class ChosenFunction(BaseModel):
     function: _Named
 
 
+class _Allowed(BaseModel):
+    mode: Literal["auto", "required"]
+    tools: list[ChosenFunction] = Field(min_length=1)
+
+
+class AllowedTools(BaseModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: _Allowed
+
+
 class GenerationRequest(BaseModel):
     """Fields of completions and chats. Unknown fields are ignored, as OpenAI does."""
 
@@ -246,6 +255,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    echo: bool = False
     best_of: int | None = None
 
     @field_validator("prompt", mode="before")
@@ -266,6 +276,8 @@ class CompletionRequest(GenerationRequest):
     def _consistent(self) -> CompletionRequest:
         if self.best_of not in (None, self.n):
             raise ValueError("best_of is not supported, unless it is n")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("logprobs is not supported with echo: there are none of prompts")
         return self
 
     @property
@@ -283,14 +295,14 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
-    unsupported = _UNSUPPORTED | {"best_of": (None, 1)}
+    unsupported = _UNSUPPORTED | {"best_of": (None, 1), "echo": (None, False)}
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     tools: list[Tool] = Field(default_factory=list, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedTools | None = None
     parallel_tool_calls: bool = True
 
     @field_validator("tool_choice", mode="before")
@@ -298,8 +310,10 @@ class ChatRequest(GenerationRequest):
     def _one_choice(cls, value: Any) -> Any:
         if isinstance(value, dict) and value.get("type") == "function":
             return ChosenFunction.model_validate(value)
+        if isinstance(value, dict) and value.get("type") == "allowed_tools":
+            return AllowedTools.model_validate(value)
         if value not in (None, "none", "auto", "required"):
-            raise ValueError("expected none, auto, required or a function")
+            raise ValueError("expected none, auto, required, a function or allowed_tools")
         return value
 
     @model_validator(mode="after")
@@ -309,31 +323,40 @@ class ChatRequest(GenerationRequest):
             raise ValueError("tools: two functions have the same name")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise ValueError("tool_choice: there are no tools")
-        if self._chosen not in (None, *names):
-            raise ValueError(f"tool_choice: {str(self._chosen)[:64]} is none of the tools {', '.join(names)}")
+        missing = [name for name in self._chosen or [] if name not in names]
+        if missing:
+            raise ValueError(f"tool_choice: {missing[0][:64]} is none of the tools {', '.join(names)}")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: logprobs is not true")
         return self
 
     @property
-    def _chosen(self) -> str | None:
-        return self.tool_choice.function.name if isinstance(self.tool_choice, ChosenFunction) else None
+    def _chosen(self) -> list[str] | None:
+        if isinstance(self.tool_choice, ChosenFunction):
+            return [self.tool_choice.function.name]
+        if isinstance(self.tool_choice, AllowedTools):
+            return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+        return None
 
     @property
     def callable_tools(self) -> list[Tool]:
         """Tools that may be called."""
-        tools = [] if self.tool_choice == "none" else self.tools
-        return [tool for tool in tools if self._chosen in (None, tool.function.name)]
+        chosen = self._chosen
+        none = self.tool_choice == "none"
+        return [tool for tool in self.tools if not none and (chosen is None or tool.function.name in chosen)]
 
     @property
     def call_required(self) -> bool:
         """Whether a tool has to be called."""
-        return self.tool_choice == "required" or self._chosen is not None
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return choice.allowed_tools.mode == "required"
+        return choice == "required" or isinstance(choice, ChosenFunction)
 
     @property
     def several(self) -> bool:
         """Whether more than one call is allowed."""
-        return self.parallel_tool_calls and self._chosen is None
+        return self.parallel_tool_calls and not isinstance(self.tool_choice, ChosenFunction)
 
     @property
     def template_tools(self) -> list[dict[str, Any]] | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from typing import Any
 
 from torch_pi2.serve.batch import TokenEvent
 from torch_pi2.serve.model import Piece, ServedModel
 from torch_pi2.serve.requests import ChatRequest, CompletionRequest
-from torch_pi2.serve.tools import ToolCallParser
+from torch_pi2.serve.tools import ToolCallDelta, ToolCallParser
 
 
 class Response:
@@ -79,10 +80,23 @@ class CompletionResponse(Response):
 
     kind = chunk_kind = "text_completion"
 
+    def __init__(
+        self, name: str, created: int, served: ServedModel, request: CompletionRequest, prompts: list[list[int]]
+    ) -> None:
+        super().__init__(name, created, served, request, prompts)
+        count = len(self._texts)
+        self._letters, self._decoders = [0] * count, [getincrementaldecoder("utf-8")("ignore") for _ in range(count)]
+
     def chunks(self, number: int, piece: Piece) -> Iterator[dict[str, Any]]:
         self.add(number, piece)
         if piece.text or piece.finish or (piece.tokens and self._request.top is not None):
             yield self.chunk([self._choice(number, piece.text, piece.tokens)])
+
+    def _offset(self, number: int, token: int) -> int:
+        """Letters of the tokens before this one, whether they were sent or held back."""
+        before = self._letters[number]
+        self._letters[number] += len(self._decoders[number].decode(self._served.bytes_of(token)))
+        return before
 
     def _choice(self, number: int, text: str, tokens: list[TokenEvent]) -> dict[str, Any]:
         logprobs: dict[str, Any] | None = None
@@ -91,6 +105,7 @@ class CompletionResponse(Response):
                 "tokens": [self._text(event.token) for event in tokens],
                 "token_logprobs": [event.logprob for event in tokens],
                 "top_logprobs": [{self._text(token): value for token, value in event.top} for event in tokens],
+                "text_offset": [self._offset(number, event.token) for event in tokens],
             }
         return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": self._finish[number]}
 
@@ -129,16 +144,16 @@ class ChatResponse(Response):
         if parser is not None:
             parts = list(parser.add(piece.text, last=piece.finish is not None))
             text = "".join(part for part in parts if isinstance(part, str))
-            known = len(self._calls[number])
-            self._calls[number] += [part for part in parts if isinstance(part, dict)]
-            calls = [{"index": i, **call} for i, call in enumerate(self._calls[number])][known:]
+            calls = _merged([part for part in parts if isinstance(part, ToolCallDelta)])
+            for call in calls:
+                _extend(self._calls[number], call)
         super().add(number, Piece(text, piece.tokens, piece.finish))
-        if piece.finish == "stop" and self._calls[number]:
+        if piece.finish == "stop" and parser is not None and parser.count and parser.complete:
             self._finish[number] = "tool_calls"
         return ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
 
     def _choice(self, number: int, text: str, tokens: list[TokenEvent]) -> dict[str, Any]:
-        calls = self._calls[number]
+        calls = [{name: value for name, value in call.items() if name != "index"} for call in self._calls[number]]
         message = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         return {
             "index": number,
@@ -159,3 +174,21 @@ class ChatResponse(Response):
 
     def _logprob(self, token: int, logprob: float | None) -> dict[str, Any]:
         return {"token": self._text(token), "logprob": logprob, "bytes": list(self._served.bytes_of(token))}
+
+
+def _merged(parts: list[ToolCallDelta]) -> list[dict[str, Any]]:
+    """OpenAI's deltas, one for each call."""
+    deltas: list[dict[str, Any]] = []
+    for part in parts:
+        head = {} if part.name is None else {"id": part.id, "type": "function"}
+        function = {} if part.name is None else {"name": part.name}
+        _extend(deltas, {"index": part.number, **head, "function": {**function, "arguments": part.arguments}})
+    return deltas
+
+
+def _extend(calls: list[dict[str, Any]], delta: dict[str, Any]) -> None:
+    """Add a delta, which begins another call or continues the last."""
+    if calls and calls[-1]["index"] == delta["index"]:
+        calls[-1]["function"]["arguments"] += delta["function"]["arguments"]
+    else:
+        calls.append({**delta, "function": dict(delta["function"])})

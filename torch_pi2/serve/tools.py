@@ -6,10 +6,9 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from torch_pi2.decode.sequence import partial_match
 from torch_pi2.errors import ConfigError
@@ -92,10 +91,26 @@ def format_of(template: str) -> ToolCallFormat:
     )
 
 
-class ToolCallParser:
-    """Splits streamed text into plain text (``str``) and calls, in OpenAI's form, which come when they are complete.
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """More of call ``number``: ``arguments``, JSON as it was written; with the first delta its ``id`` and ``name``."""
 
-    What looks like a call and is none (of an unknown function, cut off, or not JSON) is plain text.
+    number: int
+    arguments: str
+    id: str | None = None
+    name: str | None = None
+
+
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+#: Yields text and deltas; returns whether to go on reading.
+_Reading = Generator[str | ToolCallDelta, None, bool]
+
+
+class ToolCallParser:
+    """Splits streamed text into plain text (``str``) and calls (:class:`ToolCallDelta`).
+
+    A call is reported as soon as its name is known, and its arguments as they come. What looks like a call and is none
+    (of an unknown function, or not JSON) is plain text.
 
     Args:
         names: of functions that may be called.
@@ -107,28 +122,33 @@ class ToolCallParser:
     def __init__(self, form: ToolCallFormat, names: Collection[str]) -> None:
         self._form, self._names, self.count = form, names, 0
         self._rest = ""  # text that has come and was not reported
-        #: While calls are read: the mark before them, which is plain text if none follows. None: text is read.
-        self._mark: str | None = None
+        self._begin = ""  # the begin mark, which is plain text if no call follows
         self._has_text = False
+        self._object_end = _ObjectEnd()
+        self._reads: Callable[[bool], _Reading] = self._text
 
-    def add(self, text: str, last: bool = False) -> Iterator[str | dict[str, Any]]:
+    @property
+    def complete(self) -> bool:
+        """Whether each call that began has ended."""
+        return self._reads in (self._text, self._between)
+
+    def add(self, text: str, last: bool = False) -> Iterator[str | ToolCallDelta]:
         """What is certain now. ``last``: no more text follows."""
         self._rest += text
-        going = True
-        while going:
-            going = yield from (self._text(last) if self._mark is None else self._calls(self._mark, last))
+        while (yield from self._reads(last)):
+            pass
 
-    # Both methods take text from ``_rest`` and return whether there may be more in it.
+    # Each method below reads one part of a call from ``_rest`` and sets ``_reads`` to what comes next.
 
-    def _text(self, last: bool) -> Generator[str | dict[str, Any], None, bool]:
+    def _text(self, last: bool) -> _Reading:
         form, rest = self._form, self._rest
         if form.bare and not self._has_text and rest.lstrip().startswith("{"):
-            self._mark = ""
+            self._rest, self._begin, self._reads = rest.lstrip(), "", self._object
             return True
         at = rest.find(form.begin)
         if at >= 0:
             yield from self._plain(rest[:at].rstrip())
-            self._rest, self._mark = rest[at + len(form.begin) :], form.begin
+            self._rest, self._begin, self._reads = rest[at + len(form.begin) :], form.begin, self._between
             return True
         if last and self.count:
             rest = rest.rstrip()
@@ -138,51 +158,113 @@ class ToolCallParser:
         yield from self._plain(certain)
         return False
 
-    def _calls(self, mark: str, last: bool) -> Generator[str | dict[str, Any], None, bool]:
+    def _between(self, last: bool) -> _Reading:
         form, rest = self._form, self._rest.lstrip(" \n[,;")
         if rest.startswith("{"):
-            value, end = _decoded(rest)
-            if value is None and not last:
-                return False
-            call = self._call(value)
-            self._rest, self._mark = rest[end:], "" if call else None
-            if call:
-                yield call
-            else:
-                yield from self._plain(mark + rest[:end])
+            self._rest, self._reads = rest, self._object
         elif form.end and rest.startswith(form.end):
-            self._rest, self._mark = rest[len(form.end) :], None
-        elif form.end.startswith(rest) and not (last and mark):
+            self._rest, self._begin, self._reads = rest[len(form.end) :], "", self._text
+        elif form.end.startswith(rest) and not (last and self._begin):
             self._rest = "" if last else self._rest  # a truncated end mark
             return False
         else:
-            self._mark = None
-            yield from self._plain(mark)
+            yield from self._plain(self._begin)
+            self._begin, self._reads = "", self._text
         return True
+
+    def _object(self, last: bool) -> _Reading:
+        head = _HEAD.match(self._rest)
+        if head and head[1] in self._names:
+            yield self._call(head[1], "")
+            self._rest, self._object_end, self._reads = self._rest[head.end() :], _ObjectEnd(), self._arguments
+            return True
+        end = self._object_end.find(self._rest)
+        if end is None and not last:
+            return False
+        whole, self._rest, self._object_end = self._rest[:end], "" if end is None else self._rest[end:], _ObjectEnd()
+        call = _call_in(whole)
+        if call is not None and call[0] in self._names:
+            yield self._call(*call)
+            self._begin, self._reads = "", self._between
+        else:
+            yield from self._plain(self._begin + whole)
+            self._begin, self._reads = "", self._text
+        return True
+
+    def _arguments(self, last: bool) -> _Reading:
+        end = self._object_end.find(self._rest)
+        new, self._rest = self._rest[:end], "" if end is None else self._rest[end:]
+        self._object_end.restart()
+        if new:
+            yield ToolCallDelta(self.count - 1, new)
+        if end is not None:
+            self._object_end, self._reads = _ObjectEnd(depth=1), self._tail
+        return end is not None
+
+    def _tail(self, last: bool) -> _Reading:
+        """Drop what follows the arguments in their object."""
+        end = self._object_end.find(self._rest)
+        self._rest = "" if end is None else self._rest[end:]
+        self._object_end.restart()
+        if end is not None:
+            self._object_end, self._begin, self._reads = _ObjectEnd(), "", self._between
+        yield from ()  # a generator, as the others
+        return end is not None
 
     def _plain(self, text: str) -> Iterator[str]:
         if text:
             self._has_text = True
             yield text
 
-    def _call(self, value: Any) -> dict[str, Any] | None:
-        """The call that ``value`` describes; None: none."""
-        name = (value or {}).get("name")
-        arguments = (value or {}).get("arguments", (value or {}).get("parameters"))
-        if not isinstance(name, str) or name not in self._names or not isinstance(arguments, (dict, str)):
-            return None
+    def _call(self, name: str, arguments: str) -> ToolCallDelta:
         letters = self._form.id_letters
         key = "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(letters or 24))
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         self.count += 1
-        call = {"id": key if letters else f"call_{key}", "type": "function"}
-        return call | {"function": {"name": name, "arguments": text}}
+        return ToolCallDelta(self.count - 1, arguments, key if letters else f"call_{key}", name)
 
 
-def _decoded(text: str) -> tuple[dict[str, Any] | None, int]:
-    """The JSON object that ``text`` begins with, and where it ends; None: it is not complete, or not JSON."""
+def _call_in(text: str) -> tuple[str, str] | None:
+    """Name and arguments of a call whose fields are in another order; None: it is no call."""
     try:
-        value, end = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError):
-        return None, len(text)
-    return value, end
+        value = json.loads(text)
+    except ValueError:
+        return None
+    name = value.get("name")
+    arguments = value.get("arguments", value.get("parameters"))
+    if not isinstance(name, str) or not isinstance(arguments, (dict, str)):
+        return None
+    return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+class _ObjectEnd:
+    """Finds the end of a JSON object in streamed text. ``depth``: braces that are open before it."""
+
+    def __init__(self, depth: int = 0) -> None:
+        self._depth, self._at = depth, 0
+        self._quoted = self._escaped = False
+
+    def find(self, text: str) -> int | None:
+        """The index behind the last brace; None: not in ``text``, which begins with what was searched before."""
+        for at in range(self._at, len(text)):
+            letter = text[at]
+            if self._quoted:
+                if self._escaped:
+                    self._escaped = False
+                elif letter == "\\":
+                    self._escaped = True
+                elif letter == '"':
+                    self._quoted = False
+            elif letter == '"':
+                self._quoted = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return at + 1
+        self._at = len(text)
+        return None
+
+    def restart(self) -> None:
+        """The next text does not contain what was searched."""
+        self._at = 0
