@@ -184,6 +184,9 @@ class Knowing:
         self._text, self._share, self._vocabulary = text, share, vocabulary
         self._random = random.Random(seed)
 
+    def read(self, prompt_1T: torch.Tensor) -> None:
+        """The text is known already."""
+
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         """``count`` tokens; behind the end of the text those that are wrong."""
         said = [*self._text[len(tokens) : len(tokens) + count], *([0] * count)][:count]
@@ -286,7 +289,8 @@ class _Bench:
     def _round(self, kind: str, guesses: int, text_1T: torch.Tensor, given: bool, share: float | None) -> _Round:
         decoder, text, ids_1T = self._decoders[kind], text_1T[0].tolist(), text_1T[:, : self._prompt]
         prompt = text[: self._prompt]
-        source: Source = PromptLookup(prompt) if share is None else Knowing(text, share, self._vocabulary, self._seed)
+        source: Source = PromptLookup() if share is None else Knowing(text, share, self._vocabulary, self._seed)
+        source.read(ids_1T)
         logits_V = decoder.prompt(ids_1T)[0]
         if kind == SPECULATIVE:
             decoder.compile_passes(guesses + 1)

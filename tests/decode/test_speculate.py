@@ -21,7 +21,7 @@ from torch_pi2.decode import generate as generate_module
 from torch_pi2.decode.decoder import VERIFIED, Decoder
 from torch_pi2.decode.generate import generate
 from torch_pi2.decode.plan_controller import follow
-from torch_pi2.decode.speculate import Pace, PromptLookup
+from torch_pi2.decode.speculate import MOST_DRAFTED, Pace, PromptLookup
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.layers.linear import QuantLinear
 from torch_pi2.layers.of_model import sparse_layers
@@ -75,7 +75,7 @@ def guessed(monkeypatch: pytest.MonkeyPatch, model: nn.Module, share: float, **s
     free = generate(model, IDS, max_new_tokens=2 * NEW, eos_token_id=[]).sequences[0]
     with monkeypatch.context() as patched:
         patched.setattr(generate_module, "Pace", Always)
-        patched.setattr(generate_module, "PromptLookup", lambda _: Knowing([*IDS[0].tolist(), *free], share, VOCAB))
+        patched.setattr(generate_module, "PromptLookup", lambda: Knowing([*IDS[0].tolist(), *free], share, VOCAB))
         return plain, generate(model, IDS, **how, prompt_lookup=5)
 
 
@@ -196,7 +196,8 @@ def test_an_end_inside_of_guesses(monkeypatch: pytest.MonkeyPatch, model: nn.Mod
 
 
 def test_looking_up_what_was_there() -> None:
-    lookup = PromptLookup([5, 1, 2, 3, 9, 8, 2, 3])
+    lookup = PromptLookup()
+    lookup.read(torch.tensor([[5, 1, 2, 3, 9, 8, 2, 3]]))
     assert lookup.propose([5, 1, 2, 3, 9, 8, 2, 3], 3) == [9, 8, 2]
     assert lookup.propose([5, 1, 2, 3, 9, 8, 2, 3, 7], 3) == []
     assert lookup.propose([5, 1, 2, 3, 9, 8, 2, 3, 7, 2, 3], 2) == [7, 2]  # the latest
@@ -217,13 +218,49 @@ def test_prompt_lookup(model: nn.Module) -> None:
     assert got.drafts.passes > 0
 
 
-@pytest.mark.slow
-def test_compiled_text_is_that_of_compiled_steps(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:
-    decoder = Decoder(model, max_tokens=IDS.shape[1] + 2 * NEW, logits=True)
-    plain, got = guessed(monkeypatch, model, 1.0, compiled=True, decoder=decoder)
-    assert got.sequences == plain.sequences
+@pytest.mark.usefixtures("always")
+def test_an_assistant(model: nn.Module) -> None:
+    how: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": []}
+    plain = generate(model, IDS, **how).sequences
+    itself = generate(model, IDS, **how, assistant_model=model)
+    assert itself.sequences == plain
+    assert itself.drafts is not None
+    assert itself.drafts.accepted == itself.drafts.drafted > 0  # with its own bits it agrees with itself
+    for other, count in ((tiny("llama-relu", seed=5), None), (tiny("opt"), MOST_DRAFTED), (ours("qwen2"), 1)):
+        got = generate(model, IDS, **how, assistant_model=other, draft_tokens=count)
+        assert got.sequences == plain
+        assert got.drafts is not None
+        assert got.drafts.passes > 0
+
+
+def test_an_assistant_that_rested_reads_what_was_said_meanwhile(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Resting(Always):
+        calls = 0
+
+        def count(self, most: int) -> int:
+            self.calls += 1
+            return super().count(most) if self.calls % 12 == 0 else 0
+
+    monkeypatch.setattr(generate_module, "Pace", Resting)
+    got = generate(model, IDS, max_new_tokens=40, eos_token_id=[], assistant_model=model)
+    assert got.drafts is not None
     assert got.drafts.accepted == got.drafts.drafted > 0
-    assert sorted(decoder._compiled_steps) == [(1, 1, False), (1, 6, True)]
+    assert got.sequences == generate(model, IDS, max_new_tokens=40, eos_token_id=[]).sequences
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("always")
+def test_compiled_text_is_that_of_compiled_steps(model: nn.Module) -> None:
+    how: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": [], "compiled": True}
+    decoder = Decoder(model, max_tokens=IDS.shape[1] + NEW, logits=True)
+    plain = generate(model, IDS, **how, decoder=decoder)
+    got = generate(model, IDS, **how, decoder=decoder, assistant_model=model, draft_tokens=2)
+    assert got.sequences == plain.sequences
+    assert got.drafts is not None
+    assert got.drafts.accepted == got.drafts.drafted > 0
+    assert sorted(decoder._compiled_steps) == [(1, 1, False), (1, 3, True)]
 
 
 @pytest.mark.slow
@@ -303,27 +340,73 @@ def test_a_pass_that_was_disturbed_does_not_end_it() -> None:
     assert waited < 3 * Pace.REST
 
 
+def test_generation_that_gains_nothing_switches_itself_off(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    class Slow(Pace):
+        def passed(self, ms: float, guesses: int, right: int) -> None:
+            super().passed(1e4 * ms, guesses, right)
+
+    monkeypatch.setattr(generate_module, "Pace", Slow)
+    prompt = torch.tensor([[3, 4, 5, 6, 7, 3, 4, 5]])
+    how: dict[str, Any] = {"max_new_tokens": 50, "eos_token_id": []}
+    got = generate(model, prompt, **how, assistant_model=tiny("opt"))
+    assert got.drafts is not None
+    assert got.drafts.switched_off
+    assert 0 < got.drafts.passes < 12
+    assert got.sequences == generate(model, prompt, **how).sequences
+
+
 # --- settings ---
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"prompt_lookup": 8}, r"prompt_lookup: expected 0 to 7, found 8\. More are not verified in one pass"),
-        ({"prompt_lookup": -1}, r"prompt_lookup: expected 0 to 7, found -1\."),
+        ({"prompt_lookup": 8}, r"prompt_lookup: expected 1 to 7, found 8\. More are not verified in one pass"),
+        ({"prompt_lookup": -1}, r"prompt_lookup: expected 1 to 7, found -1\."),
+        ({"assistant": True, "draft_tokens": 0}, r"draft_tokens: expected 1 to 7, found 0\."),
+        ({"draft_tokens": 3}, r"draft_tokens: expected .*, found draft_tokens without a model\."),
+        ({"prompt_lookup": 3, "assistant": True}, r"found prompt_lookup and assistant_model\. Choose one source"),
         ({"prompt_lookup": 3, "do_sample": True}, r"prompt_lookup: expected one greedy sequence, found do_sample=True"),
-        ({"prompt_lookup": 3, "num_return_sequences": 2}, r"one greedy sequence, found num_return_sequences=2\."),
+        (
+            {"assistant": True, "num_return_sequences": 2},
+            r"assistant_model: expected one greedy sequence, found num_return_sequences=2\.",
+        ),
     ],
 )
 def test_settings_that_make_no_sense(model: nn.Module, settings: dict[str, Any], message: str) -> None:
+    if settings.pop("assistant", False):
+        settings = settings | {"assistant_model": model}
     with pytest.raises(ConfigError, match=message):
         generate(model, IDS, **settings)
 
 
-@pytest.mark.usefixtures("always")
-def test_a_streamer_that_raises_leaves_a_decoder_that_goes_on(
-    monkeypatch: pytest.MonkeyPatch, model: nn.Module
-) -> None:
+def test_assistants_that_are_none(model: nn.Module) -> None:
+    with torch.device("meta"):
+        nothing = type(model)(model.config)
+    for other, found in (
+        (nn.Linear(3, 3), "found a Linear, which says nothing about next tokens"),
+        (model.model, "found a LlamaModel, which says nothing about next tokens"),
+        (nothing, r"found one without weights \(on meta\)"),
+    ):
+        with pytest.raises(ConfigError, match=f"assistant_model: expected a causal language model .* {found}"):
+            generate(model, IDS, assistant_model=other)
+
+
+def test_an_assistant_guesses_as_far_as_it_has_positions(model: nn.Module) -> None:
+    short = tiny("opt")
+    short.config.max_position_embeddings = 16  # as if its table ended there
+    how: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": []}
+    want = generate(model, IDS, **how).sequences
+    got = generate(model, IDS, **how, assistant_model=short, draft_tokens=3)
+    assert got.sequences == want
+    assert got.drafts is not None
+    assert 0 < got.drafts.drafted <= 16 - IDS.shape[1]
+    long = generate(model, IDS.repeat(1, 3), **how, assistant_model=short)  # not even the prompt
+    assert long.drafts is not None
+    assert (long.drafts.drafted, long.sequences) == (0, generate(model, IDS.repeat(1, 3), **how).sequences)
+
+
+def test_a_streamer_that_raises_leaves_a_decoder_that_goes_on(model: nn.Module) -> None:
     decoder = Decoder(model, max_tokens=64, compiled=False, logits=True)
     said: list[int] = []
 
@@ -334,10 +417,8 @@ def test_a_streamer_that_raises_leaves_a_decoder_that_goes_on(
 
     how: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": []}
     want = generate(model, IDS, **how).sequences[0]
-    known = [*IDS[0].tolist(), *want]
-    monkeypatch.setattr(generate_module, "PromptLookup", lambda _: Knowing(known, 1.0, VOCAB))
     with pytest.raises(KeyboardInterrupt):
-        generate(model, IDS, **how, decoder=decoder, prompt_lookup=4, streamer=streamer)
+        generate(model, IDS, **how, decoder=decoder, assistant_model=model, streamer=streamer)
     assert said == want[:6]
     assert decoder.length == IDS.shape[1] + 5
     for t in range(6, 12):

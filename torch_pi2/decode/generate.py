@@ -22,11 +22,14 @@ from torch_pi2.base.fields import argument, checked
 from torch_pi2.decode.decoder import Decoder, check_vocabulary
 from torch_pi2.decode.hf_generate import decoder_for, pool_of
 from torch_pi2.decode.sequence import GeneratedSequence, Sampling, decode_loop, pick
-from torch_pi2.decode.speculate import MOST_DRAFTED, Drafts, Pace, PromptLookup, speculate
+from torch_pi2.decode.speculate import MOST_DRAFTED, Assistant, Drafts, Pace, PromptLookup, speculate
 from torch_pi2.errors import ConfigError, ShapeError
 from torch_pi2.store.trust import tokenizer_of
 
 _log = logging.getLogger("torch_pi2")
+
+#: Default number of tokens that an assistant drafts.
+_DRAFTED = 4
 
 #: Settings of a generation configuration that :func:`generate` ignores, and their neutral values.
 _IGNORED: dict[str, tuple[Any, ...]] = {
@@ -53,7 +56,7 @@ class Generated:
     Attributes:
         sequences: new tokens of each sequence, with its end token.
         batches: number of sequences in each step. step_ms: milliseconds of each step.
-        prompt_ms: milliseconds of reading the prompt.
+        prompt_ms: milliseconds of reading the prompt, by an assistant too.
         drafts: statistics of speculative decoding; None: it was not used.
         prompt, tokenizer: of :attr:`text`; the tokenizer is None if the prompt was given as ids.
     """
@@ -107,6 +110,8 @@ def generate(
     streamer: Callable[[int, int], object] | None = None,
     decoder: Decoder | None = None,
     prompt_lookup: int = 0,
+    assistant_model: nn.Module | None = None,
+    draft_tokens: int | None = None,
 ) -> Generated:
     """Continue one prompt ``num_return_sequences`` times.
 
@@ -114,12 +119,16 @@ def generate(
     its own: sequence i is what ``seed + i`` gives alone, except where the last bits of PyTorch's matrix products differ
     with the batch size.
 
-    One greedy sequence can be decoded speculatively: ``prompt_lookup`` drafts the next tokens, and one pass over the
-    weights verifies several (docs/SPECULATION.md). The text is the model's own whatever was drafted: bit by bit that of
+    One greedy sequence can be decoded speculatively. ``prompt_lookup`` or ``assistant_model`` drafts the next tokens,
+    and one pass over the weights verifies several. The text is the model's own whatever was drafted: bit by bit that of
     plain decoding if linear layers, feed-forward layers and head are ours (``weights="int4"`` or ``"int8"``; see
     :meth:`torch_pi2.Decoder.verify`). PyTorch's float products of several tokens have other last bits than those of
     one: then it is the greedy text of the same model, but at a near tie the other token may win. Drafting pauses while
-    it does not pay (:class:`~torch_pi2.decode.speculate.Pace`).
+    it does not pay (:class:`~torch_pi2.decode.speculate.Pace`), so answers of 128 tokens or more take at most 1.03
+    times as long.
+
+    Over a store drafting seldom pays: each token wants neurons of its own, and wrong drafts read theirs in vain
+    (docs/SPECULATION.md). Measured times decide there, too.
 
     Args:
         model: see :class:`torch_pi2.Decoder`; dense or optimised.
@@ -135,6 +144,8 @@ def generate(
         decoder: a Decoder of this model to be used, with ``logits`` and enough sequences and tokens. It keeps what it
             has compiled.
         prompt_lookup: draft up to this many tokens, 1 to 7, from what followed the last few tokens earlier in the text.
+        assistant_model: a smaller causal language model of the same vocabulary, which drafts ``draft_tokens``, 1 to 7
+            (default: 4). It has a KV cache of its own.
 
     Raises:
         ConfigError: a setting makes no sense, or text without a tokenizer. ShapeError: not one prompt.
@@ -147,7 +158,7 @@ def generate(
         input_ids = torch.tensor([ids], dtype=torch.int64, device="cpu")
     _check(input_ids, num_return_sequences, max_new_tokens)
     text: dict[str, Any] = {} if tokenizer is None else {"prompt": input_ids[0].tolist(), "tokenizer": tokenizer}
-    _check_drafts(prompt_lookup, num_return_sequences, do_sample)
+    drafted = _draft_tokens(prompt_lookup, assistant_model, draft_tokens, num_return_sequences, do_sample)
     sampling = Sampling(temperature, top_k, top_p) if do_sample else None
     tokens = input_ids.shape[1]
     ends = end_tokens(model, eos_token_id)
@@ -161,8 +172,8 @@ def generate(
         decoder = decoder_for(model, tokens + max_new_tokens, num_return_sequences, compiled)
     check_vocabulary(model, input_ids)  # the model takes ids, or it would have no decoder
     sequences = [GeneratedSequence(i, seed, max_new_tokens, ends, streamer) for i in range(num_return_sequences)]
-    if prompt_lookup:
-        result = _speculated(decoder, sequences[0], input_ids, prompt_lookup, max_new_tokens)
+    if drafted:
+        result = _speculated(decoder, sequences[0], input_ids, assistant_model, drafted, max_new_tokens)
     else:
         result = _continued(decoder, sequences, input_ids, sampling, max_new_tokens)
     if pool is not None:
@@ -212,18 +223,27 @@ def _continuation(tokenizer: Any, prompt: list[int], tokens: list[int]) -> str:
 
 
 def _speculated(
-    decoder: Decoder, sequence: GeneratedSequence, input_ids: torch.Tensor, drafted: int, limit: int
+    decoder: Decoder,
+    sequence: GeneratedSequence,
+    input_ids: torch.Tensor,
+    assistant_model: nn.Module | None,
+    drafted: int,
+    limit: int,
 ) -> Generated:
     """Decode ``sequence`` with up to ``drafted`` tokens drafted at a time."""
-    started, prompt = time.perf_counter(), input_ids[0].tolist()
+    counts = [drafted] if decoder.compiled else range(1, drafted + 1)
+    source: PromptLookup | Assistant = PromptLookup()
+    if assistant_model is not None:
+        source = Assistant(assistant_model, decoder.model, input_ids.shape[1] + limit, decoder.compiled)
+    started = time.perf_counter()
     logits_V = decoder.prompt(input_ids)[0].cpu()
-    source = PromptLookup(prompt)
+    source.read(input_ids)
     prompt_ms = (time.perf_counter() - started) * 1e3
-    pace = Pace([drafted] if decoder.compiled else range(1, drafted + 1))
+    pace = Pace(counts)
     if drafted < limit - 1:  # else the answer is too short for a pass
         decoder.compile_passes(drafted + 1)
     drafts, step_ms = speculate(
-        decoder, sequence, prompt, logits_V, lambda row_V: pick(row_V, None), source, pace, limit
+        decoder, sequence, input_ids[0].tolist(), logits_V, lambda row_V: pick(row_V, None), source, pace, limit
     )
     return Generated([sequence.tokens], [1] * len(step_ms), step_ms, prompt_ms, drafts)
 
@@ -265,22 +285,34 @@ def _check(input_ids: torch.Tensor, sequences: int, max_new_tokens: int) -> None
         )
 
 
-def _check_drafts(prompt_lookup: int, sequences: int, do_sample: bool) -> None:
-    """Raises ConfigError unless ``prompt_lookup`` is possible; 0: no speculative decoding."""
-    if not 0 <= prompt_lookup <= MOST_DRAFTED:
+def _draft_tokens(
+    prompt_lookup: int, assistant_model: nn.Module | None, draft_tokens: int | None, sequences: int, do_sample: bool
+) -> int:
+    """Most tokens drafted at a time; 0: no speculative decoding. Raises ConfigError."""
+    lookup, assisted = prompt_lookup != 0, assistant_model is not None
+    if (lookup and assisted) or (draft_tokens is not None and not assisted):
         raise ConfigError(
-            "prompt_lookup",
-            expected=f"0 to {MOST_DRAFTED}",
-            found=str(prompt_lookup),
+            "prompt_lookup, assistant_model, draft_tokens",
+            expected="prompt_lookup, or assistant_model with or without draft_tokens",
+            found="prompt_lookup and assistant_model" if lookup and assisted else "draft_tokens without a model",
+            fix="Choose one source of drafts.",
+        )
+    drafted = prompt_lookup if lookup else 0 if not assisted else _DRAFTED if draft_tokens is None else draft_tokens
+    if (lookup or assisted) and not 1 <= drafted <= MOST_DRAFTED:
+        raise ConfigError(
+            "prompt_lookup" if lookup else "draft_tokens",
+            expected=f"1 to {MOST_DRAFTED}",
+            found=str(drafted),
             fix="More are not verified in one pass; 3 to 5 are usual.",
         )
-    if prompt_lookup and (do_sample or sequences > 1):
+    if drafted and (do_sample or sequences > 1):
         raise ConfigError(
-            "prompt_lookup",
+            "prompt_lookup" if lookup else "assistant_model",
             expected="one greedy sequence",
             found="do_sample=True" if do_sample else f"num_return_sequences={sequences}",
             fix="Leave one of them out: samples and several sequences are decoded step by step.",
         )
+    return drafted
 
 
 def _check_decoder(decoder: Decoder, model: nn.Module, sequences: int, tokens: int) -> None:

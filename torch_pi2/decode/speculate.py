@@ -1,8 +1,8 @@
 """Speculative decoding: tokens are drafted cheaply, and one pass over the weights verifies them.
 
 Drafts do not change the text: the model's own token is taken after each position (Leviathan et al., arXiv 2211.17192,
-for greedy decoding). They come from the text so far (prompt lookup, as in transformers and vLLM). Whether they pay is
-measured while decoding (:class:`Pace`).
+for greedy decoding). They come from the text so far (prompt lookup, as in transformers and vLLM) or a smaller model.
+Whether they pay is measured while decoding (:class:`Pace`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from torch_pi2.decode.decoder import VERIFIED, Decoder
 from torch_pi2.decode.sequence import GeneratedSequence
+from torch_pi2.errors import ConfigError
 
 #: Most tokens that are drafted at a time: they are verified together with the one before them.
 MOST_DRAFTED = VERIFIED - 1
@@ -42,6 +44,9 @@ class Drafts:
 class Source(Protocol):
     """Drafts the next tokens."""
 
+    def read(self, prompt_1T: torch.Tensor) -> None:
+        """Read the prompt, int64 ``[1, T]``, before the first draft, which is timed."""
+
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         """``count`` tokens after ``tokens`` (prompt and answer so far, which only grow), or none."""
 
@@ -49,16 +54,18 @@ class Source(Protocol):
 class PromptLookup:
     """Drafts what followed the last tokens earlier in the text. At the end of the text it goes on by repeating.
 
-    At least two tokens must match (one matches too often by chance); at most four are compared. ``prompt`` is indexed
-    before the first draft, which is timed.
+    At least two tokens must match (one matches too often by chance); at most four are compared.
     """
 
     _LENGTHS = (4, 3, 2)
 
-    def __init__(self, prompt: Sequence[int] = ()) -> None:
+    def __init__(self) -> None:
         self._positions: dict[tuple[int, ...], int] = {}  # tokens -> the position after their last occurrence
         self._indexed = 0  # tokens that have been indexed
-        self._index(prompt)
+
+    def read(self, prompt_1T: torch.Tensor) -> None:
+        """Index the prompt."""
+        self._index(prompt_1T[0].tolist())
 
     def _index(self, tokens: Sequence[int]) -> None:
         for end in range(self._indexed + 1, len(tokens)):  # without the last token, which nothing follows
@@ -75,6 +82,76 @@ class PromptLookup:
             if start is not None:
                 return [tokens[start + i % (len(tokens) - start)] for i in range(count)]
         return []
+
+
+class Assistant:
+    """Drafts with a smaller causal language model of the same vocabulary.
+
+    It drafts nothing beyond the positions that it was made for (``max_position_embeddings``).
+
+    Args:
+        model: see :class:`torch_pi2.Decoder`. of: the model that it drafts for.
+        max_tokens: prompt and answer together.
+
+    Raises:
+        ConfigError: another vocabulary, no head for it, or no weights. UnsupportedModelError: it cannot have a Decoder.
+    """
+
+    def __init__(self, model: nn.Module, of: nn.Module, max_tokens: int, compiled: bool) -> None:
+        vocab, found = _vocabulary(of), _vocabulary(model)
+        if found != vocab or any(parameter.is_meta for parameter in model.parameters()):
+            raise ConfigError(
+                "assistant_model",
+                expected=f"a causal language model with the vocabulary of the one that it helps, {vocab} tokens",
+                found="one without weights (on meta)"
+                if found == vocab
+                else f"a {type(model).__name__}, which says nothing about next tokens"
+                if found is None
+                else f"a vocabulary of {found}",
+                fix="Pass a smaller model of the same family, or use prompt_lookup, which takes none.",
+            )
+        places = getattr(model.config, "max_position_embeddings", None)
+        self._most = min(max_tokens, max_tokens if places is None else places)
+        self._decoder = Decoder(model, max_tokens=max_tokens, compiled=compiled, logits=True)
+        self._read: list[int] = []  # tokens in its KV cache
+
+    def read(self, prompt_1T: torch.Tensor) -> None:
+        """Read the prompt, if it fits."""
+        if prompt_1T.shape[1] < self._most:
+            self._decoder.prompt(prompt_1T)
+            self._read = prompt_1T[0].tolist()
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        """Its own greedy continuation; none if there is no room for it."""
+        if len(tokens) + count > self._most:
+            return []
+        agreed = min(len(self._read), len(tokens) - 1)
+        while self._read[:agreed] != tokens[:agreed]:
+            agreed -= 1
+        self._decoder.rollback(len(self._read) - agreed)
+        self._read, guessed = list(tokens), list[int]()
+        piece = 1 if self._decoder.compiled else VERIFIED  # so that there is one graph
+        for start in range(agreed, len(tokens), piece):
+            logits_V = self._fed(tokens[start : start + piece])
+        while True:
+            guessed.append(int(logits_V.argmax()))
+            if len(guessed) == count:
+                return guessed
+            logits_V = self._fed(guessed[-1:])
+            self._read.append(guessed[-1])
+
+    def _fed(self, tokens: Sequence[int]) -> torch.Tensor:
+        ids_1T = torch.tensor([list(tokens)], dtype=torch.int64, device="cpu")
+        return (self._decoder.step if len(tokens) == 1 else self._decoder.verify)(ids_1T)[-1]
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    """Size of the vocabulary that ``model`` has logits for; None: it has none."""
+    inputs, head = (getattr(model, f"get_{which}_embeddings", lambda: None)() for which in ("input", "output"))
+    if inputs is None or head is None:
+        return None
+    known: int = inputs.num_embeddings
+    return known if getattr(head, "out_features", known) == known else None
 
 
 class Pace:
