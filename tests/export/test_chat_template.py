@@ -1,7 +1,9 @@
-"""Chat templates: which are described for the runner, and errors that they raise."""
+"""Chat templates: which are described for the runner, errors that they raise, and templates without end."""
 
 from __future__ import annotations
 
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,29 @@ from tiny_tokenizers import byte_tokenizer
 from torch_pi2.errors import ConfigError
 from torch_pi2.export.text import chat_text, describe_template, write_chat
 
+LOOP = "{% for a in range(99999) %}"
+NEVER = {
+    "loops": LOOP * 4 + "{% set x = a %}" + "{% endfor %}" * 4,
+    "loops of text": LOOP * 3 + "x" + "{% endfor %}" * 3,
+    "macros": "{% macro f(n) %}" + LOOP + "{% if n %}{{ f(n - 1) }}{% endif %}{% endfor %}{% endmacro %}{{ f(9) }}",
+    "text": LOOP + "{{ 'x' * 99999 }}{% endfor %}",
+}
 MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.mark.parametrize("name", NEVER)
+def test_templates_that_never_end_are_refused(name: str, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(TEXT)
+    tokenizer.chat_template = NEVER[name]
+    start = time.monotonic()
+    message = r"chat template: expected one that ends within 1000000 lines and 16777216 characters, found more\. "
+    with pytest.raises(ConfigError, match=message):
+        chat_text(tokenizer, MESSAGES)
+    with pytest.raises(ConfigError, match=message):  # not left out of the bundle without a word
+        write_chat(tokenizer, tmp_path)
+    assert time.monotonic() - start < 30
+    assert sys.gettrace() is None
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("template", ["{{ 1 // 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ ] }}"])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypedDict
 
 import torch
@@ -23,6 +26,10 @@ FORMAT = "torch_pi2.chat"
 VERSION = 3  # in 2 there were no earlier answers
 
 _log = logging.getLogger("torch_pi2")
+
+#: Bounds of a template: lines that it runs, and characters that it writes.
+MOST_STEPS = 1_000_000
+MOST_TEXT = 1 << 24
 
 #: White space around a marked message, some of it not ASCII.
 _START, _END = "\u3000\x1c \n", "\n \x1f\u00a0"
@@ -129,12 +136,43 @@ def _rendered(tokenizer: Any, roles: Sequence[str], contents: Sequence[str]) -> 
     messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
     try:
         return _text_of(tokenizer, messages)
+    except ConfigError:
+        raise
     except Exception:
         return None
 
 
 def _text_of(tokenizer: Any, messages: Any) -> str:
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+    """Renders messages. Raises ConfigError: more than ``MOST_STEPS`` lines or ``MOST_TEXT`` characters: Jinja's sandbox
+    bounds one ``range``, but not nested loops."""
+    with _bounded():
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """Bounds templates that are rendered in the block."""
+    steps = text = 0
+
+    def count(frame: FrameType, event: str, value: Any) -> Any:
+        nonlocal steps, text
+        steps += 1
+        text += len(value) if event == "return" and isinstance(value, str) else 0
+        if steps > MOST_STEPS or text > MOST_TEXT:
+            raise ConfigError(
+                "chat template",
+                expected=f"one that ends within {MOST_STEPS} lines and {MOST_TEXT} characters",
+                found="more",
+                fix="Correct tokenizer.chat_template, or shorten the chat.",
+            )
+        return count if frame.f_code.co_filename == "<template>" else None
+
+    before = sys.gettrace()
+    sys.settrace(count)  # of this thread
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def _repeats(tokenizer: Any, user: _Description, both: _Description | None, turns: _Description) -> bool:
@@ -237,6 +275,8 @@ def chat_text(tokenizer: Any, messages: Any) -> str:
         )
     try:
         return _text_of(tokenizer, messages)
+    except ConfigError:
+        raise
     except Exception as error:  # a template raises what it likes: it is a program
         raise ConfigError(
             "chat",
