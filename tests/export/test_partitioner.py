@@ -105,7 +105,14 @@ def test_what_is_refused(tmp_path: Path) -> None:
     torch.manual_seed(1)
     other = torch_pi2.optimize(_hf("Llama", hidden_act="relu", num_hidden_layers=1).eval(), method="exact")
     rows = "inner.model.layers.0.mlp.down_proj.sparse_ffn.neuron_rows"
-    with pytest.raises(ConfigError, match=rf"a program of the model .*found a layer of another one \({rows}\)"):
+    for order in (1, -1):
+        both = [ours, XnnpackPartitioner()][::order]
+        with pytest.raises(ConfigError, match=rf"a program of the model .*found a layer of another one \({rows}\)"):
+            to_edge_transform_and_lower(exported_program(other), partitioner=both, compile_config=CONFIG)
+    other = exact()
+    for ffn in sparse_layers(other):
+        ffn.threshold = 0.25  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"a program of the model .*found a layer of another one \(threshold\)"):
         to_edge_transform_and_lower(exported_program(other), partitioner=[ours], compile_config=CONFIG)
 
     class Twice(nn.Module):

@@ -41,6 +41,10 @@ _WHOLE: Mapping[str, Callable[..., Any]] = {
     "pi2.predicted_ffn": predicted_ffn,
     "pi2.experts_ffn": experts_ffn,
 }
+#: Arguments that tell one model from another.
+_WEIGHTS = ("neuron_rows", "bias_gate", "bias_up", "bias_down")
+#: Argument of such an operator -> attribute of its layer.
+_THRESHOLDS = {"threshold": "threshold", "cut": "predictor_threshold", "thresholds": "thresholds", "cuts": "cuts"}
 
 
 def role_of(node: torch.fx.Node) -> int | None:
@@ -62,14 +66,31 @@ def _is_constant(program: torch.export.ExportedProgram, node: torch.fx.Node) -> 
     return any(node.name in names for names in kinds)
 
 
-def _is_same(a: Any, b: torch.Tensor) -> bool:
-    """Bit for bit, so that NaN equals NaN. A part of the program that is lowered has no weights any more."""
-    if type(a) not in (torch.Tensor, nn.Parameter):
-        return True
+def _mismatch(
+    program: torch.export.ExportedProgram, node: torch.fx.Node, home: SparseLayer, known: dict[str, str]
+) -> str:
+    """The first weight or threshold of a call that differs from those of ``home``, the layer of that name; or "".
+
+    Predictors are not compared: their rows may be in another order in a program. known: name of a program's input ->
+    name of the parameter or buffer.
+    """
+    for data in node.all_input_nodes:
+        name = known.get(data.name, "")
+        theirs = program.state_dict.get(name, program.constants.get(name))
+        ours = getattr(home, name.rpartition(".")[2], None) if name.endswith(_WEIGHTS) else None
+        known_bytes = type(theirs) in (torch.Tensor, nn.Parameter)  # not so once a part of the program is lowered
+        if theirs is not None and ours is not None and known_bytes and not _is_same(theirs.detach(), ours.detach()):
+            return name
+    call = vars(arguments_of(_WHOLE[_operator(node)], node.args))
+    different = [name for name in _THRESHOLDS if name in call and call[name] != getattr(home, _THRESHOLDS[name])]
+    return different[0] if different else ""
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit, so that NaN equals NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    ours, theirs = (x.detach().contiguous().view(torch.uint8) for x in (a, b))
-    return ours.data_ptr() == theirs.data_ptr() or torch.equal(ours, theirs)
+    return a.data_ptr() == b.data_ptr() or torch.equal(*(x.contiguous().flatten().view(torch.uint8) for x in (a, b)))
 
 
 def _without_gradients(program: torch.export.ExportedProgram) -> None:
@@ -199,12 +220,14 @@ class Pi2Partitioner(BlobPartitioner):
         known = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         name = known.get(getattr(rows, "name", ""), "")
         found = [layer for place, layer in self._places.items() if name == place or name.endswith(f".{place}")]
-        theirs = program.state_dict.get(name, program.constants.get(name))
-        if len(found) != 1 or not _is_same(theirs, self._layers[found[0]].neuron_rows):
+        other = name or node.name
+        if len(found) == 1:
+            other = _mismatch(program, node, self._layers[found[0]], known)
+        if other:
             raise ConfigError(
                 "Pi2Partitioner",
                 expected="a program of the model that the partitioner was created with",
-                found=f"a layer of another one ({name or node.name})",
+                found=f"a layer of another one ({other})",
                 fix="Create it with the model that the program was exported from.",
             )
         return found[0]
